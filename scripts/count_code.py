@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts lines of Rust code: not blank, not only a comment. Benches and what serves only them are counted apart.
+"""Counts lines of Rust code that are neither blank nor comments. Benches are counted separately.
 
     scripts/count_code.py [REVISION]     the working tree, or a revision
 """
@@ -7,16 +7,22 @@
 import subprocess
 import sys
 
-# Where benches, demo and peers are now, and where they were.
-BENCHES = ("crates/bench/", "crates/aquifer/src/bench/", "crates/aquifer/src/demo/", "crates/aquifer/src/peers/")
+# Benches, demo and peers, in this revision and in earlier ones.
+BENCHES = (
+    "crates/bench/",
+    "crates/aquifer/src/bench/",
+    "crates/aquifer/src/demo/",
+    "crates/aquifer/src/peers/",
+)
 
 
-def git(*words):
-    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout
+def git(*arguments):
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def is_test(path):
-    return path.startswith("tests/") or "/tests/" in path or path.endswith(("/tests.rs", "_tests.rs")) or "/sim/" in path
+    is_module = path.endswith(("/tests.rs", "_tests.rs"))
+    return is_module or path.startswith("tests/") or "/tests/" in path or "/sim/" in path
 
 
 def code_lines(text):

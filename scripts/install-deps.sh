@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Installs what the build, tests, demo and benches need and this machine lacks. Safe to run again: when nothing is
-# missing it does nothing, says nothing, and needs no rights.
+# Installs missing packages for the build, tests, demo and benches.
 #
-#   scripts/install-deps.sh [build] [check] [test] [long] [demo] [bench]     all of them, if none is named
+#   scripts/install-deps.sh [build] [check] [test] [long] [demo] [bench]
 #
-# Each includes build; long includes test, and that includes check.
-#
-# Knows Debian and what descends from it. Elsewhere it says what to install by hand.
+# Without arguments it installs all lists.
+# Each list includes build; long includes test, and test includes check.
+# If nothing is missing it prints nothing and needs no privileges.
+# It supports Debian and its derivatives. On other systems it prints the names of the packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=/usr/bin/python3 # Debian's own: packages of python3-* are for no other.
+python=/usr/bin/python3 # Debian's Python, for which the packages python3-* are.
 missing=
 
-# need PACKAGE COMMAND…: the package is missing unless the command succeeds.
+# need PACKAGE COMMAND…: adds the package to the missing ones unless the command succeeds.
 need() {
     package=$1
     shift
@@ -22,15 +22,17 @@ need() {
 
 has() { command -v "$1"; }
 
-# The demo's corpus. Small images leave documentation out even when its package is installed.
+# The data of the demo. Small images have the package without its documentation.
 has_kernel_docs() { ls /usr/share/doc/linux-doc-*/html/index.html; }
 
-# Debian's versions stand side by side, and their servers are in nobody's PATH.
+# Debian installs several versions in parallel, and does not put their servers into PATH.
 has_postgres() { ls /usr/lib/postgresql/*/bin/initdb /usr/lib/postgresql/*/bin/pgbench; }
 
-has_clang_library() { ls /usr/lib/llvm-*/lib/libclang*.so && ls /usr/lib/llvm-*/lib/clang/*/include/stddef.h; }
+has_clang_library() {
+    ls /usr/lib/llvm-*/lib/libclang*.so && ls /usr/lib/llvm-*/lib/clang/*/include/stddef.h
+}
 
-# A dynamic one finds no libraries in an initramfs.
+# A dynamically linked busybox does not find its libraries in an initramfs.
 busybox_is_static() { has busybox && ! ldd "$(command -v busybox)"; }
 
 has_rdma_providers() { ls /usr/lib/*/libibverbs/librxe-rdmav*.so; }
@@ -43,10 +45,10 @@ need_compiler() {
 
 need_for_build() {
     need_compiler
-    # The client of etcd is made from etcd's own description of its protocol.
+    # The client of etcd is generated from etcd's protocol buffers.
     need protobuf-compiler has protoc
     need libprotobuf-dev test -e /usr/include/google/protobuf/descriptor.proto
-    # The bindings of libibverbs are made from its headers, which come with them.
+    # The bindings of libibverbs are generated from its headers.
     need cmake has cmake
     need libclang-dev has_clang_library
 }
@@ -69,12 +71,12 @@ need_for_long() {
     need gdb has gdb
     need golang-go has go
     need openjdk-17-jdk-headless has javac
-    need openssl has openssl # Certificates, to be let in by etcd.
+    need openssl has openssl # Makes certificates for tests with etcd.
     need postgresql has_postgres
     need python3-numpy "$python" -c 'import numpy'
     need redis-server has redis-server
     need redis-tools has redis-cli
-    # Virtual machines, and what they boot from Debian's packages (tests/guests).
+    # Virtual machines and the packages that they boot from (tests/guests).
     need busybox-static busybox_is_static
     need cpio has cpio
     need ibverbs-providers has_rdma_providers
@@ -86,7 +88,7 @@ need_for_long() {
     need zstd has zstd
 }
 
-# The tools of the test loop that no package of Debian has.
+# Installs the tools of the test loop that are not packages of Debian.
 install_tools() {
     case " $lists " in *" check "* | *" test "* | *" long "*) ;; *) return 0 ;; esac
     tools=$PWD/target/tools
@@ -105,7 +107,7 @@ need_for_demo() {
 
 need_for_bench() {
     need_for_build
-    need kmod has modprobe # For zram, where it is a module.
+    need kmod has modprobe # Loads zram if it is a module.
     need redis-server has redis-server
     need postgresql has_postgres
     need python3 test -x "$python"
@@ -119,7 +121,7 @@ as_root() {
     elif command -v sudo >/dev/null 2>&1; then
         sudo "$@"
     else
-        echo "install-deps: these packages are missing, and installing them takes root:$missing" >&2
+        echo "install-deps: missing packages, which only root can install:$missing" >&2
         exit 1
     fi
 }
@@ -129,7 +131,7 @@ apt() {
         -o 'Dpkg::Options::=--path-include=/usr/share/doc/linux-doc-*' "$@"
 }
 
-# A fresh server's packages must not start services: a policy that forbids it, for as long as this runs.
+# Forbids packages to start their services while this script runs.
 forbid_services() {
     policy=/usr/sbin/policy-rc.d
     [ -e "$policy" ] && return
@@ -146,23 +148,23 @@ collect() {
         case $list in
         build | check | test | long | demo | bench) "need_for_$list" ;;
         *)
-            echo "install-deps: there is no list '$list'; name build, check, test, long, demo or bench" >&2
+            echo "install-deps: unknown list '$list': use build, check, test, long, demo or bench" >&2
             exit 2
             ;;
         esac
     done
-    # shellcheck disable=SC2086 # A list, to be split.
+    # shellcheck disable=SC2086 # The list must be split.
     missing=$(printf '%s\n' $missing | sort -u | tr '\n' ' ')
     missing=${missing% }
 }
 
-# linux-doc only names the package with the pages. If that is here without its pages, it must be named to come
-# again.
+# linux-doc depends on the package with the pages. If that package is installed without its pages,
+# it must be named to be installed again.
 name_packages_of_docs() {
     case " $missing " in
     *" linux-doc "*)
-        missing="$missing $({ dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' 'linux-doc-*' 2>/dev/null || true; } |
-            sed -n 's/^ii *//p' | tr '\n' ' ')"
+        installed=$(dpkg-query -W -f '${db:Status-Abbrev}${Package}\n' 'linux-doc-*' 2>/dev/null || true)
+        missing="$missing $(printf '%s\n' "$installed" | sed -n 's/^ii *//p' | tr '\n' ' ')"
         missing=${missing% }
         ;;
     esac
@@ -174,21 +176,21 @@ if [ -z "$missing" ]; then
     exit 0
 fi
 if ! command -v apt-get >/dev/null 2>&1; then
-    echo "install-deps: this is no Debian; install what corresponds to these packages: $missing" >&2
+    echo "install-deps: this is not Debian: install the equivalents of these packages: $missing" >&2
     exit 1
 fi
 name_packages_of_docs
 echo "install-deps: installing $missing"
 forbid_services
 log=$(mktemp)
-# The lists of packages may be old or empty: then fetch them, and try once more. --reinstall brings back
-# documentation that was left out before.
-# shellcheck disable=SC2086 # A list, to be split.
+# The package lists may be outdated or empty: update them and retry once.
+# --reinstall adds documentation that was excluded before.
+# shellcheck disable=SC2086 # The list must be split.
 if ! apt install -y --no-install-recommends --reinstall $missing >"$log" 2>&1; then
-    # shellcheck disable=SC2086 # A list, to be split.
+    # shellcheck disable=SC2086 # The list must be split.
     if ! { apt update && apt install -y --no-install-recommends --reinstall $missing; } >"$log" 2>&1; then
         tail -n 20 "$log" >&2
-        echo "install-deps: apt-get could not install $missing; its last words are above, all of them in $log" >&2
+        echo "install-deps: apt-get failed to install $missing; its whole output is in $log" >&2
         exit 1
     fi
 fi
@@ -196,7 +198,7 @@ rm -f "$log"
 wanted=$missing
 collect
 if [ -n "$missing" ]; then
-    echo "install-deps: installed $wanted, but still not to be found: $missing" >&2
+    echo "install-deps: installed $wanted, but these are still missing: $missing" >&2
     exit 1
 fi
 install_tools

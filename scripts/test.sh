@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # The test loop.
 #
-#   scripts/test.sh check            before each commit: formatting, rules, lints, unit tests, conformance, simulators; 5 minutes
-#   scripts/test.sh test             that, all other crates' tests, and the end-to-end tests; what CI runs; 15 minutes from a clean clone
-#   scripts/test.sh long             what takes longer: guests, other languages, chaos, soak, the release binary, one large run
+#   scripts/test.sh check   formatting, rules, lints, unit tests, conformance, simulators; 5 minutes
+#   scripts/test.sh test    all tests except the long ones, as in CI; 15 minutes from a clean clone
+#   scripts/test.sh long    virtual machines, other languages, chaos, the release build
 #
-# All of it is built once, with one profile (`dev`), one set of packages and one set of features. At the end come the time of each step, the ten
-# slowest tests and what was skipped; in CI nothing may be.
+# All steps use one build, with one profile (`dev`), one set of packages and one set of features.
+# At the end the script prints the time of each step, the ten slowest tests and the skipped tests.
+# In CI a skipped test is a failure.
 set -euo pipefail
-# A shell that starts this in the background has it ignore SIGINT, and so would all programs that tests end by it.
+# A shell starts background jobs with SIGINT ignored. Programs inherit that, and tests end programs
+# with SIGINT.
 if [ -z "${AQUIFER_SIGNALS:-}" ]; then
     AQUIFER_SIGNALS=default exec env --default-signal=INT,QUIT "$BASH" "$0" "$@"
 fi
@@ -31,12 +33,16 @@ summary() {
     scripts/test_report.py "$reports"/*/junit.xml
     reported=$?
     [ "$status" != 0 ] || status=$reported
-    if [ "$status" = 0 ]; then echo "make $target: all passed"; else echo "make $target: FAILED (status $status)"; fi
+    if [ "$status" = 0 ]; then
+        echo "make $target: all passed"
+    else
+        echo "make $target: FAILED (status $status)"
+    fi
     exit "$status"
 }
 trap summary EXIT
 
-# step NAME COMMAND…
+# step NAME COMMAND…: runs a command and records its time.
 step() {
     name=$1
     shift
@@ -53,8 +59,9 @@ step() {
 
 lint() {
     cargo clippy --workspace --all-targets --quiet -- -D warnings
-    # What `cargo test` leaves out: it needs RDMA devices.
-    cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs --test client-verbs --test killed-verbs -- -D warnings
+    # Tests that need RDMA devices, which --all-targets does not include.
+    cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs \
+        --test client-verbs --test killed-verbs -- -D warnings
     if command -v shellcheck >/dev/null 2>&1; then
         shellcheck -x scripts/*.sh .ci/run
     fi
@@ -70,14 +77,14 @@ run_tests() { cargo nextest run --workspace --profile "$1"; }
 rm -rf "$reports"
 case $loop in
 check)
-    step "install what is missing" scripts/install-deps.sh check
+    step "install missing packages" scripts/install-deps.sh check
     step "formatting" cargo fmt --all --check
     step "lints" lint
     step "build" build
     step "tests" run_tests check
     ;;
 test)
-    step "install what is missing" scripts/install-deps.sh test
+    step "install missing packages" scripts/install-deps.sh test
     step "formatting" cargo fmt --all --check
     step "lints" lint
     step "build" build

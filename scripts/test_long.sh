@@ -1,24 +1,33 @@
 #!/usr/bin/env bash
-# What `make test-long` runs, called by scripts/test.sh, which defines `step`. AQUIFER_SOAK_S is how long random programs and each kind of chaos go on;
-# AQUIFER_SCHEDULES how many new schedules each simulator plays.
+# The steps of `make test-long`, for scripts/test.sh, which defines `step`.
+#
+# AQUIFER_SOAK_S: seconds of random programs, and of each kind of chaos.
+# AQUIFER_SCHEDULES: new schedules that each simulator plays.
 
 check_dependencies() { cargo deny --all-features check --hide-inclusion-graph licenses bans sources; }
 
-# Undefined behaviour in the code that works on memory which others write. Miri maps no files: memory is this process' own there.
-miri() {
-    if ! cargo +nightly miri --version >/dev/null 2>&1; then
-        echo "skipped: there is no nightly toolchain with miri"
-        return
-    fi
-    CARGO_TARGET_DIR=target/miri MIRIFLAGS=-Zmiri-disable-isolation cargo +nightly miri test --quiet -p aquifer-fabric --lib -- memory:: mailbox::
-    CARGO_TARGET_DIR=target/miri MIRIFLAGS=-Zmiri-disable-isolation cargo +nightly miri test --quiet -p aquifer-ipc --lib -- ring::
+# Finds undefined behaviour in code that works on shared memory. Under Miri the memory is private,
+# because Miri does not map files.
+test_under_miri() {
+    CARGO_TARGET_DIR=target/miri MIRIFLAGS=-Zmiri-disable-isolation \
+        cargo +nightly miri test --quiet "$@"
 }
 
-# Without RDMA and etcd the build needs neither clang nor cmake nor protoc.
+miri() {
+    if ! cargo +nightly miri --version >/dev/null 2>&1; then
+        echo "skipped: no nightly toolchain with miri"
+        return
+    fi
+    test_under_miri -p aquifer-fabric --lib -- memory:: mailbox::
+    test_under_miri -p aquifer-ipc --lib -- ring::
+}
+
+# Checks that a build without RDMA and etcd needs neither clang nor cmake nor protoc.
 check_without_features() {
     folder=$(mktemp -d)
     for tool in clang cmake protoc; do
-        printf '#!/bin/sh\necho "%s was called in a build without features" >&2\nexit 1\n' "$tool" >"$folder/$tool"
+        message="$tool was called in a build without features"
+        printf '#!/bin/sh\necho "%s" >&2\nexit 1\n' "$message" >"$folder/$tool"
         chmod +x "$folder/$tool"
     done
     PATH="$folder:$PATH" LIBCLANG_PATH="$folder" CARGO_TARGET_DIR=target/bare \
@@ -32,7 +41,7 @@ build_release() {
 }
 
 test_long() {
-    step "install what is missing" scripts/install-deps.sh long
+    step "install missing packages" scripts/install-deps.sh long
     step "licences and duplicates of dependencies" check_dependencies
     step "build without features" check_without_features
     step "build" build

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Sums up JUnit reports of nextest: the ten slowest tests, what was skipped by name, how many passed.
+"""Summarises JUnit reports of nextest: slowest tests, skipped and failed tests, numbers of results.
 
-A test that its machine cannot run prints a line "skipped: why" (aquifer_tests_support::skip). In CI, where the
-variable CI is set, that is a failure: the machine there has everything.
+A test that cannot run on a machine prints a line "skipped: why" (aquifer_tests_support::skip).
+If the variable CI is set, a skipped test is a failure, because CI has all that the tests need.
 """
 
 import os
@@ -40,7 +40,7 @@ def main():
     for case in by_time[:SLOWEST]:
         print(f"  {float(case.get('time')):6.1f} s  {names[id(case)]}")
     for heading, lines in (
-        ("skipped, for want of", [f"{name}: {reason}" for name, reason in skipped]),
+        ("skipped", [f"{name}: {reason}" for name, reason in skipped]),
         ("failed", [names[id(case)] for case in failed]),
     ):
         if lines:

@@ -1,11 +1,14 @@
--- Builds a search index of the Linux kernel's documentation in memory, asks it for the best page for
--- many words, and finds the pages that are most alike. Run by sqlite3 in the folder of the pages:
+-- Builds a search index of the Linux kernel's documentation in memory, searches it for the best
+-- page for many words, and finds the most similar pages.
+--
+-- Run it with sqlite3 in the folder of the pages:
 --   cd /usr/share/doc/linux-doc-*/html && sqlite3 -batch :memory: < kernel-docs.sql
--- The output is the same on every run, so that runs can be compared byte for byte.
+--
+-- The output is the same in every run, so that runs can be compared byte for byte.
 .bail on
 .mode list
 .separator "  "
--- Sorting must take memory, not temporary files: memory is what this program is measured by.
+-- Sort in memory instead of temporary files: the demo limits the memory of this program.
 PRAGMA temp_store = MEMORY;
 
 -- 1. Read every page of the corpus.
@@ -22,7 +25,8 @@ CREATE VIRTUAL TABLE vocabulary USING fts5vocab(search, 'row');
 CREATE VIRTUAL TABLE occurrence USING fts5vocab(search, 'instance');
 SELECT 'words', count(*), sum(cnt) FROM vocabulary;
 
--- 3. Which telling words stand on which page. A word on nearly every page tells nothing.
+-- 3. List the pages of each word that is on 2 to 400 pages.
+--    More frequent words do not distinguish pages.
 CREATE TABLE word AS
   SELECT term, doc AS pages FROM vocabulary
   WHERE doc BETWEEN 2 AND 400 AND term GLOB '[a-z]*' ORDER BY term;
@@ -34,13 +38,13 @@ SELECT 'postings', count(*), sum(times) FROM posting;
 CREATE INDEX posting_by_page ON posting(page, term, weight);
 CREATE INDEX posting_by_term ON posting(term, page);
 
--- 4. The best page for every twentieth word.
+-- 4. Find the best page for every twentieth word.
 SELECT 'best page', t.term,
   (SELECT name || '  ' || round(bm25(search), 4) FROM search
    WHERE search MATCH '"' || t.term || '"' ORDER BY rank, name LIMIT 1)
 FROM (SELECT term FROM word WHERE rowid % 20 = 0) t;
 
--- 5. For every tenth page, the pages that share the most telling words with it.
+-- 5. Find for every tenth page the pages that share the most words of step 3.
 CREATE TABLE alike AS
   SELECT a.page AS page, b.page AS other, sum(a.weight) AS score
   FROM posting a JOIN posting b ON b.term = a.term AND b.page > a.page

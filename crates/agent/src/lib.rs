@@ -1,16 +1,18 @@
-//! The host agent: the one trusted daemon of a machine that borrows memory. It only puts services together.
+//! The host agent: the trusted daemon of a machine that borrows memory. It only connects services.
 //!
-//! - [`serve`](agent::serve): listens for programs and `aquifer run`, and keeps the agent's place in the directory.
-//! - [`shadow`]: shares the agent's open files, so that none closes before the keeper has it.
-//! - `borrowers`: the servers of blocks on this host.
-//! - `report`: what people and scripts get to read; `metrics` what Prometheus does.
+//! - [`serve`]: the daemon. It joins the cluster and listens for programs and for `aquifer run`.
+//! - [`shadow`]: a process that keeps userfaultfds open until the keeper has them.
+//! - `host_state`: what the keeper holds of the host itself across restarts of the agent.
+//! - `connections`: connections of programs and of the command line.
+//! - `swap_servers`: connections of the servers of swap devices.
+//! - `report`: statistics as JSON; `metrics`: statistics for Prometheus.
 
-pub mod agent;
-mod borrowers;
+mod connections;
+mod daemon;
+mod host_state;
 mod metrics;
-mod place;
 mod report;
 pub mod shadow;
-mod talk;
+mod swap_servers;
 
-pub use agent::{AgentError, AgentOptions, serve};
+pub use daemon::{AgentError, AgentOptions, serve};

@@ -1,4 +1,6 @@
-//! What an agent counts, for whoever fetches it. It asks nobody else for that: no node, no directory.
+//! The agent's metrics for Prometheus.
+//!
+//! They are collected from memory at each request, without a request to a node or the directory.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,7 +10,7 @@ use aquifer_extents::{SessionService, UserReport};
 use aquifer_faults::FaultStats;
 use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
 use aquifer_host::membership::LeaseEvents;
-use aquifer_host::nodes::Nodes;
+use aquifer_host::nodes::NodeRegistry;
 use aquifer_metrics::write::{
     HistogramValue, Labels, MetricFamily, counters, gauges, histograms, info, label,
 };
@@ -19,7 +21,7 @@ use aquifer_metrics::{
 
 use crate::report::mempool_bytes;
 
-/// Fault latencies are counted up to each of these, in nanoseconds.
+/// Upper bounds of the buckets for fault latencies.
 const BOUNDS_NS: [u64; 16] = [
     5_000,
     10_000,
@@ -39,58 +41,60 @@ const BOUNDS_NS: [u64; 16] = [
     10_000_000_000,
 ];
 
-/// Where figures are to be served. An agent that goes on with another's programs goes on without figures, if need be: they wait for it.
+/// Listens at the address for metrics, if there is one.
+///
+/// If the agent `resumes` programs that wait for it, a failure is logged only.
 ///
 /// # Errors
-/// If the place cannot be had.
+/// If the address cannot be used.
 pub(crate) fn listen(
-    place: Option<&MetricsAddress>,
-    goes_on: bool,
+    address: Option<&MetricsAddress>,
+    resumes: bool,
 ) -> Result<Option<MetricsListener>, MetricsError> {
-    match place.map(MetricsListener::bind).transpose() {
-        Err(error) if goes_on => {
-            tracing::error!(%error, "the agent goes on without figures");
+    match address.map(MetricsListener::bind).transpose() {
+        Err(error) if resumes => {
+            tracing::error!(%error, "metrics are not served");
             Ok(None)
         }
         listener => listener,
     }
 }
 
-/// Answer whoever asks at `listener`.
+/// Serves metrics at `listener`.
 ///
 /// # Errors
-/// If there is no thread for it.
+/// If a thread cannot be started.
 pub(crate) fn serve(
     listener: MetricsListener,
     service: &Arc<PagingService>,
     sessions: &Arc<SessionService>,
-    nodes: &Arc<Nodes>,
+    nodes: &Arc<NodeRegistry>,
     lease: &Arc<LeaseEvents>,
 ) -> Result<MetricsServer, MetricsError> {
-    let figures = Figures {
+    let collector = AgentCollector {
         service: Arc::clone(service),
         sessions: Arc::clone(sessions),
         nodes: Arc::clone(nodes),
         lease: Arc::clone(lease),
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
-    registry.register_collector(Box::new(figures));
+    registry.register_collector(Box::new(collector));
     MetricsServer::start(listener, registry)
 }
 
-/// What is looked at when somebody asks.
+/// Collects the metrics from the services.
 #[derive(Debug)]
-struct Figures {
+struct AgentCollector {
     service: Arc<PagingService>,
     sessions: Arc<SessionService>,
-    nodes: Arc<Nodes>,
+    nodes: Arc<NodeRegistry>,
     lease: Arc<LeaseEvents>,
 }
 
-/// A figure of each row: its name, its sentence, and where it is.
-type Figure<T> = (&'static str, &'static str, fn(&T) -> u64);
+/// A metric of each row: name, help, and the function that reads its value.
+type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
-const RUN_BYTES: [Figure<RunReport>; 5] = [
+const RUN_BYTES: [Metric<RunReport>; 5] = [
     ("limit", "Resident memory that the run may have.", |run| run.limit_bytes),
     ("resident", "Resident memory of the run, as sampled.", |run| run.resident_bytes.0),
     ("resident_peak", "The most that was sampled.", |run| run.resident_bytes.1),
@@ -98,7 +102,7 @@ const RUN_BYTES: [Figure<RunReport>; 5] = [
     ("remote", "What the run has of memory nodes.", |run| run.remote_bytes.0),
 ];
 
-const RUN_COUNTERS: [Figure<RunReport>; 14] = [
+const RUN_COUNTERS: [Metric<RunReport>; 14] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
@@ -117,24 +121,24 @@ const RUN_COUNTERS: [Figure<RunReport>; 14] = [
     ("lost_pages", "Pages that could not be read back.", |run| run.lost_pages),
 ];
 
-const USER_BYTES: [Figure<UserReport>; 1] =
+const USER_BYTES: [Metric<UserReport>; 1] =
     [("tenant_extents", "What the tenant's sessions have of the pool.", |tenant| tenant.allocated_bytes)];
 
-const USER_COUNTERS: [Figure<UserReport>; 1] =
+const USER_COUNTERS: [Metric<UserReport>; 1] =
     [("tenant_extents_refused", "Requests refused because a key opens nothing.", |tenant| tenant.refused)];
 
-const TENANT_GAUGES: [Figure<TenantReport>; 2] = [
-    ("tenant_runs", "Runs of the tenant.", |tenant| figure(tenant.runs)),
-    ("tenant_processes", "Processes in them.", |tenant| figure(tenant.processes)),
+const TENANT_GAUGES: [Metric<TenantReport>; 2] = [
+    ("tenant_runs", "Runs of the tenant.", |tenant| count_u64(tenant.runs)),
+    ("tenant_processes", "Processes in them.", |tenant| count_u64(tenant.processes)),
 ];
 
-const TENANT_BYTES: [Figure<TenantReport>; 3] = [
+const TENANT_BYTES: [Metric<TenantReport>; 3] = [
     ("tenant_resident", "Resident memory of its runs, as sampled.", |tenant| tenant.resident_bytes),
     ("tenant_mempool_blocks", "Blocks of the mempool that its runs have.", |tenant| tenant.mempool_bytes),
     ("tenant_remote", "What its runs have of memory nodes.", |tenant| tenant.remote_bytes),
 ];
 
-const TENANT_COUNTERS: [Figure<TenantReport>; 4] = [
+const TENANT_COUNTERS: [Metric<TenantReport>; 4] = [
     ("tenant_faults", "Page faults served, of runs that are over too.", |tenant| tenant.faults),
     ("tenant_remote_reads", "Pages read from memory nodes, of runs that are over too.", |tenant| {
         tenant.remote_reads
@@ -147,7 +151,7 @@ const TENANT_COUNTERS: [Figure<TenantReport>; 4] = [
     }),
 ];
 
-impl Collector for Figures {
+impl Collector for AgentCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let encoder = &mut encoder;
         self.encode_host(encoder)?;
@@ -173,8 +177,8 @@ impl Collector for Figures {
     }
 }
 
-impl Figures {
-    /// What is the host's, of no tenant alone.
+impl AgentCollector {
+    /// Encodes the metrics of the host as a whole.
     fn encode_host(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let about = |name, help| MetricFamily { name, help, unit: None };
         let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
@@ -184,7 +188,11 @@ impl Figures {
         let (whole, used) = mempool_bytes(&self.service);
         gauges(encoder, bytes("mempool", "Most that the mempool may take."), one(whole))?;
         gauges(encoder, bytes("mempool_used", "Blocks of the mempool in use."), one(used))?;
-        gauges(encoder, about("nodes", "Memory nodes in the directory."), one(figure(self.nodes.count())))?;
+        gauges(
+            encoder,
+            about("nodes", "Memory nodes in the directory."),
+            one(count_u64(self.nodes.count())),
+        )?;
         let (renewals, failures) = (self.lease.renewals.load(Relaxed), self.lease.failures.load(Relaxed));
         counters(encoder, about("lease_renewals", "Times that the host's lease was kept."), one(renewals))?;
         let help = "Times that the host's lease could not be kept.";
@@ -192,8 +200,8 @@ impl Figures {
     }
 }
 
-impl Figures {
-    /// What programs have as extents.
+impl AgentCollector {
+    /// Encodes the metrics of extents.
     fn encode_extents(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let users = self.sessions.users();
         let users: Vec<_> = users.into_iter().map(|of| (vec![label("tenant", of.tenant)], of)).collect();
@@ -202,35 +210,37 @@ impl Figures {
     }
 }
 
+/// Encodes the metrics of runs.
 fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]) -> fmt::Result {
-    // What a run is called is said once: `group_left(name)` brings it to the other figures.
+    // The name is a label of one family only; `group_left(name)` joins it to the others.
     let named = rows.iter().map(|(labels, run)| {
         let name = label("name", &run.name);
         (labels.iter().cloned().chain([name]).collect(), 1)
     });
     let family = MetricFamily { name: "run_name", help: "What the run's program is called.", unit: None };
     gauges(encoder, family, named)?;
-    let processes: [Figure<RunReport>; 1] =
-        [("processes", "Processes of the run.", |run| figure(run.programs.len()))];
+    let processes: [Metric<RunReport>; 1] =
+        [("processes", "Processes of the run.", |run| count_u64(run.programs.len()))];
     encode_all(encoder, rows, None, &processes, gauges)?;
     encode_all(encoder, rows, Some(&Unit::Bytes), &RUN_BYTES, gauges)?;
     encode_all(encoder, rows, None, &RUN_COUNTERS, counters)
 }
 
-/// A family for each figure, with a row for each of `rows`.
+/// Encodes a family for each metric, with a value for each of `rows`.
 fn encode_all<T>(
     encoder: &mut DescriptorEncoder<'_>,
     rows: &[(Labels, T)],
     unit: Option<&Unit>,
-    figures: &[Figure<T>],
+    metrics: &[Metric<T>],
     write: fn(&mut DescriptorEncoder<'_>, MetricFamily<'_>, Vec<(Labels, u64)>) -> fmt::Result,
 ) -> fmt::Result {
-    figures.iter().try_for_each(|&(name, help, of)| {
+    metrics.iter().try_for_each(|&(name, help, of)| {
         let values = rows.iter().map(|(labels, row)| (labels.clone(), of(row))).collect();
         write(encoder, MetricFamily { name, help, unit }, values)
     })
 }
 
+/// The histogram of fault latencies.
 fn histogram(stats: &FaultStats) -> HistogramValue {
     let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
     let counts = stats.latency.between(&BOUNDS_NS);
@@ -242,6 +252,7 @@ fn histogram(stats: &FaultStats) -> HistogramValue {
     }
 }
 
-fn figure(count: usize) -> u64 {
+/// A count as the value of a metric.
+fn count_u64(count: usize) -> u64 {
     u64::try_from(count).unwrap_or(u64::MAX)
 }

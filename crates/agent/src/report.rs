@@ -1,17 +1,17 @@
-//! What the agent reports on itself, gathered from its services.
+//! Statistics of the agent's services, as [`aquifer_host::report`] defines them.
 
 use std::time::Duration;
 
 use aquifer_extents::{SessionReport, SessionService, UserReport};
 use aquifer_faults::serve::{PagingService, ProgramReport, RunReport, TenantReport};
-use aquifer_host::nodes::Nodes;
+use aquifer_host::nodes::NodeRegistry;
 use aquifer_host::report::{
     AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
     TenantStatistics, UserStatistics,
 };
 
-/// Tenants that are told of at once, at most: an answer is one frame.
-const STATUS_TENANTS_MAX: usize = 64;
+/// Most tenants, users and sessions in an answer, which is one frame.
+const STATUS_ENTRIES_MAX: usize = 64;
 
 /// The statistics of one process of a run.
 fn program_statistics(report: ProgramReport) -> ProgramStatistics {
@@ -72,38 +72,41 @@ fn tenant_statistics(report: TenantReport) -> TenantStatistics {
     }
 }
 
-/// Bytes of the mempool, and of them in use.
+/// The largest size of the mempool and its blocks in use, in bytes.
 pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
-    let block = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
+    let block_bytes = (aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES) as u64;
     let mempool = service.mempool();
-    (mempool.blocks() as u64 * block, (mempool.blocks() - mempool.free_block_count()) as u64 * block)
+    let used_blocks = mempool.blocks() - mempool.free_block_count();
+    (mempool.blocks() as u64 * block_bytes, used_blocks as u64 * block_bytes)
 }
 
-/// Tenants, those with most runs and faults first, as many as an answer holds.
-fn tenants(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
+/// The statistics of tenants, those with the most runs and faults first.
+fn all_tenant_statistics(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
     let mut tenants = service.tenants();
     tenants.retain(|tenant| may_see(tenant.tenant));
     tenants.sort_by_key(|tenant| std::cmp::Reverse((tenant.runs, tenant.faults)));
-    tenants.truncate(STATUS_TENANTS_MAX);
+    tenants.truncate(STATUS_ENTRIES_MAX);
     tenants.into_iter().map(tenant_statistics).collect()
 }
 
+/// The statistics of sessions, those with the most bytes first.
 fn session_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
     let mut reports = sessions.sessions();
     reports.retain(|session| may_see(session.tenant));
     reports.sort_by_key(|session| std::cmp::Reverse(session.bytes));
-    reports.truncate(STATUS_TENANTS_MAX);
+    reports.truncate(STATUS_ENTRIES_MAX);
     let statistics = |SessionReport { tenant, pid, extents, bytes, stocked_bytes, requests }| {
         SessionStatistics { tenant, pid, extents, bytes, stocked_bytes, requests }
     };
     reports.into_iter().map(statistics).collect()
 }
 
-fn users(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
+/// The statistics of users of extents, those with the most bytes first.
+fn user_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
     let mut users = sessions.users();
     users.retain(|user| may_see(user.tenant));
     users.sort_by_key(|user| std::cmp::Reverse(user.allocated_bytes));
-    users.truncate(STATUS_TENANTS_MAX);
+    users.truncate(STATUS_ENTRIES_MAX);
     let statistics = |UserReport { tenant, allocated_bytes, refused }| UserStatistics {
         tenant,
         taken_bytes: allocated_bytes,
@@ -112,16 +115,15 @@ fn users(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<UserSt
     users.into_iter().map(statistics).collect()
 }
 
-/// The tenants and their runs, as far as they are for whoever asks, and the mempool.
-#[must_use]
-pub fn status(
+/// The status of the agent, with those tenants for which `may_see` is true.
+pub(crate) fn status(
     service: &PagingService,
     sessions: &SessionService,
-    nodes: &Nodes,
+    nodes: &NodeRegistry,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
     let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
-    let mut pool = nodes.pool(rustix::process::geteuid().as_raw());
+    let mut pool = nodes.pool_client(rustix::process::geteuid().as_raw());
     let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
         host: nodes.host().0,
@@ -131,7 +133,7 @@ pub fn status(
             .into_iter()
             .map(|node| {
                 if let Err(error) = pool.refresh(node) {
-                    tracing::debug!(node = node.0, %error, "a node does not tell what it has free");
+                    tracing::debug!(node = node.0, %error, "reading the free memory of a memory node failed");
                 }
                 NodeStatus {
                     id: node.0,
@@ -140,9 +142,9 @@ pub fn status(
                 }
             })
             .collect(),
-        tenants: tenants(service, &may_see),
+        tenants: all_tenant_statistics(service, &may_see),
         sessions: session_statistics(sessions, &may_see),
-        users: users(sessions, &may_see),
+        users: user_statistics(sessions, &may_see),
         runs: service
             .runs()
             .iter()

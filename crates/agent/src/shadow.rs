@@ -1,8 +1,9 @@
-//! The agent's shadow: a process that shares the agent's table of open files and does nothing, until the agent dies.
+//! The agent's shadow: a process that shares the agent's table of open files until the agent ends.
 //!
-//! The kernel makes the userfaultfd of a forked child when the agent reads of the fork, and from then on the child runs. Should the agent
-//! be killed before it has given that descriptor to the keeper, its table would close, and the child would read zeros. The table is
-//! the shadow's, too: it lives on until the shadow has given the keeper every userfaultfd in it.
+//! The kernel creates the userfaultfd of a forked child when the agent reads the fork event, and the
+//! child runs from then on. If the agent is killed before it has passed that descriptor to the
+//! keeper, and its table of open files closes, the child reads zeros. The shadow keeps the table
+//! open, and passes every userfaultfd in it to the keeper when the agent has ended.
 
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -14,71 +15,75 @@ use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-const LONG: Duration = Duration::from_secs(3600);
+/// Interval between checks for the agent's end; the end itself is noticed at once.
+const CHECK_INTERVAL: Duration = Duration::from_secs(3600);
 
-/// The shadow of an agent that lives.
+/// The shadow of this agent.
 #[derive(Debug)]
 pub struct Shadow {
     process: Pid,
 }
 
 impl Shadow {
-    /// The agent ends in good order, and nobody needs what it has open.
+    /// Ends the shadow. To be called when the agent has ended its programs, so that no userfaultfd
+    /// must stay open.
     pub fn dismiss(self) {
         let ended = kill_process(self.process, Signal::KILL)
             .and_then(|()| waitpid(Some(self.process), WaitOptions::empty()));
         if let Err(error) = ended {
-            tracing::warn!(%error, "the agent's shadow was gone before it");
+            tracing::warn!(%error, "the agent's shadow had ended before the agent");
         }
     }
 }
 
-/// Start the shadow. To be called while this process has one thread.
+/// Starts the shadow. Must be called while this process has one thread.
 ///
 /// # Errors
-/// If there can be no other process.
+/// If the process cannot be created.
 pub fn start(keeper: &Path) -> io::Result<Shadow> {
     let agent = getpid();
-    // SAFETY: as fork, but with one table of files for both. There is one thread, so that the child may do whatever its parent might, and
-    // it never returns from here.
+    // SAFETY: like fork, but both processes share one table of open files. There is one thread, so
+    // the child may do what its parent might, and it never returns from here.
     let child = unsafe { libc::syscall(libc::SYS_clone, libc::CLONE_FILES | libc::SIGCHLD, 0, 0, 0, 0) };
     if child == 0 {
-        let code = i32::from(follow(agent, keeper).is_err());
-        // SAFETY: ends this process without running what the agent has registered for its end.
+        let code = i32::from(run(agent, keeper).is_err());
+        // SAFETY: ends this process without the exit handlers of the agent.
         unsafe { libc::_exit(code) }
     }
     let process = i32::try_from(child).ok().filter(|child| *child > 0).and_then(Pid::from_raw);
     process.map(|process| Shadow { process }).ok_or_else(io::Error::last_os_error)
 }
 
-fn follow(agent: Pid, keeper: &Path) -> io::Result<()> {
+/// Waits for the agent's end, and passes its userfaultfds to the keeper.
+fn run(agent: Pid, keeper: &Path) -> io::Result<()> {
     block_signals();
-    // A session of its own: what ends the agent's terminal or group is not meant for it.
+    // In a session of its own it does not get the signals of the agent's terminal or group.
     let _leader = rustix::process::setsid();
     if let Ok(pidfd) = pidfd_open(agent, PidfdFlags::empty()) {
-        while !wait_readable(&[&pidfd], LONG)? {}
+        while !wait_readable(&[&pidfd], CHECK_INTERVAL)? {}
     }
-    let own = userfaultfds()?;
-    if own.is_empty() {
+    let userfaultfds = userfaultfds()?;
+    if userfaultfds.is_empty() {
         return Ok(());
     }
     let socket = connect(keeper)?;
-    for fd in own {
+    for fd in userfaultfds {
         let number = u64::try_from(fd).map_err(io::Error::other)?;
         let agent = u64::try_from(agent.as_raw_nonzero().get()).map_err(io::Error::other)?;
-        let put =
+        let item =
             HeldItem { kind: HeldKind::Orphan, id: agent << 32 | number, pid: 0, record: String::new() };
-        // SAFETY: it was listed a moment ago, and nobody is left who would close it.
-        send_frame(&socket, &Frame::Hold(put), &[unsafe { BorrowedFd::borrow_raw(fd) }])?;
+        // SAFETY: the descriptor was just listed, and no other process is left that could close it.
+        send_frame(&socket, &Frame::Hold(item), &[unsafe { BorrowedFd::borrow_raw(fd) }])?;
     }
-    // When the answer is there the keeper has them all.
+    // The keeper answers after it has stored all of them.
     send_frame(&socket, &Frame::Sync, &[])?;
     receive_frame(&socket).map(drop).map_err(io::Error::other)
 }
 
-/// Only SIGKILL ends it.
+/// Blocks all signals, so that only SIGKILL ends this process.
 fn block_signals() {
-    // SAFETY: an all-zero sigset_t is a valid object, which sigfillset then initialises; only this process' mask changes.
+    // SAFETY: an all-zero sigset_t is a valid object, which sigfillset then initialises. Only the
+    // signal mask of this process changes.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&raw mut all);
@@ -86,6 +91,7 @@ fn block_signals() {
     }
 }
 
+/// The userfaultfds in the table of open files.
 fn userfaultfds() -> io::Result<Vec<RawFd>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd")? {

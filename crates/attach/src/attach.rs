@@ -6,7 +6,7 @@ use core::ptr::{self, null_mut};
 use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{
-    BATCH_PAGES_MAX, ControlMemory, Frame, ProgramHello, RunToken, STAGING_BUFFERS, control::CONTROL_BYTES,
+    BATCH_PAGES_MAX, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl, control::CONTROL_BYTES,
 };
 
 use crate::children;
@@ -48,7 +48,7 @@ static ORIGIN: Origin = Origin {
     path_len: AtomicUsize::new(0),
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
-static CONTROL: AtomicPtr<ControlMemory> = AtomicPtr::new(null_mut());
+static CONTROL: AtomicPtr<WorkerControl> = AtomicPtr::new(null_mut());
 static WORKER: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
 /// The process whose worker that is.
 static OWNER: AtomicIsize = AtomicIsize::new(0);
@@ -184,7 +184,7 @@ fn attach(paged: i32, number: u64) {
     };
     let (socket, control_fd, child_paged) = say_hello(&hello, paged);
     let paged = if is_child { child_paged } else { paged };
-    let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut ControlMemory;
+    let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut WorkerControl;
     // SAFETY: as above; the mapping is CONTROL_BYTES long.
     unsafe {
         libc::madvise(control.cast(), CONTROL_BYTES, libc::MADV_DONTFORK);

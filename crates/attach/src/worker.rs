@@ -7,7 +7,7 @@ use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
-use aquifer_ipc::{BATCH_PAGES_MAX, ControlMemory, STAGING_BUFFERS};
+use aquifer_ipc::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 
 use crate::batch::{self, Batch, Pages};
 use crate::credentials::Credentials;
@@ -36,7 +36,7 @@ pub struct Worker {
     /// See [`aquifer_ipc::ProgramHello::staging`].
     pub staging: usize,
     /// The memory shared with the agent.
-    pub control: *const ControlMemory,
+    pub control: *const WorkerControl,
     /// Who the worker is to be. Here, and not in the program's memory: that may have left, and would not come back while the agent waits
     /// for the worker.
     pub assumed: UnsafeCell<Credentials>,
@@ -137,7 +137,7 @@ fn futex(word: &AtomicU32, operation: usize, value: u32) {
     }
 }
 
-fn obey(worker: &Worker, control: &ControlMemory) {
+fn obey(worker: &Worker, control: &WorkerControl) {
     let buffer = control.buffer.load(Ordering::Relaxed) as usize % STAGING_BUFFERS;
     let record = &control.batches[buffer];
     let count = (record.count.load(Ordering::Relaxed) as usize).min(BATCH_PAGES_MAX);

@@ -14,8 +14,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_pager::{
-    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Latencies, Location, Mempool, Mutation,
-    PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch, is_zero,
+    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, LatencyHistogram, Location, Mempool,
+    Mutation, PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch,
+    is_zero,
 };
 use rustix::event::{EventfdFlags, eventfd};
 
@@ -43,7 +44,7 @@ pub struct BlockVolume {
     /// Eventfd that wakes the pump.
     wake_event: OwnedFd,
     pub(crate) counters: Counters,
-    latencies: Mutex<Vec<Arc<Latencies>>>,
+    latencies: Mutex<Vec<Arc<LatencyHistogram>>>,
     messages: Mutex<Vec<String>>,
     /// Why the last write that found no room was refused.
     last_refusal: Mutex<Option<String>>,
@@ -69,7 +70,7 @@ pub(crate) struct VolumeState {
 #[derive(Debug)]
 pub struct VolumeReader {
     fetcher: Fetcher,
-    latency: Arc<Latencies>,
+    latency: Arc<LatencyHistogram>,
     remote_parts: Vec<PagePart>,
     locations: Vec<Location>,
     /// The locations that are retained: all of `locations`.
@@ -141,7 +142,7 @@ impl BlockVolume {
     /// # Errors
     /// If there is no memory for its buffer.
     pub fn reader(&self, connector: Arc<dyn Connector>) -> std::io::Result<VolumeReader> {
-        let latency = Arc::new(Latencies::default());
+        let latency = Arc::new(LatencyHistogram::default());
         self.latencies.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&latency));
         Ok(VolumeReader {
             fetcher: Fetcher::new(connector)?,
@@ -407,7 +408,7 @@ impl BlockVolume {
     /// The present statistics.
     #[must_use]
     pub fn stats(&self) -> VolumeStats {
-        let latency = Latencies::default();
+        let latency = LatencyHistogram::default();
         for one in self.latencies.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             latency.merge(one);
         }

@@ -15,32 +15,32 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const NODE_BYTES: u64 = 16 << 20;
 
 #[derive(Debug)]
-struct Nodes {
+struct TestNodes {
     fabric: SimFabric,
     nodes: Vec<Node>,
 }
 
-impl Connector for Nodes {
+impl Connector for TestNodes {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
     }
 }
 
-struct Setup {
-    nodes: Arc<Nodes>,
+struct BlockTest {
+    nodes: Arc<TestNodes>,
     volume: Arc<BlockVolume>,
     mempool: Arc<Mempool>,
 }
 
-impl Setup {
+impl BlockTest {
     fn new(bytes: u64, blocks: usize, room_timeout: Duration) -> Self {
         let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
         let targets: Vec<SimTarget> = (0..2).map(|_| fabric.add_node()).collect();
         for (id, target) in (0..).zip(&targets) {
             NodeMemory::create(target, NodeId(id), NODE_BYTES).unwrap();
         }
-        let nodes = Arc::new(Nodes { fabric, nodes: targets.iter().map(SimTarget::node).collect() });
+        let nodes = Arc::new(TestNodes { fabric, nodes: targets.iter().map(SimTarget::node).collect() });
         let mempool = Arc::new(Mempool::new(blocks * BLOCK_PAGES * PAGE_BYTES).unwrap());
         let budget = Arc::new(Budget::new(64 << 20));
         let volume = BlockVolume::new(bytes, Arc::clone(&mempool), budget, room_timeout).unwrap();
@@ -101,7 +101,7 @@ fn version_of(page: u64, bytes: &[u8]) -> Option<u64> {
 fn readers_find_no_torn_stale_or_wrong_page() {
     const PAGES: u64 = 600;
     const WRITERS: u64 = 2;
-    let setup = Setup::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
+    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 3, PATIENCE);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     // For each page: the newest version whose write has returned, and the newest whose write has
     // begun.
@@ -160,7 +160,7 @@ fn readers_find_no_torn_stale_or_wrong_page() {
 fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
     const PAGES: u64 = 300;
     const PART: usize = PAGE_BYTES / 4;
-    let setup = Setup::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(PAGES * PAGE_BYTES as u64, 2, PATIENCE);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     std::thread::scope(|scope| {
         for part in 0..4u8 {
@@ -191,7 +191,7 @@ fn concurrent_writes_to_parts_of_a_page_are_all_kept() {
 
 #[test]
 fn ranges_outside_the_volume_are_refused() {
-    let setup = Setup::new(16 * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(16 * PAGE_BYTES as u64, 2, PATIENCE);
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     let bytes = setup.volume.bytes();
     let mut out = [0xee; 100];
@@ -214,7 +214,7 @@ fn ranges_outside_the_volume_are_refused() {
 
 #[test]
 fn zero_pages_and_discarded_pages_use_no_memory() {
-    let setup = Setup::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
+    let setup = BlockTest::new(512 * PAGE_BYTES as u64, 2, PATIENCE);
     let pump = PumpThread::start(setup.pump(), setup.mover()).unwrap();
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     setup.volume.write(&mut reader, 0, &vec![0; 512 * PAGE_BYTES]).unwrap();
@@ -235,7 +235,7 @@ fn zero_pages_and_discarded_pages_use_no_memory() {
 #[test]
 fn a_write_without_room_fails_and_changes_nothing() {
     // Without a pump, the mempool is all the room there is.
-    let setup = Setup::new(512 * PAGE_BYTES as u64, 2, Duration::ZERO);
+    let setup = BlockTest::new(512 * PAGE_BYTES as u64, 2, Duration::ZERO);
     let mut reader = setup.volume.reader(setup.connector()).unwrap();
     let room = 2 * BLOCK_PAGES;
     let mut page = vec![0; PAGE_BYTES];

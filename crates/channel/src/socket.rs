@@ -34,7 +34,7 @@ pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
 
 /// The process at the other end of a connection, as the kernel reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Peer {
+pub struct PeerCredentials {
     /// Process id.
     pub pid: u32,
     /// User id.
@@ -45,13 +45,13 @@ pub struct Peer {
 ///
 /// # Errors
 /// If a system call fails.
-pub fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, Peer)> {
+pub fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, PeerCredentials)> {
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
     let peer = socket_peercred(&socket)?;
     set_socket_timeout(&socket, Timeout::Recv, Some(IO_TIMEOUT))?;
     set_socket_timeout(&socket, Timeout::Send, Some(IO_TIMEOUT))?;
     let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(io::Error::other)?;
-    Ok((socket, Peer { pid, uid: peer.uid.as_raw() }))
+    Ok((socket, PeerCredentials { pid, uid: peer.uid.as_raw() }))
 }
 
 /// Waits until a descriptor is readable or its other end is closed. Returns false after `timeout`,

@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use aquifer_channel::ReceiveError;
-use aquifer_ipc::ring::{CorruptRing, ExtentStatus};
+use aquifer_ipc::ring::{CorruptRing, RingStatus};
 
 use crate::session::MAX_EXTENT_BYTES;
 
@@ -88,15 +88,15 @@ pub enum Error {
 
 impl Error {
     /// The error for the status of an answer; `None` for success.
-    pub(crate) fn of(status: ExtentStatus) -> Option<Self> {
+    pub(crate) fn of(status: RingStatus) -> Option<Self> {
         Some(match status {
-            ExtentStatus::Done => return None,
-            ExtentStatus::Full => Self::PoolFull,
-            ExtentStatus::Quota => Self::QuotaExceeded,
-            ExtentStatus::Refused => Self::AccessDenied,
-            ExtentStatus::NodeGone => Self::DataLost,
-            ExtentStatus::TooMany => Self::TooManyExtents,
-            ExtentStatus::BadRequest | ExtentStatus::Failed => Self::Failed,
+            RingStatus::Done => return None,
+            RingStatus::Full => Self::PoolFull,
+            RingStatus::Quota => Self::QuotaExceeded,
+            RingStatus::Refused => Self::AccessDenied,
+            RingStatus::NodeGone => Self::DataLost,
+            RingStatus::TooMany => Self::TooManyExtents,
+            RingStatus::BadRequest | RingStatus::Failed => Self::Failed,
         })
     }
 }

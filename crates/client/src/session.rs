@@ -9,8 +9,7 @@ use aquifer_channel::wakeup::{self, WakeupEvent};
 use aquifer_channel::{ReceiveError, RingMapping, connect, receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{
-    CorruptRing, ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, SLOTS, STRETCH_SECTIONS_MAX,
-    SessionRing,
+    CorruptRing, ExtentName, RingAnswer, RingRequest, RingStatus, SLOTS, STRETCH_SECTIONS_MAX, SessionRing,
 };
 
 use crate::error::Error;
@@ -62,16 +61,16 @@ impl ExtentSize {
         Ok(Self { class: class.unwrap_or(SECTION_CLASS), sections })
     }
 
-    const fn request(self) -> ExtentRequest {
+    const fn request(self) -> RingRequest {
         if self.sections > 1 {
-            ExtentRequest::AllocateStretch(self.sections)
+            RingRequest::AllocateStretch(self.sections)
         } else {
-            ExtentRequest::Allocate(self.class)
+            RingRequest::Allocate(self.class)
         }
     }
 
     /// The extent that an answer to [`Self::request`] names.
-    fn extent(self, answer: ExtentAnswer) -> Result<Extent, Error> {
+    fn extent(self, answer: RingAnswer) -> Result<Extent, Error> {
         Error::of(answer.status).map_or(Ok(Extent { name: answer.extent, sections: self.sections }), Err)
     }
 }
@@ -235,7 +234,7 @@ impl Session {
         let size = ExtentSize::of(bytes)?;
         let mut answer = None;
         self.request(std::iter::once(size.request()), |_, received| answer = Some(received))?;
-        let extent = size.extent(answer.unwrap_or(ExtentAnswer::without_extent(ExtentStatus::Failed)))?;
+        let extent = size.extent(answer.unwrap_or(RingAnswer::without_extent(RingStatus::Failed)))?;
         self.statistics.count_allocation(&extent);
         Ok(extent)
     }
@@ -276,7 +275,7 @@ impl Session {
     /// The first error of [`Self::free`]. The other extents are freed nevertheless.
     pub fn free_many(&mut self, extents: &[Extent]) -> Result<(), Error> {
         let mut failed = None;
-        let requests = extents.iter().flat_map(Extent::names).map(ExtentRequest::Free);
+        let requests = extents.iter().flat_map(Extent::names).map(RingRequest::Free);
         let mut parts = extents.iter().flat_map(Extent::parts);
         let mut statistics = self.statistics;
         let outcome = self.request(requests, |_, answer| {
@@ -357,8 +356,8 @@ impl Session {
     /// Makes requests, waits for all answers, and passes each with its index to `accept`.
     pub(crate) fn request(
         &mut self,
-        mut requests: impl Iterator<Item = ExtentRequest>,
-        mut accept: impl FnMut(usize, ExtentAnswer),
+        mut requests: impl Iterator<Item = RingRequest>,
+        mut accept: impl FnMut(usize, RingAnswer),
     ) -> Result<(), Error> {
         self.check()?;
         let (mut made_count, mut answered_count) = (0, 0);

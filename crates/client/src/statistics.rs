@@ -1,6 +1,6 @@
 //! Statistics of a session.
 
-use aquifer_ipc::ring::{ExtentAnswer, ExtentStatus};
+use aquifer_ipc::ring::{RingAnswer, RingStatus};
 
 use crate::session::Extent;
 
@@ -32,8 +32,8 @@ impl Statistics {
     }
 
     /// Counts the free of a part of an extent; `is_first` for its first part.
-    pub(crate) fn count_free(&mut self, answer: &ExtentAnswer, bytes: u64, is_first: bool) {
-        if answer.status == ExtentStatus::Done {
+    pub(crate) fn count_free(&mut self, answer: &RingAnswer, bytes: u64, is_first: bool) {
+        if answer.status == RingStatus::Done {
             self.bytes = self.bytes.saturating_sub(bytes);
             self.freed += u64::from(is_first);
         }

@@ -1,6 +1,6 @@
 //! Reads and writes, cut into pieces that fit into the ring's data area.
 
-use aquifer_ipc::ring::{DATA_BYTES, ExtentRequest, SLOTS, TransferRange};
+use aquifer_ipc::ring::{DATA_BYTES, RingRequest, SLOTS, TransferRange};
 
 use crate::error::Error;
 use crate::session::{Extent, SECTION_BYTES, Session};
@@ -49,7 +49,7 @@ pub(crate) struct TransferJob<'a> {
 /// A piece that has a place in the data area.
 #[derive(Debug)]
 struct PlacedPiece<'a> {
-    request: ExtentRequest,
+    request: RingRequest,
     /// Offset in the data area.
     at: u32,
     /// Destination of a read.
@@ -85,10 +85,10 @@ pub(crate) fn run_jobs<'a>(
                 JobBuffer::Write(bytes) => {
                     session.check()?;
                     session.data().write_data(used, bytes);
-                    PlacedPiece { request: ExtentRequest::Write(name, range), at: used, out: None }
+                    PlacedPiece { request: RingRequest::Write(name, range), at: used, out: None }
                 }
                 JobBuffer::Read(out) => {
-                    PlacedPiece { request: ExtentRequest::Read(name, range), at: used, out: Some(out) }
+                    PlacedPiece { request: RingRequest::Read(name, range), at: used, out: Some(out) }
                 }
             });
             // Each piece begins at an aligned word, so that short copies are copies of words.

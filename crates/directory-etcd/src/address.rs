@@ -36,10 +36,25 @@ pub struct TlsFiles {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("\"{text}\" is not an address of an etcd: {why}; write etcd://HOST:PORT[,HOST:PORT...][/CLUSTER]")]
 pub struct AddressError {
-    /// The text.
     text: String,
-    /// The reason.
-    why: String,
+    why: InvalidPart,
+}
+
+/// The part of an address that is not valid.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+enum InvalidPart {
+    #[error("it does not begin with etcd:// or etcds://")]
+    Scheme,
+    #[error("it has {0} members, more than {MEMBERS_MAX}")]
+    MemberCount(usize),
+    #[error("\"{0}\" has no port")]
+    NoPort(String),
+    #[error("\"{0}\" is not a port")]
+    Port(String),
+    #[error("\"{0}\" is not a host")]
+    Host(String),
+    #[error("a cluster's name has 1 to {CLUSTER_BYTES_MAX} characters of a-z, A-Z, 0-9, '.', '-' and '_'")]
+    Cluster,
 }
 
 impl FromStr for EtcdAddress {
@@ -58,16 +73,16 @@ impl fmt::Display for EtcdAddress {
     }
 }
 
-fn parse(text: &str) -> Result<EtcdAddress, String> {
+fn parse(text: &str) -> Result<EtcdAddress, InvalidPart> {
     let (uses_tls, rest) = match (text.strip_prefix("etcd://"), text.strip_prefix("etcds://")) {
         (Some(rest), _) => (false, rest),
         (_, Some(rest)) => (true, rest),
-        _ => return Err("it does not begin with etcd:// or etcds://".to_owned()),
+        _ => return Err(InvalidPart::Scheme),
     };
     let (members, cluster) = rest.split_once('/').unwrap_or((rest, CLUSTER));
     let members: Vec<String> = members.split(',').map(str::to_owned).collect();
     if members.len() > MEMBERS_MAX {
-        return Err(format!("it has {} members, more than {MEMBERS_MAX}", members.len()));
+        return Err(InvalidPart::MemberCount(members.len()));
     }
     for member in &members {
         check_member(member)?;
@@ -76,13 +91,13 @@ fn parse(text: &str) -> Result<EtcdAddress, String> {
     Ok(EtcdAddress { uses_tls, members, cluster: cluster.to_owned() })
 }
 
-fn check_member(member: &str) -> Result<(), String> {
-    let (host, port) = member.rsplit_once(':').ok_or_else(|| format!("\"{member}\" has no port"))?;
+fn check_member(member: &str) -> Result<(), InvalidPart> {
+    let (host, port) = member.rsplit_once(':').ok_or_else(|| InvalidPart::NoPort(member.to_owned()))?;
     // `parse` alone would accept a sign.
     let is_port =
         port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok_and(|port| port > 0);
     if !is_port {
-        return Err(format!("\"{port}\" is not a port"));
+        return Err(InvalidPart::Port(port.to_owned()));
     }
     let is_v6 = host
         .strip_prefix('[')
@@ -90,15 +105,13 @@ fn check_member(member: &str) -> Result<(), String> {
         .is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok());
     let is_name =
         !host.is_empty() && host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
-    if is_v6 || is_name { Ok(()) } else { Err(format!("\"{host}\" is not a host")) }
+    if is_v6 || is_name { Ok(()) } else { Err(InvalidPart::Host(host.to_owned())) }
 }
 
-fn check_cluster(cluster: &str) -> Result<(), String> {
+fn check_cluster(cluster: &str) -> Result<(), InvalidPart> {
     let is_plain = cluster.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-_".contains(&byte));
     if cluster.is_empty() || cluster.len() > CLUSTER_BYTES_MAX || !is_plain {
-        return Err(format!(
-            "a cluster's name has 1 to {CLUSTER_BYTES_MAX} characters of a-z, A-Z, 0-9, '.', '-' and '_'"
-        ));
+        return Err(InvalidPart::Cluster);
     }
     Ok(())
 }

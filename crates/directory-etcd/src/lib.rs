@@ -29,8 +29,8 @@ use etcd_client::{
 use tokio::runtime::Runtime;
 
 use aquifer_directory::LimitKind;
+use aquifer_directory::check;
 use aquifer_directory::clock::saturating_ms;
-use aquifer_directory::core::check;
 use aquifer_directory::{
     Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome, limits,
 };

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::Future;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -71,7 +72,7 @@ impl EtcdMembers {
             .with_keep_alive_while_idle(true)
             .with_require_leader(true);
         if address.uses_tls {
-            options = options.with_tls(tls_options(tls).map_err(refused)?);
+            options = options.with_tls(tls_options(tls).map_err(|error| refused(error.to_string()))?);
         }
         let scheme = if address.uses_tls { "https" } else { "http" };
         let mut members = Vec::new();
@@ -222,18 +223,28 @@ impl CallError {
     }
 }
 
-fn tls_options(files: &TlsFiles) -> Result<TlsOptions, String> {
-    let read =
-        |path: &std::path::Path| std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
-    let ca = files.ca.as_deref().ok_or(
-        "etcds:// needs a file with the certificate of the authority that signed etcd's certificate",
-    )?;
-    let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(ca)?));
-    Ok(match (&files.certificate, &files.key) {
-        (None, None) => options,
+/// Files for TLS that cannot be used.
+#[derive(Debug, thiserror::Error)]
+enum TlsFileError {
+    #[error("{}: {error}", path.display())]
+    Read { path: PathBuf, error: std::io::Error },
+    #[error("etcds:// needs a file with the certificate of the authority that signed etcd's certificate")]
+    NoAuthority,
+    #[error("a client certificate needs a key, and a key needs a certificate")]
+    HalfIdentity,
+}
+
+fn tls_options(files: &TlsFiles) -> Result<TlsOptions, TlsFileError> {
+    let read = |path: &Path| {
+        std::fs::read(path).map_err(|error| TlsFileError::Read { path: path.to_owned(), error })
+    };
+    let authority = files.ca.as_deref().ok_or(TlsFileError::NoAuthority)?;
+    let options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(authority)?));
+    match (&files.certificate, &files.key) {
+        (None, None) => Ok(options),
         (Some(certificate), Some(key)) => {
-            options.identity(Identity::from_pem(read(certificate)?, read(key)?))
+            Ok(options.identity(Identity::from_pem(read(certificate)?, read(key)?)))
         }
-        _ => return Err("a client certificate needs a key, and a key needs a certificate".to_owned()),
-    })
+        _ => Err(TlsFileError::HalfIdentity),
+    }
 }

@@ -7,7 +7,7 @@
 //! - [`sim`]: in memory, with virtual time and injected faults.
 //! - `aquifer-directory-etcd`: a real etcd, for a cluster of machines.
 //!
-//! All have the semantics of [`core`] and pass one conformance suite.
+//! All have the same semantics, and pass one conformance suite.
 //! The terms are etcd's: a revision counts the changes of the whole directory, and the version of
 //! a key is the revision of its last change.
 //!
@@ -21,6 +21,7 @@ pub mod core;
 pub mod embedded;
 mod engine;
 mod error;
+mod failure_log;
 #[cfg(test)]
 mod golden_tests;
 mod model;
@@ -30,7 +31,9 @@ pub mod sim;
 use std::fmt::Debug;
 use std::time::Duration;
 
+pub use core::check;
 pub use error::{DirectoryError, LimitKind};
+pub use failure_log::FailureLog;
 pub use model::{
     Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     WatchEvent, WatchEventKind, limits,

@@ -12,7 +12,7 @@ use aquifer_directory::{
     WatchEventKind,
 };
 use aquifer_directory_etcd::{self as etcd, EtcdAddress, TlsFiles};
-use aquifer_tests_support::{Etcd, Relay};
+use aquifer_tests_support::{EtcdCluster, TcpRelay};
 
 /// A timeout that only a failing test reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -155,7 +155,7 @@ fn survives(address: &str, disturb: impl FnOnce(&dyn Fn(u64))) {
 
 #[test]
 fn an_etcd_that_is_killed_and_restarted_loses_nothing() {
-    let mut etcd = Etcd::start();
+    let mut etcd = EtcdCluster::start();
     let address = etcd.address();
     survives(&address, |progress| {
         for _ in 0..3 {
@@ -169,7 +169,7 @@ fn an_etcd_that_is_killed_and_restarted_loses_nothing() {
 
 #[test]
 fn a_watch_continues_after_a_restart() {
-    let mut etcd = Etcd::start();
+    let mut etcd = EtcdCluster::start();
     let directory = connect(&etcd.address());
     let mut watch = directory.watch("w/", 0).unwrap();
     directory.put("w/1", b"", None).unwrap();
@@ -192,7 +192,7 @@ fn a_watch_continues_after_a_restart() {
 
 #[test]
 fn the_death_of_a_leader_of_three_loses_nothing() {
-    let mut etcd = Etcd::start_with(3, &Default::default());
+    let mut etcd = EtcdCluster::start_with(3, &Default::default());
     let address = etcd.address();
     survives(&address, |progress| {
         progress(10);
@@ -207,9 +207,9 @@ fn the_death_of_a_leader_of_three_loses_nothing() {
 
 #[test]
 fn connections_that_break_often_lose_nothing() {
-    let etcd = Etcd::start();
+    let etcd = EtcdCluster::start();
     let relay =
-        Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
+        TcpRelay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
     survives(&format!("etcd://{}", relay.address()), |progress| {
         for _ in 0..20 {
             progress(3);
@@ -222,9 +222,9 @@ fn connections_that_break_often_lose_nothing() {
 /// A client that knows several members does not wait for one that has stopped.
 #[test]
 fn a_stopped_member_is_skipped() {
-    let etcd = Etcd::start_with(3, &Default::default());
+    let etcd = EtcdCluster::start_with(3, &Default::default());
     let relay =
-        Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
+        TcpRelay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
     let address = format!("etcd://{},{}", relay.address(), etcd.members()[1].client());
     let directory = connect(&address);
     directory.put("k", b"1", None).unwrap();
@@ -237,7 +237,7 @@ fn a_stopped_member_is_skipped() {
 /// Epochs increase across restarts and across clients.
 #[test]
 fn epochs_increase_across_restarts_and_clients() {
-    let mut etcd = Etcd::start();
+    let mut etcd = EtcdCluster::start();
     let mut last = 0;
     for round in 0..3 {
         let callers = [connect(&etcd.address()), connect(&etcd.address())];
@@ -255,7 +255,7 @@ fn epochs_increase_across_restarts_and_clients() {
 
 #[test]
 fn clusters_in_one_etcd_are_separate() {
-    let etcd = Etcd::start();
+    let etcd = EtcdCluster::start();
     let [one, two] = ["one", "on"].map(|name| connect(&format!("{}/{name}", etcd.address())));
     let mut watch = one.watch("", 0).unwrap();
     two.put("nodes/1", b"two", None).unwrap();
@@ -310,7 +310,7 @@ mod long {
 
     #[test]
     fn a_minority_of_members_is_unavailable() {
-        let mut etcd = Etcd::start_with(3, &Default::default());
+        let mut etcd = EtcdCluster::start_with(3, &Default::default());
         let directory = connect(&etcd.address());
         until_available(|| directory.put("k", b"before", None)).unwrap();
         etcd.member(0).kill();
@@ -343,9 +343,9 @@ mod long {
             .flat_map(|(name, value)| [(*name).to_owned(), file(value).display().to_string()])
             .collect();
         tls.push("--client-cert-auth".to_owned());
-        let etcd = Etcd::start_with(
+        let etcd = EtcdCluster::start_with(
             1,
-            &aquifer_tests_support::etcd::Options { tls: Some(tls), ..Default::default() },
+            &aquifer_tests_support::EtcdOptions { tls: Some(tls), ..Default::default() },
         );
         let address: EtcdAddress = etcd.address().replace("etcd://", "etcds://").parse().unwrap();
         let files = |ca: &str, own: Option<&str>| TlsFiles {
@@ -370,9 +370,10 @@ mod long {
     /// As in a network partition, bytes are lost without an error.
     #[test]
     fn a_partitioned_client_fails_and_continues_afterwards() {
-        let etcd = Etcd::start();
+        let etcd = EtcdCluster::start();
         let relay =
-            Relay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO).unwrap();
+            TcpRelay::start("127.0.0.1:0".parse().unwrap(), etcd.members()[0].client(), Duration::ZERO)
+                .unwrap();
         let there = connect(&etcd.address());
         survives(&format!("etcd://{}", relay.address()), |progress| {
             for _ in 0..2 {
@@ -393,7 +394,7 @@ mod long {
 
     #[test]
     fn a_lease_ends_by_etcds_own_clock_unless_it_is_kept_alive() {
-        let etcd = Etcd::start();
+        let etcd = EtcdCluster::start();
         let directory = connect(&etcd.address());
         let mut watch = directory.watch("", 0).unwrap();
         let grant = |name: &str, ttl_ms: u64| {

@@ -104,7 +104,7 @@ fn a_wrong_hello_is_refused_with_a_reason() {
     for (hello, reason) in [(newer, "version 9"), (b"GET / HTTP/1.0\r\n".to_vec(), "protocol of Aquifer")] {
         let mut stream = fixture.raw();
         stream.write_all(&frame(&hello)).unwrap();
-        let why = wire::check_server_hello(&read_frame(&mut stream)).unwrap_err();
+        let why = wire::check_server_hello(&read_frame(&mut stream)).unwrap_err().to_string();
         assert!(why.contains(reason), "{why}");
         assert_closed(&mut stream);
     }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Tenant};
-use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
+use aquifer_ipc::ring::{ExtentName, RingAnswer, RingRequest, RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
 use crate::book::{Book, ExtentState};
@@ -20,14 +20,14 @@ struct AgentKilled;
 
 thread_local! {
     /// Kill points until the agent is killed; 0: it is not killed.
-    static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
+    static KILL_POINTS_LEFT: Cell<u32> = const { Cell::new(0) };
 }
 
 /// A point at which the agent may be killed.
 pub(crate) fn kill_point() {
-    let left = STEPS_LEFT.get();
+    let left = KILL_POINTS_LEFT.get();
     if left > 0 {
-        STEPS_LEFT.set(left - 1);
+        KILL_POINTS_LEFT.set(left - 1);
         if left == 1 {
             resume_unwind(Box::new(AgentKilled));
         }
@@ -109,23 +109,22 @@ impl ExtentPool for ModelPool {
         None
     }
 
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, RingStatus> {
         kill_point();
-        let extent = self.0.borrow_mut().allocate(class).ok_or(ExtentStatus::Full)?;
+        let extent = self.0.borrow_mut().allocate(class).ok_or(RingStatus::Full)?;
         kill_point();
         Ok(extent)
     }
 
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus> {
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, RingStatus> {
         let first = self.allocate(class)?;
         let rest = (1..count).map_while(|_| self.allocate(class).ok());
         Ok(std::iter::once(first).chain(rest).collect())
     }
 
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, RingStatus> {
         kill_point();
-        let first =
-            self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(ExtentStatus::Full)?;
+        let first = self.0.borrow_mut().allocate_row(SizeClass::SECTION, sections).ok_or(RingStatus::Full)?;
         kill_point();
         Ok(Stretch { first, sections })
     }
@@ -158,7 +157,7 @@ impl ExtentPool for ModelPool {
         !self.0.borrow().unreachable.contains(&node)
     }
 
-    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus> {
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<RingStatus> {
         let mut outcomes = Vec::new();
         for each in transfers {
             kill_point();
@@ -173,7 +172,7 @@ impl ExtentPool for ModelPool {
                 let value = memory.contents[&place];
                 memory.data.insert(each.range.data, value);
             }
-            outcomes.push(if is_right { ExtentStatus::Done } else { ExtentStatus::Refused });
+            outcomes.push(if is_right { RingStatus::Done } else { RingStatus::Refused });
         }
         outcomes
     }
@@ -232,11 +231,11 @@ impl SessionPlay {
     /// Lets an agent do work. If it is killed meanwhile, starts the next agent and returns `None`.
     fn with_agent<T>(&mut self, work: impl FnOnce(&mut SessionCore<ModelPool>) -> T) -> Option<T> {
         if self.has_kills && self.below(4) == 0 {
-            STEPS_LEFT.set(1 + self.below(12));
+            KILL_POINTS_LEFT.set(1 + self.below(12));
         }
         let mut session = self.session.take().expect("an agent runs");
         let outcome = catch_unwind(AssertUnwindSafe(|| work(&mut session)));
-        STEPS_LEFT.set(0);
+        KILL_POINTS_LEFT.set(0);
         match outcome {
             Ok(done) => {
                 self.session = Some(session);
@@ -260,13 +259,13 @@ impl SessionPlay {
             let recorded: Vec<Extent> = book.entries().map(|(_, entry)| entry.extent).collect();
             self.pool.0.borrow_mut().allocated.retain(|_, extent| recorded.contains(extent));
             if self.below(3) == 0 {
-                STEPS_LEFT.set(1 + self.below(6));
+                KILL_POINTS_LEFT.set(1 + self.below(6));
             }
             let pool = self.pool.clone();
             let account = UserAccounts::default().of(Tenant(1));
             account.add_inherited(recorded.iter().map(|extent| extent.class.bytes()).sum());
             let outcome = catch_unwind(AssertUnwindSafe(|| SessionCore::new(pool, book, account)));
-            STEPS_LEFT.set(0);
+            KILL_POINTS_LEFT.set(0);
             match outcome {
                 Ok(session) => return self.session = Some(session),
                 Err(cause) if cause.is::<AgentKilled>() => {}
@@ -276,9 +275,9 @@ impl SessionPlay {
     }
 
     /// Answers requests as the session's thread does. Returns the answers when all are concluded.
-    fn ask(&mut self, requests: &[Option<ExtentRequest>]) -> Vec<ExtentAnswer> {
+    fn ask(&mut self, requests: &[Option<RingRequest>]) -> Vec<RingAnswer> {
         let start = self.session.as_ref().expect("an agent runs").next_request();
-        let mut answers: Vec<Option<ExtentAnswer>> = vec![None; requests.len()];
+        let mut answers: Vec<Option<RingAnswer>> = vec![None; requests.len()];
         let end = start + requests.len() as u64;
         loop {
             let next = self.session.as_ref().expect("an agent runs").next_request();
@@ -321,97 +320,105 @@ struct ProgramModel {
 }
 
 /// Checks the answer to a request.
-type Expectation = Box<dyn FnOnce(&ExtentAnswer, &ModelMemory, &mut ProgramModel)>;
+type Expectation = Box<dyn FnOnce(&RingAnswer, &ModelMemory, &mut ProgramModel)>;
 
+/// Draws the request number `at` of a round, and says what its answer must be.
+fn draw_request(
+    play: &mut SessionPlay,
+    program: &mut ProgramModel,
+    round: u32,
+    at: u32,
+) -> (Option<RingRequest>, Expectation) {
+    let range = TransferRange { offset: 0, len: 4, data: at * 8 };
+    let last = program.in_use.len().checked_sub(1);
+    let index = last.map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
+    match (play.below(8), index) {
+        (0..=1, Some(index)) => {
+            let value = round * 100 + at;
+            program.in_use[index].1 = value;
+            play.pool.0.borrow_mut().data.insert(range.data, value);
+            let request = RingRequest::Write(program.in_use[index].0, range);
+            (Some(request), Box::new(|answer, _, _| assert_eq!(answer.status, RingStatus::Done)))
+        }
+        (2..=3, Some(index)) => {
+            let (name, value) = program.in_use[index];
+            let expected: Expectation = Box::new(move |answer, memory, _| {
+                assert_eq!(answer.status, RingStatus::Done);
+                assert_eq!(memory.data[&range.data], value, "a read returns the last write");
+            });
+            (Some(RingRequest::Read(name, range)), expected)
+        }
+        (4, Some(index)) => {
+            let (name, _) = program.in_use.swap_remove(index);
+            let expected: Expectation = Box::new(move |answer, _, program| {
+                assert_eq!(answer.status, RingStatus::Done);
+                program.freed.push(name);
+            });
+            (Some(RingRequest::Free(name)), expected)
+        }
+        (5, _) => {
+            let name = program.freed.last().copied();
+            let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
+            (name.map(RingRequest::Free), expect_second_free(name))
+        }
+        _ => {
+            let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
+            let count = if class == 9 { 1 + play.below(3) } else { 1 };
+            let request =
+                if count > 1 { RingRequest::AllocateStretch(count) } else { RingRequest::Allocate(class) };
+            (Some(request), expect_allocation(class, count))
+        }
+    }
+}
+
+/// The answer to a second free of an extent; `None` is an invalid request.
+fn expect_second_free(name: Option<ExtentName>) -> Expectation {
+    let status = if name.is_some() { RingStatus::Refused } else { RingStatus::BadRequest };
+    Box::new(move |answer, _, program| {
+        // A request of this round may have allocated the extent again.
+        let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
+        assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
+        if answer.status == RingStatus::Done {
+            program.in_use.retain(|(held, _)| Some(*held) != name);
+        }
+    })
+}
+
+/// The answer to the allocation of `count` neighbouring extents.
+fn expect_allocation(class: u8, count: u32) -> Expectation {
+    Box::new(move |answer, memory, program| {
+        if answer.status != RingStatus::Done {
+            assert!(matches!(answer.status, RingStatus::Full | RingStatus::Quota), "{answer:?}");
+            return;
+        }
+        assert_eq!(answer.extent.class, class);
+        for section in 0..count {
+            let addr = answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
+            let name = ExtentName { addr, ..answer.extent };
+            assert!(!program.in_use.iter().any(|(held, _)| *held == name), "allocated twice");
+            let value = memory.contents[&(NodeId(name.node), name.addr)];
+            program.in_use.push((name, value));
+        }
+    })
+}
+
+/// Plays a schedule, and returns how many agents were killed.
 fn play(seed: u64) -> u32 {
     let mut play = SessionPlay::new(seed);
     let mut program = ProgramModel::default();
     for round in 0..60 {
-        let mut requests = Vec::new();
-        let mut expected: Vec<Expectation> = Vec::new();
+        let (mut requests, mut expectations) = (Vec::new(), Vec::new());
         for at in 0..1 + play.below(6) {
-            let range = TransferRange { offset: 0, len: 4, data: at * 8 };
-            let index = program
-                .in_use
-                .len()
-                .checked_sub(1)
-                .map(|last| play.below(u32::try_from(last + 1).unwrap()) as usize);
-            match (play.below(8), index) {
-                (0..=1, Some(index)) => {
-                    let value = round * 100 + at;
-                    program.in_use[index].1 = value;
-                    play.pool.0.borrow_mut().data.insert(range.data, value);
-                    requests.push(Some(ExtentRequest::Write(program.in_use[index].0, range)));
-                    expected.push(Box::new(|answer, _, _| assert_eq!(answer.status, ExtentStatus::Done)));
-                }
-                (2..=3, Some(index)) => {
-                    let (name, value) = program.in_use[index];
-                    requests.push(Some(ExtentRequest::Read(name, range)));
-                    expected.push(Box::new(move |answer, memory, _| {
-                        assert_eq!(answer.status, ExtentStatus::Done);
-                        assert_eq!(memory.data[&range.data], value, "a read returns the last write");
-                    }));
-                }
-                (4, Some(index)) => {
-                    let (name, _) = program.in_use.swap_remove(index);
-                    requests.push(Some(ExtentRequest::Free(name)));
-                    expected.push(Box::new(move |answer, _, program| {
-                        assert_eq!(answer.status, ExtentStatus::Done);
-                        program.freed.push(name);
-                    }));
-                }
-                (5, _) => {
-                    let name = program.freed.last().copied();
-                    let name = name.filter(|name| !program.in_use.iter().any(|(held, _)| held == name));
-                    requests.push(name.map(ExtentRequest::Free));
-                    let status =
-                        if name.is_some() { ExtentStatus::Refused } else { ExtentStatus::BadRequest };
-                    // A request of this round may have allocated it again.
-                    expected.push(Box::new(move |answer, _, program| {
-                        let is_held = |name| program.in_use.iter().any(|(held, _)| *held == name);
-                        assert!(answer.status == status || name.is_some_and(|name| !is_held(name)));
-                        if answer.status == ExtentStatus::Done {
-                            program.in_use.retain(|(held, _)| Some(*held) != name);
-                        }
-                    }));
-                }
-                _ => {
-                    let class = CLASS_MIN + u8::try_from(play.below(4)).unwrap();
-                    let count = if class == 9 { 1 + play.below(3) } else { 1 };
-                    let is_many = count > 1;
-                    requests.push(Some(if is_many {
-                        ExtentRequest::AllocateStretch(count)
-                    } else {
-                        ExtentRequest::Allocate(class)
-                    }));
-                    expected.push(Box::new(move |answer, memory, program| match answer.status {
-                        ExtentStatus::Done => {
-                            assert_eq!(answer.extent.class, class);
-                            for section in 0..count {
-                                let addr =
-                                    answer.extent.addr + u64::from(section) * SizeClass::SECTION.bytes();
-                                let name = ExtentName { addr, ..answer.extent };
-                                assert!(
-                                    !program.in_use.iter().any(|(held, _)| *held == name),
-                                    "allocated twice"
-                                );
-                                let value = memory.contents[&(NodeId(name.node), name.addr)];
-                                program.in_use.push((name, value));
-                            }
-                        }
-                        status => {
-                            assert!(matches!(status, ExtentStatus::Full | ExtentStatus::Quota), "{status:?}")
-                        }
-                    }));
-                }
-            }
+            let (request, expected) = draw_request(&mut play, &mut program, round, at);
+            requests.push(request);
+            expectations.push(expected);
             // An allocate or free ends the round, because later requests depend on its answer.
-            if !matches!(requests.last(), Some(Some(ExtentRequest::Read(..) | ExtentRequest::Write(..)))) {
+            if !matches!(request, Some(RingRequest::Read(..) | RingRequest::Write(..))) {
                 break;
             }
         }
         let answers = play.ask(&requests);
-        for (answer, expected) in answers.iter().zip(expected) {
+        for (answer, expected) in answers.iter().zip(expectations) {
             expected(answer, &play.pool.0.borrow(), &mut program);
         }
         for _ in 0..play.below(4) {
@@ -451,31 +458,31 @@ fn an_agent_may_be_killed_at_any_step() {
 #[test]
 fn extents_of_a_node_that_was_lost_are_not_trusted() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    let second = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, ExtentRequest::Free(second)).status, ExtentStatus::Done);
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
+    let second = ask(&mut play, RingRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Free(second)).status, RingStatus::Done);
     let range = TransferRange { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Done);
     play.pool.0.borrow_mut().lost.push(NodeId(first.node));
-    ask(&mut play, ExtentRequest::Read(first, range));
+    ask(&mut play, RingRequest::Read(first, range));
     assert_eq!(play.pool.0.borrow().allocated.len(), 1, "the stock on the lost node is freed");
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::NodeGone);
-    let third = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::NodeGone);
+    let third = ask(&mut play, RingRequest::Allocate(0)).extent;
     assert_eq!(
-        ask(&mut play, ExtentRequest::Read(third, range)).status,
-        ExtentStatus::Done,
+        ask(&mut play, RingRequest::Read(third, range)).status,
+        RingStatus::Done,
         "a later extent is trusted"
     );
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
     assert!(play.pool.0.borrow().allocated.values().all(|extent| extent.addr == third.addr));
-    assert_eq!(ask(&mut play, ExtentRequest::Read(third, range)).status, ExtentStatus::Done, "and still is");
+    assert_eq!(ask(&mut play, RingRequest::Read(third, range)).status, RingStatus::Done, "and still is");
 }
 
 #[test]
 fn extents_of_an_unreachable_node_are_freed_when_it_is_reachable() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
     play.pool.0.borrow_mut().unreachable.push(NodeId(first.node));
     let session = play.session.as_mut().expect("an agent runs");
     session.free_stock();
@@ -493,13 +500,13 @@ fn extents_of_an_unreachable_node_are_freed_when_it_is_reachable() {
 #[test]
 fn a_freed_extent_is_refused() {
     let mut play = SessionPlay::new(1);
-    let first = ask(&mut play, ExtentRequest::Allocate(0)).extent;
+    let first = ask(&mut play, RingRequest::Allocate(0)).extent;
     let range = TransferRange { offset: 0, len: 4, data: 0 };
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Done);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Refused);
-    assert_eq!(ask(&mut play, ExtentRequest::Free(first)).status, ExtentStatus::Refused);
-    assert_eq!(ask(&mut play, ExtentRequest::Allocate(0)).extent, first);
-    assert_eq!(ask(&mut play, ExtentRequest::Read(first, range)).status, ExtentStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Done);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Refused);
+    assert_eq!(ask(&mut play, RingRequest::Free(first)).status, RingStatus::Refused);
+    assert_eq!(ask(&mut play, RingRequest::Allocate(0)).extent, first);
+    assert_eq!(ask(&mut play, RingRequest::Read(first, range)).status, RingStatus::Done);
 }
 
 #[test]
@@ -510,10 +517,10 @@ fn a_stretch_waits_while_nodes_clear_sections() {
     for _ in 0..=whole_node {
         play.pool.0.borrow_mut().allocate(SizeClass::SECTION).expect("room");
     }
-    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    assert_eq!(ask(&mut play, RingRequest::AllocateStretch(whole_node)).status, RingStatus::Full);
     assert_eq!(play.pool.0.borrow().now, Duration::ZERO, "no section is to be cleared");
     play.pool.0.borrow_mut().sections_to_clear = Some(1);
-    assert_eq!(ask(&mut play, ExtentRequest::AllocateStretch(whole_node)).status, ExtentStatus::Full);
+    assert_eq!(ask(&mut play, RingRequest::AllocateStretch(whole_node)).status, RingStatus::Full);
     let waited = play.pool.0.borrow().now;
     assert!((Duration::from_millis(500)..Duration::from_secs(1)).contains(&waited), "{waited:?}");
 }
@@ -528,21 +535,21 @@ fn right_keys_of_others_do_not_use_up_tries() {
     };
     let read = |extent: &Extent, wrong: u32| {
         let name = ExtentName { node: extent.node.0, class: 0, key: extent.key.0 ^ wrong, addr: extent.addr };
-        Some(ExtentRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
+        Some(RingRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
     };
     let many: Vec<_> = (0..200).map(|number| read(&theirs[number % 10], 0)).collect();
-    assert!(play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Done));
+    assert!(play.ask(&many).iter().all(|answer| answer.status == RingStatus::Done));
     let wrong: Vec<_> = (0..200).map(|number| read(&theirs[0], 1 << 20 | number)).collect();
-    assert!(play.ask(&wrong).iter().all(|answer| answer.status == ExtentStatus::Refused));
+    assert!(play.ask(&wrong).iter().all(|answer| answer.status == RingStatus::Refused));
     assert_eq!(play.pool.0.borrow().transfers, 200 + 32, "a bounded number of wrong keys is tried");
     assert!(
-        play.ask(&many).iter().all(|answer| answer.status == ExtentStatus::Refused),
+        play.ask(&many).iter().all(|answer| answer.status == RingStatus::Refused),
         "then right keys are not tried either"
     );
 }
 
 /// Answers one request.
-fn ask(play: &mut SessionPlay, request: ExtentRequest) -> ExtentAnswer {
+fn ask(play: &mut SessionPlay, request: RingRequest) -> RingAnswer {
     let mut answers = Vec::new();
     let session = play.session.as_mut().expect("an agent runs");
     let next = session.next_request();

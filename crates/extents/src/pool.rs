@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::{Completion, Endpoint, EndpointError, Host, LocalKey, Memory, Tenant};
-use aquifer_ipc::ring::ExtentStatus;
+use aquifer_ipc::ring::RingStatus;
 use aquifer_pool::{Extent, LeakDetector, NodeId, OperationGuard, PoolClient, PoolError, SizeClass, Stretch};
 
 use crate::core::{ExtentPool, Transfer};
@@ -171,9 +171,9 @@ impl ConnectedPool {
     fn allocate_with<T>(
         &mut self,
         allocate: impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
-    ) -> Result<T, ExtentStatus> {
+    ) -> Result<T, RingStatus> {
         match self.allocate_from_connected(&allocate) {
-            Err(ExtentStatus::Full) if self.connect_new_nodes() => self.allocate_from_connected(&allocate),
+            Err(RingStatus::Full) if self.connect_new_nodes() => self.allocate_from_connected(&allocate),
             outcome => outcome,
         }
     }
@@ -181,8 +181,8 @@ impl ConnectedPool {
     fn allocate_from_connected<T>(
         &mut self,
         allocate: &impl Fn(&mut PoolClient, NodeId) -> Result<T, PoolError>,
-    ) -> Result<T, ExtentStatus> {
-        let mut status = ExtentStatus::Full;
+    ) -> Result<T, RingStatus> {
+        let mut status = RingStatus::Full;
         for node in self.nodes_by_preference() {
             let mut outcome = allocate(&mut self.client, node);
             while let Err(PoolError::Away { .. }) = outcome {
@@ -196,7 +196,7 @@ impl ConnectedPool {
                 Err(PoolError::NodeGone { cause, .. }) => self.lose_node(node, &cause),
                 Err(error) => {
                     tracing::error!(node = node.0, %error, "cannot allocate an extent");
-                    status = ExtentStatus::Failed;
+                    status = RingStatus::Failed;
                 }
             }
         }
@@ -263,15 +263,15 @@ impl ExtentPool for ConnectedPool {
         Some(self.client.begin_operation())
     }
 
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus> {
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, RingStatus> {
         self.allocate_with(|client, node| client.allocate(node, class))
     }
 
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus> {
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, RingStatus> {
         self.allocate_with(|client, node| client.allocate_many(node, class, count))
     }
 
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus> {
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, RingStatus> {
         self.allocate_with(|client, node| client.allocate_stretch(node, sections))
     }
 
@@ -311,7 +311,7 @@ impl ExtentPool for ConnectedPool {
         self.ring_keys.contains_key(&node)
     }
 
-    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus> {
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<RingStatus> {
         self.run_transfers(transfers)
     }
 

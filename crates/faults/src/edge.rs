@@ -17,7 +17,7 @@ pub struct EvictedBatch {
     /// Position in the buffer of each page of the batch.
     pub positions: Vec<u8>,
     /// Clean copy of each page, if it has one; empty if no page has.
-    pub copies: Vec<Option<Location>>,
+    pub clean_copies: Vec<Option<Location>>,
 }
 
 /// What the sender has completed.

@@ -59,6 +59,7 @@ pub struct Monitor<E: Edge> {
     volume: Volume,
     budget: Arc<Budget>,
     stats: Arc<FaultStats>,
+    /// Registered and adopted areas.
     areas: Areas,
     /// Whether events that were read before a restart must be applied before anything else.
     has_unapplied_events: bool,
@@ -71,15 +72,20 @@ pub struct Monitor<E: Edge> {
     pending_unmaps: Vec<Area>,
     streams: StreamDetector,
     messages: Vec<UffdMessage<E::Child>>,
+    /// Faults that wait for the sender, for room, or for the next turn.
     pending: Vec<PendingFault>,
+    /// The faults of this turn; kept for its capacity, like the other vectors.
     being_served: Vec<PendingFault>,
     sender_events: Vec<SenderEvent>,
+    /// Staging buffers without a batch.
     free_buffers: Vec<usize>,
     victims: Batch,
     move_outcomes: Vec<MoveOutcome>,
     locations: Vec<Location>,
     present: Vec<PageNumber>,
+    /// Time before which no batch is evicted, because the last one moved no page.
     stalled_until_ns: u64,
+    /// Time before which inherited pages are not checked again.
     next_claim_ns: u64,
     /// Whether the other programs know that this one cannot make room. Without it, two idle
     /// monitors wake each other for ever.
@@ -93,6 +99,7 @@ pub struct Monitor<E: Edge> {
     /// Whether the pages must be write-protected, because of a fork.
     must_protect: bool,
     repacking: RepackProgress,
+    /// Whether the program has ended.
     has_ended: bool,
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use aquifer_pager::Latencies;
+use aquifer_pager::LatencyHistogram;
 
 /// What has happened to one program so far.
 #[derive(Debug, Default)]
@@ -28,7 +28,7 @@ pub struct FaultStats {
     /// Pages moved between slabs.
     pub repacked: AtomicU64,
     /// Time from the read of a fault to its resolution, in nanoseconds.
-    pub latency: Latencies,
+    pub latency: LatencyHistogram,
 }
 
 impl FaultStats {

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
 use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, STATUS_PENDING};
-use aquifer_ipc::{BATCH_PAGES_MAX, ControlMemory};
+use aquifer_ipc::{BATCH_PAGES_MAX, WorkerControl};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 /// The agent's end of a control memory.
 #[derive(Debug)]
 pub struct WorkerPort {
-    control: *mut ControlMemory,
+    control: *mut WorkerControl,
     fd: std::os::fd::OwnedFd,
     command: u32,
     pins: Vec<PageNumber>,
@@ -85,7 +85,7 @@ impl WorkerPort {
         self.fd.as_fd()
     }
 
-    fn control(&self) -> &ControlMemory {
+    fn control(&self) -> &WorkerControl {
         // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the program writes is valid.
         unsafe { &*self.control }
     }

@@ -1,4 +1,4 @@
-//! Talking to an agent from another process of the same user.
+//! Requests to an agent from another process of the same user.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -10,54 +10,63 @@ use aquifer_ipc::{Frame, SetLimit};
 
 use crate::report::{AgentStatus, RunStatistics};
 
-/// An agent that asks its nodes before it answers waits up to 5 s for one that stands still.
-const PATIENCE: Duration = Duration::from_secs(8);
-const ANSWERED_ELSE: &str = "the agent answered something else";
+/// Longest time to wait for an answer. For a status, the agent queries its nodes first, and waits
+/// up to 5 s for a node that hangs.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
+const UNEXPECTED_FRAME: &str =
+    "the agent has answered with an unexpected frame; use an agent of the same build";
 
-/// Connect to the agent that listens at `path`.
+/// Connects to the agent that listens at `path`.
 ///
 /// # Errors
-/// If none does.
+/// If no agent listens there.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     aquifer_channel::connect(path)
 }
 
-/// Change the limit of the run that a process belongs to; the run's figures afterwards.
+/// Changes the limit of the run that a process belongs to. Returns the run's statistics afterwards.
 ///
 /// # Errors
 /// If no agent listens there, or it refuses.
 pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
     let socket = connect(path)?;
-    match ask(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }))? {
+    match request(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }))? {
         Frame::Statistics(text) => serde_json::from_str(&text).map_err(io::Error::other),
-        _ => Err(io::Error::other(ANSWERED_ELSE)),
+        _ => Err(io::Error::other(UNEXPECTED_FRAME)),
     }
 }
 
-/// Ask an agent how it is; `None` if none listens there.
+/// Requests an agent's status; `None` if no agent listens there.
 ///
 /// # Errors
-/// If what listens there does not answer as an agent of this version does.
+/// If no answer of an agent of this build arrives in time.
 pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
     let Ok(socket) = connect(path) else {
         return Ok(None);
     };
-    match ask(&socket, &Frame::StatusRequest)? {
+    match request(&socket, &Frame::StatusRequest)? {
         Frame::StatusReport(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
-        _ => Err(io::Error::other(ANSWERED_ELSE)),
+        _ => Err(io::Error::other(UNEXPECTED_FRAME)),
     }
 }
 
-/// Ask, and wait for the answer, but not for ever: an agent that stands still listens on.
-fn ask(socket: &OwnedFd, question: &Frame) -> io::Result<Frame> {
-    rustix::net::sockopt::set_socket_timeout(socket, rustix::net::sockopt::Timeout::Recv, Some(PATIENCE))?;
-    send_frame(socket, question, &[])?;
+/// Sends a request and waits for the answer, for a limited time: an agent that hangs still has an
+/// open socket.
+fn request(socket: &OwnedFd, request: &Frame) -> io::Result<Frame> {
+    rustix::net::sockopt::set_socket_timeout(
+        socket,
+        rustix::net::sockopt::Timeout::Recv,
+        Some(ANSWER_TIMEOUT),
+    )?;
+    send_frame(socket, request, &[])?;
     match receive_frame(socket) {
         Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
         Ok((answer, _)) => Ok(answer),
         Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-            let seconds = PATIENCE.as_secs();
-            Err(io::Error::other(format!("the agent does not answer within {seconds} s; is it stopped?")))
+            let seconds = ANSWER_TIMEOUT.as_secs();
+            Err(io::Error::other(format!(
+                "the agent has not answered within {seconds} s: check whether its process hangs or is stopped"
+            )))
         }
         Err(error) => Err(io::Error::other(error)),
     }

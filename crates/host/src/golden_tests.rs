@@ -1,4 +1,4 @@
-//! Golden JSON: `aquifer run --stats`, `aquifer status --json`, the settings lent to swap servers,
+//! Golden JSON: `aquifer run --stats`, `aquifer status --json`, the cluster access of swap servers,
 //! and the keeper's record of a host (`docs/formats/ipc.md`).
 //! A changed golden file needs a line in CHANGELOG or a changed document. A new field needs a
 //! default, because agents of other builds read these records.
@@ -11,7 +11,7 @@ use aquifer_tests_support::{Golden, golden};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::lent::Lent;
+use crate::cluster_access::ClusterAccess;
 use crate::report::{
     AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
     TenantStatistics, UserStatistics,
@@ -94,8 +94,8 @@ fn golden_statistics_and_status() {
 #[test]
 fn golden_words_to_swap_servers_and_the_keeper() {
     let mut golden = golden!("kept");
-    add(&mut golden, "lent", &Lent::new("{}", true, Some(&ClusterKey([0x5a; 32]))));
-    add(&mut golden, "lent without a key", &Lent::new("unix:/run/x", false, None));
+    add(&mut golden, "lent", &ClusterAccess::new("{}", true, Some(&ClusterKey([0x5a; 32]))));
+    add(&mut golden, "lent without a key", &ClusterAccess::new("unix:/run/x", false, None));
     let host = AgentRecord {
         host: 1,
         address: "/run/agent.sock".into(),

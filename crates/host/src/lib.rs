@@ -1,18 +1,20 @@
-//! What every host of the pool does in the cluster, whether it is the agent or the server of a swap device.
+//! What every host of the pool does in the cluster, the agent and the server of a swap device alike.
 //!
-//! - [`membership`]: a host number under a lease.
-//! - [`nodes`]: which memory nodes there are and how to reach them.
-//! - [`recovery`]: frees what dead hosts held; [`audit`]: what this host holds without a local owner.
-//! - [`lent`]: what a host of its own gets from the agent of its machine.
-//! - [`client`]: queries to that agent; [`report`]: the JSON of its answers.
+//! - [`membership`]: a host number under a lease, and the watch over the memory nodes.
+//! - [`nodes`]: the memory nodes, and connections to them.
+//! - [`recovery`]: frees what dead hosts owned.
+//! - [`leak_scan`]: frees extents of this host that no part of the host has recorded.
+//! - [`cluster_access`]: what the server of a swap device gets from the agent of its machine.
+//! - [`client`]: requests to that agent.
+//! - [`report`]: the JSON of its answers.
 
 #![forbid(unsafe_code)]
 
-pub mod audit;
 pub mod client;
+pub mod cluster_access;
 #[cfg(test)]
 mod golden_tests;
-pub mod lent;
+pub mod leak_scan;
 pub mod membership;
 pub mod nodes;
 pub mod recovery;

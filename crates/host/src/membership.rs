@@ -1,43 +1,47 @@
-//! A host's place in the cluster: a host number under a lease, and an eye on the memory nodes.
+//! A host's membership in the cluster: a host number under a lease, and the watch over the memory
+//! nodes.
 
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, AgentRecord};
-use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::Host;
 
-use crate::nodes::Nodes;
+use crate::nodes::NodeRegistry;
 
-/// How long a host that says nothing keeps its memory. Its programs' pages are lost after that, so it is not short.
+/// Lifetime of a host's lease without a keep-alive. Nodes fence the host when it ends, and its
+/// programs lose their pages, so it is not short.
 const LEASE_TTL: Duration = Duration::from_secs(15);
-const KEEP_ALIVE: Duration = Duration::from_secs(3);
+/// Interval between keep-alives.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);
+/// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// Why this host could not join.
+/// Why a host could not join the cluster.
 #[derive(Debug, thiserror::Error)]
 pub enum MembershipError {
-    /// The directory.
-    #[error("the agent cannot join the cluster: {0}")]
+    /// A request to the directory failed.
+    #[error("this host cannot join the cluster: {0}")]
     Directory(#[from] DirectoryError),
-    /// No thread.
-    #[error("the agent has no thread to keep its lease: {0}")]
+    /// A thread could not be started.
+    #[error("cannot start a thread that keeps this host's lease alive: {0}")]
     Thread(std::io::Error),
 }
 
-/// What happened between the host and the directory.
+/// Counts of lease keep-alives.
 #[derive(Debug, Default)]
 pub struct LeaseEvents {
-    /// Times that the lease was kept.
+    /// Keep-alives that succeeded.
     pub renewals: AtomicU64,
-    /// Times that it could not be.
+    /// Keep-alives that failed.
     pub failures: AtomicU64,
 }
 
-/// A host number, kept alive by a thread.
+/// A host number under a lease that a thread keeps alive.
 #[derive(Debug)]
 pub struct Membership {
     directory: Arc<dyn Directory>,
@@ -50,26 +54,30 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Take a host number, or that of an agent `before` this one, and announce the agent. For `grace` after the lease ends another agent may go on under the number.
+    /// Claims a host number, or that of `predecessor`, and puts the host's record into the directory.
+    ///
+    /// For `grace` after the end of the lease, other hosts do not recover this host, so that its
+    /// next agent can claim the number again.
     ///
     /// # Errors
-    /// The directory's.
+    /// Those of the directory. [`DirectoryError::Taken`] if another host has claim_epoch the number of
+    /// `predecessor`.
     pub fn join(
         directory: Arc<dyn Directory>,
         socket: &Path,
-        before: Option<&AgentRecord>,
+        predecessor: Option<&AgentRecord>,
         grace: Duration,
     ) -> Result<Self, MembershipError> {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let lease = directory.lease_grant(LEASE_TTL)?;
-        let record = match before {
-            Some(before) => names::resume_host(&*directory, lease, before, grace_ms)?,
+        let record = match predecessor {
+            Some(predecessor) => names::resume_host(&*directory, lease, predecessor, grace_ms)?,
             None => names::claim_host(&*directory, lease, &socket.display().to_string(), grace_ms)?,
         };
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));
         let lease_events = Arc::new(LeaseEvents::default());
-        let keeper = {
+        let thread = {
             let (directory, stop, is_lost) =
                 (Arc::clone(&directory), Arc::clone(&stop), Arc::clone(&is_lost));
             let events = Arc::clone(&lease_events);
@@ -78,10 +86,10 @@ impl Membership {
                 .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost, &events))
                 .map_err(MembershipError::Thread)?
         };
-        Ok(Self { directory, lease, record, stop, is_lost, lease_events, threads: vec![keeper] })
+        Ok(Self { directory, lease, record, stop, is_lost, lease_events, threads: vec![thread] })
     }
 
-    /// What the directory has of this agent.
+    /// This host's record in the directory.
     #[must_use]
     pub fn record(&self) -> &AgentRecord {
         &self.record
@@ -93,50 +101,50 @@ impl Membership {
         Host(self.record.host)
     }
 
-    /// The fencing epoch of its lease.
+    /// The fencing epoch of this host's lease.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.record.epoch
     }
 
-    /// Whether the lease has ended under us: memory nodes then refuse this host, and its programs cannot go on.
+    /// True once the lease has ended: memory nodes then refuse this host.
     #[must_use]
     pub fn is_lost(&self) -> bool {
         self.is_lost.load(Relaxed)
     }
 
-    /// How its lease fares.
+    /// Counts of this host's lease keep-alives.
     #[must_use]
     pub fn lease_events(&self) -> &Arc<LeaseEvents> {
         &self.lease_events
     }
 
-    /// Learn the memory nodes there are, and from now on of those that come and go.
+    /// Lists the memory nodes into `nodes`, and keeps it up to date from a thread.
     ///
     /// # Errors
-    /// The directory's.
-    pub fn watch_nodes(&mut self, nodes: &Arc<Nodes>) -> Result<(), MembershipError> {
-        let revision = nodes.list_anew()?;
+    /// Those of the directory.
+    pub fn watch_nodes(&mut self, nodes: &Arc<NodeRegistry>) -> Result<(), MembershipError> {
+        let revision = nodes.refresh()?;
         let (directory, stop, nodes) =
             (Arc::clone(&self.directory), Arc::clone(&self.stop), Arc::clone(nodes));
         let thread = std::thread::Builder::new()
             .name("node-watch".into())
-            .spawn(move || watch(&*directory, &nodes, &stop, revision))
+            .spawn(move || watch_until_stopped(&*directory, &nodes, &stop, revision))
             .map_err(MembershipError::Thread)?;
         self.threads.push(thread);
         Ok(())
     }
 
-    /// Give the number back.
+    /// Stops the threads and ends the lease, which frees the host number.
     pub fn leave(mut self) {
         self.stop.store(true, Relaxed);
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
-                tracing::error!("a thread of the membership has panicked");
+                tracing::error!("a thread of the cluster membership panicked");
             }
         }
         if let Err(error) = self.directory.lease_revoke(self.lease.id) {
-            tracing::debug!(%error, "the lease ends by itself");
+            tracing::debug!(%error, "revoking the lease failed; it expires by itself");
         }
     }
 }
@@ -148,52 +156,71 @@ fn keep_alive(
     is_lost: &AtomicBool,
     events: &LeaseEvents,
 ) {
+    let mut failure_log = FailureLog::default();
     let mut waited = Duration::ZERO;
     while !stop.load(Relaxed) {
         std::thread::sleep(TICK);
         waited += TICK;
-        if waited < KEEP_ALIVE {
+        if waited < KEEP_ALIVE_INTERVAL {
             continue;
         }
         waited = Duration::ZERO;
-        let kept = directory.lease_keep_alive(lease.id);
-        let counter = if kept.is_ok() { &events.renewals } else { &events.failures };
+        let outcome = directory.lease_keep_alive(lease.id);
+        let counter = if outcome.is_ok() { &events.renewals } else { &events.failures };
         counter.fetch_add(1, Relaxed);
-        match kept {
+        match outcome {
             Ok(()) => {}
             Err(DirectoryError::LeaseGone { .. }) => {
-                tracing::error!("this host's lease has ended: memory nodes refuse it from now on");
+                tracing::error!(epoch = lease.epoch, "lease of this host ended; memory nodes refuse it");
                 is_lost.store(true, Relaxed);
                 return;
             }
-            Err(error) => tracing::warn!(%error, "the directory does not hear us; trying again"),
-        }
-    }
-}
-
-fn watch(directory: &dyn Directory, nodes: &Nodes, stop: &AtomicBool, mut revision: u64) {
-    while !stop.load(Relaxed) {
-        if let Err(error) = follow(directory, nodes, stop, &mut revision) {
-            tracing::warn!(%error, "the watch over memory nodes broke; listing them again");
-            std::thread::sleep(TICK);
-            match nodes.list_anew() {
-                Ok(at) => revision = at,
-                Err(error) => tracing::warn!(%error, "the directory cannot be reached"),
+            Err(error) => {
+                if let Some(failures) = failure_log.record(Instant::now()) {
+                    tracing::warn!(%error, failures, "lease keep-alive failed; retrying every 3 s");
+                }
             }
         }
     }
 }
 
-fn follow(
+/// Applies the directory's events on nodes until `stop`. When the watch fails, lists the nodes and
+/// watches again.
+fn watch_until_stopped(
     directory: &dyn Directory,
-    nodes: &Nodes,
+    nodes: &NodeRegistry,
+    stop: &AtomicBool,
+    mut revision: u64,
+) {
+    let (mut watch_failures, mut listing_failures) = (FailureLog::default(), FailureLog::default());
+    while !stop.load(Relaxed) {
+        let Err(error) = watch(directory, nodes, stop, &mut revision) else { continue };
+        if let Some(failures) = watch_failures.record(Instant::now()) {
+            tracing::warn!(%error, failures, "watch over memory nodes failed; listing them again");
+        }
+        std::thread::sleep(TICK);
+        match nodes.refresh() {
+            Ok(listed_at) => revision = listed_at,
+            Err(error) => {
+                if let Some(failures) = listing_failures.record(Instant::now()) {
+                    tracing::warn!(%error, failures, "listing memory nodes failed; retrying");
+                }
+            }
+        }
+    }
+}
+
+/// Applies the directory's events on nodes from `revision` on, until `stop`.
+fn watch(
+    directory: &dyn Directory,
+    nodes: &NodeRegistry,
     stop: &AtomicBool,
     revision: &mut u64,
 ) -> Result<(), DirectoryError> {
     let mut watch = directory.watch(names::NODES, *revision + 1)?;
     while !stop.load(Relaxed) {
         if let Some(event) = watch.next(TICK)? {
-            nodes.heed(&event);
+            nodes.apply_event(&event);
             *revision = event.revision;
         }
     }

@@ -1,7 +1,7 @@
-//! Which memory nodes there are, and how this host reaches them.
+//! The memory nodes of the cluster, and connections to them.
 
-mod back;
-mod known;
+mod reconnect;
+mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
@@ -16,42 +16,46 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
-use back::Back;
-use known::{Known, Place, Standing};
+use reconnect::Reconnector;
+use view::{NodeState, NodeView, PresentNode};
 
-/// How often to see whether a node that is away has come back.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Interval between attempts to connect to an absent node.
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The memory nodes as the directory names them.
+/// The memory nodes that the directory has, and how this host connects to them.
+///
+/// [`Membership::watch_nodes`](crate::membership::Membership::watch_nodes) keeps it up to date.
 #[derive(Debug)]
-pub struct Nodes {
+pub struct NodeRegistry {
     me: Weak<Self>,
     directory: Arc<dyn Directory>,
     identity: Identity,
     key: Option<ClusterKey>,
     connect: ConnectOptions,
-    known: RwLock<Known>,
-    /// Nodes with kept memory that users have been at.
-    met: Mutex<BTreeMap<(NodeId, Tenant), Met>>,
+    view: RwLock<NodeView>,
+    /// Nodes with kept memory to which a tenant of this host has connected.
+    contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
     leak_detector: Arc<LeakDetector>,
 }
 
-/// What a user knows of a node where it has been.
+/// What a tenant's last connection to a node has shown; enough to queue operations while the node
+/// is absent.
 #[derive(Clone, Debug)]
-struct Met {
-    seen: TargetDescription,
+struct Contact {
+    target: TargetDescription,
     epoch: u64,
-    kept: Duration,
+    grace: Duration,
 }
 
-/// A node cannot be reached.
-struct Absence {
+/// Why an attempt to connect has failed.
+struct ConnectFailure {
     error: EndpointError,
-    may_end: bool,
+    /// True if the node may return with its memory.
+    is_temporary: bool,
 }
 
-impl Nodes {
-    /// No nodes yet; those that are reached over a network want the cluster's key.
+impl NodeRegistry {
+    /// Creates a registry without nodes. Nodes on other machines require the cluster key.
     #[must_use]
     pub fn new(
         directory: Arc<dyn Directory>,
@@ -65,164 +69,162 @@ impl Nodes {
             identity,
             key,
             connect,
-            known: RwLock::default(),
-            met: Mutex::default(),
+            view: RwLock::default(),
+            contacts: Mutex::default(),
             leak_detector: Arc::default(),
         })
     }
 
-    /// Ask the directory which there are. Returns its revision.
+    /// Lists the nodes in the directory. Returns the listing's revision.
     ///
     /// # Errors
-    /// The directory's.
-    pub(crate) fn list_anew(&self) -> Result<u64, DirectoryError> {
+    /// Those of the directory.
+    pub(crate) fn refresh(&self) -> Result<u64, DirectoryError> {
         let listing = self.directory.list(names::NODES)?;
-        self.take_in(&listing);
+        self.apply_listing(&listing);
         Ok(listing.revision)
     }
 
-    fn take_in(&self, listing: &Listing) {
+    fn apply_listing(&self, listing: &Listing) {
         let mut records: Vec<NodeRecord> = Vec::with_capacity(listing.entries.len());
         for entry in &listing.entries {
             match names::decode(entry) {
                 Ok(record) => records.push(record),
-                Err(error) => {
-                    tracing::warn!(key = entry.key, %error, "the record of a node cannot be read")
-                }
+                Err(error) => log_unreadable_record(&entry.key, &error),
             }
         }
-        self.write().list(&records, listing.revision, Instant::now());
+        self.write_view().apply_listing(&records, listing.revision, Instant::now());
     }
 
-    /// A node is there, has moved, or is gone.
-    pub(crate) fn heed(&self, event: &WatchEvent) {
+    /// Applies an event of the watch over the nodes.
+    pub(crate) fn apply_event(&self, event: &WatchEvent) {
         let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
             return;
         };
         let record = match &event.kind {
             WatchEventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
                 Ok(record) => Some(record),
-                Err(error) => {
-                    tracing::warn!(key = event.key, %error, "the record of a node cannot be read");
-                    return;
-                }
+                Err(error) => return log_unreadable_record(&event.key, &error),
             },
             WatchEventKind::Delete => None,
         };
-        self.write().change(NodeId(number), record.as_ref(), event.revision, Instant::now());
+        self.write_view().apply_event(NodeId(number), record.as_ref(), event.revision, Instant::now());
     }
 
-    /// Learn of memory that there was before this agent, and that may come back with its node.
+    /// Reads from the directory which memory existed before this process. Its nodes are waited for
+    /// if they are absent.
     ///
     /// # Errors
-    /// The directory's.
-    pub fn remember_lives(&self) -> Result<(), DirectoryError> {
+    /// Those of the directory.
+    pub fn load_lives(&self) -> Result<(), DirectoryError> {
         let lives = names::lives(&*self.directory)?;
-        self.write().remember(&lives, Instant::now());
+        self.write_view().add_lives(&lives, Instant::now());
         Ok(())
     }
 
-    /// Wait for those of these nodes that do not answer, and may come back with their memory: until they are there, or may not come back any more.
-    pub fn await_these(&self, nodes: &BTreeSet<NodeId>) {
+    /// Waits for those of `nodes` that are absent and may return with their memory, until they
+    /// answer or their grace time has passed.
+    pub fn wait_for(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
-            let may_come_back = match self.standing(*node, Instant::now()) {
-                Standing::Here(place) => !place.kept.is_zero(),
-                Standing::Away => {
-                    tracing::info!(
-                        node = node.0,
-                        "a memory node is away, and its memory is kept; waiting for it"
-                    );
+            let is_kept = match self.state(*node, Instant::now()) {
+                NodeState::Present(present) => !present.grace.is_zero(),
+                NodeState::Absent => {
+                    tracing::info!(node = node.0, "waiting for absent memory node whose memory is kept");
                     true
                 }
-                Standing::Unknown => false,
+                NodeState::Unknown => false,
             };
-            // One that has just died is in the directory until its lease is over: whether it is there only it can tell.
-            if may_come_back && let Err(error) = self.connect(*node, self.identity.tenant) {
-                tracing::warn!(node = node.0, %error, "a memory node has not come back");
+            // A node that has just died is in the directory until its lease ends, so only a
+            // connection shows whether it is present.
+            if is_kept && let Err(error) = self.connect(*node, self.identity.tenant) {
+                tracing::warn!(node = node.0, %error, "memory node did not return within its grace time");
             }
         }
     }
 
-    /// How many there are, if they are fewer than `wanted` by the directory itself: what is told by a watch comes a
-    /// little after what whoever started a node has seen.
+    /// Checks that there are at least `wanted` nodes.
+    ///
+    /// If too few are known, it lists them in the directory: a watch may be a little behind what
+    /// the user who started a node has seen.
     ///
     /// # Errors
-    /// How many there are.
-    pub fn at_least(&self, wanted: usize) -> Result<(), usize> {
+    /// The number of nodes, if it is less.
+    pub fn require(&self, wanted: usize) -> Result<(), usize> {
         if self.count() >= wanted {
             return Ok(());
         }
-        if let Err(error) = self.list_anew() {
-            tracing::warn!(%error, "the directory cannot be asked for memory nodes");
+        if let Err(error) = self.refresh() {
+            tracing::warn!(%error, "listing memory nodes in the directory failed; using the last known ones");
         }
         let count = self.count();
         if count >= wanted { Ok(()) } else { Err(count) }
     }
 
-    /// How many there are.
+    /// The number of nodes.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.read().here().len()
+        self.read_view().present().len()
     }
 
-    /// Their numbers.
+    /// The numbers of the nodes.
     #[must_use]
     pub fn list(&self) -> Vec<NodeId> {
-        self.read().here().collect()
+        self.read_view().present().collect()
     }
 
-    /// This host, in the pool.
+    /// This host's number in the pool.
     #[must_use]
     pub const fn host(&self) -> Host {
         self.identity.host
     }
 
-    /// This host, on behalf of one of its users.
+    /// A connector for one tenant of this host.
     #[must_use]
-    pub fn of(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
-        Arc::new(OfTenant { nodes: Arc::clone(self), tenant: Tenant(tenant) })
+    pub fn connector(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
+        Arc::new(TenantConnector { nodes: Arc::clone(self), tenant: Tenant(tenant) })
     }
 
-    /// What this host has of the pool, and who knows of it.
+    /// The leak detector that all pool clients of this host share.
     #[must_use]
     pub const fn leak_detector(&self) -> &Arc<LeakDetector> {
         &self.leak_detector
     }
 
-    /// A pool client of that user, as yet without nodes.
+    /// A pool client of a tenant that is connected to no node.
     #[must_use]
-    pub fn client(&self, tenant: Tenant) -> PoolClient {
+    pub fn unconnected_client(&self, tenant: Tenant) -> PoolClient {
         PoolClient::with_leak_detector(self.identity.host, tenant, Arc::clone(&self.leak_detector))
     }
 
-    /// A pool client of that user connected to every node that answers.
+    /// A pool client of a tenant that is connected to every node that answers.
     #[must_use]
-    pub fn pool(&self, tenant: u32) -> PoolClient {
-        let mut pool = self.client(Tenant(tenant));
+    pub fn pool_client(&self, tenant: u32) -> PoolClient {
+        let mut pool = self.unconnected_client(Tenant(tenant));
         for node in self.list() {
             match self.connect_without_waiting(node, Tenant(tenant)) {
                 Ok(endpoint) => {
                     if let Err(error) = pool.add_node(node, endpoint) {
-                        tracing::warn!(node = node.0, %error, "a memory node cannot be used");
+                        tracing::warn!(node = node.0, %error, "ignored memory node: unusable pool");
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(node = node.0, %error, "a memory node cannot be reached")
+                    tracing::warn!(node = node.0, %error, "ignored memory node: connection failed");
                 }
             }
         }
         pool
     }
 
-    /// An endpoint on behalf of a user. If the node's memory is kept when it goes away, READs and WRITEs wait for it then. So does this, if it is away now.
+    /// Connects to a node on behalf of a tenant. Waits for a node that is absent and whose memory
+    /// is kept; READs and WRITEs on the endpoint wait for it, too.
     ///
     /// # Errors
-    /// If it does not answer.
+    /// If the node cannot be reached or refuses the connection.
     pub fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_in(node, tenant, AwayPolicy::Wait)
     }
 
-    /// The same for who has other nodes to turn to: it is told at once that the node is away.
+    /// Connects to a node as [`Connector::connect_without_waiting`] does.
     pub(crate) fn connect_without_waiting(
         &self,
         node: NodeId,
@@ -231,22 +233,26 @@ impl Nodes {
         self.connect_in(node, tenant, AwayPolicy::Fail)
     }
 
-    /// The same for who has others to attend to meanwhile: if the node is away, and this user has been there before, here is an endpoint that waits for it.
+    /// Connects to a node as [`Connector::connect_lazily`] does.
     pub(crate) fn connect_lazily(
         &self,
         node: NodeId,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.attempt(node, tenant, AwayPolicy::Wait, &mut None) {
+        match self.try_connect(node, tenant, AwayPolicy::Wait, &mut None) {
             Ok(endpoint) => return Ok(endpoint),
-            Err(Absence { error, may_end: false }) => return Err(error),
+            Err(ConnectFailure { error, is_temporary: false }) => return Err(error),
             Err(_) => {}
         }
-        let met = lock(&self.met).get(&(node, tenant)).cloned();
-        match (met, self.me.upgrade()) {
-            (Some(Met { seen, epoch, kept }), Some(nodes)) => {
-                let back = Back { nodes, node, tenant, epoch, kept };
-                Ok(Box::new(ReconnectingEndpoint::to_away_target(seen, Arc::new(back), AwayPolicy::Wait)))
+        let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
+        match (contact, self.me.upgrade()) {
+            (Some(Contact { target, epoch, grace }), Some(nodes)) => {
+                let reconnector = Reconnector { nodes, node, tenant, epoch, grace };
+                Ok(Box::new(ReconnectingEndpoint::to_away_target(
+                    target,
+                    Arc::new(reconnector),
+                    AwayPolicy::Wait,
+                )))
             }
             _ => self.connect(node, tenant),
         }
@@ -260,93 +266,115 @@ impl Nodes {
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut failing_since = None;
         loop {
-            match self.attempt(node, tenant, policy, &mut failing_since) {
+            match self.try_connect(node, tenant, policy, &mut failing_since) {
                 Ok(endpoint) => return Ok(endpoint),
-                Err(absence) if policy == AwayPolicy::Fail || !absence.may_end => return Err(absence.error),
-                Err(_) => std::thread::sleep(LOOK_EVERY),
+                Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {
+                    return Err(failure.error);
+                }
+                Err(_) => std::thread::sleep(RETRY_INTERVAL),
             }
         }
     }
 
-    fn attempt(
+    /// One attempt to connect. `failing_since` is the time of the caller's first failed attempt.
+    fn try_connect(
         &self,
         node: NodeId,
         tenant: Tenant,
         policy: AwayPolicy,
         failing_since: &mut Option<Instant>,
-    ) -> Result<Box<dyn Endpoint>, Absence> {
-        let (place, error) = match self.standing(node, Instant::now()) {
-            Standing::Here(place) => match self.reach(&place, tenant) {
-                Ok(endpoint) => return Ok(self.reconnecting(node, tenant, endpoint, &place, policy)),
-                Err(error) => (Some(place), error),
+    ) -> Result<Box<dyn Endpoint>, ConnectFailure> {
+        let (present, error) = match self.state(node, Instant::now()) {
+            NodeState::Present(present) => match self.open_endpoint(&present, tenant) {
+                Ok(endpoint) => return Ok(self.wrap(node, tenant, endpoint, &present, policy)),
+                Err(error) => (Some(present), error),
             },
-            Standing::Away => (None, unknown(node)),
-            Standing::Unknown => return Err(Absence { error: unknown(node), may_end: false }),
+            NodeState::Absent => (None, unknown_node(node)),
+            NodeState::Unknown => {
+                return Err(ConnectFailure { error: unknown_node(node), is_temporary: false });
+            }
         };
-        // One that has just died is in the directory until its lease is over.
+        // A node that has just died is in the directory until its lease ends.
         let since = *failing_since.get_or_insert_with(Instant::now);
-        let may_be_away = place.is_none_or(|place| since.elapsed() < place.kept) && error.is_target_away();
-        Err(Absence { error, may_end: may_be_away })
+        let is_temporary =
+            present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
+        Err(ConnectFailure { error, is_temporary })
     }
 
-    /// Who has connected may say so after another that has met a later life of the node.
-    fn meet(&self, whom: (NodeId, Tenant), met: Met) {
-        let mut known = lock(&self.met);
-        if known.get(&whom).is_none_or(|before| before.epoch <= met.epoch) {
-            known.insert(whom, met);
+    /// Records a connection, unless another thread has recorded one to a later life of the node.
+    fn record_contact(&self, node: NodeId, tenant: Tenant, contact: Contact) {
+        let mut contacts = lock(&self.contacts);
+        if contacts.get(&(node, tenant)).is_none_or(|before| before.epoch <= contact.epoch) {
+            contacts.insert((node, tenant), contact);
         }
     }
 
-    fn reconnecting(
+    /// If the node's memory is kept, wraps an endpoint so that it survives a restart of the node.
+    fn wrap(
         &self,
         node: NodeId,
         tenant: Tenant,
         endpoint: Box<dyn Endpoint>,
-        place: &Place,
+        present: &PresentNode,
         policy: AwayPolicy,
     ) -> Box<dyn Endpoint> {
-        let Place { epoch, kept, .. } = *place;
+        let PresentNode { epoch, grace, .. } = *present;
         match self.me.upgrade() {
-            Some(nodes) if !kept.is_zero() => {
-                self.meet((node, tenant), Met { seen: TargetDescription::of(&*endpoint), epoch, kept });
-                let back = Back { nodes, node, tenant, epoch, kept };
-                Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(back), policy))
+            Some(nodes) if !grace.is_zero() => {
+                self.record_contact(
+                    node,
+                    tenant,
+                    Contact { target: TargetDescription::of(&*endpoint), epoch, grace },
+                );
+                let reconnector = Reconnector { nodes, node, tenant, epoch, grace };
+                Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(reconnector), policy))
             }
             _ => endpoint,
         }
     }
 
-    fn standing(&self, node: NodeId, now: Instant) -> Standing {
-        self.read().standing(node, now)
+    fn state(&self, node: NodeId, now: Instant) -> NodeState {
+        self.read_view().state(node, now)
     }
 
-    fn reach(&self, place: &Place, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let endpoint =
-            place.reach.connect(Identity { tenant, ..self.identity }, self.key.as_ref(), &self.connect)?;
+    /// Opens an endpoint, and checks that the node has opened its memory.
+    fn open_endpoint(
+        &self,
+        present: &PresentNode,
+        tenant: Tenant,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let identity = Identity { tenant, ..self.identity };
+        let endpoint = present.address.connect(identity, self.key.as_ref(), &self.connect)?;
         if endpoint.regions().is_empty() {
-            // It has just been started anew, and its record is of before.
+            // The node has just been restarted; the directory has the record of its last process.
             return Err(EndpointError::Unreachable {
-                address: place.reach.address(),
+                address: present.address.address(),
                 source: std::io::Error::new(std::io::ErrorKind::NotConnected, "its memory is not open yet"),
             });
         }
         Ok(endpoint)
     }
 
-    /// As another host than this one, to a node that is there.
-    pub(crate) fn connect_as(&self, node: NodeId, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.standing(node, Instant::now()) {
-            Standing::Here(place) => place.reach.connect(who, self.key.as_ref(), &self.connect),
-            Standing::Away | Standing::Unknown => Err(unknown(node)),
+    /// Connects to a present node under another identity than this host's.
+    pub(crate) fn connect_as(
+        &self,
+        node: NodeId,
+        identity: Identity,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        match self.state(node, Instant::now()) {
+            NodeState::Present(present) => {
+                present.address.connect(identity, self.key.as_ref(), &self.connect)
+            }
+            NodeState::Absent | NodeState::Unknown => Err(unknown_node(node)),
         }
     }
 
-    fn read(&self) -> RwLockReadGuard<'_, Known> {
-        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    fn read_view(&self) -> RwLockReadGuard<'_, NodeView> {
+        self.view.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Known> {
-        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    fn write_view(&self) -> RwLockWriteGuard<'_, NodeView> {
+        self.view.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -354,24 +382,25 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn unknown(node: NodeId) -> EndpointError {
+fn log_unreadable_record(key: &str, error: &dyn std::fmt::Display) {
+    tracing::warn!(key, %error, "ignored memory node: unreadable record in the directory");
+}
+
+fn unknown_node(node: NodeId) -> EndpointError {
     EndpointError::Unreachable {
         address: format!("memory node {}", node.0),
-        source: std::io::Error::new(
-            std::io::ErrorKind::NotFound,
-            "the directory knows no such node any more",
-        ),
+        source: std::io::Error::new(std::io::ErrorKind::NotFound, "the directory has no such node"),
     }
 }
 
-/// The nodes as one tenant reaches them.
+/// Connects one tenant of this host to memory nodes.
 #[derive(Debug)]
-struct OfTenant {
-    nodes: Arc<Nodes>,
+struct TenantConnector {
+    nodes: Arc<NodeRegistry>,
     tenant: Tenant,
 }
 
-impl Connector for OfTenant {
+impl Connector for TenantConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.nodes.connect(node, self.tenant)
     }
@@ -395,9 +424,9 @@ mod tests {
     use aquifer_fabric::shm::{self, ShmTarget};
     use aquifer_fabric::{Access, Memory, Scope, Target};
 
-    fn nodes(directory: &Arc<dyn Directory>) -> Arc<Nodes> {
+    fn nodes(directory: &Arc<dyn Directory>) -> Arc<NodeRegistry> {
         let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
-        Nodes::new(Arc::clone(directory), identity, None, ConnectOptions::default())
+        NodeRegistry::new(Arc::clone(directory), identity, None, ConnectOptions::default())
     }
 
     fn register(directory: &dyn Directory, id: u16) {
@@ -421,36 +450,36 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_nodes_is_not_told_of_a_view_that_is_late() {
+    fn require_lists_nodes_that_the_watch_has_not_reported() {
         let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
-        assert_eq!(nodes.at_least(1), Err(0));
-        // No watch has told of it.
+        assert_eq!(nodes.require(1), Err(0));
+        // No watch has reported it.
         register(&*directory, 1);
-        assert_eq!(nodes.at_least(1), Ok(()));
-        assert_eq!(nodes.at_least(2), Err(1));
+        assert_eq!(nodes.require(1), Ok(()));
+        assert_eq!(nodes.require(2), Err(1));
     }
 
     #[test]
-    fn what_a_watch_brings_late_undoes_no_listing() {
+    fn a_late_event_does_not_undo_a_listing() {
         let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         let mut watch = directory.watch(names::NODES, 1).expect("watch");
         register(&*directory, 1);
         directory.delete(&names::node_key(1)).expect("delete");
         register(&*directory, 1);
-        nodes.list_anew().expect("list");
+        nodes.refresh().expect("list");
         while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
-            nodes.heed(&event);
-            assert_eq!(nodes.list(), [NodeId(1)], "a node was forgotten by {event:?}");
+            nodes.apply_event(&event);
+            assert_eq!(nodes.list(), [NodeId(1)], "{event:?} removed a node");
         }
         directory.delete(&names::node_key(1)).expect("delete");
-        nodes.heed(&watch.next(Duration::ZERO).expect("an event").expect("of the deletion"));
+        nodes.apply_event(&watch.next(Duration::ZERO).expect("an event").expect("the deletion"));
         assert_eq!(nodes.count(), 0);
     }
 
     #[test]
-    fn a_listing_that_comes_late_undoes_nothing_that_a_watch_brought() {
+    fn a_late_listing_does_not_undo_an_event() {
         let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         let mut watch = directory.watch(names::NODES, 1).expect("watch");
@@ -459,26 +488,26 @@ mod tests {
         register(&*directory, 2);
         directory.delete(&names::node_key(1)).expect("delete");
         while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
-            nodes.heed(&event);
+            nodes.apply_event(&event);
         }
-        nodes.take_in(&listing);
+        nodes.apply_listing(&listing);
         assert_eq!(nodes.list(), [NodeId(2)]);
     }
 
     #[test]
-    fn a_node_that_went_unseen_is_forgotten_by_the_next_listing() {
+    fn a_listing_removes_nodes_whose_deletion_was_missed() {
         let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         register(&*directory, 1);
         register(&*directory, 2);
-        nodes.list_anew().expect("list");
+        nodes.refresh().expect("list");
         directory.delete(&names::node_key(1)).expect("delete");
-        nodes.list_anew().expect("list");
+        nodes.refresh().expect("list");
         assert_eq!(nodes.list(), [NodeId(2)]);
     }
 
     #[test]
-    fn who_has_others_to_attend_to_is_not_kept_by_a_node_that_is_away() {
+    fn connect_lazily_does_not_wait_for_an_absent_node() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("node");
         let listen = || {
@@ -491,26 +520,26 @@ mod tests {
         let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
         let nodes = nodes(&directory);
         register_at(&*directory, 1, path.display().to_string(), 3_600_000);
-        nodes.list_anew().expect("list");
-        let before = nodes.connect(NodeId(1), Tenant(5)).expect("it is there");
+        nodes.refresh().expect("list");
+        let before = nodes.connect(NodeId(1), Tenant(5)).expect("it listens");
         drop(target);
-        let ahead = nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it was seen before");
-        assert!(ahead.is_away());
-        assert_eq!(ahead.regions(), before.regions());
+        let queued = nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it was seen before");
+        assert!(queued.is_away());
+        assert_eq!(queued.regions(), before.regions());
         directory.delete(&names::node_key(1)).expect("delete");
-        nodes.list_anew().expect("list");
-        assert!(nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it may come back").is_away());
-        let back = |epoch| {
-            let (nodes, kept) = (Arc::clone(&nodes), Duration::from_secs(3600));
-            Back { nodes, node: NodeId(1), tenant: Tenant(5), epoch, kept }
+        nodes.refresh().expect("list");
+        assert!(nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it may return").is_away());
+        let reconnector = |epoch| {
+            let (nodes, grace) = (Arc::clone(&nodes), Duration::from_secs(3600));
+            Reconnector { nodes, node: NodeId(1), tenant: Tenant(5), epoch, grace }
         };
-        assert!(matches!(back(1).attempt(), ReconnectOutcome::Retry));
-        let again = listen();
+        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Retry));
+        let restarted = listen();
         register_at(&*directory, 1, path.display().to_string(), 3_600_000);
-        nodes.list_anew().expect("list");
-        assert!(matches!(back(1).attempt(), ReconnectOutcome::Connected(_)));
-        assert!(matches!(back(2).attempt(), ReconnectOutcome::Gone), "another life");
-        again.fence(Host(1), 1);
-        assert!(matches!(back(1).attempt(), ReconnectOutcome::Gone), "it has shut us out");
+        nodes.refresh().expect("list");
+        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Connected(_)));
+        assert!(matches!(reconnector(2).attempt(), ReconnectOutcome::Gone), "other memory");
+        restarted.fence(Host(1), 1);
+        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Gone), "it has fenced this host");
     }
 }

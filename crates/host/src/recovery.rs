@@ -1,8 +1,8 @@
-//! Gives back what dead hosts held, whichever host notices first.
+//! Recovery: frees what dead hosts owned.
 //!
-//! A host is dead when its lease is gone. Whoever recovers it takes its number under a lease of its own: so nobody else does at
-//! the same time, memory nodes refuse whatever the dead one still has under way, and if the recoverer dies too, the number is
-//! free to be recovered again.
+//! A host is dead when its lease has ended. A host that recovers it claims its number under a lease
+//! of its own. So no two hosts recover it at the same time, memory nodes fence what the dead host
+//! still has in flight, and if the recovering host dies, too, the number can be claim_epoch again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -11,22 +11,24 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
-use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
 use aquifer_pool::op::Recovered;
 use aquifer_pool::{NodeId, PoolError, recover_node};
 
-use crate::nodes::Nodes;
+use crate::nodes::NodeRegistry;
 
-/// How long a recoverer that says nothing keeps others from recovering.
+/// Lifetime of a recovering host's lease without a keep-alive; other hosts wait for as long.
 const LEASE_TTL: Duration = Duration::from_secs(15);
-/// How often the directory is asked who is dead.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// After a try that failed: each takes a lease, and is written down.
-const RETRY_EVERY: Duration = Duration::from_secs(10);
+/// Interval between queries for dead hosts.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+/// Time from a failed recovery to the next attempt: each takes a lease and writes to the directory.
+const RETRY_INTERVAL: Duration = Duration::from_secs(10);
+/// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A thread that looks for dead hosts, until this is dropped. The node that it is at then is finished, the rest is left for others.
+/// A thread that recovers dead hosts, until it is dropped. It then finishes the node at which it is,
+/// and leaves the rest to other hosts.
 #[derive(Debug)]
 pub struct Recovery {
     stop: Arc<AtomicBool>,
@@ -34,19 +36,20 @@ pub struct Recovery {
 }
 
 impl Recovery {
-    /// Look for dead hosts from now on; `tenant` is who this agent works for.
+    /// Starts the thread. `own_record` is this host's record in the directory, and `tenant` the
+    /// tenant for which it connects to nodes.
     ///
     /// # Errors
-    /// If there is no thread.
+    /// If the thread cannot be started.
     pub fn start(
         directory: Arc<dyn Directory>,
-        nodes: Arc<Nodes>,
-        by: AgentRecord,
+        nodes: Arc<NodeRegistry>,
+        own_record: AgentRecord,
         tenant: Tenant,
     ) -> std::io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let recoverer = Recoverer { directory, nodes, by, tenant, stop: Arc::clone(&stop) };
-        let thread = std::thread::Builder::new().name("recovery".into()).spawn(move || recoverer.watch())?;
+        let worker = RecoveryWorker { directory, nodes, own_record, tenant, stop: Arc::clone(&stop) };
+        let thread = std::thread::Builder::new().name("recovery".into()).spawn(move || worker.run())?;
         Ok(Self { stop, thread: Some(thread) })
     }
 }
@@ -55,30 +58,31 @@ impl Drop for Recovery {
     fn drop(&mut self) {
         self.stop.store(true, Relaxed);
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread of recovery has panicked");
+            tracing::error!("the recovery thread panicked");
         }
     }
 }
 
-struct Recoverer {
+struct RecoveryWorker {
     directory: Arc<dyn Directory>,
-    nodes: Arc<Nodes>,
-    by: AgentRecord,
+    nodes: Arc<NodeRegistry>,
+    own_record: AgentRecord,
     tenant: Tenant,
     stop: Arc<AtomicBool>,
 }
 
-/// A dead host, as long as it is not recovered.
-struct Seen {
+/// A dead host that is not recovered yet.
+struct DeadHost {
+    /// The claim of the number by which this death is distinguished from another one.
     claim_epoch: u64,
-    since: Instant,
-    /// When it was tried last, in vain.
-    failed: Option<Instant>,
+    seen_at: Instant,
+    /// The time of the last failed attempt to recover the host.
+    failed_at: Option<Instant>,
 }
 
 /// Why a host is not recovered yet.
 #[derive(Debug, thiserror::Error)]
-enum RecoverError {
+enum RecoveryError {
     #[error(transparent)]
     Directory(#[from] DirectoryError),
     #[error("memory node {0} cannot be reached: {1}")]
@@ -89,122 +93,118 @@ enum RecoverError {
     Stopped,
 }
 
-/// Memory that a dead host may hold.
+/// The lives of nodes in whose memory a dead host may own something.
 #[derive(Default)]
-struct Whereabouts {
+struct AffectedLives {
     present: Vec<NodeLife>,
-    /// Of nodes that are not there.
     absent: Vec<NodeLife>,
-    /// In how many lives it may be, if others have given back what was elsewhere.
-    was_known: Option<usize>,
+    /// The number of lives that an earlier recovery has left over, if there was one.
+    left_count: Option<usize>,
 }
 
-impl Whereabouts {
-    /// Whether there is something to be done.
-    fn is_hopeful(&self) -> bool {
-        !self.present.is_empty() || self.was_known.is_none_or(|count| count > self.absent.len())
+impl AffectedLives {
+    /// True if a recovery now can free something or finish.
+    fn has_work(&self) -> bool {
+        !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.absent.len())
     }
 }
 
-impl Recoverer {
-    fn watch(&self) {
-        let mut is_silent = false;
-        let mut seen = BTreeMap::new();
+impl RecoveryWorker {
+    fn run(&self) {
+        let mut failure_log = FailureLog::default();
+        let mut dead_hosts = BTreeMap::new();
         while !self.stop.load(Relaxed) {
             match names::dead_hosts(&*self.directory) {
                 Ok(dead) => {
-                    is_silent = false;
-                    seen.retain(|host, _| dead.iter().any(|dead| dead.host == *host));
-                    for dead in &dead {
-                        let new =
-                            || Seen { claim_epoch: dead.claim_epoch, since: Instant::now(), failed: None };
-                        self.try_recover(dead, seen.entry(dead.host).or_insert_with(new));
+                    dead_hosts.retain(|host, _| dead.iter().any(|dead| dead.host == *host));
+                    for record in &dead {
+                        let new = || DeadHost {
+                            claim_epoch: record.claim_epoch,
+                            seen_at: Instant::now(),
+                            failed_at: None,
+                        };
+                        self.try_recover(record, dead_hosts.entry(record.host).or_insert_with(new));
                     }
                 }
-                Err(error) if !is_silent => {
-                    tracing::warn!(%error, "the directory does not say which hosts are dead; trying again");
-                    is_silent = true;
+                Err(error) => {
+                    if let Some(failures) = failure_log.record(Instant::now()) {
+                        tracing::warn!(%error, failures, "listing dead hosts failed; retrying every second");
+                    }
                 }
-                Err(_) => {}
             }
             let mut waited = Duration::ZERO;
-            while waited < LOOK_EVERY && !self.stop.load(Relaxed) {
+            while waited < POLL_INTERVAL && !self.stop.load(Relaxed) {
                 std::thread::sleep(TICK);
                 waited += TICK;
             }
         }
     }
 
-    fn try_recover(&self, dead: &HolderRecord, seen: &mut Seen) {
-        if seen.claim_epoch != dead.claim_epoch {
-            // It is another's death.
-            (seen.claim_epoch, seen.since) = (dead.claim_epoch, Instant::now());
+    /// Recovers a host if its grace time has passed and no attempt has just failed.
+    fn try_recover(&self, record: &HolderRecord, dead: &mut DeadHost) {
+        if dead.claim_epoch != record.claim_epoch {
+            // The number was claim_epoch again, and that host has died, too.
+            (dead.claim_epoch, dead.seen_at) = (record.claim_epoch, Instant::now());
         }
-        // Another agent may still come for what it holds.
-        let is_awaited = seen.since.elapsed() < Duration::from_millis(dead.grace_ms);
-        let is_hopeless = seen.failed.is_some_and(|failed| failed.elapsed() < RETRY_EVERY);
-        if is_awaited || is_hopeless || self.stop.load(Relaxed) {
+        let is_in_grace_time = dead.seen_at.elapsed() < Duration::from_millis(record.grace_ms);
+        let has_just_failed = dead.failed_at.is_some_and(|failed_at| failed_at.elapsed() < RETRY_INTERVAL);
+        if is_in_grace_time || has_just_failed || self.stop.load(Relaxed) {
             return;
         }
-        match self.recover(dead) {
+        let host = record.host;
+        match self.recover(record) {
             Ok(found) if found == Recovered::default() => {
-                tracing::debug!(host = dead.host, "a host has ended, and held nothing");
+                tracing::debug!(host, "recovered a dead host that owned nothing");
             }
             Ok(Recovered { extents, chunks, spans, unowned }) => {
-                tracing::info!(
-                    host = dead.host,
-                    extents,
-                    chunks,
-                    spans,
-                    "what a dead host held was given back"
-                );
+                tracing::info!(host, extents, chunks, spans, "recovered a dead host: freed its extents");
                 if unowned > 0 {
                     tracing::error!(
-                        host = dead.host,
+                        host,
                         unowned,
-                        "nothing tells whose some memory is: the nodes' logs are damaged"
+                        "recovery found allocated memory without an owner: the logs of a node are damaged"
                     );
                 }
             }
-            // Another was faster, or it has come back.
-            Err(RecoverError::Directory(DirectoryError::Taken { .. })) => {}
-            Err(error) if seen.failed.replace(Instant::now()).is_none() => {
-                tracing::warn!(host = dead.host, %error, "a dead host is not recovered yet; trying again");
+            // Another host has recovered it, or its next agent has claim_epoch the number.
+            Err(RecoveryError::Directory(DirectoryError::Taken { .. })) => {}
+            Err(error) if dead.failed_at.replace(Instant::now()).is_none() => {
+                tracing::warn!(host, %error, "recovery of a dead host failed; retrying every 10 s");
             }
-            Err(error) => tracing::debug!(host = dead.host, %error, "a dead host is not recovered yet"),
+            Err(error) => tracing::debug!(host, %error, "recovery of a dead host failed; retrying"),
         }
     }
 
-    fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
-        if !self.whereabouts(dead)?.is_hopeful() {
+    fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
+        if !self.affected_lives(dead)?.has_work() {
             return Err(DirectoryError::Taken { key: names::holder_key(dead.host) }.into());
         }
         let lease = self.directory.lease_grant(LEASE_TTL)?;
         let outcome = self.recover_under(lease, dead);
-        // If it went well there is nothing under the lease any more; if not, the next may try at once.
+        // After a success nothing depends on the lease. After a failure another host can try at once.
         if let Err(error) = self.directory.lease_revoke(lease.id) {
-            tracing::debug!(%error, "a lease ends by itself");
+            tracing::debug!(%error, "revoking the lease of a recovery failed; it expires by itself");
         }
         outcome
     }
 
-    fn recover_under(&self, lease: Lease, dead: &HolderRecord) -> Result<Recovered, RecoverError> {
-        let address = format!("recovered by host {}", self.by.host);
+    fn recover_under(&self, lease: Lease, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
+        let address = format!("recovered by host {}", self.own_record.host);
         let record = names::claim_dead_host(&*self.directory, lease, dead, &address)?;
-        let who = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
-        let Whereabouts { present, absent, .. } = self.whereabouts(dead)?;
-        self.nodes.list_anew()?;
+        let identity = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
+        let AffectedLives { present, absent, .. } = self.affected_lives(dead)?;
+        self.nodes.refresh()?;
         let mut found = Recovered::default();
         let mut failed = None;
-        self.while_alive(lease, || {
+        self.with_lease_kept_alive(lease, || {
             for life in present {
-                match self.recover_at(NodeId(life.node), who) {
-                    Ok(there) => found.add(there),
-                    // The others' first.
+                match self.recover_on_node(NodeId(life.node), identity) {
+                    Ok(on_node) => found.add(on_node),
+                    // Recover the other nodes first.
                     Err(error) => failed = failed.take().or(Some(error)),
                 }
                 if self.stop.load(Relaxed) {
-                    failed = failed.take().or(Some(RecoverError::Stopped));
+                    failed = failed.take().or(Some(RecoveryError::Stopped));
                     return;
                 }
             }
@@ -217,63 +217,66 @@ impl Recoverer {
             tracing::warn!(
                 host = dead.host,
                 ?nodes,
-                "what a dead host held of nodes that are not there is given back if they return"
+                "memory of a dead host on absent nodes is not freed; it is freed if they return"
             );
         }
         names::finish_recovery(&*self.directory, &record, absent)?;
         Ok(found)
     }
 
-    /// Do something, however long it takes, while the lease is kept.
-    fn while_alive(&self, lease: Lease, work: impl FnOnce()) {
-        let is_over = AtomicBool::new(false);
+    /// Runs `work` while another thread keeps the lease alive.
+    fn with_lease_kept_alive(&self, lease: Lease, work: impl FnOnce()) {
+        let is_done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                let mut kept = Instant::now();
-                while !is_over.load(Relaxed) {
+                let mut kept_at = Instant::now();
+                while !is_done.load(Relaxed) {
                     std::thread::sleep(TICK);
-                    if kept.elapsed() >= LEASE_TTL / 5 {
-                        kept = Instant::now();
+                    if kept_at.elapsed() >= LEASE_TTL / 5 {
+                        kept_at = Instant::now();
                         if let Err(error) = self.directory.lease_keep_alive(lease.id) {
-                            tracing::debug!(%error, "the lease of a recovery is not kept");
+                            tracing::debug!(%error, "lease keep-alive of a recovery failed");
                         }
                     }
                 }
             });
             work();
-            is_over.store(true, Relaxed);
+            is_done.store(true, Relaxed);
         });
     }
 
-    /// Where something of a dead host may be left.
-    fn whereabouts(&self, dead: &HolderRecord) -> Result<Whereabouts, DirectoryError> {
+    /// The lives of nodes in whose memory a dead host may own something.
+    fn affected_lives(&self, dead: &HolderRecord) -> Result<AffectedLives, DirectoryError> {
+        // The lives must be read first: a node writes its life together with its record.
         let lives = names::lives(&*self.directory)?;
-        // In this order: a node that is there has written down its memory before.
-        let there = names::nodes(&*self.directory)?;
-        let mut places =
-            Whereabouts { was_known: dead.remaining_lives.as_ref().map(Vec::len), ..Whereabouts::default() };
+        let nodes = names::nodes(&*self.directory)?;
+        let mut affected = AffectedLives {
+            left_count: dead.remaining_lives.as_ref().map(Vec::len),
+            ..AffectedLives::default()
+        };
         for life in lives {
             if dead
                 .remaining_lives
                 .as_ref()
-                .is_some_and(|remaining| !remaining.iter().any(|other| other.is_same(&life)))
+                .is_some_and(|lives| !lives.iter().any(|left| left.is_same(&life)))
             {
                 continue;
             }
-            match there.iter().find(|node| node.id == life.node) {
-                Some(node) if node.epoch == life.epoch => places.present.push(life),
-                // Its memory of then is gone.
+            match nodes.iter().find(|node| node.id == life.node) {
+                Some(node) if node.epoch == life.epoch => affected.present.push(life),
+                // The node has new memory, so this life has ended.
                 Some(_) => {}
-                None => places.absent.push(life),
+                None => affected.absent.push(life),
             }
         }
-        Ok(places)
+        Ok(affected)
     }
 
-    /// The new epoch fences the dead host as soon as the node hears of it, which is before the node answers.
-    fn recover_at(&self, node: NodeId, who: Identity) -> Result<Recovered, RecoverError> {
-        recover_node(node, who.host, who.tenant, &|| {
-            self.nodes.connect_as(node, who).map_err(|error| RecoverError::Unreachable(node.0, error))
+    /// Frees what the dead host owns on one node. The node fences the dead host when it accepts the
+    /// connection with the greater epoch.
+    fn recover_on_node(&self, node: NodeId, identity: Identity) -> Result<Recovered, RecoveryError> {
+        recover_node(node, identity.host, identity.tenant, &|| {
+            self.nodes.connect_as(node, identity).map_err(|error| RecoveryError::Unreachable(node.0, error))
         })
     }
 }

@@ -1,8 +1,8 @@
-//! The JSON in which a host reports on itself: what `aquifer run --stats` writes and `aquifer status` asks for.
+//! JSON statistics of a host, for `aquifer run --stats` and `aquifer status`.
 
 use serde::{Deserialize, Serialize};
 
-/// Fault latency in microseconds, measured by the agent from hearing of a fault to its page's being there.
+/// Fault latency in microseconds, from when the agent reads a fault to when the page is in place.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
 pub struct LatencyUs {
     /// Median.
@@ -13,49 +13,49 @@ pub struct LatencyUs {
     pub p999: f64,
 }
 
-/// A process of a run.
+/// Statistics of a process of a run.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ProgramStatistics {
-    /// Its process id; 0 while unknown.
+    /// Process id; 0 while unknown.
     pub pid: u32,
-    /// Pages of it that are resident and counted.
+    /// Resident memory that counts against the limit.
     pub held_bytes: u64,
     /// Faults served.
     pub faults: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
-    /// Pages taken out of it.
+    /// Pages evicted from the process.
     pub evictions: u64,
-    /// Pages that could not be read back.
+    /// Pages that could not be read from any replica.
     pub lost_pages: u64,
 }
 
-/// What `aquifer run --stats` writes.
+/// Statistics of a run; `aquifer run --stats` writes them.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct RunStatistics {
-    /// The program.
+    /// The program's name.
     pub name: String,
-    /// The user that it belongs to.
+    /// User id of the run's owner.
     pub tenant: u32,
-    /// `--local`.
+    /// Limit of resident memory (`--local`).
     pub limit_bytes: u64,
-    /// `--replicas`.
+    /// Requested replicas of each page (`--replicas`).
     pub replicas: usize,
-    /// Slabs with fewer copies than that, now: what is in them does not bear the death of as many nodes as it should.
+    /// Slabs that have fewer replicas than requested now, and survive fewer failures of nodes.
     pub degraded_slabs: u64,
-    /// Slabs of which a missing copy was made.
+    /// Slabs of which a missing replica was created.
     pub copied_slabs: u64,
-    /// Damaged pages that were written anew from a good copy.
+    /// Damaged pages that were repaired from another replica.
     pub repaired_pages: u64,
-    /// Sparse slabs that were emptied into others.
+    /// Sparse slabs that were emptied and freed.
     pub vacated_slabs: u64,
-    /// Pages that were moved for that.
+    /// Pages that were moved out of sparse slabs.
     pub repacked_pages: u64,
-    /// Pages that left as they had come from memory nodes, and were not written again.
+    /// Evicted pages that were not written again, because a memory node still has the same bytes.
     pub unchanged_pages: u64,
-    /// Processes of the run alive now.
+    /// Number of the run's processes now.
     pub processes: usize,
-    /// Each of them.
+    /// The run's processes.
     pub programs: Vec<ProgramStatistics>,
     /// Faults served.
     pub faults: u64,
@@ -67,115 +67,115 @@ pub struct RunStatistics {
     pub staging_hits: u64,
     /// Pages read from memory nodes.
     pub remote_reads: u64,
-    /// READs posted for them.
+    /// READs posted for `remote_reads`.
     pub remote_read_trips: u64,
-    /// Of `remote_reads`, those filled before they were asked for.
+    /// Of `remote_reads`, those filled before a fault on them.
     pub prefetched: u64,
-    /// Pages written to memory nodes, each copy counted.
+    /// Pages written to memory nodes; each replica counts.
     pub remote_writes: u64,
-    /// WRITEs posted for them.
+    /// WRITEs posted for `remote_writes`.
     pub remote_write_trips: u64,
-    /// Pages taken out of the program.
+    /// Pages evicted from the run's processes.
     pub evictions: u64,
-    /// Pages that could not be read back.
+    /// Pages that could not be read from any replica.
     pub lost_pages: u64,
-    /// Anonymous resident memory now, as sampled.
+    /// Anonymous resident memory at the last sample.
     pub resident_bytes: u64,
-    /// The most that was sampled.
+    /// The most resident memory in any sample.
     pub resident_peak_bytes: u64,
-    /// The mempool's blocks in use now.
+    /// Blocks of the mempool that the run uses now, in bytes.
     pub mempool_bytes: u64,
-    /// Taken from memory nodes now.
+    /// Memory that the run has allocated on memory nodes now.
     pub remote_bytes: u64,
-    /// The most there ever was.
+    /// The most memory that the run had allocated on memory nodes.
     pub remote_peak_bytes: u64,
-    /// Latency.
+    /// Latency of faults.
     pub fault_latency_us: LatencyUs,
 }
 
-/// A tenant: the user that its runs belong to.
+/// Statistics of a tenant, which is a user with runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct TenantStatistics {
-    /// The user's number.
+    /// User id.
     pub tenant: u32,
-    /// Its runs.
+    /// Number of the tenant's runs.
     pub runs: usize,
-    /// Processes in them.
+    /// Number of processes in these runs.
     pub processes: usize,
-    /// Resident memory of those, as sampled.
+    /// Resident memory of these processes at the last sample.
     pub resident_bytes: u64,
-    /// The mempool's blocks that they have.
+    /// Blocks of the mempool that the runs use, in bytes.
     pub mempool_bytes: u64,
-    /// What they have of memory nodes.
+    /// Memory that the runs have allocated on memory nodes.
     pub remote_bytes: u64,
-    /// Faults served, of runs that are over too, as all that follows.
+    /// Faults served, ended runs included.
     pub faults: u64,
-    /// Pages read from memory nodes.
+    /// Pages read from memory nodes, ended runs included.
     pub remote_reads: u64,
     /// Pages taken out of programs.
     pub evictions: u64,
-    /// Pages that could not be read back.
+    /// Pages that could not be read from any replica, ended runs included.
     pub lost_pages: u64,
 }
 
-/// What `aquifer status` asks an agent for.
+/// Status of an agent and its host; `aquifer status` requests it.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct AgentStatus {
     /// This host's number in the cluster.
     pub host: u16,
-    /// Bytes of the mempool, and of them in use.
+    /// Largest size of the mempool.
     pub mempool_bytes: u64,
-    /// In use.
+    /// Blocks of the mempool in use.
     pub mempool_used_bytes: u64,
-    /// Memory nodes that it knows.
+    /// The memory nodes in the directory.
     pub nodes: Vec<NodeStatus>,
-    /// Tenants that have runs or had some, at most 64.
+    /// Tenants that have or had runs, at most 64.
     pub tenants: Vec<TenantStatistics>,
     /// Users of extents, at most 64.
     #[serde(default)]
     pub users: Vec<UserStatistics>,
-    /// Sessions, those with most extents first, at most 64.
+    /// Sessions, those with the most bytes first, at most 64.
     #[serde(default)]
     pub sessions: Vec<SessionStatistics>,
-    /// Runs.
+    /// The runs.
     pub runs: Vec<RunStatistics>,
 }
 
-/// A program that has extents.
+/// Statistics of a session: a program that uses extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct SessionStatistics {
-    /// The user's number.
+    /// User id.
     pub tenant: u32,
-    /// Its process.
+    /// The program's process id.
     pub pid: u32,
-    /// Extents that it has.
+    /// Number of the program's extents.
     pub extents: u64,
-    /// Their bytes.
+    /// Bytes of these extents.
     pub bytes: u64,
-    /// Bytes that are kept ready for it.
+    /// Bytes of extents that the agent keeps ready for the program.
     pub stocked_bytes: u64,
-    /// Requests that were answered.
+    /// Answered requests.
     pub requests: u64,
 }
 
-/// What a user's sessions have together.
+/// Statistics of all sessions of a user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct UserStatistics {
-    /// The user's number.
+    /// User id.
     pub tenant: u32,
-    /// Bytes of the pool, what is kept ready included.
+    /// Bytes allocated in the pool, extents that are kept ready included.
     pub taken_bytes: u64,
-    /// Requests that were refused because a key opens nothing.
+    /// Requests refused because the key opens nothing.
     pub refused: u64,
 }
 
-/// A memory node as an agent sees it.
+/// Statistics of a memory node, as the agent knows them.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct NodeStatus {
-    /// Its number.
+    /// Number of the node.
     pub id: u16,
-    /// Bytes that it lends.
+    /// Memory that the node lends.
     pub memory_bytes: u64,
-    /// Of them free.
+    /// Of `memory_bytes`, those that are free.
     pub free_bytes: u64,
 }

@@ -23,12 +23,12 @@ pub const STATUS_PENDING: u32 = u32::MAX;
 /// First word of control memory.
 pub const CONTROL_MAGIC: u32 = 0x4151_4354;
 /// Size of control memory, in whole pages.
-pub const CONTROL_BYTES: usize = size_of::<ControlMemory>().next_multiple_of(4096);
+pub const CONTROL_BYTES: usize = size_of::<WorkerControl>().next_multiple_of(4096);
 
 /// Layout of control memory. Both sides map it.
 #[repr(C)]
 #[derive(Debug)]
-pub struct ControlMemory {
+pub struct WorkerControl {
     /// [`CONTROL_MAGIC`].
     pub magic: AtomicU32,
     /// [`crate::VERSION`].
@@ -71,7 +71,7 @@ pub struct BatchRecord {
     pub statuses: [AtomicU32; BATCH_PAGES_MAX],
 }
 
-impl ControlMemory {
+impl WorkerControl {
     /// Initialises fresh, zeroed memory.
     pub fn initialise(&self) {
         self.version.store(crate::VERSION.into(), Relaxed);
@@ -102,10 +102,10 @@ impl ControlMemory {
 mod tests {
     use super::*;
 
-    fn fresh() -> Box<ControlMemory> {
+    fn fresh() -> Box<WorkerControl> {
         // SAFETY: every field is an atomic integer or an array of them, for which all bits zero are
         // valid.
-        unsafe { Box::<ControlMemory>::new_zeroed().assume_init() }
+        unsafe { Box::<WorkerControl>::new_zeroed().assume_init() }
     }
 
     #[test]

@@ -4,13 +4,13 @@
 use aquifer_tests_support::{golden, golden_layout};
 
 use crate::control::{
-    BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, ControlMemory, PINS_MAX, STATUS_MOVED, STATUS_PENDING,
+    BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, PINS_MAX, STATUS_MOVED, STATUS_PENDING, WorkerControl,
 };
 use crate::frame::{FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit};
 use crate::hello::ProgramHello;
 use crate::ring::tests::HeapWords;
 use crate::ring::{
-    DATA_AT, DATA_BYTES, ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, MAGIC, RING_BYTES, SLOTS,
+    DATA_AT, DATA_BYTES, ExtentName, MAGIC, RING_BYTES, RingAnswer, RingRequest, RingStatus, SLOTS,
     STRETCH_SECTIONS_MAX, SessionRing, TransferRange,
 };
 
@@ -105,7 +105,7 @@ fn golden_control_memory() {
     golden_layout!(
         golden,
         "control memory",
-        ControlMemory {
+        WorkerControl {
             magic,
             version,
             command,
@@ -132,15 +132,15 @@ fn golden_control_memory() {
     golden.check();
 }
 
-fn requests() -> Vec<(&'static str, ExtentRequest)> {
+fn requests() -> Vec<(&'static str, RingRequest)> {
     let name = ExtentName { node: 0x0102, class: 9, key: 0x1112_1314, addr: 0x2122_2324_2526_2728 };
     let range = TransferRange { offset: 0x3132_3334, len: 0x4142, data: 0x5152 };
     vec![
-        ("allocate", ExtentRequest::Allocate(7)),
-        ("allocate a stretch", ExtentRequest::AllocateStretch(0x0102)),
-        ("free", ExtentRequest::Free(name)),
-        ("read", ExtentRequest::Read(name, range)),
-        ("write", ExtentRequest::Write(name, range)),
+        ("allocate", RingRequest::Allocate(7)),
+        ("allocate a stretch", RingRequest::AllocateStretch(0x0102)),
+        ("free", RingRequest::Free(name)),
+        ("read", RingRequest::Read(name, range)),
+        ("write", RingRequest::Write(name, range)),
     ]
 }
 
@@ -154,24 +154,24 @@ fn golden_ring() {
     }
     let extent = ExtentName { node: 0x0102, class: 9, key: 0x1112_1314, addr: 0x2122_2324_2526_2728 };
     let statuses = [
-        ExtentStatus::Done,
-        ExtentStatus::Full,
-        ExtentStatus::Quota,
-        ExtentStatus::Refused,
-        ExtentStatus::NodeGone,
-        ExtentStatus::TooMany,
-        ExtentStatus::BadRequest,
-        ExtentStatus::Failed,
+        RingStatus::Done,
+        RingStatus::Full,
+        RingStatus::Quota,
+        RingStatus::Refused,
+        RingStatus::NodeGone,
+        RingStatus::TooMany,
+        RingStatus::BadRequest,
+        RingStatus::Failed,
     ];
     for (number, status) in (0..).zip(statuses) {
         let answer =
-            if number == 0 { ExtentAnswer { status, extent } } else { ExtentAnswer::without_extent(status) };
+            if number == 0 { RingAnswer { status, extent } } else { RingAnswer::without_extent(status) };
         ring.put_answer(number, &answer);
         assert_eq!(ring.answer(number), Ok(answer));
     }
     // The offset of the last slot fixes the number of slots.
-    ring.put_request(SLOTS - 1, &ExtentRequest::Allocate(1));
-    ring.put_answer(SLOTS - 1, &ExtentAnswer::without_extent(ExtentStatus::Failed));
+    ring.put_request(SLOTS - 1, &RingRequest::Allocate(1));
+    ring.put_answer(SLOTS - 1, &RingAnswer::without_extent(RingStatus::Failed));
     ring.publish_requests(0x6162_6364);
     ring.publish_answers(0x7172_7374);
     assert!(ring.begin_program_sleep(0x7172_7374) && ring.begin_agent_sleep(0x6162_6364));

@@ -17,7 +17,7 @@ mod hello;
 pub mod ring;
 pub mod size;
 
-pub use control::{BATCH_PAGES_MAX, ControlMemory, STAGING_BUFFERS};
+pub use control::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 pub use frame::{
     FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit, VERSION,
 };

@@ -72,7 +72,7 @@ pub struct TransferRange {
 
 /// A request of a program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum ExtentRequest {
+pub enum RingRequest {
     /// Allocates an extent of this size class.
     Allocate(u8),
     /// Allocates this number of neighbouring sections under one key, 2 to
@@ -89,7 +89,7 @@ pub enum ExtentRequest {
 /// Result of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[repr(u8)]
-pub enum ExtentStatus {
+pub enum RingStatus {
     /// The request succeeded.
     Done = 0,
     /// No memory node has room.
@@ -108,7 +108,7 @@ pub enum ExtentStatus {
     Failed = 7,
 }
 
-impl ExtentStatus {
+impl RingStatus {
     const ALL: [Self; 8] = [
         Self::Done,
         Self::Full,
@@ -123,17 +123,17 @@ impl ExtentStatus {
 
 /// The answer to a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct ExtentAnswer {
+pub struct RingAnswer {
     /// Result of the request.
-    pub status: ExtentStatus,
+    pub status: RingStatus,
     /// The allocated extent; zeros for other requests and after a failure.
     pub extent: ExtentName,
 }
 
-impl ExtentAnswer {
+impl RingAnswer {
     /// An answer without an extent.
     #[must_use]
-    pub const fn without_extent(status: ExtentStatus) -> Self {
+    pub const fn without_extent(status: RingStatus) -> Self {
         Self { status, extent: ExtentName { node: 0, class: 0, key: 0, addr: 0 } }
     }
 }
@@ -165,7 +165,7 @@ fn parse_name(word: u64, addr: u64) -> ExtentName {
     ExtentName { node: (word >> 16) as u16, class: (word >> 8) as u8, key: (word >> 32) as u32, addr }
 }
 
-impl ExtentRequest {
+impl RingRequest {
     fn words(&self) -> [u64; REQUEST_WORDS] {
         let transfer = |kind, name: &ExtentName, range: &TransferRange| {
             let offset_and_len = u64::from(range.offset) | u64::from(range.len) << 32;
@@ -211,14 +211,14 @@ impl ExtentRequest {
     }
 }
 
-impl ExtentAnswer {
+impl RingAnswer {
     fn words(&self) -> [u64; ANSWER_WORDS] {
         [name_word(self.status as u8, &self.extent), self.extent.addr]
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the status is the lowest byte")]
     fn parse([first, addr]: [u64; ANSWER_WORDS]) -> Result<Self, CorruptRing> {
-        let status = *ExtentStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
+        let status = *RingStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
         Ok(Self { status, extent: parse_name(first, addr) })
     }
 }
@@ -265,19 +265,19 @@ impl<W: RingWords> SessionRing<W> {
     }
 
     /// Program: writes request `number` without publishing it.
-    pub fn put_request(&self, number: u32, request: &ExtentRequest) {
+    pub fn put_request(&self, number: u32, request: &RingRequest) {
         self.put(REQUESTS_AT, number, &request.words());
     }
 
     /// Agent: reads request `number`; `None` if it is invalid.
     ///
     /// Must be called once for each request, because the program can change the slot at any time.
-    pub fn request(&self, number: u32) -> Option<ExtentRequest> {
-        ExtentRequest::parse(self.get(REQUESTS_AT, number))
+    pub fn request(&self, number: u32) -> Option<RingRequest> {
+        RingRequest::parse(self.get(REQUESTS_AT, number))
     }
 
     /// Agent: writes the answer to request `number` without publishing it.
-    pub fn put_answer(&self, number: u32, answer: &ExtentAnswer) {
+    pub fn put_answer(&self, number: u32, answer: &RingAnswer) {
         self.put(ANSWERS_AT, number, &answer.words());
     }
 
@@ -285,8 +285,8 @@ impl<W: RingWords> SessionRing<W> {
     ///
     /// # Errors
     /// If the status is unknown.
-    pub fn answer(&self, number: u32) -> Result<ExtentAnswer, CorruptRing> {
-        ExtentAnswer::parse(self.get(ANSWERS_AT, number))
+    pub fn answer(&self, number: u32) -> Result<RingAnswer, CorruptRing> {
+        RingAnswer::parse(self.get(ANSWERS_AT, number))
     }
 
     /// Program: publishes all requests below `number`. Returns whether the agent must be woken.
@@ -404,13 +404,13 @@ pub(crate) mod tests {
         }
     }
 
-    fn any_request() -> impl Strategy<Value = ExtentRequest> {
+    fn any_request() -> impl Strategy<Value = RingRequest> {
         prop_oneof![
-            any::<u8>().prop_map(ExtentRequest::Allocate),
-            (2..=STRETCH_SECTIONS_MAX).prop_map(ExtentRequest::AllocateStretch),
-            name().prop_map(ExtentRequest::Free),
-            (name(), range()).prop_map(|(name, range)| ExtentRequest::Read(name, range)),
-            (name(), range()).prop_map(|(name, range)| ExtentRequest::Write(name, range)),
+            any::<u8>().prop_map(RingRequest::Allocate),
+            (2..=STRETCH_SECTIONS_MAX).prop_map(RingRequest::AllocateStretch),
+            name().prop_map(RingRequest::Free),
+            (name(), range()).prop_map(|(name, range)| RingRequest::Read(name, range)),
+            (name(), range()).prop_map(|(name, range)| RingRequest::Write(name, range)),
         ]
     }
 
@@ -425,7 +425,7 @@ pub(crate) mod tests {
             let ring = ring();
             ring.put_request(number, &request);
             prop_assert_eq!(ring.request(number), Some(request));
-            let answer = ExtentAnswer { status: ExtentStatus::ALL[status], extent: name };
+            let answer = RingAnswer { status: RingStatus::ALL[status], extent: name };
             ring.put_answer(number, &answer);
             prop_assert_eq!(ring.answer(number), Ok(answer));
         }
@@ -433,8 +433,8 @@ pub(crate) mod tests {
         #[test]
         fn parsed_ranges_are_inside_the_data_area(words: [u64; 4], kind in 0..7u64) {
             let words = [words[0] & !0xff | kind, words[1], words[2], words[3] % (2 << 20)];
-            match ExtentRequest::parse(words) {
-                Some(ExtentRequest::Read(_, range) | ExtentRequest::Write(_, range)) => {
+            match RingRequest::parse(words) {
+                Some(RingRequest::Read(_, range) | RingRequest::Write(_, range)) => {
                     let end = u64::from(range.data) + u64::from(range.len);
                     prop_assert!(range.len > 0 && end <= u64::from(DATA_BYTES));
                 }

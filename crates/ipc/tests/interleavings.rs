@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use aquifer_ipc::ring::{DATA_AT, ExtentAnswer, ExtentRequest, ExtentStatus, RingWords, SessionRing};
+use aquifer_ipc::ring::{DATA_AT, RingAnswer, RingRequest, RingStatus, RingWords, SessionRing};
 use shuttle::sync::{Arc, Condvar, Mutex};
 use shuttle::thread;
 
@@ -80,7 +80,7 @@ impl RingPlay {
     fn run_program(&self) {
         let mut answered = 0;
         for number in 0..REQUESTS {
-            self.ring.put_request(number, &ExtentRequest::Allocate(u8::try_from(number).unwrap()));
+            self.ring.put_request(number, &RingRequest::Allocate(u8::try_from(number).unwrap()));
             if self.must_wake(self.ring.publish_requests(number + 1)) {
                 self.agent.notify();
             }
@@ -121,10 +121,10 @@ impl RingPlay {
                 continue;
             }
             while answered < requested {
-                let Some(ExtentRequest::Allocate(class)) = self.ring.request(answered) else {
+                let Some(RingRequest::Allocate(class)) = self.ring.request(answered) else {
                     panic!("the request is not the one that was written")
                 };
-                let mut answer = ExtentAnswer::without_extent(ExtentStatus::Done);
+                let mut answer = RingAnswer::without_extent(RingStatus::Done);
                 answer.extent.class = class;
                 self.ring.put_answer(answered, &answer);
                 answered += 1;

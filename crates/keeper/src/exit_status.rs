@@ -1,4 +1,4 @@
-//! How a process that is not a child of this one ended.
+//! Exit statuses of processes that are not children of this one.
 
 use std::mem::size_of;
 use std::os::fd::OwnedFd;
@@ -8,14 +8,14 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 /// How a process ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ExitStatus {
-    /// By itself, with this code.
+    /// It exited with this code.
     Code(u8),
-    /// By this signal.
+    /// This signal killed it.
     Signal(u8),
 }
 
 impl ExitStatus {
-    /// From the number that `wait` returns.
+    /// Converts a status of `wait(2)`.
     fn from_wait(status: u32) -> Self {
         let signal = u8::try_from(status & 0x7f).expect("seven bits");
         let code = u8::try_from(status >> 8 & 0xff).expect("eight bits");
@@ -23,41 +23,43 @@ impl ExitStatus {
     }
 }
 
-/// The status of a process that has ended and has not been reaped; `None` if this process is none such.
+/// The status of a zombie: a process that has ended and is not reaped; `None` if `pid` is not one.
 pub fn of_zombie(pid: u32) -> Option<ExitStatus> {
     parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Reads the exit code, field 52, of a zombie's `/proc/PID/stat`; the name, field 2, may contain anything.
+/// Parses the exit code, field 52, of a zombie's `/proc/PID/stat`. The name, field 2, may contain any
+/// character.
 fn parse_stat(stat: &str) -> Option<ExitStatus> {
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_whitespace();
     (fields.next()? == "Z").then_some(())?;
     fields.last()?.parse().ok().map(ExitStatus::from_wait)
 }
 
-/// `struct pidfd_info` of `linux/pidfd.h`, as of its first version (Linux 6.13).
+/// `struct pidfd_info` of `linux/pidfd.h` in its first version (Linux 6.13).
 #[repr(C)]
 #[derive(Default)]
 struct PidfdInfo {
     mask: u64,
     cgroup: u64,
-    /// Process numbers and credentials; not read.
-    _others: [u32; 11],
+    /// Process ids and credentials; not read.
+    _unused: [u32; 11],
     exit_code: u32,
 }
 
 /// `PIDFD_INFO_EXIT`.
-const WANTS_EXIT: u64 = 1 << 3;
+const INFO_EXIT: u64 = 1 << 3;
 /// `PIDFD_GET_INFO`.
 const GET_INFO: Opcode = opcode::read_write::<PidfdInfo>(0xff, 11);
 
-/// The status of a process that has been reaped; `None` before Linux 6.15, which does not keep it.
+/// The status of a process that was reaped; `None` before Linux 6.15, which does not keep it.
 pub fn of_reaped(pidfd: &OwnedFd) -> Option<ExitStatus> {
     const { assert!(size_of::<PidfdInfo>() == 64) };
-    let mut info = PidfdInfo { mask: WANTS_EXIT, ..PidfdInfo::default() };
-    // SAFETY: PIDFD_GET_INFO reads and writes one `struct pidfd_info`, as large as the opcode says, which `PidfdInfo` is.
+    let mut info = PidfdInfo { mask: INFO_EXIT, ..PidfdInfo::default() };
+    // SAFETY: PIDFD_GET_INFO reads and writes one `struct pidfd_info` of the size in the opcode,
+    // which is the size of `PidfdInfo`.
     unsafe { ioctl(pidfd, Updater::<GET_INFO, PidfdInfo>::new(&mut info)) }.ok()?;
-    (info.mask & WANTS_EXIT != 0).then(|| ExitStatus::from_wait(info.exit_code))
+    (info.mask & INFO_EXIT != 0).then(|| ExitStatus::from_wait(info.exit_code))
 }
 
 #[cfg(test)]

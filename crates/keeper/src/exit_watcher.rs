@@ -1,4 +1,4 @@
-//! Logs how the daemons of a local cluster end: a process that is killed cannot do so itself.
+//! Logs how the daemons of a local cluster end, because a process that is killed cannot.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::exit_status::{ExitStatus, of_reaped, of_zombie};
 
-/// Daemons watched at once.
+/// Most daemons watched at once.
 const WATCHED_MAX: usize = 4096;
 
 /// Watches processes and logs how each ends.
@@ -30,19 +30,19 @@ impl ExitWatcher {
             return;
         }
         if self.watched.len() >= WATCHED_MAX {
-            tracing::warn!(name, pid, limit = WATCHED_MAX, "too many daemons are watched; this one is not");
+            tracing::warn!(name, pid, limit = WATCHED_MAX, "daemon not watched: limit reached");
             return;
         }
         tracing::debug!(name, pid, "watching a daemon");
         self.watched.push(Watched { name, pid, pidfd });
     }
 
-    /// The pidfds. One is readable once its process has ended.
+    /// The pidfds of the daemons. A pidfd is readable once its process has ended.
     pub fn pidfds(&self) -> impl Iterator<Item = &OwnedFd> {
         self.watched.iter().map(|watched| &watched.pidfd)
     }
 
-    /// Logs those that have ended, and watches them no longer.
+    /// Logs the daemons that have ended, and removes them.
     pub fn report_ended(&mut self) {
         self.watched.retain(|watched| {
             let has_ended = has_ended(&watched.pidfd);
@@ -58,7 +58,7 @@ impl Watched {
     fn report(&self) {
         let Self { name, pid, pidfd } = self;
         let zombie = of_zombie(*pid);
-        // The number is its own as long as it has not been reaped.
+        // Until the process is reaped, no other process can have its pid.
         let status = if events(pidfd).contains(PollFlags::HUP) { None } else { zombie };
         match status.or_else(|| of_reaped(pidfd)) {
             Some(ExitStatus::Code(0)) => tracing::info!(name, pid, "daemon stopped"),
@@ -66,7 +66,7 @@ impl Watched {
             Some(ExitStatus::Signal(signal)) => {
                 tracing::error!(name, pid, signal, "daemon was killed by a signal")
             }
-            None => tracing::error!(name, pid, "daemon ended; this kernel does not say how"),
+            None => tracing::error!(name, pid, "daemon ended; its exit status is unknown on this kernel"),
         }
     }
 }
@@ -80,7 +80,7 @@ fn events(pidfd: &OwnedFd) -> PollFlags {
     let now = Timespec::try_from(Duration::ZERO).expect("zero fits");
     match poll(&mut entries, Some(&now)) {
         Ok(_) => entries[0].revents(),
-        // Asked again in the next turn.
+        // It is polled again.
         Err(_) => PollFlags::empty(),
     }
 }

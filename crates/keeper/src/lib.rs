@@ -1,20 +1,27 @@
-//! The keeper: a small process that holds what must outlive the agent, and what must outlive a memory node.
+//! The keeper: a small process that holds what must outlive an agent or a memory node.
 //!
-//! When the last reference to a userfaultfd closes, the kernel answers missing pages with zeros. So the agent's death must not
-//! close it: the keeper has another reference. Programs then wait. The agent that comes next takes back all there is, with the memory in
-//! which the one before kept its books, and goes on. If none comes within the grace time, the keeper ends the programs; none ever
-//! reads a zero that it did not write.
+//! When the last reference to a userfaultfd closes, the kernel fills missing pages with zeros. The
+//! keeper has a second reference, so when the agent dies, its programs wait at their next fault. The
+//! next agent gets all descriptors and memory back and resumes the programs. If none comes within the
+//! grace time, the keeper kills the programs before it closes the descriptors, so that no program
+//! reads zeros.
 //!
-//! In the same way it holds the memory that a node lends. The node that comes next under the number goes on with it; if none comes in time, the system has it back.
+//! For a node, the keeper holds the memory that it lends. If no node of the same number comes within
+//! the grace time, the memory is freed.
 //!
-//! It also logs how daemons of a local cluster end, which a daemon that is killed cannot.
+//! The keeper also logs how the daemons of a local cluster end, because a daemon that is killed
+//! cannot.
 //!
-//! - `held`: what is held, and for whom. `exit_watcher`: how daemons end. [`KeeperPort`] is the daemons' end of the connection.
+//! - `share_items`: the items of one daemon.
+//! - `exit_watcher`: logs how daemons end.
+//! - [`KeeperClient`]: a daemon's connection to the keeper.
+//!
+//! Format: `docs/formats/ipc.md`.
 
+mod client;
 mod exit_status;
 mod exit_watcher;
-mod held;
-mod port;
+mod share_items;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -28,76 +35,81 @@ use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 use self::exit_watcher::ExitWatcher;
-use self::held::Held;
-pub use port::KeeperPort;
+use self::share_items::ShareItems;
+pub use client::KeeperClient;
 
-/// How often to look around.
+/// Longest time for which a request to stop, or the end of a grace time, goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
-/// Connections at once: the agent's, that of its shadow, those of the next agent; and those of nodes.
+/// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer up`.
 const CONNECTIONS_MAX: usize = 64;
 
-/// How to run a keeper.
+/// Options of a keeper.
 #[derive(Debug)]
 pub struct KeeperOptions {
-    /// Where it listens.
+    /// The socket's path.
     pub socket: PathBuf,
-    /// How long programs wait for an agent that died, and memory for its node.
+    /// The time for which the items of a daemon that has ended are held.
+    ///
+    /// It must not be longer than the agent's grace time, and not shorter than that of a node.
     pub grace: Duration,
-    /// A socket that listens at `socket` already.
+    /// A socket that already listens at `socket`.
     pub listener: Option<OwnedFd>,
 }
 
+/// A connection of a daemon.
 #[derive(Debug)]
-struct Connection {
+struct DaemonConnection {
     socket: OwnedFd,
     number: u64,
     pid: u32,
-    /// Whose owner is at the other end.
+    /// The share that the daemon owns.
     share: Option<KeeperShare>,
 }
 
-/// What one daemon has here, or had.
+/// The share of one daemon.
 #[derive(Debug, Default)]
-struct Part {
-    /// The daemon, while it is connected: the number of its connection, and its process.
+struct ShareState {
+    /// The connection number and the process of the daemon, while it is connected.
     owner: Option<(u64, u32)>,
-    /// When it is given up if no other daemon comes.
+    /// When the items are released, if no daemon claims the share.
     deadline: Option<Instant>,
-    held: Held,
+    items: ShareItems,
 }
 
 #[derive(Debug)]
-struct Keeper {
+struct KeeperServer {
     grace: Duration,
-    connections: Vec<Connection>,
-    connected: u64,
-    parts: BTreeMap<KeeperShare, Part>,
+    connections: Vec<DaemonConnection>,
+    /// The number of the newest connection.
+    last_number: u64,
+    shares: BTreeMap<KeeperShare, ShareState>,
     exits: ExitWatcher,
 }
 
-/// Hold things until `stop`.
+/// Holds items for daemons until `stop`.
 ///
 /// # Errors
-/// If it cannot listen.
+/// If the socket cannot be created or polled.
 pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -> io::Result<()> {
     let listener = match &options.listener {
-        Some(given) => given.try_clone()?,
+        Some(listener) => listener.try_clone()?,
         None => listen_at(&options.socket, 0o600)?,
     };
-    let mut keeper = Keeper {
+    let mut keeper = KeeperServer {
         grace: options.grace,
         connections: Vec::new(),
-        connected: 0,
-        parts: BTreeMap::new(),
+        last_number: 0,
+        shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
     };
     ready();
     while !stop.load(Relaxed) {
-        keeper.turn(&listener)?;
+        keeper.poll_once(&listener)?;
     }
-    // A daemon that lives has descriptors of its own. Programs that none serves are ended before theirs close.
-    for part in keeper.parts.values_mut().filter(|part| part.owner.is_none()) {
-        part.held.end_all(options.grace);
+    // A running daemon has descriptors of its own. Programs of other daemons must end before their
+    // descriptors are closed.
+    for share in keeper.shares.values_mut().filter(|share| share.owner.is_none()) {
+        share.items.kill_and_clear(options.grace);
     }
     if options.listener.is_none() {
         let _ = std::fs::remove_file(&options.socket);
@@ -105,77 +117,83 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
     Ok(())
 }
 
-/// The next connection and its process id. One of another user is turned away: `None`.
-fn accept_own(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
+/// Accepts a connection. Returns it with the peer's process id, or `None` if the peer is of another
+/// user.
+fn accept_own_user(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
     let (socket, peer) = accept(listener)?;
     if peer.uid != rustix::process::geteuid().as_raw() {
-        tracing::warn!(uid = peer.uid, "a connection of another user was turned away");
+        tracing::warn!(uid = peer.uid, pid = peer.pid, "refused a connection of another user");
         return Ok(None);
     }
     Ok(Some((socket, peer.pid)))
 }
 
-impl Keeper {
-    fn turn(&mut self, listener: &OwnedFd) -> io::Result<()> {
+impl KeeperServer {
+    /// Waits for input for at most a tick, handles it, and releases the shares that are due.
+    fn poll_once(&mut self, listener: &OwnedFd) -> io::Result<()> {
         let mut fds = vec![listener];
         fds.extend(self.connections.iter().map(|connection| &connection.socket));
         fds.extend(self.exits.pidfds());
         if wait_readable(&fds, TICK)? {
             self.accept(listener)?;
-            self.hear();
+            self.receive();
             self.exits.report_ended();
         }
-        for (share, part) in &mut self.parts {
-            if part.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                part.deadline = None;
-                part.held.end_all(self.grace);
-                tracing::warn!(?share, "nobody came back for what was kept; it is given up");
+        for (share_id, share) in &mut self.shares {
+            if share.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                share.deadline = None;
+                share.items.kill_and_clear(self.grace);
+                tracing::warn!(
+                    share = ?share_id,
+                    grace = ?self.grace,
+                    "released what was held: no daemon came back within the grace time"
+                );
             }
         }
-        self.parts.retain(|_, part| part.owner.is_some() || !part.held.is_empty());
+        self.shares.retain(|_, share| share.owner.is_some() || !share.items.is_empty());
         Ok(())
     }
 
     fn accept(&mut self, listener: &OwnedFd) -> io::Result<()> {
         if self.connections.len() < CONNECTIONS_MAX
             && wait_readable(&[listener], Duration::ZERO)?
-            && let Some((socket, pid)) = accept_own(listener)?
+            && let Some((socket, pid)) = accept_own_user(listener)?
         {
-            self.connected += 1;
-            self.connections.push(Connection { socket, number: self.connected, pid, share: None });
+            self.last_number += 1;
+            self.connections.push(DaemonConnection { socket, number: self.last_number, pid, share: None });
         }
         Ok(())
     }
 
-    /// One message of each connection that has one; those that have ended go.
-    fn hear(&mut self) {
+    /// Handles one frame of each connection that has one, and removes closed connections.
+    fn receive(&mut self) {
         for mut connection in std::mem::take(&mut self.connections) {
             let is_silent = !wait_readable(&[&connection.socket], Duration::ZERO).unwrap_or(true);
-            if is_silent || self.heed(&mut connection) {
+            if is_silent || self.handle_frame(&mut connection) {
                 self.connections.push(connection);
             } else if let Some(share) = connection.share {
-                self.lose_owner(share, connection.number);
+                self.remove_owner(share, connection.number);
             }
         }
     }
 
-    /// One message; false if the connection is over.
-    fn heed(&mut self, connection: &mut Connection) -> bool {
-        let Connection { socket, pid, share, .. } = &*connection;
+    /// Handles one frame. Returns false if the connection is closed.
+    fn handle_frame(&mut self, connection: &mut DaemonConnection) -> bool {
+        let DaemonConnection { socket, pid, share, .. } = &*connection;
         let is_owner = |of: Option<KeeperShare>| of.is_some() && of == *share;
         match receive_frame(socket) {
-            Ok((Frame::Hold(put), fds))
-                if is_owner(KeeperShare::of(put.kind, put.id)) || put.kind == HeldKind::Orphan =>
+            Ok((Frame::Hold(item), fds))
+                if is_owner(KeeperShare::of(item.kind, item.id)) || item.kind == HeldKind::Orphan =>
             {
-                self.put(put, fds);
+                self.store(item, fds);
             }
             Ok((Frame::Release(kind, id), _)) if is_owner(KeeperShare::of(kind, id)) => {
-                if let Some(part) = share.and_then(|share| self.parts.get_mut(&share)) {
-                    part.held.drop(kind, id);
+                if let Some(share) = share.and_then(|share| self.shares.get_mut(&share)) {
+                    share.items.remove(kind, id);
                 }
             }
             Ok((Frame::Claim(wanted), _)) if share.is_none_or(|share| share == wanted) => {
-                return self.give(connection, wanted);
+                return self.transfer(connection, wanted);
             }
             Ok((Frame::WatchDaemon { pid, name }, fds)) => {
                 if let Some(pidfd) = fds.into_iter().next() {
@@ -185,64 +203,73 @@ impl Keeper {
             Ok((Frame::Sync, _)) => return send_frame(socket, &Frame::Sync, &[]).is_ok(),
             Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {}
             Ok((frame, _)) => {
-                tracing::warn!(pid, ?frame, "this is not for a keeper, or not from its owner");
+                tracing::warn!(pid, ?frame, "ignored a frame that is not for a keeper or not from the owner");
             }
             Err(ReceiveError::Frame(error)) => {
-                tracing::warn!(pid, %error, "a message is unintelligible");
+                tracing::warn!(pid, %error, "ignored a malformed frame");
             }
             Err(_) => return false,
         }
         true
     }
 
-    fn put(&mut self, put: HeldItem, fds: Vec<OwnedFd>) {
-        if let Some(share) = KeeperShare::of(put.kind, put.id) {
-            self.parts.entry(share).or_default().held.put(put, fds);
+    fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) {
+        if let Some(share) = KeeperShare::of(item.kind, item.id) {
+            self.shares.entry(share).or_default().items.store(item, fds);
         }
     }
 
-    /// A daemon takes over, unless another one has everything and lives.
-    fn give(&mut self, connection: &mut Connection, share: KeeperShare) -> bool {
-        let part = self.parts.entry(share).or_default();
-        if let Some((_, owner)) = part.owner.filter(|(_, owner)| *owner != connection.pid) {
-            let reason = match share {
-                KeeperShare::Agent => {
-                    format!("the agent that runs as process {owner} has its programs still")
-                }
-                KeeperShare::Node(id) => {
-                    format!("node {id}, which runs as process {owner}, has its memory still")
-                }
+    /// Makes a connection the owner of a share and sends it the items, unless another process owns
+    /// the share. Returns false if the connection is closed.
+    fn transfer(&mut self, connection: &mut DaemonConnection, share_id: KeeperShare) -> bool {
+        let share = self.shares.entry(share_id).or_default();
+        if let Some((_, owner)) = share.owner.filter(|(_, owner)| *owner != connection.pid) {
+            let reason = match share_id {
+                KeeperShare::Agent => format!("an agent is already running as process {owner}"),
+                KeeperShare::Node(id) => format!("node {id} is already running as process {owner}"),
             };
             return send_frame(&connection.socket, &Frame::Refused(reason), &[]).is_ok();
         }
-        for (put, fds) in part.held.iter() {
-            if let Err(error) = send_frame(&connection.socket, &Frame::Hold(put.clone()), &fds) {
-                tracing::error!(%error, "a daemon that wanted to take over is gone");
+        for (item, fds) in share.items.iter() {
+            if let Err(error) = send_frame(&connection.socket, &Frame::Hold(item.clone()), &fds) {
+                tracing::error!(
+                    share = ?share_id,
+                    pid = connection.pid,
+                    %error,
+                    "transfer failed: the claiming daemon has closed the connection"
+                );
                 return false;
             }
         }
-        part.owner = Some((connection.number, connection.pid));
-        part.deadline = None;
-        connection.share = Some(share);
+        share.owner = Some((connection.number, connection.pid));
+        share.deadline = None;
+        connection.share = Some(share_id);
         send_frame(&connection.socket, &Frame::Sync, &[]).is_ok()
     }
 
-    fn lose_owner(&mut self, share: KeeperShare, number: u64) {
-        // It may have another connection by now.
-        let is_its = |part: &&mut Part| part.owner.is_some_and(|(owner, _)| owner == number);
-        let Some(part) = self.parts.get_mut(&share).filter(is_its) else { return };
-        part.owner = None;
-        if !part.held.is_empty() {
-            match share {
-                KeeperShare::Agent => {
-                    let programs = part.held.programs();
-                    tracing::warn!(programs, grace = ?self.grace, "the agent is gone; its programs wait");
-                }
-                KeeperShare::Node(node) => {
-                    tracing::warn!(node, grace = ?self.grace, "a memory node is gone; its memory is kept");
-                }
-            }
-            part.deadline = Some(Instant::now() + self.grace);
+    /// Starts the grace time of a share whose owner's connection, with this number, was closed.
+    fn remove_owner(&mut self, share_id: KeeperShare, number: u64) {
+        // The owner may have another connection by now.
+        let is_owner = |share: &&mut ShareState| share.owner.is_some_and(|(owner, _)| owner == number);
+        let Some(share) = self.shares.get_mut(&share_id).filter(is_owner) else { return };
+        share.owner = None;
+        if share.items.is_empty() {
+            return;
         }
+        let grace = self.grace;
+        match share_id {
+            KeeperShare::Agent => {
+                let programs = share.items.program_count();
+                tracing::warn!(
+                    programs,
+                    ?grace,
+                    "the agent has ended; holding its programs for the next one"
+                );
+            }
+            KeeperShare::Node(node) => {
+                tracing::warn!(node, ?grace, "a memory node has ended; holding its memory for the next one");
+            }
+        }
+        share.deadline = Some(Instant::now() + grace);
     }
 }

@@ -1,4 +1,7 @@
-//! A keeper, and daemons that come and go. What is held is the writing end of a pipe: who reads the other finds its end when nobody holds it any more.
+//! A keeper, and daemons that connect and disconnect.
+//!
+//! The held items are writing ends of pipes: the reading end is at its end of file when the keeper
+//! has released the item.
 
 use std::io::{PipeReader, Read, pipe};
 use std::os::fd::AsFd;
@@ -11,37 +14,39 @@ use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{KeeperOptions, KeeperPort, serve};
+use aquifer_keeper::{KeeperClient, KeeperOptions, serve};
 
 const LONG: Duration = Duration::from_secs(1000);
 
-struct Keeper {
+struct TestKeeper {
     socket: PathBuf,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl TestKeeper {
     fn start(folder: &Path, grace: Duration) -> Self {
         let socket = folder.join("keeper");
         let options = KeeperOptions { socket: socket.clone(), grace, listener: None };
         let stop = Arc::new(AtomicBool::new(false));
-        let theirs = Arc::clone(&stop);
-        let (tell, told) = mpsc::channel();
+        let keeper_stop = Arc::clone(&stop);
+        let (sender, receiver) = mpsc::channel();
         let thread = std::thread::spawn(move || {
-            serve(&options, &theirs, || tell.send(()).expect("the test waits")).expect("it can listen");
+            serve(&options, &keeper_stop, || sender.send(()).expect("the test waits"))
+                .expect("it can listen");
         });
-        told.recv().expect("it serves");
+        receiver.recv().expect("it serves");
         Self { socket, stop, thread: Some(thread) }
     }
 
-    fn port(&self, share: KeeperShare) -> (KeeperPort, Vec<(HeldKind, u64)>) {
-        let (port, kept) = KeeperPort::connect(&self.socket, share).expect("it serves");
-        (port, kept.iter().map(|kept| (kept.item.kind, kept.item.id)).collect())
+    /// Connects a daemon. Returns the items that it finds in its share.
+    fn connect(&self, share: KeeperShare) -> (KeeperClient, Vec<(HeldKind, u64)>) {
+        let (client, kept) = KeeperClient::connect(&self.socket, share).expect("it serves");
+        (client, kept.iter().map(|kept| (kept.item.kind, kept.item.id)).collect())
     }
 }
 
-impl Drop for Keeper {
+impl Drop for TestKeeper {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -50,97 +55,97 @@ impl Drop for Keeper {
     }
 }
 
-/// Have something kept; its end can be waited for.
-fn keep(port: &KeeperPort, kind: HeldKind, id: u64) -> PipeReader {
+/// Holds an item. Returns the pipe that ends when the item is released.
+fn hold(client: &KeeperClient, kind: HeldKind, id: u64) -> PipeReader {
     let (reader, writer) = pipe().expect("a pipe");
-    port.keep(&HeldItem { kind, id, pid: 0, record: String::new() }, &[writer.as_fd()]);
+    client.hold(&HeldItem { kind, id, pid: 0, record: String::new() }, &[writer.as_fd()]);
     reader
 }
 
-/// Wait until nobody holds it any more.
-fn await_end(mut reader: PipeReader) {
+/// Waits until the item is released.
+fn await_release(mut reader: PipeReader) {
     assert_eq!(reader.read(&mut [0]).expect("a pipe can be read"), 0);
 }
 
-/// The keeper has read all that was said before.
-fn settle(keeper: &Keeper) {
+/// Waits until the keeper has handled all earlier frames.
+fn synchronise(keeper: &TestKeeper) {
     let socket = connect(&keeper.socket).expect("it serves");
     send_frame(&socket, &Frame::Sync, &[]).expect("it listens");
     assert!(matches!(receive_frame(&socket), Ok((Frame::Sync, _))));
 }
 
 #[test]
-fn each_daemon_has_its_own() {
+fn each_daemon_has_its_own_share() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = Keeper::start(folder.path(), LONG);
-    let (agent, found) = keeper.port(KeeperShare::Agent);
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let (agent, found) = keeper.connect(KeeperShare::Agent);
     assert_eq!(found, []);
-    let (first, _) = keeper.port(KeeperShare::Node(1));
-    let (second, _) = keeper.port(KeeperShare::Node(2));
-    let _held = [keep(&agent, HeldKind::Run, 1), keep(&agent, HeldKind::Session, 2)];
-    let one = keep(&first, HeldKind::Node, 1);
-    let two = keep(&second, HeldKind::Node, 2);
-    // Nobody puts anything in another's share.
-    let foreign = keep(&first, HeldKind::Node, 2);
+    let (first, _) = keeper.connect(KeeperShare::Node(1));
+    let (second, _) = keeper.connect(KeeperShare::Node(2));
+    let _held = [hold(&agent, HeldKind::Run, 1), hold(&agent, HeldKind::Session, 2)];
+    let one = hold(&first, HeldKind::Node, 1);
+    let two = hold(&second, HeldKind::Node, 2);
+    // A daemon cannot store an item in the share of another.
+    let foreign = hold(&first, HeldKind::Node, 2);
     drop((agent, first));
-    await_end(foreign);
-    assert_eq!(keeper.port(KeeperShare::Agent).1, [(HeldKind::Run, 1), (HeldKind::Session, 2)]);
-    let (first, found) = keeper.port(KeeperShare::Node(1));
+    await_release(foreign);
+    assert_eq!(keeper.connect(KeeperShare::Agent).1, [(HeldKind::Run, 1), (HeldKind::Session, 2)]);
+    let (first, found) = keeper.connect(KeeperShare::Node(1));
     assert_eq!(found, [(HeldKind::Node, 1)]);
-    assert_eq!(keeper.port(KeeperShare::Node(3)).1, []);
-    first.unkeep(HeldKind::Node, 1);
-    await_end(one);
+    assert_eq!(keeper.connect(KeeperShare::Node(3)).1, []);
+    first.release(HeldKind::Node, 1);
+    await_release(one);
     drop(second);
-    assert_eq!(keeper.port(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
+    assert_eq!(keeper.connect(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
     drop(keeper);
-    await_end(two);
+    await_release(two);
 }
 
 #[test]
-fn what_nobody_comes_for_is_let_go() {
+fn items_of_an_absent_daemon_are_released_after_the_grace_time() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = Keeper::start(folder.path(), Duration::from_millis(1));
-    let (first, _) = keeper.port(KeeperShare::Node(1));
-    let (second, _) = keeper.port(KeeperShare::Node(2));
-    let gone = keep(&first, HeldKind::Node, 1);
-    let _there = keep(&second, HeldKind::Node, 2);
+    let keeper = TestKeeper::start(folder.path(), Duration::from_millis(1));
+    let (first, _) = keeper.connect(KeeperShare::Node(1));
+    let (second, _) = keeper.connect(KeeperShare::Node(2));
+    let gone = hold(&first, HeldKind::Node, 1);
+    let _there = hold(&second, HeldKind::Node, 2);
     drop(first);
-    await_end(gone);
-    assert_eq!(keeper.port(KeeperShare::Node(1)).1, []);
-    // Its owner is there: it is kept for as long.
-    assert_eq!(keeper.port(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
+    await_release(gone);
+    assert_eq!(keeper.connect(KeeperShare::Node(1)).1, []);
+    // The owner of the other share is connected.
+    assert_eq!(keeper.connect(KeeperShare::Node(2)).1, [(HeldKind::Node, 2)]);
 }
 
 #[test]
-fn another_keeper_is_given_what_the_last_one_had() {
+fn a_daemon_sends_its_items_to_the_next_keeper() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = Keeper::start(folder.path(), LONG);
-    let (port, _) = keeper.port(KeeperShare::Node(7));
-    let held = keep(&port, HeldKind::Node, 7);
-    settle(&keeper);
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let (client, _) = keeper.connect(KeeperShare::Node(7));
+    let held = hold(&client, HeldKind::Node, 7);
+    synchronise(&keeper);
     drop(keeper);
-    let keeper = Keeper::start(folder.path(), LONG);
-    port.refresh();
-    drop(port);
-    let (port, found) = keeper.port(KeeperShare::Node(7));
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    client.reconnect_if_closed();
+    drop(client);
+    let (client, found) = keeper.connect(KeeperShare::Node(7));
     assert_eq!(found, [(HeldKind::Node, 7)]);
-    port.unkeep(HeldKind::Node, 7);
-    await_end(held);
+    client.release(HeldKind::Node, 7);
+    await_release(held);
 }
 
 #[test]
-fn who_owns_nothing_changes_nothing() {
+fn a_connection_cannot_release_items_of_a_share_it_does_not_own() {
     let folder = tempfile::tempdir().expect("a folder");
-    let keeper = Keeper::start(folder.path(), LONG);
-    let (port, _) = keeper.port(KeeperShare::Node(1));
-    let _held = keep(&port, HeldKind::Node, 1);
-    settle(&keeper);
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let (client, _) = keeper.connect(KeeperShare::Node(1));
+    let _held = hold(&client, HeldKind::Node, 1);
+    synchronise(&keeper);
     let stranger = connect(&keeper.socket).expect("it serves");
     send_frame(&stranger, &Frame::Release(HeldKind::Node, 1), &[]).expect("it listens");
-    // An owner of one share takes no other.
-    let (other, _) = keeper.port(KeeperShare::Node(2));
-    other.unkeep(HeldKind::Node, 1);
-    drop(port);
-    settle(&keeper);
-    assert_eq!(keeper.port(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
+    // The owner of one share cannot release items of another.
+    let (other, _) = keeper.connect(KeeperShare::Node(2));
+    other.release(HeldKind::Node, 1);
+    drop(client);
+    synchronise(&keeper);
+    assert_eq!(keeper.connect(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
 }

@@ -13,7 +13,7 @@ use aquifer_metrics::{
     Collector, DescriptorEncoder, MetricsAddress, MetricsError, MetricsListener, MetricsServer, Registry,
     Unit,
 };
-use aquifer_tests_support::openmetrics::{Answer, ask, hear, scrape};
+use aquifer_tests_support::openmetrics::{HttpAnswer, read_answer, scrape, send_request};
 
 const GET: &[u8] = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n";
 /// The name of a program that needs escaping.
@@ -111,7 +111,7 @@ fn only_get_metrics_is_answered() {
     let server = server();
     let address = server.address().to_string();
     let ask_for = |line: &str| {
-        ask(&address, format!("{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n").as_bytes())
+        send_request(&address, format!("{line} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n").as_bytes())
             .expect("an answer")
     };
     assert_eq!(ask_for("GET /metrics?a=b").status, 200);
@@ -119,7 +119,7 @@ fn only_get_metrics_is_answered() {
         assert!(matches!(ask_for(&format!("GET {path}")).status, 404 | 400), "{path}");
     }
     for method in ["POST", "PUT", "HEAD", "DELETE", "OPTIONS", "NONSENSE"] {
-        let Answer { status, head, .. } = ask_for(&format!("{method} /metrics"));
+        let HttpAnswer { status, head, .. } = ask_for(&format!("{method} /metrics"));
         assert_eq!(status, 405, "{method}");
         assert!(head.to_lowercase().contains("allow: get"), "{head}");
     }
@@ -128,7 +128,7 @@ fn only_get_metrics_is_answered() {
 #[test]
 fn a_value_that_cannot_be_encoded_is_an_error() {
     let server = server_of("127.0.0.1:0", TestMetrics { rows: 1, value: u64::MAX });
-    assert_eq!(ask(&server.address().to_string(), GET).expect("an answer").status, 500);
+    assert_eq!(send_request(&server.address().to_string(), GET).expect("an answer").status, 500);
 }
 
 #[test]
@@ -137,17 +137,20 @@ fn requests_are_bounded() {
     let address = server.address().to_string();
     let of_headers = |count: usize| {
         let lines: String = (0..count).map(|number| format!("x-{number}: y\r\n")).collect();
-        ask(&address, format!("GET /metrics HTTP/1.1\r\n{lines}\r\n").as_bytes())
+        send_request(&address, format!("GET /metrics HTTP/1.1\r\n{lines}\r\n").as_bytes())
     };
     assert_eq!(of_headers(HEADERS_MAX).expect("an answer").status, 200);
     assert_eq!(of_headers(HEADERS_MAX + 1).expect("an answer").status, 431);
     let long = |bytes: usize| {
-        ask(&address, format!("GET /metrics HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(bytes)).as_bytes())
+        send_request(
+            &address,
+            format!("GET /metrics HTTP/1.1\r\nx: {}\r\n\r\n", "y".repeat(bytes)).as_bytes(),
+        )
     };
     assert_eq!(long(REQUEST_BYTES_MAX / 2).expect("an answer").status, 200);
     // The connection may be closed before a client has sent all of a much too long request.
     assert!(long(REQUEST_BYTES_MAX * 2).is_ok_and(|answer| answer.status == 431) || long(1 << 20).is_err());
-    assert!(ask(&address, GET).is_ok_and(|answer| answer.status == 200));
+    assert!(send_request(&address, GET).is_ok_and(|answer| answer.status == 200));
 }
 
 #[test]
@@ -175,7 +178,7 @@ fn invalid_requests_do_not_disturb_others() {
     ] {
         let mut stream = connect(&server);
         stream.write_all(text.as_bytes()).expect("it listens");
-        let _either = hear(&stream);
+        let _either = read_answer(&stream);
     }
     assert!(scrape(&address).is_ok());
 }
@@ -189,7 +192,7 @@ fn slow_clients_are_disconnected_and_others_wait() {
     for stream in &mut slow {
         stream.write_all(b"GET /metrics HTTP/1.1\r\n").expect("it listens");
     }
-    assert_eq!(ask(&server.address().to_string(), GET).expect("an answer").status, 200);
+    assert_eq!(send_request(&server.address().to_string(), GET).expect("an answer").status, 200);
     for mut stream in slow {
         stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a plain option");
         let mut answer = Vec::new();
@@ -219,6 +222,6 @@ mod long {
             stream.write_all(GET).expect("it listens");
         }
         // All connections are in use, so this is answered only after they are closed.
-        assert_eq!(ask(&server.address().to_string(), GET).expect("an answer").status, 200);
+        assert_eq!(send_request(&server.address().to_string(), GET).expect("an answer").status, 200);
     }
 }

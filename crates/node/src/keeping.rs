@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use aquifer_fabric::{Key, Memory, Target, shm};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::KeeperPort;
+use aquifer_keeper::KeeperClient;
 use serde::{Deserialize, Serialize};
 
 use crate::epochs::Epochs;
@@ -26,7 +26,7 @@ pub struct Keep {
 /// What the keeper holds for a node.
 #[derive(Debug)]
 pub(crate) struct Kept {
-    port: KeeperPort,
+    port: KeeperClient,
     node: u16,
 }
 
@@ -55,7 +55,7 @@ impl Kept {
     /// # Errors
     /// If there is no keeper, or the node is running.
     pub fn open(keep: &Keep, node: u16) -> Result<(Self, Option<Before>), NodeError> {
-        let connected = KeeperPort::connect(&keep.keeper, KeeperShare::Node(node));
+        let connected = KeeperClient::connect(&keep.keeper, KeeperShare::Node(node));
         let (port, left) =
             connected.map_err(|source| NodeError::Keeper { path: keep.keeper.clone(), source })?;
         let mut before = None;
@@ -77,17 +77,17 @@ impl Kept {
         let put = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, record };
         let fds: Vec<BorrowedFd<'_>> =
             [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
-        self.port.keep(&put, &fds);
+        self.port.hold(&put, &fds);
     }
 
     /// The memory is worth nothing any more.
     pub fn forget(&self) {
-        self.port.unkeep(HeldKind::Node, u64::from(self.node));
+        self.port.release(HeldKind::Node, u64::from(self.node));
     }
 
     /// If there is another keeper, it is given what the last one had. To be called now and then.
     pub fn refresh(&self) {
-        self.port.refresh();
+        self.port.reconnect_if_closed();
     }
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Tenant};
-use aquifer_pool::word::Run;
+use aquifer_pool::word::AlignedRun;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 
 /// Nobody's user id.
@@ -105,7 +105,7 @@ pub(crate) fn take_group(
     pool: &mut PoolClient,
     node: NodeId,
     section: u32,
-    group: Run,
+    group: AlignedRun,
 ) -> Result<Option<Extent>, OwnError> {
     match pool.allocate_group(node, section, group) {
         // Nothing was changed. Others shall not wait for this one.

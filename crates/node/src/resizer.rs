@@ -6,7 +6,7 @@ use aquifer_directory::names::ResizeBlocker;
 use aquifer_fabric::Target;
 use aquifer_pool::NodeMemory;
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::word::Run;
+use aquifer_pool::word::AlignedRun;
 
 use crate::lending::{Lending, Told};
 use crate::memory::{affordable_bytes, available_bytes, settled_bytes};
@@ -149,7 +149,7 @@ impl Resizer {
     /// Whether it was free still.
     fn withdraw_section(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
         own.change(section, |pool, node| {
-            let Some(taken) = take_group(pool, node, section, Run::SECTION)? else { return Ok(false) };
+            let Some(taken) = take_group(pool, node, section, AlignedRun::SECTION)? else { return Ok(false) };
             self.node_memory.revoke_keys(&taken);
             self.target.expel(taken.addr..taken.addr + taken.class.bytes());
             self.node_memory.release_pages(&taken)?;

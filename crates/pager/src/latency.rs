@@ -8,15 +8,15 @@ const BUCKETS: usize = 40 * 16;
 
 /// A histogram of durations in nanoseconds, with a relative error of at most 6 %.
 #[derive(Debug)]
-pub struct Latencies(Box<[AtomicU64; BUCKETS]>);
+pub struct LatencyHistogram(Box<[AtomicU64; BUCKETS]>);
 
-impl Default for Latencies {
+impl Default for LatencyHistogram {
     fn default() -> Self {
         Self(Box::new([const { AtomicU64::new(0) }; BUCKETS]))
     }
 }
 
-impl Latencies {
+impl LatencyHistogram {
     /// Counts one duration. Only one thread may call this.
     pub fn record(&self, nanoseconds: u64) {
         let count = &self.0[Self::bucket(nanoseconds)];
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn counts_and_sum_match_the_recorded_durations() {
-        let latencies = Latencies::default();
+        let latencies = LatencyHistogram::default();
         assert_eq!((latencies.between(&[1, 10]), latencies.sum()), (vec![0, 0, 0], 0));
         for value in [1, 2, 15, 16, 1 << 20, u64::MAX] {
             latencies.record(value);
@@ -109,12 +109,12 @@ mod tests {
     fn buckets_are_narrow_and_in_order() {
         let mut last = 0;
         for value in (1..5000u64).chain((0..1000).map(|step| 5000 + step * 977_131)) {
-            let bucket = Latencies::bucket(value);
-            let low = Latencies::lower_bound(bucket);
+            let bucket = LatencyHistogram::bucket(value);
+            let low = LatencyHistogram::lower_bound(bucket);
             assert!(low <= value && value - low <= value / 16, "{value} in bucket from {low}");
             assert!(bucket >= last);
             last = bucket;
         }
-        assert_eq!(Latencies::bucket(u64::MAX), BUCKETS - 1);
+        assert_eq!(LatencyHistogram::bucket(u64::MAX), BUCKETS - 1);
     }
 }

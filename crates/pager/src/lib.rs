@@ -40,7 +40,7 @@ pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::{NoRoom, SlabSizing};
 pub use integrity::is_zero;
-pub use latency::Latencies;
+pub use latency::LatencyHistogram;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool};
 pub use mutation::Mutation;
 pub use node_joiner::NodeJoiner;

@@ -24,7 +24,7 @@ struct Killed;
 
 /// An agent that is killed after a number of operations on its endpoints.
 #[derive(Debug)]
-struct Agent {
+struct KillableAgent {
     fabric: SimFabric,
     nodes: Vec<Node>,
     epoch: AtomicU64,
@@ -33,12 +33,12 @@ struct Agent {
 }
 
 #[derive(Debug)]
-struct Used {
+struct CountingEndpoint {
     inner: Box<dyn Endpoint>,
-    agent: Arc<Agent>,
+    agent: Arc<KillableAgent>,
 }
 
-impl Agent {
+impl KillableAgent {
     fn use_once(&self) {
         if self.left.fetch_sub(1, Relaxed) == 1 {
             panic_any(Killed);
@@ -62,7 +62,7 @@ impl Agent {
     fn connect_as(self: &Arc<Self>, host: Host, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         let who = Identity { host, epoch: self.epoch.load(Relaxed), tenant: Tenant(0) };
         let inner = self.fabric.connect(self.nodes[usize::from(node.0)], who)?;
-        Ok(Box::new(Used { inner, agent: Arc::clone(self) }))
+        Ok(Box::new(CountingEndpoint { inner, agent: Arc::clone(self) }))
     }
 
     /// Begins the next agent, which is not killed. The previous one never uses its endpoints again.
@@ -73,9 +73,9 @@ impl Agent {
 }
 
 #[derive(Debug)]
-struct Way(Arc<Agent>);
+struct AgentConnector(Arc<KillableAgent>);
 
-impl Connector for Way {
+impl Connector for AgentConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.0.connect_as(HOST, node)
     }
@@ -85,7 +85,7 @@ impl Connector for Way {
     }
 }
 
-impl Endpoint for Used {
+impl Endpoint for CountingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         self.agent.use_once();
         self.inner.post(batch)
@@ -104,7 +104,7 @@ impl Endpoint for Used {
     forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
 }
 
-fn run(sender: &mut Sender, agent: &Agent) -> Vec<WrittenBatch> {
+fn run(sender: &mut Sender, agent: &KillableAgent) -> Vec<WrittenBatch> {
     let mut done = Vec::new();
     for _ in 0..ROUNDS {
         sender.probe();
@@ -115,9 +115,9 @@ fn run(sender: &mut Sender, agent: &Agent) -> Vec<WrittenBatch> {
 }
 
 /// A run that writes, releases pages, loses a node, makes new replicas, and ends.
-fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
-    let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
-    let mut sender = Sender::new(Arc::clone(slabs), mempool, way, agent.pool(), 3);
+fn live(agent: &Arc<KillableAgent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
+    let connector: Arc<dyn Connector> = Arc::new(AgentConnector(Arc::clone(agent)));
+    let mut sender = Sender::new(Arc::clone(slabs), mempool, connector, agent.pool(), 3);
     let block = mempool.allocate().unwrap();
     for page in 0..BLOCK_PAGES {
         mempool.memory().write(block.slot(page).offset(), &[7; PAGE_BYTES]);
@@ -140,7 +140,7 @@ fn live(agent: &Arc<Agent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
 }
 
 /// Frees what the killed agent allocated and did not record.
-fn scan_for_leaks(agent: &Arc<Agent>, leak_detector: &LeakDetector) {
+fn scan_for_leaks(agent: &Arc<KillableAgent>, leak_detector: &LeakDetector) {
     let mut pool = agent.pool();
     let at_once = |pause| pause == ScanProgress::NextPart;
     for node in pool.nodes().collect::<Vec<_>>() {
@@ -150,7 +150,7 @@ fn scan_for_leaks(agent: &Arc<Agent>, leak_detector: &LeakDetector) {
 }
 
 /// Takes over the recorded slabs and ends the run. No page table refers to any page.
-fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
+fn adopt_recovered(agent: &Arc<KillableAgent>, slabs: &SlabSet, mempool: &Mempool) {
     let fd = slabs.memory().fd().try_clone_to_owned().unwrap();
     let memory = Memory::from_fd(fd, slabs.memory().len()).unwrap();
     let slabs = Arc::new(SlabSet::recover(memory, REPLICAS));
@@ -158,8 +158,9 @@ fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
     leak_detector.register_ledger(&slabs);
     slabs.finish_recovery();
     scan_for_leaks(agent, &leak_detector);
-    let way: Arc<dyn Connector> = Arc::new(Way(Arc::clone(agent)));
-    let mut sender = Sender::new(Arc::clone(&slabs), mempool, way, agent.pool_of(HOST, &leak_detector), 4);
+    let connector: Arc<dyn Connector> = Arc::new(AgentConnector(Arc::clone(agent)));
+    let mut sender =
+        Sender::new(Arc::clone(&slabs), mempool, connector, agent.pool_of(HOST, &leak_detector), 4);
     run(&mut sender, agent);
     sender.stop_healing();
     sender.close();
@@ -171,7 +172,7 @@ fn adopt_recovered(agent: &Arc<Agent>, slabs: &SlabSet, mempool: &Mempool) {
 }
 
 /// Allocates all free memory for another host, in extents of a span each.
-fn allocate_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
+fn allocate_rest(agent: &Arc<KillableAgent>) -> (PoolClient, Vec<Extent>) {
     let mut pool = agent.pool_of(Host(2), &Arc::default());
     let class = SizeClass::SPAN;
     let mut taken = Vec::new();
@@ -183,14 +184,15 @@ fn allocate_rest(agent: &Arc<Agent>) -> (PoolClient, Vec<Extent>) {
 
 /// The state that a run leaves when it is killed after this number of operations, and whether it
 /// reached its end.
-fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
+fn killed_after(uses: u64) -> (Arc<KillableAgent>, Arc<SlabSet>, Mempool, bool) {
     let fabric = SimFabric::new(7, SimOptions { step_on_poll: true, ..SimOptions::default() });
     let targets: Vec<_> = (0..NODES).map(|_| fabric.add_node()).collect();
     for (id, target) in (0..).map(NodeId).zip(&targets) {
         NodeMemory::create(target, id, NODE_BYTES).unwrap();
     }
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
-    let agent = Arc::new(Agent { fabric, nodes, epoch: AtomicU64::new(1), left: AtomicU64::new(uses) });
+    let agent =
+        Arc::new(KillableAgent { fabric, nodes, epoch: AtomicU64::new(1), left: AtomicU64::new(uses) });
     let slabs = Arc::new(SlabSet::with_replicas(REPLICAS).unwrap());
     let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
     let lived = match catch_unwind(AssertUnwindSafe(|| live(&agent, &slabs, &mempool))) {
@@ -203,7 +205,7 @@ fn killed_after(uses: u64) -> (Arc<Agent>, Arc<SlabSet>, Mempool, bool) {
 }
 
 /// Calls `check` for each operation at which the agent can be killed.
-fn at_each_moment(check: impl Fn(&Arc<Agent>, &SlabSet, &Mempool)) {
+fn at_each_moment(check: impl Fn(&Arc<KillableAgent>, &SlabSet, &Mempool)) {
     std::panic::set_hook(Box::new(|info| {
         if !info.payload().is::<Killed>() {
             eprintln!("{info}");

@@ -18,12 +18,12 @@ const NODE_BYTES: u64 = 2 << 20;
 const ROUNDS_MAX: usize = 10_000;
 
 #[derive(Clone, Debug)]
-struct Cluster {
+struct ReplicaCluster {
     fabric: SimFabric,
     nodes: Vec<Node>,
 }
 
-impl Connector for Cluster {
+impl Connector for ReplicaCluster {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
         self.connect_as(node, 1)
     }
@@ -33,7 +33,7 @@ impl Connector for Cluster {
     }
 }
 
-impl Cluster {
+impl ReplicaCluster {
     fn connect_as(&self, node: NodeId, host: u16) -> Result<Box<dyn Endpoint>, EndpointError> {
         let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(0) };
         self.fabric.connect(self.nodes[usize::from(node.0)], who)
@@ -48,8 +48,8 @@ impl Cluster {
     }
 }
 
-struct World {
-    cluster: Cluster,
+struct ReplicaTest {
+    cluster: ReplicaCluster,
     node_memories: Vec<NodeMemory>,
     slabs: Arc<SlabSet>,
     mempool: Mempool,
@@ -57,16 +57,16 @@ struct World {
     fetcher: Fetcher,
 }
 
-fn world(replicas: usize, nodes: u16) -> World {
-    world_of(replicas, nodes, NODE_BYTES)
+fn new_test(replicas: usize, nodes: u16) -> ReplicaTest {
+    new_test_of(replicas, nodes, NODE_BYTES)
 }
 
-fn world_of(replicas: usize, nodes: u16, node_bytes: u64) -> World {
-    world_with(replicas, &vec![node_bytes; nodes.into()])
+fn new_test_of(replicas: usize, nodes: u16, node_bytes: u64) -> ReplicaTest {
+    new_test_with(replicas, &vec![node_bytes; nodes.into()])
 }
 
 /// A cluster of nodes with these sizes.
-fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
+fn new_test_with(replicas: usize, node_bytes: &[u64]) -> ReplicaTest {
     let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
     let fabric = SimFabric::new(7, options);
     let targets: Vec<_> = node_bytes.iter().map(|_| fabric.add_node()).collect();
@@ -74,13 +74,13 @@ fn world_with(replicas: usize, node_bytes: &[u64]) -> World {
     let node_memories =
         node_memories.map(|((id, target), bytes)| NodeMemory::create(target, id, *bytes).unwrap()).collect();
     let nodes = targets.iter().map(aquifer_fabric::sim::SimTarget::node).collect();
-    let cluster = Cluster { fabric, nodes };
+    let cluster = ReplicaCluster { fabric, nodes };
     let slabs = Arc::new(SlabSet::with_replicas(replicas).unwrap());
     let mempool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
     let connector: Arc<dyn Connector> = Arc::new(cluster.clone());
     let sender = Sender::new(Arc::clone(&slabs), &mempool, Arc::clone(&connector), cluster.pool(1), 3);
     let fetcher = Fetcher::new(connector).unwrap();
-    World { cluster, node_memories, slabs, mempool, sender, fetcher }
+    ReplicaTest { cluster, node_memories, slabs, mempool, sender, fetcher }
 }
 
 fn content(page: usize) -> [u8; PAGE_BYTES] {
@@ -89,7 +89,7 @@ fn content(page: usize) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-impl World {
+impl ReplicaTest {
     /// Passes a batch of `pages` pages to the sender.
     fn stage(&mut self, pages: usize) {
         self.stage_again(pages, &[], None);
@@ -185,51 +185,52 @@ impl World {
 #[test]
 fn a_page_survives_the_death_of_all_but_one_of_its_nodes() {
     for replicas in 1..=3 {
-        let mut world = world(replicas, 4);
-        let locations = world.write(BLOCK_PAGES);
-        let mut nodes = world.nodes_of(locations[0]);
+        let mut test = new_test(replicas, 4);
+        let locations = test.write(BLOCK_PAGES);
+        let mut nodes = test.nodes_of(locations[0]);
         nodes.sort_unstable();
         nodes.dedup();
         assert_eq!(nodes.len(), replicas, "replicas must be on distinct nodes");
-        assert_eq!(world.sender.stats().pages, (BLOCK_PAGES * replicas) as u64);
+        assert_eq!(test.sender.stats().pages, (BLOCK_PAGES * replicas) as u64);
         for node in &nodes[1..] {
-            world.crash(*node);
+            test.crash(*node);
         }
-        world.assert_readable(&locations);
-        world.crash(nodes[0]);
-        let error = world.fetcher.fetch(&world.slabs, &locations).unwrap_err();
+        test.assert_readable(&locations);
+        test.crash(nodes[0]);
+        let error = test.fetcher.fetch(&test.slabs, &locations).unwrap_err();
         assert!(matches!(error, FetchError::NodeGone { .. } | FetchError::Refused { .. }), "{error}");
     }
 }
 
 #[test]
 fn slabs_are_allocated_on_the_node_with_most_free_memory() {
-    let mut world = world_with(1, &[4 << 20, 16 << 20]);
-    let free = |world: &World| world.node_memories.iter().map(NodeMemory::free_bytes).collect::<Vec<u64>>();
-    while free(&world)[0] == 4 << 20 {
-        world.write(BLOCK_PAGES);
+    let mut test = new_test_with(1, &[4 << 20, 16 << 20]);
+    let free =
+        |test: &ReplicaTest| test.node_memories.iter().map(NodeMemory::free_bytes).collect::<Vec<u64>>();
+    while free(&test)[0] == 4 << 20 {
+        test.write(BLOCK_PAGES);
     }
     // The smaller node is chosen when the larger has no more free memory than it.
-    assert!(free(&world)[1] <= 4 << 20, "{:?}", free(&world));
+    assert!(free(&test)[1] <= 4 << 20, "{:?}", free(&test));
 }
 
 #[test]
 fn unchanged_pages_are_not_written_again() {
     const CHANGED: usize = 7;
-    let mut world = world(2, 3);
-    let before = world.write(BLOCK_PAGES);
-    let written = world.sender.stats().pages;
-    assert_eq!(world.stage_again(BLOCK_PAGES, &before, None), BLOCK_PAGES);
-    assert_eq!(world.finish(), before);
-    assert_eq!(world.sender.stats().pages, written);
-    assert_eq!(world.stage_again(BLOCK_PAGES, &before, Some(CHANGED)), BLOCK_PAGES - 1);
-    let after = world.finish();
-    assert_eq!(world.sender.stats().pages, written + 2);
+    let mut test = new_test(2, 3);
+    let before = test.write(BLOCK_PAGES);
+    let written = test.sender.stats().pages;
+    assert_eq!(test.stage_again(BLOCK_PAGES, &before, None), BLOCK_PAGES);
+    assert_eq!(test.finish(), before);
+    assert_eq!(test.sender.stats().pages, written);
+    assert_eq!(test.stage_again(BLOCK_PAGES, &before, Some(CHANGED)), BLOCK_PAGES - 1);
+    let after = test.finish();
+    assert_eq!(test.sender.stats().pages, written + 2);
     for page in 0..BLOCK_PAGES {
         assert_eq!(after[page] == before[page], page != CHANGED, "page {page}");
     }
     assert_eq!(
-        world.slabs.pages(),
+        test.slabs.pages(),
         BLOCK_PAGES as u64 + 1,
         "the volume releases the clean copy of the changed page"
     );
@@ -239,17 +240,17 @@ fn unchanged_pages_are_not_written_again() {
 fn unchanged_pages_are_written_again_if_their_clean_copy_is_lost() {
     for replicas in [1, 2] {
         for is_loss_known in [false, true] {
-            let mut world = world(replicas, 3);
-            let before = world.write(BLOCK_PAGES);
-            let homes = world.nodes_of(before[0]);
-            world.crash(homes[0]);
+            let mut test = new_test(replicas, 3);
+            let before = test.write(BLOCK_PAGES);
+            let homes = test.nodes_of(before[0]);
+            test.crash(homes[0]);
             if is_loss_known {
-                world.write(BLOCK_PAGES);
+                test.write(BLOCK_PAGES);
             }
-            world.stage_again(BLOCK_PAGES, &before, None);
-            let after = world.finish();
-            world.assert_readable(&after);
-            let is_elsewhere = after.iter().all(|location| !world.nodes_of(*location).contains(&homes[0]));
+            test.stage_again(BLOCK_PAGES, &before, None);
+            let after = test.finish();
+            test.assert_readable(&after);
+            let is_elsewhere = after.iter().all(|location| !test.nodes_of(*location).contains(&homes[0]));
             assert!(is_elsewhere, "{replicas} replicas");
             assert!(replicas == 1 || after == before, "one replica is sufficient");
         }
@@ -258,149 +259,149 @@ fn unchanged_pages_are_written_again_if_their_clean_copy_is_lost() {
 
 #[test]
 fn a_replica_that_dies_during_a_write_is_replaced() {
-    let mut world = world(2, 3);
-    world.stage(BLOCK_PAGES);
-    world.sender.advance(&mut Vec::new()).unwrap();
-    let first = world.nodes_of(Location::new(SlabId(0), 0))[0];
-    world.crash(first);
-    let locations = world.finish();
-    world.assert_readable(&locations);
-    world.heal();
-    let stats = world.sender.stats();
+    let mut test = new_test(2, 3);
+    test.stage(BLOCK_PAGES);
+    test.sender.advance(&mut Vec::new()).unwrap();
+    let first = test.nodes_of(Location::new(SlabId(0), 0))[0];
+    test.crash(first);
+    let locations = test.finish();
+    test.assert_readable(&locations);
+    test.heal();
+    let stats = test.sender.stats();
     assert_eq!(stats.degraded_slabs, 0);
     assert!(stats.copied_slabs > 0);
-    let second = world.nodes_of(locations[0]);
+    let second = test.nodes_of(locations[0]);
     assert!(second.len() == 2 && !second.contains(&first));
-    world.crash(second[0]);
-    world.assert_readable(&locations);
+    test.crash(second[0]);
+    test.assert_readable(&locations);
 }
 
 #[test]
 fn empty_slabs_are_kept_while_the_run_writes_and_freed_when_it_does_not() {
-    let mut world = world_of(1, 1, 16 << 20);
-    let locations: Vec<Location> = (0..16).flat_map(|_| world.write(BLOCK_PAGES)).collect();
-    let pages = world.slabs.pages();
+    let mut test = new_test_of(1, 1, 16 << 20);
+    let locations: Vec<Location> = (0..16).flat_map(|_| test.write(BLOCK_PAGES)).collect();
+    let pages = test.slabs.pages();
     let emptied: Vec<Location> =
         locations.iter().copied().filter(|location| location.slab() == locations[0].slab()).collect();
-    emptied.iter().for_each(|location| world.slabs.release(*location));
-    world.advance_by(Duration::from_millis(100));
-    let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
+    emptied.iter().for_each(|location| test.slabs.release(*location));
+    test.advance_by(Duration::from_millis(100));
+    let held_pages = test.slabs.bytes().0 / PAGE_BYTES as u64;
     assert!(held_pages >= pages, "{held_pages} pages are held: the empty slabs were not kept");
-    world.advance_by(Duration::from_secs(5));
-    let held_pages = world.slabs.bytes().0 / PAGE_BYTES as u64;
+    test.advance_by(Duration::from_secs(5));
+    let held_pages = test.slabs.bytes().0 / PAGE_BYTES as u64;
     assert!(held_pages < pages, "{held_pages} pages are still held");
 }
 
 #[test]
 fn without_another_node_slabs_stay_degraded() {
-    let mut world = world(2, 2);
-    let before = world.write(8);
-    world.crash(NodeId(1));
-    world.heal();
-    assert!(world.sender.stats().degraded_slabs > 0);
-    let after = world.write(BLOCK_PAGES);
-    assert_eq!(world.nodes_of(after[0]), [NodeId(0)]);
-    world.assert_readable(&before);
-    world.assert_readable(&after);
+    let mut test = new_test(2, 2);
+    let before = test.write(8);
+    test.crash(NodeId(1));
+    test.heal();
+    assert!(test.sender.stats().degraded_slabs > 0);
+    let after = test.write(BLOCK_PAGES);
+    assert_eq!(test.nodes_of(after[0]), [NodeId(0)]);
+    test.assert_readable(&before);
+    test.assert_readable(&after);
 }
 
 #[test]
 fn a_slab_whose_last_node_is_gone_is_not_written() {
-    let mut world = world(2, 3);
-    let location = world.write(1)[0];
-    let nodes = world.nodes_of(location);
-    world.slabs.release(location);
-    world.crash(nodes[0]);
-    world.heal();
-    assert_eq!(world.nodes_of(location), nodes[1..], "an empty slab needs no new replica");
+    let mut test = new_test(2, 3);
+    let location = test.write(1)[0];
+    let nodes = test.nodes_of(location);
+    test.slabs.release(location);
+    test.crash(nodes[0]);
+    test.heal();
+    assert_eq!(test.nodes_of(location), nodes[1..], "an empty slab needs no new replica");
     // The sender finds this during the search for free pages, when it has already chosen the slab
     // because there are not two nodes.
-    world.crash(nodes[1]);
-    let locations = world.write(1);
-    world.assert_readable(&locations);
+    test.crash(nodes[1]);
+    let locations = test.write(1);
+    test.assert_readable(&locations);
 }
 
 #[test]
 fn a_missing_replica_is_made_when_there_is_free_memory() {
-    let mut world = world(2, 2);
-    let mut other_host = world.cluster.pool(5);
+    let mut test = new_test(2, 2);
+    let mut other_host = test.cluster.pool(5);
     let class = SizeClass::new(0).unwrap();
     let taken: Vec<_> = std::iter::from_fn(|| other_host.allocate(NodeId(1), class).ok()).collect();
-    let locations = world.write(BLOCK_PAGES);
-    assert_eq!(world.nodes_of(locations[0]), [NodeId(0)]);
-    assert!(world.sender.stats().degraded_slabs > 0);
-    world.heal();
-    assert!(world.sender.stats().degraded_slabs > 0, "there is no free memory yet");
+    let locations = test.write(BLOCK_PAGES);
+    assert_eq!(test.nodes_of(locations[0]), [NodeId(0)]);
+    assert!(test.sender.stats().degraded_slabs > 0);
+    test.heal();
+    assert!(test.sender.stats().degraded_slabs > 0, "there is no free memory yet");
     taken.into_iter().for_each(|extent| other_host.free(extent).unwrap());
-    world.sender.pool().refresh(NodeId(1)).unwrap();
-    world.heal();
-    assert_eq!(world.sender.stats().degraded_slabs, 0);
-    world.crash(NodeId(0));
-    world.assert_readable(&locations);
+    test.sender.pool().refresh(NodeId(1)).unwrap();
+    test.heal();
+    assert_eq!(test.sender.stats().degraded_slabs, 0);
+    test.crash(NodeId(0));
+    test.assert_readable(&locations);
 }
 
 #[test]
 fn a_damaged_replica_is_skipped_and_repaired() {
-    let mut world = world(2, 2);
-    let locations = world.write(BLOCK_PAGES);
-    let nodes = world.nodes_of(locations[5]);
+    let mut test = new_test(2, 2);
+    let locations = test.write(BLOCK_PAGES);
+    let nodes = test.nodes_of(locations[5]);
     let asked = nodes[locations[5].slab().0 as usize % 2];
-    world.damage(locations[5], asked);
-    world.assert_readable(&locations);
-    assert_eq!(world.fetcher.damaged_pages(), 1);
-    world.heal();
-    assert_eq!(world.sender.stats().repaired_pages, 1);
-    nodes.iter().filter(|node| **node != asked).for_each(|node| world.crash(*node));
-    world.assert_readable(&locations);
-    assert_eq!(world.fetcher.damaged_pages(), 1, "the page was repaired");
+    test.damage(locations[5], asked);
+    test.assert_readable(&locations);
+    assert_eq!(test.fetcher.damaged_pages(), 1);
+    test.heal();
+    assert_eq!(test.sender.stats().repaired_pages, 1);
+    nodes.iter().filter(|node| **node != asked).for_each(|node| test.crash(*node));
+    test.assert_readable(&locations);
+    assert_eq!(test.fetcher.damaged_pages(), 1, "the page was repaired");
 }
 
 #[test]
 fn a_page_damaged_in_all_replicas_is_an_error() {
-    let mut world = world(2, 2);
-    let locations = world.write(4);
-    world.damage(locations[2], NodeId(0));
-    world.damage(locations[2], NodeId(1));
-    assert_eq!(world.fetcher.fetch(&world.slabs, &locations).unwrap(), 2, "the pages before it are whole");
-    let error = world.fetcher.fetch(&world.slabs, &locations[2..]).unwrap_err();
+    let mut test = new_test(2, 2);
+    let locations = test.write(4);
+    test.damage(locations[2], NodeId(0));
+    test.damage(locations[2], NodeId(1));
+    assert_eq!(test.fetcher.fetch(&test.slabs, &locations).unwrap(), 2, "the pages before it are whole");
+    let error = test.fetcher.fetch(&test.slabs, &locations[2..]).unwrap_err();
     assert!(matches!(error, FetchError::Damaged { .. }), "{error}");
 }
 
 #[test]
 fn a_late_read_is_replaced_and_does_not_overwrite_a_buffer_in_use() {
-    let mut world = world(2, 2);
-    let locations = world.write(FETCH_PAGES_MAX);
-    world.assert_readable(&locations);
-    for node in world.cluster.nodes.clone() {
-        world.cluster.fabric.slow_node(node, 100_000);
-        let buffer = Arc::clone(world.fetcher.buffer());
-        world.assert_readable(&locations);
-        if world.fetcher.late_reads() > 0 {
-            assert!(!Arc::ptr_eq(&buffer, world.fetcher.buffer()), "the late READ keeps its buffer");
+    let mut test = new_test(2, 2);
+    let locations = test.write(FETCH_PAGES_MAX);
+    test.assert_readable(&locations);
+    for node in test.cluster.nodes.clone() {
+        test.cluster.fabric.slow_node(node, 100_000);
+        let buffer = Arc::clone(test.fetcher.buffer());
+        test.assert_readable(&locations);
+        if test.fetcher.late_reads() > 0 {
+            assert!(!Arc::ptr_eq(&buffer, test.fetcher.buffer()), "the late READ keeps its buffer");
         }
-        world.cluster.fabric.slow_node(node, 1);
+        test.cluster.fabric.slow_node(node, 1);
         let others: Vec<_> = locations.iter().rev().copied().collect();
-        world.fetcher.fetch(&world.slabs, &others).unwrap();
-        world.cluster.fabric.run();
+        test.fetcher.fetch(&test.slabs, &others).unwrap();
+        test.cluster.fabric.run();
         let mut found = [0; PAGE_BYTES];
-        world.fetcher.buffer().read(0, &mut found);
+        test.fetcher.buffer().read(0, &mut found);
         assert_eq!(found, content(FETCH_PAGES_MAX - 1), "a late READ wrote to a buffer in use");
-        world.assert_readable(&locations);
-        assert_eq!(world.fetcher.late_reads(), 0, "the late READ has completed");
+        test.assert_readable(&locations);
+        assert_eq!(test.fetcher.late_reads(), 0, "the late READ has completed");
     }
 }
 
 #[test]
 fn all_replicas_are_freed() {
-    let mut world = world(3, 3);
-    let locations = world.write(BLOCK_PAGES);
-    assert_eq!(world.slabs.bytes().0 % 3, 0);
-    locations.into_iter().for_each(|location| world.slabs.release(location));
-    world.heal();
-    world.sender.stop_healing();
-    world.sender.close();
-    assert_eq!(world.slabs.bytes().0, 0);
-    let mut pool = world.cluster.pool(6);
+    let mut test = new_test(3, 3);
+    let locations = test.write(BLOCK_PAGES);
+    assert_eq!(test.slabs.bytes().0 % 3, 0);
+    locations.into_iter().for_each(|location| test.slabs.release(location));
+    test.heal();
+    test.sender.stop_healing();
+    test.sender.close();
+    assert_eq!(test.slabs.bytes().0, 0);
+    let mut pool = test.cluster.pool(6);
     for node in (0..3).map(NodeId) {
         pool.refresh(node).unwrap();
         assert_eq!(pool.free_bytes(node), pool.total_bytes(node));
@@ -410,46 +411,46 @@ fn all_replicas_are_freed() {
 /// A probe reads by a slab's key, which is dead as soon as the slab is freed.
 #[test]
 fn a_slab_that_is_freed_while_its_node_is_probed_does_not_drop_the_node() {
-    let mut world = world_of(2, 2, 4 * NODE_BYTES);
-    let mut held = world.write(BLOCK_PAGES);
+    let mut test = new_test_of(2, 2, 4 * NODE_BYTES);
+    let mut held = test.write(BLOCK_PAGES);
     let mut freed_slabs = 0;
     while freed_slabs < 50 {
-        let locations = world.write(BLOCK_PAGES);
+        let locations = test.write(BLOCK_PAGES);
         let is_new = locations[0].slab() != held[0].slab();
         if is_new {
-            world.sender.probe();
-            held.drain(..).for_each(|location| world.slabs.release(location));
+            test.sender.probe();
+            held.drain(..).for_each(|location| test.slabs.release(location));
             freed_slabs += 1;
         }
         held.extend(locations);
         for location in &held {
-            assert_eq!(world.nodes_of(*location).len(), 2, "after {freed_slabs} freed slabs");
+            assert_eq!(test.nodes_of(*location).len(), 2, "after {freed_slabs} freed slabs");
         }
         for _ in 0..10 {
-            world.sender.advance(&mut Vec::new()).unwrap();
-            world.cluster.fabric.step();
+            test.sender.advance(&mut Vec::new()).unwrap();
+            test.cluster.fabric.step();
         }
     }
 }
 
 /// Whether the sender adds a node that died and returned while it copies that node's slabs.
 fn is_added_while_healing() -> bool {
-    let mut world = world(2, 3);
-    let locations = world.write(BLOCK_PAGES);
-    let node = world.nodes_of(locations[0])[0];
-    world.crash(node);
+    let mut test = new_test(2, 3);
+    let locations = test.write(BLOCK_PAGES);
+    let node = test.nodes_of(locations[0])[0];
+    test.crash(node);
     for _ in 0..ROUNDS_MAX {
-        world.sender.probe();
-        world.sender.advance(&mut Vec::new()).unwrap();
-        if world.sender.is_healing() {
+        test.sender.probe();
+        test.sender.advance(&mut Vec::new()).unwrap();
+        if test.sender.is_healing() {
             break;
         }
-        world.cluster.fabric.step();
+        test.cluster.fabric.step();
     }
-    assert!(world.sender.is_healing() && !world.sender.uses_node(node));
-    world.cluster.fabric.restart_node(world.cluster.nodes[usize::from(node.0)]);
-    world.sender.add_node(node, world.cluster.connect(node).unwrap()).unwrap();
-    world.sender.uses_node(node)
+    assert!(test.sender.is_healing() && !test.sender.uses_node(node));
+    test.cluster.fabric.restart_node(test.cluster.nodes[usize::from(node.0)]);
+    test.sender.add_node(node, test.cluster.connect(node).unwrap()).unwrap();
+    test.sender.uses_node(node)
 }
 
 #[test]

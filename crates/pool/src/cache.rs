@@ -11,8 +11,8 @@ use aquifer_fabric::{Host, Key, KeyEntry, Tenant};
 use crate::layout::Layout;
 use crate::op::{Grant, OpError, StepResult, WordAt, damaged, word_of};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{IllegalWord, Run, SectionWord, SpanState, SpanWord, record_of};
-pub use random::{NumberFns, Numbers};
+use crate::word::{AlignedRun, IllegalWord, SectionWord, SpanState, SpanWord, record_of};
+pub use random::{NumberFns, NumberSource};
 
 const SPANS: usize = SECTION_SPANS as usize;
 
@@ -40,7 +40,7 @@ pub struct NodeCache {
     /// For each section, a bit for each span whose owner is another tenant.
     foreign: Vec<u16>,
     tenant: Tenant,
-    numbers: Numbers,
+    numbers: NumberSource,
     /// How often a section's word was found to differ from the cached one.
     conflicts: u64,
     free_chunks: u64,
@@ -53,18 +53,18 @@ pub struct NodeCache {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Candidate {
     /// A run of an open span.
-    Chunks { span: u32, run: Run },
+    Chunks { span: u32, run: AlignedRun },
     /// An empty span, to be opened.
     Empty { span: u32 },
     /// A group of empty spans, to be allocated whole.
-    Whole { group: Run },
+    Whole { group: AlignedRun },
 }
 
 impl NodeCache {
     /// A cache in which all is empty, for a client of `tenant`. Searches begin at `start`, a result
     /// of [`search_start`].
     #[must_use]
-    pub fn new(layout: &Layout, start: u64, tenant: Tenant, numbers: Numbers) -> Self {
+    pub fn new(layout: &Layout, start: u64, tenant: Tenant, numbers: NumberSource) -> Self {
         let first_section = section_at(start, layout.sections());
         Self {
             sections: vec![SectionWord::default(); layout.sections() as usize],
@@ -86,7 +86,7 @@ impl NodeCache {
 
     /// The cache for another client, with its own numbers.
     #[must_use]
-    pub fn with_numbers(self, numbers: Numbers) -> Self {
+    pub fn with_numbers(self, numbers: NumberSource) -> Self {
         Self { numbers, ..self }
     }
 
@@ -242,7 +242,7 @@ impl NodeCache {
 
     /// The spans of a group, a bit for each, that A0 has yet to check: since the section had its
     /// cached word, they were not seen ready, or their owner is not known.
-    pub(crate) fn not_ready(&self, section: u32, group: Run) -> u32 {
+    pub(crate) fn not_ready(&self, section: u32, group: AlignedRun) -> u32 {
         let section = section as usize;
         group.mask() & !u32::from(self.ready[section] & self.owner_known[section])
     }
@@ -258,7 +258,7 @@ impl NodeCache {
     }
 
     /// Whether the owner of some span of a group is known to be another tenant.
-    pub(crate) fn has_foreign(&self, section: u32, group: Run) -> bool {
+    pub(crate) fn has_foreign(&self, section: u32, group: AlignedRun) -> bool {
         u32::from(self.foreign[section as usize]) & group.mask() != 0
     }
 

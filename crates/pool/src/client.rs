@@ -1,10 +1,10 @@
 //! The edge: runs the state machines over fabric endpoints.
 
+mod connection;
 mod lanes;
 mod node;
 mod random;
 mod recovery;
-mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -18,12 +18,12 @@ use crate::cache::{NO_RECORD, search_start};
 use crate::error::PoolError;
 use crate::leaks::{LeakDetector, Ledger, OperationGuard};
 use crate::op::{
-    AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Holding, HoldingsOp, Machine, OpError, RecoverOp,
-    Recovered, StretchOp,
+    AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Holding, HoldingsOp, OpError, RecoverOp, Recovered,
+    StateMachine, StretchOp,
 };
 use crate::size::{SECTION_BYTES, SizeClass};
-use crate::word::Run;
-use node::{Failure, Node};
+use crate::word::AlignedRun;
+use node::{ClientNode, Failure};
 pub use recovery::recover_node;
 
 /// The lowest work id of the pool's own operations. The user of a shared endpoint uses smaller
@@ -83,7 +83,7 @@ impl Stretch {
 pub struct PoolClient {
     host: Host,
     tenant: Tenant,
-    nodes: BTreeMap<NodeId, Node>,
+    nodes: BTreeMap<NodeId, ClientNode>,
     leak_detector: Arc<LeakDetector>,
 }
 
@@ -132,7 +132,7 @@ impl PoolClient {
             return Err(PoolError::TooManyNodes { limit: NODES_MAX });
         }
         let start = search_start(self.host, CLIENTS.fetch_add(1, Ordering::Relaxed));
-        self.nodes.insert(id, Node::open(id, endpoint, start, self.tenant)?);
+        self.nodes.insert(id, ClientNode::open(id, endpoint, start, self.tenant)?);
         Ok(())
     }
 
@@ -140,7 +140,7 @@ impl PoolClient {
     /// suspect.
     pub fn remove_node(&mut self, id: NodeId) -> Option<Box<dyn Endpoint>> {
         let mut node = self.nodes.remove(&id)?;
-        if let Some(drain) = node.take_drain() {
+        if let Some(drain) = node.pop_drain() {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
         self.leak_detector.suspect_leak(id);
@@ -148,7 +148,11 @@ impl PoolClient {
     }
 
     /// Runs a state machine to its end.
-    fn run<M: Machine>(&mut self, id: NodeId, machine: M) -> Result<Result<M::Output, Failure>, PoolError> {
+    fn run<M: StateMachine>(
+        &mut self,
+        id: NodeId,
+        machine: M,
+    ) -> Result<Result<M::Output, Failure>, PoolError> {
         self.with_node(id, |node| node.run(machine))
     }
 
@@ -157,14 +161,14 @@ impl PoolClient {
     fn with_node<T>(
         &mut self,
         id: NodeId,
-        work: impl FnOnce(&mut Node) -> Result<T, Failure>,
+        work: impl FnOnce(&mut ClientNode) -> Result<T, Failure>,
     ) -> Result<Result<T, Failure>, PoolError> {
         let _operation = self.leak_detector.begin_operation();
         let node = self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })?;
         node.begin();
         let outcome = work(node);
         if let Err(Failure::Work(_)) = outcome
-            && let Some(drain) = node.take_drain()
+            && let Some(drain) = node.pop_drain()
         {
             self.leak_detector.add_abandoned(id, node.region_key(), drain);
         }
@@ -180,19 +184,19 @@ impl PoolClient {
     /// not have.
     #[must_use]
     pub fn sections(&self, id: NodeId) -> u32 {
-        self.nodes.get(&id).map_or(0, Node::sections)
+        self.nodes.get(&id).map_or(0, ClientNode::sections)
     }
 
     /// Free bytes of a node, by the cached words; 0 for a node that this client does not have.
     #[must_use]
     pub fn free_bytes(&self, id: NodeId) -> u64 {
-        self.nodes.get(&id).map_or(0, Node::free_bytes)
+        self.nodes.get(&id).map_or(0, ClientNode::free_bytes)
     }
 
     /// Bytes that a node lends, by the cached words; 0 for a node that this client does not have.
     #[must_use]
     pub fn total_bytes(&self, id: NodeId) -> u64 {
-        self.nodes.get(&id).map_or(0, Node::total_bytes)
+        self.nodes.get(&id).map_or(0, ClientNode::total_bytes)
     }
 
     /// Reads all control words of a node, so that [`PoolClient::free_bytes`] is up to date.
@@ -205,7 +209,7 @@ impl PoolClient {
 
     /// The key of a node's region. A node that began with new memory has another key.
     pub(crate) fn region_key(&self, id: NodeId) -> Key {
-        self.nodes.get(&id).map_or(Key(0), Node::region_key)
+        self.nodes.get(&id).map_or(Key(0), ClientNode::region_key)
     }
 
     /// Lists all that this host owns in some sections, by words and log, whichever client allocated
@@ -296,7 +300,7 @@ impl PoolClient {
         self.nodes.get(&id)?.cache.sections_to_clear(sections)
     }
 
-    fn run_alloc<M: Machine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
+    fn run_alloc<M: StateMachine>(&mut self, id: NodeId, op: M, bytes: u64) -> Result<M::Output, PoolError> {
         let outcome = self.run(id, op)?.map_err(|failure| failure.of(id, 0, bytes));
         if !matches!(outcome, Ok(_) | Err(PoolError::Full { .. })) {
             // Something may have been allocated.
@@ -310,7 +314,7 @@ impl PoolClient {
     ///
     /// To be called now and then while no operation runs.
     pub fn maintain(&mut self) {
-        self.nodes.values_mut().for_each(Node::poll);
+        self.nodes.values_mut().for_each(ClientNode::poll);
     }
 
     /// Allocates a group of a section's spans without a key, whichever tenant used them last.
@@ -323,7 +327,7 @@ impl PoolClient {
         &mut self,
         id: NodeId,
         section: u32,
-        group: Run,
+        group: AlignedRun,
     ) -> Result<Option<Extent>, PoolError> {
         match self.run(id, AllocOp::of_group(self.host, section, group))? {
             Ok(grant) => Ok(Some(self.node(id)?.extent(grant))),
@@ -371,7 +375,7 @@ impl PoolClient {
         let host = self.host;
         let outcomes = self.with_node(id, |node| {
             // No chunk has this number, so that an address outside of the region is not allocated.
-            let chunk = |node: &Node, addr| node.chunk_of(addr).unwrap_or(u32::MAX);
+            let chunk = |node: &ClientNode, addr| node.chunk_of(addr).unwrap_or(u32::MAX);
             let grant = |extent: &Extent| Grant {
                 chunk: chunk(node, extent.addr),
                 class: extent.class,
@@ -446,7 +450,7 @@ impl PoolClient {
     /// The record in an extent's control word, as cached, for [`Self::resume_free`]. Never 0.
     #[must_use]
     pub fn last_record(&self, extent: Extent) -> u32 {
-        let record = |node: &Node| {
+        let record = |node: &ClientNode| {
             let chunk = node.chunk_of(extent.addr)?;
             Some(node.cache.last_record(Grant { chunk, class: extent.class, key: extent.key }))
         };
@@ -485,10 +489,10 @@ impl PoolClient {
     /// Work ids of the user must be below [`POOL_WORK_ID`]. The user's completions that the pool
     /// polls are kept until the user polls.
     pub fn endpoint(&mut self, id: NodeId) -> Option<&mut Box<dyn Endpoint>> {
-        self.nodes.get_mut(&id).map(Node::endpoint)
+        self.nodes.get_mut(&id).map(ClientNode::endpoint)
     }
 
-    fn node(&mut self, id: NodeId) -> Result<&mut Node, PoolError> {
+    fn node(&mut self, id: NodeId) -> Result<&mut ClientNode, PoolError> {
         self.nodes.get_mut(&id).ok_or(PoolError::NoSuchNode { node: id })
     }
 }

@@ -10,12 +10,12 @@ use crate::layout::{
 };
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{AlignedRun, InlineLog, LogEntry, LogOp, SectionWord, SpanState, SpanWord};
 
 const HOST: Host = Host(0xabc);
 
-fn run(first: u8, order: u8) -> Run {
-    Run::new(first, order).expect("it is aligned")
+fn run(first: u8, order: u8) -> AlignedRun {
+    AlignedRun::new(first, order).expect("it is aligned")
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn golden_section_words() {
         ("span 4 opened beside 3, which is full", allocated.open_beside(4, 3, HOST)),
         ("spans 8 to 15 freed", allocated.free(run(8, 3), HOST)),
         ("span 3 closed", opened.close(3, HOST)),
-        ("allocated whole", SectionWord::default().allocate(Run::SECTION, Host(1))),
+        ("allocated whole", SectionWord::default().allocate(AlignedRun::SECTION, Host(1))),
     ];
     for (name, word) in words {
         word.check().expect(name);

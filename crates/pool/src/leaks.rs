@@ -138,7 +138,7 @@ impl LeakDetector {
 
     /// Returns the nodes that became suspect since the last call.
     #[must_use]
-    pub fn take_suspects(&self) -> BTreeSet<NodeId> {
+    pub fn pop_suspects(&self) -> BTreeSet<NodeId> {
         std::mem::take(&mut *lock(&self.suspects))
     }
 

@@ -10,7 +10,7 @@ use crate::error::FormatError;
 use crate::layout::{HEADER_BYTES, Layout};
 use crate::op::WordAt;
 use crate::size::{CHUNK_BYTES, SECTION_BYTES, SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{Run, SectionWord, SpanState, SpanWord};
+use crate::word::{AlignedRun, SectionWord, SpanState, SpanWord};
 
 /// The bytes of a cleared chunk.
 static ZEROS: [u8; 4096] = [0; 4096];
@@ -140,7 +140,7 @@ impl NodeMemory {
     /// To be allocated by [`crate::op::AllocOp::of_group`], which finds out whether it is still
     /// free.
     #[must_use]
-    pub fn find_uncleared(&self, section: u32) -> Option<Run> {
+    pub fn find_uncleared(&self, section: u32) -> Option<AlignedRun> {
         let states = SectionWord(self.word(WordAt::Section(section)));
         if states.empty_spans() == 0 {
             // Reading entries that were never touched would allocate their pages.

@@ -81,5 +81,7 @@ impl Endpoint for SharedEndpoint {
         }
     }
 
-    forward_endpoint!(inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, drain_handle);
+    forward_endpoint!(
+        inner: poll_fd, register_local, receive, regions, limits, is_broken, is_away, drain_handle
+    );
 }

@@ -64,7 +64,11 @@ proptest! {
     }
 
     #[test]
-    fn one_changed_byte_is_noticed(at in 0..HEADER_BYTES, change in 1..=255_u8, sections in 1..=SECTIONS_MAX) {
+    fn one_changed_byte_is_noticed(
+        at in 0..HEADER_BYTES,
+        change in 1..=255_u8,
+        sections in 1..=SECTIONS_MAX,
+    ) {
         let mut page = Layout::new(3, sections).unwrap().encode();
         page[at] ^= change;
         prop_assert!(parse(&page).is_err());

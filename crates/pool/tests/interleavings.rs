@@ -37,7 +37,7 @@ const DYING: Host = Host(3);
 
 /// A step that is done wrong.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Fault {
+enum ClientFault {
     None,
     /// The node's CAS is not atomic.
     TornCas,
@@ -48,20 +48,20 @@ enum Fault {
 }
 
 /// The node, and the true owners of its chunks.
-struct Scene {
+struct SharedNode {
     memory: StdArc<Memory>,
     layout: Layout,
     /// The worker that owns each chunk; 0 for none.
     owners: Vec<AtomicU16>,
     /// The last access of the dead host.
     stray: Mutex<Option<Verb>>,
-    fault: Fault,
+    fault: ClientFault,
 }
 
 /// An endpoint that executes operations when they are posted, and lets other threads run in
 /// between.
 struct YieldingEndpoint {
-    scene: Arc<Scene>,
+    scene: Arc<SharedNode>,
     regions: [Region; 1],
     locals: Vec<StdArc<Memory>>,
     done: VecDeque<Completion>,
@@ -75,8 +75,8 @@ impl std::fmt::Debug for YieldingEndpoint {
     }
 }
 
-impl Scene {
-    fn new(fault: Fault) -> Self {
+impl SharedNode {
+    fn new(fault: ClientFault) -> Self {
         let layout = Layout::new(NODE.0, 1).expect("a layout");
         let len = usize::try_from(layout.region_bytes()).expect("it is small");
         let memory = Memory::create("interleavings", len).expect("memory");
@@ -142,7 +142,7 @@ impl Scene {
         match verb {
             Verb::CompareSwap { remote, expected, desired } => {
                 let word = self.memory.atomic_u64(self.at(remote));
-                if self.fault == Fault::TornCas {
+                if self.fault == ClientFault::TornCas {
                     let found = word.load(SeqCst);
                     thread::yield_now();
                     if found == expected {
@@ -183,7 +183,7 @@ impl Scene {
 impl Endpoint for YieldingEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         for Work { id, verb, .. } in batch {
-            if self.accesses_left == 1 && self.scene.fault == Fault::Unfenced {
+            if self.accesses_left == 1 && self.scene.fault == ClientFault::Unfenced {
                 let mut stray = self.scene.stray.lock().expect("no panic");
                 // The bytes of a WRITE are in memory that is dropped with the client.
                 *stray = Some(*verb).filter(|verb| matches!(verb, Verb::CompareSwap { .. }));
@@ -251,7 +251,7 @@ impl Ledger for WorkerLedger {
 
 /// Allocates and frees extents, and owns none at the end.
 fn run_worker(
-    scene: &Arc<Scene>,
+    scene: &Arc<SharedNode>,
     client: &mut PoolClient,
     name: u16,
     ledger: &WorkerLedger,
@@ -260,7 +260,8 @@ fn run_worker(
     for _ in 0..TURNS {
         if owned.is_empty() || thread_rng().gen_bool(0.6) {
             let class = SizeClass::new(CLASSES[thread_rng().gen_range(0..CLASSES.len())]).expect("a class");
-            let operation = Some(client.begin_operation()).filter(|_| scene.fault != Fault::RecordedLate);
+            let operation =
+                Some(client.begin_operation()).filter(|_| scene.fault != ClientFault::RecordedLate);
             let outcome = match thread_rng().gen_range(0..4) {
                 0 => client.allocate_many(NODE, class, 3),
                 _ => client.allocate(NODE, class).map(|extent| vec![extent]),
@@ -287,7 +288,7 @@ fn run_worker(
 
 /// Frees extents, and removes them from the ledger.
 fn free(
-    scene: &Scene,
+    scene: &SharedNode,
     client: &mut PoolClient,
     name: u16,
     ledger: &WorkerLedger,
@@ -301,7 +302,7 @@ fn free(
 }
 
 /// Allocates all spans but two, so that all clients meet there.
-fn fill_all_but_two(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
+fn fill_all_but_two(scene: &Arc<SharedNode>) -> (PoolClient, Vec<Extent>) {
     let mut client = scene.client(Host(9), &StdArc::default(), u64::MAX);
     let spans = (0..14).map(|_| client.allocate(NODE, SizeClass::SPAN).expect("there is room")).collect();
     (client, spans)
@@ -309,8 +310,8 @@ fn fill_all_but_two(scene: &Arc<Scene>) -> (PoolClient, Vec<Extent>) {
 
 /// Runs two workers of one host, which is scanned for leaks meanwhile; one worker of another host;
 /// and one that dies and is recovered.
-fn play(fault: Fault) {
-    let scene = Arc::new(Scene::new(fault));
+fn play(fault: ClientFault) {
+    let scene = Arc::new(SharedNode::new(fault));
     let (mut filler, filled) = fill_all_but_two(&scene);
     let leak_detector = StdArc::new(LeakDetector::default());
     let mut threads = Vec::new();
@@ -350,7 +351,7 @@ fn play(fault: Fault) {
 }
 
 /// Runs a client that dies at some moment, and then another host that recovers it.
-fn die_and_be_recovered(scene: &Arc<Scene>) {
+fn die_and_be_recovered(scene: &Arc<SharedNode>) {
     let accesses = thread_rng().gen_range(1..LIFE_MAX);
     let mut client = scene.client(DYING, &StdArc::default(), accesses);
     // It does not report the owners of its chunks, which would not be known at its death.
@@ -379,13 +380,13 @@ fn runner<S: Scheduler + 'static>(scheduler: S) -> Runner<S> {
 
 #[test]
 fn no_chunk_has_two_owners_and_none_is_lost() {
-    runner(RandomScheduler::new(SCHEDULES)).run(|| play(Fault::None));
-    runner(PctScheduler::new(3, SCHEDULES)).run(|| play(Fault::None));
+    runner(RandomScheduler::new(SCHEDULES)).run(|| play(ClientFault::None));
+    runner(PctScheduler::new(3, SCHEDULES)).run(|| play(ClientFault::None));
 }
 
 #[test]
 fn faults_are_noticed() {
-    for fault in [Fault::TornCas, Fault::Unfenced, Fault::RecordedLate] {
+    for fault in [ClientFault::TornCas, ClientFault::Unfenced, ClientFault::RecordedLate] {
         let outcome = std::panic::catch_unwind(|| {
             runner(RandomScheduler::new(10 * SCHEDULES)).run(move || play(fault));
         });

@@ -32,7 +32,9 @@ impl Endpoint for LateZero {
         self.inner.post(batch)
     }
 
-    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
+    forward_endpoint!(
+        inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle
+    );
 }
 
 /// The key is in its entry when the client checks, and revoked when the client is to revoke it. The

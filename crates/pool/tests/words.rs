@@ -1,11 +1,11 @@
 //! Properties of control words: of any 64 bits, and of words that the protocol produces.
 
 use aquifer_fabric::Host;
-use aquifer_pool::word::{InlineLog, LogOp, Run, STAMPS, SectionWord, SpanState, SpanWord};
+use aquifer_pool::word::{AlignedRun, InlineLog, LogOp, STAMPS, SectionWord, SpanState, SpanWord};
 use proptest::prelude::*;
 
-fn runs(order_max: u8) -> impl Strategy<Value = Run> {
-    let aligned = |(first, order): (u8, u8)| Run::new(first >> order << order, order).unwrap();
+fn runs(order_max: u8) -> impl Strategy<Value = AlignedRun> {
+    let aligned = |(first, order): (u8, u8)| AlignedRun::new(first >> order << order, order).unwrap();
     (0..32_u8, 0..=order_max).prop_map(aligned)
 }
 
@@ -13,8 +13,8 @@ fn hosts() -> impl Strategy<Value = Host> {
     (1..=4095_u16).prop_map(Host)
 }
 
-fn groups() -> impl Strategy<Value = Run> {
-    let aligned = |(first, order): (u8, u8)| Run::new(first >> order << order, order).unwrap();
+fn groups() -> impl Strategy<Value = AlignedRun> {
+    let aligned = |(first, order): (u8, u8)| AlignedRun::new(first >> order << order, order).unwrap();
     (0..16_u8, 0..=4_u8).prop_map(aligned)
 }
 
@@ -76,7 +76,7 @@ proptest! {
     #[test]
     fn a_run_that_is_found_is_free_and_the_first(bits in any::<u32>(), order in 0..=4_u8) {
         let word = SpanWord(bits.into());
-        let free = |first: u8| Run::new(first, order).filter(|run| bits & run.mask() == 0);
+        let free = |first: u8| AlignedRun::new(first, order).filter(|run| bits & run.mask() == 0);
         prop_assert_eq!(word.find(order), (0..32).find_map(free));
     }
 
@@ -84,7 +84,8 @@ proptest! {
     fn a_group_that_is_found_is_empty_and_the_first(bits in any::<u32>(), order in 0..=4_u8) {
         let word = SectionWord(bits.into());
         let empty = |first: u8| {
-            Run::new(first, order).filter(|run| (first..first + run.len()).all(|i| word.state(i) == SpanState::Empty))
+            let is_empty = |i: u8| word.state(i) == SpanState::Empty;
+            AlignedRun::new(first, order).filter(|run| (first..first + run.len()).all(is_empty))
         };
         prop_assert_eq!(word.find(order), (0..16).find_map(empty));
     }
@@ -113,7 +114,8 @@ proptest! {
         let allocated = word.allocate(run, host);
         prop_assert_eq!(allocated.check(), Ok(()));
         prop_assert!(allocated.all(run, SpanState::Full));
-        prop_assert_eq!(allocated.log().unwrap().map(|log| (log.op, log.run, log.host)), Some((LogOp::Alloc, run, host)));
+        let record = allocated.log().unwrap().map(|log| (log.op, log.run, log.host));
+        prop_assert_eq!(record, Some((LogOp::Alloc, run, host)));
         let freed = allocated.free(run, host);
         prop_assert_eq!((freed.check(), freed.bits()), (Ok(()), word.bits()));
         let opened = word.open(run.first(), host);
@@ -137,7 +139,7 @@ proptest! {
 
 #[test]
 fn the_timestamp_wraps() {
-    let (run, host) = (Run::single(3), Host(4095));
+    let (run, host) = (AlignedRun::single(3), Host(4095));
     let mut word = SpanWord::default();
     for turn in 1..=u32::from(STAMPS) + 1 {
         word = if word.is_closed() { word.allocate(run, host) } else { word.free(run, host) };
@@ -149,17 +151,17 @@ fn the_timestamp_wraps() {
 
 #[test]
 fn the_layout_of_the_bits_is_the_documented_one() {
-    let span = SpanWord::default().allocate(Run::new(4, 2).unwrap(), Host(0xabc));
+    let span = SpanWord::default().allocate(AlignedRun::new(4, 2).unwrap(), Host(0xabc));
     // op 2, run number 8 + 1, host 0xabc, stamp 1; chunks 4 to 7.
     assert_eq!(span.0, (2 << 61) | (9 << 55) | (0xabc << 43) | (1 << 32) | 0xf0);
-    let section = SectionWord::default().open(3, Host(1)).allocate(Run::new(8, 3).unwrap(), Host(2));
+    let section = SectionWord::default().open(3, Host(1)).allocate(AlignedRun::new(8, 3).unwrap(), Host(2));
     // op 2, run number 2 + 1, host 2, stamp 2; span 3 is 01, spans 8 to 15 are 11.
     assert_eq!(section.0, (2 << 61) | (3 << 55) | (2 << 43) | (2 << 32) | 0xffff_0040);
 }
 
 #[test]
 fn illegal_words_are_refused() {
-    let allocated = SpanWord::default().allocate(Run::single(0), Host(1)).0;
+    let allocated = SpanWord::default().allocate(AlignedRun::single(0), Host(1)).0;
     for (what, word) in [
         ("bits without a log", 1),
         ("no host", (2 << 61) | (32 << 55) | (1 << 32) | 1),

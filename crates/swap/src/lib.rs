@@ -1,13 +1,14 @@
 //! Kernel swap for the programs of one cgroup.
 //!
-//! - [`serve`](server::serve): the server of a swap device whose pages are in the pool.
-//! - [`setup`]: the changes to the machine that this takes, and their undoing. The benches set up other swap areas with it.
-//! - [`ending`]: processes that are about to end.
+//! - [`serve`]: the server of a swap device whose pages are in the pool.
+//! - [`setup`]: changes to the machine that swap devices need, and how they are undone. The benches
+//!   set up other swap areas with it.
+//! - [`exiting`]: processes that have been killed and have not ended yet.
 
-mod agent;
-pub mod ending;
+mod agent_watch;
+pub mod exiting;
 mod protect;
-pub mod server;
+mod server;
 pub mod setup;
 
-pub use server::{SwapOptions, serve};
+pub use server::{DirectoryConnectError, SwapDeviceOptions, serve};

@@ -1,4 +1,4 @@
-//! What the kernel swaps to must never wait for swap itself, nor be ended to make room.
+//! Protection of a swap server: it must not wait for swap, and must not be killed to free memory.
 
 use std::fs;
 use std::io;
@@ -6,38 +6,50 @@ use std::io;
 use aquifer_faults::serve::priority::{URGENT, set_niceness};
 
 const OOM_SCORE: &str = "/proc/self/oom_score_adj";
-// linux/prctl.h
+/// Of `linux/prctl.h`.
 const PR_SET_IO_FLUSHER: libc::c_int = 57;
-/// Never chosen when the kernel looks for somebody to kill.
+/// The score of a process that the out-of-memory killer spares.
 const OOM_SCORE_MIN: &str = "-1000";
 
-/// Why a process could not be protected.
+/// Why a process cannot be protected.
 #[derive(Debug, thiserror::Error)]
 pub enum ProtectError {
-    /// Locked memory.
+    /// Memory cannot be locked.
     #[error(
-        "the server of a swap device could not lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l unlimited"
+        "the swap server cannot lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l unlimited"
     )]
     Lock(io::Error),
 }
 
-/// Locks all memory that this process has and will have, as it is touched; keeps it from being killed; and tells the kernel that others' memory
-/// waits for what it does, so that what it asks the kernel for is not made to wait for that memory.
+/// Protects this process, which serves memory of other processes.
+///
+/// All its memory, present and future, is locked as it is touched. The out-of-memory killer spares
+/// it. The kernel is notified (`PR_SET_IO_FLUSHER`) that other processes' memory waits for this one,
+/// so that its own allocations do not wait for that memory.
+///
+/// # Errors
+/// If memory cannot be locked.
 pub fn protect() -> Result<(), ProtectError> {
-    // In a container root may lack these two rights. Then the server is no worse off than other processes, and its death ends its run.
+    // In a container root may lack the right to this and to PR_SET_IO_FLUSHER. Without them the
+    // server is as safe as other processes; if it dies, its run ends.
     if let Err(error) = fs::write(OOM_SCORE, OOM_SCORE_MIN) {
-        tracing::warn!(%error, "this process may be killed when the machine is short of memory ({OOM_SCORE})");
+        tracing::warn!(
+            file = OOM_SCORE,
+            %error,
+            "setting the OOM score failed; the kernel may kill this swap server when memory is short"
+        );
     }
-    // Threads that are started later inherit it.
+    // Threads that are started later inherit the priority.
     set_niceness(URGENT);
-    // SAFETY: takes flags only. Locked on fault: large sparse tables take no more than they did.
+    // SAFETY: the call takes flags only. MCL_ONFAULT locks pages when they are touched, so that large
+    // sparse tables need no more memory than before.
     if unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) } != 0 {
         return Err(ProtectError::Lock(io::Error::last_os_error()));
     }
-    // SAFETY: takes numbers only. Threads that are started later inherit it.
+    // SAFETY: the call takes numbers only. Threads that are started later inherit the flag.
     if unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) } != 0 {
         let error = io::Error::last_os_error();
-        tracing::warn!(%error, "the kernel was not told that others' memory waits for this process");
+        tracing::warn!(%error, "PR_SET_IO_FLUSHER failed; this swap server may wait for memory that waits for it");
     }
     Ok(())
 }

@@ -1,7 +1,8 @@
-//! The server of one run's swap device, in a process of its own: it owns the cgroup, the volume, the loop device, and undoes them when no
-//! program is left in the cgroup. To `aquifer run --swap` it is what the agent is to other runs.
+//! The server of one run's swap device.
 //!
-//! What goes wrong with the device ends the programs of the cgroup, and nobody else.
+//! The server is a process of its own. It owns the cgroup, the volume and the loop device, and
+//! removes them when no program is left in the cgroup. To `aquifer run --swap` it is what the agent
+//! is to other runs. A failure of the device ends the programs of the cgroup and no others.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,10 +20,10 @@ use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_host::audit::Audits;
-use aquifer_host::lent::{BorrowError, borrow};
+use aquifer_host::cluster_access::{ClusterAccessError, MalformedKey, request_cluster_access};
+use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
-use aquifer_host::nodes::Nodes;
+use aquifer_host::nodes::NodeRegistry;
 use aquifer_host::report::{LatencyUs, RunStatistics};
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
@@ -30,28 +31,29 @@ use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
 use aquifer_pool::PoolClient;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::agent::AgentWatch;
+use crate::agent_watch::AgentWatch;
 use crate::protect::{ProtectError, protect};
 use crate::setup::cgroup::Cgroup;
-use crate::setup::record::Record;
-use crate::setup::want::Want;
+use crate::setup::oom_wait::OomWait;
+use crate::setup::record::SetupRecord;
 use crate::setup::{SetupError, loop_device, mount};
 
-/// How often to look around.
+/// Longest time between two turns of the main loop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-/// A write waits so long for room, at most.
-const WRITE_PATIENCE: Duration = Duration::from_secs(10);
-/// After its program's end the run waits so long for others that the program has left behind.
-const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
-/// The device has this many times the limit, unless something else is asked for.
+/// Longest time that a write to the device waits for room in the mempool.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// After the end of its program, a run waits this long for programs in the background.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Default size of the device as a multiple of the run's limit.
 const SIZE_PER_LIMIT: u64 = 8;
-/// It has no more than this many times what the pool has free. Once: the pool would not be full before the device. Twice: while it is less
-/// than half full the kernel leaves on it what it has read back, and need not write it again.
+/// Largest default size of the device as a multiple of the pool's free memory. With one, the pool
+/// would be full before the device is. With two, the kernel keeps pages on the device that it has
+/// read back while the device is less than half full, and does not write them again.
 const SIZE_PER_FREE: u64 = 2;
-/// Less makes no swap device.
+/// Smallest size of a device.
 const SIZE_BYTES_MIN: u64 = 1 << 20;
 
-/// Why there is no swap device.
+/// Why a swap device cannot be set up.
 #[derive(Debug, thiserror::Error)]
 enum SwapError {
     #[error(
@@ -68,12 +70,12 @@ enum SwapError {
         "the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)"
     )]
     NoNodes,
-    #[error("the cluster's key cannot be used: {0}")]
-    Key(String),
     #[error(transparent)]
-    Borrow(#[from] BorrowError),
+    Key(#[from] MalformedKey),
     #[error(transparent)]
-    Directory(DirectoryError),
+    Access(#[from] ClusterAccessError),
+    #[error(transparent)]
+    Directory(DirectoryConnectError),
     #[error(transparent)]
     Membership(#[from] MembershipError),
     #[error(transparent)]
@@ -82,114 +84,116 @@ enum SwapError {
     Setup(#[from] SetupError),
     #[error("no memory for the swap device: {0}")]
     Memory(#[from] aquifer_pager::TableError),
-    #[error("the swap device cannot be served (is there FUSE, /dev/fuse?): {0}")]
+    #[error("the swap device cannot be served: {0}; check that FUSE is available (/dev/fuse)")]
     Serve(#[from] io::Error),
 }
 
-/// What a swap device is to be.
+/// Options of a swap device.
 #[derive(Clone, Debug)]
-pub struct SwapOptions {
-    /// The program's name, for people.
+pub struct SwapDeviceOptions {
+    /// The program's name, for messages.
     pub name: String,
-    /// The run's limit.
+    /// The run's limit of resident memory.
     pub limit_bytes: u64,
-    /// The device's size, if not the default.
+    /// The device's size; `None` for the default.
     pub size_bytes: Option<u64>,
     /// The socket of this machine's agent.
     pub agent_socket: PathBuf,
-    /// The folder in which the device's file is mounted.
+    /// The folder below which the device's file is mounted.
     pub folder: PathBuf,
 }
 
-/// Why the directory cannot be reached: a sentence.
-pub type DirectoryError = Box<dyn std::error::Error + Send + Sync>;
+/// Why the directory cannot be reached.
+pub type DirectoryConnectError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Serves a swap device for the run at the other end of `run`, until its programs have ended. `connect` makes of the agent's
-/// description of the directory a connection to it.
+/// Serves a swap device for the run at the other end of `run`, until its programs have ended.
+/// `connect` connects to the directory that the agent describes.
+///
+/// A device that cannot be set up is reported to the run, and the exit code is a failure.
 ///
 /// # Errors
-/// If the run cannot be told whether there is a device. A device that cannot be made is reported to the run, and a failure.
+/// If the run cannot be notified.
 pub fn serve(
     run: OwnedFd,
-    options: &SwapOptions,
-    connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryError>,
+    options: &SwapDeviceOptions,
+    connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryConnectError>,
 ) -> io::Result<ExitCode> {
-    match Server::start(options, connect) {
+    match DeviceServer::start(options, connect) {
         Ok(server) => {
             let opened = Frame::SwapOpened(server.record.name().to_owned());
             let procs = server.cgroup.procs().map_err(io::Error::other)?;
             send_frame(&run, &opened, &[procs.as_fd()])?;
             drop(procs);
-            server.attend(run);
+            server.run(run);
             Ok(ExitCode::SUCCESS)
         }
         Err(error) => {
-            tracing::error!(%error, "no swap device");
+            tracing::error!(name = options.name, %error, "setting up the swap device failed");
             send_frame(&run, &Frame::Refused(error.to_string()), &[])?;
             Ok(ExitCode::FAILURE)
         }
     }
 }
 
-/// A swap device that is in use.
-struct Server {
+/// A swap device in use.
+struct DeviceServer {
     name: String,
     limit_bytes: u64,
     volume: Arc<BlockVolume>,
     pump: PumpThread,
     front: JoinHandle<io::Result<()>>,
     cgroup: Cgroup,
-    record: Record,
-    /// Extents are this host's: a number of its own, which ends with the device.
+    record: SetupRecord,
+    /// The server is a host of its own. Its number, and its extents, end with the device.
     membership: Membership,
-    audits: Audits,
+    leak_scanner: LeakScanner,
     agent: AgentWatch,
-    want: Want,
+    oom_wait: OomWait,
 }
 
-impl Server {
+impl DeviceServer {
     fn start(
-        options: &SwapOptions,
-        connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryError>,
+        options: &SwapDeviceOptions,
+        connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryConnectError>,
     ) -> Result<Self, SwapError> {
         if options.limit_bytes < LIMIT_BYTES_MIN {
             return Err(SwapError::TooSmall { limit_bytes: options.limit_bytes });
         }
         protect()?;
         let path = options.agent_socket.clone();
-        let (socket, lent) = borrow(&path)?;
+        let (socket, access) = request_cluster_access(&path)?;
         let name = format!("swap of {}", options.name);
-        let directory = connect(&lent.directory).map_err(SwapError::Directory)?;
+        let directory = connect(&access.directory).map_err(SwapError::Directory)?;
         let mut membership =
             Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-        let connect = ConnectOptions { encrypt: lent.encrypt, ..ConnectOptions::default() };
-        let nodes = Nodes::new(directory, identity, lent.key().map_err(SwapError::Key)?, connect);
+        let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
+        let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
         membership.watch_nodes(&nodes)?;
-        if nodes.at_least(1).is_err() {
+        if nodes.require(1).is_err() {
             return Err(SwapError::NoNodes);
         }
-        let mut pool = nodes.pool(tenant.0);
+        let mut pool = nodes.pool_client(tenant.0);
         let bytes = device_bytes(options, free_bytes(&mut pool))?;
         let budget = Arc::new(Budget::new(options.limit_bytes));
-        // As for other runs, the share of the mempool comes out of the limit.
+        // As in other runs, the share of the mempool counts against the limit.
         let resident_bytes = budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(options.limit_bytes - resident_bytes).map_err(io::Error::other)?;
         let mempool = Arc::new(Mempool::new(share_bytes)?);
-        let connector: Arc<dyn Connector> = nodes.of(tenant.0);
-        let volume = BlockVolume::new(bytes, mempool, budget, WRITE_PATIENCE)?;
-        // From here on an early return drops the record, and that undoes what it holds.
-        let mut record = Record::create()?;
+        let connector: Arc<dyn Connector> = nodes.connector(tenant.0);
+        let volume = BlockVolume::new(bytes, mempool, budget, WRITE_TIMEOUT)?;
+        // From here on, an early return drops the record, which undoes its steps.
+        let mut record = SetupRecord::create()?;
         let cgroup = Cgroup::create(&mut record, resident_bytes, bytes)?;
-        cgroup.set_waits_in_want(true)?;
+        cgroup.set_oom_waits(true)?;
         let folder = mount::create(&mut record, &options.folder)?;
         let front = start_front(&volume, &connector, &folder)?;
         let mover = Mover::new(Arc::clone(&volume), Arc::clone(&connector))?;
         let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
-        let audits = Audits::start(nodes, tenant, false)?;
+        let leak_scanner = LeakScanner::start(nodes, tenant, false)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
-        tracing::info!(name = options.name, bytes, record = record.name(), "swap is on");
+        tracing::info!(name = options.name, bytes, record = record.name(), "swap device in use");
         Ok(Self {
             name: options.name.clone(),
             limit_bytes: options.limit_bytes,
@@ -199,135 +203,137 @@ impl Server {
             cgroup,
             record,
             membership,
-            audits,
+            leak_scanner,
             agent: AgentWatch::new(path, socket),
-            want: Want::default(),
+            oom_wait: OomWait::default(),
         })
     }
 
-    /// Attend to the run until nobody is left in its cgroup; then undo everything.
-    fn attend(mut self, run: OwnedFd) {
+    /// Serves until no program is left in the cgroup; then undoes the setup.
+    fn run(mut self, run: OwnedFd) {
         let mut run = Some(run);
-        let mut closing = None;
+        let mut closing_since = None;
         let mut is_ended = false;
         loop {
             self.wait(run.as_ref());
-            self.tell_news(run.as_ref());
-            self.heed_want();
-            if let Some(reason) = self.agent.look().or_else(|| self.failure()).filter(|_| !is_ended) {
+            self.send_notices(run.as_ref());
+            self.poll_oom_wait();
+            if let Some(reason) = self.agent.poll().or_else(|| self.failure()).filter(|_| !is_ended) {
                 is_ended = true;
                 self.end(run.as_ref(), &reason);
             }
-            if closing.is_none() && run.as_ref().is_some_and(is_readable) {
+            if closing_since.is_none() && run.as_ref().is_some_and(is_readable) {
                 if !matches!(run.as_ref().map(receive_frame), Some(Ok((Frame::CloseRun, _)))) {
-                    // Whoever started the run is gone; its programs go on until they end.
+                    // `aquifer run` has ended. Its programs continue until they end.
                     run = None;
                 }
-                closing = Some(Instant::now());
+                closing_since = Some(Instant::now());
             }
-            let Some(since) = closing else { continue };
+            let Some(since) = closing_since else { continue };
             if self.is_empty() {
                 break;
             }
-            if since.elapsed() > CLOSE_PATIENCE && run.is_some() {
-                // Programs in the background stay under their limit until they end. Nobody waits for that.
+            if since.elapsed() > CLOSE_TIMEOUT && run.is_some() {
+                // Programs in the background stay under their limit until they end. `aquifer run`
+                // does not wait for that.
                 let run = run.take();
-                self.last_words().iter().for_each(|word| tell(run.as_ref(), word));
+                self.final_frames().iter().for_each(|frame| send(run.as_ref(), frame));
             }
         }
         self.finish(run.as_ref());
     }
 
+    /// Waits for at most a tick for a frame of the run or of the agent.
     fn wait(&self, run: Option<&OwnedFd>) {
         let mut polled: Vec<_> = run
             .into_iter()
             .chain(self.agent.socket())
             .map(|socket| PollFd::new(socket, PollFlags::IN))
             .collect();
-        // Any outcome means: look.
+        // Whatever the outcome is, the caller checks each socket.
         let _ = poll(&mut polled, Some(&TICK));
     }
 
-    fn heed_want(&mut self) {
-        if let Err(error) = self.want.heed(&self.cgroup) {
-            tracing::error!(%error, "programs in want of memory may wait for ever");
+    fn poll_oom_wait(&mut self) {
+        if let Err(error) = self.oom_wait.poll(&self.cgroup) {
+            tracing::error!(%error, "waking programs that wait for memory failed; they may hang");
         }
     }
 
     fn is_empty(&self) -> bool {
         self.cgroup.is_empty().unwrap_or_else(|error| {
-            tracing::error!(%error, "the cgroup cannot be looked at: it is taken for empty");
+            tracing::error!(%error, "reading the cgroup failed; treating it as empty");
             true
         })
     }
 
-    /// What the run cannot go on without.
+    /// The reason for which the run must end, if there is one.
     fn failure(&self) -> Option<String> {
         if self.membership.is_lost() {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
         }
         if let Some(reason) = self.volume.last_refusal() {
-            // The kernel keeps a page that it cannot write, so the program would do little but try.
+            // The kernel keeps a page that it cannot write, so the program would do little but retry.
             return Some(format!(
                 "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
             ));
         }
-        // The file is unmounted only when no program is left.
-        self.front.is_finished().then(|| "its swap device has failed: nobody serves it any more".into())
+        // The front end ends only when the file is unmounted, which is not done while programs run.
+        self.front.is_finished().then(|| "its swap device has failed: the FUSE server has ended".into())
     }
 
-    fn tell_news(&self, run: Option<&OwnedFd>) {
-        for news in self.volume.drain_messages() {
-            tell(run, &Frame::Notice(format!("{}: {news}", self.name)));
+    fn send_notices(&self, run: Option<&OwnedFd>) {
+        for message in self.volume.drain_messages() {
+            send(run, &Frame::Notice(format!("{}: {message}", self.name)));
         }
     }
 
-    /// End all programs of the run, and say why.
+    /// Kills all programs of the run, and notifies the run of the reason.
     fn end(&self, run: Option<&OwnedFd>, reason: &str) {
-        tracing::error!(reason, "the run is ended");
-        tell(run, &Frame::Ended(reason.to_owned()));
+        tracing::error!(reason, "ending the run");
+        send(run, &Frame::Ended(reason.to_owned()));
         if let Err(error) = self.cgroup.kill_all() {
-            tracing::error!(%error, "some programs would not end");
+            tracing::error!(%error, "killing the programs of the run failed");
         }
     }
 
-    /// What the run hears last.
-    fn last_words(&self) -> Vec<Frame> {
-        let mut words = Vec::new();
+    /// The last frames that the run gets.
+    fn final_frames(&self) -> Vec<Frame> {
+        let mut frames = Vec::new();
         if self.cgroup.usage().is_ok_and(|usage| usage.oom_kills > 0) {
-            words.push(Frame::Ended(format!(
+            frames.push(Frame::Ended(format!(
                 "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
                  --local or --swap-size",
                 ByteSize(self.volume.bytes())
             )));
         }
-        let statistics = serde_json::to_string(&self.statistics()).expect("figures can be written");
-        words.push(Frame::Statistics(statistics));
-        words
+        let statistics = serde_json::to_string(&self.statistics()).expect("numbers can be written");
+        frames.push(Frame::Statistics(statistics));
+        frames
     }
 
-    /// Undo everything and give all memory back, and only then let the run end.
+    /// Undoes the setup and frees all memory, and only then sends the last frames.
     fn finish(mut self, run: Option<&OwnedFd>) {
-        self.tell_news(run);
-        let last_words = self.last_words();
+        self.send_notices(run);
+        let final_frames = self.final_frames();
         if let Err(error) = self.record.undo() {
-            tracing::error!(%error, "something of the swap device is left");
-            tell(run, &Frame::Notice(format!("something of the swap device is left: {error}")));
+            tracing::error!(record = self.record.name(), %error, "removing the swap device failed");
+            send(run, &Frame::Notice(format!("the swap device could not be removed completely: {error}")));
         }
         if let Ok(Err(error)) = self.front.join() {
-            tracing::debug!(%error, "the file was unmounted while it was in use");
+            tracing::debug!(%error, "the FUSE server ended with an error when the file was unmounted");
         }
         self.pump.stop();
-        drop(self.audits);
+        drop(self.leak_scanner);
         self.membership.leave();
-        last_words.iter().for_each(|word| tell(run, word));
+        final_frames.iter().for_each(|frame| send(run, frame));
     }
 
     fn statistics(&self) -> RunStatistics {
         let usage = self.cgroup.usage().unwrap_or_default();
-        let figures = self.volume.stats();
+        let stats = self.volume.stats();
         let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
-        let [p50, p99, p999] = figures.read_latency_ns.map(us);
+        let [p50, p99, p999] = stats.read_latency_ns.map(us);
         RunStatistics {
             name: self.name.clone(),
             tenant: rustix::process::geteuid().as_raw(),
@@ -336,32 +342,33 @@ impl Server {
             degraded_slabs: 0,
             copied_slabs: 0,
             repaired_pages: 0,
-            vacated_slabs: figures.vacated_slabs,
-            repacked_pages: figures.repacked_pages,
+            vacated_slabs: stats.vacated_slabs,
+            repacked_pages: stats.repacked_pages,
             unchanged_pages: 0,
             processes: 0,
             programs: Vec::new(),
             faults: usage.major_faults,
-            zero_pages: figures.zero_pages,
-            mempool_hits: figures.mempool_hits,
-            staging_hits: figures.staging_hits,
-            remote_reads: figures.remote_reads,
-            remote_read_trips: figures.remote_read_trips,
+            zero_pages: stats.zero_pages,
+            mempool_hits: stats.mempool_hits,
+            staging_hits: stats.staging_hits,
+            remote_reads: stats.remote_reads,
+            remote_read_trips: stats.remote_read_trips,
             prefetched: 0,
-            remote_writes: figures.remote_writes,
-            remote_write_trips: figures.remote_write_trips,
-            evictions: figures.written_pages,
-            lost_pages: figures.lost_pages,
+            remote_writes: stats.remote_writes,
+            remote_write_trips: stats.remote_write_trips,
+            evictions: stats.written_pages,
+            lost_pages: stats.lost_pages,
             resident_bytes: usage.anonymous_bytes,
             resident_peak_bytes: usage.memory_peak_bytes,
-            mempool_bytes: figures.mempool_bytes,
-            remote_bytes: figures.remote_bytes,
-            remote_peak_bytes: figures.remote_peak_bytes,
+            mempool_bytes: stats.mempool_bytes,
+            remote_bytes: stats.remote_bytes,
+            remote_peak_bytes: stats.remote_peak_bytes,
             fault_latency_us: LatencyUs { p50, p99, p999 },
         }
     }
 }
 
+/// Mounts the volume's file at `folder`, and serves it in a thread.
 fn start_front(
     volume: &Arc<BlockVolume>,
     connector: &Arc<dyn Connector>,
@@ -371,33 +378,35 @@ fn start_front(
     Ok(std::thread::Builder::new().name("front".into()).spawn(move || front.serve())?)
 }
 
-fn device_bytes(options: &SwapOptions, free_bytes: u64) -> Result<u64, SwapError> {
+/// The size of the device, in whole pages.
+fn device_bytes(options: &SwapDeviceOptions, free_bytes: u64) -> Result<u64, SwapError> {
     let (by_limit, by_pool) =
         (options.limit_bytes.saturating_mul(SIZE_PER_LIMIT), free_bytes * SIZE_PER_FREE);
-    let wanted = options.size_bytes.unwrap_or(by_limit.min(by_pool).min(VOLUME_BYTES_MAX));
-    let bytes = wanted / PAGE_BYTES as u64 * PAGE_BYTES as u64;
+    let requested = options.size_bytes.unwrap_or(by_limit.min(by_pool).min(VOLUME_BYTES_MAX));
+    let bytes = requested / PAGE_BYTES as u64 * PAGE_BYTES as u64;
     if (SIZE_BYTES_MIN..=VOLUME_BYTES_MAX).contains(&bytes) {
         return Ok(bytes);
     }
     Err(match options.size_bytes {
         None if bytes < SIZE_BYTES_MIN => SwapError::Full(ByteSize(free_bytes)),
-        _ => SwapError::Size(ByteSize(wanted)),
+        _ => SwapError::Size(ByteSize(requested)),
     })
 }
 
+/// Free memory of all nodes together.
 fn free_bytes(pool: &mut PoolClient) -> u64 {
     let nodes: Vec<_> = pool.nodes().collect();
     let free = nodes.into_iter().map(|node| match pool.refresh(node) {
         Ok(()) => pool.free_bytes(node),
         Err(error) => {
-            tracing::warn!(node = node.0, %error, "a memory node does not tell what it has free");
+            tracing::warn!(node = node.0, %error, "reading the free memory of a memory node failed");
             0
         }
     });
     free.sum()
 }
 
-/// Spreads devices over the nodes.
+/// A random seed, so that devices are spread over the nodes.
 fn seed() -> io::Result<u64> {
     let mut seed = [0; 8];
     rustix::rand::getrandom(&mut seed, rustix::rand::GetRandomFlags::empty())?;
@@ -408,11 +417,11 @@ pub(crate) fn is_readable(socket: &OwnedFd) -> bool {
     wait_readable(&[socket], Duration::ZERO).unwrap_or(false)
 }
 
-/// Tell the run, if it still listens.
-fn tell(run: Option<&OwnedFd>, frame: &Frame) {
+/// Sends a frame to the run, if `aquifer run` is still there.
+fn send(run: Option<&OwnedFd>, frame: &Frame) {
     if let Some(run) = run
         && let Err(error) = send_frame(run, frame, &[])
     {
-        tracing::debug!(%error, "the run does not listen any more");
+        tracing::debug!(%error, "sending to the run failed: it has closed the connection");
     }
 }

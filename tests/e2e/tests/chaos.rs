@@ -9,7 +9,7 @@ use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
 use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
-use aquifer_tests_support::Etcd;
+use aquifer_tests_support::EtcdCluster;
 use rustix::process::Signal;
 
 const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
@@ -52,7 +52,7 @@ fn await_service(cluster: &Cluster) {
     });
 }
 
-type Fault = fn(&Cluster, &mut Etcd, usize);
+type Fault = fn(&Cluster, &mut EtcdCluster, usize);
 
 /// What happens to nodes whose memory dies with them, one after the other.
 const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
@@ -60,7 +60,7 @@ const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_ag
 const FAULTS_OF_KEPT: [Fault; 5] =
     [restart_kept_node, kill_agent, restart_kept_node, kill_etcd, restart_kept_node_with_agent];
 
-fn kill_agent(cluster: &Cluster, _: &mut Etcd, _: usize) {
+fn kill_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
     restart_agent(cluster);
 }
 
@@ -85,28 +85,28 @@ fn node_of(time: usize) -> usize {
     (time + time / FAULTS.len()) % NODES + 1
 }
 
-fn restart_kept_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+fn restart_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     restart_node(cluster, node_of(time));
 }
 
-fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut Etcd, time: usize) {
+fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     processes::kill(cluster.part("node", Some(node_of(time))));
     processes::kill(cluster.part("agent", None));
     start_missing(cluster, "Started");
 }
 
-fn stop_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+fn stop_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     let _stopped = Stopped::new(cluster.part("node", Some(node_of(time))));
     await_service(cluster);
 }
 
 /// Nobody is served meanwhile; whoever asks for a status waits in vain.
-fn stop_agent(cluster: &Cluster, _: &mut Etcd, _: usize) {
+fn stop_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
     let _stopped = Stopped::new(cluster.part("agent", None));
     assert!(cluster.status().is_object());
 }
 
-fn kill_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
+fn kill_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     // Each page must be on another node, too.
     let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
     eventually("all pages to be on two nodes", is_whole);
@@ -117,7 +117,7 @@ fn kill_node(cluster: &Cluster, _: &mut Etcd, time: usize) {
     eventually("all pages to be on two nodes again", is_whole);
 }
 
-fn kill_etcd(cluster: &Cluster, etcd: &mut Etcd, _: usize) {
+fn kill_etcd(cluster: &Cluster, etcd: &mut EtcdCluster, _: usize) {
     etcd.member(0).kill();
     await_service(cluster);
     etcd.member(0).restart();
@@ -128,7 +128,7 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
     assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
     let seconds =
         std::env::var(SECONDS_VARIABLE).map_or(0, |text| text.parse().expect("a number of seconds"));
-    let mut etcd = Etcd::start();
+    let mut etcd = EtcdCluster::start();
     let address = etcd.address();
     let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
     let mut house = House::build_with(NODES, &options);

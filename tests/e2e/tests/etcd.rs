@@ -3,12 +3,12 @@
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually};
-use aquifer_tests_support::Etcd;
+use aquifer_tests_support::EtcdCluster;
 use serde_json::Value;
 
 const LIMIT: &str = "32M";
 
-fn up(etcd: &Etcd) -> Cluster {
+fn up(etcd: &EtcdCluster) -> Cluster {
     Cluster::up_with(3, "128M", &["--fabric", "tcp", "--directory", &etcd.address()])
 }
 
@@ -37,7 +37,7 @@ fn members(cluster: &Cluster) -> (Value, Vec<u64>) {
 
 #[test]
 fn nodes_and_agent_give_their_places_back_when_they_go() {
-    let etcd = Etcd::start();
+    let etcd = EtcdCluster::start();
     drop(up(&etcd));
     // The same numbers are free at once, and the next agent has a greater epoch.
     let second = up(&etcd);
@@ -73,7 +73,7 @@ mod long {
 
     #[test]
     fn an_etcd_that_is_killed_and_started_again_costs_a_program_nothing() {
-        let mut etcd = Etcd::start();
+        let mut etcd = EtcdCluster::start();
         let cluster = up(&etcd);
         let status = cluster.status();
         let parts = status["parts"].as_array().expect("parts are listed");

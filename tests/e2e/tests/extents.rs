@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use aquifer_channel::{RingMapping, connect, receive_frame, send_frame};
 use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{DATA_AT, ExtentRequest, RingWords, SessionRing};
+use aquifer_ipc::ring::{DATA_AT, RingRequest, RingWords, SessionRing};
 use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
@@ -332,8 +332,7 @@ fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     let ring = SessionRing::open(RingMapping::new(&fds[0]).expect("memory")).expect("a ring");
     for number in 0..100 {
         let class = u8::try_from(number % 11).expect("small");
-        let request =
-            if class < 10 { ExtentRequest::Allocate(class) } else { ExtentRequest::AllocateStretch(3) };
+        let request = if class < 10 { RingRequest::Allocate(class) } else { RingRequest::AllocateStretch(3) };
         ring.put_request(number, &request);
     }
     ring.publish_requests(100);

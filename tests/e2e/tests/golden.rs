@@ -13,11 +13,11 @@ use aquifer_ipc::{Frame, HeldKind, KeeperShare};
 use aquifer_tests_e2e::network::Part;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::golden;
-use aquifer_tests_support::openmetrics::ask;
+use aquifer_tests_support::openmetrics::send_request;
 
 /// The text, with `*` for each value, and for each value of a label but the bounds of histograms.
 fn struck_out(place: &str) -> String {
-    let answer = ask(place, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it answers");
+    let answer = send_request(place, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it answers");
     let mut lines = Vec::new();
     for line in answer.body.lines() {
         if line.starts_with('#') {

@@ -8,7 +8,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::network::Part;
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
-use aquifer_tests_support::openmetrics::{Samples, ask, scrape};
+use aquifer_tests_support::openmetrics::{MetricSamples, scrape, send_request};
 
 const LIMIT: &str = "32M";
 /// What is on the cluster's own node at most; the rest is on the one that is scraped.
@@ -27,7 +27,7 @@ fn free_port() -> String {
 }
 
 /// Scrape until the sum of a name is more than `than`; all that was told then.
-fn until_more(place: &str, name: &str, than: f64) -> Samples {
+fn until_more(place: &str, name: &str, than: f64) -> MetricSamples {
     eventually(&format!("{name} above {than}"), || {
         let samples = scrape(place).unwrap_or_else(|why| panic!("{why}"));
         (samples.sum(name, &[])? > than).then_some(samples)
@@ -55,7 +55,7 @@ fn hostile(place: &str) {
     }
     let flood = vec![b'x'; 4 << 20];
     let _cut_off = TcpStream::connect(place).expect("it listens").write_all(&flood);
-    let get = |line: &str| ask(place, format!("{line} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes());
+    let get = |line: &str| send_request(place, format!("{line} HTTP/1.1\r\nHost: x\r\n\r\n").as_bytes());
     assert_eq!(get("GET /").expect("an answer").status, 404);
     assert_eq!(get("POST /metrics").expect("an answer").status, 405);
     assert!(scrape(place).is_ok());
@@ -130,7 +130,7 @@ mod long {
         until_more(&node_place, "aquifer_node_served_bytes_total", bytes);
 
         // The next agent serves figures at the same place, from 0 on, of the same run.
-        let runs = |samples: &Samples| {
+        let runs = |samples: &MetricSamples| {
             samples.of(FAULTS, &[]).filter_map(|sample| sample.labels.get("run").cloned()).collect::<Vec<_>>()
         };
         let known = runs(&samples);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_tests_e2e::network::{Machine, Network, Part};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually};
-use aquifer_tests_support::{Etcd, Relay, etcd};
+use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use tempfile::TempDir;
 
 /// One way, to a node and to etcd.
@@ -21,8 +21,8 @@ const NODES: u8 = 3;
 struct Node {
     // It ends while it can still say goodbye.
     _part: Part,
-    relay: Relay,
-    to_etcd: Relay,
+    relay: TcpRelay,
+    to_etcd: TcpRelay,
     _state: TempDir,
 }
 
@@ -38,7 +38,7 @@ struct Host {
 struct Cluster {
     hosts: Vec<Host>,
     nodes: Vec<Node>,
-    _etcd: Etcd,
+    _etcd: EtcdCluster,
     _network: Network,
     _key: TempDir,
 }
@@ -50,8 +50,8 @@ impl Cluster {
         write_private(&key_file, &"5a".repeat(32));
         let mut network = Network::new();
         let place = network.add("etcd", 2);
-        let options = etcd::Options { host: place.address, wrapper: place.wrapper(), tls: None };
-        let etcd = Etcd::start_with(1, &options);
+        let options = EtcdOptions { host: place.address, wrapper: place.wrapper(), tls: None };
+        let etcd = EtcdCluster::start_with(1, &options);
         let nodes = (1..=NODES).map(|id| Node::start(&mut network, id, &etcd, &key_file)).collect();
         let hosts = (1..=2).map(|number| Host::start(&mut network, number, &etcd, &key_file)).collect();
         let cluster = Self { hosts, nodes, _etcd: etcd, _network: network, _key: key };
@@ -66,12 +66,13 @@ fn write_private(path: &Path, text: &str) {
 }
 
 /// A relay at the hub, for which nobody stands in the way.
-fn relay(hub: &Machine, to: SocketAddr) -> Relay {
-    hub.inside(|| Relay::start(SocketAddr::new(hub.address, 0), to, DELAY)).expect("the hub has free ports")
+fn relay(hub: &Machine, to: SocketAddr) -> TcpRelay {
+    hub.inside(|| TcpRelay::start(SocketAddr::new(hub.address, 0), to, DELAY))
+        .expect("the hub has free ports")
 }
 
 impl Node {
-    fn start(network: &mut Network, id: u8, etcd: &Etcd, key: &Path) -> Self {
+    fn start(network: &mut Network, id: u8, etcd: &EtcdCluster, key: &Path) -> Self {
         let machine = network.add(&format!("node{id}"), 10 + id);
         let hub = network.hub();
         let listen = SocketAddr::new(machine.address, 7400);
@@ -105,7 +106,7 @@ impl Node {
 }
 
 impl Host {
-    fn start(network: &mut Network, number: u8, etcd: &Etcd, key: &Path) -> Self {
+    fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, key: &Path) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let keeper = Part::start(&machine, state.path(), &["keeper"]);

@@ -1,4 +1,6 @@
-//! A real etcd, as `scripts/install-deps.sh test` installs it: on free ports, in temporary folders, gone when it is dropped.
+//! A real etcd on free ports, with its data in temporary folders. Dropping it stops it.
+//!
+//! `scripts/install-deps.sh test` installs etcd.
 
 use std::io::{BufRead, BufReader};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
@@ -7,82 +9,82 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use rustix::process::{Pid, Signal};
 use tempfile::TempDir;
 
-/// etcd says so when a member serves. Versions from 3.4 on agree in this.
+/// What etcd logs when a member serves, in version 3.4 and newer.
 const READY: &str = "ready to serve client requests";
-/// A free port may be taken by another between looking and using.
+/// Attempts to start: another process may use a port that was free before.
 const ATTEMPTS_MAX: u32 = 5;
 
-/// How members are started.
+/// Options of all members.
 #[derive(Clone, Debug)]
-pub struct Options {
-    /// Where they listen, an address of the machine.
+pub struct EtcdOptions {
+    /// The address at which the members listen.
     pub host: IpAddr,
-    /// What they are started by, such as `ip netns exec NAME`; as a rule nothing.
+    /// A command that starts the members, such as `ip netns exec NAME`; may be empty.
     pub wrapper: Vec<String>,
-    /// Whether clients are spoken to by TLS, and the further arguments that this takes.
+    /// The arguments for TLS with clients; `None` without TLS.
     pub tls: Option<Vec<String>>,
 }
 
-impl Default for Options {
+impl Default for EtcdOptions {
     fn default() -> Self {
         Self { host: Ipv4Addr::LOCALHOST.into(), wrapper: Vec::new(), tls: None }
     }
 }
 
-/// One member.
+/// A member of a cluster: one process of etcd.
 #[derive(Debug)]
-pub struct Member {
+pub struct EtcdServer {
     command: Vec<String>,
     _data: TempDir,
     client: SocketAddr,
     process: Option<Child>,
 }
 
-/// A cluster of members; most have one.
+/// A cluster of etcd members.
 #[derive(Debug)]
-pub struct Etcd {
-    members: Vec<Member>,
+pub struct EtcdCluster {
+    members: Vec<EtcdServer>,
 }
 
-impl Etcd {
-    /// Start one of a single member.
+impl EtcdCluster {
+    /// Starts a cluster of one member.
     ///
     /// # Panics
-    /// If etcd is not installed or does not start.
+    /// If etcd is not installed, or does not start.
     #[must_use]
     pub fn start() -> Self {
-        Self::start_with(1, &Options::default())
+        Self::start_with(1, &EtcdOptions::default())
     }
 
-    /// Start one of so many members.
+    /// Starts a cluster of `count` members.
     ///
     /// # Panics
-    /// If etcd is not installed or does not start.
+    /// If etcd is not installed, or does not start.
     #[must_use]
-    pub fn start_with(count: usize, options: &Options) -> Self {
+    pub fn start_with(count: usize, options: &EtcdOptions) -> Self {
         for _ in 0..ATTEMPTS_MAX {
             let mut etcd = Self { members: members(count, options) };
-            // All before any is waited for: they serve when most of them are there.
-            let outputs: Vec<_> = etcd.members.iter_mut().map(Member::spawn).collect();
+            // Start all before waiting for one: members serve once a majority runs.
+            let outputs: Vec<_> = etcd.members.iter_mut().map(EtcdServer::spawn).collect();
             if outputs.into_iter().all(wait_ready) {
                 return etcd;
             }
         }
-        panic!("etcd does not start; its words are above");
+        panic!("etcd does not start; its output is above");
     }
 
-    /// Its members.
+    /// The members.
     #[must_use]
-    pub fn members(&self) -> &[Member] {
+    pub fn members(&self) -> &[EtcdServer] {
         &self.members
     }
 
-    /// One of its members.
-    pub fn member(&mut self, number: usize) -> &mut Member {
+    /// A member, by its number from 0.
+    pub fn member(&mut self, number: usize) -> &mut EtcdServer {
         &mut self.members[number]
     }
 
-    /// `etcd://HOST:PORT,…`
+    /// The address of the cluster: `etcd://HOST:PORT,…`.
     #[must_use]
     pub fn address(&self) -> String {
         let members: Vec<_> = self.members.iter().map(|member| member.client.to_string()).collect();
@@ -90,41 +92,41 @@ impl Etcd {
     }
 }
 
-impl Member {
-    /// Where its clients connect to.
+impl EtcdServer {
+    /// The address for clients.
     #[must_use]
     pub fn client(&self) -> SocketAddr {
         self.client
     }
 
-    /// Kill it, as by SIGKILL or a loss of power of its machine's processor alone: what it wrote, is written.
+    /// Kills the process with SIGKILL. Data that it has written stays.
     ///
     /// # Panics
-    /// If it was dead.
+    /// If the process does not run.
     pub fn kill(&mut self) {
-        let mut process = self.process.take().expect("it is alive");
-        process.kill().expect("it can be killed");
-        process.wait().expect("it is dead");
+        let mut process = self.process.take().expect("the process runs");
+        process.kill().expect("a child can be killed");
+        process.wait().expect("a killed child ends");
     }
 
-    /// Start it again, with the data that it has.
+    /// Starts the process again, with its present data.
     ///
     /// # Panics
-    /// If it does not start.
+    /// If the process runs, or does not start.
     pub fn restart(&mut self) {
-        assert!(self.process.is_none(), "it is alive");
-        assert!(wait_ready(self.spawn()), "etcd does not start again; its words are above");
+        assert!(self.process.is_none(), "the process runs");
+        assert!(wait_ready(self.spawn()), "etcd does not start again; its output is above");
     }
 
-    /// Let it stand still, or go on.
+    /// Stops the process with SIGSTOP, or resumes it with SIGCONT.
     ///
     /// # Panics
-    /// If it is dead.
-    pub fn set_stopped(&self, stopped: bool) {
-        let process = self.process.as_ref().expect("it is alive");
+    /// If the process does not run.
+    pub fn set_stopped(&self, is_stopped: bool) {
+        let process = self.process.as_ref().expect("the process runs");
         let pid = Pid::from_child(process);
-        let signal = if stopped { Signal::STOP } else { Signal::CONT };
-        rustix::process::kill_process(pid, signal).expect("it is ours");
+        let signal = if is_stopped { Signal::STOP } else { Signal::CONT };
+        rustix::process::kill_process(pid, signal).expect("a child can be signalled");
     }
 
     fn spawn(&mut self) -> ChildStderr {
@@ -133,13 +135,13 @@ impl Member {
         let mut process = command.spawn().unwrap_or_else(|error| {
             panic!("{}: {error}; scripts/install-deps.sh test installs it", self.command[0])
         });
-        let output = process.stderr.take().expect("it is piped");
+        let output = process.stderr.take().expect("standard error is piped");
         self.process = Some(process);
         output
     }
 }
 
-impl Drop for Member {
+impl Drop for EtcdServer {
     fn drop(&mut self) {
         if let Some(mut process) = self.process.take() {
             let _dead = process.kill();
@@ -148,8 +150,8 @@ impl Drop for Member {
     }
 }
 
-fn members(count: usize, options: &Options) -> Vec<Member> {
-    // In another namespace no port is looked for here; whoever asks for one has it to itself.
+fn members(count: usize, options: &EtcdOptions) -> Vec<EtcdServer> {
+    // With a wrapper, the ports are used in another network namespace, where all ports are free.
     let ports = free_ports(2 * count);
     let at = |port: u16| SocketAddr::new(options.host, port);
     let peer_urls: Vec<_> = ports[count..].iter().map(|port| format!("http://{}", at(*port))).collect();
@@ -175,33 +177,33 @@ fn members(count: usize, options: &Options) -> Vec<Member> {
             .flat_map(|(name, value)| [name.to_owned(), value]),
         );
         if count == 1 {
-            // Nobody to agree with, nothing to wait for.
+            // A single member needs no time for elections.
             command.extend(["--heartbeat-interval", "10", "--election-timeout", "100"].map(str::to_owned));
         }
         command.extend(options.tls.iter().flatten().cloned());
-        Member { command, _data: data, client, process: None }
+        EtcdServer { command, _data: data, client, process: None }
     };
     (0..count).map(member).collect()
 }
 
 fn free_ports(count: usize) -> Vec<u16> {
-    let held: Vec<_> =
+    let listeners: Vec<_> =
         (0..count).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port")).collect();
-    held.iter().map(|held| held.local_addr().expect("it is bound").port()).collect()
+    listeners.iter().map(|listener| listener.local_addr().expect("it is bound").port()).collect()
 }
 
-/// Read what a member says until it serves; `false` if it ends before.
+/// Reads the output of a member until it serves; returns false if it ends before.
 fn wait_ready(output: ChildStderr) -> bool {
     let mut lines = BufReader::new(output).lines();
-    let mut said = Vec::new();
+    let mut output_lines = Vec::new();
     for line in lines.by_ref().map_while(Result::ok) {
         if line.contains(READY) {
-            // It would stand still if nobody read on.
+            // The member would block on a full pipe.
             std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
             return true;
         }
-        said.push(line);
+        output_lines.push(line);
     }
-    eprintln!("etcd said:\n{}", said[said.len().saturating_sub(20)..].join("\n"));
+    eprintln!("output of etcd:\n{}", output_lines[output_lines.len().saturating_sub(20)..].join("\n"));
     false
 }

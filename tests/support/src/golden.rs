@@ -1,10 +1,11 @@
-//! Golden files: the bytes of a format, as of its last intended change.
+//! Golden files: the bytes of a format after its last intended change.
 //!
 //! A golden test encodes fixed values, decodes the same bytes, and compares them with a file in
-//! its crate's `tests/golden`. Each line of the file is a name and a value: bytes in hexadecimal,
-//! or a text. The names are plain words, not identifiers, so that the code can be renamed.
+//! the folder `golden` of its crate's tests.
+//! Each line of the file is a name and a value: bytes in hexadecimal, or a text.
+//! The names are plain words and not identifiers, so that the code can be renamed.
 //!
-//! To change a format: change its document and the version there, run its golden tests with
+//! To change a format, change its document and the version there, run its golden tests with
 //! `AQUIFER_WRITE_GOLDEN=1`, and commit files and document together.
 
 use std::os::fd::BorrowedFd;
@@ -149,8 +150,8 @@ impl Golden {
         let count = wanted.lines().count();
         assert!(
             wanted == found,
-            "{path} differs from what the code writes. If the change is intended, change the format's document and its \
-             version, then run this test with {WRITE_VARIABLE}=1. {}",
+            "{path} differs from what the code writes. If the change is intended, change the format's \
+             document and its version, then run this test with {WRITE_VARIABLE}=1. {}",
             match differing {
                 Some(at) => format!(
                     "Line {}:\n  file: {}\n  code: {}",

@@ -1,9 +1,9 @@
 //! What tests of several crates share.
 //!
-//! - [`etcd`]: a real etcd of one or more members, that can be killed and started again.
+//! - [`etcd`]: a real etcd of one or more members, which can be killed and restarted.
 //! - [`golden`]: golden files, which fix the bytes of a format.
-//! - [`openmetrics`]: what a daemon counts, fetched and read as strictly as the format is defined.
-//! - [`relay`]: a relay in user space that delays, stops and cuts what goes through it.
+//! - [`openmetrics`]: fetches the metrics of a daemon, and reads them strictly.
+//! - [`relay`]: a TCP relay that delays, stops and cuts connections.
 
 #![forbid(unsafe_code)]
 
@@ -12,13 +12,15 @@ pub mod golden;
 pub mod openmetrics;
 pub mod relay;
 
-pub use etcd::{Etcd, Member};
+pub use etcd::{EtcdCluster, EtcdOptions, EtcdServer};
 pub use golden::Golden;
-pub use relay::Relay;
+pub use relay::TcpRelay;
 
-/// Tells `scripts/test.sh` that this test cannot run on this machine, and why. Return from the test afterwards.
+/// Reports to `scripts/test.sh` why this test cannot run on this machine.
 ///
-/// Such tests are named in the summary, and fail in CI.
+/// The test must return afterwards.
+///
+/// The summary of a test run names such tests, and CI fails.
 pub fn skip(reason: &str) {
     println!("\nskipped: {reason}");
 }

@@ -1,4 +1,4 @@
-//! Reads the text that Prometheus reads, as strictly as its format is defined, and fetches it as a scraper does.
+//! Fetches metrics as a collector does, and reads the OpenMetrics text format strictly.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
@@ -7,53 +7,53 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// A server that says nothing for so long is broken.
+/// Timeout for an answer.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// One figure.
+/// A value of a metric.
 #[derive(Clone, PartialEq, Debug)]
-pub struct Sample {
-    /// Its name, with its suffix.
+pub struct MetricSample {
+    /// The name, with its suffix.
     pub name: String,
-    /// What tells it apart from others of the name.
+    /// The labels.
     pub labels: BTreeMap<String, String>,
-    /// The figure.
+    /// The value.
     pub value: f64,
 }
 
-/// All figures of a text.
+/// All values of a text.
 #[derive(Clone, PartialEq, Debug, Default)]
-pub struct Samples(pub Vec<Sample>);
+pub struct MetricSamples(pub Vec<MetricSample>);
 
-impl Samples {
-    /// The figures of a name that have all of these labels.
+impl MetricSamples {
+    /// The values of a name that have all of these labels.
     pub fn of<'a>(
         &'a self,
         name: &'a str,
         labels: &'a [(&'a str, &'a str)],
-    ) -> impl Iterator<Item = &'a Sample> {
+    ) -> impl Iterator<Item = &'a MetricSample> {
         self.0.iter().filter(move |sample| {
             let has = |(key, value): &(&str, &str)| sample.labels.get(*key).is_some_and(|is| is == value);
             sample.name == name && labels.iter().all(has)
         })
     }
 
-    /// Their sum; `None` if there are none.
+    /// The sum of the values of a name that have all of these labels; `None` if there are none.
     #[must_use]
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         self.of(name, labels).map(|sample| sample.value).reduce(|sum, value| sum + value)
     }
 }
 
-/// A family while its rows are read.
+/// A family of metrics whose values are being read.
 #[derive(Debug, Default)]
-struct Family {
+struct FamilyReader {
     name: String,
     kind: String,
     has_help: bool,
 }
 
-impl Family {
+impl FamilyReader {
     fn suffixes(&self) -> Result<&'static [&'static str], String> {
         Ok(match self.kind.as_str() {
             "counter" => &["_total"],
@@ -70,42 +70,43 @@ impl Family {
     }
 }
 
-/// Read a text.
+/// Reads a text.
 ///
 /// # Errors
-/// The first line that breaks the format, and why.
-pub fn parse(text: &str) -> Result<Samples, String> {
-    let body = text.strip_suffix("# EOF\n").ok_or("the end is missing")?;
+/// The first line that violates the format, and the reason.
+pub fn parse(text: &str) -> Result<MetricSamples, String> {
+    let body = text.strip_suffix("# EOF\n").ok_or("the line # EOF is missing")?;
     let mut names = BTreeSet::new();
     let mut seen = BTreeSet::new();
-    let mut family = Family::default();
-    let mut samples = Samples::default();
+    let mut family = FamilyReader::default();
+    let mut samples = MetricSamples::default();
     for line in body.lines() {
         let wrong = |why: &str| format!("{why}: {line}");
         if let Some(comment) = line.strip_prefix("# ") {
             let mut words = comment.splitn(3, ' ');
             let [Some(what), Some(name), Some(rest)] = [words.next(), words.next(), words.next()] else {
-                return Err(wrong("half a comment"));
+                return Err(wrong("an incomplete comment"));
             };
             match what {
                 "HELP" if names.insert(name.to_owned()) => {
-                    family = Family { name: name.to_owned(), has_help: true, ..Family::default() };
+                    family =
+                        FamilyReader { name: name.to_owned(), has_help: true, ..FamilyReader::default() };
                 }
                 "TYPE" if name == family.name => {
                     family.kind = rest.to_owned();
                     family.suffixes()?;
                 }
                 "UNIT" if name == family.name && name.ends_with(&format!("_{rest}")) => {}
-                _ => return Err(wrong("a comment out of place")),
+                _ => return Err(wrong("a comment in the wrong place")),
             }
             continue;
         }
         let sample = parse_sample(line).map_err(|why| wrong(&why))?;
         if !family.owns(&sample.name) {
-            return Err(wrong("a figure outside its family"));
+            return Err(wrong("a value outside its family"));
         }
         if !seen.insert((sample.name.clone(), sample.labels.clone())) {
-            return Err(wrong("a figure twice"));
+            return Err(wrong("a repeated value"));
         }
         samples.0.push(sample);
     }
@@ -113,7 +114,7 @@ pub fn parse(text: &str) -> Result<Samples, String> {
     Ok(samples)
 }
 
-fn parse_sample(line: &str) -> Result<Sample, String> {
+fn parse_sample(line: &str) -> Result<MetricSample, String> {
     let end = line.find(['{', ' ']).ok_or("no value")?;
     let (name, mut rest) = line.split_at(end);
     check_name(name)?;
@@ -122,17 +123,17 @@ fn parse_sample(line: &str) -> Result<Sample, String> {
         rest = parse_labels(inside, &mut labels)?;
     }
     let value = rest.strip_prefix(' ').ok_or("no blank before the value")?;
-    Ok(Sample { name: name.to_owned(), labels, value: value.parse().map_err(|_| "no number")? })
+    Ok(MetricSample { name: name.to_owned(), labels, value: value.parse().map_err(|_| "not a number")? })
 }
 
 fn check_name(name: &str) -> Result<(), String> {
-    let is_fit = !name.is_empty()
+    let is_valid = !name.is_empty()
         && !name.starts_with(|c: char| c.is_ascii_digit())
         && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_');
-    if is_fit { Ok(()) } else { Err(format!("{name} is no name")) }
+    if is_valid { Ok(()) } else { Err(format!("{name} is not a name")) }
 }
 
-/// Read labels up to the brace; what follows it.
+/// Reads labels up to the closing brace, and returns the text after it.
 fn parse_labels<'a>(mut rest: &'a str, labels: &mut BTreeMap<String, String>) -> Result<&'a str, String> {
     loop {
         let (name, after) = rest.split_once("=\"").ok_or("a label without a value")?;
@@ -165,18 +166,18 @@ fn parse_value(text: &str) -> Result<(String, &str), String> {
     Err("a label without an end".into())
 }
 
-/// A histogram's name, and what tells it apart from others of the name.
+/// The name of a histogram and its labels.
 type Series = (String, BTreeMap<String, String>);
 
-/// Each histogram's buckets grow, and the last has all.
-fn check_histograms(samples: &Samples) -> Result<(), String> {
+/// Checks that the buckets of each histogram increase, and that the last has all observations.
+fn check_histograms(samples: &MetricSamples) -> Result<(), String> {
     let mut last: BTreeMap<Series, (f64, f64)> = BTreeMap::new();
     for sample in &samples.0 {
         let Some(name) = sample.name.strip_suffix("_bucket") else { continue };
         let mut labels = sample.labels.clone();
         labels.remove("le");
         let bound = sample.labels.get("le").ok_or("a bucket without a bound")?.replace("+Inf", "inf");
-        let bound: f64 = bound.parse().map_err(|_| "a bucket's bound is no number")?;
+        let bound: f64 = bound.parse().map_err(|_| "a bucket's bound is not a number")?;
         let before = last.insert((name.to_owned(), labels), (bound, sample.value));
         if before.is_some_and(|(below, count)| below >= bound || count > sample.value) {
             return Err(format!("buckets out of order: {sample:?}"));
@@ -185,54 +186,54 @@ fn check_histograms(samples: &Samples) -> Result<(), String> {
     for ((name, labels), (bound, all)) in last {
         let labels: Vec<_> = labels.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
         if bound != f64::INFINITY || samples.sum(&format!("{name}_count"), &labels) != Some(all) {
-            return Err(format!("the last bucket of {name} has not all"));
+            return Err(format!("the last bucket of {name} does not have all observations"));
         }
     }
     Ok(())
 }
 
-/// What a server answered.
+/// The answer of a server.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Answer {
+pub struct HttpAnswer {
     /// The status.
     pub status: u16,
-    /// The head, without its status.
+    /// The header lines.
     pub head: String,
-    /// What follows it.
+    /// The body.
     pub body: String,
 }
 
-/// Say these bytes to `place`, an address or `unix:PATH`, and hear the answer to its end.
+/// Sends bytes to `address`, which is an address or `unix:PATH`, and reads the whole answer.
 ///
 /// # Errors
-/// The system's; what is no answer.
-pub fn ask(place: &str, request: &[u8]) -> io::Result<Answer> {
-    match place.strip_prefix("unix:") {
+/// An error of the system, or an answer that is not HTTP.
+pub fn send_request(address: &str, request: &[u8]) -> io::Result<HttpAnswer> {
+    match address.strip_prefix("unix:") {
         Some(path) => {
             let mut stream = UnixStream::connect(Path::new(path))?;
             stream.set_read_timeout(Some(PATIENCE))?;
             stream.write_all(request)?;
-            hear(stream)
+            read_answer(stream)
         }
         None => {
-            let mut stream = TcpStream::connect(place)?;
+            let mut stream = TcpStream::connect(address)?;
             stream.set_read_timeout(Some(PATIENCE))?;
             stream.write_all(request)?;
-            let told = hear(&stream);
+            let answer = read_answer(&stream);
             let _gone = stream.shutdown(Shutdown::Both);
-            told
+            answer
         }
     }
 }
 
-/// Hear an answer to its end.
+/// Reads an answer to its end.
 ///
 /// # Errors
-/// The system's; what is no answer.
-pub fn hear(mut stream: impl Read) -> io::Result<Answer> {
+/// An error of the system, or an answer that is not HTTP.
+pub fn read_answer(mut stream: impl Read) -> io::Result<HttpAnswer> {
     let mut bytes = Vec::new();
     let ended = stream.read_to_end(&mut bytes);
-    // Whoever is refused in the middle of a request is cut off, having been told why.
+    // A server may answer and reset the connection before it has read the whole request.
     if bytes.is_empty() {
         ended?;
     }
@@ -241,18 +242,18 @@ pub fn hear(mut stream: impl Read) -> io::Result<Answer> {
     let (status, head) = head.split_once("\r\n").unwrap_or((head, ""));
     let status = status.strip_prefix("HTTP/1.").and_then(|rest| rest.get(2..5)?.parse().ok());
     let status = status.ok_or_else(|| io::Error::other("no status"))?;
-    Ok(Answer { status, head: head.to_owned(), body: body.to_owned() })
+    Ok(HttpAnswer { status, head: head.to_owned(), body: body.to_owned() })
 }
 
-/// Fetch the figures of `place`, and read them.
+/// Fetches the metrics of `address`, and reads them.
 ///
 /// # Errors
-/// What is wrong with them.
-pub fn scrape(place: &str) -> Result<Samples, String> {
+/// A sentence that names the failure, or the line that violates the format.
+pub fn scrape(address: &str) -> Result<MetricSamples, String> {
     let request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
-    let answer = ask(place, request).map_err(|error| format!("{place}: {error}"))?;
+    let answer = send_request(address, request).map_err(|error| format!("{address}: {error}"))?;
     if answer.status != 200 || !answer.head.contains("application/openmetrics-text") {
-        return Err(format!("{place}: {answer:?}"));
+        return Err(format!("{address}: {answer:?}"));
     }
     parse(&answer.body)
 }
@@ -264,9 +265,9 @@ mod tests {
     const HEAD: &str = "# HELP a Help.\n# TYPE a counter\n";
 
     #[test]
-    fn what_is_right_is_read() {
+    fn valid_texts_are_read() {
         let text = format!("{HEAD}a_total{{x=\"\\\"\\\\\\n,}}\",y=\"1\"}} 3\na_total 4\n# EOF\n");
-        let samples = parse(&text).expect("it is right");
+        let samples = parse(&text).expect("the text is valid");
         assert_eq!(samples.0[0].labels["x"], "\"\\\n,}");
         assert_eq!(samples.sum("a_total", &[]), Some(7.0));
         assert_eq!(samples.sum("a_total", &[("y", "1")]), Some(3.0));
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_found() {
+    fn invalid_texts_are_refused() {
         let head = |rest: &str| format!("{HEAD}{rest}# EOF\n");
         for text in [
             HEAD.to_owned(),

@@ -1,4 +1,4 @@
-//! A relay in user space, for what a network does: it forwards TCP connections, and can delay, stop and cut them.
+//! A relay that forwards TCP connections, and can delay, stop and cut them as a network does.
 //!
 //! It listens in the network namespace of the thread that starts it, and connects from there.
 
@@ -9,60 +9,62 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Pieces that one direction of a connection holds back at a time; more wait in the sender's socket.
+/// Most pieces that one direction of a connection queues; more wait in the socket of the sender.
 const PIECES_MAX: usize = 64;
 const PIECE_BYTES: usize = 64 << 10;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Mode {
-    /// Everything passes.
+enum RelayMode {
+    /// Bytes are forwarded.
     Open,
-    /// Nothing passes, and nobody is told: what came is held back.
+    /// Bytes are queued and not forwarded.
     Stopped,
-    /// No connection lives.
+    /// All connections are closed.
     Cut,
 }
 
 #[derive(Debug)]
-struct State {
-    mode: Mode,
+struct RelayState {
+    mode: RelayMode,
     /// The relay was dropped.
-    is_over: bool,
+    is_dropped: bool,
     next: u64,
     open: HashMap<u64, [TcpStream; 2]>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct RelayShared {
     delay: Duration,
-    state: Mutex<State>,
+    state: Mutex<RelayState>,
     changed: Condvar,
 }
 
-/// A running relay. Dropping it cuts all that goes through it, for good.
+/// A running relay. Dropping it closes all its connections.
 #[derive(Debug)]
-pub struct Relay {
-    shared: Arc<Shared>,
+pub struct TcpRelay {
+    shared: Arc<RelayShared>,
     address: SocketAddr,
 }
 
-impl Relay {
-    /// Listen at `at` (port 0: any) and forward to `to`, everything `delay` later, each way.
+impl TcpRelay {
+    /// Listens at `at` and forwards connections to `to`. Delays bytes by `delay` in each direction.
+    ///
+    /// With port 0 the system chooses a port.
     ///
     /// # Errors
-    /// The system's.
+    /// An error of the system.
     pub fn start(at: SocketAddr, to: SocketAddr, delay: Duration) -> io::Result<Self> {
         let listener = TcpListener::bind(at)?;
         let address = listener.local_addr()?;
-        let state = State { mode: Mode::Open, is_over: false, next: 0, open: HashMap::new() };
-        let shared = Arc::new(Shared { delay, state: Mutex::new(state), changed: Condvar::new() });
+        let state = RelayState { mode: RelayMode::Open, is_dropped: false, next: 0, open: HashMap::new() };
+        let shared = Arc::new(RelayShared { delay, state: Mutex::new(state), changed: Condvar::new() });
         let for_thread = Arc::clone(&shared);
         let accept = move || {
             while let Ok((from, _)) = listener.accept() {
-                if for_thread.lock().is_over {
+                if for_thread.lock().is_dropped {
                     return;
                 }
-                // Whom it cannot connect it lets go: they see a connection that closes.
+                // If this fails, the client sees that its connection is closed.
                 let _refused = for_thread.admit(from, to);
             }
         };
@@ -70,59 +72,59 @@ impl Relay {
         Ok(Self { shared, address })
     }
 
-    /// Where it listens.
+    /// The address of the relay.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Nothing passes from now on, and nobody is told.
+    /// Stops forwarding, without closing connections.
     pub fn stop(&self) {
-        self.shared.set(Mode::Stopped);
+        self.shared.set(RelayMode::Stopped);
     }
 
-    /// All connections are closed, and new ones too, as soon as they come.
+    /// Closes all connections, and new ones when they are accepted.
     pub fn cut(&self) {
-        self.shared.set(Mode::Cut);
+        self.shared.set(RelayMode::Cut);
     }
 
-    /// Everything passes again, and what was held back comes first.
+    /// Forwards again, first what was queued.
     pub fn resume(&self) {
-        self.shared.set(Mode::Open);
+        self.shared.set(RelayMode::Open);
     }
 
-    /// Connections that go through it.
+    /// The number of forwarded connections.
     #[must_use]
     pub fn connections(&self) -> usize {
         self.shared.lock().open.len()
     }
 }
 
-impl Drop for Relay {
+impl Drop for TcpRelay {
     fn drop(&mut self) {
         self.cut();
-        self.shared.lock().is_over = true;
-        // Whoever accepts looks up, and ends.
+        self.shared.lock().is_dropped = true;
+        // Wakes the thread that accepts, which then ends.
         let _gone = TcpStream::connect_timeout(&self.address, Duration::from_secs(1));
     }
 }
 
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no holder panics")
+impl RelayShared {
+    fn lock(&self) -> MutexGuard<'_, RelayState> {
+        self.state.lock().expect("no thread panics while it holds the lock")
     }
 
-    fn set(&self, mode: Mode) {
+    fn set(&self, mode: RelayMode) {
         let mut state = self.lock();
         state.mode = mode;
-        if mode == Mode::Cut {
+        if mode == RelayMode::Cut {
             state.open.drain().for_each(|(_, pair)| shut(&pair));
         }
         self.changed.notify_all();
     }
 
     fn admit(self: &Arc<Self>, from: TcpStream, to: SocketAddr) -> io::Result<()> {
-        if self.lock().mode == Mode::Cut {
+        if self.lock().mode == RelayMode::Cut {
             return Ok(());
         }
         let onward = TcpStream::connect(to)?;
@@ -130,7 +132,7 @@ impl Shared {
         onward.set_nodelay(true)?;
         let pair = [from.try_clone()?, onward.try_clone()?];
         let mut state = self.lock();
-        if state.mode == Mode::Cut {
+        if state.mode == RelayMode::Cut {
             shut(&pair);
             return Ok(());
         }
@@ -142,22 +144,22 @@ impl Shared {
         self.forward(id, onward, from)
     }
 
-    /// One direction, by two threads: one takes in, one gives out when it is time.
+    /// Forwards one direction by two threads: one receives, and one sends after the delay.
     fn forward(self: &Arc<Self>, id: u64, source: TcpStream, sink: TcpStream) -> io::Result<()> {
         let (sender, receiver) = sync_channel(PIECES_MAX);
         let (for_source, for_sink) = (Arc::clone(self), Arc::clone(self));
         let named = |name: &str| std::thread::Builder::new().name(name.to_owned());
-        named("relay-in").spawn(move || take_in(&for_source, source, &sender))?;
-        named("relay-out").spawn(move || for_sink.give_out(id, sink, &receiver)).map(drop)
+        named("relay-receive").spawn(move || receive(&for_source, source, &sender))?;
+        named("relay-send").spawn(move || for_sink.send(id, sink, &receiver)).map(drop)
     }
 
-    fn give_out(&self, id: u64, mut sink: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>) {
+    fn send(&self, id: u64, mut sink: TcpStream, pieces: &Receiver<(Instant, Vec<u8>)>) {
         while let Ok((due, piece)) = pieces.recv() {
             if !self.wait(due) || sink.write_all(&piece).is_err() {
                 break;
             }
         }
-        // An end is as late as all else.
+        // The end of a connection is delayed like its bytes.
         let ended = Instant::now() + self.delay;
         self.wait(ended);
         if let Some(pair) = self.lock().open.remove(&id) {
@@ -165,22 +167,30 @@ impl Shared {
         }
     }
 
-    /// Wait until it is time, and the way is open; `false` if it is cut.
+    /// Waits until `due` and until the relay forwards. Returns false if connections are cut.
     fn wait(&self, due: Instant) -> bool {
         let mut state = self.lock();
         loop {
             let left = due.saturating_duration_since(Instant::now());
             match state.mode {
-                Mode::Cut => return false,
-                Mode::Open if left.is_zero() => return true,
-                Mode::Open => state = self.changed.wait_timeout(state, left).expect("no holder panics").0,
-                Mode::Stopped => state = self.changed.wait(state).expect("no holder panics"),
+                RelayMode::Cut => return false,
+                RelayMode::Open if left.is_zero() => return true,
+                RelayMode::Open => {
+                    state = self
+                        .changed
+                        .wait_timeout(state, left)
+                        .expect("no thread panics while it holds the lock")
+                        .0
+                }
+                RelayMode::Stopped => {
+                    state = self.changed.wait(state).expect("no thread panics while it holds the lock")
+                }
             }
         }
     }
 }
 
-fn take_in(shared: &Shared, mut source: TcpStream, pieces: &SyncSender<(Instant, Vec<u8>)>) {
+fn receive(shared: &RelayShared, mut source: TcpStream, pieces: &SyncSender<(Instant, Vec<u8>)>) {
     let mut buffer = vec![0; PIECE_BYTES];
     while let Ok(count @ 1..) = source.read(&mut buffer) {
         if pieces.send((Instant::now() + shared.delay, buffer[..count].to_vec())).is_err() {

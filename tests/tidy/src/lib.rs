@@ -40,7 +40,7 @@ impl ProjectFile {
             || self.path.ends_with("_tests.rs")
     }
 
-    /// The part of the project that is finished or unfinished as a whole: a crate's folder, else the file.
+    /// The unit to which the file belongs: its crate's folder, or the file itself.
     #[must_use]
     pub fn unit(&self) -> &str {
         let is_in_crate = ["crates/", "bindings/", "tests/"].iter().any(|top| self.path.starts_with(top));

@@ -9,7 +9,7 @@ pub struct Word {
     pub text: String,
     /// The line, counted from 1.
     pub line: usize,
-    /// True if only blanks, underscores, capitals or comment markers separate it from the word before.
+    /// True if no punctuation separates the word from the previous one.
     pub continues: bool,
 }
 

@@ -14,13 +14,15 @@ const WITH_WORDS: [&str; 4] = ["rs", "md", "sh", "toml"];
 /// Files that explain which words are banned.
 const EXEMPT_FROM_WORDS: [&str; 2] = ["docs/STYLE.md", "docs/glossary.md"];
 /// Files with code, each with the text that begins a comment's line.
-const COMMENT_MARKERS: [(&str, &[&str]); 7] = [
+const COMMENT_MARKERS: [(&str, &[&str]); 9] = [
     ("rs", &["//"]),
     ("c", &["//", "/*", "*"]),
     ("h", &["//", "/*", "*"]),
     ("py", &["#"]),
     ("sh", &["#"]),
     ("toml", &["#"]),
+    ("service", &["#"]),
+    ("socket", &["#"]),
     ("sql", &["--"]),
 ];
 const MARKDOWN_COLUMNS_MAX: usize = 200;

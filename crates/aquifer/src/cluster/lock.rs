@@ -13,7 +13,7 @@ use std::time::Duration;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use aquifer_channel::socket::wait_readable;
-use aquifer_swap::ending::is_ending;
+use aquifer_swap::exiting::is_exiting;
 
 /// Attempts at a lock. A process that only tests the lock holds it shared for a moment, so a failed
 /// attempt does not show that the daemon runs.
@@ -126,7 +126,7 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
             && is_held(&file)?
             // A killed process holds its lock until the kernel has released all its resources.
             && !has_ended(&pidfd)
-            && !is_ending(number)
+            && !is_exiting(number)
         {
             return Ok(Some(LockHolder { pid: number, pidfd }));
         }

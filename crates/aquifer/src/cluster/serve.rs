@@ -246,7 +246,7 @@ fn agent(
         shared_socket: settings.shared_socket.clone(),
         keeper,
         directory: DirectoryLocation::new(&settings.directory)?.connect(state)?,
-        directory_place: serde_json::to_string(&settings.directory)?,
+        directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         extents_per_user: settings.extents_per_user,
         grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),

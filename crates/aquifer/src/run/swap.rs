@@ -41,7 +41,7 @@ pub struct SwapOptions {
 /// If the device cannot be served.
 pub fn serve_swap(state: &StateDir, arguments: &SwapServerArguments) -> Outcome {
     log_to_stderr();
-    let options = aquifer_swap::SwapOptions {
+    let options = aquifer_swap::SwapDeviceOptions {
         name: arguments.name.clone(),
         limit_bytes: arguments.local,
         size_bytes: arguments.swap_size,

@@ -17,9 +17,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use aquifer_swap::setup::cgroup::{self, Cgroup};
-use aquifer_swap::setup::record::{Record, Step};
-use aquifer_swap::setup::want::Want;
-use aquifer_swap::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, Usage, read_number, swapfile, zram};
+use aquifer_swap::setup::oom_wait::OomWait;
+use aquifer_swap::setup::record::{SetupRecord, SetupStep};
+use aquifer_swap::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, SetupUsage, read_number, swapfile, zram};
 
 /// Programs in want of memory wait so long between two tries.
 const TRY_AGAIN: Duration = Duration::from_millis(5);
@@ -32,7 +32,7 @@ pub enum Peer {
     /// Compressed memory.
     ///
     /// The compressed pages are this machine's memory, but the kernel counts them against no cgroup: the
-    /// program gets its limit *and* the store. [`Usage::store_peak_bytes`] says how much that was;
+    /// program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says how much that was;
     /// a report must show it, or grant a limit that is smaller by as much.
     Zram,
 }
@@ -51,7 +51,7 @@ pub enum ReadAhead {
 pub struct PeerSetup {
     cgroup: Cgroup,
     zram: Option<u32>,
-    record: Record,
+    record: SetupRecord,
 }
 
 impl PeerSetup {
@@ -69,7 +69,7 @@ impl PeerSetup {
             return Err(SetupError::NotRoot);
         }
         // From here on an early return drops the record, and that undoes what it holds.
-        let mut record = Record::create()?;
+        let mut record = SetupRecord::create()?;
         let cgroup = Cgroup::create(&mut record, limit_bytes, swap_bytes)?;
         let zram = match peer {
             Peer::SwapFile => {
@@ -86,7 +86,7 @@ impl PeerSetup {
         let path = Path::new(PAGE_CLUSTER);
         let former = read_number(path)?;
         if !self.record.has_page_cluster() {
-            self.record.add(Step::PageCluster(former))?;
+            self.record.add(SetupStep::PageCluster(former))?;
         }
         let log2_pages = match read_ahead {
             ReadAhead::OnePage => "0",
@@ -104,18 +104,18 @@ impl PeerSetup {
     /// swap left. If they cannot wait here, it still does. Says whether they were in want: then a program may have failed because of it, in a
     /// system call that got no memory.
     pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
-        self.cgroup.set_waits_in_want(true)?;
+        self.cgroup.set_oom_waits(true)?;
         let (done, is_done) = mpsc::channel::<()>();
         std::thread::scope(|scope| {
             let attendant = scope.spawn(move || {
-                let mut want = Want::default();
+                let mut oom_wait = OomWait::default();
                 let mut was_in_want = false;
                 while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(TRY_AGAIN) {
-                    want.heed(&self.cgroup)?;
-                    was_in_want |= !matches!(want, Want::None);
+                    oom_wait.poll(&self.cgroup)?;
+                    was_in_want |= !matches!(oom_wait, OomWait::None);
                 }
                 // What is left may be killed.
-                self.cgroup.set_waits_in_want(false)?;
+                self.cgroup.set_oom_waits(false)?;
                 Ok(was_in_want)
             });
             let result = work();
@@ -126,7 +126,7 @@ impl PeerSetup {
     }
 
     /// What has been used until now.
-    pub fn usage(&self) -> Result<Usage, SetupError> {
+    pub fn usage(&self) -> Result<SetupUsage, SetupError> {
         let mut usage = self.cgroup.usage()?;
         if let Some(number) = self.zram {
             usage.store_peak_bytes = zram::store_peak_bytes(number)?;

@@ -36,7 +36,7 @@ fn swaps() -> String {
 }
 
 /// Runs faultbench over three times the limit, and returns what was used.
-fn run_faultbench(setup: &PeerSetup) -> Usage {
+fn run_faultbench(setup: &PeerSetup) -> SetupUsage {
     let folder = tempfile::tempdir().unwrap();
     let output = setup
         .command(build_faultbench(folder.path()))
@@ -50,7 +50,7 @@ fn run_faultbench(setup: &PeerSetup) -> Usage {
     setup.usage().unwrap()
 }
 
-fn swaps_and_verifies(peer: Peer) -> Usage {
+fn swaps_and_verifies(peer: Peer) -> SetupUsage {
     let before = swaps();
     let mut setup = PeerSetup::new(peer, 64 * MIB, 256 * MIB).unwrap();
     setup.set_read_ahead(ReadAhead::EightPages).unwrap();
@@ -106,18 +106,18 @@ fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
     let folder = tempfile::tempdir().unwrap();
     let faultbench = build_faultbench(folder.path());
     let setup = PeerSetup::new(Peer::SwapFile, 32 * MIB, 32 * MIB).unwrap();
-    setup.cgroup.set_waits_in_want(true).unwrap();
+    setup.cgroup.set_oom_waits(true).unwrap();
     let mut child = setup.command(faultbench).unwrap().args(["--bytes", "192M"]).spawn().unwrap();
-    while !setup.cgroup.is_in_want() {
+    while !setup.cgroup.is_under_oom() {
         assert!(child.try_wait().unwrap().is_none(), "it ended before it was in want");
         std::thread::yield_now();
     }
     // Nobody gives anything back: without being woken it would not try again.
-    let tries = || setup.cgroup.times_refused().unwrap();
+    let tries = || setup.cgroup.limit_hits().unwrap();
     let before = tries();
     let mut woken = 0;
     while (woken < TIMES || tries() < before + 10) && woken < TIMES_MAX {
-        setup.cgroup.set_waits_in_want(true).unwrap();
+        setup.cgroup.set_oom_waits(true).unwrap();
         woken += 1;
     }
     assert!(tries() >= before + 10, "woken {woken} times");

@@ -39,12 +39,8 @@ impl BlockVolume {
         }
     }
 
-    fn wait<'a>(
-        &self,
-        state: MutexGuard<'a, VolumeState>,
-        room_timeout: Duration,
-    ) -> MutexGuard<'a, VolumeState> {
-        self.changed.wait_timeout(state, room_timeout).unwrap_or_else(PoisonError::into_inner).0
+    fn wait<'a>(&self, state: MutexGuard<'a, VolumeState>, timeout: Duration) -> MutexGuard<'a, VolumeState> {
+        self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Whether a block is open, or could be opened now.
@@ -78,16 +74,16 @@ impl BlockVolume {
             if state.is_awaiting_node {
                 deadline = Instant::now() + self.room_timeout;
             }
-            let left = deadline.saturating_duration_since(Instant::now());
+            let remaining = deadline.saturating_duration_since(Instant::now());
             if state.is_closed {
                 return Err(BlockError::Closed);
             }
-            if left.is_zero() {
+            if remaining.is_zero() {
                 let reason = state.pool_full.as_ref().map(|(_, reason)| reason.clone());
                 drop(state);
                 return Err(self.no_room(reason));
             }
-            state = self.wait(state, left);
+            state = self.wait(state, remaining);
         }
         Ok(())
     }

@@ -84,6 +84,35 @@ struct LeaseState {
     keys: BTreeSet<String>,
 }
 
+/// A contradiction between stored rows.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// A lease was granted after the last grant.
+    #[error("lease {id} is greater than the last granted epoch {epoch}")]
+    LeaseAfterEpoch {
+        /// The lease.
+        id: LeaseId,
+        /// The last granted epoch.
+        epoch: u64,
+    },
+    /// A version is not a revision of the directory.
+    #[error("\"{key}\" has version {version}, which is not between 1 and revision {revision}")]
+    Version {
+        /// The key.
+        key: String,
+        /// The key's version.
+        version: u64,
+        /// The revision of the last change.
+        revision: u64,
+    },
+    /// A key's lease does not exist.
+    #[error("\"{key}\" is attached to a lease that does not exist")]
+    NoLease {
+        /// The key.
+        key: String,
+    },
+}
+
 /// The state of a directory.
 #[derive(Debug, Default)]
 pub struct Core {
@@ -106,27 +135,27 @@ impl Core {
     /// Makes the state from stored rows. Each lease gets its full time to live from `now_ms`.
     ///
     /// # Errors
-    /// A sentence that names the first contradiction between the rows.
+    /// The first contradiction between the rows.
     pub fn restore(
         revision: u64,
         epoch: u64,
         leases: impl IntoIterator<Item = (LeaseId, u64)>,
         entries: impl IntoIterator<Item = (String, StoredValue)>,
         now_ms: u64,
-    ) -> Result<Self, String> {
+    ) -> Result<Self, RestoreError> {
         let mut core = Self { revision, epoch, ..Self::default() };
         for (id, ttl_ms) in leases {
             if id.0 > epoch {
-                return Err(format!("lease {id} is greater than the last granted epoch {epoch}"));
+                return Err(RestoreError::LeaseAfterEpoch { id, epoch });
             }
             core.begin_lease(id, ttl_ms, now_ms);
         }
         for (key, record) in entries {
             if record.version == 0 || record.version > revision {
-                return Err(format!("\"{key}\" has version {}, beyond revision {revision}", record.version));
+                return Err(RestoreError::Version { key, version: record.version, revision });
             }
             if record.lease.is_some_and(|id| !core.leases.contains_key(&id)) {
-                return Err(format!("\"{key}\" is attached to a lease that does not exist"));
+                return Err(RestoreError::NoLease { key });
             }
             core.insert(key, record);
         }

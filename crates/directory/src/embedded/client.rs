@@ -155,11 +155,13 @@ impl ClientWatch {
 }
 
 fn open_connection(path: &Path) -> Result<UnixStream, DirectoryError> {
-    let address = || path.display().to_string();
-    let refused = |why| DirectoryError::Refused { address: address(), why };
+    let refused = |why: &dyn std::fmt::Display| DirectoryError::Refused {
+        address: path.display().to_string(),
+        why: why.to_string(),
+    };
     let mut stream = UnixStream::connect(path).map_err(|error| unavailable(path, &error))?;
     // In a shared folder another user may have created the socket.
-    socket::check_peer(&stream).map_err(refused)?;
+    socket::check_peer(&stream).map_err(|why| refused(&why))?;
     stream.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(|error| unavailable(path, &error))?;
     stream.set_write_timeout(Some(ANSWER_TIMEOUT)).map_err(|error| unavailable(path, &error))?;
     // A server at its limit refuses and closes without reading: the write may fail although the
@@ -173,7 +175,7 @@ fn open_connection(path: &Path) -> Result<UnixStream, DirectoryError> {
         }
         Err(error) => return Err(unavailable(path, &error)),
     };
-    wire::check_server_hello(&answer).map_err(refused)?;
+    wire::check_server_hello(&answer).map_err(|why| refused(&why))?;
     Ok(stream)
 }
 

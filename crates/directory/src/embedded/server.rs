@@ -195,11 +195,11 @@ fn set_timeouts(stream: &UnixStream, timeout: Duration) -> io::Result<()> {
 
 fn serve_connection(directory: &EmbeddedDirectory, mut stream: UnixStream) -> io::Result<()> {
     if let Err(why) = socket::check_peer(&stream) {
-        return frame::write(&mut stream, &wire::hello(Some(&why)));
+        return frame::write(&mut stream, &wire::hello(Some(&why.to_string())));
     }
     let Some(hello) = frame::read(&mut stream)? else { return Ok(()) };
     if let Err(why) = wire::check_client_hello(&hello) {
-        return frame::write(&mut stream, &wire::hello(Some(&why)));
+        return frame::write(&mut stream, &wire::hello(Some(&why.to_string())));
     }
     frame::write(&mut stream, &wire::hello(Some("")))?;
     loop {

@@ -26,15 +26,20 @@ pub(super) fn listen(path: &Path) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
-/// Checks that the peer runs under the same user. The error is a sentence.
-pub(super) fn check_peer(stream: &UnixStream) -> Result<(), String> {
-    let peer = rustix::net::sockopt::socket_peercred(stream)
-        .map_err(|error| format!("the user of the peer is unknown: {error}"))?;
-    let own = rustix::process::geteuid();
-    if peer.uid == own {
-        return Ok(());
-    }
-    Err(format!("the peer runs as user {}, not as user {}", peer.uid.as_raw(), own.as_raw()))
+/// Why a peer is refused.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum PeerError {
+    #[error("the user of the peer is unknown: {0}")]
+    UnknownUser(#[from] rustix::io::Errno),
+    #[error("the peer runs as user {peer}, not as user {own}")]
+    OtherUser { peer: u32, own: u32 },
+}
+
+/// Checks that the peer runs under the same user.
+pub(super) fn check_peer(stream: &UnixStream) -> Result<(), PeerError> {
+    let peer = rustix::net::sockopt::socket_peercred(stream)?.uid.as_raw();
+    let own = rustix::process::geteuid().as_raw();
+    if peer == own { Ok(()) } else { Err(PeerError::OtherUser { peer, own }) }
 }
 
 /// Waits until a descriptor is readable or closed, and returns for each whether it is.

@@ -76,7 +76,8 @@ impl RedbStore {
     fn load(&self, now_ms: u64) -> Result<Core, DirectoryError> {
         self.check_version()?;
         let (revision, epoch, leases, entries) = self.rows().map_err(|error| unusable(&self.path, &error))?;
-        Core::restore(revision, epoch, leases, entries, now_ms).map_err(|why| format(&self.path, why))
+        Core::restore(revision, epoch, leases, entries, now_ms)
+            .map_err(|why| format(&self.path, why.to_string()))
     }
 
     fn check_version(&self) -> Result<(), DirectoryError> {

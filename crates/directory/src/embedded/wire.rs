@@ -72,42 +72,64 @@ pub fn hello(refusal: Option<&str>) -> Vec<u8> {
     out.0
 }
 
+/// Why a side refuses the hello of the other.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum HelloError {
+    /// The client uses another protocol.
+    #[error("the client does not use the protocol of Aquifer's directory")]
+    ForeignClient,
+    /// The server uses another protocol.
+    #[error("the server is not Aquifer's directory")]
+    ForeignServer,
+    /// The hello of the client has the wrong length.
+    #[error("the client's hello has the wrong length")]
+    ClientLength,
+    /// The hello of the server is incomplete.
+    #[error("the server's hello is cut")]
+    ServerLength,
+    /// The client has another version of the protocol.
+    #[error("the client has protocol version {0}, and the directory has version {VERSION}")]
+    ClientVersion(u32),
+    /// The server has another version of the protocol.
+    #[error("the directory has protocol version {0}, and this program has version {VERSION}")]
+    ServerVersion(u32),
+    /// The server refuses the client, with this reason.
+    #[error("{0}")]
+    Refused(String),
+}
+
 /// Checks the hello of a client.
 ///
 /// # Errors
-/// A sentence that says why the client is refused.
-pub fn check_client_hello(bytes: &[u8]) -> Result<(), String> {
+/// Why the client is refused.
+pub fn check_client_hello(bytes: &[u8]) -> Result<(), HelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {
-        return Err("the client does not use the protocol of Aquifer's directory".to_owned());
+        return Err(HelloError::ForeignClient);
     }
     match reader.u32() {
         Some(VERSION) if reader.0.is_empty() => Ok(()),
-        Some(VERSION) | None => Err("the client's hello has the wrong length".to_owned()),
-        Some(version) => {
-            Err(format!("the client has protocol version {version}, and the directory has version {VERSION}"))
-        }
+        Some(VERSION) | None => Err(HelloError::ClientLength),
+        Some(version) => Err(HelloError::ClientVersion(version)),
     }
 }
 
 /// Checks the hello of a server.
 ///
 /// # Errors
-/// A sentence that says why there is no connection.
-pub fn check_server_hello(bytes: &[u8]) -> Result<(), String> {
+/// Why there is no connection.
+pub fn check_server_hello(bytes: &[u8]) -> Result<(), HelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {
-        return Err("the server is not Aquifer's directory".to_owned());
+        return Err(HelloError::ForeignServer);
     }
     // A refusal is read in any version, because the version may be its reason.
-    let version = reader.u32().ok_or("the server's hello is cut")?;
+    let version = reader.u32().ok_or(HelloError::ServerLength)?;
     match reader.finish_with(MessageReader::text) {
-        Some(why) if !why.is_empty() => Err(why),
-        _ if version != VERSION => Err(format!(
-            "the directory has protocol version {version}, and this program has version {VERSION}"
-        )),
+        Some(why) if !why.is_empty() => Err(HelloError::Refused(why)),
+        _ if version != VERSION => Err(HelloError::ServerVersion(version)),
         Some(_) => Ok(()),
-        None => Err("the server's hello is cut".to_owned()),
+        None => Err(HelloError::ServerLength),
     }
 }
 
@@ -218,7 +240,7 @@ impl MessageWriter {
     }
 
     fn count(&mut self, count: usize) -> &mut Self {
-        // What is longer does not fit a frame and is refused there.
+        // A longer text does not fit into a frame, which is checked there.
         self.u32(u32::try_from(count).unwrap_or(u32::MAX))
     }
 

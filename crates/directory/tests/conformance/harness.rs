@@ -105,7 +105,7 @@ impl Harness for Simulated {
 /// The harness grants leases that are longer than a test, and revokes them when their time is up.
 /// The tests in `etcd.rs` cover expiry by etcd's own clock.
 pub struct InEtcd {
-    server: aquifer_tests_support::Etcd,
+    server: aquifer_tests_support::EtcdCluster,
     leases: Arc<Mutex<GrantedLeases>>,
 }
 
@@ -118,7 +118,7 @@ struct GrantedLeases {
 
 impl InEtcd {
     pub fn start() -> Self {
-        Self { server: aquifer_tests_support::Etcd::start(), leases: Arc::default() }
+        Self { server: aquifer_tests_support::EtcdCluster::start(), leases: Arc::default() }
     }
 
     fn connect(&self) -> etcd::EtcdDirectory {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use aquifer_ipc::ring::{ExtentAnswer, ExtentRequest, ExtentStatus};
+use aquifer_ipc::ring::{RingAnswer, RingRequest, RingStatus};
 use aquifer_pool::{Extent, SizeClass};
 
 use super::ExtentPool;
@@ -24,9 +24,9 @@ const CLEARING_MAX: Duration = Duration::from_secs(5);
 
 impl<P: ExtentPool> SessionCore<P> {
     /// Answers an allocation; `ahead` equal requests, this one included, are in the ring.
-    pub(super) fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> ExtentAnswer {
+    pub(super) fn allocate(&mut self, request: u64, class: u8, ahead: usize) -> RingAnswer {
         let Some(class) = SizeClass::new(class) else {
-            return ExtentAnswer::without_extent(ExtentStatus::BadRequest);
+            return RingAnswer::without_extent(RingStatus::BadRequest);
         };
         if let Some(extent) = self.resume_allocation(request, class, 1) {
             return allocated(&extent);
@@ -38,7 +38,7 @@ impl<P: ExtentPool> SessionCore<P> {
         }
         if let Some(number) = stocked {
             let Some(BookEntry { extent, .. }) = self.book.entry(number) else {
-                return ExtentAnswer::without_extent(ExtentStatus::Failed);
+                return RingAnswer::without_extent(RingStatus::Failed);
             };
             self.book.set_state(number, ExtentState::InUse, request);
             self.holdings.stocked_bytes -= class.bytes();
@@ -46,31 +46,31 @@ impl<P: ExtentPool> SessionCore<P> {
         }
         match self.retry_without_stock(|session| session.allocate_from_pool(class, request)) {
             Ok(extent) => self.count_allocation(&extent, 1),
-            Err(status) => ExtentAnswer::without_extent(status),
+            Err(status) => RingAnswer::without_extent(status),
         }
     }
 
     /// Answers the allocation of a stretch.
-    pub(super) fn allocate_stretch(&mut self, request: u64, sections: u32) -> ExtentAnswer {
+    pub(super) fn allocate_stretch(&mut self, request: u64, sections: u32) -> RingAnswer {
         if let Some(first) = self.resume_allocation(request, SizeClass::SECTION, sections) {
             return allocated(&first);
         }
         match self.allocate_cleared_stretch(sections, request) {
             Ok(first) => self.count_allocation(&first, sections),
-            Err(status) => ExtentAnswer::without_extent(status),
+            Err(status) => RingAnswer::without_extent(status),
         }
     }
 
     /// Allocates a stretch, and waits while nodes clear freed sections that it needs.
     ///
     /// A section that another tenant has freed cannot be allocated before its node has cleared it.
-    fn allocate_cleared_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, ExtentStatus> {
+    fn allocate_cleared_stretch(&mut self, sections: u32, request: u64) -> Result<Extent, RingStatus> {
         let began = self.pool.now();
         let (mut fewest_left, mut progress_at) = (u32::MAX, began);
         loop {
             let stretch =
                 self.retry_without_stock(|session| session.allocate_stretch_from_pool(sections, request));
-            if stretch != Err(ExtentStatus::Full) || self.pool.now() - began > CLEARING_MAX {
+            if stretch != Err(RingStatus::Full) || self.pool.now() - began > CLEARING_MAX {
                 return stretch;
             }
             let Some(left) = self.pool.sections_to_clear(sections) else { return stretch };
@@ -88,10 +88,10 @@ impl<P: ExtentPool> SessionCore<P> {
     /// retries.
     fn retry_without_stock<T>(
         &mut self,
-        mut allocate: impl FnMut(&mut Self) -> Result<T, ExtentStatus>,
-    ) -> Result<T, ExtentStatus> {
+        mut allocate: impl FnMut(&mut Self) -> Result<T, RingStatus>,
+    ) -> Result<T, RingStatus> {
         match allocate(self) {
-            Err(ExtentStatus::Full | ExtentStatus::Quota | ExtentStatus::TooMany)
+            Err(RingStatus::Full | RingStatus::Quota | RingStatus::TooMany)
                 if self.holdings.stocked_bytes > 0 =>
             {
                 self.free_stock();
@@ -124,14 +124,14 @@ impl<P: ExtentPool> SessionCore<P> {
         None
     }
 
-    fn count_allocation(&mut self, first: &Extent, count: u32) -> ExtentAnswer {
+    fn count_allocation(&mut self, first: &Extent, count: u32) -> RingAnswer {
         self.holdings.extents += u64::from(count);
         self.holdings.bytes += u64::from(count) * first.class.bytes();
         allocated(first)
     }
 
     /// Allocates an extent for the program and records it in the book.
-    fn allocate_from_pool(&mut self, class: SizeClass, request: u64) -> Result<Extent, ExtentStatus> {
+    fn allocate_from_pool(&mut self, class: SizeClass, request: u64) -> Result<Extent, RingStatus> {
         let _in_progress = self.pool.begin_allocation();
         let extent = self.allocate_within_limits(1, class.bytes(), |pool| pool.allocate(class))?;
         self.record(&extent, ExtentState::InUse, request);
@@ -139,7 +139,7 @@ impl<P: ExtentPool> SessionCore<P> {
     }
 
     /// Allocates up to `count` extents, at least one, into the stock.
-    pub(super) fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), ExtentStatus> {
+    pub(super) fn stock_up(&mut self, class: SizeClass, count: usize) -> Result<(), RingStatus> {
         let _in_progress = self.pool.begin_allocation();
         let count = u32::try_from(count).unwrap_or(1);
         let bytes = class.bytes() * u64::from(count);
@@ -155,7 +155,7 @@ impl<P: ExtentPool> SessionCore<P> {
     }
 
     /// Allocates a stretch for the program, records its sections, and returns the first.
-    fn allocate_stretch_from_pool(&mut self, sections: u32, request: u64) -> Result<Extent, ExtentStatus> {
+    fn allocate_stretch_from_pool(&mut self, sections: u32, request: u64) -> Result<Extent, RingStatus> {
         let _in_progress = self.pool.begin_allocation();
         let bytes = u64::from(sections) * SizeClass::SECTION.bytes();
         let stretch = self.allocate_within_limits(sections, bytes, |pool| pool.allocate_stretch(sections))?;
@@ -171,13 +171,13 @@ impl<P: ExtentPool> SessionCore<P> {
         &mut self,
         count: u32,
         bytes: u64,
-        allocate: impl FnOnce(&mut P) -> Result<T, ExtentStatus>,
-    ) -> Result<T, ExtentStatus> {
+        allocate: impl FnOnce(&mut P) -> Result<T, RingStatus>,
+    ) -> Result<T, RingStatus> {
         if self.unused_entries.len() + ((EXTENTS_MAX - self.book.end()) as usize) < count as usize {
-            return Err(ExtentStatus::TooMany);
+            return Err(RingStatus::TooMany);
         }
         if !self.account.reserve(bytes, self.pool.quota_bytes()) {
-            return Err(ExtentStatus::Quota);
+            return Err(RingStatus::Quota);
         }
         allocate(&mut self.pool).inspect_err(|_| self.account.release(bytes))
     }
@@ -197,6 +197,6 @@ pub(super) fn batch_max(class: SizeClass) -> usize {
 }
 
 /// Number of equal requests at the start of a non-empty slice.
-pub(super) fn equal_requests(requests: &[Option<ExtentRequest>]) -> usize {
+pub(super) fn equal_requests(requests: &[Option<RingRequest>]) -> usize {
     requests.iter().take_while(|request| **request == requests[0]).count()
 }

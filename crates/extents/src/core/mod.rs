@@ -9,7 +9,7 @@ mod stock;
 
 use std::time::Duration;
 
-use aquifer_ipc::ring::{ExtentStatus, TransferRange};
+use aquifer_ipc::ring::{RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, OperationGuard, SizeClass, Stretch};
 
 pub(crate) use account::UserAccounts;
@@ -33,13 +33,13 @@ pub(crate) trait ExtentPool {
     fn begin_allocation(&self) -> Option<OperationGuard>;
 
     /// Allocates an extent.
-    fn allocate(&mut self, class: SizeClass) -> Result<Extent, ExtentStatus>;
+    fn allocate(&mut self, class: SizeClass) -> Result<Extent, RingStatus>;
 
     /// Allocates up to `count` extents of one node, at least one.
-    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, ExtentStatus>;
+    fn allocate_many(&mut self, class: SizeClass, count: u32) -> Result<Vec<Extent>, RingStatus>;
 
     /// Allocates this number of neighbouring sections.
-    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, ExtentStatus>;
+    fn allocate_stretch(&mut self, sections: u32) -> Result<Stretch, RingStatus>;
 
     /// Number of freed sections that nodes still have to clear; `None` if no node will have room
     /// for a stretch of `sections` after that.
@@ -60,7 +60,7 @@ pub(crate) trait ExtentPool {
     fn is_connected(&self, node: NodeId) -> bool;
 
     /// Carries out transfers, those of one node in order. Returns the result of each.
-    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus>;
+    fn transfer(&mut self, transfers: &[Transfer]) -> Vec<RingStatus>;
 
     /// Nodes whose connection has broken since the last call. Operations that were in flight may
     /// still take effect there.

@@ -12,7 +12,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use aquifer_fabric::Key;
-use aquifer_ipc::ring::{ExtentAnswer, ExtentName, ExtentRequest, ExtentStatus, TransferRange};
+use aquifer_ipc::ring::{ExtentName, RingAnswer, RingRequest, RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
 use super::account::UserAccount;
@@ -39,11 +39,11 @@ enum RequestKind {
 }
 
 impl RequestKind {
-    fn of(request: Option<&ExtentRequest>) -> Self {
+    fn of(request: Option<&RingRequest>) -> Self {
         match request {
-            Some(ExtentRequest::Write(..)) => Self::Write,
-            Some(ExtentRequest::Read(..)) => Self::Read,
-            Some(ExtentRequest::Allocate(_) | ExtentRequest::AllocateStretch(_) | ExtentRequest::Free(_))
+            Some(RingRequest::Write(..)) => Self::Write,
+            Some(RingRequest::Read(..)) => Self::Read,
+            Some(RingRequest::Allocate(_) | RingRequest::AllocateStretch(_) | RingRequest::Free(_))
             | None => Self::Change,
         }
     }
@@ -154,12 +154,7 @@ impl<P: ExtentPool> SessionCore<P> {
     ///
     /// `first` is the number of the first request. `None` is a request that cannot be parsed.
     /// `answers` is replaced. [`Self::conclude`] must follow when they are in the ring.
-    pub fn answer(
-        &mut self,
-        first: u64,
-        requests: &[Option<ExtentRequest>],
-        answers: &mut Vec<ExtentAnswer>,
-    ) {
+    pub fn answer(&mut self, first: u64, requests: &[Option<RingRequest>], answers: &mut Vec<RingAnswer>) {
         answers.clear();
         let mut before = RequestKind::of(requests.first().and_then(Option::as_ref));
         for (at, request) in requests.iter().enumerate() {
@@ -170,13 +165,13 @@ impl<P: ExtentPool> SessionCore<P> {
             }
             before = kind;
             let answer = match request {
-                None => ExtentAnswer::without_extent(ExtentStatus::BadRequest),
-                Some(ExtentRequest::Allocate(class)) => {
+                None => RingAnswer::without_extent(RingStatus::BadRequest),
+                Some(RingRequest::Allocate(class)) => {
                     self.allocate(first, *class, equal_requests(&requests[at..]))
                 }
-                Some(ExtentRequest::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
-                Some(ExtentRequest::Free(name)) => ExtentAnswer::without_extent(self.free(first, name)),
-                Some(ExtentRequest::Read(name, range) | ExtentRequest::Write(name, range)) => {
+                Some(RingRequest::AllocateStretch(sections)) => self.allocate_stretch(first, *sections),
+                Some(RingRequest::Free(name)) => RingAnswer::without_extent(self.free(first, name)),
+                Some(RingRequest::Read(name, range) | RingRequest::Write(name, range)) => {
                     let is_write = kind == RequestKind::Write;
                     match self.prepare_transfer(name, *range, is_write, answers.len()) {
                         Some(answer) => answer,
@@ -226,10 +221,10 @@ impl<P: ExtentPool> SessionCore<P> {
         self.book.done_requests()
     }
 
-    fn free(&mut self, request: u64, name: &ExtentName) -> ExtentStatus {
+    fn free(&mut self, request: u64, name: &ExtentName) -> RingStatus {
         if let Some(entry) = self.resumed_free(request) {
             let is_same = name_of(&entry.extent) == *name;
-            return if is_same { ExtentStatus::Done } else { ExtentStatus::Refused };
+            return if is_same { RingStatus::Done } else { RingStatus::Refused };
         }
         let id = (NodeId(name.node), name.addr, Key(name.key));
         let found = self.known.get(&id).and_then(|number| Some((*number, self.book.entry(*number)?)));
@@ -237,7 +232,7 @@ impl<P: ExtentPool> SessionCore<P> {
         let Some((number, BookEntry { extent, .. })) =
             found.filter(|(_, entry)| name_of(&entry.extent) == *name)
         else {
-            return ExtentStatus::Refused;
+            return RingStatus::Refused;
         };
         self.book.set_state(number, ExtentState::Stocked, request);
         self.holdings.extents -= 1;
@@ -248,7 +243,7 @@ impl<P: ExtentPool> SessionCore<P> {
         } else {
             self.stock.push(extent.class, number);
         }
-        ExtentStatus::Done
+        RingStatus::Done
     }
 
     /// The entry that an agent that was killed had already freed for this request.
@@ -265,45 +260,45 @@ impl<P: ExtentPool> SessionCore<P> {
         range: TransferRange,
         is_write: bool,
         answer: usize,
-    ) -> Option<ExtentAnswer> {
-        let refuse = |status| Some(ExtentAnswer::without_extent(status));
-        let Some(class) = SizeClass::new(name.class) else { return refuse(ExtentStatus::BadRequest) };
+    ) -> Option<RingAnswer> {
+        let refuse = |status| Some(RingAnswer::without_extent(status));
+        let Some(class) = SizeClass::new(name.class) else { return refuse(RingStatus::BadRequest) };
         if u64::from(range.offset) + u64::from(range.len) > class.bytes() {
-            return refuse(ExtentStatus::BadRequest);
+            return refuse(RingStatus::BadRequest);
         }
         let extent = Extent { node: NodeId(name.node), addr: name.addr, class, key: Key(name.key) };
         let number = self.known.get(&extent_id(&extent)).copied();
         match number.and_then(|number| Some((number, self.book.entry(number)?))) {
             Some((number, entry)) if entry.extent == extent && entry.state == ExtentState::InUse => {
                 if self.untrusted.contains(&number) {
-                    return refuse(ExtentStatus::NodeGone);
+                    return refuse(RingStatus::NodeGone);
                 }
             }
             // The extent is freed, or has another size.
-            Some(_) => return refuse(ExtentStatus::Refused),
+            Some(_) => return refuse(RingStatus::Refused),
             None if self.account.use_key_try(self.pool.now()) => {}
             None if self.transfer_answers.iter().any(|(_, is_unknown_key)| *is_unknown_key) => return None,
             None => {
                 self.account.count_untried_key();
-                return refuse(ExtentStatus::Refused);
+                return refuse(RingStatus::Refused);
             }
         }
         self.transfers.push(Transfer { extent, range, is_write });
         self.transfer_answers.push((answer, number.is_none()));
-        Some(ExtentAnswer::without_extent(ExtentStatus::Done))
+        Some(RingAnswer::without_extent(RingStatus::Done))
     }
 
-    fn transfer(&mut self, answers: &mut [ExtentAnswer]) {
+    fn transfer(&mut self, answers: &mut [RingAnswer]) {
         if self.transfers.is_empty() {
             return;
         }
         let outcomes = self.pool.transfer(&self.transfers);
         for ((answer, is_unknown_key), mut status) in self.transfer_answers.iter().zip(outcomes) {
             match (is_unknown_key, status) {
-                (true, ExtentStatus::Refused) => self.account.count_wrong_key(),
+                (true, RingStatus::Refused) => self.account.count_wrong_key(),
                 (true, _) => self.account.return_key_try(),
                 // The node has returned without its memory.
-                (false, ExtentStatus::Refused) => status = ExtentStatus::NodeGone,
+                (false, RingStatus::Refused) => status = RingStatus::NodeGone,
                 (false, _) => {}
             }
             answers[*answer].status = status;
@@ -431,6 +426,6 @@ fn name_of(extent: &Extent) -> ExtentName {
 }
 
 /// The answer to a successful allocation.
-pub(super) fn allocated(extent: &Extent) -> ExtentAnswer {
-    ExtentAnswer { status: ExtentStatus::Done, extent: name_of(extent) }
+pub(super) fn allocated(extent: &Extent) -> RingAnswer {
+    RingAnswer { status: RingStatus::Done, extent: name_of(extent) }
 }

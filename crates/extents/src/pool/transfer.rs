@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use aquifer_fabric::{LocalKey, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
-use aquifer_ipc::ring::{DATA_AT, ExtentStatus};
+use aquifer_ipc::ring::{DATA_AT, RingStatus};
 use aquifer_pool::NodeId;
 
 use super::ConnectedPool;
@@ -32,12 +32,12 @@ enum TransferOutcome {
 }
 
 impl TransferOutcome {
-    fn status(self) -> ExtentStatus {
+    fn status(self) -> RingStatus {
         match self {
-            Self::Done => ExtentStatus::Done,
-            Self::Refused => ExtentStatus::Refused,
-            Self::Broken => ExtentStatus::NodeGone,
-            Self::Failed => ExtentStatus::Failed,
+            Self::Done => RingStatus::Done,
+            Self::Refused => RingStatus::Refused,
+            Self::Broken => RingStatus::NodeGone,
+            Self::Failed => RingStatus::Failed,
         }
     }
 
@@ -76,7 +76,7 @@ impl NodeQueue {
 
 impl ConnectedPool {
     /// Carries out transfers on all nodes at once, and waits for all of them.
-    pub(super) fn run_transfers(&mut self, transfers: &[Transfer]) -> Vec<ExtentStatus> {
+    pub(super) fn run_transfers(&mut self, transfers: &[Transfer]) -> Vec<RingStatus> {
         let mut outcomes = vec![TransferOutcome::Broken; transfers.len()];
         for transfer in transfers {
             if !self.ring_keys.contains_key(&transfer.extent.node) {

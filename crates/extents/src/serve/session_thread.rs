@@ -9,7 +9,7 @@ use aquifer_channel::try_send_frame;
 use aquifer_channel::wakeup::{self, WakeupEvent};
 use aquifer_fabric::Tenant;
 use aquifer_ipc::Frame;
-use aquifer_ipc::ring::{CorruptRing, ExtentAnswer, ExtentRequest, SLOTS, SessionRing};
+use aquifer_ipc::ring::{CorruptRing, RingAnswer, RingRequest, SLOTS, SessionRing};
 
 use super::{AgentRingMemory, SessionParts, SessionService, SharedSession};
 use crate::core::SessionCore;
@@ -32,8 +32,8 @@ pub(super) struct SessionThread {
     process: OwnedFd,
     session: SessionCore<ConnectedPool>,
     last_request_at: Instant,
-    requests: Vec<Option<ExtentRequest>>,
-    answers: Vec<ExtentAnswer>,
+    requests: Vec<Option<RingRequest>>,
+    answers: Vec<RingAnswer>,
 }
 
 impl SessionThread {

@@ -1,4 +1,6 @@
 //! Events of the kernel and of the sender.
+//!
+//! The rules for the kernel's events are in `docs/formats/paging.md`.
 
 use aquifer_pager::{Mutation, PageNumber, Volume};
 
@@ -48,6 +50,7 @@ impl<E: Edge> Monitor<E> {
         self.messages = messages;
     }
 
+    /// Applies a Remove: pages of the range are zeros, and the kernel may still have to drop them.
     fn apply_remove(&mut self, area: Area) {
         self.volume.remove_range(area.start, area.end);
         for part in self.areas.missing(area) {
@@ -55,6 +58,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Applies an Unmap, unless it reports what a remap has already moved away.
     fn apply_unmap(&mut self, area: Area) {
         if let Some(at) = self.pending_unmaps.iter().position(|other| *other == area)
             && !Mutation::ApplyStaleUnmap.is_active()
@@ -75,12 +79,14 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Removes a range from the areas and from what is known of it.
     fn forget_area(&mut self, area: Area) {
         self.areas.remove(area);
         self.adopting.remove(area);
         self.removed.remove(area);
     }
 
+    /// Records all that the sender has completed since the last call.
     pub(super) fn apply_sender_events(&mut self) {
         let mut events = std::mem::take(&mut self.sender_events);
         self.edge.poll_sender(&mut events);
@@ -90,7 +96,7 @@ impl<E: Edge> Monitor<E> {
         self.sender_events = events;
     }
 
-    /// Records what the sender has completed.
+    /// Records one event of the sender.
     fn apply_sender_event(&mut self, event: SenderEvent) {
         match event {
             SenderEvent::Staged { block, buffer, found } => {
@@ -115,6 +121,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Applies a Fork: the child gets a copy of the page table, after all batches are acknowledged.
     fn apply_fork(&mut self, child: E::Child) {
         // A page that parent and child both write exists twice afterwards. If that may exceed the
         // limit, the first write must be a fault. Both processes run already.
@@ -141,6 +148,7 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Applies a Remap: page words move to their new numbers.
     fn apply_remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
         // The sender knows the pages of a batch by the numbers with which they left.
         if !Mutation::RemapWhileLeaving.is_active() {

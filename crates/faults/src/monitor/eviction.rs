@@ -164,8 +164,8 @@ impl<E: Edge> Monitor<E> {
         self.forget_pending_unmaps();
         FaultStats::add(&self.stats.evictions, moved.len());
         self.volume.left(block, &moved);
-        let copies = moved.iter().map(|page| self.volume.clean_copy(*page)).collect();
-        self.edge.submit_batch(EvictedBatch { block, buffer, positions, copies });
+        let clean_copies = moved.iter().map(|page| self.volume.clean_copy(*page)).collect();
+        self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies });
         true
     }
 }

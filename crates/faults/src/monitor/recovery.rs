@@ -124,7 +124,7 @@ impl<E: Edge> Monitor<E> {
 
     fn place_batch(&mut self, block: BlockId, UnplacedBatch { buffer, pages, positions }: UnplacedBatch) {
         self.volume.left(block, &pages);
-        self.edge.submit_batch(EvictedBatch { block, buffer, positions, copies: Vec::new() });
+        self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies: Vec::new() });
     }
 
     /// Allocates blocks for the unplaced batches; returns whether all have one.

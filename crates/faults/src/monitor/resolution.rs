@@ -1,4 +1,4 @@
-//! Resolution of faults.
+//! Resolution of faults: fills missing pages and removes write protection.
 
 use std::sync::atomic::AtomicU64;
 
@@ -17,6 +17,7 @@ const UNPROTECT_MAX: usize = 64;
 /// Outcome of one attempt to resolve a fault.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum FaultOutcome {
+    /// The fault needs nothing more.
     Resolved,
     /// The fault waits for the sender or for room.
     WaitForSender,
@@ -50,6 +51,7 @@ impl<E: Edge> Monitor<E> {
         must_retry
     }
 
+    /// Attempts to resolve a fault, by the state of its page.
     pub(super) fn serve_fault(&mut self, fault: PageFault) -> FaultOutcome {
         if self.budget.excess(0) > 0 && self.must_wait_for_room() {
             return FaultOutcome::WaitForSender;
@@ -128,6 +130,7 @@ impl<E: Edge> Monitor<E> {
         FaultOutcome::Resolved
     }
 
+    /// Fills with zeros.
     fn serve_zero(&mut self, fault: PageFault) -> FaultOutcome {
         let window = self.window(fault.page);
         let mut pages = 1;
@@ -158,6 +161,7 @@ impl<E: Edge> Monitor<E> {
         self.record_fill(page, filled, window, Some(counter))
     }
 
+    /// Fills from memory nodes; a page that no replica can provide is lost.
     fn serve_remote(&mut self, page: PageNumber) -> FaultOutcome {
         let window = self.window(page);
         self.locations.clear();

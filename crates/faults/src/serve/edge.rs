@@ -236,7 +236,8 @@ impl ProcessEdge {
     /// The number of the thread comes from its own PID namespace. Here it may name another process,
     /// so the canary is compared.
     fn identify_process(&self, thread: u32) {
-        let _present_or_later = self.canary().fill(&self.uffd);
+        // If the kernel refuses the fill, the next fault tries again.
+        let _ = self.canary().fill(&self.uffd);
         if !self.canary().is_in(thread) {
             return;
         }

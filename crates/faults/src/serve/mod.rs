@@ -3,14 +3,14 @@
 //! One thread per program turns its monitor, one thread per run is its sender, and one thread
 //! samples all programs.
 //!
-//! - [`attach`]: the hello of a program or of a forked child.
-//! - [`program`]: one program and its thread. `edge` is what its monitor acts through.
-//! - [`run`]: what the programs of one `aquifer run` share. `sender` is its thread.
+//! - `attach`: the hello of a program or of a forked child.
+//! - `program`: one program and its thread. `edge` is what its monitor acts through.
+//! - `run`: what the programs of one `aquifer run` share. `sender` is its thread.
 //! - `restore`: resumption of runs from what the keeper holds; `records` describe that.
 //! - `tenants`: statistics of each tenant over all its runs.
-//! - [`sampler`]: measures resident sizes and finds areas to register.
+//! - `sampler`: measures resident sizes and finds areas to register.
 
-pub mod attach;
+mod attach;
 mod canary;
 mod core_follower;
 mod count;
@@ -20,12 +20,12 @@ mod exit_watcher;
 mod golden_tests;
 mod observed;
 pub mod priority;
-pub mod program;
+mod program;
 mod records;
 mod refused;
 mod restore;
-pub mod run;
-pub mod sampler;
+mod run;
+mod sampler;
 mod sender;
 mod stat;
 mod tenants;

@@ -5,7 +5,7 @@ use std::io;
 /// Niceness of threads on which a faulting thread waits, and of the sampler.
 pub const URGENT: i32 = -15;
 /// Niceness of threads that make room.
-pub const BUSY: i32 = -5;
+pub const ELEVATED: i32 = -5;
 
 /// Requested time slice. A thread with a short slice need not wait until the running thread has
 /// used up its own (Linux 6.12).

@@ -7,7 +7,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
+use aquifer_channel::try_send_frame;
+use aquifer_ipc::{Frame, HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, Volume};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -15,7 +16,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use super::edge::{Attachment, ProcessEdge};
 use super::exit_watcher::ProgramExitWatcher;
 use super::priority::{URGENT, set_niceness};
-use super::run::{ProgramReport, Run};
+use super::run::{PROGRAMS_MAX, ProgramReport, Run};
 use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
@@ -127,6 +128,7 @@ impl Program {
         self.is_attached.store(true, SeqCst);
     }
 
+    /// Sets the ranges of the program.
     pub(crate) fn set_bounds(&self, bounds: &PagingBounds) {
         let PagingBounds { shim_range, canary, paged_range } = bounds;
         let values = [shim_range.start, shim_range.end, paged_range.start, paged_range.end, *canary];
@@ -220,12 +222,14 @@ impl Program {
         self.is_killed.load(Relaxed)
     }
 
+    /// Passes what the sender has completed to the monitor.
     pub(crate) fn push_sender_event(&self, event: SenderEvent) {
         lock(&self.sender_events).push_back(event);
         self.has_sender_events.store(true, SeqCst);
         self.signal();
     }
 
+    /// Queues a request for the monitor.
     pub(crate) fn request(&self, request: MonitorRequest) {
         lock(&self.requests).push(request);
         self.has_requests.store(true, SeqCst);
@@ -240,12 +244,14 @@ impl Program {
         }
     }
 
+    /// Wakes the monitor's thread from a wait for messages or for the sender.
     fn wake(&self) {
         if let Err(error) = rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()) {
             tracing::error!(%error, "cannot wake the monitor of a program");
         }
     }
 
+    /// Appends what the sender has completed since the last call.
     pub(crate) fn drain_sender_events(&self, out: &mut Vec<SenderEvent>) {
         // The flag is cleared first: an event that comes after the queue was read sets it again.
         if self.has_sender_events.load(Relaxed) && self.has_sender_events.swap(false, SeqCst) {
@@ -342,7 +348,7 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = Arc::new(Program::new(id)?);
     if !run.add(&program) {
-        return Err(io::Error::other("the run has too many processes"));
+        return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));
     }
     service.announce_program();
     Ok(program)
@@ -357,6 +363,7 @@ fn or_remove(
     start().inspect_err(|_| remove_program(run, program))
 }
 
+/// Removes a program from its run, the exit watcher and the keeper.
 fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
@@ -437,13 +444,20 @@ impl MonitorLoop {
         for request in requests {
             match request {
                 MonitorRequest::Areas(areas) => self.monitor.adopt(&areas),
-                MonitorRequest::Attach(attachment) => {
-                    self.program.attached(&attachment.hello);
-                    if let Err(error) = self.monitor.edge().attach(*attachment) {
-                        tracing::warn!(%error, pid = self.program.pid(), "cannot attach a forked program");
-                    }
-                }
+                MonitorRequest::Attach(attachment) => self.attach(*attachment),
             }
+        }
+    }
+
+    /// Attaches the worker of a forked child, or refuses the child, so that it ends.
+    fn attach(&mut self, attachment: Attachment) {
+        self.program.attached(&attachment.hello);
+        let reply_to = attachment.socket.try_clone();
+        let Err(error) = self.monitor.edge().attach(attachment) else { return };
+        tracing::warn!(%error, pid = self.program.pid(), "cannot attach a forked program");
+        let refusal = Frame::Refused(format!("the agent cannot attach a forked process: {error}"));
+        if let Err(error) = reply_to.and_then(|socket| try_send_frame(&socket, &refusal, &[])) {
+            tracing::debug!(%error, "cannot send the refusal: the program has ended");
         }
     }
 
@@ -461,9 +475,9 @@ impl MonitorLoop {
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.wakeup.as_raw_fd();
         // No watch reports the end of an unknown process, so it is checked at intervals.
-        let patience = if self.program.pid() == 0 { PROBE_MS } else { -1 };
+        let timeout_ms = if self.program.pid() == 0 { PROBE_MS } else { -1 };
         // SAFETY: the array has two valid entries.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, patience) };
+        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
         self.program.end_sleep();
         if fds[1].revents != 0 {
             self.program.drain_wakeup();

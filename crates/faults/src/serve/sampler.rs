@@ -107,12 +107,12 @@ impl SampledProgram {
     }
 }
 
-#[derive(Debug)]
 /// What the sampler knows of a run.
+#[derive(Debug)]
 struct SampledRun {
     run: Weak<Run>,
     programs: Vec<SampledProgram>,
-    next: Instant,
+    next_sample: Instant,
     over_limit: Option<OverLimit>,
     room_shortage: Option<RoomShortage>,
     shared: SharedPages,
@@ -148,13 +148,14 @@ struct SharedPages {
     overlap: u64,
     /// Pages granted at the last count; pages granted since are not shared any more.
     granted: u64,
-    next: Instant,
+    next_count: Instant,
     /// Time to the next count, as a multiple of what the last one took.
     interval_factor: u32,
     /// Number of programs and the newest program at the last count; a new child shares all pages.
     programs: (usize, u64),
 }
 
+/// The loop of the thread.
 fn sample_all(service: &Weak<PagingService>) {
     set_niceness(URGENT);
     let mut sampled_runs: Vec<SampledRun> = Vec::new();
@@ -164,7 +165,7 @@ fn sample_all(service: &Weak<PagingService>) {
                 sampled_runs.push(SampledRun {
                     run: Arc::downgrade(&run),
                     programs: Vec::new(),
-                    next: Instant::now(),
+                    next_sample: Instant::now(),
                     over_limit: None,
                     room_shortage: None,
                     shared: SharedPages::new(),
@@ -174,18 +175,18 @@ fn sample_all(service: &Weak<PagingService>) {
         sampled_runs.retain(|sampled| sampled.run.strong_count() > 0);
         let now = Instant::now();
         if service.has_new_programs.swap(false, Relaxed) {
-            sampled_runs.iter_mut().for_each(|sampled| sampled.next = now);
+            sampled_runs.iter_mut().for_each(|sampled| sampled.next_sample = now);
         }
         service.refused_children.poll(&service);
         drop(service);
         let mut next = now + TICK_MAX;
         for sampled in &mut sampled_runs {
-            if sampled.next <= now
+            if sampled.next_sample <= now
                 && let Some(run) = sampled.run.upgrade()
             {
-                sampled.next = Instant::now() + sampled.sample(&run);
+                sampled.next_sample = Instant::now() + sampled.sample(&run);
             }
-            next = next.min(sampled.next);
+            next = next.min(sampled.next_sample);
         }
         std::thread::park_timeout(next.saturating_duration_since(Instant::now()).max(TICK_MIN));
     }
@@ -236,6 +237,7 @@ impl SampledRun {
         Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
     }
 
+    /// What is known of a program; a new entry if it was not sampled before.
     fn sampled_program(&mut self, id: u64) -> &mut SampledProgram {
         let at = self.programs.iter().position(|seen| seen.id == id).unwrap_or_else(|| {
             self.programs.push(SampledProgram::first(id));
@@ -244,6 +246,7 @@ impl SampledRun {
         &mut self.programs[at]
     }
 
+    /// Scans the maps of a program for new areas, if that is due and the run is near its limit.
     fn scan_if_needed(&mut self, program: &Arc<Program>, usage: &MemoryUsage, is_near: bool) {
         let began = Instant::now();
         let uncontrolled = usage.counted.saturating_sub(program.held.load(Relaxed));
@@ -309,14 +312,18 @@ impl SampledRun {
         if over.is_hopeless(evictions, total.saturating_sub(held), max) {
             let kept_mb = (total * page) >> 20;
             let wanted_mb = kept_mb * 5 / 4 + 8;
-            let what = format!(
-                "it keeps {kept_mb} MiB resident that cannot be paged \
-                 (stacks, locked, read-only or small areas), more than its limit allows"
-            );
             if run.is_limit_changed() {
-                tracing::warn!(run = ?run.token(), "{what}");
+                tracing::warn!(
+                    run = run.id(),
+                    kept_mb,
+                    "resident memory that cannot be paged exceeds the changed limit"
+                );
             } else {
-                run.end(&format!("{what}: give at least --local {wanted_mb}M"));
+                run.end(&format!(
+                    "it keeps {kept_mb} MiB resident that cannot be paged \
+                     (stacks, locked, read-only or small areas), more than its limit allows: \
+                     give at least --local {wanted_mb}M"
+                ));
             }
         }
     }
@@ -327,7 +334,7 @@ impl SharedPages {
         Self {
             overlap: 0,
             granted: 0,
-            next: Instant::now(),
+            next_count: Instant::now(),
             interval_factor: SHARED_INTERVAL_FACTOR_MIN,
             programs: (0, 0),
         }
@@ -340,7 +347,7 @@ impl SharedPages {
         let have_changed = (programs.len(), newest) != self.programs;
         if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
             self.overlap = 0;
-        } else if Instant::now() >= self.next || have_changed {
+        } else if Instant::now() >= self.next_count || have_changed {
             let start = Instant::now();
             let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
             let overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
@@ -353,7 +360,8 @@ impl SharedPages {
             };
             self.overlap = overlap;
             self.granted = granted;
-            self.next = Instant::now() + (start.elapsed() * self.interval_factor).min(SHARED_INTERVAL_MAX);
+            self.next_count =
+                Instant::now() + (start.elapsed() * self.interval_factor).min(SHARED_INTERVAL_MAX);
         }
         self.programs = (programs.len(), newest);
         self.overlap.saturating_sub(granted - self.granted)

@@ -14,7 +14,7 @@ use aquifer_pager::{
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::process::Pid;
 
-use super::priority::{BUSY, set_niceness};
+use super::priority::{ELEVATED, set_niceness};
 use super::program::Program;
 use super::{AgentServices, PagingService};
 use crate::edge::{EvictedBatch, SenderEvent};
@@ -45,7 +45,7 @@ enum PageSource {
 struct RequestQueue {
     requests: VecDeque<StageRequest>,
     abandoned: Vec<u64>,
-    stop: bool,
+    is_stopping: bool,
 }
 
 #[derive(Debug)]
@@ -73,6 +73,7 @@ pub(crate) struct SenderThread {
 }
 
 impl SenderThread {
+    /// Registers the slabs as a ledger and starts the thread.
     pub(crate) fn start(
         service: &Arc<PagingService>,
         slabs: Arc<SlabSet>,
@@ -102,6 +103,7 @@ impl SenderThread {
         Ok(Self { shared })
     }
 
+    /// Queues a batch in a staging buffer of the program.
     pub(crate) fn submit_batch(
         &self,
         program: &Arc<Program>,
@@ -112,6 +114,7 @@ impl SenderThread {
         self.push(program, PageSource::Batch { batch, staging, thread });
     }
 
+    /// Queues a block whose bytes are in the mempool.
     pub(crate) fn submit_block(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
         self.push(program, PageSource::Block { block, slots });
     }
@@ -127,8 +130,9 @@ impl SenderThread {
         self.shared.signal();
     }
 
+    /// Lets the thread end when all requests are completed.
     pub(crate) fn stop(&self) {
-        self.shared.lock().stop = true;
+        self.shared.lock().is_stopping = true;
         self.shared.signal();
     }
 
@@ -198,17 +202,17 @@ struct SenderLoop {
 
 impl SenderLoop {
     fn run(mut self) {
-        set_niceness(BUSY);
+        set_niceness(ELEVATED);
         let mut written = Vec::new();
         let mut found = Vec::with_capacity(BLOCK_PAGES);
         let mut polls = 0;
-        let mut is_stuck = false;
+        let mut is_waiting_for_acks = false;
         loop {
-            let Some(request) = self.next_request(is_stuck) else {
+            let Some(request) = self.next_request(is_waiting_for_acks) else {
                 break;
             };
             let before = self.sender.stats();
-            is_stuck = request.is_none();
+            is_waiting_for_acks = request.is_none();
             if let Some(request) = request {
                 self.stage(&request, &mut found);
             }
@@ -216,7 +220,7 @@ impl SenderLoop {
             self.node_joiner.poll(&mut self.sender, || self.agent.nodes());
             let no_room = self.sender.advance(&mut written).err();
             self.record_shortage(no_room);
-            is_stuck &= written.is_empty() && self.sender.stats() == before;
+            is_waiting_for_acks &= written.is_empty() && self.sender.stats() == before;
             for written in written.drain(..) {
                 self.deliver(written);
             }
@@ -233,12 +237,12 @@ impl SenderLoop {
     /// The next request; `Some(None)` to poll for acknowledgements, `None` when the run has ended.
     ///
     /// Waits if there is nothing to do. If there are only acknowledgements to wait for
-    /// (`is_stuck`), waits for those too.
-    fn next_request(&mut self, is_stuck: bool) -> Option<Option<StageRequest>> {
+    /// (`is_waiting_for_acks`), waits for those too.
+    fn next_request(&mut self, is_waiting_for_acks: bool) -> Option<Option<StageRequest>> {
         let mut queue = self.shared.lock();
         let is_short_of_room = self.shared.is_short_of_room.load(Relaxed);
         let is_idle = (self.sender.is_idle() || is_short_of_room) && !self.sender.is_healing();
-        if queue.requests.is_empty() && !queue.stop && (is_idle || is_stuck) {
+        if queue.requests.is_empty() && !queue.is_stopping && (is_idle || is_waiting_for_acks) {
             drop(queue);
             self.wait(is_idle);
             queue = self.shared.lock();
@@ -252,10 +256,10 @@ impl SenderLoop {
                 }
             }
         }
-        if queue.stop {
+        if queue.is_stopping {
             self.sender.stop_healing();
         }
-        if queue.stop && queue.requests.is_empty() && self.sender.is_idle() {
+        if queue.is_stopping && queue.requests.is_empty() && self.sender.is_idle() {
             return None;
         }
         Some(if self.sender.has_capacity() { queue.requests.pop_front() } else { None })
@@ -337,7 +341,7 @@ impl SenderLoop {
             block,
             count,
             |index| index < readable,
-            &batch.copies,
+            &batch.clean_copies,
             found,
         );
     }

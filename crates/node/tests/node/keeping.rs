@@ -11,7 +11,7 @@ use aquifer_directory::Directory;
 use aquifer_directory::names::{self, NodeLife};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{KeeperOptions, KeeperPort};
+use aquifer_keeper::{KeeperClient, KeeperOptions};
 use aquifer_node::{Keep, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
@@ -134,12 +134,12 @@ fn kept_memory_that_makes_no_sense_is_begun_anew() {
     let keeper = Keeper::start(&bed);
     // As a node of another format would find it.
     let share = KeeperShare::Node(1);
-    let (port, _) = KeeperPort::connect(&keeper.socket, share).expect("it serves");
+    let (client, _) = KeeperClient::connect(&keeper.socket, share).expect("it serves");
     let (memory, epochs) = (Memory::create("odd", 1 << 20), Memory::create("odd", 1 << 15));
     let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
     let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();
-    port.keep(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
-    drop(port);
+    client.hold(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
+    drop(client);
     let node = start(&bed, &keeper);
     assert_ne!(node.ready.record.epoch, 3, "it is another life");
     assert_eq!(bed.client(HOST, 1).expect("it listens").free_bytes(NodeId(1)), BYTES);

@@ -27,7 +27,7 @@ const HOLED_PERMILLE: u32 = 875;
 const MOVABLE_PERMILLE: u32 = 750;
 /// Sparse slabs are searched each time that this part of all slabs has been filled.
 const SEARCH_DIVISOR: usize = 64;
-/// Pages to be moved in one round, approximately.
+/// Pages to be pages_to_move in one round, approximately.
 const MOVES_MAX: u32 = 16384;
 
 /// How much memory a round of vacating must free.
@@ -41,14 +41,14 @@ pub enum GainThreshold {
 
 /// A sparse slab, with its number of pages in use and of all pages.
 #[derive(Clone, Copy, Debug)]
-struct Sparse {
+struct SparseSlab {
     slab: SlabId,
     replicas: usize,
     live: u32,
     pages: u32,
 }
 
-impl Sparse {
+impl SparseSlab {
     /// The part of the slab that is in use, in thousandths.
     fn fill_permille(&self) -> u32 {
         self.live * 1000 / self.pages
@@ -57,19 +57,19 @@ impl Sparse {
 
 impl Filler {
     /// The sparse slabs in use that are at most this full.
-    fn sparse(&self, fill_permille_max: u32) -> impl Iterator<Item = Sparse> {
-        self.in_use.iter().filter_map(move |slab| self.sparse_if(slab, fill_permille_max))
+    fn sparse_slabs(&self, fill_permille_max: u32) -> impl Iterator<Item = SparseSlab> {
+        self.in_use.iter().filter_map(move |slab| self.as_sparse(slab, fill_permille_max))
     }
 
     /// The slab, if it holds pages, is at most this full, and is not open, being copied or marked.
-    fn sparse_if(&self, slab: SlabId, fill_permille_max: u32) -> Option<Sparse> {
+    fn as_sparse(&self, slab: SlabId, fill_permille_max: u32) -> Option<SparseSlab> {
         let is_open = self.open.as_ref().is_some_and(|open| open.slab == slab);
         if is_open || Some(slab) == self.copying || self.slabs.is_vacating(slab) {
             return None;
         }
         let replicas = self.slabs.replicas(slab);
         let (live, pages) = (self.slabs.live_pages(slab), replicas.class()?.chunks());
-        let sparse = Sparse { slab, replicas: replicas.len(), live, pages };
+        let sparse = SparseSlab { slab, replicas: replicas.len(), live, pages };
         (live > 0 && sparse.fill_permille() <= fill_permille_max).then_some(sparse)
     }
 
@@ -88,7 +88,7 @@ impl Filler {
         };
         loop {
             while let Some(slab) = self.candidates.pop() {
-                if let Some(found) = self.sparse_if(slab, max).filter(|_| self.in_use.contains(slab))
+                if let Some(found) = self.as_sparse(slab, max).filter(|_| self.in_use.contains(slab))
                     && Some(slab) != previous
                     && found.replicas >= replicas_min
                 {
@@ -100,7 +100,8 @@ impl Filler {
                 return None;
             }
             self.fills_until_search = self.in_use.len() / SEARCH_DIVISOR;
-            let mut found: Vec<Sparse> = self.sparse(max).filter(|one| Some(one.slab) != previous).collect();
+            let mut found: Vec<SparseSlab> =
+                self.sparse_slabs(max).filter(|one| Some(one.slab) != previous).collect();
             found.retain(|one| one.replicas >= replicas_min);
             if found.is_empty() {
                 return None;
@@ -133,37 +134,38 @@ impl Filler {
     /// Chooses the slabs to vacate: the emptiest, as long as their pages fit into the holes of the
     /// other sparse slabs, or they are almost empty.
     ///
-    /// Returns none if that would free less memory than `worth` demands.
-    pub fn slabs_to_vacate(&self, worth: GainThreshold) -> Vec<SlabId> {
+    /// Returns none if that would free less memory than `threshold` demands.
+    pub fn slabs_to_vacate(&self, threshold: GainThreshold) -> Vec<SlabId> {
         let held_bytes = self.slabs.bytes().0;
-        let divisor = if worth == GainThreshold::PoolShort { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
+        let divisor = if threshold == GainThreshold::PoolShort { GAIN_DIVISOR_SHORT } else { GAIN_DIVISOR };
         let wanted_bytes = (held_bytes / divisor).max(GAIN_BYTES_MIN);
         let live_bytes = self.slabs.pages() * (self.slabs.replicas_wanted() * PAGE_BYTES) as u64;
         if held_bytes < live_bytes + wanted_bytes {
             // All holes together are smaller than the memory that must be freed.
             return Vec::new();
         }
-        let mut sparse: Vec<Sparse> = self.sparse(MOVABLE_PERMILLE).collect();
+        let mut sparse: Vec<SparseSlab> = self.sparse_slabs(MOVABLE_PERMILLE).collect();
         sparse.sort_unstable_by_key(|one| (one.fill_permille(), Reverse(one.pages)));
-        let mut room: u32 = sparse.iter().map(|one| one.pages - one.live).sum();
-        let (mut moved, mut room_taken) = (0, 0);
+        let mut holes: u32 = sparse.iter().map(|one| one.pages - one.live).sum();
+        let (mut pages_to_move, mut holes_used) = (0, 0);
         let mut gain_bytes = 0;
         let mut chosen = Vec::new();
         for one in sparse {
-            let room_without = room - (one.pages - one.live);
-            let has_room = room_taken + one.live <= room_without;
-            let is_almost_empty = one.live * FRESH_DIVISOR <= one.pages && worth != GainThreshold::PoolShort;
-            if !has_room && !is_almost_empty || moved >= MOVES_MAX {
+            let other_holes = holes - (one.pages - one.live);
+            let fits_into_holes = holes_used + one.live <= other_holes;
+            let is_almost_empty =
+                one.live * FRESH_DIVISOR <= one.pages && threshold != GainThreshold::PoolShort;
+            if !fits_into_holes && !is_almost_empty || pages_to_move >= MOVES_MAX {
                 continue;
             }
-            let won = if has_room { one.pages } else { one.pages - one.live };
-            gain_bytes += u64::from(won) * (one.replicas * PAGE_BYTES) as u64;
+            let gained_pages = if fits_into_holes { one.pages } else { one.pages - one.live };
+            gain_bytes += u64::from(gained_pages) * (one.replicas * PAGE_BYTES) as u64;
             // The holes of a slab that is vacated cannot be filled.
-            room = room_without;
-            if has_room {
-                room_taken += one.live;
+            holes = other_holes;
+            if fits_into_holes {
+                holes_used += one.live;
             }
-            moved += one.live;
+            pages_to_move += one.live;
             chosen.push(one.slab);
         }
         if gain_bytes < wanted_bytes {

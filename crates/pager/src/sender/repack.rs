@@ -90,7 +90,7 @@ impl Sender {
         self.begin_round(self.ports.now());
     }
 
-    fn choose_slabs(&mut self, now: Duration, worth: GainThreshold) {
+    fn choose_slabs(&mut self, now: Duration, threshold: GainThreshold) {
         self.repacker.next_round_at = now + PAUSE;
         // The next writes fill the holes. If slabs were marked, these writes would need new slabs.
         let written = self.stats.pages - std::mem::replace(&mut self.repacker.written, self.stats.pages);
@@ -99,7 +99,7 @@ impl Sender {
             return;
         }
         self.repacker.began = now;
-        self.repacker.slabs = self.filler.slabs_to_vacate(worth);
+        self.repacker.slabs = self.filler.slabs_to_vacate(threshold);
         self.slabs.mark(&self.repacker.slabs);
     }
 

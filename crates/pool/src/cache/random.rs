@@ -5,7 +5,7 @@ use std::hash::{Hash, Hasher};
 
 /// The numbers of one client.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Numbers {
+pub enum NumberSource {
     /// Provided by the edge.
     System(NumberFns),
     /// Counted, for a simulation: equal in each run, and no two clients have a number in common.
@@ -41,7 +41,7 @@ impl Hash for NumberFns {
     fn hash<H: Hasher>(&self, _: &mut H) {}
 }
 
-impl Numbers {
+impl NumberSource {
     /// Counted numbers for client `number` of at most `clients`.
     #[must_use]
     pub const fn counted(number: u32, clients: u32) -> Self {
@@ -67,7 +67,7 @@ fn advance(next: &mut u32, step: u32) -> u32 {
     std::mem::replace(next, next.wrapping_add(step))
 }
 
-impl std::fmt::Debug for Numbers {
+impl std::fmt::Debug for NumberSource {
     /// Prints no numbers: keys stay out of logs.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Numbers")

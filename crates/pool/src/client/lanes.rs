@@ -8,13 +8,13 @@ use std::collections::{BTreeMap, VecDeque};
 
 use aquifer_fabric::Host;
 
-use super::node::{Failure, Node};
-use super::wire::{LANES_MAX, Place};
-use crate::op::{Action, FreeOp, Grant, Machine, OpError, Step, WordAt, word_of};
+use super::connection::{Buffers, LANES_MAX};
+use super::node::{ClientNode, Failure};
+use crate::op::{Action, FreeOp, Grant, OpError, StateMachine, Step, WordAt, word_of};
 use crate::size::SECTION_CHUNKS;
 
 /// Indexes of the extents of one section, grouped by control word.
-type Words = VecDeque<Vec<usize>>;
+type WordQueue = VecDeque<Vec<usize>>;
 
 /// A section whose extents are being freed.
 #[derive(Debug)]
@@ -22,7 +22,7 @@ struct Lane {
     op: FreeOp,
     /// Indexes of the extents that it frees.
     indexes: Vec<usize>,
-    waiting: Words,
+    waiting: WordQueue,
     action: Action,
     /// The index of its first operation in the batch.
     first: usize,
@@ -39,7 +39,7 @@ struct FreeAll<'a> {
 impl FreeAll<'_> {
     /// Starts with the next word of a section; `None` if nothing is left that needs an access to
     /// the node.
-    fn start(&mut self, node: &mut Node, mut waiting: Words) -> Option<Lane> {
+    fn start(&mut self, node: &mut ClientNode, mut waiting: WordQueue) -> Option<Lane> {
         let indexes = waiting.pop_front()?;
         let mut op = FreeOp::many(self.host, indexes.iter().map(|index| self.grants[*index]));
         let step = op.start(&mut node.cache);
@@ -48,11 +48,11 @@ impl FreeAll<'_> {
 
     fn follow(
         &mut self,
-        node: &mut Node,
-        step: Step<<FreeOp as Machine>::Output>,
+        node: &mut ClientNode,
+        step: Step<<FreeOp as StateMachine>::Output>,
         op: FreeOp,
         indexes: Vec<usize>,
-        waiting: Words,
+        waiting: WordQueue,
     ) -> Option<Lane> {
         match step {
             Step::Post(action) => Some(Lane { op, indexes, waiting, action, first: 0 }),
@@ -67,7 +67,7 @@ impl FreeAll<'_> {
     }
 }
 
-impl Node {
+impl ClientNode {
     /// Frees extents; returns the outcome of each.
     pub(super) fn free_all(
         &mut self,
@@ -86,17 +86,17 @@ impl Node {
             if lanes.is_empty() {
                 return Ok(free.outcomes);
             }
-            self.wire.begin();
+            self.connection.begin();
             for (place, lane) in lanes.iter_mut().enumerate() {
-                lane.first = self.wire.add(&lane.action, Place::lane(place));
+                lane.first = self.connection.add(&lane.action, Buffers::lane(place));
             }
-            if let Err(error) = self.wire.execute() {
+            if let Err(error) = self.connection.execute() {
                 self.cache.forget_saved_records();
                 return Err(Failure::Work(error));
             }
             for (place, lane) in std::mem::take(&mut lanes).into_iter().enumerate() {
                 let Lane { mut op, indexes, waiting, action, first } = lane;
-                let result = self.wire.answer(&action, Place::lane(place), first, &mut self.words);
+                let result = self.connection.answer(&action, Buffers::lane(place), first, &mut self.words);
                 let step = op.step(&mut self.cache, result);
                 lanes.extend(free.follow(self, step, op, indexes, waiting));
             }
@@ -105,7 +105,7 @@ impl Node {
 }
 
 /// The extents by section and control word.
-fn by_section(grants: &[Grant]) -> impl IntoIterator<Item = Words> + use<> {
+fn by_section(grants: &[Grant]) -> impl IntoIterator<Item = WordQueue> + use<> {
     let mut sections: BTreeMap<u32, BTreeMap<WordAt, Vec<usize>>> = BTreeMap::new();
     for (index, grant) in grants.iter().enumerate() {
         let words = sections.entry(grant.chunk / SECTION_CHUNKS).or_default();

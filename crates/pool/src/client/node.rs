@@ -2,22 +2,22 @@
 
 use aquifer_fabric::{DrainHandle, Endpoint, Key, KeyEntry, Tenant, WorkError};
 
-use super::wire::Wire;
+use super::connection::NodeConnection;
 use super::{Extent, NodeId, random};
 use crate::cache::NodeCache;
 use crate::error::PoolError;
-use crate::op::{Action, Grant, Machine, OpError, READ_WORDS_MAX, Step, StepResult, WordAt};
+use crate::op::{Action, Grant, OpError, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt};
 use crate::size::CHUNK_BYTES;
 
 /// A node and the connection to it.
 #[derive(Debug)]
-pub(super) struct Node {
+pub(super) struct ClientNode {
     id: NodeId,
-    pub(super) wire: Wire,
+    pub(super) connection: NodeConnection,
     pub(super) cache: NodeCache,
     /// The answer to the last action.
     pub(super) words: Vec<u64>,
-    /// Whether [`Self::take_drain`] has returned the drain of this break of the connection.
+    /// Whether [`Self::pop_drain`] has returned the drain of this break of the connection.
     is_drain_taken: bool,
 }
 
@@ -52,7 +52,7 @@ pub(super) fn connection_error(node: NodeId, cause: WorkError) -> PoolError {
     }
 }
 
-impl Node {
+impl ClientNode {
     /// Reads and checks the header, and reads all control words.
     pub(super) fn open(
         id: NodeId,
@@ -60,42 +60,42 @@ impl Node {
         search_start: u64,
         tenant: Tenant,
     ) -> Result<Self, PoolError> {
-        let wire = Wire::open(id, endpoint)?;
-        let cache = NodeCache::new(wire.layout(), search_start, tenant, random::SYSTEM);
+        let connection = NodeConnection::open(id, endpoint)?;
+        let cache = NodeCache::new(connection.layout(), search_start, tenant, random::SYSTEM);
         let words = Vec::with_capacity(READ_WORDS_MAX as usize);
-        let mut node = Self { id, wire, cache, words, is_drain_taken: false };
+        let mut node = Self { id, connection, cache, words, is_drain_taken: false };
         node.refresh()?;
         Ok(node)
     }
 
     /// Polls the connection, so that a break is noticed. The user's completions are kept.
     pub(super) fn poll(&mut self) {
-        self.wire.poll();
+        self.connection.poll();
     }
 
     /// Begins an operation. If the connection is up, a break from now on is a new one.
     pub(super) fn begin(&mut self) {
-        self.is_drain_taken &= self.wire.is_down();
+        self.is_drain_taken &= self.connection.is_down();
     }
 
     /// A handle that drains the operations in flight of a connection that is given up. Returned
     /// once for each break; `None` if nothing is in flight.
-    pub(super) fn take_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
-        let drain = self.wire.late().filter(|_| !self.is_drain_taken)?;
+    pub(super) fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
+        let drain = self.connection.drain_handle().filter(|_| !self.is_drain_taken)?;
         self.is_drain_taken = true;
         Some(drain)
     }
 
     pub(super) const fn region_key(&self) -> Key {
-        self.wire.key()
+        self.connection.key()
     }
 
     pub(super) fn into_endpoint(self) -> Box<dyn Endpoint> {
-        self.wire.into_endpoint()
+        self.connection.into_endpoint()
     }
 
     pub(super) fn endpoint(&mut self) -> &mut Box<dyn Endpoint> {
-        self.wire.endpoint()
+        self.connection.endpoint()
     }
 
     pub(super) fn free_bytes(&self) -> u64 {
@@ -107,22 +107,22 @@ impl Node {
     }
 
     pub(super) const fn sections(&self) -> u32 {
-        self.wire.layout().sections()
+        self.connection.layout().sections()
     }
 
     pub(super) fn chunk_of(&self, addr: u64) -> Option<u32> {
-        self.wire.layout().chunk_of(addr.checked_sub(self.wire.base())?)
+        self.connection.layout().chunk_of(addr.checked_sub(self.connection.base())?)
     }
 
     /// Runs a state machine to its end.
-    pub(super) fn run<M: Machine>(&mut self, mut machine: M) -> Result<M::Output, Failure> {
+    pub(super) fn run<M: StateMachine>(&mut self, mut machine: M) -> Result<M::Output, Failure> {
         let mut step = machine.start(&mut self.cache);
         loop {
             let action = match step {
                 Step::Done(result) => return result.map_err(Failure::Op),
                 Step::Post(action) => action,
             };
-            let result = match self.wire.carry_out(&action, &mut self.words) {
+            let result = match self.connection.execute_action(&action, &mut self.words) {
                 Ok(result) => result,
                 Err(error) => {
                     self.cache.forget_saved_records();
@@ -135,7 +135,7 @@ impl Node {
 
     /// Reads all control words.
     pub(super) fn refresh(&mut self) -> Result<(), PoolError> {
-        let layout = *self.wire.layout();
+        let layout = *self.connection.layout();
         for first in (0..layout.sections()).step_by(READ_WORDS_MAX as usize) {
             let count = READ_WORDS_MAX.min(layout.sections() - first);
             self.read(WordAt::Section(first), count)?;
@@ -151,7 +151,7 @@ impl Node {
     }
 
     fn read(&mut self, at: WordAt, count: u32) -> Result<(), PoolError> {
-        let done = self.wire.carry_out(&Action::read(at, count), &mut self.words);
+        let done = self.connection.execute_action(&Action::read(at, count), &mut self.words);
         done.map(drop).map_err(|cause| connection_error(self.id, cause))
     }
 
@@ -164,7 +164,7 @@ impl Node {
 
     /// The extent that was granted.
     pub(super) fn extent(&self, grant: Grant) -> Extent {
-        let addr = self.wire.base() + self.wire.layout().chunk_data_at(grant.chunk);
+        let addr = self.connection.base() + self.connection.layout().chunk_data_at(grant.chunk);
         Extent { node: self.id, addr, class: grant.class, key: grant.key }
     }
 }

@@ -5,13 +5,13 @@ use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::cache::{NumberFns, Numbers};
+use crate::cache::{NumberFns, NumberSource};
 
 /// Keys for which random bits are read from the system at once.
 const BATCH: usize = 64;
 
 /// The numbers that the product uses.
-pub(super) const SYSTEM: Numbers = Numbers::System(NumberFns { key_bits, nonce });
+pub(super) const SYSTEM: NumberSource = NumberSource::System(NumberFns { key_bits, nonce });
 
 fn key_bits() -> u32 {
     thread_local! {

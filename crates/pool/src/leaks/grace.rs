@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 /// A counter that threads share.
-pub(super) trait Counter: Default {
+pub(super) trait SharedCounter: Default {
     /// Its value.
     fn get(&self) -> u64;
     /// Adds one; returns the value before.
@@ -16,7 +16,7 @@ pub(super) trait Counter: Default {
     fn decrement(&self);
 }
 
-impl Counter for AtomicU64 {
+impl SharedCounter for AtomicU64 {
     fn get(&self) -> u64 {
         self.load(SeqCst)
     }
@@ -32,14 +32,14 @@ impl Counter for AtomicU64 {
 
 /// Counts the operations of the present generation and of the one before.
 #[derive(Debug, Default)]
-pub(super) struct GracePeriods<C: Counter = AtomicU64> {
+pub(super) struct GracePeriods<C: SharedCounter = AtomicU64> {
     generation: C,
     /// Operations that run, of even generations and of odd ones. At most two generations have any,
     /// because [`Self::next_generation`] is called only after the one before has drained.
     running: [C; 2],
 }
 
-impl<C: Counter> GracePeriods<C> {
+impl<C: SharedCounter> GracePeriods<C> {
     fn running(&self, generation: u64) -> &C {
         &self.running[usize::from(!generation.is_multiple_of(2))]
     }
@@ -91,7 +91,7 @@ mod tests {
 
     use super::*;
 
-    impl Counter for AtomicU64 {
+    impl SharedCounter for AtomicU64 {
         fn get(&self) -> u64 {
             self.load(SeqCst)
         }
@@ -107,7 +107,7 @@ mod tests {
 
     /// The step that is left out.
     #[derive(Clone, Copy, PartialEq, Eq)]
-    enum Fault {
+    enum GraceFault {
         None,
         /// An operation that begins does not check whether its generation was closed meanwhile.
         BeginBlindly,
@@ -116,16 +116,16 @@ mod tests {
     }
 
     #[derive(Default)]
-    struct Scene {
+    struct ScanTest {
         grace: GracePeriods<AtomicU64>,
         allocated: [AtomicBool; 2],
         recorded: [AtomicBool; 2],
     }
 
-    impl Scene {
+    impl ScanTest {
         /// Allocates something, and records it.
-        fn allocate(&self, number: usize, fault: Fault) {
-            let generation = if fault == Fault::BeginBlindly {
+        fn allocate(&self, number: usize, fault: GraceFault) {
+            let generation = if fault == GraceFault::BeginBlindly {
                 let generation = self.grace.generation.get();
                 self.grace.running(generation).increment();
                 generation
@@ -138,8 +138,8 @@ mod tests {
         }
 
         /// What was allocated when this begins is recorded when it ends, unless it is cancelled.
-        fn scan(&self, fault: Fault) {
-            if fault != Fault::NextAtOnce && !self.grace.is_drained(self.grace.previous_generation()) {
+        fn scan(&self, fault: GraceFault) {
+            if fault != GraceFault::NextAtOnce && !self.grace.is_drained(self.grace.previous_generation()) {
                 return;
             }
             let allocated = [0, 1].map(|number| self.allocated[number].load(SeqCst));
@@ -153,8 +153,8 @@ mod tests {
         }
     }
 
-    fn play(fault: Fault) {
-        let scene = Arc::new(Scene::default());
+    fn play(fault: GraceFault) {
+        let scene = Arc::new(ScanTest::default());
         let allocators = [0, 1].map(|number| {
             let scene = Arc::clone(&scene);
             thread::spawn(move || scene.allocate(number, fault))
@@ -169,13 +169,13 @@ mod tests {
 
     #[test]
     fn an_extent_that_is_being_allocated_is_not_reported_as_leaked() {
-        shuttle::check_dfs(|| play(Fault::None), Some(400_000));
-        shuttle::check_random(|| play(Fault::None), 20_000);
+        shuttle::check_dfs(|| play(GraceFault::None), Some(400_000));
+        shuttle::check_random(|| play(GraceFault::None), 20_000);
     }
 
     #[test]
     fn each_omitted_step_is_noticed() {
-        for fault in [Fault::BeginBlindly, Fault::NextAtOnce] {
+        for fault in [GraceFault::BeginBlindly, GraceFault::NextAtOnce] {
             let outcome = catch_unwind(|| shuttle::check_random(move || play(fault), 100_000));
             assert!(outcome.is_err(), "the test does not notice the fault");
         }

@@ -7,7 +7,7 @@ use crate::size::SECTION_SPANS;
 
 /// One operation on the node's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub enum Access {
+pub enum WordAccess {
     /// Compare and swap. Answered by the word that was found.
     Cas {
         /// The word.
@@ -44,7 +44,7 @@ pub enum Access {
     },
 }
 
-impl Access {
+impl WordAccess {
     /// The number of words of its answer.
     #[must_use]
     pub const fn answer_words(&self) -> u32 {
@@ -68,12 +68,12 @@ impl Access {
 /// Operations that are posted together and take effect in this order. The answer has the words of
 /// each, in the same order.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
-pub struct Action(SmallVec<[Access; 4]>);
+pub struct Action(SmallVec<[WordAccess; 4]>);
 
 impl Action {
     /// The operations, in order.
     #[must_use]
-    pub fn accesses(&self) -> &[Access] {
+    pub fn accesses(&self) -> &[WordAccess] {
         &self.0
     }
 
@@ -87,27 +87,27 @@ impl Action {
     #[must_use]
     pub fn first_cas(&self) -> Option<(WordAt, u64, u64)> {
         self.0.iter().find_map(|access| match *access {
-            Access::Cas { at, expected, desired } => Some((at, expected, desired)),
+            WordAccess::Cas { at, expected, desired } => Some((at, expected, desired)),
             _ => None,
         })
     }
 
-    fn one(access: Access) -> Self {
+    fn one(access: WordAccess) -> Self {
         let mut accesses = SmallVec::new();
         accesses.push(access);
         Self(accesses)
     }
 
     pub(crate) fn cas(at: WordAt, expected: u64, desired: u64) -> Self {
-        Self::one(Access::Cas { at, expected, desired })
+        Self::one(WordAccess::Cas { at, expected, desired })
     }
 
     pub(crate) fn probe(at: WordAt) -> Self {
-        Self::one(Access::Probe { at })
+        Self::one(WordAccess::Probe { at })
     }
 
     pub(crate) fn read(at: WordAt, count: u32) -> Self {
-        Self::one(Access::Read { at, count })
+        Self::one(WordAccess::Read { at, count })
     }
 
     pub(crate) fn write(at: WordAt, word: u64) -> Self {
@@ -116,7 +116,7 @@ impl Action {
 
     /// Writes `first`, then `others` words with `value`.
     pub(crate) fn write_run(at: WordAt, first: u64, others: u8, value: u64) -> Self {
-        Self::one(Access::Write { at, first, others, value })
+        Self::one(WordAccess::Write { at, first, others, value })
     }
 
     /// Reads the words of the spans of neighbouring sections, 16 for each, then the entries of

@@ -10,14 +10,14 @@ use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
 use super::ready::{ReadyCheck, ReadyProgress};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose,
+    Action, CONTENDED_AFTER, Grant, Mutation, OpError, StateMachine, Step, StepResult, WordAt, damaged, lose,
     word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{LogOp, Run, SectionWord, SpanWord};
-use search::{Pass, Search};
+use crate::word::{AlignedRun, LogOp, SectionWord, SpanWord};
+use search::{Pass, SectionSearch};
 
 /// Allocates one extent of a node.
 ///
@@ -26,7 +26,7 @@ use search::{Pass, Search};
 pub struct AllocOp {
     host: Host,
     class: SizeClass,
-    search: Search,
+    search: SectionSearch,
     fixed_group: Option<FixedGroup>,
     lost: u32,
     /// The span at which the last race was lost, and the races lost there in a row.
@@ -44,7 +44,7 @@ pub struct AllocOp {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct FixedGroup {
     section: u32,
-    group: Run,
+    group: AlignedRun,
     /// The key of the extent. `None` if the node allocates the group for itself: then it gets no
     /// key, and may belong to any tenant.
     key: Option<Key>,
@@ -66,11 +66,11 @@ struct Committing {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Commit {
     /// A1, or A3 if this operation has opened the span.
-    Chunks { span: u32, run: Run, is_opener: bool },
+    Chunks { span: u32, run: AlignedRun, is_opener: bool },
     /// A2.
     Open { span: u32 },
     /// A7.
-    Whole { section: u32, group: Run },
+    Whole { section: u32, group: AlignedRun },
 }
 
 impl Commit {
@@ -138,7 +138,7 @@ impl AllocOp {
         Self {
             host,
             class,
-            search: Search::new(),
+            search: SectionSearch::new(),
             fixed_group: None,
             lost: 0,
             last_losses: None,
@@ -152,7 +152,7 @@ impl AllocOp {
     /// An operation by which a node allocates this group of empty spans for itself, of any tenant
     /// and without a key.
     #[must_use]
-    pub fn of_group(host: Host, section: u32, group: Run) -> Self {
+    pub fn of_group(host: Host, section: u32, group: AlignedRun) -> Self {
         let class = SizeClass::of_spans(group.order());
         let group = FixedGroup { section, group, key: None };
         Self { fixed_group: Some(group), ..Self::new(host, class) }
@@ -160,18 +160,18 @@ impl AllocOp {
 
     /// An operation that allocates this section and no other, with this key.
     pub(super) fn of_section(host: Host, section: u32, key: Key) -> Self {
-        let group = FixedGroup { section, group: Run::SECTION, key: Some(key) };
+        let group = FixedGroup { section, group: AlignedRun::SECTION, key: Some(key) };
         Self { fixed_group: Some(group), ..Self::new(host, SizeClass::SECTION) }
     }
 
-    /// Leaves A8 to the caller, who posts what [`Self::take_record`] returns.
+    /// Leaves A8 to the caller, who posts what [`Self::pop_record`] returns.
     pub(super) fn deferring_record(self) -> Self {
         Self { defers_record: true, ..self }
     }
 
     /// The WRITEs of A8 that the caller has to post before any other action; empty if there are
     /// none.
-    pub(super) fn take_record(&mut self) -> Action {
+    pub(super) fn pop_record(&mut self) -> Action {
         std::mem::take(&mut self.record)
     }
 
@@ -181,7 +181,7 @@ impl AllocOp {
     }
 }
 
-impl Machine for AllocOp {
+impl StateMachine for AllocOp {
     type Output = Grant;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Grant> {
@@ -231,7 +231,7 @@ impl AllocOp {
             }
             Candidate::Empty { span } if Mutation::SkipOpen.is_active() => self.allocate_first(cache, span),
             Candidate::Empty { span } => {
-                let group = Run::single(place_in_section(span));
+                let group = AlignedRun::single(place_in_section(span));
                 self.check_ready(cache, section, group, Commit::Open { span })
             }
             Candidate::Whole { group } => {
@@ -245,7 +245,7 @@ impl AllocOp {
         &mut self,
         cache: &mut NodeCache,
         section: u32,
-        group: Run,
+        group: AlignedRun,
         commit: Commit,
     ) -> Step<Grant> {
         let allows_foreign = self.is_for_node() || Mutation::AllocateForeign.is_active();
@@ -372,7 +372,7 @@ impl AllocOp {
     }
 
     /// A7 has succeeded.
-    fn group_allocated(&mut self, cache: &mut NodeCache, section: u32, group: Run) -> Step<Grant> {
+    fn group_allocated(&mut self, cache: &mut NodeCache, section: u32, group: AlignedRun) -> Step<Grant> {
         let (chunk, class) = (first_of_group(section, group), self.class);
         let grant = match self.fixed_group {
             Some(fixed) => Grant { chunk, class, key: fixed.key.unwrap_or(Key(0)) },
@@ -389,7 +389,7 @@ impl AllocOp {
     fn chunks_allocated(
         &mut self,
         cache: &mut NodeCache,
-        (span, run, is_opener): (u32, Run, bool),
+        (span, run, is_opener): (u32, AlignedRun, bool),
         posted: Committing,
         result: StepResult<'_>,
     ) -> Next {
@@ -434,7 +434,7 @@ impl AllocOp {
     }
 
     /// Frees chunks of a span that is another tenant's. They have not been returned to the caller.
-    fn free_foreign(&mut self, cache: &NodeCache, span: u32, run: Run) -> Step<Grant> {
+    fn free_foreign(&mut self, cache: &NodeCache, span: u32, run: AlignedRun) -> Step<Grant> {
         let freed = Freed::Chunks { span, mask: run.mask(), run };
         let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
         self.post(State::FreeingForeign(commit), action)
@@ -460,7 +460,7 @@ impl AllocOp {
     /// A3: allocates the first chunks of the span that A2 has opened. The cached word may be out of
     /// date; then the CAS fails and returns the present word.
     fn allocate_first(&mut self, cache: &mut NodeCache, span: u32) -> Step<Grant> {
-        let run = Run::new(0, self.class.order()).unwrap_or(Run::single(0));
+        let run = AlignedRun::new(0, self.class.order()).unwrap_or(AlignedRun::single(0));
         self.commit(cache, Commit::Chunks { span, run, is_opener: true })
     }
 
@@ -469,7 +469,9 @@ impl AllocOp {
         let section = span / SECTION_SPANS;
         let log = cache.section(section).log().ok().flatten();
         let is_opening = log.is_some_and(|log| {
-            log.op == LogOp::Open && log.host == self.host && log.run == Run::single(place_in_section(span))
+            log.op == LogOp::Open
+                && log.host == self.host
+                && log.run == AlignedRun::single(place_in_section(span))
         });
         if is_opener && is_opening {
             cache.mark_saved(WordAt::Section(section));
@@ -538,11 +540,11 @@ impl AllocOp {
 }
 
 /// The first chunk of a run of a span, counted over the node.
-fn first_of(span: u32, run: Run) -> u32 {
+fn first_of(span: u32, run: AlignedRun) -> u32 {
     span * SPAN_CHUNKS + u32::from(run.first())
 }
 
 /// The first chunk of a group of a section's spans, counted over the node.
-fn first_of_group(section: u32, group: Run) -> u32 {
+fn first_of_group(section: u32, group: AlignedRun) -> u32 {
     section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS
 }

@@ -9,11 +9,12 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 use smallvec::SmallVec;
 
 use super::{
-    Action, Grant, Machine, Mutation, OpError, Step, StepResult, WordAt, damaged, lose, revocation, word_of,
+    Action, Grant, Mutation, OpError, StateMachine, Step, StepResult, WordAt, damaged, lose, revocation,
+    word_of,
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
-use crate::word::{InlineLog, LogOp, Run, SectionWord, SpanState, SpanWord, record_of};
+use crate::word::{AlignedRun, InlineLog, LogOp, SectionWord, SpanState, SpanWord, record_of};
 pub(super) use commit::{FreeCommit, FreeProgress, Freed};
 
 /// The outcome for each extent, in the order of the arguments.
@@ -42,15 +43,15 @@ pub struct FreeOp {
     state: State,
 }
 
-type Extents = SmallVec<[Extent; 1]>;
+type Extents = SmallVec<[ExtentToFree; 1]>;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-struct Extent {
+struct ExtentToFree {
     /// Its index among the outcomes.
     index: usize,
     grant: Grant,
     /// Its place in the word.
-    run: Run,
+    run: AlignedRun,
     is_revoked: bool,
 }
 
@@ -88,7 +89,7 @@ impl FreeOp {
             let is_of_class = grant.key == Key(0) || grant.key.class() == Some(grant.class.k());
             let run = run_of(grant).filter(|_| is_of_class);
             outcomes.push(if run.is_some() { Ok(()) } else { Err(OpError::NotAllocated) });
-            waiting.extend(run.map(|run| Extent { index, grant, run, is_revoked: false }));
+            waiting.extend(run.map(|run| ExtentToFree { index, grant, run, is_revoked: false }));
         }
         Self {
             host,
@@ -112,7 +113,7 @@ impl FreeOp {
     }
 }
 
-impl Machine for FreeOp {
+impl StateMachine for FreeOp {
     type Output = Outcomes;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
@@ -154,7 +155,7 @@ impl FreeOp {
         Step::Done(Ok(std::mem::take(&mut self.outcomes)))
     }
 
-    fn refuse(&mut self, extent: Extent, error: OpError) {
+    fn refuse(&mut self, extent: ExtentToFree, error: OpError) {
         self.outcomes[extent.index] = Err(error);
     }
 
@@ -230,7 +231,7 @@ impl FreeOp {
     }
 
     fn group_read(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
-        let Extent { grant, run, .. } = self.chosen[0];
+        let ExtentToFree { grant, run, .. } = self.chosen[0];
         let (first, count) = (grant.chunk / SPAN_CHUNKS, grant.class.chunks() / SPAN_CHUNKS);
         cache.learn_spans(first, count, result)?;
         let is_closed = (first..first + count).all(|span| cache.span(span).is_closed());
@@ -238,12 +239,12 @@ impl FreeOp {
             self.refuse_chosen(OpError::NotAllocated);
             return Ok(self.next(cache));
         }
-        let group = if Mutation::FreeHalf.is_active() { Run::single(run.first()) } else { run };
+        let group = if Mutation::FreeHalf.is_active() { AlignedRun::single(run.first()) } else { run };
         Ok(self.revoke(cache, Freed::Whole { section: grant.chunk / SECTION_CHUNKS, group }))
     }
 
     /// Checks that the inline log does not contradict an allocation of this run to this host.
-    fn judge_log(&self, log: Option<InlineLog>, run: Run) -> Result<(), OpError> {
+    fn judge_log(&self, log: Option<InlineLog>, run: AlignedRun) -> Result<(), OpError> {
         match log {
             Some(log) if log.op == LogOp::Alloc && log.run.overlaps(run) => {
                 if log.run != run {
@@ -260,7 +261,7 @@ impl FreeOp {
     }
 
     /// Whether this place may be freed, by the cached word.
-    fn judge(&self, cache: &NodeCache, run: Run) -> Result<(), OpError> {
+    fn judge(&self, cache: &NodeCache, run: AlignedRun) -> Result<(), OpError> {
         if Mutation::FreeUnchecked.is_active() {
             return Ok(());
         }
@@ -285,9 +286,9 @@ impl FreeOp {
         &mut self,
         cache: &NodeCache,
         freed: Freed,
-        entry: impl Fn(&Extent) -> u64,
+        entry: impl Fn(&ExtentToFree) -> u64,
     ) -> Step<Outcomes> {
-        let is_keyed = |extent: &&Extent| extent.grant.key != Key(0) && !extent.is_revoked;
+        let is_keyed = |extent: &&ExtentToFree| extent.grant.key != Key(0) && !extent.is_revoked;
         let keyed = self.chosen.iter().filter(is_keyed).filter(|_| !Mutation::SkipRevoke.is_active());
         let (mut expected, mut action) = (SmallVec::new(), Action::default());
         for extent in keyed {
@@ -363,7 +364,7 @@ impl FreeOp {
 }
 
 /// The extent's place in its word; `None` if it is not aligned to its size.
-fn run_of(grant: Grant) -> Option<Run> {
+fn run_of(grant: Grant) -> Option<AlignedRun> {
     let span = grant.chunk / SPAN_CHUNKS;
     let first = if grant.class.is_within_span() {
         grant.chunk % SPAN_CHUNKS
@@ -372,5 +373,5 @@ fn run_of(grant: Grant) -> Option<Run> {
     } else {
         return None;
     };
-    Run::new(u8::try_from(first).ok()?, grant.class.order())
+    AlignedRun::new(u8::try_from(first).ok()?, grant.class.order())
 }

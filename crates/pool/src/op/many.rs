@@ -5,7 +5,7 @@
 
 use aquifer_fabric::Host;
 
-use super::{Action, AllocOp, Grant, Machine, OpError, Step, StepResult};
+use super::{Action, AllocOp, Grant, OpError, StateMachine, Step, StepResult};
 use crate::cache::NodeCache;
 use crate::size::SizeClass;
 
@@ -47,7 +47,7 @@ impl AllocManyOp {
     }
 }
 
-impl Machine for AllocManyOp {
+impl StateMachine for AllocManyOp {
     type Output = GrantBatch;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<GrantBatch> {
@@ -86,7 +86,7 @@ impl AllocManyOp {
         record: Action,
     ) -> Step<GrantBatch> {
         // An extent may be allocated though its operation still has hints to set.
-        let record = record.then(op.take_record());
+        let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => {
                 self.state = State::Allocating(op);

@@ -21,7 +21,7 @@ mod word_at;
 
 use aquifer_fabric::{Host, Key, KeyEntry};
 
-pub use action::{Access, Action, StepResult};
+pub use action::{Action, StepResult, WordAccess};
 pub use alloc::AllocOp;
 pub use free::{FreeOp, Outcomes};
 pub use many::{AllocManyOp, GrantBatch};
@@ -46,14 +46,14 @@ pub const SURVEY_SECTIONS_MAX: u32 = READ_WORDS_MAX / (2 * SECTION_SPANS);
 /// The next step of an operation.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Step<T> {
-    /// The driver executes this, and calls [`Machine::step`] with the result.
+    /// The driver executes this, and calls [`StateMachine::step`] with the result.
     Post(Action),
     /// The operation has ended.
     Done(Result<T, OpError>),
 }
 
 /// An operation on a node's pool as a pure state machine.
-pub trait Machine {
+pub trait StateMachine {
     /// The result of the operation.
     type Output;
 

@@ -9,14 +9,14 @@ use aquifer_fabric::Host;
 use super::{Action, Mutation, OpError, StepResult, WordAt, damaged};
 use crate::cache::NodeCache;
 use crate::size::SECTION_SPANS;
-use crate::word::Run;
+use crate::word::AlignedRun;
 
 /// The check of a group's spans.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct ReadyCheck {
     host: Host,
     section: u32,
-    group: Run,
+    group: AlignedRun,
     /// Whether spans of other tenants are allowed.
     allows_foreign: bool,
     state: State,
@@ -49,7 +49,7 @@ impl ReadyCheck {
     pub(super) fn begin(
         host: Host,
         section: u32,
-        group: Run,
+        group: AlignedRun,
         allows_foreign: bool,
         cache: &NodeCache,
     ) -> Option<(Self, Action)> {

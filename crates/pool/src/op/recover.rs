@@ -14,11 +14,13 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 
 use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
-use super::{Action, Machine, Mutation, OpError, READ_WORDS_MAX, Step, StepResult, WordAt, lose, revocation};
+use super::{
+    Action, Mutation, OpError, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt, lose, revocation,
+};
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
 use crate::word::{InlineLog, SectionWord, SpanState, SpanWord};
-use judge::Verdict;
+use judge::SpanVerdict;
 use scope::RecoveryScope;
 pub use scope::{Holding, HoldingsOp};
 
@@ -157,7 +159,7 @@ impl RecoverOp {
     }
 }
 
-impl Machine for RecoverOp {
+impl StateMachine for RecoverOp {
     type Output = Recovered;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Recovered> {
@@ -369,14 +371,14 @@ impl RecoverOp {
         }
         while u32::from(place) < SECTION_SPANS {
             match self.judge(cache, place) {
-                Verdict::Pass(next) => place = next,
-                Verdict::Free(freed, found) => return self.free(cache, freed, found),
-                Verdict::Unclear => {
+                SpanVerdict::Pass(next) => place = next,
+                SpanVerdict::Free(freed, found) => return self.free(cache, freed, found),
+                SpanVerdict::Unclear => {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
                     return self.post(State::ProbingSpan(place), Action::probe(at));
                 }
-                Verdict::ClearFullHint if !self.scope.is_freeing() => place += 1,
-                Verdict::ClearFullHint => {
+                SpanVerdict::ClearFullHint if !self.scope.is_freeing() => place += 1,
+                SpanVerdict::ClearFullHint => {
                     let span = self.section * SECTION_SPANS + u32::from(place);
                     place += 1;
                     // Rule H: the section's word was read before the span was seen open.

@@ -6,12 +6,12 @@
 use aquifer_fabric::{Host, Key};
 
 use super::{
-    Action, AllocOp, FreeOp, Grant, Machine, Mutation, OpError, Outcomes, READ_WORDS_MAX,
-    SURVEY_SECTIONS_MAX, Step, StepResult, WordAt,
+    Action, AllocOp, FreeOp, Grant, Mutation, OpError, Outcomes, READ_WORDS_MAX, SURVEY_SECTIONS_MAX,
+    StateMachine, Step, StepResult, WordAt,
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SizeClass};
-use crate::word::Run;
+use crate::word::AlignedRun;
 
 /// Stretches that may be begun and rolled back, because other clients were faster, before the node
 /// counts as full.
@@ -82,7 +82,7 @@ impl StretchOp {
     }
 }
 
-impl Machine for StretchOp {
+impl StateMachine for StretchOp {
     /// The first section. All sections have its key.
     type Output = Grant;
 
@@ -163,8 +163,9 @@ impl StretchOp {
     /// another tenant is noticed before its neighbours are allocated.
     fn survey(&mut self, cache: &mut NodeCache, from: u32) -> Step<Grant> {
         let end = self.first + self.count;
-        let Some(next) = (from..end).find(|section| cache.not_ready(*section, Run::SECTION) != 0) else {
-            let is_foreign = |section: u32| cache.has_foreign(section, Run::SECTION);
+        let Some(next) = (from..end).find(|section| cache.not_ready(*section, AlignedRun::SECTION) != 0)
+        else {
+            let is_foreign = |section: u32| cache.has_foreign(section, AlignedRun::SECTION);
             return if (self.first..end).any(is_foreign) {
                 self.find(cache)
             } else {
@@ -190,7 +191,7 @@ impl StretchOp {
         step: Step<Grant>,
         record: Action,
     ) -> Step<Grant> {
-        let record = record.then(op.take_record());
+        let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => self.post(State::Allocating(op), record.then(action)),
             Step::Done(Ok(_)) => {

@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Host;
 
-use super::{IllegalWord, Run};
+use super::{AlignedRun, IllegalWord};
 
 /// The number of timestamps. After the last one, they begin again at 0.
 pub const STAMPS: u16 = 1 << STAMP_BITS;
@@ -40,7 +40,7 @@ pub struct InlineLog {
     /// The kind of the change.
     pub op: LogOp,
     /// The chunks or spans that were changed.
-    pub run: Run,
+    pub run: AlignedRun,
     /// The host that made the change.
     pub host: Host,
     /// The number of changes of the word, those of hints included, modulo [`STAMPS`].
@@ -77,7 +77,7 @@ impl InlineLog {
             _ => return Err(IllegalWord::Log(raw)),
         };
         let host = Host(((raw >> HOST_SHIFT) & HOST_MASK) as u16);
-        let run = Run::from_number((raw >> RUN_SHIFT) & RUN_MASK, places);
+        let run = AlignedRun::from_number((raw >> RUN_SHIFT) & RUN_MASK, places);
         match run {
             Some(run) if host.0 != 0 => Ok(Some(Self { op, run, host, stamp: stamp(raw) })),
             _ => Err(IllegalWord::Log(raw)),

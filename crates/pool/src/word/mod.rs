@@ -14,7 +14,7 @@ mod span;
 
 pub use entry::LogEntry;
 pub use log::{InlineLog, LogOp, STAMPS};
-pub use run::Run;
+pub use run::AlignedRun;
 pub use section::{SectionWord, SpanState};
 pub use span::SpanWord;
 

@@ -2,12 +2,12 @@
 
 /// An aligned run: 2^`order` chunks of a span, or spans of a section, from `first` on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct Run {
+pub struct AlignedRun {
     first: u8,
     order: u8,
 }
 
-impl Run {
+impl AlignedRun {
     /// All spans of a section.
     pub const SECTION: Self = Self { first: 0, order: 4 };
 
@@ -96,24 +96,24 @@ mod tests {
         for places in [16_u8, 32] {
             let mut seen = 0_u64;
             for number in 1..u32::from(places) * 2 {
-                let run = Run::from_number(number, places).expect("a number of the tree");
+                let run = AlignedRun::from_number(number, places).expect("a number of the tree");
                 assert_eq!(run.number(places), number);
-                assert_eq!(Run::new(run.first(), run.order()), Some(run));
+                assert_eq!(AlignedRun::new(run.first(), run.order()), Some(run));
                 assert!(u32::from(run.first()) + u32::from(run.len()) <= u32::from(places));
                 assert_eq!(run.mask().count_ones(), u32::from(run.len()));
                 assert_eq!(seen & (1 << number), 0);
                 seen |= 1 << number;
             }
-            assert_eq!(Run::from_number(0, places), None);
-            assert_eq!(Run::from_number(u32::from(places) * 2, places), None);
+            assert_eq!(AlignedRun::from_number(0, places), None);
+            assert_eq!(AlignedRun::from_number(u32::from(places) * 2, places), None);
         }
     }
 
     #[test]
     fn unaligned_runs_are_refused() {
-        assert_eq!(Run::new(1, 1), None);
-        assert_eq!(Run::new(32, 0), None);
-        assert_eq!(Run::new(0, 6), None);
-        assert!(Run::new(24, 3).is_some());
+        assert_eq!(AlignedRun::new(1, 1), None);
+        assert_eq!(AlignedRun::new(32, 0), None);
+        assert_eq!(AlignedRun::new(0, 6), None);
+        assert!(AlignedRun::new(24, 3).is_some());
     }
 }

@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Host;
 
-use super::{IllegalWord, InlineLog, LogOp, Run, high, join, log, low};
+use super::{AlignedRun, IllegalWord, InlineLog, LogOp, high, join, log, low};
 use crate::size::SECTION_SPANS;
 
 pub(super) const PLACES: u8 = 16;
@@ -42,7 +42,7 @@ pub struct SectionWord(pub u64);
 
 impl SectionWord {
     /// The word of a section that its node has never lent: the node has allocated all of it.
-    pub const OFFLINE: Self = Self(0).allocate(Run::SECTION, Host::NODE);
+    pub const OFFLINE: Self = Self(0).allocate(AlignedRun::SECTION, Host::NODE);
 
     /// Whether the node itself has allocated the whole section, to take it offline or to clear it.
     #[must_use]
@@ -111,14 +111,14 @@ impl SectionWord {
 
     /// The first aligned group of 2^`order` empty spans.
     #[must_use]
-    pub fn find(self, order: u8) -> Option<Run> {
+    pub fn find(self, order: u8) -> Option<AlignedRun> {
         self.find_among(order, u16::MAX)
     }
 
     /// The first aligned group of 2^`order` empty spans that are all in the set `among`, a bit for
     /// each span.
     #[must_use]
-    pub fn find_among(self, order: u8, among: u16) -> Option<Run> {
+    pub fn find_among(self, order: u8, among: u16) -> Option<AlignedRun> {
         let mut empty = self.spans(SpanState::Empty) & spread(among.into());
         for step in 0..order {
             empty &= empty >> (2_u32 << step);
@@ -127,45 +127,45 @@ impl SectionWord {
         if empty == 0 {
             return None;
         }
-        Run::new(u8::try_from(empty.trailing_zeros() / 2).ok()?, order)
+        AlignedRun::new(u8::try_from(empty.trailing_zeros() / 2).ok()?, order)
     }
 
     /// Whether every span of the group is in this state.
     #[must_use]
-    pub const fn all(self, run: Run, state: SpanState) -> bool {
+    pub const fn all(self, run: AlignedRun, state: SpanState) -> bool {
         let wanted = spread(run.mask());
         self.spans(state) & wanted == wanted
     }
 
     /// The word after `host` has allocated an empty group whole.
     #[must_use]
-    pub const fn allocate(self, run: Run, host: Host) -> Self {
+    pub const fn allocate(self, run: AlignedRun, host: Host) -> Self {
         self.with(run, SpanState::Full, LogOp::Alloc, host)
     }
 
     /// The word after `host` has freed a group.
     #[must_use]
-    pub const fn free(self, run: Run, host: Host) -> Self {
+    pub const fn free(self, run: AlignedRun, host: Host) -> Self {
         self.with(run, SpanState::Empty, LogOp::Free, host)
     }
 
     /// The word after `host` has opened span `index` for chunks.
     #[must_use]
     pub const fn open(self, index: u8, host: Host) -> Self {
-        self.with(Run::single(index), SpanState::Partial, LogOp::Open, host)
+        self.with(AlignedRun::single(index), SpanState::Partial, LogOp::Open, host)
     }
 
     /// The word after `host` has opened span `index`, and set the full hint of span `full` in the
     /// same CAS.
     #[must_use]
     pub const fn open_beside(self, index: u8, full: u8, host: Host) -> Self {
-        Self(join(high(self.0), self.replace(Run::single(full), SpanState::Full))).open(index, host)
+        Self(join(high(self.0), self.replace(AlignedRun::single(full), SpanState::Full))).open(index, host)
     }
 
     /// The word after `host` has closed span `index`.
     #[must_use]
     pub const fn close(self, index: u8, host: Host) -> Self {
-        self.with(Run::single(index), SpanState::Empty, LogOp::Close, host)
+        self.with(AlignedRun::single(index), SpanState::Empty, LogOp::Close, host)
     }
 
     /// The word with another hint for span `index`.
@@ -174,15 +174,15 @@ impl SectionWord {
     /// expects the word before fails.
     #[must_use]
     pub const fn hint(self, index: u8, state: SpanState) -> Self {
-        Self(join(log::with_next_stamp(high(self.0)), self.replace(Run::single(index), state)))
+        Self(join(log::with_next_stamp(high(self.0)), self.replace(AlignedRun::single(index), state)))
     }
 
-    const fn replace(self, run: Run, state: SpanState) -> u32 {
+    const fn replace(self, run: AlignedRun, state: SpanState) -> u32 {
         let places = spread(run.mask());
         (self.bits() & !(places * 0b11)) | (places * state.code())
     }
 
-    const fn with(self, run: Run, state: SpanState, op: LogOp, host: Host) -> Self {
+    const fn with(self, run: AlignedRun, state: SpanState, op: LogOp, host: Host) -> Self {
         let log = InlineLog { op, run, host, stamp: log::next_stamp(high(self.0)) };
         Self(join(log.encode(PLACES), self.replace(run, state)))
     }

@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Host;
 
-use super::{IllegalWord, InlineLog, LogOp, Run, high, join, log, low};
+use super::{AlignedRun, IllegalWord, InlineLog, LogOp, high, join, log, low};
 use crate::size::{SPAN_CHUNKS, SizeClass};
 
 pub(super) const PLACES: u8 = 32;
@@ -45,37 +45,37 @@ impl SpanWord {
 
     /// The first aligned run of 2^`order` free chunks.
     #[must_use]
-    pub fn find(self, order: u8) -> Option<Run> {
+    pub fn find(self, order: u8) -> Option<AlignedRun> {
         let mut free = !self.bits();
         for step in 0..order {
             free &= free >> (1_u32 << step);
         }
         free &= ALIGNED.get(usize::from(order))?;
-        Run::new(u8::try_from(free.trailing_zeros()).ok()?, order)
+        AlignedRun::new(u8::try_from(free.trailing_zeros()).ok()?, order)
     }
 
     /// Whether all chunks of the run are allocated.
     #[must_use]
-    pub const fn holds(self, run: Run) -> bool {
+    pub const fn holds(self, run: AlignedRun) -> bool {
         self.bits() & run.mask() == run.mask()
     }
 
     /// The word after `host` has allocated a free run.
     #[must_use]
-    pub const fn allocate(self, run: Run, host: Host) -> Self {
+    pub const fn allocate(self, run: AlignedRun, host: Host) -> Self {
         self.with(self.bits() | run.mask(), LogOp::Alloc, run, host)
     }
 
     /// The word after `host` has freed a run. It is closed if nothing else is allocated.
     #[must_use]
-    pub const fn free(self, run: Run, host: Host) -> Self {
+    pub const fn free(self, run: AlignedRun, host: Host) -> Self {
         self.free_mask(run.mask(), run, host)
     }
 
     /// The word after `host` has freed the chunks of `mask`, which are several extents. The log
     /// names one of them, `run`.
     #[must_use]
-    pub const fn free_mask(self, mask: u32, run: Run, host: Host) -> Self {
+    pub const fn free_mask(self, mask: u32, run: AlignedRun, host: Host) -> Self {
         let bits = self.bits() & !mask;
         self.with(bits, if bits == 0 { LogOp::Close } else { LogOp::Free }, run, host)
     }
@@ -83,7 +83,7 @@ impl SpanWord {
     /// The word after `host` has marked a closed span as ready.
     #[must_use]
     pub const fn mark_ready(self, host: Host) -> Self {
-        self.with(0, LogOp::Ready, Run::single(0), host)
+        self.with(0, LogOp::Ready, AlignedRun::single(0), host)
     }
 
     /// Whether the span may be opened or allocated whole: it is closed, and marked ready or never
@@ -93,7 +93,7 @@ impl SpanWord {
         self.is_closed() && matches!(self.log(), Ok(None | Some(InlineLog { op: LogOp::Ready, .. })))
     }
 
-    const fn with(self, bits: u32, op: LogOp, run: Run, host: Host) -> Self {
+    const fn with(self, bits: u32, op: LogOp, run: AlignedRun, host: Host) -> Self {
         let log = InlineLog { op, run, host, stamp: log::next_stamp(high(self.0)) };
         Self(join(log.encode(PLACES), bits))
     }

@@ -11,7 +11,7 @@ use aquifer_fabric::{
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::Recovered;
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::word::Run;
+use aquifer_pool::word::AlignedRun;
 use aquifer_pool::{
     Extent, FormatError, LeakDetector, Ledger, NodeId, NodeMemory, PoolClient, PoolError, ScanProgress,
     SizeClass,
@@ -360,8 +360,8 @@ fn a_recovery_within_one_section_does_not_change_others() {
     let bed = Bed::bare();
     let node_memory = lend(&bed, 3);
     let mut node = bed.client_of(4095, u32::MAX);
-    let allocated =
-        [0, 2].map(|section| node.allocate_group(NODE, section, Run::SECTION).unwrap().expect("it is free"));
+    let allocated = [0, 2]
+        .map(|section| node.allocate_group(NODE, section, AlignedRun::SECTION).unwrap().expect("it is free"));
     drop(node);
     let mut node = bed.client_of(4095, u32::MAX);
     let recovered = node.recover_within(NODE, Host::NODE, 0..1).expect("it answers");
@@ -580,7 +580,7 @@ fn a_node_is_suspect_when_something_may_be_leaked_there() {
     let extent = client.allocate(NODE, class(1)).expect("room");
     client.remove_node(NODE).expect("it was in use");
     client.free(extent).expect_err("its node was removed");
-    assert_eq!(leak_detector.take_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
+    assert_eq!(leak_detector.pop_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
     assert!(!leak_detector.has_suspects());
     client.add_node(NODE, bed.endpoint(3)).expect("a good node");
     let freed = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("no operation runs");

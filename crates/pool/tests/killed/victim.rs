@@ -230,5 +230,7 @@ impl Endpoint for Doomed {
         posted
     }
 
-    forward_endpoint!(inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
+    forward_endpoint!(
+        inner: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle
+    );
 }

@@ -4,12 +4,12 @@
 use aquifer_fabric::{Host, Key};
 use aquifer_pool::SizeClass;
 use aquifer_pool::cache::NodeCache;
-use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, RecoverOp, Step, StretchOp};
+use aquifer_pool::op::{AllocOp, FreeOp, Grant, OpError, RecoverOp, StateMachine, Step, StretchOp};
 use aquifer_pool::size::SECTION_CHUNKS;
-use aquifer_pool::word::{Run, SectionWord, SpanWord};
+use aquifer_pool::word::{AlignedRun, SectionWord, SpanWord};
 use proptest::prelude::*;
 
-use super::driver::Words;
+use super::driver::NodeWords;
 
 const SECTIONS: u32 = 2;
 /// More actions than any operation needs with the most lost races and a read of everything in
@@ -31,7 +31,7 @@ enum What {
 
 /// A change of a word that no host makes.
 #[derive(Clone, Debug)]
-struct Damage {
+struct WordDamage {
     table: u8,
     /// The index in the table, modulo its length.
     place: usize,
@@ -52,10 +52,10 @@ enum How {
 #[derive(Clone, Debug)]
 struct Event {
     what: What,
-    damage: Vec<(usize, Damage)>,
+    damage: Vec<(usize, WordDamage)>,
 }
 
-fn damage() -> impl Strategy<Value = Damage> {
+fn damage() -> impl Strategy<Value = WordDamage> {
     let how = prop_oneof![
         any::<u64>().prop_map(How::Set),
         (0..64_u8).prop_map(How::Flip),
@@ -65,7 +65,7 @@ fn damage() -> impl Strategy<Value = Damage> {
             .prop_map(|(first, order, host)| How::AllocatedGroup(first, order, host)),
         (0..16_u8, 1..5_u16).prop_map(|(first, host)| How::OpenedSpan(first, host)),
     ];
-    (0..4_u8, any::<usize>(), how).prop_map(|(table, place, how)| Damage { table, place, how })
+    (0..4_u8, any::<usize>(), how).prop_map(|(table, place, how)| WordDamage { table, place, how })
 }
 
 fn event() -> impl Strategy<Value = Event> {
@@ -73,15 +73,16 @@ fn event() -> impl Strategy<Value = Event> {
         4 => (0..SizeClass::COUNT).prop_map(What::Allocate),
         1 => (0..=SECTIONS).prop_map(What::Stretch),
         3 => any::<prop::sample::Index>().prop_map(What::Free),
-        1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>()).prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
+        1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>())
+            .prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
         1 => (1..5_u16).prop_map(What::Recover),
     ];
     let damage = prop::collection::vec((0..12_usize, damage()), 0..3);
     (what, damage).prop_map(|(what, damage)| Event { what, damage })
 }
 
-impl Damage {
-    fn apply(&self, words: &mut Words) {
+impl WordDamage {
+    fn apply(&self, words: &mut NodeWords) {
         let table = match self.table {
             0 => &mut words.sections,
             1 => &mut words.spans,
@@ -90,7 +91,8 @@ impl Damage {
         };
         let place = self.place % table.len();
         let word = &mut table[place];
-        let run = |first: u8, order: u8| Run::new(first >> order << order, order).expect("it is aligned");
+        let run =
+            |first: u8, order: u8| AlignedRun::new(first >> order << order, order).expect("it is aligned");
         *word = match self.how {
             How::Set(value) => value,
             How::Flip(bit) => *word ^ 1 << bit,
@@ -106,11 +108,11 @@ impl Damage {
 }
 
 /// Runs a state machine to its end while the memory is damaged.
-fn run<M: Machine>(
-    words: &mut Words,
+fn run<M: StateMachine>(
+    words: &mut NodeWords,
     cache: &mut NodeCache,
     mut op: M,
-    damage: &[(usize, Damage)],
+    damage: &[(usize, WordDamage)],
 ) -> Result<M::Output, OpError> {
     let mut step = op.start(cache);
     for number in 0..ACTIONS_MAX {
@@ -127,7 +129,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4_000) })]
     #[test]
     fn no_memory_makes_a_client_panic_or_run_for_ever(events in prop::collection::vec(event(), 1..40)) {
-        let (mut words, mut cache) = Words::new(SECTIONS);
+        let (mut words, mut cache) = NodeWords::new(SECTIONS);
         let me = Host(1);
         let mut allocated: Vec<Grant> = Vec::new();
         for Event { what, damage } in &events {
@@ -165,8 +167,8 @@ proptest! {
 #[test]
 fn a_torn_word_does_not_block_a_client() {
     for place in 0..16 {
-        let (mut words, mut cache) = Words::new(1);
-        let set = |value| Damage { table: 1, place, how: How::Set(value) };
+        let (mut words, mut cache) = NodeWords::new(1);
+        let set = |value| WordDamage { table: 1, place, how: How::Set(value) };
         // The word has this value only when it is read.
         let torn = [(0, set(1)), (1, set(0))];
         let section = run(&mut words, &mut cache, AllocOp::new(Host(1), SizeClass::SECTION), &torn);

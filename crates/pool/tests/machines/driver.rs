@@ -1,14 +1,14 @@
 //! A node whose memory is a few words, and a driver that executes actions on them at once.
 
 use aquifer_fabric::{Host, Tenant};
-use aquifer_pool::cache::{NodeCache, Numbers, search_start};
+use aquifer_pool::cache::{NodeCache, NumberSource, search_start};
 use aquifer_pool::layout::{Layout, SECTION_ENTRIES};
-use aquifer_pool::op::{Access, Action, FreeOp, Machine, OpError, Step, StepResult, WordAt};
+use aquifer_pool::op::{Action, FreeOp, OpError, StateMachine, Step, StepResult, WordAccess, WordAt};
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
 /// The words of a node.
-pub struct Words {
+pub struct NodeWords {
     pub sections: Vec<u64>,
     pub spans: Vec<u64>,
     pub log: Vec<u64>,
@@ -16,7 +16,7 @@ pub struct Words {
     pub longest_read: u32,
 }
 
-impl Words {
+impl NodeWords {
     /// Zero words of a node with this number of sections, and a cache for them.
     pub fn new(sections: u32) -> (Self, NodeCache) {
         let layout = Layout::new(1, sections).expect("a layout");
@@ -27,7 +27,7 @@ impl Words {
             keys: vec![0; (sections * SECTION_ENTRIES) as usize],
             longest_read: 0,
         };
-        (words, NodeCache::new(&layout, search_start(Host(1), 0), Tenant(0), Numbers::counted(1, 64)))
+        (words, NodeCache::new(&layout, search_start(Host(1), 0), Tenant(0), NumberSource::counted(1, 64)))
     }
 
     /// The `count` words from a place on.
@@ -41,7 +41,7 @@ impl Words {
     }
 
     /// Executes an action and takes the next step.
-    pub fn execute<M: Machine>(
+    pub fn execute<M: StateMachine>(
         &mut self,
         op: &mut M,
         cache: &mut NodeCache,
@@ -56,13 +56,13 @@ impl Words {
         let mut answer = Vec::new();
         for access in action.accesses() {
             match *access {
-                Access::Cas { at, expected, desired } => answer.push(self.swap(at, expected, desired)),
-                Access::Probe { at } => answer.push(self.at(at, 1)[0]),
-                Access::Read { at, count } => {
+                WordAccess::Cas { at, expected, desired } => answer.push(self.swap(at, expected, desired)),
+                WordAccess::Probe { at } => answer.push(self.at(at, 1)[0]),
+                WordAccess::Read { at, count } => {
                     self.longest_read = self.longest_read.max(count);
                     answer.extend_from_slice(self.at(at, count));
                 }
-                Access::Write { at, .. } => {
+                WordAccess::Write { at, .. } => {
                     let words: Vec<u64> = access.written().collect();
                     let count = u32::try_from(words.len()).expect("few words");
                     self.at(at, count).copy_from_slice(&words);
@@ -94,7 +94,11 @@ impl Words {
     }
 
     /// Runs an operation to its end; returns its result and the number of actions.
-    pub fn run<M: Machine>(&mut self, cache: &mut NodeCache, mut op: M) -> (Result<M::Output, OpError>, u32) {
+    pub fn run<M: StateMachine>(
+        &mut self,
+        cache: &mut NodeCache,
+        mut op: M,
+    ) -> (Result<M::Output, OpError>, u32) {
         let mut actions = 0;
         let mut step = op.start(cache);
         loop {

@@ -6,25 +6,25 @@ mod driver;
 use aquifer_fabric::Host;
 use aquifer_fabric::sim::{SimFabric, SimOptions};
 use aquifer_fabric::{Identity, Key, KeyEntry, Tenant};
-use aquifer_pool::cache::{NodeCache, Numbers, search_start};
+use aquifer_pool::cache::{NodeCache, NumberSource, search_start};
 use aquifer_pool::client::NODES_MAX;
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    ATTEMPTS_MAX, Access, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, GrantBatch, Machine, OpError,
-    Outcomes, READ_WORDS_MAX, Step, StepResult, StretchOp, WordAt,
+    ATTEMPTS_MAX, AllocManyOp, AllocOp, CONTENDED_AFTER, FreeOp, Grant, GrantBatch, OpError, Outcomes,
+    READ_WORDS_MAX, StateMachine, Step, StepResult, StretchOp, WordAccess, WordAt,
 };
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
-use aquifer_pool::word::{LogEntry, Run, SectionWord, SpanState, SpanWord, record_of};
+use aquifer_pool::word::{AlignedRun, LogEntry, SectionWord, SpanState, SpanWord, record_of};
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, PoolError, SizeClass};
 
-use driver::Words;
+use driver::NodeWords;
 
 const ME: Host = Host(1);
 const OTHER: Host = Host(2);
 
 #[test]
 fn an_operation_costs_as_few_actions_as_documented() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let chunk = AllocOp::new(ME, SizeClass::CHUNK);
     let (first, actions) = words.run(&mut cache, chunk.clone());
     assert_eq!(actions, 3, "A0, A2, A3 with A8");
@@ -66,7 +66,7 @@ fn hosts_and_clients_begin_far_apart() {
 
 #[test]
 fn several_extents_cost_one_action_each_and_one_more() {
-    let (mut words, mut cache) = Words::new(2);
+    let (mut words, mut cache) = NodeWords::new(2);
     let (outcome, actions) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = outcome.expect("room").grants;
     let chunks: Vec<u32> = grants.iter().map(|grant| grant.chunk % 512).collect();
@@ -87,7 +87,7 @@ fn several_extents_cost_one_action_each_and_one_more() {
 #[test]
 fn a_resumed_free_succeeds_although_its_key_is_revoked() {
     for k in [0, 5, 9] {
-        let (mut words, mut cache) = Words::new(1);
+        let (mut words, mut cache) = NodeWords::new(1);
         let class = SizeClass::new(k).expect("a class");
         let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
         let record = begin_to_free(&mut words, &mut cache, grant);
@@ -104,7 +104,7 @@ fn a_resumed_free_succeeds_although_its_key_is_revoked() {
 #[test]
 fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
     for (late, k) in (0..5).flat_map(|late| [(late, 0), (late, 5)]) {
-        let (mut words, mut cache) = Words::new(1);
+        let (mut words, mut cache) = NodeWords::new(1);
         let class = SizeClass::new(k).expect("a class");
         // This extent keeps the span open.
         words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
@@ -125,8 +125,12 @@ fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
         if let Some(theirs) = theirs {
             let entry = KeyEntry(words.at(WordAt::key_of(theirs), 1)[0]);
             assert_eq!(entry.key(), theirs.key, "{late}, {k}: the key of the other host stays");
-            let mut cache =
-                NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
+            let mut cache = NodeCache::new(
+                &Layout::new(1, 1).expect("a layout"),
+                0,
+                Tenant(0),
+                NumberSource::counted(2, 64),
+            );
             assert_eq!(
                 words.free(&mut cache, FreeOp::new(OTHER, theirs)).0,
                 Ok(()),
@@ -137,7 +141,7 @@ fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
 }
 
 /// Does K of a free and nothing else; returns the record that the word has then.
-fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 {
+fn begin_to_free(words: &mut NodeWords, cache: &mut NodeCache, grant: Grant) -> u32 {
     let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
     let mut op = FreeOp::new(ME, grant);
     let mut step = op.start(cache);
@@ -152,10 +156,11 @@ fn begin_to_free(words: &mut Words, cache: &mut NodeCache, grant: Grant) -> u32 
 }
 
 /// Lets F1 or F5 take effect, and another host allocate the place.
-fn free_late_and_reallocate(words: &mut Words, grant: Grant) -> Grant {
+fn free_late_and_reallocate(words: &mut NodeWords, grant: Grant) -> Grant {
     let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
-    let run =
-        |first: u32| Run::new(u8::try_from(first).expect("small"), grant.class.order()).expect("aligned");
+    let run = |first: u32| {
+        AlignedRun::new(u8::try_from(first).expect("small"), grant.class.order()).expect("aligned")
+    };
     if grant.class.k() < 5 {
         let (word, run) = (&mut words.spans[(grant.chunk / 32) as usize], run(grant.chunk % 32));
         if SpanWord(*word).holds(run) {
@@ -175,12 +180,12 @@ fn free_late_and_reallocate(words: &mut Words, grant: Grant) -> Grant {
 
 #[test]
 fn a_client_that_finds_a_full_span_sets_its_full_hint() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let half = |host| AllocOp::new(host, SizeClass::new(4).expect("a class"));
     (0..2).for_each(|_| assert!(words.run(&mut cache, half(ME)).0.is_ok()));
     assert_eq!(words.section_state(0), SpanState::Partial, "the full hint is not set yet");
     let layout = Layout::new(1, 1).expect("a layout");
-    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), Numbers::counted(2, 64));
+    let mut theirs = NodeCache::new(&layout, 0, Tenant(0), NumberSource::counted(2, 64));
     (0..15).for_each(|_| assert!(words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)).0.is_ok()));
     assert_eq!(words.run(&mut theirs, half(OTHER)).0, Err(OpError::Full));
     assert_eq!(words.section_state(0), SpanState::Full);
@@ -197,11 +202,11 @@ fn until_cas(
 ) -> Step<Grant> {
     let Step::Post(action) = &step else { return step };
     let answer = match action.accesses() {
-        [Access::Read { at: WordAt::Section(0), count: 1 }] => vec![section.0],
-        [Access::Read { at: WordAt::Span(_), .. }, Access::Read { .. }] => {
+        [WordAccess::Read { at: WordAt::Section(0), count: 1 }] => vec![section.0],
+        [WordAccess::Read { at: WordAt::Span(_), .. }, WordAccess::Read { .. }] => {
             vec![0; 2 * SECTION_SPANS as usize]
         }
-        [Access::Probe { at: WordAt::Log(_) }] => vec![LogEntry::of(section.0, 1).0],
+        [WordAccess::Probe { at: WordAt::Log(_) }] => vec![LogEntry::of(section.0, 1).0],
         _ => return step,
     };
     let next = op.step(cache, StepResult(&answer));
@@ -211,12 +216,12 @@ fn until_cas(
 #[test]
 fn an_operation_fails_after_too_many_lost_races() {
     for (lost, busy) in [(ATTEMPTS_MAX, false), (ATTEMPTS_MAX + 1, true)] {
-        let (_, mut cache) = Words::new(1);
+        let (_, mut cache) = NodeWords::new(1);
         let mut op = AllocOp::new(ME, SizeClass::SPAN);
         let mut step = op.start(&mut cache);
         // Another host allocates and frees the last span again and again.
         let mut word = SectionWord::default();
-        let last = Run::single(15);
+        let last = AlignedRun::single(15);
         for _ in 0..lost {
             step = until_cas(&mut op, &mut cache, step, word);
             assert!(cas_of(&step).is_some(), "{step:?}");
@@ -238,14 +243,14 @@ fn an_operation_fails_after_too_many_lost_races() {
 
 #[test]
 fn the_contended_hint_is_set_after_too_many_lost_races() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
     let mut op = AllocOp::new(ME, SizeClass::CHUNK);
     let mut step = op.start(&mut cache);
     let mut word = SpanWord(words.spans[0]);
     for lost in 0..=CONTENDED_AFTER {
         if let Step::Post(action) = &step
-            && matches!(action.accesses(), [Access::Probe { at: WordAt::Log(_) }])
+            && matches!(action.accesses(), [WordAccess::Probe { at: WordAt::Log(_) }])
         {
             step = op.step(&mut cache, StepResult(&[LogEntry::of(word.0, 1).0]));
         }
@@ -263,7 +268,7 @@ fn the_contended_hint_is_set_after_too_many_lost_races() {
     step = until_cas(&mut op, &mut cache, step, SectionWord(words.sections[0]));
     assert!(matches!(cas_of(&step), Some((WordAt::Section(0), ..))), "A2: {step:?}");
     let (mut theirs, mut spans) = (
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64)),
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64)),
         Vec::new(),
     );
     while let (Ok(grant), _) = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::SPAN)) {
@@ -278,8 +283,8 @@ fn the_contended_hint_is_set_after_too_many_lost_races() {
 #[test]
 fn a_search_reads_all_sections_in_bounded_pieces() {
     let count = 2 * READ_WORDS_MAX + 100;
-    let (mut words, mut cache) = Words::new(count);
-    let full = SectionWord::default().allocate(Run::new(0, 4).expect("all"), OTHER);
+    let (mut words, mut cache) = NodeWords::new(count);
+    let full = SectionWord::default().allocate(AlignedRun::new(0, 4).expect("all"), OTHER);
     words.sections.fill(full.0);
     let (result, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
     assert_eq!(result, Err(OpError::Full));
@@ -291,7 +296,7 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
     assert!((3..=4).contains(&actions), "{actions} READs");
     // A section that becomes free is found, wherever it is.
     for free in [0, 1, READ_WORDS_MAX, count - 1] {
-        words.sections[free as usize] = full.free(Run::new(0, 4).expect("all"), OTHER).0;
+        words.sections[free as usize] = full.free(AlignedRun::new(0, 4).expect("all"), OTHER).0;
         let (result, _) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
         let found = result.map(|Grant { chunk, class, .. }| (chunk, class));
         assert_eq!(found, Ok((free * 512, SizeClass::SECTION)));
@@ -300,8 +305,8 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 
 #[test]
 fn a_stretch_is_allocated_whole_or_not_at_all() {
-    let (mut words, mut cache) = Words::new(6);
-    let full = SectionWord::default().allocate(Run::SECTION, OTHER);
+    let (mut words, mut cache) = NodeWords::new(6);
+    let full = SectionWord::default().allocate(AlignedRun::SECTION, OTHER);
     let mut op = StretchOp::new(ME, 3);
     let mut step = op.start(&mut cache);
     let first = loop {
@@ -316,8 +321,12 @@ fn a_stretch_is_allocated_whole_or_not_at_all() {
         }
     };
     assert_eq!((first.chunk, first.class), (0, SizeClass::SECTION));
-    let is_allocated = |words: &Words| -> Vec<bool> {
-        words.sections.iter().map(|word| !SectionWord(*word).all(Run::SECTION, SpanState::Empty)).collect()
+    let is_allocated = |words: &NodeWords| -> Vec<bool> {
+        words
+            .sections
+            .iter()
+            .map(|word| !SectionWord(*word).all(AlignedRun::SECTION, SpanState::Empty))
+            .collect()
     };
     assert_eq!(is_allocated(&words), [true, true, true, false, false, true]);
     let keys: Vec<u64> = (0..6).map(|section| words.at(WordAt::section_key(section), 1)[0]).collect();
@@ -339,7 +348,7 @@ fn a_stretch_is_allocated_whole_or_not_at_all() {
 #[test]
 fn a_stretch_skips_sections_of_another_tenant() {
     const FOREIGN: u32 = 150;
-    let (mut words, mut cache) = Words::new(FOREIGN + 40);
+    let (mut words, mut cache) = NodeWords::new(FOREIGN + 40);
     for section in 0..FOREIGN {
         let theirs = KeyEntry::closed(Tenant(9)).0;
         words.at(WordAt::span_key(section * SECTION_SPANS + section % SECTION_SPANS), 1)[0] = theirs;
@@ -355,7 +364,7 @@ fn a_stretch_skips_sections_of_another_tenant() {
 
 #[test]
 fn extents_allocated_before_an_error_are_returned() {
-    let (mut words, mut cache) = Words::new(4);
+    let (mut words, mut cache) = NodeWords::new(4);
     words.sections[0] = 0xdead;
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::SECTION, 4));
     let GrantBatch { grants, failure } = several.expect("two sections are not damaged");
@@ -368,7 +377,7 @@ fn extents_allocated_before_an_error_are_returned() {
 
 #[test]
 fn extents_of_one_span_are_freed_together() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = several.expect("room").grants;
     let (first, second) = grants.split_at(32);
@@ -376,7 +385,7 @@ fn extents_of_one_span_are_freed_together() {
     // twice.
     words.free(&mut cache, FreeOp::new(ME, second[8])).0.expect("it is ours");
     let mut theirs =
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
     words.run(&mut theirs, AllocManyOp::new(OTHER, SizeClass::SPAN, 1)).0.expect("room");
     let reused = words.run(&mut theirs, AllocOp::new(OTHER, SizeClass::CHUNK)).0.expect("room");
     assert_eq!(reused.chunk, second[8].chunk, "there is no other hole");
@@ -407,7 +416,7 @@ fn extents_of_one_span_are_freed_together() {
 /// The first extent of the list was freed before, and later ones overlap it.
 #[test]
 fn an_extent_that_overlaps_a_stale_one_is_freed() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let pair = AllocOp::new(ME, SizeClass::new(1).expect("a class"));
     let stale = words.run(&mut cache, pair).0.expect("room");
     let kept = words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
@@ -456,12 +465,15 @@ fn half(host: Host) -> AllocOp {
 
 /// Fills the first span, and begins an operation whose next CAS opens the second span and sets the
 /// full hint of the first.
-fn begin_setting_full_hint(words: &mut Words, cache: &mut NodeCache) -> (Vec<Grant>, AllocOp, Step<Grant>) {
+fn begin_setting_full_hint(
+    words: &mut NodeWords,
+    cache: &mut NodeCache,
+) -> (Vec<Grant>, AllocOp, Step<Grant>) {
     let filling = (0..2).map(|_| words.run(cache, half(ME)).0.expect("room")).collect();
     let mut op = half(ME);
     let step = op.start(cache);
     let Step::Post(action) = &step else { panic!("{step:?}") };
-    let [Access::Cas { at: WordAt::Section(0), desired, .. }, Access::Probe { at: WordAt::Span(0) }] =
+    let [WordAccess::Cas { at: WordAt::Section(0), desired, .. }, WordAccess::Probe { at: WordAt::Span(0) }] =
         *action.accesses()
     else {
         panic!("{step:?}, and not A2 with A4 and A5")
@@ -472,12 +484,12 @@ fn begin_setting_full_hint(words: &mut Words, cache: &mut NodeCache) -> (Vec<Gra
 
 #[test]
 fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
     // Another client of the same host frees half of the span. The full hint is not set yet, so that
     // client does not clear it.
     let mut other =
-        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
+        NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
     words.free(&mut other, FreeOp::new(ME, filling[0])).0.expect("it is the host's");
     let mut states = Vec::new();
     while let Step::Post(action) = step {
@@ -494,11 +506,11 @@ fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
 /// opened by another host.
 #[test]
 fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
     // Another client of the same host frees the span, and another host begins to open it.
     let fresh =
-        || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), Numbers::counted(2, 64));
+        || NodeCache::new(&Layout::new(1, 1).expect("a layout"), 0, Tenant(0), NumberSource::counted(2, 64));
     let mut other = fresh();
     for grant in filling {
         words.free(&mut other, FreeOp::new(ME, grant)).0.expect("it is the host's");
@@ -522,13 +534,16 @@ fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
 
 #[test]
 fn groups_of_one_section_are_freed_one_after_another() {
-    let (mut words, mut cache) = Words::new(1);
+    let (mut words, mut cache) = NodeWords::new(1);
     let grants = [5, 5, 6, 7].map(|k| {
         let class = SizeClass::new(k).expect("a class");
         words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room")
     });
     let (outcomes, _) = words.run(&mut cache, FreeOp::many(ME, grants));
     assert_eq!(outcomes.expect("outcomes").as_slice(), [Ok(()); 4]);
-    assert!(SectionWord(words.sections[0]).all(Run::SECTION, SpanState::Empty), "all of them are free");
+    assert!(
+        SectionWord(words.sections[0]).all(AlignedRun::SECTION, SpanState::Empty),
+        "all of them are free"
+    );
     assert!(grants.iter().all(|grant| KeyEntry(words.at(WordAt::key_of(*grant), 1)[0]).key() == Key(0)));
 }

@@ -76,8 +76,8 @@ impl Reconnect for NodeReturn {
     }
 }
 
-/// Connects to a node with an endpoint that survives the node's absence. With [`AwayPolicy::Wait`] it
-/// waits until the node returns.
+/// Connects to a node with an endpoint that survives the node's absence. With [`AwayPolicy::Wait`]
+/// it waits until the node returns.
 ///
 /// # Errors
 /// If the node cannot be reached and is not away.

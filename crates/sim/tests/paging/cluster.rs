@@ -375,7 +375,7 @@ impl SimCluster {
     /// and half-open spans that it freed.
     pub fn scan_for_leaks(&mut self) -> u64 {
         let mut found = 0;
-        for node in self.leak_detector.take_suspects() {
+        for node in self.leak_detector.pop_suspects() {
             match self.scan_node(node) {
                 Some(recovered) => found += recovered.extents + recovered.spans,
                 // The node is scanned later.

@@ -4,11 +4,10 @@
 use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
-use aquifer_faults::journal::PersistentRanges;
-use aquifer_faults::kernel::{
-    FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, ProgramEnded, UffdMessage,
+use aquifer_faults::{
+    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PersistentRanges,
+    ProgramEnded, SenderEvent, UffdMessage,
 };
-use aquifer_faults::{Areas, Edge, EvictedBatch, SenderEvent};
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume,
     view,
@@ -100,7 +99,7 @@ impl SimEdge {
             let place = &mut process.pages[index(page)];
             if is_private && place.is_mapped {
                 if place.is_registered && place.frame.is_none() {
-                    // The real worker would wait here: see the known limitations in
+                    // The real worker would wait here: see "What is not handled" in
                     // `docs/formats/paging.md`.
                     world.counts.stuck_workers += 1;
                     return Ok((MoveOutcome::Kept, 0));
@@ -188,14 +187,14 @@ impl Kernel for SimEdge {
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
         journal.applied = index + 1;
-        journal.moved_from = ranges.pending_unmaps.to_vec();
+        journal.pending_unmaps = ranges.pending_unmaps.to_vec();
         journal.removed.clone_from(ranges.removed);
     }
 
     fn persist_ranges(&mut self, ranges: PersistentRanges<'_>) {
         super::death::step();
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
-        journal.moved_from = ranges.pending_unmaps.to_vec();
+        journal.pending_unmaps = ranges.pending_unmaps.to_vec();
         journal.removed.clone_from(ranges.removed);
     }
 

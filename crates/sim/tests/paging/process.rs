@@ -4,8 +4,7 @@
 use std::collections::{BTreeSet, VecDeque};
 
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::kernel::{MoveOutcome, PageFault, UffdMessage};
-use aquifer_faults::{Area, Areas, SenderEvent};
+use aquifer_faults::{Area, Areas, MoveOutcome, PageFault, SenderEvent, UffdMessage};
 use aquifer_pager::PageNumber;
 
 use super::memory::{ModelFrame, ModelPage, index, number};
@@ -82,7 +81,7 @@ pub struct SimJournal {
     pub read: Vec<(usize, KernelEvent)>,
     pub applied: usize,
     pub moving: Option<usize>,
-    pub moved_from: Vec<Area>,
+    pub pending_unmaps: Vec<Area>,
     pub removed: Areas,
     /// Events to be delivered again after a restart.
     pub again: VecDeque<KernelEvent>,

@@ -210,8 +210,8 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
         return None;
     }
     // A call that raises several events has made all changes before the first event is read.
-    // Another thread's use of the old place may then be reported before its unmapping: see the
-    // known limitations in `docs/formats/paging.md`.
+    // Another thread's use of the old place may then be reported before its unmapping: see
+    // "What is not handled" in `docs/formats/paging.md`.
     let is_alone = target.threads.len() == 1;
     if !is_alone && target.pages[to..stop].iter().any(|page| page.is_registered) {
         return None;

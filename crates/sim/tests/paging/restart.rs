@@ -3,8 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use aquifer_faults::monitor::ResumeState;
-use aquifer_faults::{Area, FaultStats, Monitor};
+use aquifer_faults::{Area, FaultStats, Monitor, ResumeState};
 use aquifer_pager::{Mutation, Volume, finish_move};
 
 use super::death;
@@ -57,7 +56,7 @@ impl PagingSchedule {
             finish_move(reopen(table), from, to, pages).expect("a page table");
             let journal = &mut target.journal;
             journal.again.pop_front();
-            journal.moved_from.push(Area { start: from, end: from + pages });
+            journal.pending_unmaps.push(Area { start: from, end: from + pages });
             journal.removed.remove(Area { start: to, end: to + pages });
         }
         let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
@@ -78,7 +77,7 @@ impl PagingSchedule {
         Some(ResumeState {
             recovered,
             registered: target.registered(),
-            pending_unmaps: target.journal.moved_from.clone(),
+            pending_unmaps: target.journal.pending_unmaps.clone(),
             removed: target.journal.removed.clone(),
             batches,
         })

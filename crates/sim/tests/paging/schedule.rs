@@ -30,13 +30,13 @@ pub struct PagingSchedule {
     pub monitors: Vec<Option<Monitor<SimEdge>>>,
     buffers: usize,
     /// The faults that may be injected.
-    faults_planned: FaultPlan,
+    faults_planned: PagingFaults,
     has_many_faults: bool,
 }
 
 /// Which faults a schedule injects.
 #[derive(Clone, Copy)]
-struct FaultPlan {
+struct PagingFaults {
     crashes: bool,
     damage: bool,
     full: bool,
@@ -48,7 +48,7 @@ struct FaultPlan {
     absence: bool,
 }
 
-impl FaultPlan {
+impl PagingFaults {
     const NONE: Self = Self {
         crashes: false,
         damage: false,
@@ -110,7 +110,7 @@ impl FaultPlan {
 pub fn run(seed: u64) -> Result<PagingCounts, String> {
     let mut world = PagingWorld::new(seed);
     let buffers = 1 + world.rng.index(3);
-    let faults_planned = FaultPlan::choose(&mut world.rng, world.focus, &world.cluster);
+    let faults_planned = PagingFaults::choose(&mut world.rng, world.focus, &world.cluster);
     world.agent_may_die = faults_planned.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };

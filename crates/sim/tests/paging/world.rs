@@ -293,8 +293,8 @@ impl PagingWorld {
         }
     }
 
-    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see the known
-    /// limitations in `docs/formats/paging.md`.
+    /// The kernel drops a page after `MADV_FREE`. Shared pages are left out: see "What is not
+    /// handled" in `docs/formats/paging.md`.
     fn reclaim_lazy(&mut self) {
         let process = self.rng.index(self.processes.len());
         let pages = &mut self.processes[process].pages;
@@ -527,7 +527,7 @@ impl PagingWorld {
 
     /// Copies a batch from its staging buffer into its block, and stages it.
     fn copy(&mut self, process: usize, job: &EvictedBatch) {
-        let EvictedBatch { block, buffer, positions, copies } = job;
+        let EvictedBatch { block, buffer, positions, clean_copies } = job;
         let number = process;
         let process = &self.processes[number];
         let alive = process.is_alive;
@@ -540,7 +540,14 @@ impl PagingWorld {
         }
         let owner = number as u64;
         let mut found = std::mem::take(&mut self.found);
-        self.sender.stage_with_clean_copies(owner, *block, positions.len(), |_| alive, copies, &mut found);
+        self.sender.stage_with_clean_copies(
+            owner,
+            *block,
+            positions.len(),
+            |_| alive,
+            clean_copies,
+            &mut found,
+        );
         self.processes[number].done.push_back(SenderEvent::Staged {
             block: *block,
             buffer: *buffer,

@@ -1,4 +1,4 @@
-//! One client of the simulated pool: a machine at a time, over an endpoint.
+//! A client of the simulated pool, which runs one state machine at a time over an endpoint.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -8,66 +8,68 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
     Work,
 };
-use aquifer_pool::cache::{NodeCache, Numbers};
+use aquifer_pool::cache::{NodeCache, NumberSource};
 use aquifer_pool::layout::Layout;
 use aquifer_pool::op::{
-    Access, Action, AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, Machine, OpError, Outcomes, RecoverOp,
-    Recovered, Step, StepResult, StretchOp, WordAt,
+    Action, AllocManyOp, AllocOp, FreeOp, Grant, GrantBatch, OpError, Outcomes, RecoverOp, Recovered,
+    StateMachine, Step, StepResult, StretchOp, WordAccess, WordAt,
 };
-use aquifer_pool::word::Run;
+use aquifer_pool::word::AlignedRun;
 
 const REPLY_WORDS: usize = 512;
-/// After the replies, what is written.
+/// Words for what is written, behind the replies.
 const WRITTEN_WORDS: usize = 80;
 const WRITTEN_AT: usize = REPLY_WORDS * 8;
 
-/// An operation under way.
+/// An operation in progress.
 #[derive(Debug)]
 enum Running {
     Alloc(AllocOp),
     Many(Box<AllocManyOp>),
-    /// So many sections.
+    /// A stretch of this number of sections.
     Stretch(Box<StretchOp>, u32),
     Free(FreeOp),
-    /// What was begun by the process before.
-    Resumed(FreeOp, Grant, Try),
+    /// A free that the killed process of this host had begun.
+    Resumed(FreeOp, Grant, FreeAttempt),
     Recover(Box<RecoverOp>),
 }
 
-/// Of giving back what was begun.
+/// An attempt at such a free: resumed first, and then as a new free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Try {
+pub enum FreeAttempt {
     First,
     Second,
 }
 
-/// How an operation ended.
+/// The outcome of an operation.
 #[derive(Debug)]
-pub enum Ended {
+pub enum OpOutcome {
     Alloc(Result<Grant, OpError>),
     Many(Result<GrantBatch, OpError>),
-    /// So many sections, from this one on.
+    /// A stretch of this number of sections, from this one on.
     Stretch(u32, Result<Grant, OpError>),
     Free(Result<Outcomes, OpError>),
-    /// It was begun by the process before; and this was tried for the first or the second time.
-    Resumed(Grant, Try, Result<(), OpError>),
-    /// Of this dead host.
+    /// A free that the killed process had begun.
+    Resumed(Grant, FreeAttempt, Result<(), OpError>),
+    /// A recovery of this dead host.
     Recover(Host, Result<Recovered, OpError>),
 }
 
+/// A client of a host.
 #[derive(Debug)]
-pub struct Client {
+pub struct SimClient {
     pub host: Host,
     pub tenant: Tenant,
     pub alive: bool,
-    /// What it was granted and has not begun to free.
+    /// Extents that it owns and has not begun to free.
     pub owned: Vec<Grant>,
-    /// What it was granted and keeps to the end.
+    /// Extents that it keeps to the end.
     pub kept: Vec<Grant>,
-    /// What it is giving back, as it would be written down: the record in each one's word when that was begun.
-    giving: Vec<(Grant, u32)>,
-    /// What the process before was giving back.
-    begun: Vec<(Grant, u32)>,
+    /// The ledger of extents that it is freeing, each with the record that its word had when the
+    /// free began.
+    freeing: Vec<(Grant, u32)>,
+    /// The extents that the killed process was freeing.
+    unfinished: Vec<(Grant, u32)>,
     node: Node,
     endpoint: Box<dyn Endpoint>,
     reply: Arc<Memory>,
@@ -76,19 +78,19 @@ pub struct Client {
     layout: Layout,
     cache: NodeCache,
     running: Option<Running>,
-    /// Answers to what was posted last that have not been heard, and those that have.
+    /// The number of missing answers to the last action, and the answers that have come.
     awaited: usize,
     outcomes: Vec<u64>,
-    /// Which dead host it recovers.
+    /// The dead host that it recovers.
     recovering: Option<Host>,
-    /// What was posted last, if its answer has not been heard.
+    /// The last action, while its answer is missing.
     pub posted: Option<Action>,
 }
 
-/// More clients than there are. The last draws no keys.
+/// More clients than there are. The number of the last one is used for keys that no client has.
 pub const CLIENTS_MAX: u32 = 64;
 
-impl Client {
+impl SimClient {
     pub fn new(
         (fabric, node): (&SimFabric, Node),
         layout: Layout,
@@ -106,16 +108,16 @@ impl Client {
             alive: true,
             owned: Vec::new(),
             kept: Vec::new(),
-            giving: Vec::new(),
-            begun: Vec::new(),
+            freeing: Vec::new(),
+            unfinished: Vec::new(),
             node,
             endpoint,
             reply,
             reply_key,
             region,
             layout,
-            // All begin at one place, the first: the more they meet the better.
-            cache: NodeCache::new(&layout, 0, tenant, Numbers::counted(number, CLIENTS_MAX)),
+            // All searches begin at section 0, so that clients meet often.
+            cache: NodeCache::new(&layout, 0, tenant, NumberSource::counted(number, CLIENTS_MAX)),
             running: None,
             awaited: 0,
             outcomes: Vec::new(),
@@ -132,105 +134,106 @@ impl Client {
         matches!(self.running, Some(Running::Recover(_)))
     }
 
-    pub fn alloc(&mut self, class: aquifer_pool::SizeClass) -> Option<Ended> {
+    pub fn alloc(&mut self, class: aquifer_pool::SizeClass) -> Option<OpOutcome> {
         let mut op = AllocOp::new(self.host, class);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Alloc(op));
-        self.follow(step).map(Ended::Alloc)
+        self.follow(step).map(OpOutcome::Alloc)
     }
 
-    pub fn alloc_many(&mut self, class: aquifer_pool::SizeClass, count: u32) -> Option<Ended> {
+    pub fn alloc_many(&mut self, class: aquifer_pool::SizeClass, count: u32) -> Option<OpOutcome> {
         let mut op = Box::new(AllocManyOp::new(self.host, class, count));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Many(op));
-        self.follow(step).map(Ended::Many)
+        self.follow(step).map(OpOutcome::Many)
     }
 
-    pub fn stretch(&mut self, sections: u32) -> Option<Ended> {
+    pub fn stretch(&mut self, sections: u32) -> Option<OpOutcome> {
         let mut op = Box::new(StretchOp::new(self.host, sections));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Stretch(op, sections));
-        self.follow(step).map(|result| Ended::Stretch(sections, result))
+        self.follow(step).map(|result| OpOutcome::Stretch(sections, result))
     }
 
-    /// Extents that share a control word.
-    pub fn free(&mut self, grants: &[Grant]) -> Option<Ended> {
-        self.note_giving(grants);
+    /// Frees extents that share a control word.
+    pub fn free(&mut self, grants: &[Grant]) -> Option<OpOutcome> {
+        self.note_freeing(grants);
         let mut op = FreeOp::many(self.host, grants.iter().copied());
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Free(op));
-        self.follow(step).map(Ended::Free)
+        self.follow(step).map(OpOutcome::Free)
     }
 
-    fn note_giving(&mut self, grants: &[Grant]) {
-        self.giving = grants.iter().map(|grant| (*grant, self.cache.last_record(*grant))).collect();
+    fn note_freeing(&mut self, grants: &[Grant]) {
+        self.freeing = grants.iter().map(|grant| (*grant, self.cache.last_record(*grant))).collect();
     }
 
-    /// Whether what is under way, if anything is, could be gone on with by what is written down.
-    pub fn may_be_killed(&self) -> bool {
+    /// Whether a restarted process could resume from the ledger, if this one were killed now.
+    pub fn can_be_killed(&self) -> bool {
         matches!(self.running, None | Some(Running::Free(_) | Running::Resumed(..)))
     }
 
-    /// The process is killed, and comes again as client number `number` with what it had written down. What it had posted, of which this is the last, may be on its way yet.
-    pub fn start_again(&mut self, fabric: &SimFabric, number: u32) -> Option<Action> {
+    /// Kills the process and starts the next one, as client `number`, with the ledger. Returns the
+    /// last action, which may still be in flight.
+    pub fn restart(&mut self, fabric: &SimFabric, number: u32) -> Option<Action> {
         let who = (self.host, self.tenant);
         let mut next = Self::new((fabric, self.node), self.layout, who, number);
         next.owned = std::mem::take(&mut self.owned);
         next.kept = std::mem::take(&mut self.kept);
-        next.begun = std::mem::take(&mut self.begun);
+        next.unfinished = std::mem::take(&mut self.unfinished);
         if !self.is_idle() {
-            next.begun.append(&mut self.giving);
+            next.unfinished.append(&mut self.freeing);
         }
         std::mem::replace(self, next).posted
     }
 
-    /// Whether something is left that the process before was giving back.
-    pub fn has_begun(&self) -> bool {
-        !self.begun.is_empty()
+    /// Whether the killed process has left frees that are not finished.
+    pub fn has_unfinished(&self) -> bool {
+        !self.unfinished.is_empty()
     }
 
-    /// Go on with one of those.
-    pub fn resume(&mut self) -> Option<Ended> {
-        let (grant, record) = self.begun.pop().expect("there is one");
-        self.giving = vec![(grant, record)];
-        self.try_again(FreeOp::new(self.host, grant).resumed(record), grant, Try::First)
+    /// Resumes one of those frees.
+    pub fn resume(&mut self) -> Option<OpOutcome> {
+        let (grant, record) = self.unfinished.pop().expect("there is one");
+        self.freeing = vec![(grant, record)];
+        self.attempt(FreeOp::new(self.host, grant).resumed(record), grant, FreeAttempt::First)
     }
 
-    /// As what was not begun.
-    pub fn free_after_all(&mut self, grant: Grant) -> Option<Ended> {
-        self.try_again(FreeOp::new(self.host, grant), grant, Try::Second)
+    /// Frees an extent as if no free had been begun.
+    pub fn free_plainly(&mut self, grant: Grant) -> Option<OpOutcome> {
+        self.attempt(FreeOp::new(self.host, grant), grant, FreeAttempt::Second)
     }
 
-    fn try_again(&mut self, mut op: FreeOp, grant: Grant, number: Try) -> Option<Ended> {
+    fn attempt(&mut self, mut op: FreeOp, grant: Grant, attempt: FreeAttempt) -> Option<OpOutcome> {
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Resumed(op, grant, number));
-        self.follow(step).map(|result| Ended::Resumed(grant, number, only(result)))
+        self.running = Some(Running::Resumed(op, grant, attempt));
+        self.follow(step).map(|result| OpOutcome::Resumed(grant, attempt, only(result)))
     }
 
-    pub fn recover(&mut self, dead: Host) -> Option<Ended> {
+    pub fn recover(&mut self, dead: Host) -> Option<OpOutcome> {
         let mut op = Box::new(RecoverOp::new(self.host, dead));
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Recover(op));
         self.recovering = Some(dead);
-        self.follow(step).map(|result| Ended::Recover(dead, result))
+        self.follow(step).map(|result| OpOutcome::Recover(dead, result))
     }
 
-    /// As the node: take a group of spans.
-    pub fn take_group(&mut self, section: u32, group: Run) -> Option<Ended> {
+    /// Allocates a group of spans for the node itself.
+    pub fn allocate_group(&mut self, section: u32, group: AlignedRun) -> Option<OpOutcome> {
         let mut op = AllocOp::of_group(self.host, section, group);
         let step = op.start(&mut self.cache);
         self.running = Some(Running::Alloc(op));
-        self.follow(step).map(Ended::Alloc)
+        self.follow(step).map(OpOutcome::Alloc)
     }
 
-    /// Take in an answer if all of it is there.
-    pub fn poll(&mut self) -> Option<Ended> {
+    /// Polls; takes the next step if the answer is complete.
+    pub fn poll(&mut self) -> Option<OpOutcome> {
         let mut completions: Vec<Completion> = Vec::new();
-        // All that are there: nothing else may happen that would call for another look.
+        // All completions are polled, because no later event may cause another poll.
         self.endpoint.poll(&mut completions, usize::MAX);
         for completion in completions {
             self.awaited -= 1;
-            self.outcomes.push(completion.outcome.expect("the node lives and knows us"));
+            self.outcomes.push(completion.outcome.expect("the node lives and has not fenced this host"));
         }
         if self.awaited > 0 || self.posted.is_none() {
             return None;
@@ -238,37 +241,37 @@ impl Client {
         let posted = self.posted.take().expect("something was posted");
         let words = self.answer(&posted);
         let result = StepResult(&words);
-        match self.running.take().expect("an operation is under way") {
+        match self.running.take().expect("an operation is in progress") {
             Running::Alloc(mut op) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Alloc(op));
-                self.follow(step).map(Ended::Alloc)
+                self.follow(step).map(OpOutcome::Alloc)
             }
             Running::Many(mut op) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Many(op));
-                self.follow(step).map(Ended::Many)
+                self.follow(step).map(OpOutcome::Many)
             }
             Running::Stretch(mut op, sections) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Stretch(op, sections));
-                self.follow(step).map(|result| Ended::Stretch(sections, result))
+                self.follow(step).map(|result| OpOutcome::Stretch(sections, result))
             }
             Running::Free(mut op) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Free(op));
-                self.follow(step).map(Ended::Free)
+                self.follow(step).map(OpOutcome::Free)
             }
-            Running::Resumed(mut op, grant, number) => {
+            Running::Resumed(mut op, grant, attempt) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Resumed(op, grant, number));
-                self.follow(step).map(|result| Ended::Resumed(grant, number, only(result)))
+                self.running = Some(Running::Resumed(op, grant, attempt));
+                self.follow(step).map(|result| OpOutcome::Resumed(grant, attempt, only(result)))
             }
             Running::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);
                 self.running = Some(Running::Recover(op));
                 let dead = self.recovering.expect("a host is being recovered");
-                self.follow(step).map(|result| Ended::Recover(dead, result))
+                self.follow(step).map(|result| OpOutcome::Recover(dead, result))
             }
         }
     }
@@ -294,12 +297,12 @@ impl Client {
         let (mut words, mut replied) = (Vec::new(), 0);
         for (access, outcome) in action.accesses().iter().zip(&self.outcomes) {
             match access {
-                Access::Cas { .. } | Access::Probe { .. } => words.push(*outcome),
-                Access::Read { count, .. } => {
+                WordAccess::Cas { .. } | WordAccess::Probe { .. } => words.push(*outcome),
+                WordAccess::Read { count, .. } => {
                     words.extend((replied..replied + *count as usize).map(|index| self.word(index)));
                     replied += *count as usize;
                 }
-                Access::Write { .. } => {}
+                WordAccess::Write { .. } => {}
             }
         }
         words
@@ -311,15 +314,15 @@ impl Client {
         self.awaited = action.accesses().len();
         for access in action.accesses() {
             let verb = match *access {
-                Access::Cas { at, expected, desired } => {
+                WordAccess::Cas { at, expected, desired } => {
                     Verb::CompareSwap { remote: self.remote(at), expected, desired }
                 }
-                Access::Probe { at } => Verb::FetchAdd { remote: self.remote(at), add: 0 },
-                Access::Read { at, count } => {
+                WordAccess::Probe { at } => Verb::FetchAdd { remote: self.remote(at), add: 0 },
+                WordAccess::Read { at, count } => {
                     replied += count;
                     self.read(replied - count, at, count)
                 }
-                Access::Write { at, .. } => {
+                WordAccess::Write { at, .. } => {
                     let words: Vec<u64> = access.written().collect();
                     written += words.len();
                     self.write(written - words.len(), at, &words)
@@ -349,7 +352,7 @@ impl Client {
     }
 }
 
-/// What became of the only extent that was freed.
+/// The outcome of a free of one extent.
 fn only(outcomes: Result<Outcomes, OpError>) -> Result<(), OpError> {
     outcomes.and_then(|outcomes| outcomes[0])
 }

@@ -1,10 +1,12 @@
-//! The pool's machines, many hosts at once, over the simulated fabric: delays, reordering, crashes.
-//! Every change of a control word is held against a model the moment it happens.
+//! The simulator of the pool: state machines of many hosts over the simulated fabric, with delays,
+//! reordering and crashes.
+//!
+//! Each change of a control word is compared with a model at the moment when it happens.
 
 mod client;
 mod exhaustive;
+mod model;
 mod schedule;
-mod shadow;
 
 use aquifer_mutation::Mutations;
 use aquifer_pool::op::Mutation;

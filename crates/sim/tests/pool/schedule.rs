@@ -1,5 +1,5 @@
-//! One schedule: some hosts, some sections, many operations, perhaps a crash; then everything is given
-//! back, and nothing may be missing.
+//! One schedule: several hosts, a few sections, many operations, and perhaps crashes. At the end
+//! everything is freed, and nothing may be missing.
 
 mod node;
 mod restart;
@@ -12,13 +12,13 @@ use aquifer_pool::word::SpanState;
 use aquifer_pool::{NodeId, NodeMemory, SizeClass};
 
 use aquifer_sim::asked_seed;
-use node::Own;
+use node::NodeHost;
 use restart::Restarts;
 
-use crate::pool::client::{CLIENTS_MAX, Client, Ended};
-use crate::pool::shadow::{Change, Mode, Shadow, ensure};
+use crate::pool::client::{CLIENTS_MAX, OpOutcome, SimClient};
+use crate::pool::model::{Change, PoolModel, SpanMode, ensure};
 
-/// How often each change came to pass, over many schedules.
+/// Counts of what happened, over many schedules.
 #[derive(Default, Debug)]
 pub struct Seen {
     changes: [u64; 15],
@@ -26,22 +26,24 @@ pub struct Seen {
     crashes: u64,
     crashed_in_operation: u64,
     full: u64,
-    /// Dead hosts that were recovered while others went on.
+    /// Dead hosts that were recovered while others continued.
     recovered: u64,
     /// Crashes of hosts that were recovering another.
     crashed_recovering: u64,
-    /// Groups that the node has cleared while others went on.
+    /// Groups that the node has cleared while others continued.
     cleared: u64,
-    /// Times that several extents, or sections side by side, were taken at once while others went on.
-    several: u64,
+    /// Allocations of several extents at once, and of stretches; and frees of several extents at
+    /// once.
+    batches: u64,
     stretches: u64,
     freed_together: u64,
-    /// Processes that were killed and came again, and what they were giving back then, that was given back by the next, or left to an audit.
+    /// Processes that were killed and restarted, the frees that the next process has finished, and
+    /// those that were left to a leak scan.
     restarts: u64,
     resumed: u64,
-    left_to_audit: u64,
-    /// Sections that it has withdrawn while others went on, and lent again.
-    withdrawn: u64,
+    left_to_scan: u64,
+    /// Sections that went offline while others continued, and that were lent again.
+    went_offline: u64,
     lent: u64,
 }
 
@@ -57,24 +59,24 @@ impl Seen {
         self.recovered += other.recovered;
         self.crashed_recovering += other.crashed_recovering;
         self.cleared += other.cleared;
-        self.withdrawn += other.withdrawn;
-        self.several += other.several;
+        self.went_offline += other.went_offline;
+        self.batches += other.batches;
         self.stretches += other.stretches;
         self.freed_together += other.freed_together;
         self.restarts += other.restarts;
         self.resumed += other.resumed;
-        self.left_to_audit += other.left_to_audit;
+        self.left_to_scan += other.left_to_scan;
         self.lent += other.lent;
     }
 
-    /// Everything that can happen did, and not by a rare accident.
+    /// Asserts that everything that can happen has happened often.
     pub fn assert_complete(&self) {
         assert!(self.changes.iter().all(|&count| count >= 10), "{self:?}");
         assert!(self.crashed_in_operation >= 100 && self.full >= 10, "{self:?}");
         assert!(self.recovered >= 100 && self.crashed_recovering >= 2, "{self:?}");
-        assert!(self.several >= 100 && self.stretches >= 10 && self.freed_together >= 100, "{self:?}");
-        assert!(self.restarts >= 100 && self.resumed >= 100 && self.left_to_audit >= 10, "{self:?}");
-        assert!(self.cleared >= 100 && self.withdrawn >= 100 && self.lent >= 100, "{self:?}");
+        assert!(self.batches >= 100 && self.stretches >= 10 && self.freed_together >= 100, "{self:?}");
+        assert!(self.restarts >= 100 && self.resumed >= 100 && self.left_to_scan >= 10, "{self:?}");
+        assert!(self.cleared >= 100 && self.went_offline >= 100 && self.lent >= 100, "{self:?}");
     }
 }
 
@@ -83,21 +85,21 @@ struct Schedule {
     fabric: SimFabric,
     target: SimTarget,
     node_memory: NodeMemory,
-    shadow: Shadow,
-    clients: Vec<Client>,
-    own: Own,
+    model: PoolModel,
+    clients: Vec<SimClient>,
+    node_host: NodeHost,
     restarts: Restarts,
-    /// Its processes are killed over a free, again and again.
+    /// Whether its processes are often killed during a free.
     is_of_restarts: bool,
     classes: &'static [u8],
-    /// A client that hears nothing for so many steps yet, while others go on.
-    dozing: Option<(usize, u64)>,
+    /// A client that does not poll for this number of steps, while others continue.
+    stalled: Option<(usize, u64)>,
     seen: Seen,
-    /// Whether to tell everything: when one schedule is played alone.
+    /// Whether to print every change: when one schedule is played alone.
     trace: bool,
 }
 
-/// Mixes of sizes, each to bring some part of the protocol to a boil.
+/// Mixes of size classes, each of which stresses some part of the protocol.
 const MIXES: [&[u8]; 10] = [
     &[4, 4, 5],
     &[0],
@@ -111,10 +113,10 @@ const MIXES: [&[u8]; 10] = [
     &[9, 9, 4],
 ];
 
-/// Play one schedule.
+/// Plays one schedule.
 pub fn run(seed: u64) -> Result<Seen, String> {
     let mut schedule = Schedule::new(seed);
-    schedule.crowd()?;
+    schedule.fill_most_spans()?;
     let bursts = 1 + schedule.rng.below(4);
     let crashes = [(); 2].map(|()| schedule.rng.below(2 * bursts));
     let count = if schedule.is_of_restarts { 12 } else { 2 };
@@ -128,15 +130,15 @@ pub fn run(seed: u64) -> Result<Seen, String> {
         let (crashes, restarts) = (during(&crashes), during(&restarts));
         schedule.play(rounds, &crashes, &restarts)?;
         schedule.hints_are_right()?;
-        schedule.all_is_opened()?;
+        schedule.all_keys_are_in_place()?;
     }
-    schedule.give_all_back()?;
+    schedule.free_all()?;
     schedule.recover_all()?;
-    schedule.audit_all()?;
+    schedule.scan_all_for_leaks()?;
     schedule.lend_all()?;
-    schedule.nothing_is_lost()?;
+    schedule.nothing_is_leaked()?;
     schedule.wrong_frees_are_refused()?;
-    schedule.all_can_be_taken_again()?;
+    schedule.all_can_be_allocated_again()?;
     Ok(schedule.seen)
 }
 
@@ -153,7 +155,7 @@ impl Schedule {
             NodeMemory::create_resizable(&target, NodeId(1), lent * SECTION_BYTES, sections * SECTION_BYTES);
         let node_memory = node_memory.expect("a small pool");
         let is_of_restarts = rng.chance(1, 3);
-        // Sometimes two clients, as two threads, are of one host.
+        // Sometimes a host has two clients, as with two threads.
         let per_host = if is_of_restarts { 2 } else { 1 + rng.below(2) };
         let count = (2 + rng.below(3)) * per_host;
         let tenants = 1 + u32::try_from(rng.below(2)).unwrap();
@@ -162,12 +164,12 @@ impl Schedule {
             let tenant = Tenant(u32::from(host.0) % tenants);
             let who = (host, tenant);
             let number = 1 + u32::try_from(i).unwrap();
-            Client::new((&fabric, target.node()), node_memory.layout, who, number)
+            SimClient::new((&fabric, target.node()), node_memory.layout, who, number)
         };
         let who = (Host::NODE, Tenant(u32::MAX));
-        let own = Client::new((&fabric, target.node()), node_memory.layout, who, 0);
-        let own = Own::new(own, &node_memory);
-        let clients: Vec<Client> = (0..count).map(client).collect();
+        let node_host = SimClient::new((&fabric, target.node()), node_memory.layout, who, 0);
+        let node_host = NodeHost::new(node_host, &node_memory);
+        let clients: Vec<SimClient> = (0..count).map(client).collect();
         if rng.chance(1, 2) {
             let slowness_max = if rng.chance(1, 2) { 4 } else { 30 };
             let slow = clients[rng.index(clients.len())].host;
@@ -175,32 +177,32 @@ impl Schedule {
         }
         let mixes = if is_of_restarts { &MIXES[..4] } else { &MIXES[..] };
         let classes = mixes[rng.index(mixes.len())];
-        let shadow = Shadow::new(&node_memory);
+        let model = PoolModel::new(&node_memory);
         Self {
             rng,
             fabric,
             target,
             node_memory,
-            shadow,
+            model,
             clients,
-            own,
+            node_host,
             restarts: Restarts::new(count),
             is_of_restarts,
             classes,
-            dozing: None,
+            stalled: None,
             seen: Seen::default(),
             trace: asked_seed().is_some(),
         }
     }
 
-    /// Often one host takes most spans, so that all must share what is left.
-    fn crowd(&mut self) -> Result<(), String> {
+    /// Usually, one host allocates most spans, so that all clients share the rest.
+    fn fill_most_spans(&mut self) -> Result<(), String> {
         let spans = self.node_memory.layout.spans();
         if self.rng.chance(1, 3) {
             return Ok(());
         }
-        let left = 1 + u32::try_from(self.rng.below(5)).unwrap();
-        for _ in left..spans {
+        let shared = 1 + u32::try_from(self.rng.below(5)).unwrap();
+        for _ in shared..spans {
             let ended = self.alone(0, |client| client.alloc(SizeClass::SPAN))?;
             self.ended(0, ended)?;
         }
@@ -209,7 +211,7 @@ impl Schedule {
         Ok(())
     }
 
-    /// Everyone allocates and frees at random, at once.
+    /// All clients allocate and free at random, at the same time.
     fn play(&mut self, rounds: u64, crashes: &[u64], restarts: &[u64]) -> Result<(), String> {
         let mut left = vec![rounds; self.clients.len()];
         let mut steps = 0;
@@ -218,10 +220,10 @@ impl Schedule {
                 let client = &self.clients[index];
                 if client.alive && client.is_idle() && *left > 0 && self.rng.chance(1, 2) {
                     *left -= 1;
-                    self.begin_something(index)?;
+                    self.begin_operation(index)?;
                 }
             }
-            self.node_begins()?;
+            self.begin_node_task()?;
             if crashes.contains(&steps) {
                 self.crash();
             }
@@ -236,12 +238,12 @@ impl Schedule {
         }
     }
 
-    fn begin_something(&mut self, index: usize) -> Result<(), String> {
-        if self.clients[index].has_begun() && self.rng.chance(2, 3) {
+    fn begin_operation(&mut self, index: usize) -> Result<(), String> {
+        if self.clients[index].has_unfinished() && self.rng.chance(2, 3) {
             let ended = self.clients[index].resume();
             return ended.map_or(Ok(()), |ended| self.ended(index, ended));
         }
-        if let Some(dead) = self.someone_to_recover(index) {
+        if let Some(dead) = self.choose_dead_host(index) {
             let ended = self.clients[index].recover(dead);
             return ended.map_or(Ok(()), |ended| self.ended(index, ended));
         }
@@ -286,8 +288,9 @@ impl Schedule {
         }
     }
 
-    /// Now and then, a host that is dead. It is fenced first: what it had under way arrives no more.
-    fn someone_to_recover(&mut self, index: usize) -> Option<Host> {
+    /// Chooses, now and then, a dead host to recover. It is fenced first, so that its operations in
+    /// flight take no effect.
+    fn choose_dead_host(&mut self, index: usize) -> Option<Host> {
         let dead: Vec<Host> =
             self.clients.iter().filter(|client| !client.alive).map(|client| client.host).collect();
         if dead.is_empty() || !self.rng.chance(1, 4) {
@@ -299,9 +302,9 @@ impl Schedule {
     }
 
     fn fence(&mut self, host: Host) {
-        if !self.shadow.dead.contains(&host) {
+        if !self.model.dead.contains(&host) {
             self.target.fence(host, 1);
-            self.shadow.dead.push(host);
+            self.model.dead.push(host);
         }
     }
 
@@ -309,28 +312,28 @@ impl Schedule {
         self.clients.iter().any(|client| client.host == host && !client.alive)
     }
 
-    /// Let the next thing happen, and check it; false if nothing is under way.
+    /// Lets the next event happen and checks it; false if nothing is in flight.
     fn step(&mut self) -> Result<bool, String> {
-        let all = self.clients.iter().chain(std::iter::once(&self.own.client));
+        let all = self.clients.iter().chain(std::iter::once(&self.node_host.client));
         let posted = all.filter_map(|client| Some((client.host, client.posted.clone()?)));
-        let under_way: Vec<(Host, Action)> = posted.chain(self.restarts.late()).collect();
-        if !self.fabric.step() && self.dozing.take().is_none() {
+        let in_flight: Vec<(Host, Action)> = posted.chain(self.restarts.in_flight()).collect();
+        if !self.fabric.step() && self.stalled.take().is_none() {
             return Ok(false);
         }
-        self.doze();
-        if let Some(change) = self.shadow.observe(&self.node_memory, &under_way)? {
+        self.stall();
+        if let Some(change) = self.model.observe(&self.node_memory, &in_flight)? {
             if self.trace {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
             }
             self.seen.changes[change as usize] += 1;
         }
-        if let Some(ended) = self.own.client.poll() {
-            self.node_went_on(ended)?;
+        if let Some(ended) = self.node_host.client.poll() {
+            self.node_task_ended(ended)?;
         }
         for index in 0..self.clients.len() {
-            let is_dozing = self.dozing.is_some_and(|(who, _)| who == index);
+            let is_stalled = self.stalled.is_some_and(|(stalled, _)| stalled == index);
             if self.clients[index].alive
-                && !is_dozing
+                && !is_stalled
                 && let Some(ended) = self.clients[index].poll()
             {
                 self.ended(index, ended)?;
@@ -339,10 +342,10 @@ impl Schedule {
         Ok(true)
     }
 
-    /// Now and then a client stands still for a while.
-    fn doze(&mut self) {
-        self.dozing = match self.dozing {
-            Some((who, steps)) => steps.checked_sub(1).map(|steps| (who, steps)),
+    /// Stalls a client for a while, now and then.
+    fn stall(&mut self) {
+        self.stalled = match self.stalled {
+            Some((client, steps)) => steps.checked_sub(1).map(|steps| (client, steps)),
             None if self.rng.chance(1, 100) => {
                 Some((self.rng.index(self.clients.len()), self.rng.below(200)))
             }
@@ -350,39 +353,36 @@ impl Schedule {
         };
     }
 
-    fn ended(&mut self, index: usize, ended: Ended) -> Result<(), String> {
+    fn ended(&mut self, index: usize, ended: OpOutcome) -> Result<(), String> {
         if self.trace {
             println!("{:>9} ns: client {index}: {ended:?}", self.fabric.now_ns());
         }
         match ended {
-            Ended::Alloc(Ok(grant)) => self.granted(index, grant)?,
-            Ended::Many(Ok(GrantBatch { grants, failure: None })) => {
-                self.seen.several += u64::from(grants.len() > 1);
+            OpOutcome::Alloc(Ok(grant)) => self.granted(index, grant)?,
+            OpOutcome::Many(Ok(GrantBatch { grants, failure: None })) => {
+                self.seen.batches += u64::from(grants.len() > 1);
                 grants.into_iter().try_for_each(|grant| self.granted(index, grant))?;
             }
-            Ended::Stretch(sections, Ok(first)) => {
+            OpOutcome::Stretch(sections, Ok(first)) => {
                 self.seen.stretches += 1;
                 for section in 0..sections {
                     let chunk = first.chunk + section * SECTION_CHUNKS;
                     self.granted(index, Grant { chunk, ..first })?;
                 }
             }
-            Ended::Alloc(Err(OpError::Full))
-            | Ended::Many(Err(OpError::Full))
-            | Ended::Stretch(_, Err(OpError::Full)) => {
+            OpOutcome::Alloc(Err(OpError::Full))
+            | OpOutcome::Many(Err(OpError::Full))
+            | OpOutcome::Stretch(_, Err(OpError::Full)) => {
                 self.seen.full += 1;
             }
-            Ended::Resumed(grant, number, outcome) => self.resumed(index, grant, number, &outcome)?,
-            Ended::Free(Ok(outcomes)) => {
+            OpOutcome::Resumed(grant, attempt, outcome) => self.resumed(index, grant, attempt, &outcome)?,
+            OpOutcome::Free(Ok(outcomes)) => {
                 self.seen.freed_together += u64::from(outcomes.len() > 1);
                 ensure!(outcomes.iter().all(Result::is_ok), "client {index}: {outcomes:?}");
             }
-            Ended::Recover(dead, Ok(recovered)) => {
-                ensure!(
-                    !self.shadow.has_traces_of(dead),
-                    "something of {dead:?} is left after {recovered:?}"
-                );
-                ensure!(recovered.unowned == 0, "nothing tells whose some chunks are: {recovered:?}");
+            OpOutcome::Recover(dead, Ok(recovered)) => {
+                ensure!(!self.model.owns_anything(dead), "{dead:?} still owns something after {recovered:?}");
+                ensure!(recovered.unowned == 0, "no record names the owner of some chunks: {recovered:?}");
                 self.seen.recovered += u64::from(recovered.extents > 0);
             }
             other => return Err(format!("client {index}: {other:?}")),
@@ -393,37 +393,37 @@ impl Schedule {
     fn granted(&mut self, index: usize, grant: Grant) -> Result<(), String> {
         let host = self.clients[index].host;
         let chunks = grant.chunk..grant.chunk + grant.class.chunks();
-        let ours = chunks.clone().all(|c| self.shadow.owners[c as usize] == Some(host));
-        ensure!(ours, "{host:?} is told of {grant:?} but does not own it");
+        let ours = chunks.clone().all(|c| self.model.owners[c as usize] == Some(host));
+        ensure!(ours, "{host:?} is granted {grant:?} but does not own it");
         let alive = self.clients.iter().filter(|client| client.alive);
         let others = alive.flat_map(|client| client.owned.iter().chain(&client.kept));
         let twice = others.filter(|other| overlap(other, &grant)).count();
         ensure!(twice == 0, "{grant:?} is owned twice");
         let tenant = self.clients[index].tenant;
-        self.shadow.handed_out(&self.node_memory, &grant, tenant)?;
+        self.model.granted_to(&self.node_memory, &grant, tenant)?;
         self.clients[index].owned.push(grant);
         Ok(())
     }
 
-    /// Run one operation of one client to its end, with nothing else going on.
+    /// Runs one operation of a client to its end, while no other operation is in progress.
     fn alone(
         &mut self,
         index: usize,
-        start: impl FnOnce(&mut Client) -> Option<Ended>,
-    ) -> Result<Ended, String> {
+        start: impl FnOnce(&mut SimClient) -> Option<OpOutcome>,
+    ) -> Result<OpOutcome, String> {
         let mut ended = start(&mut self.clients[index]);
         while ended.is_none() {
             let posted = self.clients[index].posted.clone();
-            let under_way: Vec<(Host, Action)> =
+            let in_flight: Vec<(Host, Action)> =
                 posted.map(|action| (self.clients[index].host, action)).into_iter().collect();
-            ensure!(self.fabric.step(), "an operation waits for nothing");
-            self.shadow.observe(&self.node_memory, &under_way)?;
+            ensure!(self.fabric.step(), "an operation waits, and nothing is in flight");
+            self.model.observe(&self.node_memory, &in_flight)?;
             ended = self.clients[index].poll();
         }
         ended.ok_or_else(|| "no end".to_owned())
     }
 
-    fn give_all_back(&mut self) -> Result<(), String> {
+    fn free_all(&mut self) -> Result<(), String> {
         for client in &mut self.clients {
             client.owned.append(&mut client.kept);
         }
@@ -435,14 +435,14 @@ impl Schedule {
                 }
                 let ended = match client.owned.pop() {
                     Some(grant) => client.free(&[grant]),
-                    None if client.has_begun() => client.resume(),
+                    None if client.has_unfinished() => client.resume(),
                     None => None,
                 };
                 if let Some(ended) = ended {
                     self.ended(index, ended)?;
                 }
             }
-            let has_more = |client: &Client| !client.owned.is_empty() || client.has_begun();
+            let has_more = |client: &SimClient| !client.owned.is_empty() || client.has_unfinished();
             let more = self.clients.iter().any(|client| client.alive && has_more(client));
             if !self.step()? && !more {
                 return Ok(());
@@ -450,7 +450,7 @@ impl Schedule {
         }
     }
 
-    /// Whoever died is recovered, by whoever is alive, with nothing else going on.
+    /// Recovers all dead hosts, while no other operation is in progress.
     fn recover_all(&mut self) -> Result<(), String> {
         let Some(alive) = self.clients.iter().position(|client| client.alive) else { return Ok(()) };
         for index in 0..self.clients.len() {
@@ -464,42 +464,43 @@ impl Schedule {
         Ok(())
     }
 
-    /// When all is quiet a span that is said to be full is full, or who should have said otherwise is dead, or was killed over it.
+    /// Checks, while nothing is in flight, that each span with a full hint is full, unless the
+    /// client that should have cleared the hint is dead or was killed.
     fn hints_are_right(&self) -> Result<(), String> {
-        let may_owe = |client: &Client| !client.alive || client.has_begun();
-        let anyone_owes = self.restarts.is_any_in_doubt() || self.clients.iter().any(may_owe);
+        let may_owe_hint = |client: &SimClient| !client.alive || client.has_unfinished();
+        let is_hint_owed = self.restarts.has_suspects() || self.clients.iter().any(may_owe_hint);
         for span in 0..self.node_memory.layout.spans() {
-            let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
-            let said_full = mode == Mode::Chunks && state == SpanState::Full;
-            let right = !said_full || self.shadow.span(span).is_full() || anyone_owes;
-            ensure!(right, "span {span} is said to be full for ever, and is not");
+            let (mode, state) = (self.model.modes[span as usize], self.model.state_of(span));
+            let is_hinted_full = mode == SpanMode::Chunks && state == SpanState::Full;
+            let right = !is_hinted_full || self.model.span(span).is_full() || is_hint_owed;
+            ensure!(right, "span {span} has a full hint that is never cleared, and is not full");
         }
         Ok(())
     }
 
-    /// What clients hold is theirs to read and write.
-    fn all_is_opened(&self) -> Result<(), String> {
+    /// Checks that the key of each extent that a client owns is in its entry.
+    fn all_keys_are_in_place(&self) -> Result<(), String> {
         for client in self.clients.iter().filter(|client| client.alive) {
             let mut held = client.owned.iter().chain(&client.kept);
-            held.try_for_each(|grant| self.shadow.is_opened(&self.node_memory, grant, client.tenant))?;
+            held.try_for_each(|grant| self.model.has_key(&self.node_memory, grant, client.tenant))?;
         }
         Ok(())
     }
 
-    /// All live hosts have given all back, and what was the dead ones' was given back for them.
-    fn nothing_is_lost(&self) -> Result<(), String> {
-        let owned = self.shadow.owners.iter().position(Option::is_some);
+    /// Checks that every chunk is free: live hosts have freed all, and dead hosts were recovered.
+    fn nothing_is_leaked(&self) -> Result<(), String> {
+        let owned = self.model.owners.iter().position(Option::is_some);
         ensure!(owned.is_none(), "chunk {owned:?} is lost");
         for span in 0..self.node_memory.layout.spans() {
-            let (mode, state) = (self.shadow.modes[span as usize], self.shadow.state_of(span));
+            let (mode, state) = (self.model.modes[span as usize], self.model.state_of(span));
             let right =
-                mode == Mode::Closed && state == SpanState::Empty && self.shadow.span(span).is_closed();
+                mode == SpanMode::Closed && state == SpanState::Empty && self.model.span(span).is_closed();
             ensure!(right, "at the end span {span} is {mode:?}, {state:?}");
         }
         Ok(())
     }
 
-    /// Frees of what is free are refused, and change nothing.
+    /// Checks that frees of free memory are refused and change nothing.
     fn wrong_frees_are_refused(&mut self) -> Result<(), String> {
         let Some(index) = self.clients.iter().position(|client| client.alive) else {
             return Ok(());
@@ -509,48 +510,52 @@ impl Schedule {
             let places = self.node_memory.layout.chunks() / class.chunks();
             let chunk = u32::try_from(self.rng.below(places.into())).unwrap() * class.chunks();
             let grant = Grant { chunk, class, key: Key::of_run(k, CLIENTS_MAX - 1) };
-            let owners = &self.shadow.owners[chunk as usize..(chunk + class.chunks()) as usize];
+            let owners = &self.model.owners[chunk as usize..(chunk + class.chunks()) as usize];
             if owners.iter().all(Option::is_some) {
                 continue;
             }
-            let before = self.shadow.owners.clone();
+            let before = self.model.owners.clone();
             let ended = self.alone(index, |client| client.free(&[grant]))?;
             let refused = match &ended {
-                Ended::Free(Ok(outcomes)) => {
+                OpOutcome::Free(Ok(outcomes)) => {
                     matches!(outcomes[0], Err(OpError::NotAllocated | OpError::NotOurs(_)))
                 }
                 _ => false,
             };
-            ensure!(refused, "{grant:?} was not taken, and yet it could be freed: {ended:?}");
-            ensure!(self.shadow.owners == before, "a refused free of {grant:?} changed something");
+            ensure!(refused, "{grant:?} was not allocated, and yet it could be freed: {ended:?}");
+            ensure!(self.model.owners == before, "a refused free of {grant:?} changed something");
         }
         Ok(())
     }
 
-    /// What is free can be taken, to the last span, by a client whose memory of the node is stale.
-    fn all_can_be_taken_again(&mut self) -> Result<(), String> {
+    /// Checks that all free memory can be allocated by a client whose cached words are out of date.
+    fn all_can_be_allocated_again(&mut self) -> Result<(), String> {
         let alive: Vec<usize> = (0..self.clients.len()).filter(|&index| self.clients[index].alive).collect();
         let class = SizeClass::SECTION;
         let expected = self.node_memory.layout.sections();
         for &index in &alive {
             self.clear_all()?;
-            let mut taken = Vec::new();
+            let mut allocated = Vec::new();
             loop {
                 match self.alone(index, |client| client.alloc(class))? {
-                    Ended::Alloc(Ok(grant)) => taken.push(grant),
-                    Ended::Alloc(Err(OpError::Full)) => break,
+                    OpOutcome::Alloc(Ok(grant)) => allocated.push(grant),
+                    OpOutcome::Alloc(Err(OpError::Full)) => break,
                     other => return Err(format!("client {index}: {other:?}")),
                 }
             }
-            ensure!(taken.len() == expected as usize, "{} of {expected} could be taken", taken.len());
-            // The others learn that all is full, and then it is not.
+            ensure!(
+                allocated.len() == expected as usize,
+                "{} of {expected} could be allocated",
+                allocated.len()
+            );
+            // The other clients cache that all is full, before it is freed.
             for &other in &alive {
                 let full = self.alone(other, |client| client.alloc(class))?;
-                ensure!(matches!(full, Ended::Alloc(Err(OpError::Full))), "full, and yet {full:?}");
+                ensure!(matches!(full, OpOutcome::Alloc(Err(OpError::Full))), "full, and yet {full:?}");
             }
-            for grant in taken {
+            for grant in allocated {
                 let ended = self.alone(index, |client| client.free(&[grant]))?;
-                let is_freed = matches!(&ended, Ended::Free(Ok(outcomes)) if outcomes[0].is_ok());
+                let is_freed = matches!(&ended, OpOutcome::Free(Ok(outcomes)) if outcomes[0].is_ok());
                 ensure!(is_freed, "{grant:?} could not be freed: {ended:?}");
             }
         }
@@ -566,5 +571,5 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
     a.chunk < b.chunk + b.class.chunks() && b.chunk < a.chunk + a.class.chunks()
 }
 
-/// The array of counts has a place for each.
+/// [`Seen::changes`] has a place for each change.
 const _: () = assert!(Change::Recover as usize == 14);

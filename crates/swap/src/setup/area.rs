@@ -1,4 +1,4 @@
-//! Swap areas: the header that makes a file or a device one, and using it.
+//! Swap areas: the header of a file or device, `swapon` and `swapoff`.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -8,13 +8,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 pub const PAGE_BYTES: u64 = 4096;
-/// The highest priority there is, so that the kernel fills this area before any other.
+/// The highest priority: the kernel fills this area before any other.
 const PRIORITY_MAX: libc::c_int = 0x7fff;
 const SWAP_FLAG_PREFER: libc::c_int = 0x8000;
-/// What is free is told: all of it at once, then each part when it has become so.
+/// The kernel discards free pages: all of them at `swapon`, and others when they become free.
 const SWAP_FLAG_DISCARD: libc::c_int = 0x10000;
 
-/// Writes the first page of a swap area of `pages` pages: what mkswap does.
+/// Writes the first page of a swap area of `pages` pages, as mkswap does.
 pub fn write_header(file: &File, pages: u64) -> io::Result<()> {
     file.write_all_at(&header(pages), 0)
 }
@@ -34,7 +34,7 @@ fn header(pages: u64) -> Vec<u8> {
     page
 }
 
-/// Starts to swap on `path`, before all other areas. `discards` if pages that are not needed any more shall be told.
+/// Starts to swap on `path`, before all other areas. With `discards`, the kernel discards free pages.
 pub fn swap_on(path: &Path, discards: bool) -> io::Result<()> {
     let path = c_path(path)?;
     let discard = if discards { SWAP_FLAG_DISCARD } else { 0 };
@@ -42,7 +42,7 @@ pub fn swap_on(path: &Path, discards: bool) -> io::Result<()> {
     check(unsafe { libc::swapon(path.as_ptr(), SWAP_FLAG_PREFER | PRIORITY_MAX | discard) })
 }
 
-/// Stops swapping on `path`; that it is not in use, or not there, is fine.
+/// Stops swapping on `path`, if it exists and is in use.
 pub fn swap_off(path: &Path) -> io::Result<()> {
     let path = c_path(path)?;
     // SAFETY: the path is a C string that outlives the call.

@@ -1,4 +1,4 @@
-//! The memory cgroup of a setup, version 1 or 2, whichever has the memory controller.
+//! The memory cgroup of a setup, in the version (1 or 2) that has the memory controller.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -9,30 +9,30 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::area::PAGE_BYTES;
-use super::record::{Record, Step};
-use super::{SetupError, Usage, read_number};
+use super::record::{SetupRecord, SetupStep};
+use super::{SetupError, SetupUsage, read_number};
 
-/// What memory and swap together may be, in version 1.
+/// The limit of memory and swap together, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
-/// Killed programs are waited for this many times, 10 ms each.
+/// Most waits of 10 ms for killed programs.
 const KILL_WAITS: u32 = 500;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
+enum CgroupVersion {
     V1,
     V2,
 }
 
-/// A cgroup with a memory limit. Its [`Record`] removes it.
+/// A cgroup with a memory limit. Its [`SetupRecord`] removes it.
 #[derive(Debug)]
 pub struct Cgroup {
-    version: Version,
+    version: CgroupVersion,
     path: PathBuf,
 }
 
 impl Cgroup {
-    /// Creates a memory cgroup with these limits, in bytes. It is in the record before it is made.
-    pub fn create(record: &mut Record, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
+    /// Creates a cgroup with these limits. It is in the record before it is created.
+    pub fn create(record: &mut SetupRecord, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         let mountinfo = Path::new("/proc/self/mountinfo");
         let mounts = fs::read_to_string(mountinfo).map_err(SetupError::io("read", mountinfo))?;
         let (version, root) = find_controller(&mounts, |root| {
@@ -40,16 +40,16 @@ impl Cgroup {
         })
         .ok_or(SetupError::NoMemoryController)?;
         let cgroup = Self { version, path: root.join(record.name()) };
-        if version == Version::V2 {
+        if version == CgroupVersion::V2 {
             let file = root.join("cgroup.subtree_control");
             fs::write(&file, "+memory").map_err(SetupError::io("turn on the memory controller in", &file))?;
         }
-        record.add(Step::Cgroup(cgroup.path.clone()))?;
+        record.add(SetupStep::Cgroup(cgroup.path.clone()))?;
         fs::create_dir(&cgroup.path).map_err(SetupError::io("create the cgroup", &cgroup.path))?;
-        // Where the machine has other swap, the program must not get more of it than was asked for.
+        // If the machine has other swap, the programs must not use more than `swap_bytes` in all.
         let (memory_file, swap_file, swap_limit) = match version {
-            Version::V1 => ("memory.limit_in_bytes", MEMSW_LIMIT, limit_bytes + swap_bytes),
-            Version::V2 => ("memory.max", "memory.swap.max", swap_bytes),
+            CgroupVersion::V1 => ("memory.limit_in_bytes", MEMSW_LIMIT, limit_bytes + swap_bytes),
+            CgroupVersion::V2 => ("memory.max", "memory.swap.max", swap_bytes),
         };
         let limit = cgroup.path.join(memory_file);
         fs::write(&limit, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &limit))?;
@@ -60,27 +60,29 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// What lets processes in that write `0` to it.
+    /// A file through which a process enters the cgroup: it writes `0` to it.
     pub fn procs(&self) -> Result<File, SetupError> {
         let path = self.path.join("cgroup.procs");
         OpenOptions::new().write(true).open(&path).map_err(SetupError::io("open", &path))
     }
 
-    /// Whether nothing runs in it.
+    /// True if no process is in the cgroup.
     pub fn is_empty(&self) -> Result<bool, SetupError> {
         let path = self.path.join("cgroup.procs");
         fs::read_to_string(&path).map(|pids| pids.is_empty()).map_err(SetupError::io("read", &path))
     }
 
-    /// Kills whatever runs in it, and waits until it is gone.
+    /// Kills all processes in the cgroup, and waits until they have ended.
     pub fn kill_all(&self) -> Result<(), SetupError> {
         kill_all(&self.path)
     }
 
-    /// Whether its programs, in want of memory, shall wait, and not be killed by the kernel. They try again whenever this is said. Version 2
-    /// knows no such thing, and nothing is changed there.
-    pub fn set_waits_in_want(&self, waits: bool) -> Result<(), SetupError> {
-        if self.version == Version::V2 {
+    /// Sets whether programs that get no memory wait, instead of being killed by the kernel.
+    ///
+    /// Each call with true also wakes the programs that wait. In version 2, which has no such
+    /// setting, it does nothing.
+    pub fn set_oom_waits(&self, waits: bool) -> Result<(), SetupError> {
+        if self.version == CgroupVersion::V2 {
             return Ok(());
         }
         let path = self.path.join("memory.oom_control");
@@ -88,54 +90,57 @@ impl Cgroup {
         if waits { self.wake_waiting() } else { Ok(()) }
     }
 
-    /// A limit that grows wakes those who wait; so that of memory and swap together grows by a page, and shrinks again. (To allow the kernel to
-    /// kill for a moment would wake them, too, but whoever finds in that very moment that there still is no memory is killed.)
+    /// Wakes the programs that wait for memory.
+    ///
+    /// They are woken when a limit grows, so the limit of memory and swap together grows by a page
+    /// and shrinks again. Letting the kernel kill for a moment would wake them, too, but a program
+    /// that finds no memory in that moment would be killed.
     fn wake_waiting(&self) -> Result<(), SetupError> {
         let path = self.path.join(MEMSW_LIMIT);
         if !path.exists() {
-            // Without this limit those who wait are woken by what others give back.
+            // Without this limit, they are woken when other programs free memory.
             return Ok(());
         }
         let limit_bytes = read_number(&path)?;
         let larger_bytes = limit_bytes + PAGE_BYTES;
         fs::write(&path, larger_bytes.to_string()).map_err(SetupError::io("set the limit in", &path))?;
-        // If the page is in use by now, they have it.
+        // This fails if the page is in use by now; then a program has got it.
         let _ = fs::write(&path, limit_bytes.to_string());
         Ok(())
     }
 
-    /// Whether programs wait because there is no memory.
-    pub fn is_in_want(&self) -> bool {
+    /// True if programs wait for memory.
+    pub fn is_under_oom(&self) -> bool {
         let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
-        self.version == Version::V1 && stat_field(&control, "under_oom") > 0
+        self.version == CgroupVersion::V1 && stat_field(&control, "under_oom") > 0
     }
 
-    /// Pages that its programs have got so far.
-    pub fn pages_got(&self) -> u64 {
+    /// Pages that were charged to the cgroup so far.
+    pub fn pages_charged(&self) -> u64 {
         let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         stat_field(&stat, "pgpgin")
     }
 
-    /// How often its programs were refused a page so far.
-    pub fn times_refused(&self) -> Result<u64, SetupError> {
+    /// The number of times that the limit was hit so far.
+    pub fn limit_hits(&self) -> Result<u64, SetupError> {
         read_number(&self.path.join("memory.failcnt"))
     }
 
-    /// What the cgroup used so far.
-    pub fn usage(&self) -> Result<Usage, SetupError> {
+    /// Memory that the cgroup uses and has used.
+    pub fn usage(&self) -> Result<SetupUsage, SetupError> {
         let path = self.path.join("memory.stat");
         let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
         let number = |name: &str| read_number(&self.path.join(name));
         let events = self.path.join(match self.version {
-            Version::V1 => "memory.oom_control",
-            Version::V2 => "memory.events",
+            CgroupVersion::V1 => "memory.oom_control",
+            CgroupVersion::V2 => "memory.events",
         });
         let events = fs::read_to_string(&events).map_err(SetupError::io("read", &events))?;
         let oom_kills = stat_field(&events, "oom_kill");
         Ok(match self.version {
-            Version::V1 => {
+            CgroupVersion::V1 => {
                 let memory_peak_bytes = number("memory.max_usage_in_bytes")?;
-                Usage {
+                SetupUsage {
                     anonymous_bytes: stat_field(&stat, "rss"),
                     memory_peak_bytes,
                     swap_bytes: stat_field(&stat, "swap"),
@@ -147,7 +152,7 @@ impl Cgroup {
                     store_peak_bytes: 0,
                 }
             }
-            Version::V2 => Usage {
+            CgroupVersion::V2 => SetupUsage {
                 anonymous_bytes: stat_field(&stat, "anon"),
                 memory_peak_bytes: number("memory.peak").or_else(|_| number("memory.current"))?,
                 swap_bytes: number("memory.swap.current").unwrap_or(0),
@@ -160,14 +165,14 @@ impl Cgroup {
     }
 }
 
-/// A command whose program runs in the cgroup of these [`Cgroup::procs`], from before its first instruction.
+/// A command whose program is in the cgroup of `procs` ([`Cgroup::procs`]) from its first instruction on.
 pub fn command(program: &OsStr, procs: File) -> Command {
     let mut command = Command::new(program);
-    // SAFETY: between fork and exec the closure makes one write system call on a descriptor that was
-    // opened before, and neither allocates nor takes a lock.
+    // SAFETY: between fork and exec the closure makes one write system call on an open descriptor. It
+    // neither allocates nor takes a lock.
     unsafe {
         command.pre_exec(move || {
-            // "0" stands for the process that writes it.
+            // "0" is the process that writes it.
             rustix::io::write(&procs, b"0")?;
             Ok(())
         });
@@ -175,7 +180,7 @@ pub fn command(program: &OsStr, procs: File) -> Command {
     command
 }
 
-/// Kills whatever still runs in the cgroup at `path`, and waits until it is gone.
+/// Kills all processes in the cgroup at `path`, and waits until they have ended.
 pub fn kill_all(path: &Path) -> Result<(), SetupError> {
     let procs = path.join("cgroup.procs");
     for _ in 0..KILL_WAITS {
@@ -184,15 +189,15 @@ pub fn kill_all(path: &Path) -> Result<(), SetupError> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(SetupError::io("read", &procs)(error)),
         };
-        let mut empty = true;
+        let mut is_empty = true;
         for pid in
             pids.lines().filter_map(|line| line.parse().ok()).filter_map(rustix::process::Pid::from_raw)
         {
-            empty = false;
-            // One that has just ended by itself is as good as killed.
+            is_empty = false;
+            // This fails if the process has just ended.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
-        if empty {
+        if is_empty {
             return Ok(());
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -200,9 +205,9 @@ pub fn kill_all(path: &Path) -> Result<(), SetupError> {
     Err(SetupError::StillRunning { path: path.to_owned() })
 }
 
-/// Removes the cgroup at `path`; that it is gone already is fine.
+/// Removes the cgroup at `path`, if it exists.
 pub fn remove(path: &Path) -> Result<(), SetupError> {
-    // Version 1 keeps a removed cgroup alive while page cache is charged to it: let go of that first.
+    // Version 1 keeps a removed cgroup while page cache is charged to it, so that is freed first.
     let _ = fs::write(path.join("memory.force_empty"), "0");
     match fs::remove_dir(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -212,9 +217,9 @@ pub fn remove(path: &Path) -> Result<(), SetupError> {
     }
 }
 
-/// Finds the root of the memory controller among the lines of `/proc/self/mountinfo`. `controllers` reads
-/// which ones a version 2 root has.
-fn find_controller(mounts: &str, controllers: impl Fn(&Path) -> String) -> Option<(Version, PathBuf)> {
+/// Finds the mount point of the memory controller in the text of `/proc/self/mountinfo`. `controllers`
+/// reads the controllers of a version 2 mount point.
+fn find_controller(mounts: &str, controllers: impl Fn(&Path) -> String) -> Option<(CgroupVersion, PathBuf)> {
     mounts.lines().find_map(|line| {
         // "31 23 0:28 / /mount/point rw shared:1 - cgroup2 source options"
         let (front, back) = line.split_once(" - ")?;
@@ -222,18 +227,18 @@ fn find_controller(mounts: &str, controllers: impl Fn(&Path) -> String) -> Optio
         let mut back = back.split(' ');
         match (back.next()?, back.nth(1)?) {
             ("cgroup", options) if options.split(',').any(|option| option == "memory") => {
-                Some((Version::V1, mount_point))
+                Some((CgroupVersion::V1, mount_point))
             }
             ("cgroup2", _) => controllers(&mount_point)
                 .split_whitespace()
                 .any(|controller| controller == "memory")
-                .then_some((Version::V2, mount_point)),
+                .then_some((CgroupVersion::V2, mount_point)),
             _ => None,
         }
     })
 }
 
-/// The value of `name` in a memory.stat; 0 if this kernel does not count it.
+/// The value of `name` in a memory.stat; 0 if the kernel does not count it.
 fn stat_field(stat: &str, name: &str) -> u64 {
     stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok()).unwrap_or(0)
 }
@@ -250,10 +255,10 @@ mod tests {
         let none = |_: &Path| String::from("hugetlb\n");
         let memory = |_: &Path| String::from("cpu memory\n");
         let v1_root = PathBuf::from("/sys/fs/cgroup/memory");
-        assert_eq!(find_controller(V1, none), Some((Version::V1, v1_root.clone())));
-        assert_eq!(find_controller(V2, memory), Some((Version::V2, PathBuf::from("/sys/fs/cgroup"))));
-        // A machine may mount both; the controller is where it is listed.
-        assert_eq!(find_controller(&format!("{V2}{V1}"), none), Some((Version::V1, v1_root)));
+        assert_eq!(find_controller(V1, none), Some((CgroupVersion::V1, v1_root.clone())));
+        assert_eq!(find_controller(V2, memory), Some((CgroupVersion::V2, PathBuf::from("/sys/fs/cgroup"))));
+        // If both are mounted, the controller is in the one that lists it.
+        assert_eq!(find_controller(&format!("{V2}{V1}"), none), Some((CgroupVersion::V1, v1_root)));
         assert_eq!(find_controller(V2, none), None);
     }
 

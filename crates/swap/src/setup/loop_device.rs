@@ -1,4 +1,4 @@
-//! A loop device as swap area, over a file that is reached by direct I/O only.
+//! Loop devices as swap areas, over a file with direct I/O.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -7,16 +7,16 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::area::{self, PAGE_BYTES};
-use super::record::{Record, Step};
+use super::record::{SetupRecord, SetupStep};
 use super::{SetupError, read_number};
 
-// linux/loop.h
+/// Of `linux/loop.h`.
 const LOOP_CTL_GET_FREE: libc::c_ulong = 0x4C82;
 const LOOP_CONFIGURE: libc::c_ulong = 0x4C0A;
 const LO_FLAGS_AUTOCLEAR: u32 = 4;
 const LO_FLAGS_DIRECT_IO: u32 = 16;
 const CONTROL: &str = "/dev/loop-control";
-/// Others may take the device that the kernel names, so often at most.
+/// Most attempts to claim a device: other processes may claim the one that the kernel offers.
 const CLAIMS_MAX: u32 = 64;
 const FILE_NAME_BYTES: usize = 64;
 
@@ -47,8 +47,9 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// Puts a loop device on `backing`, which has so many bytes, and swaps on it. The device goes by itself when it is not used any more.
-pub fn swap_on(record: &mut Record, backing: &Path, bytes: u64) -> Result<(), SetupError> {
+/// Sets up a loop device over `backing`, which has `bytes` bytes, and swaps on it. The kernel detaches
+/// the device when it is no longer in use.
+pub fn swap_on(record: &mut SetupRecord, backing: &Path, bytes: u64) -> Result<(), SetupError> {
     let file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -57,8 +58,8 @@ pub fn swap_on(record: &mut Record, backing: &Path, bytes: u64) -> Result<(), Se
         .map_err(SetupError::io("open", backing))?;
     let (number, device) = attach(&file)?;
     let path = path(number);
-    record.add(Step::LoopSwap(number))?;
-    // The kernel keeps quiet about direct I/O that it will not do.
+    record.add(SetupStep::LoopSwap(number))?;
+    // The kernel does not report that it has refused direct I/O.
     let attribute = attribute(number, "dio");
     if read_number(&attribute)? != 1 {
         let refused = io::Error::from(io::ErrorKind::Unsupported);
@@ -67,21 +68,23 @@ pub fn swap_on(record: &mut Record, backing: &Path, bytes: u64) -> Result<(), Se
     area::write_header(&device, bytes / PAGE_BYTES)
         .and_then(|()| device.sync_all())
         .map_err(SetupError::io("write the swap header to", &path))?;
-    area::swap_on(&path, true).map_err(SetupError::io("swap on", &path))
+    area::swap_on(&path, true).map_err(SetupError::io("start swapping on", &path))
 }
 
-/// Takes the device out of use if it still stands on a file of the record of this name; else it is another's by now.
+/// Stops swapping on the device if its file belongs to the record of this name. If not, the device has
+/// another user by now.
 pub fn swap_off(number: u32, name: &str) -> Result<(), SetupError> {
     let backing = fs::read_to_string(attribute(number, "backing_file")).unwrap_or_default();
-    let is_ours = Path::new(backing.trim_end()).components().any(|part| part.as_os_str() == name);
-    if !is_ours {
+    let is_own = Path::new(backing.trim_end()).components().any(|part| part.as_os_str() == name);
+    if !is_own {
         return Ok(());
     }
     let path = path(number);
     area::swap_off(&path).map_err(SetupError::io("stop swapping on", &path))
 }
 
-/// A free device, now on `file`; open, for it goes when nobody has it open.
+/// Attaches a free device to `file`. Returns its number, and its descriptor: without an open
+/// descriptor the kernel would detach it.
 fn attach(file: &File) -> Result<(u32, File), SetupError> {
     let control = Path::new(CONTROL);
     let controller = OpenOptions::new()
@@ -105,16 +108,16 @@ fn attach(file: &File) -> Result<(u32, File), SetupError> {
         match configure(&device, file) {
             Ok(()) => return Ok((number, device)),
             Err(error) if error.raw_os_error() == Some(libc::EBUSY) => {
-                last = Some(SetupError::io("take the loop device", &path)(error));
+                last = Some(SetupError::io("claim the loop device", &path)(error));
             }
             Err(error) => return Err(SetupError::io("set up the loop device", &path)(error)),
         }
     }
-    Err(last.expect("there was at least one try"))
+    Err(last.expect("there was at least one attempt"))
 }
 
 fn configure(device: &File, file: &File) -> io::Result<()> {
-    // SAFETY: all fields are numbers or arrays of them, for which zeros are valid.
+    // SAFETY: all fields are numbers or arrays of numbers, for which zeros are valid.
     let mut config: LoopConfig = unsafe { std::mem::zeroed() };
     config.fd = u32::try_from(file.as_raw_fd()).expect("descriptors are not negative");
     config.block_size = u32::try_from(PAGE_BYTES).expect("a page is small");
@@ -146,8 +149,8 @@ mod tests {
     }
 
     #[test]
-    fn devices_of_others_are_left_alone() {
-        // Whatever this machine has there, it does not stand on a file of that name.
+    fn devices_of_other_records_are_not_changed() {
+        // No device of this machine has a file of that record.
         for number in 0..8 {
             swap_off(number, "aquifer-setup-0-0-0").unwrap();
         }

@@ -1,15 +1,16 @@
-//! Changes to the machine that must be undone: cgroups, swap areas, devices and mounts, for `aquifer run --swap` and for the peers of benches.
+//! Changes to the machine that must be undone: cgroups, swap areas, devices and mounts.
 //!
-//! Each is written to a record *before* it is done, so that what a killed owner left can be undone by whoever comes next: see
+//! `aquifer run --swap` and the peers of benches use them. Each change is written to a record before
+//! it is made, so that another process can undo what a killed owner has left: see
 //! [`cleanup_stale`].
 
 mod area;
 pub mod cgroup;
 pub mod loop_device;
 pub mod mount;
+pub mod oom_wait;
 pub mod record;
 pub mod swapfile;
-pub mod want;
 pub mod zram;
 
 use std::fs;
@@ -19,49 +20,50 @@ use std::path::{Path, PathBuf};
 
 pub use record::cleanup_stale;
 
-/// The sizes that a setup takes, for its limit as for its swap device.
+/// The permitted sizes of a limit and of a swap area.
 pub const SIZE_BYTES: RangeInclusive<u64> = (1 << 20)..=(1 << 40);
 
-/// How many pages swap reads at once, as a power of two; the whole machine's.
+/// The machine's setting for the pages that swap reads at once, as a power of two.
 pub const PAGE_CLUSTER: &str = "/proc/sys/vm/page-cluster";
 
-/// What a setup has used until now.
+/// Memory that a setup uses and has used.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
-    /// Anonymous memory of the cgroup's programs that is resident now.
+pub struct SetupUsage {
+    /// Resident anonymous memory of the cgroup now.
     pub anonymous_bytes: u64,
-    /// The most memory that was charged to the cgroup, page cache included.
+    /// The most memory that was charged to the cgroup; includes page cache.
     pub memory_peak_bytes: u64,
-    /// What the cgroup's programs have on swap now.
+    /// Memory of the cgroup on swap now.
     pub swap_bytes: u64,
-    /// At least this much was on swap at some time, if the kernel keeps count of it.
+    /// A lower bound of the most memory on swap; `None` if the kernel does not count it.
     pub swap_peak_bytes: Option<u64>,
-    /// Page faults that waited for the device.
+    /// Page faults that waited for the swap area.
     pub major_faults: u64,
-    /// Programs that the kernel killed because it found nothing more to swap out. It happens now and then even
-    /// with swap left, when all that is resident is in use; the run must be reported as lost, or repeated.
+    /// Programs that the kernel killed because it found nothing to swap out. This happens at times
+    /// although swap is free, when all resident pages are in use; the run must be reported as failed
+    /// or be repeated.
     pub oom_kills: u64,
-    /// The most memory that the device itself has taken: a zram's store, nothing for a file.
+    /// The most memory that the swap area itself has used: the store of a zram device; 0 for a file.
     pub store_peak_bytes: u64,
 }
 
-/// Why a setup could not be made or used.
+/// Why a setup failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// Cgroups and swap devices are root's.
-    #[error("kernel swap can be set up by root only; run as root, or leave this peer out")]
+    /// This process is not root.
+    #[error("only root can set up kernel swap: run as root, or leave this peer out")]
     NotRoot,
-    /// A size out of [`SIZE_BYTES`].
-    #[error("a {what} of {bytes} bytes is not between 1 MiB and 1 TiB; choose one that is")]
+    /// A size is not in [`SIZE_BYTES`].
+    #[error("a {what} of {bytes} bytes is not between 1 MiB and 1 TiB: choose another size")]
     Size {
         /// Which size.
         what: &'static str,
-        /// What was asked for.
+        /// The size.
         bytes: u64,
     },
-    /// Neither cgroup v1 nor v2 has a memory controller here.
+    /// No memory controller is mounted.
     #[error(
-        "no memory controller is mounted, neither cgroup v1 nor v2, so memory cannot be limited; mount one under /sys/fs/cgroup"
+        "memory cannot be limited: no memory controller of cgroup v1 or v2 is mounted; mount one under /sys/fs/cgroup"
     )]
     NoMemoryController,
     /// No file system can hold a swap file.
@@ -69,47 +71,47 @@ pub enum SetupError {
         "no folder can hold a swap file (tried {tried}): each is missing, or on a file system without swap files; leave this peer out"
     )]
     NoSwapFolder {
-        /// The folders, with commas between.
+        /// The folders, separated by commas.
         tried: String,
     },
-    /// The kernel has no zram, or every device is taken.
-    #[error("there is no free zram device (kernel module zram); load it, or leave this peer out")]
+    /// The kernel has no zram, or all devices are in use.
+    #[error("there is no free zram device: load the kernel module zram, or leave this peer out")]
     NoZram,
-    /// A record that cannot be trusted.
-    #[error("the record {path} says {line:?}, which is not known; undo by hand what is left of it, then remove it", path = .path.display())]
+    /// A record has a line that this build does not know.
+    #[error("the record {path} has an unknown line {line:?}: undo by hand what it describes, then remove it", path = .path.display())]
     Record {
-        /// The record.
+        /// The record's file.
         path: PathBuf,
-        /// The line that was not understood.
+        /// The line.
         line: String,
     },
-    /// A cgroup whose programs do not end.
-    #[error("programs in {path} did not end when killed; end them, then run this again", path = .path.display())]
+    /// Programs in a cgroup have not ended after they were killed.
+    #[error("programs in {path} did not end when killed: end them, then run this again", path = .path.display())]
     StillRunning {
         /// The cgroup.
         path: PathBuf,
     },
-    /// The kernel refused.
-    #[error("could not {what} {path}: {source}", path = .path.display())]
+    /// A system call failed.
+    #[error("cannot {what} {path}: {source}", path = .path.display())]
     Io {
-        /// What was tried.
+        /// What was attempted.
         what: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the kernel said.
+        /// The cause.
         source: io::Error,
     },
 }
 
 impl SetupError {
-    /// An error about `path` while it was tried to `what`.
+    /// Makes an error of a failure to `what` `path`.
     pub fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { what, path, source }
     }
 }
 
-/// The number that a file of the kernel holds.
+/// Reads a number from a file of the kernel.
 pub fn read_number(path: &Path) -> Result<u64, SetupError> {
     let text = fs::read_to_string(path).map_err(SetupError::io("read", path))?;
     text.trim().parse().map_err(|_| SetupError::Io {

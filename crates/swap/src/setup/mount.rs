@@ -1,4 +1,4 @@
-//! The folder that a volume's file is mounted at.
+//! The folder at which a volume's file is mounted.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -6,17 +6,18 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use super::SetupError;
-use super::record::{Record, Step};
+use super::record::{SetupRecord, SetupStep};
 
-/// Makes a folder below `parent`, for this user alone. The record unmounts what is mounted there, and removes it.
-pub fn create(record: &mut Record, parent: &Path) -> Result<PathBuf, SetupError> {
+/// Creates a folder below `parent` that only this user can access. The record unmounts what is
+/// mounted there, and removes the folder.
+pub fn create(record: &mut SetupRecord, parent: &Path) -> Result<PathBuf, SetupError> {
     let path = parent.join(record.name());
-    record.add(Step::Mount(path.clone()))?;
+    record.add(SetupStep::Mount(path.clone()))?;
     DirBuilder::new().mode(0o700).create(&path).map_err(SetupError::io("create the folder", &path))?;
     Ok(path)
 }
 
-/// Unmounts and removes the folder; that it is gone already is fine.
+/// Unmounts and removes the folder, if it exists.
 pub fn remove(path: &Path) -> Result<(), SetupError> {
     aquifer_block::fuse::unmount(path).map_err(SetupError::io("unmount", path))?;
     match fs::remove_dir(path) {

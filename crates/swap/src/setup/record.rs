@@ -1,7 +1,9 @@
-//! What a setup has done, written down before it is done, so that anyone can undo it.
+//! Records of the steps of a setup. A step is written before it is made, so that any process of root
+//! can undo it.
 //!
-//! A record is a file of root's, `/run/aquifer-setups/NAME`, with one step a line. NAME holds the owner's pid
-//! and the time it started (pids are used again), so that a record tells by itself whether its owner lives.
+//! A record is the file `/run/aquifer-setups/NAME`, which only root can access, with one step on each
+//! line. NAME contains the owner's pid and its start time, because pids are reused. So the name
+//! shows whether the owner is still running.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -9,40 +11,40 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::ending::await_ending;
+use crate::exiting::wait_if_exiting;
 
 use super::{PAGE_CLUSTER, SetupError, cgroup, loop_device, mount, swapfile, zram};
 
 const FOLDER: &str = "/run/aquifer-setups";
 const PREFIX: &str = "aquifer-setup-";
-/// A record has at most a line for each kind of step.
+/// Largest size of a record, which has at most one line for each kind of step.
 const RECORD_BYTES_MAX: u64 = 16 << 10;
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
-/// One thing that was done, with what is needed to undo it.
+/// A step of a setup, with what is needed to undo it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
-    /// A cgroup, by its folder.
+pub enum SetupStep {
+    /// A cgroup was created; its folder.
     Cgroup(PathBuf),
-    /// A swap file.
+    /// A swap file was created and is in use.
     SwapFile(PathBuf),
-    /// A zram device.
+    /// A zram device is in use.
     Zram {
-        /// Its number.
+        /// Number of the device.
         number: u32,
-        /// Whether it was made by this setup.
+        /// True if this setup has added the device.
         added: bool,
     },
-    /// The value of vm.page-cluster before.
+    /// vm.page-cluster was changed; its former value.
     PageCluster(u64),
-    /// A folder with a volume's file.
+    /// A volume's file is mounted at this folder.
     Mount(PathBuf),
-    /// Swap on this loop device, if it stands on a file of the record's.
+    /// This loop device is in use, if its file belongs to the record.
     LoopSwap(u32),
 }
 
-impl Step {
+impl SetupStep {
     fn to_line(&self) -> String {
         match self {
             Self::Cgroup(path) => format!("cgroup {}", path.display()),
@@ -55,8 +57,8 @@ impl Step {
         }
     }
 
-    /// A path in a record must end in the record's own name: a spoilt record cannot make us remove
-    /// anything but what a setup of that name has made.
+    /// Parses a line. A path in a record must end in the record's name, so that a damaged record
+    /// cannot cause the removal of anything that the setup has not created.
     fn parse(line: &str, name: &str) -> Option<Self> {
         let (kind, value) = line.split_once(' ')?;
         let own_path = || {
@@ -88,16 +90,16 @@ impl Step {
     }
 }
 
-/// The steps of one setup, in memory and in a file; undone when dropped.
+/// The steps of a setup, in memory and in a file. They are undone when the record is dropped.
 #[derive(Debug)]
-pub struct Record {
+pub struct SetupRecord {
     name: String,
     path: PathBuf,
-    steps: Vec<Step>,
+    steps: Vec<SetupStep>,
 }
 
-impl Record {
-    /// A record of nothing, in a file of its own.
+impl SetupRecord {
+    /// Creates an empty record in a new file.
     pub fn create() -> Result<Self, SetupError> {
         let folder = Path::new(FOLDER);
         match fs::DirBuilder::new().mode(0o700).create(folder) {
@@ -123,23 +125,23 @@ impl Record {
         Ok(Self { name, path, steps: Vec::new() })
     }
 
-    /// Names the file.
+    /// The name of the file.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The file.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether it has a value of vm.page-cluster to restore.
+    /// True if vm.page-cluster is to be restored.
     pub fn has_page_cluster(&self) -> bool {
-        self.steps.iter().any(|step| matches!(step, Step::PageCluster(_)))
+        self.steps.iter().any(|step| matches!(step, SetupStep::PageCluster(_)))
     }
 
-    /// Writes `step` down; it must be done after, never before.
-    pub fn add(&mut self, step: Step) -> Result<(), SetupError> {
+    /// Writes a step to the record. Must be called before the step is made.
+    pub fn add(&mut self, step: SetupStep) -> Result<(), SetupError> {
         let mut file: File = OpenOptions::new()
             .append(true)
             .open(&self.path)
@@ -149,25 +151,25 @@ impl Record {
         Ok(())
     }
 
-    /// Undoes every step, the last first. Goes on past a failure, and returns the first one; then the record
-    /// stays for another try.
+    /// Undoes all steps, the last first. After a failure it continues with the other steps, keeps the
+    /// record for another attempt, and returns the first error.
     pub fn undo(&mut self) -> Result<(), SetupError> {
         let mut result = Ok(());
-        // Programs first: no swap device goes while pages on it are being used.
+        // Programs must end first: a swap area cannot be removed while its pages are in use.
         for step in &self.steps {
-            if let Step::Cgroup(path) = step {
+            if let SetupStep::Cgroup(path) = step {
                 result = result.and(cgroup::kill_all(path));
             }
         }
-        let mut left = Vec::new();
+        let mut remaining = Vec::new();
         for step in std::mem::take(&mut self.steps).into_iter().rev() {
             if let Err(error) = step.undo(&self.name) {
-                left.push(step);
+                remaining.push(step);
                 result = result.and(Err(error));
             }
         }
-        left.reverse();
-        self.steps = left;
+        remaining.reverse();
+        self.steps = remaining;
         if self.steps.is_empty() {
             match fs::remove_file(&self.path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -192,15 +194,15 @@ impl Record {
     }
 }
 
-impl Drop for Record {
+impl Drop for SetupRecord {
     fn drop(&mut self) {
-        // Nothing can be reported from here; what is left is in the record for `cleanup_stale`.
+        // An error cannot be returned from here. The record remains for `cleanup_stale`.
         let _ = self.undo();
     }
 }
 
-/// Undoes what an owner that is gone has left, by the name of its record: kills the programs in its cgroup first. That it is undone already
-/// is fine.
+/// Undoes the setup of an owner that has ended, by the name of its record, if the record exists. Kills
+/// the programs in its cgroup first.
 pub fn undo_abandoned(name: &str) -> Result<(), SetupError> {
     if parse_owner(name).is_none() {
         return Err(SetupError::Record { path: Path::new(FOLDER).to_owned(), line: name.to_owned() });
@@ -208,12 +210,12 @@ pub fn undo_abandoned(name: &str) -> Result<(), SetupError> {
     if !Path::new(FOLDER).join(name).exists() {
         return Ok(());
     }
-    Record::load(name)?.undo()
+    SetupRecord::load(name)?.undo()
 }
 
-/// Undoes the setups whose owners are gone, and returns how many there were.
+/// Undoes the setups of owners that have ended. Returns the number of setups.
 ///
-/// Call it before making a setup: a run that was killed cannot have cleaned up after itself.
+/// To be called before a new setup: an owner that was killed has not undone its own.
 pub fn cleanup_stale() -> Result<usize, SetupError> {
     let folder = Path::new(FOLDER);
     let entries = match fs::read_dir(folder) {
@@ -229,13 +231,13 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
             continue;
         };
         if start_time(pid) == Some(start) {
-            // One that was killed a moment ago sees to nothing any more.
-            await_ending(pid);
+            // An owner that was just killed does not undo its setup any more.
+            wait_if_exiting(pid);
             if start_time(pid) == Some(start) {
                 continue;
             }
         }
-        match Record::load(&name).and_then(|mut record| record.undo()) {
+        match SetupRecord::load(&name).and_then(|mut record| record.undo()) {
             Ok(()) => undone += 1,
             Err(error) => result = result.and(Err(error)),
         }
@@ -243,16 +245,16 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
     result.map(|()| undone)
 }
 
-/// The steps of a record, or the line that is none. A last line without its end was cut by a crash before
-/// its step was begun, so it is left out.
-fn parse_steps(text: &str, name: &str) -> Result<Vec<Step>, String> {
+/// Parses the steps of a record; fails with the first unknown line. A last line without a line break
+/// was cut by a crash before its step was made, so it is ignored.
+fn parse_steps(text: &str, name: &str) -> Result<Vec<SetupStep>, String> {
     text.split_inclusive('\n')
         .filter_map(|line| line.strip_suffix('\n'))
-        .map(|line| Step::parse(line, name).ok_or_else(|| line.to_owned()))
+        .map(|line| SetupStep::parse(line, name).ok_or_else(|| line.to_owned()))
         .collect()
 }
 
-/// The pid and start time in a record's name.
+/// Parses the owner's pid and start time in a record's name.
 fn parse_owner(name: &str) -> Option<(u32, u64)> {
     let mut parts = name.strip_prefix(PREFIX)?.split('-');
     let owner = (parts.next()?.parse().ok()?, parts.next()?.parse().ok()?);
@@ -260,13 +262,13 @@ fn parse_owner(name: &str) -> Option<(u32, u64)> {
     parts.next().is_none().then_some(owner)
 }
 
-/// When a process started, in ticks since boot; none if there is no such process.
+/// The start time of a process in ticks since boot; `None` if there is no such process.
 fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Field 22 of a process's stat. The command's name may hold anything, so count from its closing bracket. One that is dead and only waits
-/// for its parent to hear of it is gone.
+/// Parses the start time, field 22, of a process's stat; `None` for a zombie. The command's name may
+/// contain any character, so fields are counted from its closing bracket.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace();
@@ -280,23 +282,23 @@ mod tests {
 
     const NAME: &str = "aquifer-setup-12-345-0";
 
-    fn all_steps() -> Vec<Step> {
+    fn all_steps() -> Vec<SetupStep> {
         vec![
-            Step::Cgroup(PathBuf::from(format!("/sys/fs/cgroup/memory/{NAME}"))),
-            Step::SwapFile(PathBuf::from(format!("/var/tmp/{NAME}"))),
-            Step::Zram { number: 3, added: true },
-            Step::Zram { number: 0, added: false },
-            Step::PageCluster(3),
-            Step::Mount(PathBuf::from(format!("/run/aquifer/{NAME}"))),
-            Step::LoopSwap(7),
+            SetupStep::Cgroup(PathBuf::from(format!("/sys/fs/cgroup/memory/{NAME}"))),
+            SetupStep::SwapFile(PathBuf::from(format!("/var/tmp/{NAME}"))),
+            SetupStep::Zram { number: 3, added: true },
+            SetupStep::Zram { number: 0, added: false },
+            SetupStep::PageCluster(3),
+            SetupStep::Mount(PathBuf::from(format!("/run/aquifer/{NAME}"))),
+            SetupStep::LoopSwap(7),
         ]
     }
 
     #[test]
-    fn steps_survive_the_file() {
+    fn steps_survive_serialisation_and_a_cut_file_has_its_whole_lines() {
         let text: String = all_steps().iter().map(|step| step.to_line() + "\n").collect();
         assert_eq!(parse_steps(&text, NAME), Ok(all_steps()));
-        // Cut anywhere, it yields the whole steps before the cut.
+        // A cut file yields the whole lines before the cut.
         for end in 0..text.len() {
             let whole_lines = text[..end].matches('\n').count();
             assert_eq!(parse_steps(&text[..end], NAME), Ok(all_steps()[..whole_lines].to_vec()));
@@ -342,7 +344,7 @@ mod tests {
     fn start_time_ignores_a_hostile_command_name() {
         let fields = (4..=21).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
         assert_eq!(parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")), Some(777));
-        assert_eq!(parse_start_time(&format!("7 (a) Z {fields} 777 23")), None, "a zombie owns nothing");
+        assert_eq!(parse_start_time(&format!("7 (a) Z {fields} 777 23")), None, "a zombie");
         assert_eq!(parse_start_time("7 (a) S 1 2"), None);
         assert_eq!(parse_start_time(""), None);
         assert!(start_time(std::process::id()).is_some());

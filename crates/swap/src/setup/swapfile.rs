@@ -1,4 +1,4 @@
-//! Swap files.
+//! Swap files, as peers of benches.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -7,25 +7,25 @@ use std::path::Path;
 
 use super::SetupError;
 use super::area::{self, PAGE_BYTES};
-use super::record::{Record, Step};
+use super::record::{SetupRecord, SetupStep};
 
-/// Folders that are on a disk on most machines.
+/// Folders that are on a disk of most machines.
 const FOLDERS: [&str; 4] = ["/var/tmp", "/var/lib", "/tmp", "/root"];
 
-/// File systems that hold no swap files, by their magic numbers: tmpfs, ramfs, overlayfs, NFS, 9p, FUSE,
+/// Magic numbers of file systems without swap files: tmpfs, ramfs, overlayfs, NFS, 9p, FUSE,
 /// squashfs, ZFS.
 const WITHOUT_SWAP: [i64; 8] =
     [0x0102_1994, 0x8584_58f6, 0x794c_7630, 0x6969, 0x0102_1997, 0x6573_5546, 0x7371_7368, 0x2fc1_2fc1];
 
-/// Creates a swap file of this size and swaps to it. It is in the record before it is made.
-pub fn create(record: &mut Record, bytes: u64) -> Result<(), SetupError> {
+/// Creates a swap file of this size, and swaps on it. The file is in the record before it is created.
+pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<(), SetupError> {
     let folder = FOLDERS
         .iter()
         .map(Path::new)
         .find(|folder| can_hold_swap(folder))
         .ok_or_else(|| SetupError::NoSwapFolder { tried: FOLDERS.join(", ") })?;
     let path = folder.join(record.name());
-    record.add(Step::SwapFile(path.clone()))?;
+    record.add(SetupStep::SwapFile(path.clone()))?;
     let file = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -38,16 +38,16 @@ pub fn create(record: &mut Record, bytes: u64) -> Result<(), SetupError> {
         .map_err(SetupError::io("allocate the swap file", &path))?;
     area::write_header(&file, pages).map_err(SetupError::io("write the swap file", &path))?;
     match area::swap_on(&path, false) {
-        // Some file systems do not take space that was allocated but never written.
+        // Some file systems cannot swap on blocks that were allocated and never written.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
             fill(&file, pages).map_err(SetupError::io("fill the swap file", &path))?;
-            area::swap_on(&path, false).map_err(SetupError::io("swap on", &path))
+            area::swap_on(&path, false).map_err(SetupError::io("start swapping on", &path))
         }
-        result => result.map_err(SetupError::io("swap on", &path)),
+        result => result.map_err(SetupError::io("start swapping on", &path)),
     }
 }
 
-/// Takes the file out of use and removes it; that it is gone already is fine.
+/// Stops swapping on the file and removes it, if it exists.
 pub fn remove(path: &Path) -> Result<(), SetupError> {
     area::swap_off(path).map_err(SetupError::io("stop swapping on", path))?;
     match fs::remove_file(path) {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn taking_away_what_is_not_there_is_fine() {
+    fn removing_a_missing_file_succeeds_for_root() {
         let nowhere = Path::new("/var/tmp/aquifer-setup-0-0-0");
         if rustix::process::geteuid().is_root() {
             assert!(remove(nowhere).is_ok());

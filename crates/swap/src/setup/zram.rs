@@ -1,24 +1,24 @@
-//! A zram device as swap area.
+//! Zram devices as swap areas, as peers of benches.
 
 use std::fs::{self, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::record::{Record, Step};
+use super::record::{SetupRecord, SetupStep};
 use super::{SetupError, area};
 
 const PAGE_BYTES: u64 = 4096;
 const HOT_ADD: &str = "/sys/class/zram-control/hot_add";
 const HOT_REMOVE: &str = "/sys/class/zram-control/hot_remove";
-/// The best first: the fastest to decompress.
+/// Compression algorithms, the fastest to decompress first.
 const ALGORITHMS: [&str; 3] = ["lz4", "lzo-rle", "lzo"];
-/// Where mm_stat has the most memory that the store ever took.
+/// Index of the store's largest size in mm_stat.
 const MEM_USED_MAX_FIELD: usize = 4;
 
-/// Makes a device of `bytes`, and swaps on it. Returns its number.
-pub fn create(record: &mut Record, bytes: u64) -> Result<u32, SetupError> {
+/// Sets up a device of `bytes` bytes, and swaps on it. Returns its number.
+pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<u32, SetupError> {
     let (number, added) = claim().ok_or(SetupError::NoZram)?;
-    record.add(Step::Zram { number, added })?;
+    record.add(SetupStep::Zram { number, added })?;
     let offered = fs::read_to_string(attribute(number, "comp_algorithm")).unwrap_or_default();
     if let Some(algorithm) = choose_algorithm(&offered) {
         set(number, "comp_algorithm", algorithm)?;
@@ -32,11 +32,11 @@ pub fn create(record: &mut Record, bytes: u64) -> Result<u32, SetupError> {
         .and_then(|()| file.sync_all())
         .map_err(SetupError::io("write the swap header to", &device))?;
     drop(file);
-    area::swap_on(&device, false).map_err(SetupError::io("swap on", &device))?;
+    area::swap_on(&device, false).map_err(SetupError::io("start swapping on", &device))?;
     Ok(number)
 }
 
-/// Takes a device out of use; that it is gone already is fine.
+/// Stops swapping on a device and resets it, if it exists. Removes it if this setup has `added` it.
 pub fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     let device = device(number);
     area::swap_off(&device).map_err(SetupError::io("stop swapping on", &device))?;
@@ -51,7 +51,7 @@ pub fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     Ok(())
 }
 
-/// The most memory that the device's compressed pages have taken.
+/// The most memory that the device's compressed pages have used.
 pub fn store_peak_bytes(number: u32) -> Result<u64, SetupError> {
     let path = attribute(number, "mm_stat");
     let stat = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
@@ -60,11 +60,11 @@ pub fn store_peak_bytes(number: u32) -> Result<u64, SetupError> {
     })
 }
 
-/// A device that nobody uses, and whether it was made for this: a fresh one if the kernel gives it, so that
-/// two setups can never claim the same.
+/// An unused device, and whether it was added. It is added if the kernel permits, so that two
+/// setups cannot claim the same device.
 fn claim() -> Option<(u32, bool)> {
     if !Path::new("/sys/block/zram0").exists() && !Path::new(HOT_ADD).exists() {
-        // It may be a module that nobody has loaded yet; if it is none, the next lines find out.
+        // The module may exist and not be loaded yet.
         let _ = std::process::Command::new("modprobe").arg("zram").output();
     }
     if let Some(number) = fs::read_to_string(HOT_ADD).ok().and_then(|text| text.trim().parse().ok()) {
@@ -77,7 +77,7 @@ fn claim() -> Option<(u32, bool)> {
         .map(|number| (number, false))
 }
 
-/// The best of the algorithms in a comp_algorithm such as `[lzo-rle] lzo lz4`.
+/// The fastest of the algorithms in a comp_algorithm such as `[lzo-rle] lzo lz4`.
 fn choose_algorithm(offered: &str) -> Option<&'static str> {
     ALGORITHMS
         .into_iter()

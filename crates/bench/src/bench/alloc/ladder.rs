@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use aquifer_pool::SizeClass;
-use aquifer_pool::op::{Access, Action, WordAt};
+use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::word::{LogOp, SpanWord};
 
 use super::model::{Load, Outcome, Scene, play};
@@ -97,22 +97,24 @@ impl Account {
             matches!(at, WordAt::Span(_))
                 && SpanWord(desired).log().ok().flatten().is_some_and(|log| log.op == LogOp::Ready)
         };
-        let first = action.accesses().iter().find(|access| !matches!(access, Access::Write { .. }));
-        let is_survey = action.accesses().len() > 1 && matches!(first, Some(Access::Read { .. }));
+        let first = action.accesses().iter().find(|access| !matches!(access, WordAccess::Write { .. }));
+        let is_survey = action.accesses().len() > 1 && matches!(first, Some(WordAccess::Read { .. }));
         self.wanted_for = match first.copied() {
-            Some(Access::Cas { at: WordAt::Key(_), .. }) => For::Keys,
-            Some(Access::Cas { at: WordAt::Log(_), .. } | Access::Probe { at: WordAt::Log(_) }) => For::Log,
+            Some(WordAccess::Cas { at: WordAt::Key(_), .. }) => For::Keys,
+            Some(WordAccess::Cas { at: WordAt::Log(_), .. } | WordAccess::Probe { at: WordAt::Log(_) }) => {
+                For::Log
+            }
             // F6, and A0 of a span that another client has emptied.
-            Some(Access::Cas { at, desired, .. }) if is_ready(at, desired) => For::Log,
+            Some(WordAccess::Cas { at, desired, .. }) if is_ready(at, desired) => For::Log,
             // The second look of L, and A0's at the section.
-            Some(Access::Probe { .. }) if self.before != Before::Other => For::Log,
+            Some(WordAccess::Probe { .. }) if self.before != Before::Other => For::Log,
             // A0 wants to know whose spans are, and whether they are ready.
-            Some(Access::Read { .. }) if is_survey && !self.searches => For::Keys,
+            Some(WordAccess::Read { .. }) if is_survey && !self.searches => For::Keys,
             _ => For::Bitmap,
         };
-        self.searches |= matches!(first, Some(Access::Read { at: WordAt::Section(_), .. }));
+        self.searches |= matches!(first, Some(WordAccess::Read { at: WordAt::Section(_), .. }));
         self.before = match first {
-            Some(Access::Probe { at: WordAt::Log(_) }) => Before::LogEntry,
+            Some(WordAccess::Probe { at: WordAt::Log(_) }) => Before::LogEntry,
             _ if is_survey => Before::Survey,
             _ => Before::Other,
         };
@@ -133,13 +135,13 @@ impl Account {
 
     /// Operations of an action that do not count: READs and WRITEs of what a rung does not have.
     fn spared(&self, action: &Action) -> u64 {
-        let is_spared = |access: &&Access| match access {
-            Access::Read { at, .. } | Access::Write { at, .. } => match at {
+        let is_spared = |access: &&WordAccess| match access {
+            WordAccess::Read { at, .. } | WordAccess::Write { at, .. } => match at {
                 WordAt::Key(_) => !self.has(For::Keys),
                 WordAt::Log(_) => !self.has(For::Log),
                 WordAt::Section(_) | WordAt::Span(_) => false,
             },
-            Access::Cas { .. } | Access::Probe { .. } => false,
+            WordAccess::Cas { .. } | WordAccess::Probe { .. } => false,
         };
         action.accesses().iter().filter(is_spared).count() as u64
     }

@@ -2,9 +2,9 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Numbers, search_start};
+use aquifer_pool::cache::{NodeCache, NumberSource, search_start};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Machine, Outcomes, Step, StepResult, WordAt};
+use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Outcomes, StateMachine, Step, StepResult, WordAt};
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
@@ -57,7 +57,7 @@ impl OurClient {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
             // Clients that do not spread all begin at one place.
             let place = if rung.has_contention_control() { host } else { 0 };
-            let draws = Numbers::counted(u32::from(host), 1 << 12);
+            let draws = NumberSource::counted(u32::from(host), 1 << 12);
             let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);
             NodeCache::new(&layout.expect("so many sections fit"), search_start, Tenant(0), draws)
         };

@@ -8,9 +8,9 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Target, Tenant};
-use aquifer_pool::cache::{NodeCache, Numbers};
+use aquifer_pool::cache::{NodeCache, NumberSource};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{AllocOp, Machine, OpError, RecoverOp, Recovered, Step, StepResult};
+use aquifer_pool::op::{AllocOp, OpError, RecoverOp, Recovered, StateMachine, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{NodeId, NodeMemory, PoolError, SizeClass, recover_node};
 
@@ -150,7 +150,7 @@ fn layout() -> Layout {
 }
 
 fn cache() -> NodeCache {
-    NodeCache::new(&layout(), 1, TENANT, Numbers::counted(1, 64))
+    NodeCache::new(&layout(), 1, TENANT, NumberSource::counted(1, 64))
 }
 
 /// All memory of a node, taken by one host.
@@ -170,7 +170,7 @@ fn modelled_s(mut held: NodeWords) -> Result<f64, OpError> {
 }
 
 /// Run a machine on the words; how long it takes by the model, in nanoseconds.
-fn run<M: Machine>(
+fn run<M: StateMachine>(
     words: &mut NodeWords,
     cache: &mut NodeCache,
     mut machine: M,

@@ -2,7 +2,7 @@
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::layout::SECTION_ENTRIES;
-use aquifer_pool::op::{Access, Action, WordAt};
+use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 use super::array::Touch;
@@ -110,15 +110,15 @@ impl NodeWords {
         let mut arrived = plain(action.accesses().len() as u64);
         for access in action.accesses() {
             match *access {
-                Access::Cas { at, expected, desired } => {
+                WordAccess::Cas { at, expected, desired } => {
                     let found = self.swap(at, expected, desired);
                     heard.push(found);
                     arrived.swaps += 1;
                     arrived.lost += u64::from(found != expected);
                 }
-                Access::Probe { at } => heard.push(self.words(at, 1)[0]),
-                Access::Read { at, count } => heard.extend_from_slice(self.words(at, count as usize)),
-                Access::Write { at, others, .. } => {
+                WordAccess::Probe { at } => heard.push(self.words(at, 1)[0]),
+                WordAccess::Read { at, count } => heard.extend_from_slice(self.words(at, count as usize)),
+                WordAccess::Write { at, others, .. } => {
                     let words = self.words(at, usize::from(others) + 1);
                     words.iter_mut().zip(access.written()).for_each(|(word, value)| *word = value);
                 }

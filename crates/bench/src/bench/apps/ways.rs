@@ -14,7 +14,7 @@ use crate::bench::support::child::{Outcome, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
-use aquifer_swap::setup::{SetupError, Usage};
+use aquifer_swap::setup::{SetupError, SetupUsage};
 
 /// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
 const LEFT_PART: u64 = 4;
@@ -263,7 +263,7 @@ impl Stage {
         way: Way,
         fit: Fit,
         limit_bytes: u64,
-    ) -> Result<Result<(Sample, Played, Usage), String>, BenchError> {
+    ) -> Result<Result<(Sample, Played, SetupUsage), String>, BenchError> {
         let setup = way.setup(limit_bytes + app.shared_bytes(), 2 * (fit.peak_bytes + app.shared_bytes()))?;
         let command = self.command(app, |program| setup.command(program))?;
         let (result, was_in_want) = setup.patiently(|| self.play(app, way, command, Watched::All))?;
@@ -319,7 +319,7 @@ impl Stage {
 
 /// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less of it is one more on swap, and so
 /// makes the store larger by what a swapped byte takes there.
-fn beside_store(limit_bytes: u64, usage: &Usage) -> Option<u64> {
+fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
     let taken_bytes = match swapped_bytes {
@@ -359,8 +359,8 @@ pub fn find_program(name: &str) -> Option<PathBuf> {
 mod tests {
     use super::*;
 
-    fn usage(store_bytes: u64, swap_bytes: Option<u64>) -> Usage {
-        Usage { store_peak_bytes: store_bytes, swap_peak_bytes: swap_bytes, ..Usage::default() }
+    fn usage(store_bytes: u64, swap_bytes: Option<u64>) -> SetupUsage {
+        SetupUsage { store_peak_bytes: store_bytes, swap_peak_bytes: swap_bytes, ..SetupUsage::default() }
     }
 
     #[test]

@@ -7,9 +7,9 @@ use std::time::Duration;
 use aquifer_block::{BlockVolume, Mover, Pump, PumpThread, VolumeReader};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_host::lent::borrow;
+use aquifer_host::cluster_access::request_cluster_access;
 use aquifer_host::membership::Membership;
-use aquifer_host::nodes::Nodes;
+use aquifer_host::nodes::NodeRegistry;
 use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES, SlabSizing};
 
 use crate::bench::BenchError;
@@ -26,7 +26,7 @@ const SEED: u64 = 7;
 /// The way to a cluster's nodes.
 pub struct Host {
     membership: Membership,
-    nodes: Arc<Nodes>,
+    nodes: Arc<NodeRegistry>,
     tenant: Tenant,
 }
 
@@ -37,9 +37,10 @@ impl Host {
     /// If its agent lends nothing, or its directory does not take us in.
     pub fn join(state: &Path) -> Result<Self, BenchError> {
         let state = StateDir::locate(Some(state)).map_err(|error| failed(&error))?;
-        let (_socket, lent) = borrow(&state.agent_socket()).map_err(|error| failed(&error))?;
+        let (_socket, access) =
+            request_cluster_access(&state.agent_socket()).map_err(|error| failed(&error))?;
         let place: DirectorySettings =
-            serde_json::from_str(&lent.directory).map_err(|error| failed(&error))?;
+            serde_json::from_str(&access.directory).map_err(|error| failed(&error))?;
         let source = DirectoryLocation::new(&place).map_err(|error| failed(&error))?;
         let directory = source.connect(&state).map_err(|error| failed(&error))?;
         let joined =
@@ -47,10 +48,10 @@ impl Host {
         let mut membership = joined.map_err(|error| failed(&error))?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-        let key = lent.key().map_err(|error| failed(&error))?;
-        let nodes = Nodes::new(directory, identity, key, ConnectOptions::default());
+        let key = access.key().map_err(|error| failed(&error))?;
+        let nodes = NodeRegistry::new(directory, identity, key, ConnectOptions::default());
         membership.watch_nodes(&nodes).map_err(|error| failed(&error))?;
-        if nodes.at_least(1).is_err() {
+        if nodes.require(1).is_err() {
             return Err(failed(&"no node can be reached"));
         }
         Ok(Self { membership, nodes, tenant })
@@ -65,10 +66,10 @@ impl Host {
         let share_bytes = LIMIT_BYTES - budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(share_bytes).map_err(|error| failed(&error))?;
         let mempool = Arc::new(Mempool::new(share_bytes).map_err(|error| failed(&error))?);
-        let connector: Arc<dyn Connector> = self.nodes.of(self.tenant.0);
+        let connector: Arc<dyn Connector> = self.nodes.connector(self.tenant.0);
         let volume = BlockVolume::new((pages * PAGE_BYTES) as u64, mempool, budget, PATIENCE)
             .map_err(|error| failed(&error))?;
-        let pool = self.nodes.pool(self.tenant.0);
+        let pool = self.nodes.pool_client(self.tenant.0);
         let mut pump = Pump::new(Arc::clone(&volume), Arc::clone(&connector), pool, SEED);
         pump.set_slab_sizing(sizing);
         let mover =

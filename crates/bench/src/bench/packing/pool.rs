@@ -2,9 +2,9 @@
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Numbers, search_start};
+use aquifer_pool::cache::{NodeCache, NumberSource, search_start};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{AllocOp, FreeOp, Grant, Machine, OpError, Step, StepResult};
+use aquifer_pool::op::{AllocOp, FreeOp, Grant, OpError, StateMachine, Step, StepResult};
 use aquifer_pool::size::SECTION_CHUNKS;
 
 use crate::bench::alloc::ways::Way;
@@ -57,7 +57,7 @@ impl Pool {
             let layout = layout.expect("so many sections fit");
             let cache = |host: usize| {
                 let search_start = search_start(number_of(host), number as u64);
-                NodeCache::new(&layout, search_start, Tenant(0), Numbers::counted(1, 64))
+                NodeCache::new(&layout, search_start, Tenant(0), NumberSource::counted(1, 64))
             };
             Node {
                 words: NodeWords::new(Way::Ours, each),
@@ -154,7 +154,7 @@ impl Node {
         Ok(())
     }
 
-    fn run<M: Machine>(
+    fn run<M: StateMachine>(
         &mut self,
         host: usize,
         mut machine: M,

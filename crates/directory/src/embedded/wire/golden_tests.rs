@@ -107,7 +107,7 @@ fn golden_requests_and_responses() {
     golden.bytes("hello of a server that refuses", &hello(Some("why")));
     assert_eq!(check_client_hello(&hello(None)), Ok(()));
     assert_eq!(check_server_hello(&hello(Some(""))), Ok(()));
-    assert_eq!(check_server_hello(&hello(Some("why"))), Err("why".into()));
+    assert_eq!(check_server_hello(&hello(Some("why"))), Err(HelloError::Refused("why".into())));
     for (name, request) in requests() {
         let bytes = request.encode();
         assert_eq!(DirectoryRequest::decode(&bytes), Some(request), "{name}");

@@ -4,7 +4,7 @@ use super::{AllocOp, Commit, FixedGroup, State};
 use crate::cache::{Candidate, NodeCache};
 use crate::op::{Action, Grant, Mutation, OpError, READ_WORDS_MAX, Step, WordAt};
 use crate::size::SECTION_SPANS;
-use crate::word::{Run, SpanState};
+use crate::word::{AlignedRun, SpanState};
 
 /// Races lost after which the cached words are read again.
 const STALE_AFTER: u32 = 8;
@@ -14,7 +14,7 @@ const STALE_AFTER_WHOLE: u32 = 1;
 
 /// The progress of a search.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub(super) struct Search {
+pub(super) struct SectionSearch {
     pub(super) pass: Pass,
     /// Sections that were searched in this pass.
     pub(super) scanned: u32,
@@ -37,7 +37,7 @@ pub(super) enum Pass {
     Contended,
 }
 
-impl Search {
+impl SectionSearch {
     /// A search that has not begun.
     pub(super) const fn new() -> Self {
         Self { pass: Pass::Cached, scanned: 0, fresh: 0, spans_read: None, avoid: None }
@@ -124,7 +124,8 @@ impl AllocOp {
         }
         if Mutation::AllocateHalfEmpty.is_active() && !self.class.is_within_span() {
             let first = word.find(0)?.first();
-            let group = Run::new((first >> self.class.order()) << self.class.order(), self.class.order())?;
+            let group =
+                AlignedRun::new((first >> self.class.order()) << self.class.order(), self.class.order())?;
             return Some(Candidate::Whole { group });
         }
         cache.candidate(section, self.class, avoid, allows_contended)

@@ -9,15 +9,15 @@ use crate::op::flush::{Flush, FlushProgress};
 use crate::op::hint::Hint;
 use crate::op::{ATTEMPTS_MAX, Action, CONTENDED_AFTER, Mutation, OpError, StepResult, WordAt, damaged};
 use crate::size::SECTION_SPANS;
-use crate::word::{Run, SpanState, SpanWord};
+use crate::word::{AlignedRun, SpanState, SpanWord};
 
 /// What one CAS frees.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(in crate::op) enum Freed {
     /// The chunks of `mask` of an open span. The log names `run`, one of the extents among them.
-    Chunks { span: u32, mask: u32, run: Run },
+    Chunks { span: u32, mask: u32, run: AlignedRun },
     /// Spans that were allocated whole.
-    Whole { section: u32, group: Run },
+    Whole { section: u32, group: AlignedRun },
     /// A span that a dead host was opening or closing.
     Span { span: u32 },
 }

@@ -5,12 +5,12 @@ use crate::cache::NodeCache;
 use crate::op::free::Freed;
 use crate::op::{Grant, WordAt};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
-use crate::word::{InlineLog, LogEntry, LogOp, Run, SectionWord, SpanState, SpanWord};
+use crate::word::{AlignedRun, InlineLog, LogEntry, LogOp, SectionWord, SpanState, SpanWord};
 use aquifer_fabric::{Key, KeyEntry};
 
 /// What a span needs.
 #[derive(Debug)]
-pub(super) enum Verdict {
+pub(super) enum SpanVerdict {
     /// Nothing. The payload is the place of the next span.
     Pass(u8),
     /// Something is to be freed.
@@ -24,7 +24,7 @@ pub(super) enum Verdict {
 
 impl RecoverOp {
     /// What the span at this place needs.
-    pub(super) fn judge(&mut self, cache: &NodeCache, place: u8) -> Verdict {
+    pub(super) fn judge(&mut self, cache: &NodeCache, place: u8) -> SpanVerdict {
         let span = self.section * SECTION_SPANS + u32::from(place);
         let section = cache.section(self.section);
         let word = SpanWord(self.spans[usize::from(place)]);
@@ -36,39 +36,39 @@ impl RecoverOp {
             self.scope = scope;
             if unowned > 0 && self.confirmed != Some(place) {
                 self.scope.truncate_list(listed);
-                return Verdict::Unclear;
+                return SpanVerdict::Unclear;
             }
             self.unowned += unowned;
             return match dead {
-                Some((mask, run, found)) => Verdict::Free(Freed::Chunks { span, mask, run }, found),
-                None if state == SpanState::Full && !word.is_full() => Verdict::ClearFullHint,
-                None => Verdict::Pass(place + 1),
+                Some((mask, run, found)) => SpanVerdict::Free(Freed::Chunks { span, mask, run }, found),
+                None if state == SpanState::Full && !word.is_full() => SpanVerdict::ClearFullHint,
+                None => SpanVerdict::Pass(place + 1),
             };
         }
         match word.log() {
-            _ if state == SpanState::Empty => Verdict::Pass(place + 1),
+            _ if state == SpanState::Empty => SpanVerdict::Pass(place + 1),
             Ok(Some(log)) if log.op == LogOp::Close && log.host == self.dead => {
                 self.judge_transition(place, log)
             }
             // The host that emptied it closes it in the section, or is recovered itself.
-            Ok(Some(InlineLog { op: LogOp::Close, .. })) => Verdict::Pass(place + 1),
+            Ok(Some(InlineLog { op: LogOp::Close, .. })) => SpanVerdict::Pass(place + 1),
             _ => self.judge_ready(section, place),
         }
     }
 
     /// A span that the dead host was opening or closing, by this record.
-    fn judge_transition(&mut self, place: u8, log: InlineLog) -> Verdict {
+    fn judge_transition(&mut self, place: u8, log: InlineLog) -> SpanVerdict {
         let span = self.section * SECTION_SPANS + u32::from(place);
         let word = self.spans[usize::from(place)];
         if !self.scope.admit(Some(Holding::Span { span, word, stamp: log.stamp })) {
-            return Verdict::Pass(place + 1);
+            return SpanVerdict::Pass(place + 1);
         }
-        Verdict::Free(Freed::Span { span }, Recovered { spans: 1, ..Recovered::default() })
+        SpanVerdict::Free(Freed::Span { span }, Recovered { spans: 1, ..Recovered::default() })
     }
 
     /// A span that is closed and ready although its section does not say empty: it is being opened,
     /// or it is part of a group that was allocated whole.
-    fn judge_ready(&mut self, section: SectionWord, place: u8) -> Verdict {
+    fn judge_ready(&mut self, section: SectionWord, place: u8) -> SpanVerdict {
         let begins_here =
             |log: &InlineLog| log.run.first() == place && matches!(log.op, LogOp::Open | LogOp::Alloc);
         let from_full_log = || {
@@ -76,27 +76,27 @@ impl RecoverOp {
             entry.of_section().ok().flatten().filter(begins_here)
         };
         let Some(log) = self.record.filter(begins_here).or_else(from_full_log) else {
-            return Verdict::Pass(place + 1);
+            return SpanVerdict::Pass(place + 1);
         };
         let group = log.run;
         match log.op {
-            LogOp::Alloc if log.host != self.dead => Verdict::Pass(place + group.len()),
+            LogOp::Alloc if log.host != self.dead => SpanVerdict::Pass(place + group.len()),
             LogOp::Alloc if section.all(group, SpanState::Full) => {
                 let holding = self.group_holding(group);
                 if !self.scope.admit(holding) {
-                    return Verdict::Pass(place + group.len());
+                    return SpanVerdict::Pass(place + group.len());
                 }
                 let chunks = u64::from(group.len()) * u64::from(SPAN_CHUNKS);
                 let found = Recovered { extents: 1, chunks, ..Recovered::default() };
-                Verdict::Free(Freed::Whole { section: self.section, group }, found)
+                SpanVerdict::Free(Freed::Whole { section: self.section, group }, found)
             }
             LogOp::Open if log.host == self.dead => self.judge_transition(place, log),
-            _ => Verdict::Pass(place + 1),
+            _ => SpanVerdict::Pass(place + 1),
         }
     }
 
     /// An extent of whole spans, with the key that was read before the words.
-    fn group_holding(&self, group: Run) -> Option<Holding> {
+    fn group_holding(&self, group: AlignedRun) -> Option<Holding> {
         let class = SizeClass::new(group.order() + SizeClass::SPAN.k())?;
         let chunk = self.section * SECTION_CHUNKS + u32::from(group.first()) * SPAN_CHUNKS;
         let grant = Grant { chunk, class, key: Key(0) };
@@ -112,7 +112,7 @@ impl RecoverOp {
         word: SpanWord,
         place: u8,
         scope: &mut RecoveryScope,
-    ) -> (Option<(u32, Run, Recovered)>, u64) {
+    ) -> (Option<(u32, AlignedRun, Recovered)>, u64) {
         let entries = self.chunk_log.get(usize::from(place) * CHUNKS..).unwrap_or_default();
         let inline = word.log().ok().flatten().filter(|log| log.op == LogOp::Alloc);
         let (mut mask, mut first, mut found, mut unowned) = (0, None, Recovered::default(), 0);
@@ -147,7 +147,7 @@ impl RecoverOp {
     }
 
     /// An extent of chunks, with the key that was read before the words.
-    fn chunks_holding(&self, place: u8, run: Run) -> Option<Holding> {
+    fn chunks_holding(&self, place: u8, run: AlignedRun) -> Option<Holding> {
         let at = usize::from(place) * CHUNKS + usize::from(run.first());
         let chunk = self.section * SECTION_CHUNKS + u32::try_from(at).ok()?;
         let class = SizeClass::new(run.order())?;

@@ -7,7 +7,7 @@ use aquifer_fabric::{Host, Key};
 
 use super::{RecoverOp, Recovered};
 use crate::cache::NodeCache;
-use crate::op::{Grant, Machine, Step, StepResult};
+use crate::op::{Grant, StateMachine, Step, StepResult};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
 /// Something of a node that a host owns, by the words and the log.
@@ -150,7 +150,7 @@ impl HoldingsOp {
     }
 }
 
-impl Machine for HoldingsOp {
+impl StateMachine for HoldingsOp {
     type Output = Vec<Holding>;
 
     fn start(&mut self, cache: &mut NodeCache) -> Step<Vec<Holding>> {

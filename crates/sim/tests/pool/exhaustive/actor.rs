@@ -1,4 +1,4 @@
-//! One client of a host: one machine at a time, one access at a time.
+//! A client of a host, which runs one state machine at a time, one access at a time.
 
 use std::collections::VecDeque;
 
@@ -6,11 +6,11 @@ use aquifer_fabric::Host;
 use aquifer_pool::SizeClass;
 use aquifer_pool::cache::NodeCache;
 use aquifer_pool::op::{
-    Access, Action, AllocOp, FreeOp, Grant, Machine, OpError, RecoverOp, Step, StepResult,
+    Action, AllocOp, FreeOp, Grant, OpError, RecoverOp, StateMachine, Step, StepResult, WordAccess,
 };
 
-use super::{Memory, TENANT};
-use crate::pool::shadow::Shadow;
+use super::{SparseMemory, TENANT};
+use crate::pool::model::PoolModel;
 
 /// More clients than there are.
 pub const CLIENTS_MAX: u32 = 16;
@@ -26,7 +26,7 @@ enum Running {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Goal {
     Alloc(SizeClass),
-    /// The extent with this number.
+    /// The extent with this index.
     Free(usize),
     Recover(Host),
 }
@@ -34,14 +34,14 @@ pub enum Goal {
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Actor {
     pub host: Host,
-    /// Operations that it may begin yet.
-    left: u8,
+    /// Operations that it may still begin.
+    operations_left: u8,
     owned: Vec<Grant>,
     cache: NodeCache,
     running: Option<Running>,
-    /// What was posted last, what of it is still to be done, and the answer so far.
+    /// The last action, its accesses that are not executed yet, and the answer so far.
     posted: Action,
-    waiting: VecDeque<Access>,
+    waiting: VecDeque<WordAccess>,
     answer: Vec<u64>,
     recovered: Vec<Host>,
 }
@@ -50,7 +50,7 @@ impl Actor {
     pub fn new(host: Host, operations: u8, cache: NodeCache) -> Self {
         Self {
             host,
-            left: operations,
+            operations_left: operations,
             owned: Vec::new(),
             cache,
             running: None,
@@ -65,7 +65,7 @@ impl Actor {
         self.running.is_none()
     }
 
-    /// Whether its host would leave anything if it died.
+    /// Whether its host would leave anything behind if it died.
     pub fn has_anything(&self) -> bool {
         !self.is_idle() || !self.owned.is_empty()
     }
@@ -74,21 +74,21 @@ impl Actor {
         !self.recovered.is_empty()
     }
 
-    /// Its host has died.
+    /// Ends the client, because its host has died.
     pub fn forget(&mut self) {
         self.running = None;
-        self.left = 0;
+        self.operations_left = 0;
         self.owned.clear();
         self.posted = Action::default();
         self.waiting.clear();
         self.answer.clear();
     }
 
-    /// What it may begin.
+    /// The operations that it may begin.
     pub fn goals(&self, classes: &[u8], dead: &[Host]) -> Vec<Goal> {
-        let lost = dead.iter().filter(|dead| !self.recovered.contains(dead));
-        let mut goals: Vec<Goal> = lost.map(|dead| Goal::Recover(*dead)).collect();
-        if self.left > 0 {
+        let unrecovered = dead.iter().filter(|dead| !self.recovered.contains(dead));
+        let mut goals: Vec<Goal> = unrecovered.map(|dead| Goal::Recover(*dead)).collect();
+        if self.operations_left > 0 {
             goals.extend(classes.iter().map(|k| Goal::Alloc(SizeClass::new(*k).expect("a class"))));
             goals.extend((0..self.owned.len()).map(Goal::Free));
         }
@@ -98,26 +98,26 @@ impl Actor {
     pub fn begin(&mut self, goal: Goal) {
         match goal {
             Goal::Alloc(class) => {
-                self.left -= 1;
+                self.operations_left -= 1;
                 let mut op = AllocOp::new(self.host, class);
                 let step = op.start(&mut self.cache);
-                self.begun(Running::Alloc(op), step);
+                self.started(Running::Alloc(op), step);
             }
             Goal::Free(number) => {
-                self.left -= 1;
+                self.operations_left -= 1;
                 let mut op = FreeOp::new(self.host, self.owned.swap_remove(number));
                 let step = op.start(&mut self.cache);
-                self.begun(Running::Free(op), step);
+                self.started(Running::Free(op), step);
             }
             Goal::Recover(dead) => {
                 let mut op = Box::new(RecoverOp::new(self.host, dead));
                 let step = op.start(&mut self.cache);
-                self.begun(Running::Recover(op, dead), step);
+                self.started(Running::Recover(op, dead), step);
             }
         }
     }
 
-    fn begun<T>(&mut self, running: Running, step: Step<T>) {
+    fn started<T>(&mut self, running: Running, step: Step<T>) {
         match step {
             Step::Post(action) => self.post(running, action),
             Step::Done(_) => panic!("{running:?} is done before it has done anything"),
@@ -131,24 +131,24 @@ impl Actor {
         self.answer.clear();
     }
 
-    /// Performs the next access, and after the last one of an action what the machine makes of the answer.
-    pub fn access(&mut self, memory: &mut Memory, shadow: &mut Shadow) -> Result<(), String> {
-        let access = self.waiting.pop_front().ok_or("nothing is under way")?;
+    /// Executes the next access, and after the last one of an action takes the next step.
+    pub fn access(&mut self, memory: &mut SparseMemory, model: &mut PoolModel) -> Result<(), String> {
+        let access = self.waiting.pop_front().ok_or("no operation is in progress")?;
         memory.access(&access, &mut self.answer);
-        shadow.observe(memory, &[(self.host, self.posted.clone())])?;
+        model.observe(memory, &[(self.host, self.posted.clone())])?;
         if !self.waiting.is_empty() {
             return Ok(());
         }
         let (running, answer) = (self.running.take(), std::mem::take(&mut self.answer));
         self.posted = Action::default();
         let result = StepResult(&answer);
-        match running.ok_or("nothing is under way")? {
+        match running.ok_or("no operation is in progress")? {
             Running::Alloc(mut op) => match op.step(&mut self.cache, result) {
                 Step::Post(action) => self.post(Running::Alloc(op), action),
                 Step::Done(Ok(grant)) => {
-                    shadow.handed_out(memory, &grant, TENANT)?;
+                    model.granted_to(memory, &grant, TENANT)?;
                     self.owned.push(grant);
-                    // In whatever order they came.
+                    // Sorted, so that states are equal whatever the order.
                     self.owned.sort_unstable();
                 }
                 Step::Done(Err(OpError::Full)) => {}
@@ -164,8 +164,8 @@ impl Actor {
             Running::Recover(mut op, dead) => match op.step(&mut self.cache, result) {
                 Step::Post(action) => self.post(Running::Recover(op, dead), action),
                 Step::Done(Ok(recovered)) => {
-                    if recovered.unowned > 0 || shadow.has_traces_of(dead) {
-                        return Err(format!("something of {dead:?} is left after {recovered:?}"));
+                    if recovered.unowned > 0 || model.owns_anything(dead) {
+                        return Err(format!("{dead:?} still owns something after {recovered:?}"));
                     }
                     self.recovered.push(dead);
                 }

@@ -1,5 +1,7 @@
-//! Every interleaving of a few operations of a few hosts on two spans, at each access to the node's memory, with deaths at any moment and recovery by the others. The
-//! machines are the product's; what they do is checked as in the simulator, by the same shadow.
+//! Every interleaving of a few operations of a few hosts on two spans, at each access to the node's
+//! memory, with deaths at any moment and recovery by other hosts.
+//!
+//! The state machines are those of the product. The simulator's model checks what they do.
 
 mod actor;
 
@@ -8,45 +10,45 @@ use std::collections::BTreeMap;
 use aquifer_fabric::{Host, Tenant};
 use aquifer_mutation::Mutations;
 use aquifer_pool::SizeClass;
-use aquifer_pool::cache::{NodeCache, Numbers};
+use aquifer_pool::cache::{NodeCache, NumberSource};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{Access, AllocOp, Machine, Mutation, Step, StepResult, WordAt};
+use aquifer_pool::op::{AllocOp, Mutation, StateMachine, Step, StepResult, WordAccess, WordAt};
 use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::SpanState;
 use stateright::{Checker, Model, Property};
 
-use super::shadow::{Mode, Shadow, Words};
+use super::model::{PoolModel, ReadWord, SpanMode};
 use actor::{Actor, CLIENTS_MAX, Goal};
 
 /// Spans that the actors share; all others are allocated beforehand.
 const SPANS: u32 = 2;
 const TENANT: Tenant = Tenant(0);
-/// The host that has all other spans.
-const CROWD: Host = Host(9);
+/// The host that owns all other spans.
+const FILLER: Host = Host(9);
 
-/// What is tried.
+/// The parameters of a check.
 #[derive(Clone, Copy, Debug)]
 struct Trial {
     /// The host of each actor, and the operations that it may begin.
     actors: &'static [(u16, u8)],
-    /// How many hosts may die.
+    /// Most hosts that die.
     deaths: usize,
-    /// The sizes that are allocated. Half a span is 4, so that two extents fill one.
+    /// The size classes that are allocated. Class 4 is half a span, so that two extents fill one.
     classes: &'static [u8],
     mutation: Option<Mutation>,
 }
 
-/// A node's memory; words that are missing are zero.
+/// A node's memory; missing words are zero.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
-struct Memory(BTreeMap<WordAt, u64>);
+struct SparseMemory(BTreeMap<WordAt, u64>);
 
-impl Words for Memory {
+impl ReadWord for SparseMemory {
     fn word(&self, at: WordAt) -> u64 {
         self.0.get(&at).copied().unwrap_or(0)
     }
 }
 
-impl Memory {
+impl SparseMemory {
     fn set(&mut self, at: WordAt, word: u64) {
         if word == 0 {
             self.0.remove(&at);
@@ -55,21 +57,21 @@ impl Memory {
         }
     }
 
-    /// Performs one access; its answer goes into `answer`.
-    fn access(&mut self, access: &Access, answer: &mut Vec<u64>) {
+    /// Executes one access; appends its answer to `answer`.
+    fn access(&mut self, access: &WordAccess, answer: &mut Vec<u64>) {
         match *access {
-            Access::Cas { at, expected, desired } => {
+            WordAccess::Cas { at, expected, desired } => {
                 let found = self.word(at);
                 answer.push(found);
                 if found == expected {
                     self.set(at, desired);
                 }
             }
-            Access::Probe { at } => answer.push(self.word(at)),
-            Access::Read { at, count } => {
+            WordAccess::Probe { at } => answer.push(self.word(at)),
+            WordAccess::Read { at, count } => {
                 answer.extend((0..count).map(|number| self.word(neighbour(at, number))));
             }
-            Access::Write { at, .. } => {
+            WordAccess::Write { at, .. } => {
                 for (number, word) in (0..).zip(access.written()) {
                     self.set(neighbour(at, number), word);
                 }
@@ -89,67 +91,69 @@ fn neighbour(at: WordAt, number: u32) -> WordAt {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 struct State {
-    memory: Memory,
-    shadow: Shadow,
+    memory: SparseMemory,
+    model: PoolModel,
     actors: Vec<Actor>,
-    /// The first thing that went wrong.
+    /// The first error.
     failure: Option<String>,
 }
 
 impl State {
     fn new(trial: &Trial) -> Self {
         let layout = Layout::new(1, 1).expect("one section");
-        let (mut memory, mut shadow) = (Memory::default(), Shadow::of(layout));
-        let mut cache = NodeCache::new(&layout, 0, TENANT, Numbers::counted(0, CLIENTS_MAX));
+        let (mut memory, mut model) = (SparseMemory::default(), PoolModel::of(layout));
+        let mut cache = NodeCache::new(&layout, 0, TENANT, NumberSource::counted(0, CLIENTS_MAX));
         for _ in SPANS..SECTION_SPANS {
-            allocate(&mut memory, &mut shadow, &mut cache);
+            allocate(&mut memory, &mut model, &mut cache);
         }
         let actor = |(number, (host, operations)): (u32, &(u16, u8))| {
-            // It has seen the node as it is now.
-            let draws = Numbers::counted(number, CLIENTS_MAX);
-            Actor::new(Host(*host), *operations, cache.clone().with_numbers(draws))
+            // The cache has the words as they are now.
+            let numbers = NumberSource::counted(number, CLIENTS_MAX);
+            Actor::new(Host(*host), *operations, cache.clone().with_numbers(numbers))
         };
         let actors = (1..).zip(trial.actors).map(actor).collect();
-        Self { memory, shadow, actors, failure: None }
+        Self { memory, model, actors, failure: None }
     }
 
     fn is_dead(&self, host: Host) -> bool {
-        self.shadow.dead.contains(&host)
+        self.model.dead.contains(&host)
     }
 
     fn is_quiet(&self) -> bool {
         self.actors.iter().all(Actor::is_idle)
     }
 
-    /// When all is quiet a span that is said to be full is full, unless a dead host was to say otherwise.
+    /// Whether each span with a full hint is full. To be checked while no operation is in progress
+    /// and no host is dead.
     fn has_right_hints(&self) -> bool {
         (0..SECTION_SPANS).all(|span| {
-            let is_said_full = self.shadow.modes[span as usize] == Mode::Chunks
-                && self.shadow.state_of(span) == SpanState::Full;
-            !is_said_full || self.shadow.span(span).is_full()
+            let is_hinted_full = self.model.modes[span as usize] == SpanMode::Chunks
+                && self.model.state_of(span) == SpanState::Full;
+            !is_hinted_full || self.model.span(span).is_full()
         })
     }
 }
 
-/// Allocates a span for the crowd, with nothing else going on.
-fn allocate(memory: &mut Memory, shadow: &mut Shadow, cache: &mut NodeCache) {
-    let mut op = AllocOp::new(CROWD, SizeClass::SPAN);
+/// Allocates a span for [`FILLER`], while no other operation is in progress.
+fn allocate(memory: &mut SparseMemory, model: &mut PoolModel, cache: &mut NodeCache) {
+    let mut op = AllocOp::new(FILLER, SizeClass::SPAN);
     let mut step = op.start(cache);
     while let Step::Post(action) = step {
         let mut answer = Vec::new();
         for access in action.accesses() {
             memory.access(access, &mut answer);
-            shadow.observe(memory, &[(CROWD, action.clone())]).expect("the crowd is alone");
+            model.observe(memory, &[(FILLER, action.clone())]).expect("no other operation is in progress");
         }
         step = op.step(cache, StepResult(&answer));
     }
     assert!(matches!(step, Step::Done(Ok(_))), "there is room: {step:?}");
 }
 
+/// An event that changes the state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
     Begin(usize, Goal),
-    /// One access of this actor, and what it does with the answer.
+    /// One access of this actor, and its next step if the answer is complete.
     Access(usize),
     Die(Host),
 }
@@ -168,12 +172,12 @@ impl Model for Trial {
         }
         for (at, actor) in state.actors.iter().enumerate().filter(|(_, actor)| !state.is_dead(actor.host)) {
             if actor.is_idle() {
-                let goals = actor.goals(self.classes, &state.shadow.dead);
+                let goals = actor.goals(self.classes, &state.model.dead);
                 events.extend(goals.into_iter().map(|goal| Event::Begin(at, goal)));
             } else {
                 events.push(Event::Access(at));
             }
-            if state.shadow.dead.len() < self.deaths && actor.has_anything() {
+            if state.model.dead.len() < self.deaths && actor.has_anything() {
                 events.push(Event::Die(actor.host));
             }
         }
@@ -185,12 +189,12 @@ impl Model for Trial {
             match event {
                 Event::Begin(at, goal) => state.actors[at].begin(goal),
                 Event::Access(at) => {
-                    let State { memory, shadow, actors, failure } = &mut state;
-                    *failure = actors[at].access(memory, shadow).err();
+                    let State { memory, model, actors, failure } = &mut state;
+                    *failure = actors[at].access(memory, model).err();
                 }
                 Event::Die(host) => {
-                    state.shadow.dead.push(host);
-                    // What it was about to do does not matter any more: one state for all.
+                    state.model.dead.push(host);
+                    // What it was about to do does not matter any more, so that states are equal.
                     state.actors.iter_mut().filter(|actor| actor.host == host).for_each(Actor::forget);
                 }
             }
@@ -206,7 +210,7 @@ impl Model for Trial {
         vec![
             Property::always("nothing goes wrong", |_, state: &State| state.failure.is_none()),
             Property::always("hints are right", |_, state: &State| {
-                !state.is_quiet() || !state.shadow.dead.is_empty() || state.has_right_hints()
+                !state.is_quiet() || !state.model.dead.is_empty() || state.has_right_hints()
             }),
             Property::sometimes("a host that died is recovered", |trial, state: &State| {
                 trial.deaths == 0 || state.actors.iter().any(Actor::has_recovered)
@@ -224,7 +228,7 @@ const fn trial(actors: &'static [(u16, u8)], deaths: usize, classes: &'static [u
     Trial { actors, deaths, classes, mutation: None }
 }
 
-/// Some fifty thousand states.
+/// About 50,000 states.
 const SHORT: [Trial; 4] = [
     trial(&[(1, 2), (2, 1)], 0, &[4, 5]),
     trial(&[(1, 2), (2, 2)], 1, &[4]),
@@ -262,7 +266,7 @@ mod long {
         assert_nothing_goes_wrong(&TRIALS);
     }
 
-    /// The steps without which a recovery would lose or take something.
+    /// Mutations of steps without which a recovery would leak something or free too much.
     const RULES: [Mutation; 10] = [
         Mutation::SkipFlush,
         Mutation::SkipReady,

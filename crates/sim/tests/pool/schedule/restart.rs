@@ -1,5 +1,9 @@
-//! Processes that are killed while they give something back, and come again: they go on with it, while what the dead ones had posted may be on its way yet. What cannot be
-//! told by what is written down is left to an audit. Nodes refuse what comes of an agent that another has followed, as soon as they have heard of it; here they never do.
+//! Processes that are killed while they free something, and are started again.
+//!
+//! The next process resumes the free from the ledger, while operations of the killed process may
+//! still be in flight. What the ledger cannot decide is left to a leak scan. A real node refuses
+//! operations of an earlier agent as soon as it knows of the next one; the simulated node never
+//! does.
 
 use std::collections::BTreeSet;
 
@@ -7,93 +11,97 @@ use aquifer_fabric::Host;
 use aquifer_pool::op::{Action, Grant, OpError};
 
 use super::Schedule;
-use crate::pool::client::{Client, Try};
-use crate::pool::shadow::ensure;
+use crate::pool::client::{FreeAttempt, SimClient};
+use crate::pool::model::ensure;
 
-/// What is known of them.
+/// The restarts of a schedule.
 #[derive(Debug)]
 pub struct Restarts {
-    /// Numbers that clients have had.
+    /// The number of clients so far, which numbers the next one.
     clients: u32,
-    /// What was posted by those that were killed, and may come late.
-    late: Vec<(Host, Action)>,
-    /// Hosts that may have something that is not written down.
-    in_doubt: BTreeSet<Host>,
+    /// The last actions of killed processes, which may still be in flight.
+    in_flight: Vec<(Host, Action)>,
+    /// Hosts that may own something that is not in a ledger.
+    suspects: BTreeSet<Host>,
 }
 
 impl Restarts {
     pub fn new(clients: u64) -> Self {
         let clients = u32::try_from(clients).unwrap();
-        Self { clients, late: Vec::new(), in_doubt: BTreeSet::new() }
+        Self { clients, in_flight: Vec::new(), suspects: BTreeSet::new() }
     }
 
-    pub fn late(&self) -> impl Iterator<Item = (Host, Action)> {
-        self.late.iter().cloned()
+    pub fn in_flight(&self) -> impl Iterator<Item = (Host, Action)> {
+        self.in_flight.iter().cloned()
     }
 
-    pub fn is_any_in_doubt(&self) -> bool {
-        !self.in_doubt.is_empty()
+    pub fn has_suspects(&self) -> bool {
+        !self.suspects.is_empty()
     }
 }
 
 impl Schedule {
-    /// A host's process is killed, and comes again, with all its clients, one of which gives something back; unless another is at something that only an audit could tell.
+    /// Kills and restarts the process of a host, with all its clients, of which one is freeing
+    /// something. Does nothing if another of its clients runs an operation that only a leak scan
+    /// could finish.
     pub fn restart(&mut self) {
-        let is_giving = |client: &&Client| client.alive && client.may_be_killed() && !client.is_idle();
-        let giving: Vec<Host> = self.clients.iter().filter(is_giving).map(|client| client.host).collect();
-        if giving.is_empty() {
+        let is_freeing = |client: &&SimClient| client.alive && client.can_be_killed() && !client.is_idle();
+        let freeing: Vec<Host> = self.clients.iter().filter(is_freeing).map(|client| client.host).collect();
+        if freeing.is_empty() {
             return;
         }
-        let host = giving[self.rng.index(giving.len())];
+        let host = freeing[self.rng.index(freeing.len())];
         let mut all = self.clients.iter().filter(|client| client.host == host);
-        if !all.all(|client| client.alive && client.may_be_killed()) {
+        if !all.all(|client| client.alive && client.can_be_killed()) {
             return;
         }
         self.seen.restarts += 1;
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             self.restarts.clients += 1;
-            let late = client.start_again(&self.fabric, self.restarts.clients);
-            self.restarts.late.extend(late.map(|action| (host, action)));
+            let last = client.restart(&self.fabric, self.restarts.clients);
+            self.restarts.in_flight.extend(last.map(|action| (host, action)));
         }
     }
 
-    /// As `PoolClient::free_begun` does.
+    /// Takes the outcome of a resumed free, and does what `PoolClient::resume_free` does.
     pub fn resumed(
         &mut self,
         index: usize,
         grant: Grant,
-        number: Try,
+        attempt: FreeAttempt,
         outcome: &Result<(), OpError>,
     ) -> Result<(), String> {
         let client = &mut self.clients[index];
         match outcome {
             Ok(()) => self.seen.resumed += 1,
             Err(OpError::NotAllocated | OpError::NotOurs(_)) => {
-                // If its key was not struck out it is ours still, and something else of the word has changed.
-                let is_opened = self.shadow.is_opened(&self.node_memory, &grant, client.tenant).is_ok();
-                if number == Try::First && is_opened {
-                    let ended = client.free_after_all(grant);
+                // If its key was not revoked, the host still owns it, and another part of the word
+                // has changed.
+                let has_key = self.model.has_key(&self.node_memory, &grant, client.tenant).is_ok();
+                if attempt == FreeAttempt::First && has_key {
+                    let ended = client.free_plainly(grant);
                     return ended.map_or(Ok(()), |ended| self.ended(index, ended));
                 }
-                self.seen.left_to_audit += 1;
-                self.restarts.in_doubt.insert(client.host);
+                self.seen.left_to_scan += 1;
+                self.restarts.suspects.insert(client.host);
             }
-            Err(error) => return Err(format!("{grant:?} could not be given back: {error:?}")),
+            Err(error) => return Err(format!("{grant:?} could not be freed: {error:?}")),
         }
         Ok(())
     }
 
-    /// All have given back all that they know of: what those in doubt have is what nobody knows of.
-    pub fn audit_all(&mut self) -> Result<(), String> {
-        for host in std::mem::take(&mut self.restarts.in_doubt) {
-            let of_host = |client: &Client| client.alive && client.host == host;
+    /// Frees what suspects have leaked. All clients have freed what they own by their ledgers, so a
+    /// recovery of the host frees exactly what is leaked.
+    pub fn scan_all_for_leaks(&mut self) -> Result<(), String> {
+        for host in std::mem::take(&mut self.restarts.suspects) {
+            let of_host = |client: &SimClient| client.alive && client.host == host;
             if let Some(index) = self.clients.iter().position(of_host) {
                 let ended = self.alone(index, |client| client.recover(host))?;
                 self.ended(index, ended)?;
             }
         }
-        let traces = self.clients.iter().find(|client| self.shadow.has_traces_of(client.host));
-        ensure!(traces.is_none(), "{:?} has something yet", traces.map(|client| client.host));
+        let owner = self.clients.iter().find(|client| self.model.owns_anything(client.host));
+        ensure!(owner.is_none(), "{:?} still owns something", owner.map(|client| client.host));
         Ok(())
     }
 }

@@ -13,13 +13,13 @@ fn golden_steps() {
     let mut golden = golden!("setup");
     let own = |folder: &str| Path::new(folder).join(NAME);
     let steps = [
-        Step::Cgroup(own("/sys/fs/cgroup")),
-        Step::SwapFile(own("/var/tmp")),
-        Step::Zram { number: 3, added: true },
-        Step::Zram { number: 4, added: false },
-        Step::PageCluster(5),
-        Step::Mount(own("/run/aquifer")),
-        Step::LoopSwap(7),
+        SetupStep::Cgroup(own("/sys/fs/cgroup")),
+        SetupStep::SwapFile(own("/var/tmp")),
+        SetupStep::Zram { number: 3, added: true },
+        SetupStep::Zram { number: 4, added: false },
+        SetupStep::PageCluster(5),
+        SetupStep::Mount(own("/run/aquifer")),
+        SetupStep::LoopSwap(7),
     ];
     let text: String = steps.iter().map(|step| step.to_line() + "\n").collect();
     assert_eq!(parse_steps(&text, NAME), Ok(steps.to_vec()));

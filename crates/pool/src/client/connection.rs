@@ -14,7 +14,7 @@ use super::node::connection_error;
 use super::{NodeId, POOL_WORK_ID};
 use crate::error::{FormatError, PoolError};
 use crate::layout::{HEADER_BYTES, Layout};
-use crate::op::{Access, Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult};
+use crate::op::{Action, READ_WORDS_MAX, SURVEY_SECTIONS_MAX, StepResult, WordAccess};
 use crate::shared_endpoint::{SharedEndpoint, UserCompletions};
 use crate::size::{SECTION_SPANS, SPAN_CHUNKS};
 
@@ -47,13 +47,13 @@ const POLL_MAX: usize = 32;
 
 /// The buffers of a machine in local memory.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct Buffers {
     reply_at: usize,
     written_at: usize,
     words_max: u32,
 }
 
-impl Place {
+impl Buffers {
     /// The buffers of a single machine.
     pub const ALONE: Self = Self { reply_at: 0, written_at: WRITTEN_AT, words_max: READ_WORDS_MAX };
 
@@ -66,13 +66,13 @@ impl Place {
 
 /// The connection to a node's region.
 #[derive(Debug)]
-pub(super) struct Wire {
+pub(super) struct NodeConnection {
     endpoint: Box<dyn Endpoint>,
     kept: Arc<UserCompletions>,
     layout: Layout,
     base: u64,
     key: Key,
-    /// Words that are read or written, in the buffers of [`Place`].
+    /// Words that are read or written, in the buffers of [`Buffers`].
     local: Arc<Memory>,
     local_key: LocalKey,
     next_id: u64,
@@ -84,7 +84,7 @@ pub(super) struct Wire {
     others: Vec<Completion>,
 }
 
-impl Wire {
+impl NodeConnection {
     /// Reads the header, and checks that it is of this node and version.
     pub fn open(node: NodeId, endpoint: Box<dyn Endpoint>) -> Result<Self, PoolError> {
         let format = |cause| PoolError::Format { node, cause };
@@ -102,7 +102,7 @@ impl Wire {
             .register_local(Arc::clone(&local))
             .map_err(|cause| PoolError::Endpoint { node, cause })?;
         let layout = Layout::new(node.0, 1).map_err(format)?;
-        let mut wire = Self {
+        let mut connection = Self {
             endpoint,
             kept,
             layout,
@@ -116,15 +116,15 @@ impl Wire {
             polled: Vec::with_capacity(POLL_MAX),
             others: Vec::new(),
         };
-        wire.layout = wire.read_header(node)?;
-        if wire.layout.node() != node.0 {
-            return Err(format(FormatError::OtherNode { found: wire.layout.node() }));
+        connection.layout = connection.read_header(node)?;
+        if connection.layout.node() != node.0 {
+            return Err(format(FormatError::OtherNode { found: connection.layout.node() }));
         }
-        if wire.layout.region_bytes() > region.len {
-            let needed = wire.layout.region_bytes();
+        if connection.layout.region_bytes() > region.len {
+            let needed = connection.layout.region_bytes();
             return Err(format(FormatError::TooShort { needed, found: region.len }));
         }
-        Ok(wire)
+        Ok(connection)
     }
 
     fn read_header(&mut self, node: NodeId) -> Result<Layout, PoolError> {
@@ -166,7 +166,7 @@ impl Wire {
     }
 
     /// A handle that drains the operations in flight; `None` if there are none.
-    pub fn late(&mut self) -> Option<Box<dyn DrainHandle>> {
+    pub fn drain_handle(&mut self) -> Option<Box<dyn DrainHandle>> {
         self.endpoint.drain_handle()
     }
 
@@ -177,15 +177,15 @@ impl Wire {
     }
 
     /// Executes an action of a single machine; `words` holds the answer.
-    pub fn carry_out<'a>(
+    pub fn execute_action<'a>(
         &mut self,
         action: &Action,
         words: &'a mut Vec<u64>,
     ) -> Result<StepResult<'a>, WorkError> {
         self.begin();
-        let first = self.add(action, Place::ALONE);
+        let first = self.add(action, Buffers::ALONE);
         self.execute()?;
-        Ok(self.answer(action, Place::ALONE, first, words))
+        Ok(self.answer(action, Buffers::ALONE, first, words))
     }
 
     /// Begins a batch. The actions that are added to it are posted together.
@@ -197,25 +197,25 @@ impl Wire {
     ///
     /// # Panics
     /// If its words do not fit into the buffers of `place`.
-    pub fn add(&mut self, action: &Action, place: Place) -> usize {
+    pub fn add(&mut self, action: &Action, place: Buffers) -> usize {
         let first = self.batch.len();
         let (mut reply_at, mut written_at) = (place.reply_at, place.written_at);
         let room = place.words_max as usize * 8;
         for access in action.accesses() {
             match *access {
-                Access::Cas { at, expected, desired } => {
+                WordAccess::Cas { at, expected, desired } => {
                     let remote = self.remote(self.layout.word_at(at));
                     self.push(Verb::CompareSwap { remote, expected, desired });
                 }
-                Access::Probe { at } => {
+                WordAccess::Probe { at } => {
                     let remote = self.remote(self.layout.word_at(at));
                     self.push(Verb::FetchAdd { remote, add: 0 });
                 }
-                Access::Read { at, count } => {
+                WordAccess::Read { at, count } => {
                     self.push_read(reply_at, self.layout.word_at(at), count * 8);
                     reply_at += count as usize * 8;
                 }
-                Access::Write { at, .. } => {
+                WordAccess::Write { at, .. } => {
                     let offset = written_at;
                     for word in access.written() {
                         self.local.write(written_at, &word.to_le_bytes());
@@ -237,7 +237,7 @@ impl Wire {
     pub fn answer<'a>(
         &self,
         action: &Action,
-        place: Place,
+        place: Buffers,
         first: usize,
         words: &'a mut Vec<u64>,
     ) -> StepResult<'a> {
@@ -245,19 +245,19 @@ impl Wire {
         let mut replied = 0;
         for (access, outcome) in action.accesses().iter().zip(&self.outcomes[first..]) {
             match access {
-                Access::Cas { .. } | Access::Probe { .. } => words.push(*outcome),
-                Access::Read { count, .. } => {
+                WordAccess::Cas { .. } | WordAccess::Probe { .. } => words.push(*outcome),
+                WordAccess::Read { count, .. } => {
                     let count = *count as usize;
                     words.extend((replied..replied + count).map(|number| self.replied(place, number)));
                     replied += count;
                 }
-                Access::Write { .. } => {}
+                WordAccess::Write { .. } => {}
             }
         }
         StepResult(words)
     }
 
-    fn replied(&self, place: Place, number: usize) -> u64 {
+    fn replied(&self, place: Buffers, number: usize) -> u64 {
         self.local.atomic_u64(place.reply_at + number * 8).load(Ordering::Relaxed)
     }
 

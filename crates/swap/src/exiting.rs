@@ -1,18 +1,18 @@
-//! Processes that are about to end: what they have is theirs until the last of them is gone, and that takes a moment.
+//! Processes that are exiting: they were killed, and still hold their memory and descriptors.
 
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 
-/// Nobody takes longer to give up what it has.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Longest time to wait for an exiting process.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Whether a process that has not ended is about to: it was killed, or it is giving up what it had, which takes a while where that is much.
-pub fn is_ending(pid: u32) -> bool {
+/// True if a process has been killed or is freeing its memory, or if there is no such process.
+pub fn is_exiting(pid: u32) -> bool {
     /// `PF_EXITING` of the kernel.
     const EXITING: u64 = 4;
-    /// Of `/proc/PID/stat`, counted from the one behind the name.
+    /// Index of the flags in `/proc/PID/stat`, counted from the field behind the name.
     const FLAGS: usize = 6;
     let read = |file| std::fs::read_to_string(format!("/proc/{pid}/{file}"));
     let (Ok(stat), Ok(status)) = (read("stat"), read("status")) else {
@@ -29,16 +29,16 @@ pub fn is_ending(pid: u32) -> bool {
     is_killed || flags.is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// If a process is about to end, wait until it has.
-pub fn await_ending(pid: u32) {
-    if !is_ending(pid) {
+/// Waits until a process has ended, if it is exiting.
+pub fn wait_if_exiting(pid: u32) {
+    if !is_exiting(pid) {
         return;
     }
     let found = i32::try_from(pid).ok().and_then(Pid::from_raw);
     if let Some(pidfd) = found.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()) {
-        let patience = Timespec { tv_sec: PATIENCE.as_secs().cast_signed(), tv_nsec: 0 };
-        // Any outcome means: the caller looks again.
-        let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&patience));
+        let timeout = Timespec { tv_sec: EXIT_TIMEOUT.as_secs().cast_signed(), tv_nsec: 0 };
+        // Whatever the outcome is, the caller checks again.
+        let _ = poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&timeout));
     }
 }
 
@@ -47,24 +47,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_that_was_killed_is_ending() {
+    fn a_killed_process_is_exiting() {
         use rustix::process::{WaitId, WaitIdOptions, waitid};
 
-        assert!(!is_ending(std::process::id()));
+        assert!(!is_exiting(std::process::id()));
         let mut child = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
-        assert!(!is_ending(child.id()));
+        assert!(!is_exiting(child.id()));
         child.kill().unwrap();
-        assert!(is_ending(child.id()), "whether or not it has noticed");
-        await_ending(child.id());
+        assert!(is_exiting(child.id()), "the signal may be pending");
+        wait_if_exiting(child.id());
         let pid = Pid::from_raw(i32::try_from(child.id()).unwrap()).unwrap();
         waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT).unwrap();
-        assert!(is_ending(child.id()), "it has ended, and nobody has heard of it");
+        assert!(is_exiting(child.id()), "it is a zombie");
         child.wait().unwrap();
-        assert!(is_ending(child.id()), "there is no such process");
+        assert!(is_exiting(child.id()), "there is no such process");
     }
 
     #[test]
-    fn nobody_waits_for_one_that_lives() {
-        await_ending(std::process::id());
+    fn a_running_process_is_not_waited_for() {
+        wait_if_exiting(std::process::id());
     }
 }

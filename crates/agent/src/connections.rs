@@ -1,0 +1,291 @@
+//! Connections of programs, of `aquifer run` and of other commands; a thread serves each of them.
+//!
+//! Every user of the host may connect to the shared socket. A user sees and changes only its own
+//! runs; root and the agent's own user see all.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
+use aquifer_extents::SessionService;
+use aquifer_faults::serve::{PagingService, Run, RunReport};
+use aquifer_host::cluster_access::ClusterAccess;
+use aquifer_host::nodes::NodeRegistry;
+use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_pager::REPLICAS_MAX;
+use rustix::fs::{Mode, OFlags};
+
+use crate::report::{run_statistics, status};
+use crate::swap_servers::SwapServers;
+
+/// Interval at which notices are sent to a run's owner.
+const NOTICE_INTERVAL: Duration = Duration::from_millis(50);
+/// Longest time that the owner of a closing run waits for complete statistics.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Longest time that a monitor needs to free a program's memory after the program has ended.
+pub(crate) const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
+const OTHER_USERS_AGENT: &str =
+    "this agent is another user's: use an agent of your own, or the agent's shared socket";
+/// Most connections of one user at once. Each run is one.
+const CONNECTIONS_PER_USER_MAX: usize = 512;
+
+/// The connections to the agent, and the services that they use.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    pub service: Arc<PagingService>,
+    pub sessions: Arc<SessionService>,
+    pub nodes: Arc<NodeRegistry>,
+    pub swap_servers: SwapServers,
+    /// What servers of swap devices get.
+    access: ClusterAccess,
+    /// Open connections by user id.
+    counts: Mutex<HashMap<u32, usize>>,
+}
+
+impl Connections {
+    pub fn new(
+        service: &Arc<PagingService>,
+        sessions: &Arc<SessionService>,
+        nodes: &Arc<NodeRegistry>,
+        access: ClusterAccess,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            service: Arc::clone(service),
+            sessions: Arc::clone(sessions),
+            nodes: Arc::clone(nodes),
+            swap_servers: SwapServers::default(),
+            access,
+            counts: Mutex::default(),
+        })
+    }
+
+    /// Accepts a connection and serves it in a thread. `is_shared` is true for the socket of all
+    /// users.
+    pub fn accept(self: &Arc<Self>, listener: &OwnedFd, is_shared: bool) {
+        let (socket, peer) = match accept(listener) {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                tracing::warn!(%error, "accepting a connection failed");
+                return;
+            }
+        };
+        if !self.count_in(peer.uid) {
+            tracing::warn!(
+                uid = peer.uid,
+                limit = CONNECTIONS_PER_USER_MAX,
+                "refused a connection: the user has too many"
+            );
+            let limit = CONNECTIONS_PER_USER_MAX;
+            refuse(&socket, &format!("you have {limit} connections to this agent: end some programs first"));
+            return;
+        }
+        let connections = Arc::clone(self);
+        let name = format!("connection-{}", peer.pid);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || {
+            connections.serve(socket, peer, is_shared || is_own_user(peer.uid));
+            connections.count_out(peer.uid);
+        });
+        if let Err(error) = spawned {
+            tracing::error!(pid = peer.pid, %error, "dropped a connection: cannot start a thread for it");
+            self.count_out(peer.uid);
+        }
+    }
+
+    /// Counts a new connection of a user; false if the user has too many.
+    fn count_in(&self, uid: u32) -> bool {
+        let mut counts = self.lock_counts();
+        let count = counts.entry(uid).or_default();
+        let has_room = *count < CONNECTIONS_PER_USER_MAX;
+        *count += usize::from(has_room);
+        has_room
+    }
+
+    fn count_out(&self, uid: u32) {
+        let mut counts = self.lock_counts();
+        if let Some(count) = counts.get_mut(&uid) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&uid);
+            }
+        }
+    }
+
+    fn lock_counts(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Serves one connection.
+    ///
+    /// `is_permitted` is false for another user at the agent's own socket. Only a program of a run
+    /// that has changed its user may connect so; the token that it sends identifies the run.
+    fn serve(&self, socket: OwnedFd, peer: PeerCredentials, is_permitted: bool) {
+        let answer = match receive_frame(&socket) {
+            Ok((frame, _))
+                if !is_permitted && !matches!(frame, Frame::Hello(_) | Frame::DeviceRequest(_)) =>
+            {
+                tracing::warn!(uid = peer.uid, pid = peer.pid, "refused a request of another user");
+                Frame::Refused(OTHER_USERS_AGENT.into())
+            }
+            Ok((Frame::Hello(hello), fds)) => {
+                if let Err(error) = self.service.attach_program(hello, fds, socket, peer.pid) {
+                    tracing::warn!(pid = peer.pid, %error, "refused a program");
+                }
+                return;
+            }
+            Ok((Frame::OpenRun(open), _)) => {
+                match self.open_run(&socket, &open, peer.uid) {
+                    Ok(run) => serve_run(&socket, &self.service, &run),
+                    Err(reason) => refuse(&socket, &reason),
+                }
+                return;
+            }
+            Ok((Frame::OpenSession, _)) => {
+                if let Err(error) = self.sessions.open(&socket, peer.uid, peer.pid) {
+                    refuse(&socket, &error.to_string());
+                }
+                return;
+            }
+            // The answer gives access to the whole pool.
+            Ok((Frame::ClusterAccessRequest, _)) if is_trusted(peer.uid) => {
+                return self.swap_servers.serve(socket, &self.access);
+            }
+            Ok((Frame::DeviceRequest(token), _)) => {
+                return if self.service.run(token).is_some() {
+                    send_device(&socket)
+                } else {
+                    refuse(&socket, OTHER_USERS_AGENT)
+                };
+            }
+            Ok((Frame::StatusRequest, _)) => {
+                let status =
+                    status(&self.service, &self.sessions, &self.nodes, |tenant| may_see(peer.uid, tenant));
+                Frame::StatusReport(serde_json::to_string(&status).expect("numbers can be written"))
+            }
+            Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
+            Ok(_) => Frame::Refused("this request is not for an agent".into()),
+            Err(ReceiveError::Closed) => return,
+            Err(error) => Frame::Refused(error.to_string()),
+        };
+        if let Err(error) = send_frame(&socket, &answer, &[]) {
+            tracing::debug!(pid = peer.pid, %error, "a peer closed its connection before the answer");
+        }
+    }
+
+    /// Opens a run, or returns a sentence for its user.
+    fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, String> {
+        if self.nodes.require(1).is_err() {
+            return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
+        }
+        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
+        if (2..=REPLICAS_MAX).contains(&replicas)
+            && let Err(count) = self.nodes.require(replicas)
+        {
+            return Err(format!(
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
+            ));
+        }
+        let run = self
+            .service
+            .open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)
+            .map_err(|error| error.to_string())?;
+        match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
+            Ok(()) => Ok(run),
+            Err(error) => {
+                self.service.close_run(&run);
+                Err(error.to_string())
+            }
+        }
+    }
+
+    fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
+        let mut runs = self.service.runs().into_iter();
+        let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) else {
+            return Frame::Refused(format!(
+                "process {} does not run on the pool: aquifer status shows which do",
+                set.pid
+            ));
+        };
+        run.set_limit(set.limit_bytes);
+        Frame::Statistics(statistics_json(&run.report()))
+    }
+}
+
+/// True if a user may see the runs of a tenant.
+fn may_see(uid: u32, tenant: u32) -> bool {
+    uid == tenant || is_trusted(uid)
+}
+
+/// True for root and for the agent's own user.
+fn is_trusted(uid: u32) -> bool {
+    uid == 0 || is_own_user(uid)
+}
+
+fn is_own_user(uid: u32) -> bool {
+    uid == rustix::process::geteuid().as_raw()
+}
+
+/// Sends `/dev/userfaultfd` to a program that may not create a userfaultfd of its own memory.
+fn send_device(socket: &OwnedFd) {
+    match rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+        Ok(device) => {
+            if let Err(error) = send_frame(socket, &Frame::Device, &[device.as_fd()]) {
+                tracing::debug!(%error, "a program closed its connection before the device was sent");
+            }
+        }
+        Err(error) => refuse(
+            socket,
+            &format!(
+                "this user may not use userfaultfd, nor may the agent ({error}): give access to /dev/userfaultfd, or \
+                 set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that runs as root"
+            ),
+        ),
+    }
+}
+
+fn refuse(socket: &OwnedFd, reason: &str) {
+    if let Err(error) = send_frame(socket, &Frame::Refused(reason.to_owned()), &[]) {
+        tracing::debug!(%error, reason, "a peer closed its connection before the refusal");
+    }
+}
+
+/// Serves the owner of a run until the run has ended, and closes the run.
+pub(crate) fn serve_run(socket: &OwnedFd, service: &Arc<PagingService>, run: &Arc<Run>) {
+    let mut end_is_sent = false;
+    loop {
+        send_notices(socket, run, &mut end_is_sent);
+        if !wait_readable(&[socket], NOTICE_INTERVAL).unwrap_or(true) {
+            continue;
+        }
+        let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
+        // The owner knows of the program's end before the monitor has freed all of its memory.
+        let mut is_empty = run.wait_empty(if is_closing { CLOSE_TIMEOUT } else { Duration::ZERO });
+        if is_closing {
+            send_notices(socket, run, &mut end_is_sent);
+            let _ = send_frame(socket, &Frame::Statistics(statistics_json(&run.report())), &[]);
+        }
+        // Programs in the background stay under the run's limit until they end.
+        while !is_empty {
+            is_empty = run.wait_empty(RUN_END_TIMEOUT);
+        }
+        service.close_run(run);
+        return;
+    }
+}
+
+/// Sends the run's notices to its owner. An owner that has closed the connection needs none.
+fn send_notices(socket: &OwnedFd, run: &Run, end_is_sent: &mut bool) {
+    for notice in run.drain_notices() {
+        let _ = send_frame(socket, &Frame::Notice(notice), &[]);
+    }
+    if let Some(reason) = run.end_reason().filter(|_| !*end_is_sent) {
+        let _ = send_frame(socket, &Frame::Ended(reason), &[]);
+        *end_is_sent = true;
+    }
+}
+
+fn statistics_json(report: &RunReport) -> String {
+    serde_json::to_string(&run_statistics(report.clone())).expect("numbers can be written")
+}

@@ -1,0 +1,387 @@
+//! The daemon: joins the cluster, starts the services, and listens for programs.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use aquifer_channel::RestoredItem;
+use aquifer_channel::socket::wait_readable;
+use aquifer_directory::DirectoryError;
+use aquifer_directory::names::AgentRecord;
+use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
+use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
+use aquifer_host::cluster_access::ClusterAccess;
+use aquifer_host::leak_scan::LeakScanner;
+use aquifer_host::membership::{Membership, MembershipError};
+use aquifer_host::nodes::NodeRegistry;
+use aquifer_host::recovery::Recovery;
+use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
+use aquifer_keeper::KeeperClient;
+use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
+use aquifer_pager::{Connector, Mempool};
+use aquifer_pool::{LeakDetector, NodeId, PoolClient};
+
+use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
+use crate::host_state::HostState;
+use crate::metrics;
+
+/// Longest time for which a request to stop goes unnoticed.
+const TICK: Duration = Duration::from_millis(100);
+/// Turns of the main loop between checks whether the keeper was restarted.
+const KEEPER_CHECK_TURNS: u32 = 10;
+
+/// Options of an agent.
+#[derive(Debug)]
+pub struct AgentOptions {
+    /// The socket for `aquifer run` and for programs of the agent's own user.
+    pub socket: PathBuf,
+    /// The socket for programs of all users, if the agent serves them.
+    pub shared_socket: Option<PathBuf>,
+    /// The keeper's socket.
+    pub keeper: PathBuf,
+    /// The directory of the cluster.
+    pub directory: Arc<dyn aquifer_directory::Directory>,
+    /// Description of the directory, which servers of swap devices on this host get verbatim.
+    pub directory_description: String,
+    /// Largest size of the mempool, in bytes. Memory is allocated as it is used.
+    pub mempool_bytes: usize,
+    /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
+    pub extents_per_user: Option<u64>,
+    /// The time for which other hosts do not recover this host after its lease has ended.
+    ///
+    /// The keeper's grace time must not be longer than this: programs that wait longer than other
+    /// hosts do are ended when the next agent starts, because their memory was freed.
+    pub grace: Duration,
+    /// The cluster key, for nodes on other machines.
+    pub key: Option<ClusterKey>,
+    /// How to connect to nodes on other machines.
+    pub connect: ConnectOptions,
+    /// A socket that already listens at `socket`.
+    pub listener: Option<OwnedFd>,
+    /// The address at which metrics are served, if any.
+    pub metrics: Option<MetricsAddress>,
+}
+
+/// Why an agent cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The keeper does not answer, or another agent is connected to it.
+    #[error("the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or use aquifer up", path = path.display())]
+    Keeper {
+        /// The keeper's socket.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A socket could not be created.
+    #[error("cannot listen at {path}: {source}", path = path.display())]
+    Listen {
+        /// The socket's path.
+        path: PathBuf,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A thread or descriptor could not be created.
+    #[error("the agent has no threads or descriptors to serve programs: {0}")]
+    Threads(io::Error),
+    /// The mempool could not be created.
+    #[error("no memory for the mempool: {0}")]
+    Mempool(io::Error),
+    /// The host's lease has ended, because the directory could not be reached for too long.
+    #[error("this host's lease has ended: start the agent again")]
+    LeaseLost,
+    /// Metrics cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    /// The host could not join the cluster.
+    #[error(transparent)]
+    Membership(#[from] MembershipError),
+}
+
+/// What the services use of this host: the memory nodes and the keeper.
+#[derive(Debug)]
+struct HostServices {
+    nodes: Arc<NodeRegistry>,
+    keeper: KeeperClient,
+}
+
+impl AgentServices for HostServices {
+    fn connector(&self, tenant: u32) -> Arc<dyn Connector> {
+        self.nodes.connector(tenant)
+    }
+
+    fn pool(&self, tenant: u32) -> PoolClient {
+        self.nodes.pool_client(tenant)
+    }
+
+    fn leak_detector(&self) -> &LeakDetector {
+        self.nodes.leak_detector()
+    }
+
+    fn nodes(&self) -> Vec<NodeId> {
+        self.nodes.list()
+    }
+
+    fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
+        self.keeper.hold(put, fds);
+    }
+
+    fn remove_from_keeper(&self, kind: HeldKind, id: u64) {
+        self.keeper.release(kind, id);
+    }
+}
+
+impl SessionKeeper for HostServices {
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
+        self.keeper.hold(item, fds);
+    }
+
+    fn release(&self, kind: HeldKind, id: u64) {
+        self.keeper.release(kind, id);
+    }
+}
+
+impl NodeConnector for HostServices {
+    fn nodes(&self) -> Vec<NodeId> {
+        self.nodes.list()
+    }
+
+    fn host(&self) -> HostNumber {
+        self.nodes.host()
+    }
+
+    fn leak_detector(&self) -> &Arc<LeakDetector> {
+        self.nodes.leak_detector()
+    }
+
+    fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.nodes.connect(node, tenant)
+    }
+}
+
+/// Serves programs until `stop`. Then it ends them with a message and frees all memory.
+///
+/// If an earlier agent of this host was killed, this one resumes its programs.
+///
+/// # Errors
+/// If something that the agent needs is missing at the start, or the host's lease ends.
+pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
+    let agent = Agent::start(options)?;
+    ready();
+    let outcome = agent.run(stop);
+    let reason = match outcome {
+        Ok(()) => "the agent is stopping",
+        Err(_) => "this host's lease has ended, and the memory nodes refuse it",
+    };
+    agent.end_programs(reason);
+    outcome.map(|()| agent.leave(options))
+}
+
+/// A running agent.
+struct Agent {
+    listener: OwnedFd,
+    shared_listener: Option<OwnedFd>,
+    connections: Arc<Connections>,
+    leak_scanner: LeakScanner,
+    recovery: Recovery,
+    _metrics: Option<MetricsServer>,
+    host: Arc<HostServices>,
+    membership: Membership,
+}
+
+impl Agent {
+    /// Joins the cluster, resumes what an earlier agent has left, and starts the services.
+    fn start(options: &AgentOptions) -> Result<Self, AgentError> {
+        let (keeper, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Agent)
+            .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
+        let mut state = HostState::restore_or_create(options, &kept)?;
+        let metrics = metrics::listen(options.metrics.as_ref(), state.predecessor.is_some())?;
+        let mut membership = join(options, &mut state)?;
+        let tenant = Tenant(rustix::process::geteuid().as_raw());
+        let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+        let nodes = NodeRegistry::new(
+            Arc::clone(&options.directory),
+            identity,
+            options.key.clone(),
+            options.connect.clone(),
+        );
+        membership.watch_nodes(&nodes)?;
+        let resumes = state.predecessor.is_some();
+        if resumes {
+            nodes.load_lives().map_err(MembershipError::Directory)?;
+        }
+        state.store(membership.record(), &keeper);
+        let HostState { mempool, listener, shared_listener, .. } = state;
+        let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper });
+        let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
+        let serve_metrics = |listener: MetricsListener| {
+            metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events())
+        };
+        let metrics = metrics.map(serve_metrics).transpose()?;
+        let recovery = Recovery::start(
+            Arc::clone(&options.directory),
+            Arc::clone(&nodes),
+            membership.record().clone(),
+            tenant,
+        )
+        .map_err(AgentError::Threads)?;
+        // All extents of restored runs and sessions are in their ledgers by now.
+        let leak_scanner =
+            LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
+        let access =
+            ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
+        let connections = Connections::new(&service, &sessions, &nodes, access);
+        Ok(Self {
+            listener,
+            shared_listener,
+            connections,
+            leak_scanner,
+            recovery,
+            _metrics: metrics,
+            host,
+            membership,
+        })
+    }
+
+    /// Accepts connections until `stop`.
+    ///
+    /// # Errors
+    /// If the host's lease ends.
+    fn run(&self, stop: &AtomicBool) -> Result<(), AgentError> {
+        let mut turns = 0u32;
+        while !stop.load(Relaxed) {
+            let listeners: Vec<&OwnedFd> =
+                [&self.listener].into_iter().chain(&self.shared_listener).collect();
+            if wait_readable(&listeners, TICK).unwrap_or(false) {
+                for (index, listener) in listeners.into_iter().enumerate() {
+                    if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
+                        self.connections.accept(listener, index > 0);
+                    }
+                }
+            }
+            if self.membership.is_lost() {
+                return Err(AgentError::LeaseLost);
+            }
+            turns = turns.wrapping_add(1);
+            if turns.is_multiple_of(KEEPER_CHECK_TURNS) {
+                self.host.keeper.reconnect_if_closed();
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends all runs, sessions and swap devices of this host.
+    fn end_programs(&self, reason: &str) {
+        end_runs(&self.connections.service, reason);
+        self.connections.sessions.end(reason);
+        self.connections.swap_servers.end(reason);
+    }
+
+    /// Removes the sockets and leaves the cluster.
+    fn leave(self, options: &AgentOptions) {
+        if options.listener.is_none() {
+            let _ = std::fs::remove_file(&options.socket);
+        }
+        if let Some(path) = &options.shared_socket {
+            let _ = std::fs::remove_file(path);
+        }
+        self.host.keeper.release(HeldKind::Host, 0);
+        drop((self.recovery, self.leak_scanner));
+        self.membership.leave();
+    }
+}
+
+/// Starts the services for runs and for sessions, and restores what the keeper has held of an
+/// earlier agent; if `resumes` is false, ends it.
+fn start_services(
+    options: &AgentOptions,
+    host: &Arc<HostServices>,
+    mempool: Mempool,
+    kept: Vec<RestoredItem>,
+    resumes: bool,
+) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
+    let service = PagingService::new(Arc::clone(host) as Arc<dyn AgentServices>, Arc::new(mempool))
+        .map_err(AgentError::Threads)?;
+    let (kept_sessions, kept): (Vec<_>, Vec<_>) =
+        kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
+    let restorable = restorable_sessions(kept_sessions, resumes, &host.keeper);
+    let sessions = SessionService::new(
+        Arc::clone(host) as Arc<dyn NodeConnector>,
+        Arc::clone(host) as Arc<dyn SessionKeeper>,
+        options.extents_per_user,
+    );
+    host.nodes.wait_for(&restorable.iter().flat_map(InheritedSession::nodes).collect());
+    sessions.restore(restorable);
+    let restored = if resumes {
+        service.restore(kept)
+    } else {
+        service.end_kept(kept);
+        Vec::new()
+    };
+    for RestoredRun { run, owner } in restored {
+        let service = Arc::clone(&service);
+        let spawned = std::thread::Builder::new()
+            .name("restored-run".into())
+            .spawn(move || serve_run(&owner, &service, &run));
+        spawned.map_err(AgentError::Threads)?;
+    }
+    Ok((service, sessions))
+}
+
+/// The sessions of an earlier agent that can be restored; the keeper releases the others. If
+/// `resumes` is false none can, because other hosts have freed their extents.
+fn restorable_sessions(
+    kept: Vec<RestoredItem>,
+    resumes: bool,
+    keeper: &KeeperClient,
+) -> Vec<InheritedSession> {
+    let mut restorable = Vec::new();
+    for RestoredItem { item, fds } in kept {
+        match InheritedSession::open(&item, fds) {
+            Ok(session) if resumes => restorable.push(session),
+            Ok(_) => keeper.release(item.kind, item.id),
+            Err(error) => {
+                tracing::error!(session = item.id, %error, "cannot restore a session; ending it");
+                keeper.release(item.kind, item.id);
+            }
+        }
+    }
+    restorable
+}
+
+/// Joins the cluster under the host number of the agent before this one. If other hosts have
+/// recovered that number, joins under a new one and clears `state` of what belonged to the old one.
+fn join(options: &AgentOptions, state: &mut HostState) -> Result<Membership, AgentError> {
+    let join = |predecessor: Option<&AgentRecord>| {
+        Membership::join(Arc::clone(&options.directory), &options.socket, predecessor, options.grace)
+    };
+    match join(state.predecessor.as_ref()) {
+        Err(MembershipError::Directory(DirectoryError::Taken { .. })) if state.predecessor.is_some() => {
+            tracing::error!(
+                grace = ?options.grace,
+                "cannot resume the programs of the previous agent: other hosts have recovered this host's \
+                 memory; ending them. The keeper's --grace must not exceed the agent's"
+            );
+            state.predecessor = None;
+            state.mempool = Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?;
+            Ok(join(None)?)
+        }
+        joined => Ok(joined?),
+    }
+}
+
+fn end_runs(service: &PagingService, reason: &str) {
+    for run in service.runs() {
+        run.end(reason);
+        if !run.wait_empty(RUN_END_TIMEOUT) {
+            tracing::error!(run = run.id(), timeout = ?RUN_END_TIMEOUT, "programs have not ended in time");
+        }
+        service.close_run(&run);
+    }
+}

@@ -1,0 +1,93 @@
+//! The state of the host itself: its record in the directory, its mempool, and its sockets.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use aquifer_channel::RestoredItem;
+use aquifer_channel::socket::listen_at;
+use aquifer_directory::names::AgentRecord;
+use aquifer_ipc::{HeldItem, HeldKind};
+use aquifer_keeper::KeeperClient;
+use aquifer_pager::{Memory, Mempool};
+
+use crate::daemon::{AgentError, AgentOptions};
+
+/// What an agent has of its host, new or from the agent before it.
+#[derive(Debug)]
+pub(crate) struct HostState {
+    /// The directory record of the agent before this one, if this one resumes its programs.
+    pub predecessor: Option<AgentRecord>,
+    pub mempool: Mempool,
+    /// The socket for programs of the agent's own user. Connections that were made while no agent
+    /// was running wait in it.
+    pub listener: OwnedFd,
+    /// The socket for programs of all users, if the agent serves them.
+    pub shared_listener: Option<OwnedFd>,
+}
+
+impl HostState {
+    /// The state that the keeper has held, or a new one if there is none.
+    ///
+    /// # Errors
+    /// If a new mempool or socket cannot be created.
+    pub fn restore_or_create(options: &AgentOptions, kept: &[RestoredItem]) -> Result<Self, AgentError> {
+        if let Some(kept) = kept.iter().find(|kept| kept.item.kind == HeldKind::Host) {
+            match Self::restore(kept, options) {
+                Ok(state) => return Ok(state),
+                Err(error) => tracing::error!(
+                    %error,
+                    "cannot resume the programs of the previous agent: its state is unreadable; ending them"
+                ),
+            }
+        }
+        Ok(Self {
+            predecessor: None,
+            mempool: Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?,
+            listener: listen(options)
+                .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?,
+            shared_listener: listen_shared(options).map_err(|source| AgentError::Listen {
+                path: options.shared_socket.clone().unwrap_or_default(),
+                source,
+            })?,
+        })
+    }
+
+    fn restore(kept: &RestoredItem, options: &AgentOptions) -> io::Result<Self> {
+        let predecessor = serde_json::from_str(&kept.item.record).map_err(io::Error::other)?;
+        let [mempool, listener, kept_shared @ ..] = &kept.fds[..] else {
+            return Err(io::Error::other("descriptors are missing in the keeper's item"));
+        };
+        let mempool = Mempool::recover(Memory::whole(mempool.try_clone()?)?);
+        let listener = options.listener.as_ref().unwrap_or(listener).try_clone()?;
+        let shared_listener = match kept_shared.first() {
+            Some(kept) => Some(kept.try_clone()?),
+            None => listen_shared(options)?,
+        };
+        Ok(Self { predecessor: Some(predecessor), mempool, listener, shared_listener })
+    }
+
+    /// Stores the state in the keeper, with `record` as this agent's record in the directory.
+    pub fn store(&self, record: &AgentRecord, keeper: &KeeperClient) {
+        let record = serde_json::to_string(record).expect("plain structs are JSON");
+        let fds: Vec<_> = [self.mempool.memory().fd(), self.listener.as_fd()]
+            .into_iter()
+            .chain(self.shared_listener.as_ref().map(AsFd::as_fd))
+            .collect();
+        keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, record }, &fds);
+    }
+}
+
+/// The socket for programs of the agent's own user. If that user is root, programs may have changed
+/// their user, so all users may connect.
+fn listen(options: &AgentOptions) -> io::Result<OwnedFd> {
+    let mode = if rustix::process::geteuid().is_root() { 0o666 } else { 0o600 };
+    match &options.listener {
+        Some(listener) => listener.try_clone(),
+        None => listen_at(&options.socket, mode),
+    }
+}
+
+/// The socket for programs of all users, if one is configured.
+fn listen_shared(options: &AgentOptions) -> io::Result<Option<OwnedFd>> {
+    options.shared_socket.as_deref().map(|path| listen_at(path, 0o666)).transpose()
+}

@@ -1,0 +1,184 @@
+//! What a host knows of the memory nodes, from the directory's listings and events.
+//!
+//! Pure: time is an argument.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use aquifer_directory::names::{NodeLife, NodeRecord};
+use aquifer_fabric::FabricAddress;
+use aquifer_pool::NodeId;
+
+/// How to connect to a node that is in the directory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct PresentNode {
+    pub address: FabricAddress,
+    /// Distinguishes this life of the node's memory from others.
+    pub epoch: u64,
+    /// The time for which the node's memory outlives its process; zero if it does not.
+    pub grace: Duration,
+}
+
+impl PresentNode {
+    /// Parses a record; `None` if its address cannot be used.
+    fn from_record(record: &NodeRecord) -> Option<Self> {
+        match FabricAddress::parse(&record.fabric, &record.address) {
+            Ok(address) => {
+                Some(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
+            }
+            Err(reason) => {
+                tracing::warn!(
+                    node = record.id,
+                    fabric = record.fabric,
+                    address = record.address,
+                    reason,
+                    "ignored memory node: unusable address in the directory"
+                );
+                None
+            }
+        }
+    }
+}
+
+/// Whether a node can be used.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum NodeState {
+    /// The directory has the node.
+    Present(PresentNode),
+    /// The node is absent, and may return with its memory.
+    Absent,
+    /// The node was never seen, or its memory is lost.
+    Unknown,
+}
+
+/// The memory nodes, as of the latest listing and the events since.
+#[derive(Debug, Default)]
+pub(super) struct NodeView {
+    present: BTreeMap<NodeId, PresentNode>,
+    /// Absent nodes, each with the time until which its memory is kept.
+    absent: BTreeMap<NodeId, Instant>,
+    /// Revision of the latest applied listing. Older events are ignored.
+    listing_revision: u64,
+    /// Revision of the latest applied event. Older listings are ignored.
+    event_revision: u64,
+}
+
+impl NodeView {
+    /// Replaces all nodes by those of a listing, unless a newer listing or event was applied.
+    pub fn apply_listing(&mut self, records: &[NodeRecord], revision: u64, now: Instant) {
+        if self.listing_revision.max(self.event_revision) > revision {
+            return;
+        }
+        self.listing_revision = revision;
+        let missing: Vec<NodeId> = self
+            .present
+            .keys()
+            .copied()
+            .filter(|node| records.iter().all(|record| record.id != node.0))
+            .collect();
+        missing.into_iter().for_each(|node| self.remove(node, now));
+        records.iter().for_each(|record| self.insert(record));
+    }
+
+    /// Applies a change of one node, unless a newer listing was applied. `record` is `None` if the
+    /// node's record was deleted.
+    pub fn apply_event(&mut self, node: NodeId, record: Option<&NodeRecord>, revision: u64, now: Instant) {
+        if revision <= self.listing_revision {
+            return;
+        }
+        self.event_revision = self.event_revision.max(revision);
+        match record {
+            Some(record) => self.insert(record),
+            None => self.remove(node, now),
+        }
+    }
+
+    /// Marks nodes as absent whose memory may be kept although they have no record now.
+    pub fn add_lives(&mut self, lives: &[NodeLife], now: Instant) {
+        for life in lives.iter().filter(|life| life.kept_ms > 0) {
+            let node = NodeId(life.node);
+            if !self.present.contains_key(&node) {
+                self.absent.insert(node, now + Duration::from_millis(life.kept_ms));
+            }
+        }
+    }
+
+    fn insert(&mut self, record: &NodeRecord) {
+        let node = NodeId(record.id);
+        self.absent.remove(&node);
+        if let Some(present) = PresentNode::from_record(record) {
+            self.present.insert(node, present);
+        }
+    }
+
+    fn remove(&mut self, node: NodeId, now: Instant) {
+        let grace = self.present.remove(&node).map_or(Duration::ZERO, |node| node.grace);
+        if !grace.is_zero() {
+            self.absent.insert(node, now + grace);
+        }
+    }
+
+    /// The state of a node.
+    pub fn state(&self, node: NodeId, now: Instant) -> NodeState {
+        if let Some(present) = self.present.get(&node) {
+            return NodeState::Present(present.clone());
+        }
+        let is_kept = self.absent.get(&node).is_some_and(|until| now < *until);
+        if is_kept { NodeState::Absent } else { NodeState::Unknown }
+    }
+
+    /// The nodes that the directory has.
+    pub fn present(&self) -> impl ExactSizeIterator<Item = NodeId> {
+        self.present.keys().copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(id: u16, epoch: u64, kept_ms: u64) -> NodeRecord {
+        NodeRecord {
+            id,
+            fabric: "shm".into(),
+            address: format!("/node-{id}"),
+            memory_bytes: 1 << 20,
+            memory_bytes_max: 1 << 20,
+            requested_memory_bytes: 1 << 20,
+            resize_blocker: None,
+            kept_ms,
+            epoch,
+        }
+    }
+
+    #[test]
+    fn a_deleted_node_is_absent_while_its_memory_is_kept() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut view = NodeView::default();
+        view.apply_listing(&[record(1, 7, 500), record(2, 8, 0)], 10, start);
+        view.apply_event(NodeId(1), None, 11, at(100));
+        view.apply_event(NodeId(2), None, 12, at(100));
+        assert_eq!(view.state(NodeId(1), at(599)), NodeState::Absent);
+        assert_eq!(view.state(NodeId(1), at(600)), NodeState::Unknown);
+        assert_eq!(view.state(NodeId(2), at(100)), NodeState::Unknown);
+        view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(200));
+        assert!(matches!(view.state(NodeId(1), at(900)), NodeState::Present(PresentNode { epoch: 7, .. })));
+        // A listing without the node has the effect of a deletion.
+        view.apply_listing(&[], 14, at(1000));
+        assert_eq!(view.state(NodeId(1), at(1400)), NodeState::Absent);
+    }
+
+    #[test]
+    fn a_life_without_a_record_is_an_absent_node_if_its_memory_is_kept() {
+        let start = Instant::now();
+        let life = |node, kept_ms| NodeLife { node, epoch: 1, kept_ms };
+        let mut view = NodeView::default();
+        view.apply_listing(&[record(1, 1, 500)], 10, start);
+        view.add_lives(&[life(1, 500), life(2, 500), life(3, 0)], start);
+        assert_eq!(view.state(NodeId(2), start), NodeState::Absent);
+        assert_eq!(view.state(NodeId(3), start), NodeState::Unknown);
+        assert!(matches!(view.state(NodeId(1), start), NodeState::Present(_)));
+        assert_eq!(view.present().len(), 1);
+    }
+}

@@ -1,0 +1,124 @@
+//! The items that the keeper holds in one share.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use aquifer_channel::socket::wait_readable;
+use aquifer_ipc::{HeldItem, HeldKind};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use super::TICK;
+
+/// Most items in a share.
+const ITEMS_MAX: usize = 65_536;
+
+#[derive(Debug)]
+struct Entry {
+    item: HeldItem,
+    fds: Vec<OwnedFd>,
+    /// The pidfd of a program whose process is known.
+    pidfd: Option<OwnedFd>,
+}
+
+/// The items of a share in the order of their kinds: in the agent's share the host is first, then
+/// runs, then programs.
+#[derive(Debug, Default)]
+pub(super) struct ShareItems {
+    entries: BTreeMap<(HeldKind, u64), Entry>,
+}
+
+impl ShareItems {
+    /// True if the share has no item.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// The number of programs.
+    pub fn program_count(&self) -> usize {
+        self.entries.keys().filter(|(kind, _)| *kind == HeldKind::Program).count()
+    }
+
+    /// Stores an item. Replaces an item of the same kind and number.
+    pub fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) {
+        let key = (item.kind, item.id);
+        let replaced = self.entries.remove(&key);
+        if self.entries.len() >= ITEMS_MAX {
+            tracing::error!(
+                kind = ?item.kind,
+                id = item.id,
+                limit = ITEMS_MAX,
+                "item not stored: the keeper is full; a program without it is lost if its daemon dies"
+            );
+            return;
+        }
+        let kept_pidfd = replaced.filter(|replaced| replaced.item.pid == item.pid).and_then(|old| old.pidfd);
+        let pidfd = kept_pidfd.or_else(|| {
+            let pid = i32::try_from(item.pid).ok().and_then(Pid::from_raw)?;
+            pidfd_open(pid, PidfdFlags::empty()).ok()
+        });
+        self.entries.insert(key, Entry { item, fds, pidfd });
+    }
+
+    /// Removes an item and closes its descriptors.
+    pub fn remove(&mut self, kind: HeldKind, id: u64) {
+        self.entries.remove(&(kind, id));
+    }
+
+    /// All items with their descriptors. Behind the descriptors of a program whose process is known
+    /// is its pidfd.
+    pub fn iter(&self) -> impl Iterator<Item = (HeldItem, Vec<BorrowedFd<'_>>)> {
+        self.entries.values().map(|entry| {
+            let fds = entry.fds.iter().chain(&entry.pidfd).map(AsFd::as_fd).collect();
+            // A process without a pidfd has ended.
+            let pid = if entry.pidfd.is_some() { entry.item.pid } else { 0 };
+            (HeldItem { pid, ..entry.item.clone() }, fds)
+        })
+    }
+
+    /// Kills all programs, waits for their ends for at most `timeout`, and then closes the
+    /// descriptors. Programs must have ended first: a program whose userfaultfd is closed reads zeros.
+    ///
+    /// The descriptors of programs that have not ended stay open as long as this process runs.
+    pub fn kill_and_clear(&mut self, timeout: Duration) {
+        for entry in self.entries.values() {
+            entry.kill();
+        }
+        let deadline = Instant::now() + timeout;
+        while self.entries.values().any(Entry::is_ending) && Instant::now() < deadline {
+            std::thread::sleep(TICK);
+        }
+        self.entries.retain(|_, entry| entry.is_alive());
+        for (_, entry) in std::mem::take(&mut self.entries) {
+            std::mem::forget(entry);
+        }
+    }
+}
+
+impl Entry {
+    /// True if a process may still use the descriptors. A program whose process was never known may
+    /// be alive.
+    fn is_alive(&self) -> bool {
+        match &self.pidfd {
+            Some(pidfd) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
+            None => match self.item.kind {
+                HeldKind::Program => self.item.pid == 0,
+                HeldKind::Orphan => true,
+                HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
+            },
+        }
+    }
+
+    /// True if the process has not ended and its end can be waited for.
+    fn is_ending(&self) -> bool {
+        self.pidfd.is_some() && self.is_alive()
+    }
+
+    fn kill(&self) {
+        let Some(pidfd) = &self.pidfd else { return };
+        tracing::error!(pid = self.item.pid, "killed a program: no agent came back within the grace time");
+        if let Err(error) = pidfd_send_signal(pidfd, Signal::KILL) {
+            tracing::debug!(%error, pid = self.item.pid, "killing a program failed: it has ended");
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Programs of a cgroup that wait for memory although swap is free.
+
+use std::time::{Duration, Instant};
+
+use super::SetupError;
+use super::cgroup::Cgroup;
+
+/// The programs retry for this time without getting a page; then the kernel may kill one.
+const OOM_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Whether the programs of a cgroup wait for memory.
+///
+/// If all resident pages are in use for a moment, the kernel finds nothing to swap out, and would
+/// kill a program although the device has room. So the programs wait, and retry at each
+/// [`poll`](Self::poll), for a limited time.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum OomWait {
+    /// They do not wait.
+    #[default]
+    None,
+    /// They wait and retry.
+    Waiting {
+        /// When they got the last page.
+        since: Instant,
+        /// Pages that were charged to the cgroup by then.
+        pages: u64,
+    },
+    /// The time has passed: the kernel may kill a program.
+    Expired,
+}
+
+impl OomWait {
+    /// Wakes programs that wait, and lets the kernel kill when the time has passed.
+    ///
+    /// # Errors
+    /// If the cgroup cannot be read or changed.
+    pub fn poll(&mut self, cgroup: &Cgroup) -> Result<(), SetupError> {
+        let is_under_oom = cgroup.is_under_oom();
+        match *self {
+            Self::Expired => return Ok(()),
+            Self::None if !is_under_oom => return Ok(()),
+            Self::None => *self = Self::Waiting { since: Instant::now(), pages: cgroup.pages_charged() },
+            Self::Waiting { since, pages } => {
+                // A program that retries does not count as waiting for a moment, so only a new page
+                // ends the wait.
+                let charged = cgroup.pages_charged();
+                *self = match (charged == pages, is_under_oom) {
+                    (true, _) if since.elapsed() > OOM_TIMEOUT => Self::Expired,
+                    (true, _) => *self,
+                    (false, true) => Self::Waiting { since: Instant::now(), pages: charged },
+                    (false, false) => Self::None,
+                };
+            }
+        }
+        match self {
+            Self::Expired => cgroup.set_oom_waits(false),
+            Self::Waiting { .. } if is_under_oom => cgroup.set_oom_waits(true),
+            _ => Ok(()),
+        }
+    }
+}
