@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 use aquifer_metrics::MetricsError;
-use aquifer_pool::node_memory::NodeMemoryError;
+use aquifer_pool::NodeMemoryError;
 
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]

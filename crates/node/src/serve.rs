@@ -14,7 +14,7 @@ use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{FabricAddress, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsListener};
-use aquifer_pool::node_memory::NodeMemoryError;
+use aquifer_pool::NodeMemoryError;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory};
 

@@ -85,21 +85,22 @@ enum State {
     Idle,
     /// V1: reads the words of sections.
     Surveying,
-    /// V2: the keys are read before the words. An extent whose word is read later has no other key.
+    /// V2: reads the keys of chunks. Keys are read before the words, so an extent whose word is read
+    /// later has no other key.
     ReadingChunkKeys,
-    /// V2.
+    /// V2: reads the keys of the section and its spans.
     ReadingSpanKeys,
-    /// V2.
+    /// V2: reads the section's word.
     ProbingSection,
-    /// V2.
+    /// V2: reads the words of the spans.
     ReadingSpans,
     /// V2: reads the spans until two READs are equal. Equal READs are not torn.
     ReadingSpansAgain,
     /// V2: if the section's word is unchanged, it and the spans' words were so at one moment.
     ProbingSectionAgain,
-    /// V2.
+    /// V2: reads the log entries of the chunks.
     ReadingChunkLog,
-    /// V2.
+    /// V2: reads the log entries of the spans.
     ReadingSpanLog,
     /// V3: reads a span's word again, because no record names the owner of some chunks.
     ProbingSpan(u8),
@@ -109,9 +110,9 @@ enum State {
     Freeing(FreeCommit, Recovered, u8),
     /// V3: clears a full hint; the second value is the place of the next span.
     Hinting(Hint, u8),
-    /// U2: extents without keys were listed. Have they keys now?
+    /// U2: reads the keys of chunks again, because extents without keys were listed.
     ReadingChunkKeysAgain,
-    /// U2.
+    /// U2: reads the keys of the section and its spans again.
     ReadingSpanKeysAgain,
 }
 
