@@ -9,9 +9,9 @@ use crate::wake::WakeFd;
 /// What a thread of its own is at.
 #[derive(Debug)]
 pub struct BackgroundTask<T> {
-    found: Arc<Mutex<Option<T>>>,
+    result: Arc<Mutex<Option<T>>>,
     /// Readable when there is an outcome.
-    bell: Arc<WakeFd>,
+    ready: Arc<WakeFd>,
 }
 
 impl<T: Send + 'static> BackgroundTask<T> {
@@ -20,24 +20,24 @@ impl<T: Send + 'static> BackgroundTask<T> {
     /// # Errors
     /// If there is no thread.
     pub fn start(name: &str, work: impl FnOnce(&dyn Fn() -> bool) -> T + Send + 'static) -> io::Result<Self> {
-        let found = Arc::new(Mutex::new(None));
-        let bell = Arc::new(WakeFd::new()?);
-        let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell) };
+        let result = Arc::new(Mutex::new(None));
+        let ready = Arc::new(WakeFd::new()?);
+        let task = Self { result: Arc::clone(&result), ready: Arc::clone(&ready) };
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            let outcome = work(&|| Arc::strong_count(&bell) > 1);
-            *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-            bell.wake();
+            let outcome = work(&|| Arc::strong_count(&ready) > 1);
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+            ready.wake();
         })?;
-        Ok(rescue)
+        Ok(task)
     }
 
     /// A descriptor that is readable once there is an outcome.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        (*self.bell).as_fd()
+    pub fn ready_fd(&self) -> BorrowedFd<'_> {
+        (*self.ready).as_fd()
     }
 
     /// What came of it, once.
-    pub fn outcome(&self) -> Option<T> {
-        self.found.lock().unwrap_or_else(PoisonError::into_inner).take()
+    pub fn take_result(&self) -> Option<T> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

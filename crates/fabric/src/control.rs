@@ -57,7 +57,7 @@ pub const FENCED: u32 = 2;
 /// A waiter looks this often before it yields, and yields this often before it sleeps.
 const SPINS: u32 = 200;
 const YIELDS: u32 = 2000;
-const NAP: Duration = Duration::from_micros(50);
+const SLEEP_TIME: Duration = Duration::from_micros(50);
 
 /// The mapped control memory of one target.
 #[derive(Debug)]
@@ -142,7 +142,7 @@ impl ControlMemory {
 
     /// Give a slot to a new endpoint. Its `active` word goes on from where the last one left it,
     /// so that no waiter takes the new one's batch for the old one's.
-    pub fn occupy(&self, slot: usize, who: Identity) {
+    pub fn open_slot(&self, slot: usize, who: Identity) {
         self.endpoint_u32(slot, HOST_IN).store(u32::from(who.host.0), Ordering::Relaxed);
         self.endpoint_u32(slot, TENANT_IN).store(who.tenant.0, Ordering::Relaxed);
         self.memory.atomic_u64(endpoint_at(slot, EPOCH_IN)).store(who.epoch, Ordering::Relaxed);
@@ -161,7 +161,7 @@ impl ControlMemory {
     }
 
     /// The endpoint's process hung up: whatever it was doing has ended.
-    pub fn vacate(&self, slot: usize) {
+    pub fn free_slot(&self, slot: usize) {
         self.set_state(slot, FREE);
         let active = self.active(slot);
         let last = active.load(Ordering::Acquire);
@@ -188,7 +188,7 @@ impl ControlMemory {
 
     /// Wait until the batch that the endpoint is inside of, if it is, has ended or its process is
     /// gone. False if `patience` ran out first.
-    pub fn drain(&self, slot: usize, patience: Option<Duration>) -> bool {
+    pub fn drain(&self, slot: usize, timeout: Option<Duration>) -> bool {
         let active = self.active(slot);
         let seen = active.load(Ordering::SeqCst);
         if seen & 1 == 0 {
@@ -196,7 +196,7 @@ impl ControlMemory {
         }
         let begun = Instant::now();
         let mut rounds = 0_u32;
-        let mut warned = false;
+        let mut is_logged = false;
         while active.load(Ordering::SeqCst) == seen {
             rounds = rounds.saturating_add(1);
             if rounds < SPINS {
@@ -207,12 +207,12 @@ impl ControlMemory {
                 std::thread::yield_now();
                 continue;
             }
-            std::thread::sleep(NAP);
-            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+            std::thread::sleep(SLEEP_TIME);
+            if timeout.is_some_and(|timeout| begun.elapsed() > timeout) {
                 return false;
             }
-            if !warned && begun.elapsed() > Duration::from_secs(1) {
-                warned = true;
+            if !is_logged && begun.elapsed() > Duration::from_secs(1) {
+                is_logged = true;
                 tracing::warn!(slot, "an endpoint has been inside one batch for a second");
             }
         }

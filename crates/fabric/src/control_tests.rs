@@ -13,13 +13,13 @@ fn reopen(control: &ControlMemory) -> Result<ControlMemory, String> {
 #[test]
 fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
     let control = ControlMemory::create(4, 8).unwrap();
-    control.occupy(2, WHO);
+    control.open_slot(2, WHO);
     assert!(control.drain(2, None), "nobody is inside");
     control.active(2).fetch_add(1, Ordering::SeqCst);
     assert!(!control.drain(2, Some(Duration::from_millis(1))), "a live one holds it up");
     let waiter = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| control.drain(2, None));
-        control.vacate(2);
+        control.free_slot(2);
         waiter.join().unwrap()
     });
     assert!(waiter, "a dead one does not");

@@ -85,7 +85,7 @@ impl KeyEntry {
     }
 }
 
-/// Tenants are user ids, and the last one is no user's.
+/// TenantTable are user ids, and the last one is no user's.
 const fn owner(tenant: Tenant) -> u32 {
     tenant.0.wrapping_add(1)
 }

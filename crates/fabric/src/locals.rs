@@ -7,9 +7,9 @@ use crate::work::{EndpointError, LocalKey, LocalSlice};
 
 /// Local memories by their keys, which count from one.
 #[derive(Debug, Default)]
-pub(crate) struct Locals(Vec<Arc<Memory>>);
+pub(crate) struct LocalMemories(Vec<Arc<Memory>>);
 
-impl Locals {
+impl LocalMemories {
     /// Adds one, if there are fewer than `limit`.
     pub fn add(&mut self, memory: Arc<Memory>, limit: usize) -> Result<LocalKey, EndpointError> {
         let full = EndpointError::TooManyLocal { limit };

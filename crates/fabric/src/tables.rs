@@ -21,7 +21,7 @@ pub fn is_fence_refusal(refusal: &str) -> bool {
 
 /// A registered region.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegisteredRegion {
     /// Its memory.
     pub memory: Arc<Memory>,
     scope: Scope,
@@ -34,7 +34,7 @@ pub struct Registered {
 #[derive(Debug)]
 pub struct TargetTables {
     /// By index.
-    pub regions: Vec<Registered>,
+    pub regions: Vec<RegisteredRegion>,
     space: AddressSpace,
     keys: KeySlots,
     fenced: HashMap<Host, u64>,
@@ -75,21 +75,21 @@ impl TargetTables {
             control.publish_table(index, &table);
             PlacedTable::at(index, region.base, &table)
         });
-        self.regions.push(Registered { memory, scope, region: region.clone(), table });
+        self.regions.push(RegisteredRegion { memory, scope, region: region.clone(), table });
         Ok(region)
     }
 
     /// What a table's key opens to `who` at an address.
     pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
         let is_of_it =
-            |registered: &&Registered| registered.table.as_ref().is_some_and(|table| table.holds(addr));
+            |registered: &&RegisteredRegion| registered.table.as_ref().is_some_and(|table| table.holds(addr));
         let registered = self.regions.iter().find(is_of_it)?;
         registered.table.as_ref()?.grant(&registered.memory, who, key, addr)
     }
 
     /// The number of the region that holds a range, and where it begins.
     pub fn region_of(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
-        let holds = |registered: &Registered| {
+        let holds = |registered: &RegisteredRegion| {
             let Region { base, len: bytes, .. } = registered.region;
             addr >= base && addr - base <= bytes && len <= bytes - (addr - base)
         };
@@ -129,7 +129,7 @@ impl TargetTables {
 
     /// The regions as one endpoint may know them: without the keys that are for others.
     pub fn visible_regions(&self, who: Identity) -> Vec<Region> {
-        let announced = |registered: &Registered| {
+        let announced = |registered: &RegisteredRegion| {
             let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
             Region { key, ..registered.region.clone() }
         };

@@ -61,7 +61,7 @@ impl VerbsEndpoint {
         });
         match started {
             Ok(rescue) => {
-                if let Err(error) = self.watch(rescue.bell()) {
+                if let Err(error) = self.watch(rescue.ready_fd()) {
                     tracing::warn!(%error, "a rescue cannot be waited for");
                 }
                 self.rescue = Some(rescue);
@@ -82,7 +82,7 @@ impl VerbsEndpoint {
     }
 
     pub(super) fn look_after_rescue(&mut self) {
-        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(BackgroundTask::outcome)
+        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(BackgroundTask::take_result)
         else {
             return;
         };

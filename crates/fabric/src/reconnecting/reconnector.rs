@@ -41,25 +41,25 @@ pub trait Reconnect: Send + Sync + Debug {
 
 /// What an endpoint that broke may have left under way, for all who must see to its end.
 #[derive(Clone, Debug)]
-pub(super) struct SharedDrain(Arc<Mutex<Left>>);
+pub(super) struct SharedDrain(Arc<Mutex<DrainState>>);
 
 #[derive(Debug)]
-struct Left {
-    late: Box<dyn DrainHandle>,
-    is_ended: bool,
+struct DrainState {
+    drain: Box<dyn DrainHandle>,
+    is_drained: bool,
 }
 
 impl SharedDrain {
-    pub fn new(late: Box<dyn DrainHandle>) -> Self {
-        Self(Arc::new(Mutex::new(Left { late, is_ended: false })))
+    pub fn new(drain: Box<dyn DrainHandle>) -> Self {
+        Self(Arc::new(Mutex::new(DrainState { drain, is_drained: false })))
     }
 
-    pub fn is_ended(&self) -> bool {
+    pub fn is_drained(&self) -> bool {
         // Whoever is at it holds the lock for long, and has not ended it.
-        self.0.try_lock().is_ok_and(|left| left.is_ended)
+        self.0.try_lock().is_ok_and(|left| left.is_drained)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Left> {
+    fn lock(&self) -> MutexGuard<'_, DrainState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -67,9 +67,9 @@ impl SharedDrain {
 impl DrainHandle for SharedDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
         let mut left = self.lock();
-        if !left.is_ended {
-            left.late.drain()?;
-            left.is_ended = true;
+        if !left.is_drained {
+            left.drain.drain()?;
+            left.is_drained = true;
         }
         Ok(())
     }
@@ -78,38 +78,38 @@ impl DrainHandle for SharedDrain {
 /// A target is looked for.
 #[derive(Debug)]
 pub(super) struct Reconnector {
-    by: By,
-    late: Option<SharedDrain>,
+    mode: SearchMode,
+    drain: Option<SharedDrain>,
 }
 
 #[derive(Debug)]
-enum By {
+enum SearchMode {
     Thread(BackgroundTask<Option<Box<dyn Endpoint>>>),
-    WhoeverPolls(Arc<dyn Reconnect>),
+    InPoll(Arc<dyn Reconnect>),
 }
 
 impl Reconnector {
-    /// Begin. What is `late` is ended first.
+    /// Begin. What is `drain` is ended first.
     ///
     /// # Errors
     /// If there is no thread.
-    pub fn start(reconnect: &Arc<dyn Reconnect>, late: Option<SharedDrain>) -> io::Result<Self> {
+    pub fn start(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> io::Result<Self> {
         let reconnect = Arc::clone(reconnect);
         if !reconnect.is_blocking() {
-            return Ok(Self { by: By::WhoeverPolls(reconnect), late });
+            return Ok(Self { mode: SearchMode::InPoll(reconnect), drain });
         }
-        let mut left = late.clone();
-        let rescue = BackgroundTask::start("fabric-reconnecting", move |is_awaited| {
-            seek(&*reconnect, left.as_mut(), is_awaited)
+        let mut left = drain.clone();
+        let task = BackgroundTask::start("fabric-reconn", move |is_awaited| {
+            reconnect_until(&*reconnect, left.as_mut(), is_awaited)
         })?;
-        Ok(Self { by: By::Thread(rescue), late })
+        Ok(Self { mode: SearchMode::Thread(task), drain })
     }
 
     /// What came of it: an endpoint, or nothing for good. `None`: it goes on.
-    pub fn outcome(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
-        match &self.by {
-            By::Thread(rescue) => rescue.outcome(),
-            By::WhoeverPolls(reconnect) => match attempt(&**reconnect, self.late.as_mut()) {
+    pub fn take_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
+        match &self.mode {
+            SearchMode::Thread(task) => task.take_result(),
+            SearchMode::InPoll(reconnect) => match try_reconnect(&**reconnect, self.drain.as_mut()) {
                 ReconnectOutcome::Connected(endpoint) => Some(Some(endpoint)),
                 ReconnectOutcome::Retry => None,
                 ReconnectOutcome::Gone => Some(None),
@@ -119,40 +119,40 @@ impl Reconnector {
 
     /// What of the endpoint before may take effect yet.
     pub fn drain_handle(&self) -> Option<SharedDrain> {
-        self.late.clone().filter(|late| !late.is_ended())
+        self.drain.clone().filter(|drain| !drain.is_drained())
     }
 
     /// Readable when there is an outcome.
-    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
-        match &self.by {
-            By::Thread(rescue) => Some(rescue.bell()),
-            By::WhoeverPolls(_) => None,
+    pub fn ready_fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.mode {
+            SearchMode::Thread(task) => Some(task.ready_fd()),
+            SearchMode::InPoll(_) => None,
         }
     }
 
     /// Wait for the outcome, at most so long.
-    pub fn wait(&self, patience: Duration) {
-        if let Some(bell) = self.bell() {
-            let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+    pub fn wait(&self, timeout: Duration) {
+        if let Some(ready) = self.ready_fd() {
+            let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
             // Any outcome means: look.
-            let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&timeout));
+            let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(ready, PollFlags::IN)], Some(&timeout));
         }
     }
 }
 
-fn attempt(reconnect: &dyn Reconnect, late: Option<&mut SharedDrain>) -> ReconnectOutcome {
+fn try_reconnect(reconnect: &dyn Reconnect, drain: Option<&mut SharedDrain>) -> ReconnectOutcome {
     // What is done once more must not be followed by what was sent before.
-    if late.is_some_and(|late| late.drain().is_err()) { ReconnectOutcome::Retry } else { reconnect.attempt() }
+    if drain.is_some_and(|drain| drain.drain().is_err()) { ReconnectOutcome::Retry } else { reconnect.attempt() }
 }
 
-fn seek(
+fn reconnect_until(
     reconnect: &dyn Reconnect,
-    mut late: Option<&mut SharedDrain>,
+    mut drain: Option<&mut SharedDrain>,
     is_awaited: &dyn Fn() -> bool,
 ) -> Option<Box<dyn Endpoint>> {
     let begun = Instant::now();
     while is_awaited() && begun.elapsed() < reconnect.timeout() {
-        match attempt(reconnect, late.as_deref_mut()) {
+        match try_reconnect(reconnect, drain.as_deref_mut()) {
             ReconnectOutcome::Connected(endpoint) => return Some(endpoint),
             ReconnectOutcome::Retry => std::thread::sleep(RETRY_EVERY),
             ReconnectOutcome::Gone => return None,

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::handshake::{self, Reply, Welcome};
-use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
-use super::watch::{Link, watch};
+use super::watch::{PeerSocket, watch};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED, OPEN};
 use crate::key_table::PlacedTable;
 use crate::keys::Right;
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -34,15 +34,15 @@ pub struct ShmEndpoint {
     slot: usize,
     /// Our `active` word as we last stored it; odd inside a batch.
     sequence: u64,
-    link: Arc<Link>,
+    peer_socket: Arc<PeerSocket>,
     limits: Limits,
     regions: Vec<Region>,
     /// TargetTables of keys of regions.
     tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
-    locals: Locals,
-    outbox: Ring,
-    inbox: Ring,
+    locals: LocalMemories,
+    outbox: MessageRing,
+    inbox: MessageRing,
     done: VecDeque<Completion>,
     broken: bool,
 }
@@ -76,7 +76,7 @@ impl ShmEndpoint {
             Reply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
             Reply::Welcome(welcome) => {
                 let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
-                watch(&endpoint.link).map_err(unreachable)?;
+                watch(&endpoint.peer_socket).map_err(unreachable)?;
                 Ok(endpoint)
             }
         }
@@ -121,14 +121,14 @@ impl ShmEndpoint {
             sequence: control.active(slot).load(Ordering::Relaxed) & !1,
             control,
             slot,
-            link: Link::new(socket),
+            peer_socket: PeerSocket::new(socket),
             limits,
             regions: welcome.regions,
             tables,
             mapped,
-            locals: Locals::default(),
-            outbox: Ring::new(&mailbox, &limits, Direction::ToTarget),
-            inbox: Ring::new(&mailbox, &limits, Direction::ToInitiator),
+            locals: LocalMemories::default(),
+            outbox: MessageRing::new(&mailbox, &limits, Direction::ToTarget),
+            inbox: MessageRing::new(&mailbox, &limits, Direction::ToInitiator),
             done: VecDeque::with_capacity(limits.queue_depth),
             broken: false,
         })
@@ -136,7 +136,7 @@ impl ShmEndpoint {
 
     /// Say that accesses may be under way, before looking at any key.
     #[inline]
-    fn begin(&mut self) {
+    fn enter_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -144,7 +144,7 @@ impl ShmEndpoint {
 
     /// Say that all accesses so far have ended.
     #[inline]
-    fn end(&mut self) {
+    fn leave_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Release);
     }
@@ -152,12 +152,12 @@ impl ShmEndpoint {
     /// What keeps this endpoint from working at all. The first operation that meets it learns
     /// the cause, later ones are flushed.
     #[inline]
-    fn obstacle(&self) -> Option<WorkError> {
+    fn failure(&self) -> Option<WorkError> {
         if self.broken {
             return Some(WorkError::Flushed);
         }
         match self.control.state(self.slot) {
-            OPEN if self.control.is_alive() && !self.link.is_gone() => None,
+            OPEN if self.control.is_alive() && !self.peer_socket.is_hung_up() => None,
             FENCED => Some(WorkError::Fenced),
             _ => Some(WorkError::PeerGone),
         }
@@ -165,13 +165,13 @@ impl ShmEndpoint {
 
     #[inline]
     fn execute(&mut self, verb: &Verb) -> Result<u64, WorkError> {
-        if let Some(obstacle) = self.obstacle() {
+        if let Some(failure) = self.failure() {
             self.broken = true;
-            return Err(obstacle);
+            return Err(failure);
         }
         match *verb {
             Verb::Read { local, remote } => {
-                let to = self.transfer_end(local)?;
+                let to = self.local_transfer(local)?;
                 let from = self.remote(remote, u64::from(local.len), Right::Read)?;
                 // SAFETY: both ranges were just checked to be inside mappings that live as long
                 // as this endpoint.
@@ -181,7 +181,7 @@ impl ShmEndpoint {
                 Ok(u64::from(local.len))
             }
             Verb::Write { local, remote } => {
-                let from = self.transfer_end(local)?;
+                let from = self.local_transfer(local)?;
                 let to = self.remote(remote, u64::from(local.len), Right::Write)?;
                 fence(Ordering::AcqRel);
                 // SAFETY: as above.
@@ -218,7 +218,7 @@ impl ShmEndpoint {
 
     /// The local end of a READ or WRITE.
     #[inline]
-    fn transfer_end(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
+    fn local_transfer(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
         if local.len > self.limits.transfer_bytes_max {
             return Err(WorkError::TooLong);
         }
@@ -264,7 +264,7 @@ impl ShmEndpoint {
 
 impl Endpoint for ShmEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        self.begin();
+        self.enter_batch();
         let mut moved = 0;
         let mut accepted = 0;
         for work in batch {
@@ -279,11 +279,11 @@ impl Endpoint for ShmEndpoint {
             }
             if moved >= PAUSE_BYTES {
                 moved = 0;
-                self.end();
-                self.begin();
+                self.leave_batch();
+                self.enter_batch();
             }
         }
-        self.end();
+        self.leave_batch();
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
@@ -313,7 +313,7 @@ impl Endpoint for ShmEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        self.obstacle().is_some()
+        self.failure().is_some()
     }
 }
 
@@ -325,7 +325,7 @@ fn moves_bytes(verb: &Verb) -> bool {
 
 impl Drop for ShmEndpoint {
     fn drop(&mut self) {
-        self.link.hang_up();
+        self.peer_socket.hang_up();
     }
 }
 

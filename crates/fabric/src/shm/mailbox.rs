@@ -21,11 +21,11 @@ const BYTES_IN: usize = 16;
 
 /// The peer wrote a count or a length that cannot be.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Corrupt;
+pub(super) struct RingCorrupt;
 
 /// One end of one ring.
 #[derive(Debug)]
-pub(super) struct Ring {
+pub(super) struct MessageRing {
     memory: Arc<Memory>,
     at: usize,
     depth: u64,
@@ -54,7 +54,7 @@ fn slot_bytes(message_bytes_max: u32) -> usize {
     (BYTES_IN + message_bytes_max as usize).next_multiple_of(64)
 }
 
-impl Ring {
+impl MessageRing {
     /// One end of a ring of fresh memory of [`mailbox_bytes`].
     pub fn new(memory: &Arc<Memory>, limits: &Limits, direction: Direction) -> Self {
         let at = match direction {
@@ -74,10 +74,10 @@ impl Ring {
     ///
     /// # Safety
     /// `len` bytes at `from` must be mapped, and `len` at most the limit.
-    pub unsafe fn put(&mut self, stamp: u64, from: *const u8, len: u32) -> Result<bool, Corrupt> {
+    pub unsafe fn put(&mut self, stamp: u64, from: *const u8, len: u32) -> Result<bool, RingCorrupt> {
         assert!(len <= self.message_bytes_max, "the caller checks the length");
         let taken = self.memory.atomic_u64(self.at + TAKEN_IN).load(Ordering::Acquire);
-        let waiting = self.count.checked_sub(taken).filter(|&n| n <= self.depth).ok_or(Corrupt)?;
+        let waiting = self.count.checked_sub(taken).filter(|&n| n <= self.depth).ok_or(RingCorrupt)?;
         if waiting == self.depth {
             return Ok(false);
         }
@@ -93,9 +93,9 @@ impl Ring {
     }
 
     /// The stamp of the oldest message that waits.
-    pub fn oldest(&self) -> Result<Option<u64>, Corrupt> {
+    pub fn oldest_stamp(&self) -> Result<Option<u64>, RingCorrupt> {
         let put = self.memory.atomic_u64(self.at + PUT_IN).load(Ordering::Acquire);
-        let waiting = put.checked_sub(self.count).filter(|&n| n <= self.depth).ok_or(Corrupt)?;
+        let waiting = put.checked_sub(self.count).filter(|&n| n <= self.depth).ok_or(RingCorrupt)?;
         if waiting == 0 {
             return Ok(None);
         }
@@ -106,8 +106,8 @@ impl Ring {
     }
 
     /// Take the oldest message, appending it to `out`; false if there is none.
-    pub fn take(&mut self, out: &mut Vec<u8>) -> Result<bool, Corrupt> {
-        if self.oldest()?.is_none() {
+    pub fn take(&mut self, out: &mut Vec<u8>) -> Result<bool, RingCorrupt> {
+        if self.oldest_stamp()?.is_none() {
             return Ok(false);
         }
         let slot = self.slot(self.count);
@@ -120,9 +120,9 @@ impl Ring {
         Ok(true)
     }
 
-    fn message_len(&self, slot: usize) -> Result<u32, Corrupt> {
+    fn message_len(&self, slot: usize) -> Result<u32, RingCorrupt> {
         let len = self.memory.atomic_u32(slot + LEN_IN).load(Ordering::Relaxed);
-        if len <= self.message_bytes_max { Ok(len) } else { Err(Corrupt) }
+        if len <= self.message_bytes_max { Ok(len) } else { Err(RingCorrupt) }
     }
 
     fn slot(&self, count: u64) -> usize {
@@ -145,7 +145,7 @@ mod tests {
         }
     }
 
-    fn put(ring: &mut Ring, stamp: u64, bytes: &[u8]) -> Result<bool, Corrupt> {
+    fn put(ring: &mut MessageRing, stamp: u64, bytes: &[u8]) -> Result<bool, RingCorrupt> {
         let len = u32::try_from(bytes.len()).unwrap();
         // SAFETY: the pointer and the length are those of a slice.
         unsafe { ring.put(stamp, bytes.as_ptr(), len) }
@@ -154,8 +154,8 @@ mod tests {
     #[test]
     fn messages_come_out_in_order_and_the_ring_is_bounded() {
         let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
-        let mut sender = Ring::new(&memory, &limits(), Direction::ToInitiator);
-        let mut receiver = Ring::new(&memory, &limits(), Direction::ToInitiator);
+        let mut sender = MessageRing::new(&memory, &limits(), Direction::ToInitiator);
+        let mut receiver = MessageRing::new(&memory, &limits(), Direction::ToInitiator);
         for round in 0..10_u8 {
             for n in 0..3 {
                 assert_eq!(put(&mut sender, u64::from(n), &[round, n]), Ok(true));
@@ -163,7 +163,7 @@ mod tests {
             assert_eq!(put(&mut sender, 9, &[0; 100]), Ok(false));
             for n in 0..3 {
                 let mut out = Vec::new();
-                assert_eq!(receiver.oldest(), Ok(Some(u64::from(n))));
+                assert_eq!(receiver.oldest_stamp(), Ok(Some(u64::from(n))));
                 assert_eq!(receiver.take(&mut out), Ok(true));
                 assert_eq!(out, [round, n]);
             }
@@ -174,15 +174,15 @@ mod tests {
     #[test]
     fn nonsense_from_the_peer_is_noticed() {
         let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
-        let mut sender = Ring::new(&memory, &limits(), Direction::ToTarget);
-        let mut receiver = Ring::new(&memory, &limits(), Direction::ToTarget);
+        let mut sender = MessageRing::new(&memory, &limits(), Direction::ToTarget);
+        let mut receiver = MessageRing::new(&memory, &limits(), Direction::ToTarget);
         memory.atomic_u64(PUT_IN).store(4, Ordering::Relaxed);
-        assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
+        assert_eq!(receiver.take(&mut Vec::new()), Err(RingCorrupt));
         memory.atomic_u64(PUT_IN).store(1, Ordering::Relaxed);
         memory.atomic_u32(SLOTS_IN + LEN_IN).store(101, Ordering::Relaxed);
-        assert_eq!(receiver.oldest(), Err(Corrupt));
-        assert_eq!(receiver.take(&mut Vec::new()), Err(Corrupt));
+        assert_eq!(receiver.oldest_stamp(), Err(RingCorrupt));
+        assert_eq!(receiver.take(&mut Vec::new()), Err(RingCorrupt));
         memory.atomic_u64(TAKEN_IN).store(1, Ordering::Relaxed);
-        assert_eq!(put(&mut sender, 0, b"x"), Err(Corrupt));
+        assert_eq!(put(&mut sender, 0, b"x"), Err(RingCorrupt));
     }
 }

@@ -7,7 +7,7 @@
 //!
 //! An endpoint must not be used in a child after `fork`: parent and child would share its slot.
 
-mod door;
+mod acceptor;
 mod endpoint;
 #[cfg(test)]
 mod golden_tests;

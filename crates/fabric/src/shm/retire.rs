@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::control::ControlMemory;
 
 /// How often to see whether a peer that is in the middle of an access lives.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// An access takes microseconds: what takes so long is worth a word.
 const WARN_AFTER: Duration = Duration::from_secs(1);
 
@@ -23,13 +23,13 @@ pub fn retire(control: OwnedFd) -> io::Result<()> {
     control.set_dead();
     for slot in 0..control.endpoints() {
         let begun = Instant::now();
-        let mut is_told = false;
-        while !control.drain(slot, Some(LOOK_EVERY)) {
+        let mut is_logged = false;
+        while !control.drain(slot, Some(POLL_INTERVAL)) {
             let pid = control.process(slot);
             if pid != 0 && !has_mapped(pid, stat.st_ino) {
                 break;
             }
-            if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_told, true) {
+            if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_logged, true) {
                 tracing::warn!(
                     pid,
                     "a process stands still in the middle of an access; the memory is not lent again before it goes on, or ends"
@@ -63,7 +63,7 @@ mod tests {
 
     fn control_with(pid: u32) -> (ControlMemory, OwnedFd) {
         let control = ControlMemory::create(2, 1).unwrap();
-        control.occupy(1, WHO);
+        control.open_slot(1, WHO);
         control.set_process(1, pid);
         control.active(1).store(1, Ordering::SeqCst);
         let fd = control.fd().try_clone_to_owned().unwrap();

@@ -100,19 +100,19 @@ pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
 }
 
 /// A process that has connected.
-pub(super) struct Process {
+pub(super) struct PeerProcess {
     pub(super) pid: Pid,
     pub(super) pidfd: OwnedFd,
 }
 
 /// The process at the other end, unless it is this one, or it cannot be had. It holds the socket, so its number is nobody else's yet if the socket still is connected.
-pub(super) fn peer_process(socket: &OwnedFd) -> Option<Process> {
+pub(super) fn peer_process(socket: &OwnedFd) -> Option<PeerProcess> {
     let pid = sockopt::socket_peercred(socket).ok()?.pid;
     if pid == rustix::process::getpid() {
         return None;
     }
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    (!has_hung_up(socket)).then_some(Process { pid, pidfd })
+    (!is_hung_up(socket)).then_some(PeerProcess { pid, pidfd })
 }
 
 /// The number of the process at the other end; 0 if it is not known here.
@@ -122,7 +122,7 @@ pub(super) fn peer_pid(socket: &OwnedFd) -> u32 {
 }
 
 /// Whether nobody is at the other end any more.
-pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
+pub(super) fn is_hung_up(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
     rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }

@@ -9,21 +9,21 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::wake::WakeFd;
 
-/// A socket whose hang-up means that the peer is gone.
+/// A socket whose hang-up means that the peer is is_hung_up.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct PeerSocket {
     pub socket: OwnedFd,
-    gone: AtomicBool,
+    is_hung_up: AtomicBool,
 }
 
-impl Link {
+impl PeerSocket {
     pub fn new(socket: OwnedFd) -> Arc<Self> {
-        Arc::new(Self { socket, gone: AtomicBool::new(false) })
+        Arc::new(Self { socket, is_hung_up: AtomicBool::new(false) })
     }
 
     #[inline]
-    pub fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Relaxed)
+    pub fn is_hung_up(&self) -> bool {
+        self.is_hung_up.load(Ordering::Relaxed)
     }
 
     /// Hang up; the watcher lets go of the socket then.
@@ -34,24 +34,24 @@ impl Link {
 }
 
 struct Watcher {
-    links: Mutex<Vec<Arc<Link>>>,
+    sockets: Mutex<Vec<Arc<PeerSocket>>>,
     wake: WakeFd,
 }
 
 static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
 
-/// Watch a link until it hangs up.
-pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
+/// Watch a peer_socket until it hangs up.
+pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
     let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
-    watcher.links.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(link));
+    watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(peer_socket));
     watcher.wake.wake();
     Ok(())
 }
 
 fn start() -> io::Result<Arc<Watcher>> {
     let wake = WakeFd::new()?;
-    let watcher = Arc::new(Watcher { links: Mutex::default(), wake });
+    let watcher = Arc::new(Watcher { sockets: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
     std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;
     Ok(watcher)
@@ -59,11 +59,11 @@ fn start() -> io::Result<Arc<Watcher>> {
 
 fn run(watcher: &Watcher) {
     loop {
-        let links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
         // After the handshake the target sends nothing, so whatever happens is the end.
         let events = PollFlags::IN | PollFlags::RDHUP;
-        polled.extend(links.iter().map(|link| PollFd::new(&link.socket, events)));
+        polled.extend(sockets.iter().map(|peer_socket| PollFd::new(&peer_socket.socket, events)));
         match rustix::event::poll(&mut polled, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
@@ -77,12 +77,12 @@ fn run(watcher: &Watcher) {
         if !polled[0].revents().is_empty() {
             watcher.wake.clear();
         }
-        for (link, polled) in links.iter().zip(&polled[1..]) {
+        for (peer_socket, polled) in sockets.iter().zip(&polled[1..]) {
             if !polled.revents().is_empty() {
-                link.gone.store(true, Ordering::SeqCst);
+                peer_socket.is_hung_up.store(true, Ordering::SeqCst);
             }
         }
-        let mut links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner);
-        links.retain(|link| !link.is_gone());
+        let mut sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.retain(|peer_socket| !peer_socket.is_hung_up());
     }
 }

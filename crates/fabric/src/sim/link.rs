@@ -4,21 +4,21 @@ use std::collections::VecDeque;
 
 use super::Node;
 use crate::Memory;
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::target::Identity;
 use crate::work::{Completion, LocalSlice, Work, WorkError};
 
 /// One connection.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct SimLink {
     pub who: Identity,
     pub node: Node,
-    pub locals: Locals,
+    pub locals: LocalMemories,
     pub done: VecDeque<Completion>,
     pub inbox: VecDeque<Vec<u8>>,
-    pub flights: VecDeque<Flight>,
+    pub in_flight: VecDeque<InFlightOp>,
     /// What nobody waits for any more, and is on the wire yet.
-    pub strays: Vec<Flight>,
+    pub strays: Vec<InFlightOp>,
     pub next_serial: u64,
     /// Times before which nothing later of this link may happen: order.
     pub apply_after_ns: u64,
@@ -31,14 +31,14 @@ pub(super) struct Link {
     pub requests_lost: bool,
     pub answers_lost: bool,
     /// What the next operation learns, once the loss of the peer was noticed.
-    pub severed: Option<WorkError>,
+    pub pending_error: Option<WorkError>,
     pub broken: bool,
     /// The host has crashed or has let go of the endpoint.
     pub closed: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Flight {
+pub(super) struct InFlightOp {
     pub serial: u64,
     pub work: Work,
     pub applied: Option<Result<u64, WorkError>>,
@@ -46,15 +46,15 @@ pub(super) struct Flight {
     pub data: Vec<u8>,
 }
 
-impl Link {
+impl SimLink {
     pub fn new(who: Identity, node: Node, now_ns: u64) -> Self {
         Self {
             who,
             node,
-            locals: Locals::default(),
+            locals: LocalMemories::default(),
             done: VecDeque::new(),
             inbox: VecDeque::new(),
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             strays: Vec::new(),
             next_serial: 0,
             apply_after_ns: now_ns,
@@ -64,19 +64,19 @@ impl Link {
             waiting_at_node: 0,
             requests_lost: false,
             answers_lost: false,
-            severed: None,
+            pending_error: None,
             broken: false,
             closed: false,
         }
     }
 
     pub fn is_broken(&self) -> bool {
-        self.broken || self.severed.is_some()
+        self.broken || self.pending_error.is_some()
     }
 
     /// Whether work is under way.
     pub fn is_busy(&self) -> bool {
-        !self.flights.is_empty() || !self.strays.is_empty()
+        !self.in_flight.is_empty() || !self.strays.is_empty()
     }
 
     /// The peer is lost. The oldest operation learns the cause, and so do those that took effect
@@ -85,13 +85,13 @@ impl Link {
         if self.is_broken() {
             return;
         }
-        self.severed = Some(cause);
+        self.pending_error = Some(cause);
         let mut first = cause != WorkError::Fenced;
-        while let Some(flight) = self.flights.pop_front() {
-            let took_effect = matches!(flight.applied, Some(Ok(_)));
-            let learns = first || took_effect || on_the_wire.contains(&flight.serial);
+        while let Some(op) = self.in_flight.pop_front() {
+            let took_effect = matches!(op.applied, Some(Ok(_)));
+            let learns = first || took_effect || on_the_wire.contains(&op.serial);
             let outcome = Err(if learns { cause } else { WorkError::Flushed });
-            self.done.push_back(Completion { id: flight.work.id, outcome });
+            self.done.push_back(Completion { id: op.work.id, outcome });
             first = false;
             self.broken = true;
         }

@@ -1,6 +1,6 @@
 //! Provider for tests: a whole fabric in one thread, in virtual time, from one seed.
 //!
-//! Posting only puts work into flight; [`SimFabric::step`] lets the next thing happen. Each
+//! Posting only puts work into op; [`SimFabric::step`] lets the next thing happen. Each
 //! operation takes effect at the node after a random delay and completes after another one, in
 //! order per endpoint and in any order across endpoints. Nodes and hosts crash, links are cut,
 //! hosts are slow, all on command. The same seed and the same calls give the same history.
@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::target::{Host, Identity};
 use crate::work::{Endpoint, EndpointError, Limits};
-use world::World;
+use world::FabricWorld;
 
 /// A memory node of a simulated fabric.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
@@ -34,7 +34,7 @@ pub struct SimOptions {
     /// Time until the loss of a peer is noticed.
     pub timeout_ns: u64,
     /// What was not answered in time may be on the wire yet, and take effect later, unless the node is asked to end it.
-    pub comes_late: bool,
+    pub has_strays: bool,
     /// Polling an endpoint that has work under way but nothing done lets the next thing happen:
     /// for code that polls in a loop until its work is done.
     pub step_on_poll: bool,
@@ -53,7 +53,7 @@ impl Default for SimOptions {
         Self {
             delay_ns: 500..20_000,
             timeout_ns: 1_000_000,
-            comes_late: false,
+            has_strays: false,
             step_on_poll: false,
             endpoints_max: 256,
             regions_max: 64,
@@ -66,14 +66,14 @@ impl Default for SimOptions {
 /// A simulated fabric; clones are handles to the same one.
 #[derive(Clone, Debug)]
 pub struct SimFabric {
-    world: Arc<Mutex<World>>,
+    world: Arc<Mutex<FabricWorld>>,
 }
 
 impl SimFabric {
     /// A fabric without nodes, at time zero.
     #[must_use]
     pub fn new(seed: u64, options: SimOptions) -> Self {
-        Self { world: Arc::new(Mutex::new(World::new(seed, options))) }
+        Self { world: Arc::new(Mutex::new(FabricWorld::new(seed, options))) }
     }
 
     /// Start a memory node.
@@ -166,11 +166,11 @@ impl SimFabric {
         self.lock().slow_node(node, factor);
     }
 
-    fn lock(&self) -> MutexGuard<'_, World> {
+    fn lock(&self) -> MutexGuard<'_, FabricWorld> {
         lock(&self.world)
     }
 }
 
-fn lock(world: &Mutex<World>) -> MutexGuard<'_, World> {
+fn lock(world: &Mutex<FabricWorld>) -> MutexGuard<'_, FabricWorld> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::world::{NodeState, Registered, World};
+use super::world::{SimNode, SimRegion, FabricWorld};
 use super::{Node, lock};
 use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
@@ -15,7 +15,7 @@ use crate::work::Key;
 /// A memory node of a [`super::SimFabric`].
 #[derive(Clone, Debug)]
 pub struct SimTarget {
-    pub(super) world: Arc<Mutex<World>>,
+    pub(super) world: Arc<Mutex<FabricWorld>>,
     pub(super) node: Node,
 }
 
@@ -26,8 +26,8 @@ impl SimTarget {
         self.node
     }
 
-    fn with<T>(&self, action: impl FnOnce(&mut NodeState) -> T) -> T {
-        let mut world: MutexGuard<'_, World> = lock(&self.world);
+    fn with<T>(&self, action: impl FnOnce(&mut SimNode) -> T) -> T {
+        let mut world: MutexGuard<'_, FabricWorld> = lock(&self.world);
         action(&mut world.nodes[self.node.0])
     }
 }
@@ -53,7 +53,7 @@ impl Target for SimTarget {
             let grant = Grant { base: region.base, len: opened, access, scope, region: index };
             node.grants.insert(key, grant);
             let table = table.map(|table| PlacedTable::at(index, region.base, &table));
-            node.regions.push(Registered { memory, scope, region: region.clone(), table });
+            node.regions.push(SimRegion { memory, scope, region: region.clone(), table });
             Ok(region)
         })
     }

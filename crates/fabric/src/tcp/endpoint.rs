@@ -14,18 +14,18 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
-use self::direct::Plan;
-use self::recovery::Found;
+use self::direct::DirectPlan;
+use self::recovery::ReconnectReply;
 use super::ConnectOptions;
-use super::spin::Spin;
-use super::stream::{Deadlined, connect_unpaced, tune};
+use super::busy_poll::BusyPoll;
+use super::stream::{DeadlineStream, connect_unpaced, configure};
 use super::wire::{self, Request, padded};
 use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
 use crate::handshake::secure::RecordCipher;
 use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::memory::copy;
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -38,7 +38,7 @@ const INPUT_BYTES: usize = 256 << 10;
 
 /// A posted operation without outcome.
 #[derive(Clone, Copy, Debug)]
-struct Pending {
+struct PendingWork {
     work: Work,
     /// Known at once, and told in its turn.
     outcome: Option<WorkError>,
@@ -55,8 +55,8 @@ pub struct TcpEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    locals: Locals,
-    pending: VecDeque<Pending>,
+    locals: LocalMemories,
+    pending: VecDeque<PendingWork>,
     done: VecDeque<Completion>,
     /// Requests, plain, to be sealed or sent.
     requests: Vec<u8>,
@@ -67,20 +67,20 @@ pub struct TcpEndpoint {
     filled: usize,
     /// What a sealed connection said, opened.
     opened: Vec<u8>,
-    plan: Plan,
+    plan: DirectPlan,
     /// The READ whose bytes are coming, and how many of them came.
     reading: Option<(LocalSlice, u32)>,
     answered: u64,
-    heard: u64,
+    received: u64,
     taken: u64,
     messages: VecDeque<Vec<u8>>,
     /// Posted a moment ago, with nothing under way before: no answer can be there yet.
     is_fresh: bool,
-    spin: Spin,
+    busy_poll: BusyPoll,
     /// While the connection is made anew nothing is sent or received.
-    rescue: Option<BackgroundTask<Found>>,
+    reconnecting: Option<BackgroundTask<ReconnectReply>>,
     /// Messages that had been taken when the connection broke.
-    taken_then: u64,
+    taken_at_break: u64,
     /// Since when an answer is awaited.
     since: Instant,
     /// The target went away in good order: what is unanswered was not done.
@@ -102,16 +102,16 @@ pub fn connect(
 }
 
 /// Knock, and hear what the target says.
-fn knock(
+fn open_session(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<(TcpStream, RecordCipher, Welcome), EndpointError> {
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
-    let stream = connect_unpaced(address, patience).map_err(unreachable)?;
-    tune(&stream).map_err(unreachable)?;
-    let deadlined = Deadlined::new(stream, Instant::now() + patience);
+    let stream = connect_unpaced(address, timeout).map_err(unreachable)?;
+    configure(&stream).map_err(unreachable)?;
+    let deadlined = DeadlineStream::new(stream, Instant::now() + timeout);
     let (secured, welcome) = handshake::initiate_session(deadlined, address, key, hello)?;
     let (stream, cipher) = secured.into_parts();
     let stream = stream.into_inner();
@@ -131,11 +131,11 @@ impl TcpEndpoint {
         options: ConnectOptions,
     ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
-        let (stream, cipher, welcome) = knock(address, key, &hello, HANDSHAKE_TIME)?;
+        let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIME)?;
         Ok(Self {
             address,
             key: key.clone(),
-            spin: Spin::new(options.spin_time),
+            busy_poll: BusyPoll::new(options.spin_time),
             options,
             who,
             stream,
@@ -143,7 +143,7 @@ impl TcpEndpoint {
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
-            locals: Locals::default(),
+            locals: LocalMemories::default(),
             pending: VecDeque::with_capacity(welcome.limits.queue_depth),
             done: VecDeque::with_capacity(welcome.limits.queue_depth),
             requests: Vec::new(),
@@ -152,15 +152,15 @@ impl TcpEndpoint {
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
-            plan: Plan::new(),
+            plan: DirectPlan::new(),
             reading: None,
             answered: 0,
-            heard: 0,
+            received: 0,
             taken: 0,
             messages: VecDeque::new(),
             is_fresh: false,
-            rescue: None,
-            taken_then: 0,
+            reconnecting: None,
+            taken_at_break: 0,
             since: Instant::now(),
             has_farewell: false,
             broken: false,
@@ -168,7 +168,7 @@ impl TcpEndpoint {
     }
 
     /// What is wrong with a verb that need not be asked of the target.
-    fn fault(&self, verb: &Verb) -> Option<WorkError> {
+    fn local_error(&self, verb: &Verb) -> Option<WorkError> {
         match *verb {
             Verb::Read { local, .. } | Verb::Write { local, .. } => {
                 if local.len > self.limits.transfer_bytes_max {
@@ -238,7 +238,7 @@ impl TcpEndpoint {
 
     /// Give the kernel what it takes. An error shows when answers are looked for.
     fn flush(&mut self) {
-        while self.rescue.is_none() {
+        while self.reconnecting.is_none() {
             if self.sent == self.outgoing.len() {
                 self.outgoing.clear();
                 self.sent = 0;
@@ -263,12 +263,12 @@ impl TcpEndpoint {
     }
 
     /// Look for answers once.
-    fn look(&mut self) {
+    fn progress(&mut self) {
         if self.broken {
             return;
         }
-        self.settle_known();
-        if self.is_being_rescued() || self.broken {
+        self.complete_known();
+        if self.is_reconnecting() || self.broken {
             return;
         }
         self.flush();
@@ -278,24 +278,24 @@ impl TcpEndpoint {
         } else if self.answered != answered {
             self.since = Instant::now();
         } else if !self.pending.is_empty() && self.since.elapsed() > self.options.operation_time {
-            self.settle_known();
-            self.give_up(Some(WorkError::Timeout));
+            self.complete_known();
+            self.fail_all(Some(WorkError::Timeout));
         }
     }
 
     /// Look again and again, for as long as that pays; false if it is time to sleep.
-    fn spin(&mut self) -> bool {
-        if self.rescue.is_some() {
+    fn busy_poll(&mut self) -> bool {
+        if self.reconnecting.is_some() {
             return false;
         }
-        let mut spin = std::mem::take(&mut self.spin);
-        let heard = self.heard;
+        let mut busy_poll = std::mem::take(&mut self.busy_poll);
+        let received = self.received;
         // To receive costs no more than to ask whether there is something.
-        let is_over = spin.look(|| {
-            self.look();
-            !self.done.is_empty() || self.heard != heard || self.is_broken() || self.rescue.is_some()
+        let is_over = busy_poll.poll(|| {
+            self.progress();
+            !self.done.is_empty() || self.received != received || self.is_broken() || self.reconnecting.is_some()
         });
-        self.spin = spin;
+        self.busy_poll = busy_poll;
         is_over
     }
 }
@@ -316,48 +316,48 @@ impl Endpoint for TcpEndpoint {
                 self.complete(*work, Err(WorkError::Flushed));
                 continue;
             }
-            let outcome = self.fault(&work.verb);
+            let outcome = self.local_error(&work.verb);
             if outcome.is_none() {
                 self.encode(&work.verb);
             }
-            self.pending.push_back(Pending { work: *work, outcome });
+            self.pending.push_back(PendingWork { work: *work, outcome });
         }
         if !self.broken && self.has_farewell {
-            self.settle_known();
-            self.give_up(Some(WorkError::PeerGone));
+            self.complete_known();
+            self.fail_all(Some(WorkError::PeerGone));
         }
-        self.settle_known();
+        self.complete_known();
         self.flush();
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let is_fresh = std::mem::take(&mut self.is_fresh);
-        let is_waiting = !self.pending.is_empty() || self.rescue.is_some();
+        let is_waiting = !self.pending.is_empty() || self.reconnecting.is_some();
         if self.done.len() < max && is_waiting && !is_fresh {
-            self.look();
+            self.progress();
         }
         let count = self.done.len().min(max);
         out.extend(self.done.drain(..count));
         count
     }
 
-    fn wait(&mut self, patience: Duration) {
+    fn wait(&mut self, timeout: Duration) {
         if !self.done.is_empty() || self.broken {
             return;
         }
-        if !patience.is_zero() && self.spin() {
+        if !timeout.is_zero() && self.busy_poll() {
             return;
         }
-        let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         let mut polled = self.poll_fd();
         // Any outcome means: look.
         let _ = rustix::event::poll(polled.as_mut_slice(), Some(&timeout));
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
-        if let Some(rescue) = &self.rescue {
-            return Some(PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN));
+        if let Some(task) = &self.reconnecting {
+            return Some(PollFd::from_borrowed_fd(task.ready_fd(), PollFlags::IN));
         }
         let mut flags = PollFlags::IN;
         flags.set(PollFlags::OUT, self.sent < self.outgoing.len());
@@ -370,7 +370,7 @@ impl Endpoint for TcpEndpoint {
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
         if self.messages.is_empty() {
-            self.look();
+            self.progress();
         }
         let Some(message) = self.messages.pop_front() else {
             return false;
@@ -403,7 +403,7 @@ impl Endpoint for TcpEndpoint {
 
 impl Drop for TcpEndpoint {
     fn drop(&mut self) {
-        if !self.broken && !self.has_farewell && self.rescue.is_none() {
+        if !self.broken && !self.has_farewell && self.reconnecting.is_none() {
             self.put(Request::new(wire::BYE, 0));
             self.flush();
         }

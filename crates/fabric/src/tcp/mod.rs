@@ -12,15 +12,15 @@
 //! - `spin`: both ends go on looking for a moment before they sleep.
 //! - [`wire`]: the bytes, after those of [`crate::handshake`].
 
-mod door;
+mod acceptor;
 mod endpoint;
 mod rate;
 mod reply;
 mod serve;
 mod session;
-mod spin;
+mod busy_poll;
 mod stream;
-mod tally;
+mod counters;
 mod target;
 pub mod wire;
 

@@ -1,17 +1,17 @@
-//! Answers on their way out. What READs ask for is lent by the region itself until it is sent, so that it is copied once, by the kernel.
+//! AnswerBuffer on their way out. What READs ask for is lent by the region itself until it is sent, so that it is copied once, by the kernel.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::memory::copy;
 
 /// Less is copied: a place in the kernel's list costs as much.
-const LOAN_BYTES_MIN: usize = 1024;
+const BORROW_BYTES_MIN: usize = 1024;
 /// Loans of one call.
-const LOANS_MAX: usize = 64;
+const BORROWS_MAX: usize = 64;
 
 /// Bytes of a region that belong into the answers.
 #[derive(Clone, Copy, Debug)]
-struct Loan {
+struct BorrowedBytes {
     /// How many of the other bytes come before.
     after: usize,
     from: *const u8,
@@ -19,28 +19,28 @@ struct Loan {
 }
 
 // SAFETY: it is an address and a length; whoever sends what is there promises that it is.
-unsafe impl Send for Loan {}
+unsafe impl Send for BorrowedBytes {}
 
-/// Answers that are not sent yet.
+/// AnswerBuffer that are not sent yet.
 #[derive(Debug, Default)]
-pub(super) struct Answers {
+pub(super) struct AnswerBuffer {
     bytes: Vec<u8>,
-    loans: Vec<Loan>,
-    /// Bytes of all loans together.
-    loaned: usize,
+    borrowed: Vec<BorrowedBytes>,
+    /// Bytes of all borrowed together.
+    borrowed_bytes: usize,
     /// Whether regions may lend: what is said goes out as it is, and nothing before it waits.
-    may_lend: bool,
+    may_borrow: bool,
 }
 
-impl Answers {
-    /// Allow or forbid loans from now on.
-    pub fn set_lending(&mut self, may_lend: bool) {
-        self.may_lend = may_lend;
+impl AnswerBuffer {
+    /// Allow or forbid borrowed from now on.
+    pub fn allow_borrowing(&mut self, may_borrow: bool) {
+        self.may_borrow = may_borrow;
     }
 
     /// Bytes that will go out.
     pub fn len(&self) -> usize {
-        self.bytes.len() + self.loaned
+        self.bytes.len() + self.borrowed_bytes
     }
 
     pub fn is_empty(&self) -> bool {
@@ -48,13 +48,13 @@ impl Answers {
     }
 
     /// Whether something must be sent before anything else is done to a region.
-    pub fn has_loans(&self) -> bool {
-        !self.loans.is_empty()
+    pub fn has_borrowed(&self) -> bool {
+        !self.borrowed.is_empty()
     }
 
     /// The answers as plain bytes.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
-        assert!(self.loans.is_empty(), "loans end within the turn in which they begin");
+        assert!(self.borrowed.is_empty(), "borrowed end within the turn in which they begin");
         &mut self.bytes
     }
 
@@ -65,11 +65,11 @@ impl Answers {
     /// Append what lies at `from`, and zeros up to `padded`.
     ///
     /// # Safety
-    /// `len` bytes at `from` must be readable, and stay so until [`Self::send_loans`].
+    /// `len` bytes at `from` must be readable, and stay so until [`Self::send_borrowed`].
     pub unsafe fn read(&mut self, from: *const u8, len: usize, padded: usize) {
-        if self.may_lend && len >= LOAN_BYTES_MIN && self.loans.len() < LOANS_MAX {
-            self.loans.push(Loan { after: self.bytes.len(), from, len });
-            self.loaned += len;
+        if self.may_borrow && len >= BORROW_BYTES_MIN && self.borrowed.len() < BORROWS_MAX {
+            self.borrowed.push(BorrowedBytes { after: self.bytes.len(), from, len });
+            self.borrowed_bytes += len;
             self.bytes.resize(self.bytes.len() + padded - len, 0);
             return;
         }
@@ -84,26 +84,26 @@ impl Answers {
         }
     }
 
-    /// Send everything, as far as the kernel takes it at once; the rest is copied to the end of `rest`. Then there are no loans any more.
+    /// Send everything, as far as the kernel takes it at once; the rest is copied to the end of `rest`. Then there are no borrowed any more.
     ///
     /// # Safety
     /// What was lent must still be readable.
-    pub unsafe fn send_loans(&mut self, socket: &OwnedFd, rest: &mut Vec<u8>) {
-        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * LOANS_MAX + 1];
+    pub unsafe fn send_borrowed(&mut self, socket: &OwnedFd, rest: &mut Vec<u8>) {
+        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BORROWS_MAX + 1];
         let mut count = 0;
         let mut at = 0;
         let mut part = |from: *const u8, len: usize| {
             parts[count] = libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len };
             count += 1;
         };
-        for loan in &self.loans {
-            part(self.bytes[at..].as_ptr(), loan.after - at);
-            part(loan.from, loan.len);
-            at = loan.after;
+        for range in &self.borrowed {
+            part(self.bytes[at..].as_ptr(), range.after - at);
+            part(range.from, range.len);
+            at = range.after;
         }
         part(self.bytes[at..].as_ptr(), self.bytes.len() - at);
         let parts = &parts[..count];
-        // SAFETY: an all-zero msghdr is a valid one; every part is readable: our own bytes, and by the caller's promise the loans. The kernel
+        // SAFETY: an all-zero msghdr is a valid one; every part is readable: our own bytes, and by the caller's promise the borrowed. The kernel
         // only reads them.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
@@ -125,8 +125,8 @@ impl Answers {
             }
         }
         self.bytes.clear();
-        self.loans.clear();
-        self.loaned = 0;
+        self.borrowed.clear();
+        self.borrowed_bytes = 0;
     }
 }
 
@@ -137,9 +137,9 @@ mod tests {
 
     use super::*;
 
-    fn answers(page: &[u8]) -> Answers {
-        let mut answers = Answers::default();
-        answers.set_lending(true);
+    fn answers(page: &[u8]) -> AnswerBuffer {
+        let mut answers = AnswerBuffer::default();
+        answers.allow_borrowing(true);
         answers.put(b"first  .");
         // SAFETY: the page outlives the answers.
         unsafe {
@@ -159,17 +159,17 @@ mod tests {
     fn loans_go_out_in_their_place() {
         let page: Vec<u8> = (0..5000u32).map(|at| at.to_le_bytes()[0]).collect();
         let mut answers = answers(&page);
-        assert!(answers.has_loans());
+        assert!(answers.has_borrowed());
         assert_eq!(answers.len(), expected(&page).len());
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut rest = Vec::new();
         // SAFETY: the page is still there.
-        unsafe { answers.send_loans(&OwnedFd::from(ours), &mut rest) };
+        unsafe { answers.send_borrowed(&OwnedFd::from(ours), &mut rest) };
         let mut heard = Vec::new();
         theirs.read_to_end(&mut heard).unwrap();
         heard.extend(rest);
         assert_eq!(heard, expected(&page));
-        assert!(answers.is_empty() && !answers.has_loans());
+        assert!(answers.is_empty() && !answers.has_borrowed());
     }
 
     #[test]
@@ -181,7 +181,7 @@ mod tests {
         for _ in 0..20 {
             let mut answers = answers(&page);
             // SAFETY: the page is still there.
-            unsafe { answers.send_loans(&ours, &mut rest) };
+            unsafe { answers.send_borrowed(&ours, &mut rest) };
             wanted.extend(expected(&page));
             if !rest.is_empty() {
                 break;
@@ -198,10 +198,10 @@ mod tests {
     #[test]
     fn without_leave_everything_is_copied() {
         let page = vec![9u8; 4096];
-        let mut plain = Answers::default();
+        let mut plain = AnswerBuffer::default();
         // SAFETY: the page is there.
         unsafe { plain.read(page.as_ptr(), page.len(), page.len()) };
-        assert!(!plain.has_loans());
+        assert!(!plain.has_borrowed());
         assert_eq!(plain.bytes(), &page);
     }
 }

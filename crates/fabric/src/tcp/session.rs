@@ -8,8 +8,8 @@ use std::sync::{Arc, OnceLock};
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::reply::Answers;
-use super::target::{Peer, Placed, Shared};
+use super::reply::AnswerBuffer;
+use super::target::{TcpPeer, RegionMapping, TcpShared};
 use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
 use crate::handshake::hello::Resume;
@@ -23,11 +23,11 @@ pub(super) const ANSWERS_BYTES_MAX: usize = 512 << 10;
 
 /// The initiator said something that no initiator says.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Nonsense(pub &'static str);
+pub(super) struct ProtocolViolation(pub &'static str);
 
-/// An answer as it was given, to be given again.
+/// An answer as it was sent_answers, to be sent_answers again.
 #[derive(Clone, Copy, Debug)]
-struct Given {
+struct SentAnswer {
     outcome: Result<u64, WorkError>,
     /// The READ that it was, to be done again: it changes nothing.
     read: Option<Request>,
@@ -35,7 +35,7 @@ struct Given {
 
 /// What comes next.
 #[derive(Debug)]
-enum Next {
+enum ParserState {
     Request,
     /// The rest of a WRITE's bytes.
     Bytes {
@@ -54,33 +54,33 @@ enum Next {
 
 /// One session.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct TcpSession {
     pub who: Identity,
     pub slot: usize,
-    pub peer: Arc<Peer>,
-    shared: Arc<Shared>,
-    next: Next,
+    pub peer: Arc<TcpPeer>,
+    shared: Arc<TcpShared>,
+    next: ParserState,
     /// Requests done.
     done: u64,
     /// The last answers, as many as an initiator can lack.
-    given: VecDeque<Given>,
+    sent_answers: VecDeque<SentAnswer>,
     /// It has left in good order.
-    pub has_left: bool,
-    /// Bytes moved and requests done since [`Self::take_work`].
+    pub has_said_bye: bool,
+    /// Bytes moved and requests done since [`Self::take_counters`].
     work: (u64, u64),
 }
 
-impl Session {
-    pub fn new(shared: &Arc<Shared>, peer: &Arc<Peer>, slot: usize) -> Self {
+impl TcpSession {
+    pub fn new(shared: &Arc<TcpShared>, peer: &Arc<TcpPeer>, slot: usize) -> Self {
         Self {
             who: peer.who,
             slot,
             peer: Arc::clone(peer),
             shared: Arc::clone(shared),
-            next: Next::Request,
+            next: ParserState::Request,
             done: 0,
-            given: VecDeque::with_capacity(shared.options.limits.queue_depth),
-            has_left: false,
+            sent_answers: VecDeque::with_capacity(shared.options.limits.queue_depth),
+            has_said_bye: false,
             work: (0, 0),
         }
     }
@@ -91,9 +91,9 @@ impl Session {
     }
 
     /// Count what was done since the last call, for the tenant: bytes moved, requests.
-    pub fn take_work(&mut self) -> (u64, u64) {
+    pub fn take_counters(&mut self) -> (u64, u64) {
         let (bytes, operations) = std::mem::take(&mut self.work);
-        self.peer.own.tally.add(bytes, operations);
+        self.peer.own.counters.add(bytes, operations);
         (bytes, operations)
     }
 
@@ -108,22 +108,22 @@ impl Session {
     }
 
     /// The connection broke: what had come in part never came.
-    pub fn forget_partial(&mut self) {
-        self.next = Next::Request;
+    pub fn discard_partial(&mut self) {
+        self.next = ParserState::Request;
     }
 
     /// The initiator is back: append the answers that it lacks. False if it cannot be.
-    pub fn resume(&mut self, resume: &Resume, out: &mut Answers) -> bool {
+    pub fn resume(&mut self, resume: &Resume, out: &mut AnswerBuffer) -> bool {
         let Some(lacking) =
             self.done.checked_sub(resume.answered).and_then(|lacking| usize::try_from(lacking).ok())
         else {
             return false;
         };
-        if lacking > self.given.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
+        if lacking > self.sent_answers.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
             return false;
         }
-        for at in self.given.len() - lacking..self.given.len() {
-            let Given { outcome, read } = self.given[at];
+        for at in self.sent_answers.len() - lacking..self.sent_answers.len() {
+            let SentAnswer { outcome, read } = self.sent_answers[at];
             match read {
                 // It may fail now: its key may have died meanwhile.
                 Some(request) => drop(self.read(&request, out)),
@@ -134,10 +134,10 @@ impl Session {
     }
 
     /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again: with
-    /// more behind it, or, if `out` has loans now, when those have ended. Called with the slot's `active` word odd, which it must stay until then.
-    pub fn feed(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    /// more behind it, or, if `out` has borrowed now, when those have ended. Called with the slot's `active` word odd, which it must stay until then.
+    pub fn feed(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
-        while out.len() < ANSWERS_BYTES_MAX && !self.has_left {
+        while out.len() < ANSWERS_BYTES_MAX && !self.has_said_bye {
             let used = self.step(&input[at..], out)?;
             if used == 0 {
                 break;
@@ -147,19 +147,19 @@ impl Session {
         Ok(at)
     }
 
-    fn step(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    fn step(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         match &mut self.next {
-            Next::Request => {
+            ParserState::Request => {
                 let Ok((request, rest)) = Request::read_from_prefix(input) else {
                     return Ok(0);
                 };
                 // Whatever changes memory, or tells somebody who may, comes after the READs before it.
-                if request.kind != wire::READ && out.has_loans() {
+                if request.kind != wire::READ && out.has_borrowed() {
                     return Ok(0);
                 }
                 Ok(REQUEST_BYTES + self.begin(request, rest, out)?)
             }
-            Next::Word(request) => {
+            ParserState::Word(request) => {
                 let Ok((desired, _)) = u64::read_from_prefix(input) else {
                     return Ok(0);
                 };
@@ -174,42 +174,42 @@ impl Session {
                     );
                     swapped.unwrap_or_else(|found| found)
                 });
-                self.next = Next::Request;
+                self.next = ParserState::Request;
                 self.answer(outcome, out);
                 Ok(8)
             }
-            Next::Message { len, bytes } => {
+            ParserState::Message { len, bytes } => {
                 let left = padded(*len) - bytes.len();
                 let take = left.min(input.len() & !7);
                 bytes.extend_from_slice(&input[..take]);
                 if take == left {
                     bytes.truncate(*len as usize);
                     let message = std::mem::take(bytes);
-                    self.next = Next::Request;
+                    self.next = ParserState::Request;
                     let outcome = self.deliver(message);
                     self.answer(outcome, out);
                 }
                 Ok(take)
             }
-            Next::Bytes { .. } => Ok(self.write_some(input, out)),
+            ParserState::Bytes { .. } => Ok(self.write_some(input, out)),
         }
     }
 
     /// Begin a request; how many bytes of the `rest` behind its head were used.
-    fn begin(&mut self, request: Request, rest: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    fn begin(&mut self, request: Request, rest: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         let limits = &self.shared.options.limits;
         let len = request.len.get();
         match request.kind {
             wire::READ if len <= limits.transfer_bytes_max => {
                 let outcome = self.read(&request, out);
-                self.count(Given { outcome, read: outcome.is_ok().then_some(request) });
+                self.record(SentAnswer { outcome, read: outcome.is_ok().then_some(request) });
             }
             wire::WRITE if len <= limits.transfer_bytes_max => {
-                self.next = Next::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
+                self.next = ParserState::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
                 // Most often all of it has come: then its key is asked once.
                 return Ok(self.write_some(rest, out));
             }
-            wire::SWAP => self.next = Next::Word(request),
+            wire::SWAP => self.next = ParserState::Word(request),
             wire::ADD => {
                 let add = request.value.get();
                 let outcome = self.word(&request).map(|word| word.fetch_add(add, Ordering::SeqCst));
@@ -220,25 +220,25 @@ impl Session {
                     let outcome = self.deliver(Vec::new());
                     self.answer(outcome, out);
                 } else {
-                    self.next = Next::Message { len, bytes: Vec::with_capacity(padded(len)) };
+                    self.next = ParserState::Message { len, bytes: Vec::with_capacity(padded(len)) };
                 }
             }
             wire::CREDIT => {
                 if !self.peer.mailbox.credit(u64::from(len)) {
-                    return Err(Nonsense("more messages were taken than were sent"));
+                    return Err(ProtocolViolation("more messages were taken than were sent"));
                 }
             }
-            wire::BYE => self.has_left = true,
+            wire::BYE => self.has_said_bye = true,
             wire::READ | wire::WRITE | wire::SEND => {
-                return Err(Nonsense("a request is longer than the limits"));
+                return Err(ProtocolViolation("a request is longer than the limits"));
             }
-            _ => return Err(Nonsense("a request has an unknown kind")),
+            _ => return Err(ProtocolViolation("a request has an unknown kind")),
         }
         Ok(0)
     }
 
     /// Answer a READ; what was answered.
-    fn read(&mut self, request: &Request, out: &mut Answers) -> Result<u64, WorkError> {
+    fn read(&mut self, request: &Request, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
         let len = request.len.get();
         let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
             Ok(from) => from,
@@ -250,7 +250,7 @@ impl Session {
         let outcome = Ok(u64::from(len));
         self.work.0 += u64::from(len);
         out.put(Answer::new(wire::ANSWER, outcome, len).as_bytes());
-        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; loans end before `active` is even again.
+        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed end before `active` is even again.
         unsafe { out.read(from, len as usize, padded(len)) };
         // Later operations of this session come after this one.
         fence(Ordering::AcqRel);
@@ -258,8 +258,8 @@ impl Session {
     }
 
     /// Write what has come of a WRITE. The key is asked anew for each part: it may have died in between.
-    fn write_some(&mut self, input: &[u8], out: &mut Answers) -> usize {
-        let Next::Bytes { request, taken, outcome } = &self.next else {
+    fn write_some(&mut self, input: &[u8], out: &mut AnswerBuffer) -> usize {
+        let ParserState::Bytes { request, taken, outcome } = &self.next else {
             unreachable!("the caller looked");
         };
         let (request, taken, mut outcome) = (*request, *taken, *outcome);
@@ -281,17 +281,17 @@ impl Session {
             Err(error) => outcome = Err(error),
         }
         if take == left {
-            self.next = Next::Request;
+            self.next = ParserState::Request;
             self.answer(outcome, out);
         } else {
             let taken = taken + u32::try_from(take).expect("below the request's length");
-            self.next = Next::Bytes { request, taken, outcome };
+            self.next = ParserState::Bytes { request, taken, outcome };
         }
         take
     }
 
     fn deliver(&self, message: Vec<u8>) -> Result<u64, WorkError> {
-        self.obstacle()?;
+        self.check_fence()?;
         let len = u64_from(message.len());
         let stamp = self.shared.control.next_stamp();
         if self.peer.mailbox.deliver(stamp, message, self.shared.options.limits.receive_depth) {
@@ -301,32 +301,32 @@ impl Session {
         }
     }
 
-    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut Answers) {
+    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut AnswerBuffer) {
         out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
-        self.count(Given { outcome, read: None });
+        self.record(SentAnswer { outcome, read: None });
     }
 
-    fn count(&mut self, given: Given) {
-        if self.given.len() == self.shared.options.limits.queue_depth {
-            self.given.pop_front();
+    fn record(&mut self, sent_answers: SentAnswer) {
+        if self.sent_answers.len() == self.shared.options.limits.queue_depth {
+            self.sent_answers.pop_front();
         }
         self.work.1 += 1;
-        self.given.push_back(given);
+        self.sent_answers.push_back(sent_answers);
         self.done += 1;
     }
 
-    fn obstacle(&self) -> Result<(), WorkError> {
+    fn check_fence(&self) -> Result<(), WorkError> {
         if self.shared.control.state(self.slot) == FENCED { Err(WorkError::Fenced) } else { Ok(()) }
     }
 
     /// Where a remote range is, if the key opens it.
     #[inline]
     fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        self.obstacle()?;
+        self.check_fence()?;
         let grant = self.grant(Key(request.key.get()), addr).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, addr, len)?;
-        let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
-        let Placed { base, memory, .. } = placed.ok_or(WorkError::RemoteAccess)?;
+        let mapping = self.shared.memories.get(grant.region).and_then(|mapping| mapping.get());
+        let RegionMapping { base, memory, .. } = mapping.ok_or(WorkError::RemoteAccess)?;
         let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
         memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
@@ -337,9 +337,9 @@ impl Session {
         if !key.is_table_key() {
             return self.shared.control.lookup(key);
         }
-        let holds = |placed: &&Placed| placed.table.as_ref().is_some_and(|table| table.holds(addr));
-        let placed = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
-        placed.table.as_ref()?.grant(&placed.memory, self.who, key, addr)
+        let holds = |mapping: &&RegionMapping| mapping.table.as_ref().is_some_and(|table| table.holds(addr));
+        let mapping = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
+        mapping.table.as_ref()?.grant(&mapping.memory, self.who, key, addr)
     }
 
     #[inline]

@@ -9,7 +9,7 @@ use rustix::net::sockopt;
 use socket2::{Domain, Protocol, Socket, Type};
 
 /// Data that the other end does not acknowledge for so long breaks the connection.
-const SILENCE_MAX: Duration = Duration::from_secs(5);
+const UNACKED_TIME_MAX: Duration = Duration::from_secs(5);
 /// An idle connection is probed so often.
 const PROBE_EVERY: Duration = Duration::from_secs(2);
 /// Room for a few large transfers in the kernel.
@@ -23,11 +23,11 @@ const UNPACED: [&str; 2] = ["cubic", "reno"];
 /// Connect without pacing.
 ///
 /// # Errors
-/// If nobody answers within `patience`, or the system refuses.
-pub fn connect_unpaced(address: SocketAddr, patience: Duration) -> io::Result<TcpStream> {
+/// If nobody answers within `timeout`, or the system refuses.
+pub fn connect_unpaced(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     avoid_pacing(&socket);
-    socket.connect_timeout(&address.into(), patience)?;
+    socket.connect_timeout(&address.into(), timeout)?;
     Ok(socket.into())
 }
 
@@ -40,16 +40,16 @@ pub fn avoid_pacing(socket: impl AsFd) {
     }
 }
 
-/// What every connection wants: no delay, and an end to silence.
-pub(super) fn tune(stream: &TcpStream) -> io::Result<()> {
+/// What every connection wants: no delay, and an end to unacked_ms.
+pub(super) fn configure(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let fd = stream.as_fd();
     sockopt::set_socket_keepalive(fd, true)?;
     sockopt::set_tcp_keepidle(fd, PROBE_EVERY)?;
     sockopt::set_tcp_keepintvl(fd, PROBE_EVERY)?;
     sockopt::set_tcp_keepcnt(fd, 2)?;
-    let silence = u32::try_from(SILENCE_MAX.as_millis()).expect("seconds");
-    sockopt::set_tcp_user_timeout(fd, silence)?;
+    let unacked_ms = u32::try_from(UNACKED_TIME_MAX.as_millis()).expect("seconds");
+    sockopt::set_tcp_user_timeout(fd, unacked_ms)?;
     // Only a wish: the system's limits stand.
     let _ = sockopt::set_socket_send_buffer_size(fd, KERNEL_BUFFER_BYTES);
     let _ = sockopt::set_socket_recv_buffer_size(fd, KERNEL_BUFFER_BYTES);
@@ -58,12 +58,12 @@ pub(super) fn tune(stream: &TcpStream) -> io::Result<()> {
 
 /// A blocking connection on which everything must be said by a certain time.
 #[derive(Debug)]
-pub(super) struct Deadlined {
+pub(super) struct DeadlineStream {
     stream: TcpStream,
     deadline: Instant,
 }
 
-impl Deadlined {
+impl DeadlineStream {
     pub fn new(stream: TcpStream, deadline: Instant) -> Self {
         Self { stream, deadline }
     }
@@ -80,24 +80,24 @@ impl Deadlined {
 }
 
 /// A timeout shows as `WouldBlock`.
-fn named(error: io::Error) -> io::Error {
+fn name_timeout(error: io::Error) -> io::Error {
     match error.kind() {
-        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "it said nothing in time"),
+        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "the peer did not answer in time"),
         _ => error,
     }
 }
 
-impl Read for Deadlined {
+impl Read for DeadlineStream {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.stream.set_read_timeout(self.left()?)?;
-        self.stream.read(buffer).map_err(named)
+        self.stream.read(buffer).map_err(name_timeout)
     }
 }
 
-impl Write for Deadlined {
+impl Write for DeadlineStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.stream.set_write_timeout(self.left()?)?;
-        self.stream.write(bytes).map_err(named)
+        self.stream.write(bytes).map_err(name_timeout)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -118,7 +118,7 @@ mod tests {
         // Only where it may be chosen can it be avoided.
         let _ = sockopt::set_tcp_congestion(&listener, "bbr");
         avoid_pacing(&listener);
-        let ours = connect_unpaced(listener.local_addr().unwrap(), SILENCE_MAX).unwrap();
+        let ours = connect_unpaced(listener.local_addr().unwrap(), UNACKED_TIME_MAX).unwrap();
         let (theirs, _) = listener.accept().unwrap();
         for end in [&ours, &theirs] {
             let name = sockopt::tcp_congestion(end).unwrap();

@@ -3,8 +3,8 @@
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
-use super::direct::Direct;
-use super::{Pending, TcpEndpoint};
+use super::direct::DirectOutcome;
+use super::{PendingWork, TcpEndpoint};
 use crate::handshake::secure::SecureError;
 use crate::memory::copy;
 use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
@@ -16,14 +16,14 @@ impl TcpEndpoint {
         loop {
             if self.plan() {
                 let direct = self.receive_directly();
-                if matches!(direct, Direct::Over | Direct::Nothing) {
-                    return direct == Direct::Over;
+                if matches!(direct, DirectOutcome::Over | DirectOutcome::Nothing) {
+                    return direct == DirectOutcome::Over;
                 }
                 if self.filled > 0 && self.take_input().is_err() {
                     tracing::warn!(address = %self.address, "a target said nonsense");
                     return true;
                 }
-                if direct == Direct::Some {
+                if direct == DirectOutcome::Some {
                     return false;
                 }
                 continue;
@@ -96,7 +96,7 @@ impl TcpEndpoint {
                         return Some(at);
                     };
                     self.messages.push_back(message[..len as usize].to_vec());
-                    self.heard += 1;
+                    self.received += 1;
                     at += padded(len);
                 }
                 wire::FAREWELL => self.has_farewell = answer.value.get() == self.answered,
@@ -107,8 +107,8 @@ impl TcpEndpoint {
     }
 
     fn take_answer(&mut self, answer: &Answer) -> Option<()> {
-        self.settle_known();
-        let Pending { work, .. } = *self.pending.front()?;
+        self.complete_known();
+        let PendingWork { work, .. } = *self.pending.front()?;
         let outcome = answer.outcome()?;
         match work.verb {
             Verb::Read { local, .. } if outcome.is_ok() => {
@@ -118,7 +118,7 @@ impl TcpEndpoint {
                 self.reading = Some((local, 0));
             }
             _ if answer.len.get() != 0 => return None,
-            _ => self.settle(outcome),
+            _ => self.complete_oldest(outcome),
         }
         Some(())
     }
@@ -133,7 +133,7 @@ impl TcpEndpoint {
         unsafe { copy(to.add(taken as usize), bytes.as_ptr(), len) };
         if take == left {
             self.reading = None;
-            self.settle(Ok(u64::from(local.len)));
+            self.complete_oldest(Ok(u64::from(local.len)));
         } else {
             self.reading = Some((local, taken + u32::try_from(take).expect("below the length")));
         }
@@ -141,12 +141,12 @@ impl TcpEndpoint {
     }
 
     /// The oldest operation has its answer.
-    pub(super) fn settle(&mut self, outcome: Result<u64, WorkError>) {
-        let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
+    pub(super) fn complete_oldest(&mut self, outcome: Result<u64, WorkError>) {
+        let Some(PendingWork { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
         self.complete(work, outcome);
         if outcome == Err(WorkError::Fenced) {
-            self.give_up(None);
+            self.fail_all(None);
         }
     }
 
@@ -157,8 +157,8 @@ impl TcpEndpoint {
     }
 
     /// Tell the outcomes that were known at once, where it is their turn.
-    pub(super) fn settle_known(&mut self) {
-        while let Some(Pending { work, outcome: Some(error) }) = self.pending.front().copied() {
+    pub(super) fn complete_known(&mut self) {
+        while let Some(PendingWork { work, outcome: Some(error) }) = self.pending.front().copied() {
             self.pending.pop_front();
             self.complete(work, Err(error));
         }

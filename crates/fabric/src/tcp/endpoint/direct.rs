@@ -1,7 +1,7 @@
 //! Answers to READs, received where they belong: one copy less for most of what an initiator receives.
 //!
 //! What the target will say is known from what was asked, if all goes well: a head and a READ's bytes, in the order of the requests. So
-//! the kernel is given those places to fill. Where the target says something else (an error, a message), what came is put together again and
+//! the kernel is sent_answers those places to fill. Where the target says something else (an error, a message), what came is put together again and
 //! taken as any other input.
 
 use zerocopy::{FromBytes, IntoBytes};
@@ -15,13 +15,13 @@ const ANSWERS_MAX: usize = 64;
 
 /// Room for heads, and for whose they are; kept so that nothing is allocated.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct DirectPlan {
     heads: Box<[[u8; ANSWER_BYTES]; ANSWERS_MAX]>,
     /// The place of each READ's bytes; none for other requests.
     reads: Vec<Option<LocalSlice>>,
 }
 
-impl Plan {
+impl DirectPlan {
     pub(super) fn new() -> Self {
         Self { heads: Box::new([[0; ANSWER_BYTES]; ANSWERS_MAX]), reads: Vec::with_capacity(ANSWERS_MAX) }
     }
@@ -29,7 +29,7 @@ impl Plan {
 
 /// What a direct receive has brought.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Direct {
+pub(super) enum DirectOutcome {
     /// All that there was room for: there may be more.
     Full,
     /// Something, and some of it may lie in the input.
@@ -41,12 +41,12 @@ pub(super) enum Direct {
 }
 
 impl TcpEndpoint {
-    /// Plan for what is awaited; false if there is nothing to gain.
+    /// DirectPlan for what is awaited; false if there is nothing to gain.
     pub(super) fn plan(&mut self) -> bool {
         if self.cipher.is_some() || self.filled > 0 || self.reading.is_some() {
             return false;
         }
-        self.settle_known();
+        self.complete_known();
         self.plan.reads.clear();
         let mut bytes = 0;
         for pending in self.pending.iter().filter(|pending| pending.outcome.is_none()).take(ANSWERS_MAX) {
@@ -65,7 +65,7 @@ impl TcpEndpoint {
     }
 
     /// Receive by the plan.
-    pub(super) fn receive_directly(&mut self) -> Direct {
+    pub(super) fn receive_directly(&mut self) -> DirectOutcome {
         use std::os::fd::AsRawFd;
         let mut places =
             [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; 2 * ANSWERS_MAX];
@@ -90,27 +90,27 @@ impl TcpEndpoint {
         let received =
             unsafe { libc::recvmsg(self.stream.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         match usize::try_from(received) {
-            Ok(0) => Direct::Over,
+            Ok(0) => DirectOutcome::Over,
             Ok(bytes) => {
-                self.take_planned(bytes);
-                if bytes == room { Direct::Full } else { Direct::Some }
+                self.take_direct(bytes);
+                if bytes == room { DirectOutcome::Full } else { DirectOutcome::Some }
             }
             Err(_) => match std::io::Error::last_os_error().kind() {
-                std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted => Direct::Nothing,
-                _ => Direct::Over,
+                std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted => DirectOutcome::Nothing,
+                _ => DirectOutcome::Over,
             },
         }
     }
 
     /// Book so many received bytes; what is not as planned lies in the input afterwards.
-    fn take_planned(&mut self, mut left: usize) {
+    fn take_direct(&mut self, mut left: usize) {
         for at in 0..self.plan.reads.len() {
             if left < ANSWER_BYTES {
                 self.input[..left].copy_from_slice(&self.plan.heads[at][..left]);
                 self.filled = left;
                 return;
             }
-            self.settle_known();
+            self.complete_known();
             let answer = Answer::read_from_bytes(&self.plan.heads[at]).expect("a head has that size");
             let read = self.plan.reads[at];
             let expected = read.map_or(0, |local| local.len);
@@ -128,7 +128,7 @@ impl TcpEndpoint {
                 return;
             }
             left -= expected as usize;
-            self.settle(outcome);
+            self.complete_oldest(outcome);
             if self.broken || left == 0 {
                 return;
             }
@@ -152,15 +152,15 @@ impl TcpEndpoint {
         self.filled = 0;
         for at in first..self.plan.reads.len() {
             let head = self.plan.heads[at];
-            self.gather_some(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
+            self.gather_range(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
             if let Some(local) = self.plan.reads[at] {
                 let from = self.local(local).expect("it was checked when it was posted");
-                self.gather_some(from, local.len as usize, left);
+                self.gather_range(from, local.len as usize, left);
             }
         }
     }
 
-    fn gather_some(&mut self, from: *const u8, len: usize, total: usize) {
+    fn gather_range(&mut self, from: *const u8, len: usize, total: usize) {
         let len = len.min(total - self.filled);
         // SAFETY: both callers' ranges are `len` long or longer, and the plan is no longer than the input.
         unsafe { from.copy_to_nonoverlapping(self.input.as_mut_ptr().add(self.filled), len) };

@@ -1,9 +1,9 @@
-//! An endpoint that was given up while something was under way. The target may have that in its buffers yet, and would do it when it comes to it.
+//! An endpoint that was sent_answers up while something was under way. The target may have that in its buffers yet, and would do it when it comes to it.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{TcpEndpoint, knock};
+use super::{TcpEndpoint, open_session};
 use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
 use crate::handshake::{HANDSHAKE_TIME, TRY_AGAIN};
@@ -44,7 +44,7 @@ impl DrainHandle for TcpDrain {
         let deadline = Instant::now() + HANDSHAKE_TIME;
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
-            match knock(self.address, &self.key, &hello, left) {
+            match open_session(self.address, &self.key, &hello, left) {
                 Err(EndpointError::Refused { reason, .. }) if reason != TRY_AGAIN => return Ok(()),
                 // Nobody is there any more, and its memory went with it.
                 Err(EndpointError::Unreachable { source, .. })

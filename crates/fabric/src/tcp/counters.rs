@@ -5,17 +5,17 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::target::{Tenant, TenantCounters};
 
-/// Tenants of sessions that are over, at most; of more one is forgotten, and counts from 0 if it comes again.
+/// TenantTable of sessions that are over, at most; of more one is forgotten, and counts from 0 if it comes again.
 const TENANTS_MAX: usize = 1024;
 
 /// What one session had served. The thread that serves it writes; any may read.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(super) struct SessionCounters {
     bytes: AtomicU64,
     operations: AtomicU64,
 }
 
-impl Tally {
+impl SessionCounters {
     /// Count; one thread at a time does.
     pub fn add(&self, bytes: u64, operations: u64) {
         self.bytes.store(self.bytes.load(Relaxed) + bytes, Relaxed);
@@ -27,11 +27,11 @@ impl Tally {
     }
 }
 
-/// Tenants and what they had served.
+/// TenantTable and what they had served.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tenants(BTreeMap<Tenant, TenantCounters>);
+pub(super) struct TenantTable(BTreeMap<Tenant, TenantCounters>);
 
-impl Tenants {
+impl TenantTable {
     /// Add what a session of a tenant had.
     pub fn add(&mut self, tenant: Tenant, served: TenantCounters) {
         if self.0.len() >= TENANTS_MAX && !self.0.contains_key(&tenant) {
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     fn tenants_are_added_up_and_bounded() {
-        let mut tenants = Tenants::default();
+        let mut tenants = TenantTable::default();
         for tenant in 0..3000 {
             tenants.add(Tenant(tenant % 1500), TenantCounters { operations: 1, bytes: 10 });
         }

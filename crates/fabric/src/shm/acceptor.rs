@@ -9,9 +9,9 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
-use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
-use super::target::{Peer, Shared, State};
+use super::target::{ShmPeer, ShmShared, ShmTargetState};
 use crate::Memory;
 use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT};
 use crate::memory::u64_from;
@@ -21,15 +21,15 @@ use crate::target::Identity;
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The thread that lets endpoints in and notices when they leave.
-pub(super) struct Doorkeeper {
-    shared: Arc<Shared>,
+pub(super) struct ShmAcceptor {
+    shared: Arc<ShmShared>,
     listener: OwnedFd,
     pending: Vec<(OwnedFd, Instant)>,
     connected: Vec<(usize, Arc<OwnedFd>)>,
 }
 
-impl Doorkeeper {
-    pub fn new(shared: Arc<Shared>, listener: OwnedFd) -> Self {
+impl ShmAcceptor {
+    pub fn new(shared: Arc<ShmShared>, listener: OwnedFd) -> Self {
         Self { shared, listener, pending: Vec::new(), connected: Vec::new() }
     }
 
@@ -49,8 +49,8 @@ impl Doorkeeper {
             for &index in ready.iter().rev() {
                 match index {
                     0 => self.accept(),
-                    _ if index <= pending => self.greet(index - 1),
-                    _ => self.depart(index - 1 - pending),
+                    _ if index <= pending => self.handle_hello(index - 1),
+                    _ => self.remove_endpoint(index - 1 - pending),
                 }
             }
             self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
@@ -88,7 +88,7 @@ impl Doorkeeper {
     }
 
     /// A pending connection said something, or left.
-    fn greet(&mut self, index: usize) {
+    fn handle_hello(&mut self, index: usize) {
         let (socket, _) = self.pending.swap_remove(index);
         let Ok((bytes, _)) = socket::receive(&socket) else {
             return;
@@ -119,10 +119,10 @@ impl Doorkeeper {
 
     /// What the host's agent before this one still has under way must not be done any more. One that is dead does nothing more, and one
     /// that stands still in the middle of an access is ended.
-    fn shut_out_earlier(&self, who: Identity) -> Result<(), String> {
+    fn fence_earlier_epochs(&self, who: Identity) -> Result<(), String> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
-            if !self.shared.await_end(&fenced, Some(HANDSHAKE_TIME)) {
+            if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIME)) {
                 return Err(format!("host {} is still in the middle of an access of before", who.host.0));
             }
         }
@@ -131,13 +131,13 @@ impl Doorkeeper {
 
     /// Give it a slot, a mailbox and the regions.
     fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
-        let Shared { options, control, .. } = &*self.shared;
+        let ShmShared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
             Ok(mailbox) => Arc::new(mailbox),
             Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
         };
         let refusal = self.shared.lock().tables.refusal(who);
-        if let Some(reason) = refusal.or_else(|| self.shut_out_earlier(who).err()) {
+        if let Some(reason) = refusal.or_else(|| self.fence_earlier_epochs(who).err()) {
             return Err((socket, reason));
         }
         let mut state = self.shared.lock();
@@ -147,22 +147,22 @@ impl Doorkeeper {
         let Some(slot) = state.peers.iter().position(Option::is_none) else {
             return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
         };
-        control.occupy(slot, who);
+        control.open_slot(slot, who);
         control.set_process(slot, socket::peer_pid(&socket));
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
-            control.vacate(slot);
+            control.free_slot(slot);
             return Err((socket, format!("the welcome could not be sent: {error}")));
         }
         drop(fds);
         let process = socket::peer_process(&socket).map(Arc::new);
         let socket = Arc::new(socket);
-        state.peers[slot] = Some(Peer {
+        state.peers[slot] = Some(ShmPeer {
             who,
             socket: Arc::clone(&socket),
             process,
-            inbox: Ring::new(&mailbox, &options.limits, Direction::ToTarget),
-            outbox: Ring::new(&mailbox, &options.limits, Direction::ToInitiator),
+            inbox: MessageRing::new(&mailbox, &options.limits, Direction::ToTarget),
+            outbox: MessageRing::new(&mailbox, &options.limits, Direction::ToInitiator),
         });
         drop(state);
         self.connected.push((slot, socket));
@@ -170,26 +170,26 @@ impl Doorkeeper {
     }
 
     /// An endpoint hung up: its slot is free, its messages remain to be read.
-    fn depart(&mut self, index: usize) {
+    fn remove_endpoint(&mut self, index: usize) {
         let (slot, _) = self.connected.swap_remove(index);
         let mut state = self.shared.lock();
-        self.shared.control.vacate(slot);
+        self.shared.control.free_slot(slot);
         let Some(peer) = state.peers[slot].take() else {
             return;
         };
-        if matches!(peer.inbox.oldest(), Ok(Some(_))) {
-            if state.departed.len() == self.shared.options.endpoints_max {
-                state.departed.pop_front();
+        if matches!(peer.inbox.oldest_stamp(), Ok(Some(_))) {
+            if state.closed_inboxes.len() == self.shared.options.endpoints_max {
+                state.closed_inboxes.pop_front();
             }
-            state.departed.push_back((peer.who, peer.inbox));
+            state.closed_inboxes.push_back((peer.who, peer.inbox));
         }
     }
 }
 
 /// The answer to one who may come in, and the descriptors that go with it.
 fn welcome<'a>(
-    shared: &'a Shared,
-    state: &'a State,
+    shared: &'a ShmShared,
+    state: &'a ShmTargetState,
     slot: usize,
     mailbox: &'a Memory,
     who: Identity,

@@ -8,46 +8,46 @@ use std::time::{Duration, Instant};
 
 /// Somebody else wants the processor for more than a moment, if letting others run took so long. Who serves us is often one of them, and
 /// takes less.
-const OTHERS_RAN: Duration = Duration::from_micros(50);
+const YIELD_TIME_MAX: Duration = Duration::from_micros(50);
 /// After many in vain, one in two to this power is tried.
 const MISSES_MAX: u32 = 6;
 
 /// When to go on looking, as one waiting thread has found. By default, never.
 #[derive(Debug, Default)]
-pub(super) struct Spin {
+pub(super) struct BusyPoll {
     limit: Duration,
     misses: u32,
     /// So many are left out.
-    left_out: u32,
+    skips_left: u32,
 }
 
-impl Spin {
+impl BusyPoll {
     /// Look for so long at most; never, if that is nothing.
     pub fn new(limit: Duration) -> Self {
-        Self { limit, misses: 0, left_out: 0 }
+        Self { limit, misses: 0, skips_left: 0 }
     }
 
     /// Whether it looks at all, next time.
     pub fn is_on(&self) -> bool {
-        !self.limit.is_zero() && self.left_out == 0
+        !self.limit.is_zero() && self.skips_left == 0
     }
 
     /// Look until there is something; false if it is time to sleep.
-    pub fn look(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
+    pub fn poll(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
         if self.limit.is_zero() {
             return false;
         }
-        if self.left_out > 0 {
-            self.left_out -= 1;
+        if self.skips_left > 0 {
+            self.skips_left -= 1;
             return false;
         }
-        let found = self.look_now(&mut is_there);
+        let found = self.poll_now(&mut is_there);
         self.misses = if found { 0 } else { MISSES_MAX.min(self.misses + 1) };
-        self.left_out = (1 << self.misses) - 1;
+        self.skips_left = (1 << self.misses) - 1;
         found
     }
 
-    fn look_now(&self, is_there: &mut impl FnMut() -> bool) -> bool {
+    fn poll_now(&self, is_there: &mut impl FnMut() -> bool) -> bool {
         let start = Instant::now();
         let mut now = start;
         loop {
@@ -57,7 +57,7 @@ impl Spin {
                 return true;
             }
             let before = std::mem::replace(&mut now, Instant::now());
-            if now - start >= self.limit || now - before >= OTHERS_RAN {
+            if now - start >= self.limit || now - before >= YIELD_TIME_MAX {
                 return false;
             }
         }
@@ -68,11 +68,11 @@ impl Spin {
 mod tests {
     use super::*;
 
-    fn tries(spin: &mut Spin, is_there: bool, waits: usize) -> usize {
+    fn tries(busy_poll: &mut BusyPoll, is_there: bool, waits: usize) -> usize {
         let looked = (0..waits).filter(|_| {
             let mut has_looked = false;
             assert_eq!(
-                spin.look(|| {
+                busy_poll.poll(|| {
                     has_looked = true;
                     is_there
                 }),
@@ -85,15 +85,15 @@ mod tests {
 
     #[test]
     fn looks_in_vain_become_rare_and_one_that_pays_brings_them_back() {
-        let mut spin = Spin::new(Duration::from_nanos(1));
-        assert_eq!(tries(&mut spin, false, 1 + 2 + 4 + 8 + 16 + 32 + 64), 7);
-        assert_eq!(tries(&mut spin, false, 640), 10);
-        assert_eq!(tries(&mut spin, true, 64), 1, "it is not yet its turn");
-        assert_eq!(tries(&mut spin, true, 100), 100);
+        let mut busy_poll = BusyPoll::new(Duration::from_nanos(1));
+        assert_eq!(tries(&mut busy_poll, false, 1 + 2 + 4 + 8 + 16 + 32 + 64), 7);
+        assert_eq!(tries(&mut busy_poll, false, 640), 10);
+        assert_eq!(tries(&mut busy_poll, true, 64), 1, "it is not yet its turn");
+        assert_eq!(tries(&mut busy_poll, true, 100), 100);
     }
 
     #[test]
     fn without_time_nobody_looks() {
-        assert_eq!(tries(&mut Spin::new(Duration::ZERO), false, 100), 0);
+        assert_eq!(tries(&mut BusyPoll::new(Duration::ZERO), false, 100), 0);
     }
 }

@@ -8,37 +8,37 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::reply::Answers;
-use super::serve::{Arrival, Hand};
-use super::session::Session;
-use super::stream::{Deadlined, tune};
-use super::target::{OfSession, Peer, Shared, State};
+use super::reply::AnswerBuffer;
+use super::serve::{AcceptedConnection, ServeHandle};
+use super::session::TcpSession;
+use super::stream::{DeadlineStream, configure};
+use super::target::{TcpPeerState, TcpPeer, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
 use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
 use crate::target::Identity;
 
-/// The door looks so often whether a session has lingered for long enough.
+/// The acceptor looks so often whether a session has lingered for long enough.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// The thread that lets initiators in.
-pub(super) struct Doorkeeper {
-    shared: Arc<Shared>,
+pub(super) struct TcpAcceptor {
+    shared: Arc<TcpShared>,
     listener: TcpListener,
     pending: Arc<AtomicUsize>,
 }
 
 /// Counts one who has not yet proved who it is.
-struct Pending(Arc<AtomicUsize>);
+struct PendingGuard(Arc<AtomicUsize>);
 
-impl Drop for Pending {
+impl Drop for PendingGuard {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-impl Doorkeeper {
-    pub fn new(shared: Arc<Shared>, listener: TcpListener) -> Self {
+impl TcpAcceptor {
+    pub fn new(shared: Arc<TcpShared>, listener: TcpListener) -> Self {
         Self { shared, listener, pending: Arc::new(AtomicUsize::new(0)) }
     }
 
@@ -51,7 +51,7 @@ impl Doorkeeper {
                 PollFd::new(&self.shared.wake, PollFlags::IN),
                 PollFd::from_borrowed_fd(self.listener.as_fd(), accepting),
             ];
-            let may_sleep = has_room && self.shared.lock().lingering.is_empty();
+            let may_sleep = has_room && self.shared.lock().parked.is_empty();
             if let Err(error) = rustix::event::poll(&mut polled, (!may_sleep).then_some(&TICK))
                 && error != rustix::io::Errno::INTR
             {
@@ -63,7 +63,7 @@ impl Doorkeeper {
             if polled[1].revents().contains(PollFlags::IN) {
                 self.accept();
             }
-            self.shared.end_late();
+            self.shared.end_expired();
         }
     }
 
@@ -78,12 +78,12 @@ impl Doorkeeper {
             }
         };
         self.pending.fetch_add(1, Ordering::SeqCst);
-        let pending = Pending(Arc::clone(&self.pending));
+        let pending = PendingGuard(Arc::clone(&self.pending));
         let shared = Arc::clone(&self.shared);
-        let greeter = std::thread::Builder::new().name("fabric-greet".into());
-        let started = greeter.spawn(move || {
+        let builder = std::thread::Builder::new().name("fabric-hello".into());
+        let started = builder.spawn(move || {
             let _pending = pending;
-            if let Err(error) = greet(&shared, stream) {
+            if let Err(error) = handshake(&shared, stream) {
                 tracing::info!(%error, "an endpoint was turned away");
             }
         });
@@ -95,7 +95,7 @@ impl Doorkeeper {
 
 /// Why somebody was turned away.
 #[derive(Debug, thiserror::Error)]
-enum Turned {
+enum AdmissionError {
     #[error(transparent)]
     Secure(#[from] SecureError),
     #[error(transparent)]
@@ -106,35 +106,35 @@ enum Turned {
     Refused(String),
 }
 
-fn greet(shared: &Arc<Shared>, stream: TcpStream) -> Result<(), Turned> {
-    tune(&stream)?;
-    let stream = Deadlined::new(stream, Instant::now() + HANDSHAKE_TIME);
+fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), AdmissionError> {
+    configure(&stream)?;
+    let stream = DeadlineStream::new(stream, Instant::now() + HANDSHAKE_TIME);
     let mut secured = respond(stream, &shared.key)?;
     let hello = hello::parse_hello(&secured.receive()?)?;
     match admit(shared, &hello) {
-        Ok((session, missing)) => {
-            let result = welcome(shared, secured, &hello, session, missing);
-            shared.welcoming.fetch_sub(1, Ordering::SeqCst);
+        Ok((session, lost_answers)) => {
+            let result = welcome(shared, secured, &hello, session, lost_answers);
+            shared.handshakes_in_progress.fetch_sub(1, Ordering::SeqCst);
             if shared.stop.load(Ordering::SeqCst) {
-                shared.hands.iter().for_each(Hand::wake);
+                shared.handles.iter().for_each(ServeHandle::wake);
             }
             result
         }
         Err(reason) => {
             secured.send(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
-            Err(Turned::Refused(reason))
+            Err(AdmissionError::Refused(reason))
         }
     }
 }
 
-/// Greet it, and hand it to its thread with the answers that it lacks.
+/// Greet it, and thread it to its thread with the answers that it lacks.
 fn welcome(
-    shared: &Arc<Shared>,
-    mut secured: SecureChannel<Deadlined>,
+    shared: &Arc<TcpShared>,
+    mut secured: SecureChannel<DeadlineStream>,
     hello: &Hello,
-    session: Session,
-    missing: Vec<u8>,
-) -> Result<(), Turned> {
+    session: TcpSession,
+    lost_answers: Vec<u8>,
+) -> Result<(), AdmissionError> {
     let encrypt = hello.encrypt || shared.options.encrypt;
     let welcome = Welcome {
         session: session.peer.id,
@@ -147,16 +147,16 @@ fn welcome(
     let (stream, cipher) = secured.into_parts();
     let socket = OwnedFd::from(stream.into_inner());
     if let Err(error) = said {
-        shared.keep_for_a_while(session);
+        shared.park(session);
         return Err(error.into());
     }
-    let hand = session.peer.own.hand;
-    shared.hands[hand].give(Arrival { socket, session, cipher: encrypt.then_some(cipher), answers: missing });
+    let thread = session.peer.own.thread;
+    shared.handles[thread].add(AcceptedConnection { socket, session, cipher: encrypt.then_some(cipher), answers: lost_answers });
     Ok(())
 }
 
 /// A new session, or the one that it goes on with and the answers that it lacks.
-fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), String> {
+fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>), String> {
     if let Some(epoch) = hello.who.epoch.checked_sub(1)
         && shared.lock().tables.refusal(hello.who).is_none()
     {
@@ -171,41 +171,41 @@ fn admit(shared: &Arc<Shared>, hello: &Hello) -> Result<(Session, Vec<u8>), Stri
         return Err(reason);
     }
     let admitted = match hello.resume {
-        Some(resume) => go_on(shared, &mut state, hello.who, resume),
-        None => begin(shared, &mut state, hello.who).map(|session| (session, Vec::new())),
+        Some(resume) => resume_session(shared, &mut state, hello.who, resume),
+        None => begin_session(shared, &mut state, hello.who).map(|session| (session, Vec::new())),
     };
     // Under the same lock as the look at `stop`: a target that goes away waits for this one.
-    shared.welcoming.fetch_add(usize::from(admitted.is_ok()), Ordering::SeqCst);
+    shared.handshakes_in_progress.fetch_add(usize::from(admitted.is_ok()), Ordering::SeqCst);
     admitted
 }
 
-fn begin(shared: &Arc<Shared>, state: &mut State, who: Identity) -> Result<Session, String> {
-    let hands = shared.hands.len();
-    let peer = state.peers.begin(who, |slot| OfSession { hand: slot % hands, ..OfSession::default() })?;
-    shared.control.occupy(peer.slot, who);
-    Ok(Session::new(shared, &peer, peer.slot))
+fn begin_session(shared: &Arc<TcpShared>, state: &mut TcpTargetState, who: Identity) -> Result<TcpSession, String> {
+    let handles = shared.handles.len();
+    let peer = state.peers.begin(who, |slot| TcpPeerState { thread: slot % handles, ..TcpPeerState::default() })?;
+    shared.control.open_slot(peer.slot, who);
+    Ok(TcpSession::new(shared, &peer, peer.slot))
 }
 
-fn go_on(
-    shared: &Arc<Shared>,
-    state: &mut State,
+fn resume_session(
+    shared: &Arc<TcpShared>,
+    state: &mut TcpTargetState,
     who: Identity,
     resume: Resume,
-) -> Result<(Session, Vec<u8>), String> {
-    let is_it = |peer: &Peer| peer.id == resume.session && peer.who == who;
-    if let Some(at) = state.lingering.iter().position(|(session, _)| is_it(&session.peer)) {
-        let (mut session, _) = state.lingering.swap_remove(at);
-        let mut answers = Answers::default();
+) -> Result<(TcpSession, Vec<u8>), String> {
+    let matches = |peer: &TcpPeer| peer.id == resume.session && peer.who == who;
+    if let Some(at) = state.parked.iter().position(|(session, _)| matches(&session.peer)) {
+        let (mut session, _) = state.parked.swap_remove(at);
+        let mut answers = AnswerBuffer::default();
         if session.resume(&resume, &mut answers) {
             return Ok((session, std::mem::take(answers.bytes())));
         }
-        state.lingering.push((session, Instant::now()));
+        state.parked.push((session, Instant::now()));
         return Err("the session has gone on without you".into());
     }
     // Its old connection has not been found broken yet: break it, and let it try again.
-    if let Some(peer) = state.peers.iter().find(|peer| is_it(peer) && !peer.is_closed()) {
+    if let Some(peer) = state.peers.iter().find(|peer| matches(peer) && !peer.is_closed()) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
-        shared.hands[peer.own.hand].wake();
+        shared.handles[peer.own.thread].wake();
         return Err(TRY_AGAIN.into());
     }
     Err("there is no such session (any more)".into())
