@@ -10,14 +10,14 @@
 //! - [`remap`]: what a target lends, and how pages change under it.
 //! - [`link`], [`endpoint`], [`locals`]: the initiator's end. [`target`], [`serve`], [`session`], [`peer`]: the target's.
 
+mod answered;
 mod endpoint;
 #[cfg(test)]
 mod golden_tests;
-mod keys;
-mod letters;
+mod key_cache;
 mod link;
-mod locals;
-mod peer;
+mod local_memory;
+mod messages;
 mod queue;
 mod remap;
 mod serve;
@@ -53,10 +53,10 @@ const RECEIVE_DEPTH_LIMIT: usize = 64;
 /// Bytes of one message of a user, at most.
 const MESSAGE_BYTES_LIMIT: usize = 4096;
 /// Bytes of a place for a message: one of a user, or one of the handshake.
-const LETTER_BYTES: usize = letters::HEAD_BYTES + MESSAGE_BYTES_LIMIT;
+const MESSAGE_SLOT_BYTES: usize = messages::HEAD_BYTES + MESSAGE_BYTES_LIMIT;
 /// Places that an initiator has: for messages, for answers, and a few more.
 #[expect(clippy::cast_possible_truncation, reason = "a small number")]
-const LETTERS_MAX: u32 = 2 * RECEIVE_DEPTH_LIMIT as u32 + 8;
+const MESSAGE_SLOTS_MAX: u32 = 2 * RECEIVE_DEPTH_LIMIT as u32 + 8;
 /// Messages and WRITEs that are this short go without being fetched from memory.
 const INLINE_BYTES: u32 = 64;
 /// Windows that are bound for one endpoint at a time.
@@ -69,7 +69,7 @@ pub struct Options {
     pub endpoints_max: usize,
     /// Regions, at most [`aquifer_fabric::REGIONS_LIMIT`].
     pub regions_max: usize,
-    /// Keys of windows, at most [`aquifer_fabric::WINDOWS_LIMIT`]. The device's windows are bound for those that are in use.
+    /// KeyCache of windows, at most [`aquifer_fabric::WINDOWS_LIMIT`]. The device's windows are bound for those that are in use.
     pub windows_max: usize,
     /// What one endpoint can bear: at most 256 operations under way, 64 messages waiting, of 4096 bytes.
     pub limits: Limits,

@@ -10,15 +10,15 @@ use aquifer_fabric::work::{Completion, Verb, Work, WorkError};
 
 /// Work and what is known of it.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct QueuedWork {
     work: Work,
     outcome: Option<Result<u64, WorkError>>,
 }
 
 /// The work of one endpoint, numbered from zero.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
-    entries: VecDeque<Entry>,
+pub(super) struct WorkQueue {
+    entries: VecDeque<QueuedWork>,
     /// The number of the first entry.
     first: u64,
     /// The number of the first entry that the device has not been given.
@@ -28,13 +28,13 @@ pub(super) struct Queue {
     atomics_until: u64,
 }
 
-impl Queue {
+impl WorkQueue {
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
     pub fn push(&mut self, work: Work) {
-        self.entries.push_back(Entry { work, outcome: None });
+        self.entries.push_back(QueuedWork { work, outcome: None });
     }
 
     /// The next work for the device, and its number.
@@ -43,27 +43,27 @@ impl Queue {
     }
 
     /// It is known without the device.
-    pub fn settle_next(&mut self, outcome: Result<u64, WorkError>) {
-        self.settle(self.next, outcome);
-        self.go_on();
+    pub fn complete_next(&mut self, outcome: Result<u64, WorkError>) {
+        self.complete(self.next, outcome);
+        self.skip_to_next();
     }
 
     /// To the next that is not known: when work is taken back, some behind a message that nobody has answered yet may be done.
-    fn go_on(&mut self) {
+    fn skip_to_next(&mut self) {
         self.next += 1;
-        self.skip_known();
+        self.skip_completed();
     }
 
-    fn skip_known(&mut self) {
+    fn skip_completed(&mut self) {
         let behind = self.place(self.next).unwrap_or(self.entries.len());
         let known = self.entries.iter().skip(behind).take_while(|entry| entry.outcome.is_some()).count();
         self.next += known as u64;
     }
 
     /// The device gets it; whether it must be fenced.
-    pub fn give_next(&mut self) -> bool {
+    pub fn post_next(&mut self) -> bool {
         let Some((number, work)) = self.next() else { return false };
-        self.go_on();
+        self.skip_to_next();
         let is_read = matches!(work.verb, Verb::Read { .. });
         let is_atomic = matches!(work.verb, Verb::CompareSwap { .. } | Verb::FetchAdd { .. });
         let must_wait =
@@ -93,22 +93,22 @@ impl Queue {
     }
 
     /// What came of one of them.
-    pub fn settle(&mut self, number: u64, outcome: Result<u64, WorkError>) {
+    pub fn complete(&mut self, number: u64, outcome: Result<u64, WorkError>) {
         if let Some(entry) = self.place(number).and_then(|place| self.entries.get_mut(place)) {
             entry.outcome.get_or_insert(outcome);
         }
     }
 
     /// The device has done nothing of what is not known: it must be given all of it again.
-    pub fn take_back(&mut self) {
+    pub fn repost_all(&mut self) {
         self.next = self.first;
-        self.skip_known();
+        self.skip_completed();
         self.reads_until = 0;
         self.atomics_until = 0;
     }
 
     /// Nothing more will be done: the first that is not known gets the cause. Whether there was one.
-    pub fn give_up(&mut self, cause: WorkError) -> bool {
+    pub fn fail_all(&mut self, cause: WorkError) -> bool {
         let mut cause = Some(cause);
         for entry in &mut self.entries {
             entry.outcome.get_or_insert_with(|| Err(cause.take().unwrap_or(WorkError::Flushed)));
@@ -118,9 +118,9 @@ impl Queue {
     }
 
     /// The target has a message, or had no room for it.
-    pub fn answered(&mut self, number: u64, had_room: bool) {
+    pub fn complete_message(&mut self, number: u64, had_room: bool) {
         if let Some(Work { verb: Verb::Send { local }, .. }) = self.work(number) {
-            self.settle(
+            self.complete(
                 number,
                 if had_room { Ok(u64::from(local.len)) } else { Err(WorkError::ReceiverNotReady) },
             );
@@ -138,15 +138,15 @@ impl Queue {
     }
 
     /// Whether there is something to tell.
-    pub fn has_news(&self) -> bool {
+    pub fn has_completions(&self) -> bool {
         self.entries.front().is_some_and(|entry| entry.outcome.is_some())
     }
 
     /// Append up to `max` completions of what is known, in order; returns how many.
-    pub fn tell(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+    pub fn take_completions(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut told = 0;
         while told < max
-            && let Some(Entry { work, outcome: Some(outcome) }) = self.entries.front().copied()
+            && let Some(QueuedWork { work, outcome: Some(outcome) }) = self.entries.front().copied()
         {
             self.entries.pop_front();
             self.first += 1;
@@ -176,41 +176,41 @@ mod tests {
     const ADD: Verb = Verb::FetchAdd { remote: REMOTE, add: 1 };
     const SEND: Verb = Verb::Send { local: LOCAL };
 
-    fn queue(verbs: &[Verb]) -> Queue {
-        let mut queue = Queue::default();
+    fn queue(verbs: &[Verb]) -> WorkQueue {
+        let mut queue = WorkQueue::default();
         for (id, verb) in (0..).zip(verbs) {
             queue.push(Work { id, verb: *verb, signalled: true });
         }
         queue
     }
 
-    fn told(queue: &mut Queue) -> Vec<(u64, Result<u64, WorkError>)> {
+    fn told(queue: &mut WorkQueue) -> Vec<(u64, Result<u64, WorkError>)> {
         let mut out = Vec::new();
-        queue.tell(&mut out, 100);
+        queue.take_completions(&mut out, 100);
         out.iter().map(|done| (done.id, done.outcome)).collect()
     }
 
     #[test]
     fn what_a_device_might_let_overtake_is_fenced_once() {
         let mut given = queue(&[WRITE, READ, READ, WRITE, WRITE, ADD, READ, ADD, ADD, SEND]);
-        let fenced: Vec<bool> = (0..10).map(|_| given.give_next()).collect();
+        let fenced: Vec<bool> = (0..10).map(|_| given.post_next()).collect();
         assert_eq!(fenced, [false, false, false, true, false, false, false, true, false, true]);
         let mut after = queue(&[READ, WRITE]);
-        after.give_next();
+        after.post_next();
         after.done_through(0, |_, _| Some(8));
         assert_eq!(told(&mut after), [(0, Ok(8))]);
-        assert!(!after.give_next(), "it is done");
+        assert!(!after.post_next(), "it is done");
     }
 
     #[test]
     fn one_completion_stands_for_all_before_it_but_not_for_messages() {
         let mut queue = queue(&[WRITE, SEND, READ]);
         while queue.next().is_some_and(|(number, _)| number < 3) {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(2, |number, work| (work.verb != SEND).then_some(number));
         assert_eq!(told(&mut queue), [(0, Ok(0))]);
-        queue.answered(1, false);
+        queue.complete_message(1, false);
         assert_eq!(told(&mut queue), [(1, Err(WorkError::ReceiverNotReady)), (2, Ok(2))]);
         assert_eq!((queue.len(), queue.done()), (0, 3));
     }
@@ -219,29 +219,29 @@ mod tests {
     fn what_was_behind_a_refusal_is_given_again_in_order() {
         let mut queue = queue(&[WRITE, READ, ADD, WRITE]);
         while queue.next().is_some_and(|(number, _)| number < 3) {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(0, |_, _| Some(8));
-        queue.settle(1, Err(WorkError::RemoteAccess));
-        queue.take_back();
+        queue.complete(1, Err(WorkError::RemoteAccess));
+        queue.repost_all();
         assert_eq!(queue.next().map(|(number, _)| number), Some(2));
         assert_eq!(told(&mut queue), [(0, Ok(8)), (1, Err(WorkError::RemoteAccess))]);
-        assert!(!queue.give_next());
-        assert!(queue.give_next(), "the WRITE waits for the atomic");
+        assert!(!queue.post_next());
+        assert!(queue.post_next(), "the WRITE waits for the atomic");
     }
 
     #[test]
     fn what_is_done_behind_an_unanswered_message_is_not_given_again() {
         let mut queue = queue(&[SEND, ADD, READ, WRITE]);
         while queue.next().is_some() {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(1, |_, work| (work.verb == ADD).then_some(8));
-        queue.settle(2, Err(WorkError::RemoteAccess));
-        queue.take_back();
+        queue.complete(2, Err(WorkError::RemoteAccess));
+        queue.repost_all();
         let mut again = Vec::new();
         while let Some((number, _)) = queue.next() {
-            queue.give_next();
+            queue.post_next();
             again.push(number);
         }
         assert_eq!(again, [0, 3]);
@@ -250,22 +250,22 @@ mod tests {
     #[test]
     fn the_first_without_outcome_is_told_the_cause() {
         let mut queue = queue(&[WRITE, WRITE, WRITE]);
-        queue.give_next();
+        queue.post_next();
         queue.done_through(0, |_, _| Some(8));
-        assert!(queue.give_up(WorkError::PeerGone));
+        assert!(queue.fail_all(WorkError::PeerGone));
         let gone = [(0, Ok(8)), (1, Err(WorkError::PeerGone)), (2, Err(WorkError::Flushed))];
         assert_eq!(told(&mut queue), gone);
-        assert!(!queue.give_up(WorkError::PeerGone), "nobody was left to be told");
+        assert!(!queue.fail_all(WorkError::PeerGone), "nobody was left to be told");
     }
 
     #[test]
     fn the_unsignalled_are_told_only_if_they_fail() {
-        let mut queue = Queue::default();
+        let mut queue = WorkQueue::default();
         for id in 0..3 {
             queue.push(Work { id, verb: WRITE, signalled: false });
-            queue.give_next();
+            queue.post_next();
         }
-        queue.settle(1, Err(WorkError::RemoteAccess));
+        queue.complete(1, Err(WorkError::RemoteAccess));
         queue.done_through(2, |_, _| Some(8));
         assert_eq!(told(&mut queue), [(1, Err(WorkError::RemoteAccess))]);
         assert_eq!(queue.len(), 0);

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::device::{Device, DeviceCaps};
-use super::sys::registration::{Registration, Use};
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::{AliasMapping, Memory};
 
@@ -48,7 +48,7 @@ impl std::fmt::Display for RemapMethod {
 
 /// From where to where pages are to go.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Move {
+pub(super) struct RemapRequest {
     pub region: usize,
     /// In the region.
     pub at: usize,
@@ -59,18 +59,18 @@ pub(super) struct Move {
 
 /// A region as the device knows it.
 #[derive(Debug)]
-pub(super) enum Lent {
+pub(super) enum LentRegion {
     Fixed(Registration),
-    Moving(Moving),
+    Remappable(Remappable),
     /// The device did not take it.
     Nothing,
 }
 
-impl Lent {
+impl LentRegion {
     pub fn registration(&self) -> Option<&Registration> {
         match self {
             Self::Fixed(registration) => Some(registration),
-            Self::Moving(moving) => moving.registration.as_ref(),
+            Self::Remappable(remappable) => remappable.registration.as_ref(),
             Self::Nothing => None,
         }
     }
@@ -78,7 +78,7 @@ impl Lent {
 
 /// A region whose addresses may get other pages.
 #[derive(Debug)]
-pub(super) struct Moving {
+pub(super) struct Remappable {
     // Before the view that it is of.
     registration: Option<Registration>,
     view: Arc<AliasMapping>,
@@ -87,7 +87,7 @@ pub(super) struct Moving {
     how: RemapMethod,
 }
 
-impl Moving {
+impl Remappable {
     /// Lend a memory under addresses from `base` on, in its own order at first.
     ///
     /// # Errors
@@ -100,17 +100,19 @@ impl Moving {
         let is_same = view.as_ptr().addr() == wish;
         let mut registration = None;
         if how.is_live() && is_same {
-            let made = Registration::of_view(device, Arc::clone(&view), base, Use::WindowsOnDemand);
+            let made =
+                Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::WindowsOnDemand);
             let refused = |error: &io::Error| tracing::info!(%error, "the device does not page this memory");
             registration = made.inspect_err(refused).ok();
         }
         if registration.is_none() {
             how = RemapMethod::Reregistration;
-            registration = Some(Registration::of_view(device, Arc::clone(&view), base, Use::Windows)?);
+            registration =
+                Some(Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::Windows)?);
         }
-        let moving = Self { registration, view, base, device, how };
+        let remappable = Self { registration, view, base, device, how };
         tracing::info!(device = device.caps.name, %how, "memory may be remapped");
-        Ok(moving)
+        Ok(remappable)
     }
 
     pub fn how(&self) -> RemapMethod {
@@ -118,12 +120,12 @@ impl Moving {
     }
 
     /// Whether the order can be carried out, as far as that is known before windows are closed for it.
-    pub fn can_remap(&self, order: &Move) -> io::Result<()> {
+    pub fn can_remap(&self, order: &RemapRequest) -> io::Result<()> {
         self.view.can_remap(order.at, order.from, order.len)
     }
 
-    /// Move pages while windows are open. Only if [`RemapMethod::is_live`].
-    pub fn remap_live(&mut self, order: &Move) -> io::Result<()> {
+    /// RemapRequest pages while windows are open. Only if [`RemapMethod::is_live`].
+    pub fn remap_live(&mut self, order: &RemapRequest) -> io::Result<()> {
         debug_assert!(self.how.is_live());
         self.view.remap(order.at, order.from, order.len)?;
         if self.how == RemapMethod::Prefetch
@@ -137,12 +139,13 @@ impl Moving {
         Ok(())
     }
 
-    /// Move pages while no window is open. If the device does not take them all are closed from now on.
-    pub fn remap_closed(&mut self, order: &Move) -> io::Result<()> {
+    /// RemapRequest pages while no window is open. If the device does not take them all are closed from now on.
+    pub fn remap_closed(&mut self, order: &RemapRequest) -> io::Result<()> {
         self.view.remap(order.at, order.from, order.len)?;
         // The old one first: its pages are pinned.
         self.registration = None;
-        let made = Registration::of_view(self.device, Arc::clone(&self.view), self.base, Use::Windows)?;
+        let made =
+            Registration::of_view(self.device, Arc::clone(&self.view), self.base, RegistrationUse::Windows)?;
         self.registration = Some(made);
         Ok(())
     }

@@ -4,30 +4,30 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::device::Device;
-use super::sys::pair::Piece;
-use super::sys::registration::{Registration, Use};
+use super::sys::queue_pair::LocalPiece;
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 
 /// Ids of completions: of messages that came, with the place where they are, and of those that went. Those of other work have neither bit.
-pub(super) const CAME: u64 = 1 << 62;
-pub(super) const WENT: u64 = 1 << 63;
+pub(super) const RECEIVED_BIT: u64 = 1 << 62;
+pub(super) const SENT_BIT: u64 = 1 << 63;
 
 /// The place that an id tells of.
 pub(super) fn slot_of(id: u64) -> u32 {
     u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
 }
 
-/// Places of one size. Which are in use, their owner knows, or [`Slots::take`].
+/// Places of one size. Which are in use, their owner knows, or [`MessageSlots::take`].
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(super) struct MessageSlots {
     registration: Registration,
     base: u64,
     slot_bytes: usize,
     free: Vec<u32>,
 }
 
-impl Slots {
+impl MessageSlots {
     /// So many places, all free.
     ///
     /// # Errors
@@ -36,7 +36,7 @@ impl Slots {
         let memory = Arc::new(Memory::create(name, count as usize * slot_bytes)?);
         let base = u64_from(memory.as_ptr().addr());
         let range = 0..memory.len();
-        let registration = Registration::new(device, memory, range, base, Use::Local)?;
+        let registration = Registration::new(device, memory, range, base, RegistrationUse::Local)?;
         Ok(Self { registration, base, slot_bytes, free: (0..count).collect() })
     }
 
@@ -44,7 +44,7 @@ impl Slots {
         self.free.pop()
     }
 
-    pub fn give_back(&mut self, slot: u32) {
+    pub fn release(&mut self, slot: u32) {
         self.free.push(slot);
     }
 
@@ -53,9 +53,9 @@ impl Slots {
     }
 
     /// The first `len` bytes of a place.
-    pub fn piece(&self, slot: u32, len: usize) -> Piece {
+    pub fn piece(&self, slot: u32, len: usize) -> LocalPiece {
         assert!(len <= self.slot_bytes, "{len} bytes in a place of {}", self.slot_bytes);
-        Piece {
+        LocalPiece {
             addr: self.base + u64_from(slot as usize * self.slot_bytes),
             len: u32::try_from(len).expect("a short message"),
             key: self.registration.local_key(),
@@ -63,7 +63,7 @@ impl Slots {
     }
 
     /// All of a place.
-    pub fn whole(&self, slot: u32) -> Piece {
+    pub fn whole(&self, slot: u32) -> LocalPiece {
         self.piece(slot, self.slot_bytes)
     }
 

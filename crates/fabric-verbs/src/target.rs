@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::Options;
-use super::peer::{Answered, Peer};
-use super::remap::{Lent, Move, Moving, RemapMethod};
-use super::serve::Server;
+use super::answered::{AnsweredMessages, VerbsPeer};
+use super::remap::{LentRegion, RemapMethod, RemapRequest, Remappable};
+use super::serve::VerbsServer;
 use super::sys::device::Device;
-use super::sys::registration::{Registration, Use};
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::ControlMemory;
@@ -27,13 +27,13 @@ use aquifer_fabric::work::Key;
 
 /// Memory offered over verbs.
 pub struct VerbsTarget {
-    shared: Arc<Shared>,
+    shared: Arc<VerbsShared>,
     thread: Option<JoinHandle<()>>,
     address: SocketAddr,
 }
 
 /// What the thread is asked; it tells when it is done.
-pub(super) enum Command {
+pub(super) enum ServerCommand {
     /// No window is bound for that key any more.
     Invalidate(Key, Sender<()>),
     /// No window is bound by a table's key in that range any more.
@@ -41,41 +41,41 @@ pub(super) enum Command {
     /// Nothing of that host's is served any more.
     Fence(Host, u64, Sender<()>),
     /// Other pages lie under these addresses.
-    Remap(Move, Sender<io::Result<()>>),
+    Remap(RemapRequest, Sender<io::Result<()>>),
 }
 
-pub(super) struct Shared {
+pub(super) struct VerbsShared {
     pub options: Options,
     pub key: ClusterKey,
     pub control: ControlMemory,
     pub device: &'static Device,
-    pub state: Mutex<State>,
+    pub state: Mutex<VerbsTargetState>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
 }
 
-pub(super) struct State {
-    pub peers: PeerSessions<Answered>,
+pub(super) struct VerbsTargetState {
+    pub peers: PeerSessions<AnsweredMessages>,
     pub tables: TargetTables,
     /// By region number.
-    pub regions: Vec<Lent>,
-    pub commands: Vec<Command>,
+    pub regions: Vec<LentRegion>,
+    pub commands: Vec<ServerCommand>,
     /// There is a thread that obeys them.
     pub is_served: bool,
 }
 
-impl State {
+impl VerbsTargetState {
     /// A session is over for good.
-    pub fn release(&mut self, peer: &Peer) {
+    pub fn release(&mut self, peer: &VerbsPeer) {
         self.peers.release(peer, |_| ());
     }
 
-    /// Keep a region that was just put into the tables, and say if there is none.
-    fn keep(&mut self, lent: io::Result<Lent>) -> Result<(), TargetError> {
+    /// Keep a region that was just put into the tables, and say if there is no_device.
+    fn keep(&mut self, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
             Err(source) => (
-                Lent::Nothing,
+                LentRegion::Nothing,
                 Err(TargetError::System {
                     what: "cannot register memory with the device (see ulimit -l)",
                     source,
@@ -88,13 +88,13 @@ impl State {
     }
 }
 
-impl Shared {
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+impl VerbsShared {
+    pub fn lock(&self) -> MutexGuard<'_, VerbsTargetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
-    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
+    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> ServerCommand) -> Option<T> {
         let (done, is_done) = channel();
         let mut state = self.lock();
         // A thread that has ended serves nobody any more, which is as good.
@@ -117,19 +117,19 @@ impl VerbsTarget {
         let system = |what| move |source| TargetError::System { what, source };
         options.check()?;
         let (server, device, address) =
-            Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
+            VerbsServer::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
         let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(system("cannot create control memory"))?;
         let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
-        let state = State {
+        let state = VerbsTargetState {
             peers: PeerSessions::new(options.endpoints_max),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
             is_served: true,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(VerbsShared {
             key: key.clone(),
             control,
             device,
@@ -158,12 +158,12 @@ impl VerbsTarget {
         let mut state = self.shared.lock();
         let own = Arc::clone(&memory);
         let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
-        let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
+        let made = Remappable::new(self.shared.device, memory, region.base).map(LentRegion::Remappable);
         state.keep(made)?;
         Ok(region)
     }
 
-    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). Keys stay as they are; who reads or
+    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). KeyCache stay as they are; who reads or
     /// writes meanwhile finds the old pages or the new ones. What the old pages are used for next is the caller's to care for: work that was under way may
     /// still have reached them until this returns.
     ///
@@ -175,24 +175,26 @@ impl VerbsTarget {
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
         let mut state = self.shared.lock();
         let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
-        let Some(Lent::Moving(moving)) = state.regions.get_mut(region) else { return Err(out_of_range) };
+        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(region) else {
+            return Err(out_of_range);
+        };
         let (Ok(at), Ok(from), Ok(len)) =
             (usize::try_from(addr - base), usize::try_from(from), usize::try_from(len))
         else {
             return Err(out_of_range);
         };
-        let order = Move { region, at, from, len };
-        moving.can_remap(&order).map_err(failed)?;
-        if moving.how().is_live() {
-            moving.remap_live(&order).map_err(failed)?;
-            return Ok(moving.how());
+        let order = RemapRequest { region, at, from, len };
+        remappable.can_remap(&order).map_err(failed)?;
+        if remappable.how().is_live() {
+            remappable.remap_live(&order).map_err(failed)?;
+            return Ok(remappable.how());
         }
         drop(state);
         let gone = || io::Error::other("the target's thread has ended");
-        let moved = self.shared.command(|done| Command::Remap(order, done));
+        let moved = self.shared.command(|done| ServerCommand::Remap(order, done));
         moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
         match self.shared.lock().regions.get(region) {
-            Some(Lent::Moving(moving)) => Ok(moving.how()),
+            Some(LentRegion::Remappable(remappable)) => Ok(remappable.how()),
             _ => Err(out_of_range),
         }
     }
@@ -235,7 +237,8 @@ impl Target for VerbsTarget {
         let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
-        let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);
+        let made = Registration::new(device, memory, whole, region.base, RegistrationUse::Windows)
+            .map(LentRegion::Fixed);
         state.keep(made)?;
         Ok(region)
     }
@@ -251,18 +254,18 @@ impl Target for VerbsTarget {
             return Err(TargetError::NoSuchKey(key));
         }
         drop(state);
-        self.shared.command(|done| Command::Invalidate(key, done));
+        self.shared.command(|done| ServerCommand::Invalidate(key, done));
         self.shared.lock().tables.release_key(key);
         Ok(())
     }
 
     fn expel(&self, range: Range<u64>) {
-        self.shared.command(|done| Command::Expel(range, done));
+        self.shared.command(|done| ServerCommand::Expel(range, done));
     }
 
     fn fence(&self, host: Host, epoch: u64) {
         self.shared.lock().tables.fence(host, epoch);
-        self.shared.command(|done| Command::Fence(host, epoch, done));
+        self.shared.command(|done| ServerCommand::Fence(host, epoch, done));
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {

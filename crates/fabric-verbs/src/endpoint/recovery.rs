@@ -9,9 +9,9 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{Life, VerbsEndpoint};
-use crate::letters::Request;
-use crate::link::{Link, knock};
+use super::{EndpointState, VerbsEndpoint};
+use crate::link::{VerbsLink, open_session};
+use crate::messages::Request;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::background::BackgroundTask;
 use aquifer_fabric::handshake::HANDSHAKE_TIME;
@@ -27,78 +27,79 @@ const REMAP_TIME: Duration = Duration::from_secs(60);
 
 /// What a target answered.
 #[derive(Debug)]
-pub(super) struct Attempt {
-    found: Result<(Link, Welcome), EndpointError>,
+pub(super) struct ReconnectAttempt {
+    found: Result<(VerbsLink, Welcome), EndpointError>,
     /// Whether the session goes on.
-    is_for_good: bool,
+    resumes: bool,
 }
 
 impl VerbsEndpoint {
     /// The connection is over: because the device was refused for the work with that number, or else.
-    pub(super) fn lose(&mut self, refused: Option<u64>) {
+    pub(super) fn disconnect(&mut self, refused: Option<u64>) {
         if let Some(number) = refused {
             if let Some(key) = self.queue.work(number).and_then(|work| key_of(&work.verb)) {
                 self.keys.forget(key);
             }
-            if !self.may_repeat(number) {
-                self.queue.settle(number, Err(WorkError::RemoteAccess));
+            if !self.should_repeat(number) {
+                self.queue.complete(number, Err(WorkError::RemoteAccess));
             }
         }
         // With it goes what is under way; nothing of ours is touched after this.
         drop(self.link.take());
         self.is_armed = false;
-        if self.life != Life::Open || self.rescue.is_some() {
+        if self.life != EndpointState::Open || self.reconnecting.is_some() {
             return;
         }
         let (address, key) = (self.address, self.cluster_key.clone());
         let resume = Resume { session: self.session, answered: 0, heard: self.heard, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
-        let is_for_good = refused.is_some();
-        let deadline = Instant::now() + if is_for_good { REMAP_TIME } else { HANDSHAKE_TIME };
-        let started = BackgroundTask::start("fabric-again", move |is_awaited| Attempt {
-            found: knock_until(address, &key, &hello, deadline, is_awaited),
-            is_for_good,
+        let resumes = refused.is_some();
+        let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIME };
+        let started = BackgroundTask::start("fabric-reconn", move |is_awaited| ReconnectAttempt {
+            found: open_session_until(address, &key, &hello, deadline, is_awaited),
+            resumes,
         });
         match started {
-            Ok(rescue) => {
-                if let Err(error) = self.watch(rescue.ready_fd()) {
+            Ok(task) => {
+                if let Err(error) = self.watch(task.ready_fd()) {
                     tracing::warn!(%error, "a rescue cannot be waited for");
                 }
-                self.rescue = Some(rescue);
+                self.reconnecting = Some(task);
             }
             Err(error) => {
                 tracing::warn!(%error, "no thread to make a broken connection anew");
-                self.end(WorkError::PeerGone);
+                self.fail_all(WorkError::PeerGone);
             }
         }
     }
 
     /// Whether to ask the target whether it meant the refusal: windows are closed while pages move under them, and it opens the key again. What was refused was not
     /// done.
-    fn may_repeat(&mut self, number: u64) -> bool {
+    fn should_repeat(&mut self, number: u64) -> bool {
         let (last, times) = self.refused;
         self.refused = (number, if last == number { times + 1 } else { 1 });
-        self.keys.refuses() && self.refused.1 <= REFUSALS_MAX
+        self.keys.checks() && self.refused.1 <= REFUSALS_MAX
     }
 
-    pub(super) fn look_after_rescue(&mut self) {
-        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(BackgroundTask::take_result)
+    pub(super) fn check_reconnect(&mut self) {
+        let Some(ReconnectAttempt { found, resumes }) =
+            self.reconnecting.as_ref().and_then(BackgroundTask::take_result)
         else {
             return;
         };
-        self.rescue = None;
+        self.reconnecting = None;
         match found {
-            Ok((link, _)) if is_for_good => self.go_on(link),
-            Ok(_) => self.end(WorkError::PeerGone),
-            Err(error) if error.is_fence() => self.end(WorkError::Fenced),
+            Ok((link, _)) if resumes => self.resume(link),
+            Ok(_) => self.fail_all(WorkError::PeerGone),
+            Err(error) if error.is_fence() => self.fail_all(WorkError::Fenced),
             Err(error) => {
                 tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
-                self.end(WorkError::PeerGone);
+                self.fail_all(WorkError::PeerGone);
             }
         }
     }
 
-    fn go_on(&mut self, link: Link) {
+    fn resume(&mut self, link: VerbsLink) {
         let watched = self.watch(link.completions().fd()).and_then(|()| self.watch(link.events_fd()));
         if let Err(error) = watched {
             tracing::warn!(%error, "a connection cannot be waited for");
@@ -106,28 +107,28 @@ impl VerbsEndpoint {
         self.link = Some(link);
         self.keys.clear();
         // Messages are numbered: what the target has had already it only answers.
-        self.unsaid.clear();
-        self.queue.take_back();
+        self.unsent.clear();
+        self.queue.repost_all();
         // Some may have been taken since the connection was lost.
-        self.say(Request::Taken(self.taken));
+        self.send(Request::Taken(self.taken));
     }
 
-    fn end(&mut self, cause: WorkError) {
-        let was_told = self.queue.give_up(cause);
-        self.life = Life::Over((!was_told).then_some(cause));
+    fn fail_all(&mut self, cause: WorkError) {
+        let was_told = self.queue.fail_all(cause);
+        self.life = EndpointState::Over((!was_told).then_some(cause));
     }
 }
 
 /// Knock again while there is no answer. In vain if nobody waits for it any more.
-fn knock_until(
+fn open_session_until(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
     deadline: Instant,
     is_awaited: &dyn Fn() -> bool,
-) -> Result<(Link, Welcome), EndpointError> {
+) -> Result<(VerbsLink, Welcome), EndpointError> {
     loop {
-        let error = match knock(address, key, hello, HANDSHAKE_TIME) {
+        let error = match open_session(address, key, hello, HANDSHAKE_TIME) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

@@ -8,7 +8,7 @@ use rdma_mummy_sys as sys;
 
 use super::device::Device;
 
-/// Completions taken at a time.
+/// CompletionQueue taken at a time.
 const POLL_MAX: usize = 32;
 
 /// What came of work, or of a receive.
@@ -27,7 +27,7 @@ pub(crate) enum Outcome {
 
 /// The end of one piece of work.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ended {
+pub(crate) struct WorkCompletion {
     pub id: u64,
     pub outcome: Outcome,
     /// The number of the queue pair.
@@ -38,17 +38,17 @@ pub(crate) struct Ended {
 
 /// A queue of completions, with a descriptor to wait for them.
 #[derive(Debug)]
-pub(crate) struct Completions {
+pub(crate) struct CompletionQueue {
     queue: *mut sys::ibv_cq,
     channel: *mut sys::ibv_comp_channel,
 }
 
 // SAFETY: libibverbs lets any thread use a queue and a channel.
-unsafe impl Send for Completions {}
+unsafe impl Send for CompletionQueue {}
 // SAFETY: as above.
-unsafe impl Sync for Completions {}
+unsafe impl Sync for CompletionQueue {}
 
-impl Completions {
+impl CompletionQueue {
     /// A queue in which so many completions may wait.
     ///
     /// # Errors
@@ -94,7 +94,7 @@ impl Completions {
     }
 
     /// The descriptor has told: it is quiet until it is armed again.
-    pub fn quiet(&self) {
+    pub fn disarm(&self) {
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the channel lives; both places outlive the call, which does not wait. Each event is acknowledged once.
         unsafe {
@@ -105,7 +105,7 @@ impl Completions {
     }
 
     /// Take what is there, at most so many; returns how many.
-    pub fn poll(&self, out: &mut Vec<Ended>, max: usize) -> usize {
+    pub fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
         // SAFETY: plain numbers, for which zero is a value.
         let mut found: [sys::ibv_wc; POLL_MAX] = unsafe { std::mem::zeroed() };
         let mut taken = 0;
@@ -125,7 +125,7 @@ impl Completions {
     }
 }
 
-fn ended(found: &sys::ibv_wc) -> Ended {
+fn ended(found: &sys::ibv_wc) -> WorkCompletion {
     use sys::ibv_wc_status::{
         IBV_WC_REM_ACCESS_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_SUCCESS,
         IBV_WC_WR_FLUSH_ERR,
@@ -137,10 +137,10 @@ fn ended(found: &sys::ibv_wc) -> Ended {
         IBV_WC_RETRY_EXC_ERR | IBV_WC_RNR_RETRY_EXC_ERR => Outcome::Unanswered,
         other => Outcome::Failed(other),
     };
-    Ended { id: found.wr_id, outcome, pair: found.qp_num, bytes: found.byte_len }
+    WorkCompletion { id: found.wr_id, outcome, pair: found.qp_num, bytes: found.byte_len }
 }
 
-impl Drop for Completions {
+impl Drop for CompletionQueue {
     fn drop(&mut self) {
         // SAFETY: both are ours and dropped once, the queue first; queue pairs that use it are gone by then.
         unsafe {

@@ -8,9 +8,9 @@ use std::ptr;
 use rdma_mummy_sys as sys;
 use rustix::net::addr::SocketAddrArg;
 
-use super::completions::Completions;
+use super::completions::CompletionQueue;
 use super::device::Device;
-use super::pair::Pair;
+use super::queue_pair::QueuePair;
 use super::receives::SharedReceives;
 
 /// First bytes that both ends send, in librdmacm's own messages: another protocol at the same port is noticed.
@@ -20,7 +20,7 @@ const RETRIES: u8 = 7;
 
 /// What librdmacm tells.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum EventKind {
+pub(crate) enum CmEventKind {
     AddressResolved,
     RouteResolved,
     Established,
@@ -33,24 +33,24 @@ pub(crate) enum EventKind {
 
 /// Something happened to a connection.
 #[derive(Debug)]
-pub(crate) struct Event {
-    pub kind: EventKind,
-    /// Which; see [`Connection::name`].
+pub(crate) struct CmEvent {
+    pub kind: CmEventKind,
+    /// Which; see [`CmConnection::name`].
     pub of: usize,
-    /// Somebody asks to be let in, and speaks this protocol or not.
-    pub asks: Option<(Connection, bool)>,
+    /// Somebody request to be let in, and speaks this protocol or not.
+    pub request: Option<(CmConnection, bool)>,
 }
 
 /// Where events come from.
 #[derive(Debug)]
-pub(crate) struct Events(*mut sys::rdma_event_channel);
+pub(crate) struct CmEvents(*mut sys::rdma_event_channel);
 
 // SAFETY: librdmacm lets any thread use a channel.
-unsafe impl Send for Events {}
+unsafe impl Send for CmEvents {}
 // SAFETY: as above.
-unsafe impl Sync for Events {}
+unsafe impl Sync for CmEvents {}
 
-impl Events {
+impl CmEvents {
     pub fn new() -> io::Result<Self> {
         // SAFETY: no arguments.
         let channel = unsafe { sys::rdma_create_event_channel() };
@@ -67,7 +67,7 @@ impl Events {
     ///
     /// # Errors
     /// What the system says.
-    pub fn next(&self) -> io::Result<Option<Event>> {
+    pub fn next(&self) -> io::Result<Option<CmEvent>> {
         let mut found = ptr::null_mut();
         // SAFETY: the channel lives, and does not wait.
         if unsafe { sys::rdma_get_cm_event(self.0, &raw mut found) } != 0 {
@@ -79,37 +79,37 @@ impl Events {
         unsafe {
             let event = &*found;
             let (kind, of, status) = (event.event, event.id, event.status);
-            let asks = (kind == kinds::RDMA_CM_EVENT_CONNECT_REQUEST).then(|| {
-                let said = event.param.conn;
-                let len = usize::from(said.private_data_len).min(MAGIC.len());
-                let words = if said.private_data.is_null() {
+            let request = (kind == kinds::RDMA_CM_EVENT_CONNECT_REQUEST).then(|| {
+                let outgoing = event.param.conn;
+                let len = usize::from(outgoing.private_data_len).min(MAGIC.len());
+                let words = if outgoing.private_data.is_null() {
                     &[]
                 } else {
-                    std::slice::from_raw_parts(said.private_data.cast::<u8>(), len)
+                    std::slice::from_raw_parts(outgoing.private_data.cast::<u8>(), len)
                 };
-                (Connection { id: of, pair: None }, words == MAGIC)
+                (CmConnection { id: of, pair: None }, words == MAGIC)
             });
             sys::rdma_ack_cm_event(found);
             let kind = match kind {
-                kinds::RDMA_CM_EVENT_ADDR_RESOLVED => EventKind::AddressResolved,
-                kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => EventKind::RouteResolved,
-                kinds::RDMA_CM_EVENT_ESTABLISHED => EventKind::Established,
-                kinds::RDMA_CM_EVENT_REJECTED => EventKind::Rejected,
+                kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmEventKind::AddressResolved,
+                kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmEventKind::RouteResolved,
+                kinds::RDMA_CM_EVENT_ESTABLISHED => CmEventKind::Established,
+                kinds::RDMA_CM_EVENT_REJECTED => CmEventKind::Rejected,
                 kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_DEVICE_REMOVAL => {
-                    EventKind::Disconnected
+                    CmEventKind::Disconnected
                 }
                 kinds::RDMA_CM_EVENT_ADDR_ERROR
                 | kinds::RDMA_CM_EVENT_ROUTE_ERROR
                 | kinds::RDMA_CM_EVENT_CONNECT_ERROR
-                | kinds::RDMA_CM_EVENT_UNREACHABLE => EventKind::Failed(status.abs()),
-                _ => EventKind::Other,
+                | kinds::RDMA_CM_EVENT_UNREACHABLE => CmEventKind::Failed(status.abs()),
+                _ => CmEventKind::Other,
             };
-            Ok(Some(Event { kind, of: of.addr(), asks }))
+            Ok(Some(CmEvent { kind, of: of.addr(), request }))
         }
     }
 }
 
-impl AsFd for Events {
+impl AsFd for CmEvents {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe {
@@ -119,24 +119,24 @@ impl AsFd for Events {
     }
 }
 
-impl Drop for Events {
+impl Drop for CmEvents {
     fn drop(&mut self) {
         // SAFETY: it is ours and dropped once, after the connections that tell here.
         unsafe { sys::rdma_destroy_event_channel(self.0) };
     }
 }
 
-/// One end of a connection, or of what is to become one; or a listener. It goes before the [`Events`] that it tells to.
+/// One end of a connection, or of what is to become one; or a listener. It goes before the [`CmEvents`] that it tells to.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub(crate) struct CmConnection {
     id: *mut sys::rdma_cm_id,
-    pair: Option<Pair>,
+    pair: Option<QueuePair>,
 }
 
 // SAFETY: librdmacm lets any thread use an id, one at a time.
-unsafe impl Send for Connection {}
+unsafe impl Send for CmConnection {}
 // SAFETY: what `&self` gives is read-only, or locked by librdmacm.
-unsafe impl Sync for Connection {}
+unsafe impl Sync for CmConnection {}
 
 fn ok(outcome: i32) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
@@ -148,12 +148,12 @@ fn with_address(address: SocketAddr, call: impl FnOnce(*mut libc::sockaddr) -> i
     ok(unsafe { address.with_sockaddr(|pointer, _| call(pointer.cast::<libc::sockaddr>().cast_mut())) })
 }
 
-impl Connection {
+impl CmConnection {
     /// Not connected to anything yet.
     ///
     /// # Errors
     /// What the system says; `ENODEV` where there is no device at all.
-    pub fn new(events: &Events) -> io::Result<Self> {
+    pub fn new(events: &CmEvents) -> io::Result<Self> {
         let mut id = ptr::null_mut();
         // SAFETY: the channel lives, and longer than the connection; `id` outlives the call.
         ok(unsafe {
@@ -162,7 +162,7 @@ impl Connection {
         Ok(Self { id, pair: None })
     }
 
-    /// What [`Event::of`] calls it.
+    /// What [`CmEvent::of`] calls it.
     pub fn name(&self) -> usize {
         self.id.addr()
     }
@@ -181,25 +181,25 @@ impl Connection {
         Ok(SocketAddr::new(address.ip(), port))
     }
 
-    /// Find out by which device an address is reached; [`EventKind::AddressResolved`] tells.
+    /// Find out by which device an address is reached; [`CmEventKind::AddressResolved`] tells.
     ///
     /// # Errors
     /// What the system says.
-    pub fn resolve_address(&self, address: SocketAddr, patience_ms: i32) -> io::Result<()> {
+    pub fn resolve_address(&self, address: SocketAddr, timeout_ms: i32) -> io::Result<()> {
         let call = |pointer| {
             // SAFETY: the id lives.
-            unsafe { sys::rdma_resolve_addr(self.id, ptr::null_mut(), pointer, patience_ms) }
+            unsafe { sys::rdma_resolve_addr(self.id, ptr::null_mut(), pointer, timeout_ms) }
         };
         with_address(address, call)
     }
 
-    /// Find the way to it; [`EventKind::RouteResolved`] tells.
+    /// Find the way to it; [`CmEventKind::RouteResolved`] tells.
     ///
     /// # Errors
     /// What the system says.
-    pub fn resolve_route(&self, patience_ms: i32) -> io::Result<()> {
+    pub fn resolve_route(&self, timeout_ms: i32) -> io::Result<()> {
         // SAFETY: the id lives.
-        ok(unsafe { sys::rdma_resolve_route(self.id, patience_ms) })
+        ok(unsafe { sys::rdma_resolve_route(self.id, timeout_ms) })
     }
 
     /// The device that it goes over.
@@ -221,12 +221,12 @@ impl Connection {
     pub fn open_pair(
         &mut self,
         device: &'static Device,
-        completions: &Completions,
+        completions: &CompletionQueue,
         depth: usize,
         receives: usize,
         shared: Option<&SharedReceives>,
         inline_bytes: u32,
-    ) -> io::Result<Pair> {
+    ) -> io::Result<QueuePair> {
         let count = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
         let own_receives = if shared.is_some() { 0 } else { receives };
         let mut wanted = sys::ibv_qp_init_attr {
@@ -247,12 +247,12 @@ impl Connection {
         // SAFETY: all that is named lives: the queue pair goes with the connection, and the caller keeps its queues for longer.
         ok(unsafe { sys::rdma_create_qp(self.id, device.domain, &raw mut wanted) })?;
         // SAFETY: it was made just now, and goes with this connection.
-        let pair = unsafe { Pair::new((*self.id).qp, wanted.cap.max_inline_data.min(inline_bytes)) };
+        let pair = unsafe { QueuePair::new((*self.id).qp, wanted.cap.max_inline_data.min(inline_bytes)) };
         self.pair = Some(pair);
         Ok(pair)
     }
 
-    /// Ask to be let in; [`EventKind::Established`] tells.
+    /// Ask to be let in; [`CmEventKind::Established`] tells.
     ///
     /// # Errors
     /// What the system says.
@@ -272,7 +272,7 @@ impl Connection {
         ok(unsafe { sys::rdma_accept(self.id, &raw mut granted) })
     }
 
-    /// Say farewell; both ends are told. Nothing if it is over already.
+    /// Send farewell; both ends are told. Nothing if it is over already.
     pub fn disconnect(&self) {
         // SAFETY: the id lives.
         let _over = unsafe { sys::rdma_disconnect(self.id) };
@@ -293,7 +293,7 @@ fn parameters(served: u8, begun: u8) -> sys::rdma_conn_param {
     }
 }
 
-impl Drop for Connection {
+impl Drop for CmConnection {
     fn drop(&mut self) {
         // SAFETY: the id is ours and dropped once, its queue pair first. All its events are acknowledged as they are read.
         unsafe {

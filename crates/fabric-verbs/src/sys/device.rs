@@ -12,11 +12,11 @@ use rdma_mummy_sys as sys;
 pub struct DeviceCaps {
     /// Its name, such as `mlx5_0` or `rxe0`.
     pub name: String,
-    /// Queue pairs.
+    /// WorkQueue pairs.
     pub pairs: usize,
     /// Operations under way on one queue pair.
     pub queue_depth: usize,
-    /// Completions that may wait in one queue.
+    /// CompletionQueue that may wait in one queue.
     pub completions: usize,
     /// Receives that may wait in one shared queue; 0 where there are none.
     pub shared_receives: usize,

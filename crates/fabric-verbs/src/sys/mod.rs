@@ -3,7 +3,7 @@
 pub(super) mod completions;
 pub(super) mod connection;
 pub(super) mod device;
-pub(super) mod pair;
+pub(super) mod queue_pair;
 pub(super) mod receives;
 pub(super) mod registration;
 pub(super) mod window;

@@ -6,7 +6,7 @@ use std::ptr;
 use rdma_mummy_sys as sys;
 
 use super::device::Device;
-use super::pair::Piece;
+use super::queue_pair::LocalPiece;
 
 /// A queue of places for messages.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ impl SharedReceives {
     ///
     /// # Safety
     /// The piece must stay registered, and be nobody else's, until a message has come there or the queue is gone.
-    pub unsafe fn offer(&self, id: u64, piece: Piece) -> io::Result<()> {
+    pub unsafe fn offer(&self, id: u64, piece: LocalPiece) -> io::Result<()> {
         let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
         let mut work =
             sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };

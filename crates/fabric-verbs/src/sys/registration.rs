@@ -11,8 +11,8 @@ use aquifer_fabric::{AliasMapping, Memory};
 
 /// What the device may do with it, beside reading it for this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Use {
-    /// Local work: the source of WRITEs, the destination of READs.
+pub(crate) enum RegistrationUse {
+    /// RegisteredMemory work: the source of WRITEs, the destination of READs.
     Local,
     /// Windows may be bound to it. By itself it is closed to peers.
     Windows,
@@ -20,7 +20,7 @@ pub(crate) enum Use {
     WindowsOnDemand,
 }
 
-impl Use {
+impl RegistrationUse {
     fn flags(self) -> i32 {
         use sys::ibv_access_flags as access;
         let more = match self {
@@ -64,7 +64,7 @@ impl Registration {
         memory: Arc<Memory>,
         range: Range<usize>,
         base: u64,
-        what: Use,
+        what: RegistrationUse,
     ) -> io::Result<Self> {
         assert!(range.start < range.end && range.end <= memory.len(), "{range:?} of {} bytes", memory.len());
         // SAFETY: the range is mapped for as long as `memory` lives, which this holds longer than the registration: fields drop after `drop`.
@@ -86,7 +86,7 @@ impl Registration {
         device: &'static Device,
         view: Arc<AliasMapping>,
         base: u64,
-        what: Use,
+        what: RegistrationUse,
     ) -> io::Result<Self> {
         let len = view.memory().len();
         // SAFETY: the view is mapped for as long as it lives, which this holds longer than the registration: fields drop after `drop`.

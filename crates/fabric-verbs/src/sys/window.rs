@@ -6,7 +6,7 @@ use rdma_mummy_sys as sys;
 
 use super::device::Device;
 
-/// A window of type 2; bound by work that is posted, see [`super::pair::Kind::Bind`]. It goes before its queue pair, and before the registration that it is
+/// A window of type 2; bound by work that is posted, see [`super::queue_pair::WorkKind::Bind`]. It goes before its queue pair, and before the registration that it is
 /// bound to.
 #[derive(Debug)]
 pub(crate) struct Window(*mut sys::ibv_mw);

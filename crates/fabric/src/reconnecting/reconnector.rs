@@ -135,14 +135,19 @@ impl Reconnector {
         if let Some(ready) = self.ready_fd() {
             let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
             // Any outcome means: look.
-            let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(ready, PollFlags::IN)], Some(&timeout));
+            let _ =
+                rustix::event::poll(&mut [PollFd::from_borrowed_fd(ready, PollFlags::IN)], Some(&timeout));
         }
     }
 }
 
 fn try_reconnect(reconnect: &dyn Reconnect, drain: Option<&mut SharedDrain>) -> ReconnectOutcome {
     // What is done once more must not be followed by what was sent before.
-    if drain.is_some_and(|drain| drain.drain().is_err()) { ReconnectOutcome::Retry } else { reconnect.attempt() }
+    if drain.is_some_and(|drain| drain.drain().is_err()) {
+        ReconnectOutcome::Retry
+    } else {
+        reconnect.attempt()
+    }
 }
 
 fn reconnect_until(

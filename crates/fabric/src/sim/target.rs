@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::world::{SimNode, SimRegion, FabricWorld};
+use super::world::{FabricWorld, SimNode, SimRegion};
 use super::{Node, lock};
 use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};

@@ -12,7 +12,7 @@ use super::reply::AnswerBuffer;
 use super::serve::{AcceptedConnection, ServeHandle};
 use super::session::TcpSession;
 use super::stream::{DeadlineStream, configure};
-use super::target::{TcpPeerState, TcpPeer, TcpShared, TcpTargetState};
+use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
 use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
@@ -151,7 +151,12 @@ fn welcome(
         return Err(error.into());
     }
     let thread = session.peer.own.thread;
-    shared.handles[thread].add(AcceptedConnection { socket, session, cipher: encrypt.then_some(cipher), answers: lost_answers });
+    shared.handles[thread].add(AcceptedConnection {
+        socket,
+        session,
+        cipher: encrypt.then_some(cipher),
+        answers: lost_answers,
+    });
     Ok(())
 }
 
@@ -179,9 +184,14 @@ fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>)
     admitted
 }
 
-fn begin_session(shared: &Arc<TcpShared>, state: &mut TcpTargetState, who: Identity) -> Result<TcpSession, String> {
+fn begin_session(
+    shared: &Arc<TcpShared>,
+    state: &mut TcpTargetState,
+    who: Identity,
+) -> Result<TcpSession, String> {
     let handles = shared.handles.len();
-    let peer = state.peers.begin(who, |slot| TcpPeerState { thread: slot % handles, ..TcpPeerState::default() })?;
+    let peer =
+        state.peers.begin(who, |slot| TcpPeerState { thread: slot % handles, ..TcpPeerState::default() })?;
     shared.control.open_slot(peer.slot, who);
     Ok(TcpSession::new(shared, &peer, peer.slot))
 }

@@ -18,7 +18,7 @@ use self::direct::DirectPlan;
 use self::recovery::ReconnectReply;
 use super::ConnectOptions;
 use super::busy_poll::BusyPoll;
-use super::stream::{DeadlineStream, connect_unpaced, configure};
+use super::stream::{DeadlineStream, configure, connect_unpaced};
 use super::wire::{self, Request, padded};
 use crate::Memory;
 use crate::background::BackgroundTask;
@@ -293,7 +293,10 @@ impl TcpEndpoint {
         // To receive costs no more than to ask whether there is something.
         let is_over = busy_poll.poll(|| {
             self.progress();
-            !self.done.is_empty() || self.received != received || self.is_broken() || self.reconnecting.is_some()
+            !self.done.is_empty()
+                || self.received != received
+                || self.is_broken()
+                || self.reconnecting.is_some()
         });
         self.busy_poll = busy_poll;
         is_over

@@ -13,14 +13,14 @@
 //! - [`wire`]: the bytes, after those of [`crate::handshake`].
 
 mod acceptor;
+mod busy_poll;
+mod counters;
 mod endpoint;
 mod rate;
 mod reply;
 mod serve;
 mod session;
-mod busy_poll;
 mod stream;
-mod counters;
 mod target;
 pub mod wire;
 

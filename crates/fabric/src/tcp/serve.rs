@@ -12,9 +12,9 @@ use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
 use super::Rate;
+use super::busy_poll::BusyPoll;
 use super::reply::AnswerBuffer;
 use super::session::{ANSWERS_BYTES_MAX, ProtocolViolation, TcpSession};
-use super::busy_poll::BusyPoll;
 use super::target::{TcpShared, lock};
 use super::wire::{self, Answer};
 use crate::handshake::secure::RecordCipher;
@@ -187,7 +187,8 @@ impl ServeThread {
     /// Whether somebody has spoken while others were served, which is likely where several do: then nothing is won by letting others run first.
     fn has_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
         let may_look = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
-        let has_ready_events = may_look && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
+        let has_ready_events =
+            may_look && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
         self.busy_turns = if has_ready_events { self.busy_turns + 1 } else { 0 };
         has_ready_events
     }
@@ -355,7 +356,11 @@ impl ServeThread {
 }
 
 /// Ask the kernel what has happened.
-fn  epoll_wait(epoll: &OwnedFd, events: &mut Vec<Event>, timeout: Option<&Timespec>) -> rustix::io::Result<usize> {
+fn epoll_wait(
+    epoll: &OwnedFd,
+    events: &mut Vec<Event>,
+    timeout: Option<&Timespec>,
+) -> rustix::io::Result<usize> {
     events.clear();
     epoll::wait(epoll, spare_capacity(events), timeout)
 }

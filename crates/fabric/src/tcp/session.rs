@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::reply::AnswerBuffer;
-use super::target::{TcpPeer, RegionMapping, TcpShared};
+use super::target::{RegionMapping, TcpPeer, TcpShared};
 use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
 use crate::handshake::hello::Resume;
@@ -196,7 +196,12 @@ impl TcpSession {
     }
 
     /// Begin a request; how many bytes of the `rest` behind its head were used.
-    fn begin(&mut self, request: Request, rest: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
+    fn begin(
+        &mut self,
+        request: Request,
+        rest: &[u8],
+        out: &mut AnswerBuffer,
+    ) -> Result<usize, ProtocolViolation> {
         let limits = &self.shared.options.limits;
         let len = request.len.get();
         match request.kind {

@@ -82,7 +82,9 @@ impl DeadlineStream {
 /// A timeout shows as `WouldBlock`.
 fn name_timeout(error: io::Error) -> io::Error {
     match error.kind() {
-        io::ErrorKind::WouldBlock => io::Error::new(io::ErrorKind::TimedOut, "the peer did not answer in time"),
+        io::ErrorKind::WouldBlock => {
+            io::Error::new(io::ErrorKind::TimedOut, "the peer did not answer in time")
+        }
         _ => error,
     }
 }

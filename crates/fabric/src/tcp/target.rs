@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 use super::Options;
 use super::acceptor::TcpAcceptor;
+use super::counters::{SessionCounters, TenantTable};
 use super::rate::RateLimiter;
 use super::serve::{ServeHandle, ServeThread};
 use super::session::TcpSession;
 use super::stream::avoid_pacing;
-use super::counters::{SessionCounters, TenantTable};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::handshake::{ClusterKey, LINGER_TIME};
@@ -239,8 +239,7 @@ impl TcpShared {
 
     fn end_parked_if(&self, mut is_over: impl FnMut(&TcpSession, Instant) -> bool) {
         let mut state = self.lock();
-        let over: Vec<_> =
-            state.parked.extract_if(.., |(session, since)| is_over(session, *since)).collect();
+        let over: Vec<_> = state.parked.extract_if(.., |(session, since)| is_over(session, *since)).collect();
         over.iter().for_each(|(session, _)| state.release(&self.control, session));
     }
 }

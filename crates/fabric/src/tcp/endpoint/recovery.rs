@@ -43,8 +43,12 @@ impl TcpEndpoint {
             self.fail_reconnect();
             return;
         }
-        let resume =
-            Resume { session: self.session, answered: self.answered, heard: self.received, taken: self.taken };
+        let resume = Resume {
+            session: self.session,
+            answered: self.answered,
+            heard: self.received,
+            taken: self.taken,
+        };
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
         let (address, key) = (self.address, self.key.clone());

@@ -1,4 +1,4 @@
-//! Queue pairs: where work is posted.
+//! WorkQueue pairs: where work is posted.
 
 use std::io;
 use std::ptr;
@@ -10,7 +10,7 @@ const POST_MAX: usize = 16;
 
 /// Registered bytes of this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct LocalPiece {
     pub addr: u64,
     pub len: u32,
     pub key: u32,
@@ -18,14 +18,14 @@ pub(crate) struct Piece {
 
 /// A place in the peer's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Remote {
+pub(crate) struct RemotePlace {
     pub addr: u64,
     pub key: u32,
 }
 
 /// What a window is to open.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Opening {
+pub(crate) struct WindowBind {
     pub window: *mut sys::ibv_mw,
     pub region: *mut sys::ibv_mr,
     pub key: u32,
@@ -35,41 +35,41 @@ pub(crate) struct Opening {
 }
 
 // SAFETY: libibverbs lets any thread name a window and a registration.
-unsafe impl Send for Opening {}
+unsafe impl Send for WindowBind {}
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum WorkKind {
     Read {
-        local: Piece,
-        remote: Remote,
+        local: LocalPiece,
+        remote: RemotePlace,
     },
     Write {
-        local: Piece,
-        remote: Remote,
+        local: LocalPiece,
+        remote: RemotePlace,
     },
     /// What is found goes to `result`, 8 bytes.
     CompareSwap {
-        result: Piece,
-        remote: Remote,
+        result: LocalPiece,
+        remote: RemotePlace,
         expected: u64,
         desired: u64,
     },
     FetchAdd {
-        result: Piece,
-        remote: Remote,
+        result: LocalPiece,
+        remote: RemotePlace,
         add: u64,
     },
     Send {
-        local: Piece,
+        local: LocalPiece,
     },
-    Bind(Opening),
+    Bind(WindowBind),
 }
 
 /// One piece of work.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Order {
+pub(crate) struct WorkRequest {
     pub id: u64,
-    pub kind: Kind,
+    pub kind: WorkKind,
     /// Whether success makes a completion. Failure always does.
     pub signalled: bool,
     /// Not before READs and atomics that were posted earlier are done.
@@ -78,18 +78,18 @@ pub(crate) struct Order {
 
 /// A queue pair. It is its connection's, and no longer used when that is gone.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pair {
+pub(crate) struct QueuePair {
     pair: *mut sys::ibv_qp,
     /// Short WRITEs and messages are copied into the work itself.
     inline_bytes: u32,
 }
 
 // SAFETY: libibverbs lets any thread use a queue pair.
-unsafe impl Send for Pair {}
+unsafe impl Send for QueuePair {}
 // SAFETY: as above.
-unsafe impl Sync for Pair {}
+unsafe impl Sync for QueuePair {}
 
-impl Pair {
+impl QueuePair {
     /// # Safety
     /// The queue pair must live for as long as this is used.
     pub unsafe fn new(pair: *mut sys::ibv_qp, inline_bytes: u32) -> Self {
@@ -108,7 +108,7 @@ impl Pair {
     ///
     /// # Safety
     /// What pieces and openings name must stay registered, and what is read not be freed, until the work has ended.
-    pub unsafe fn post(self, orders: &[Order]) -> io::Result<()> {
+    pub unsafe fn post(self, orders: &[WorkRequest]) -> io::Result<()> {
         for batch in orders.chunks(POST_MAX) {
             // SAFETY: plain numbers and pointers, for which zero is a value.
             let (mut works, mut pieces): ([sys::ibv_send_wr; POST_MAX], [sys::ibv_sge; POST_MAX]) =
@@ -129,7 +129,7 @@ impl Pair {
         Ok(())
     }
 
-    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &Order) {
+    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &WorkRequest) {
         let mut flags = 0;
         if order.signalled {
             flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -139,18 +139,18 @@ impl Pair {
         }
         work.wr_id = order.id;
         let local = match order.kind {
-            Kind::Read { local, remote } => {
+            WorkKind::Read { local, remote } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                 work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
                 Some(local)
             }
-            Kind::Write { local, remote } => {
+            WorkKind::Write { local, remote } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
                 work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
                 flags |= self.inline_flag(local);
                 Some(local)
             }
-            Kind::CompareSwap { result, remote, expected, desired } => {
+            WorkKind::CompareSwap { result, remote, expected, desired } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP;
                 work.wr.atomic = sys::atomic_t {
                     remote_addr: remote.addr,
@@ -160,18 +160,18 @@ impl Pair {
                 };
                 Some(result)
             }
-            Kind::FetchAdd { result, remote, add } => {
+            WorkKind::FetchAdd { result, remote, add } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD;
                 work.wr.atomic =
                     sys::atomic_t { remote_addr: remote.addr, compare_add: add, swap: 0, rkey: remote.key };
                 Some(result)
             }
-            Kind::Send { local } => {
+            WorkKind::Send { local } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_SEND;
                 flags |= self.inline_flag(local);
                 Some(local)
             }
-            Kind::Bind(opening) => {
+            WorkKind::Bind(opening) => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_BIND_MW;
                 work.bind_mw_tso_union.bind_mw = sys::bind_mw_t {
                     mw: opening.window,
@@ -194,7 +194,7 @@ impl Pair {
         }
     }
 
-    fn inline_flag(self, local: Piece) -> u32 {
+    fn inline_flag(self, local: LocalPiece) -> u32 {
         if local.len <= self.inline_bytes { sys::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 }
     }
 
@@ -205,7 +205,7 @@ impl Pair {
     ///
     /// # Safety
     /// The piece must stay registered, and be nobody else's, until a message has come there or the pair is gone.
-    pub unsafe fn receive(self, id: u64, piece: Piece) -> io::Result<()> {
+    pub unsafe fn receive(self, id: u64, piece: LocalPiece) -> io::Result<()> {
         let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
         let mut work =
             sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };

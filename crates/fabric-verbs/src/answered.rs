@@ -7,11 +7,11 @@ use aquifer_fabric::sessions::{self, Mailbox};
 
 /// What was answered to the initiator's last messages, by their numbers.
 #[derive(Debug, Default)]
-pub(super) struct Answered(Mutex<VecDeque<(u64, bool)>>);
+pub(super) struct AnsweredMessages(Mutex<VecDeque<(u64, bool)>>);
 
-pub(super) type Peer = sessions::PeerSession<Answered>;
+pub(super) type VerbsPeer = sessions::PeerSession<AnsweredMessages>;
 
-impl Answered {
+impl AnsweredMessages {
     /// A message from the initiator; whether there was room in its mailbox. One that comes again is answered as it was.
     pub fn deliver(&self, mailbox: &Mailbox, number: u64, stamp: u64, message: &[u8], depth: usize) -> bool {
         let mut answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -20,7 +20,7 @@ impl Answered {
         }
         let has_room = mailbox.deliver(stamp, message.to_vec(), depth);
         // No more than these are ever without answer.
-        if answers.len() == super::LETTERS_MAX as usize {
+        if answers.len() == super::MESSAGE_SLOTS_MAX as usize {
             answers.pop_front();
         }
         answers.push_back((number, has_room));

@@ -27,7 +27,7 @@ pub(super) enum Request<'a> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Answer<'a> {
     /// What a key opens; nothing, if it is not for this one.
-    Told(KeyId, Option<Opened>),
+    Opened(KeyId, Option<OpenedKey>),
     /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
     Full(KeyId),
     /// Whether the message with that number found room.
@@ -38,7 +38,7 @@ pub(super) enum Answer<'a> {
 
 /// What a key opens, and by which key of the device.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedKey {
     pub addr: u64,
     pub len: u64,
     pub access: Access,
@@ -64,7 +64,7 @@ const ASK: u8 = 1;
 const FORGET: u8 = 2;
 const MESSAGE: u8 = 3;
 const TAKEN: u8 = 4;
-const TOLD: u8 = 5;
+const OPENED: u8 = 5;
 const DELIVERED: u8 = 6;
 const FULL: u8 = 7;
 
@@ -116,9 +116,9 @@ impl<'a> Answer<'a> {
     /// Write its bytes to `out`, in place of what is there.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Told(name, opened) => {
-                let mut head = head(TOLD, name.key, opened.map_or(name.start, |opened| opened.addr));
-                if let Some(Opened { len, access, device_key, .. }) = opened {
+            Self::Opened(name, opened) => {
+                let mut head = head(OPENED, name.key, opened.map_or(name.start, |opened| opened.addr));
+                if let Some(OpenedKey { len, access, device_key, .. }) = opened {
                     head.len = len.into();
                     head.device_key = device_key.into();
                     head.flags =
@@ -141,20 +141,20 @@ impl<'a> Answer<'a> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
         let name = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
-            TOLD => {
+            OPENED => {
                 let access = Access {
                     read: head.flags & 1 != 0,
                     write: head.flags & 2 != 0,
                     atomic: head.flags & 4 != 0,
                 };
-                let opened = Opened {
+                let opened = OpenedKey {
                     addr: head.number.get(),
                     len: head.len.get(),
                     access,
                     device_key: head.device_key.get(),
                 };
                 let is_open = access != Access { read: false, write: false, atomic: false };
-                Some(Self::Told(name, is_open.then_some(opened)))
+                Some(Self::Opened(name, is_open.then_some(opened)))
             }
             FULL => Some(Self::Full(name)),
             DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
@@ -176,7 +176,8 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        let opened = Opened { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
+        let opened =
+            OpenedKey { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
         for request in [
             Request::Ask(name(9)),
@@ -190,8 +191,8 @@ mod tests {
             assert_eq!(Request::parse(&bytes[..HEAD_BYTES - 1]), None);
         }
         for answer in [
-            Answer::Told(name(9), Some(opened)),
-            Answer::Told(name(9), None),
+            Answer::Opened(name(9), Some(opened)),
+            Answer::Opened(name(9), None),
             Answer::Full(name(3)),
             Answer::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
             Answer::Delivered(4, true),

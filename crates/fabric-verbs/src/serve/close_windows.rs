@@ -5,42 +5,42 @@ use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use super::Server;
-use crate::remap::{Lent, Move};
-use crate::session::Session;
-use crate::target::Shared;
+use super::VerbsServer;
+use crate::remap::{LentRegion, RemapRequest};
+use crate::session::VerbsSession;
+use crate::target::VerbsShared;
 
 /// A device tells the end of a bind within this time.
 const BINDS_TIME: Duration = Duration::from_secs(5);
 
-impl Server {
-    /// Close all windows of a region, move its pages, and let windows be bound again. Who reads or writes meanwhile is refused by the device, asks for
+impl VerbsServer {
+    /// Close all windows of a region, move its pages, and let windows be bound again. Who reads or writes meanwhile is refused by the device, request for
     /// the key once more, and repeats what was refused.
-    pub(super) fn remap(&mut self, shared: &Shared, order: &Move) -> io::Result<()> {
-        self.is_held = true;
+    pub(super) fn remap(&mut self, shared: &VerbsShared, order: &RemapRequest) -> io::Result<()> {
+        self.is_paused = true;
         self.close_windows(shared, order.region);
         let outcome = match shared.lock().regions.get_mut(order.region) {
-            Some(Lent::Moving(moving)) => moving.remap_closed(order),
+            Some(LentRegion::Remappable(remappable)) => remappable.remap_closed(order),
             _ => Err(io::ErrorKind::NotFound.into()),
         };
-        self.is_held = false;
+        self.is_paused = false;
         let names: Vec<usize> = self.sessions.keys().copied().collect();
-        names.into_iter().for_each(|name| self.advance(shared, name));
+        names.into_iter().for_each(|name| self.post_queued(shared, name));
         outcome
     }
 
-    fn close_windows(&mut self, shared: &Shared, region: usize) {
+    fn close_windows(&mut self, shared: &VerbsShared, region: usize) {
         self.sessions.values_mut().for_each(|session| session.close_windows(region));
         self.await_binds(shared, |session| session.is_binding(region));
     }
 
     /// Close what was opened in that range by keys of a table, and wait for what the device is still to open.
-    pub(super) fn expel(&mut self, shared: &Shared, range: &Range<u64>) {
+    pub(super) fn expel(&mut self, shared: &VerbsShared, range: &Range<u64>) {
         self.sessions.values_mut().for_each(|session| session.expel(range));
         self.await_binds(shared, |session| session.is_binding_in(range));
     }
 
-    fn await_binds(&mut self, shared: &Shared, is_binding: impl Fn(&Session) -> bool) {
+    fn await_binds(&mut self, shared: &VerbsShared, is_binding: impl Fn(&VerbsSession) -> bool) {
         let deadline = Instant::now() + BINDS_TIME;
         loop {
             let binding = self.sessions.iter().filter(|(_, session)| is_binding(session));
@@ -53,7 +53,7 @@ impl Server {
                 names.into_iter().for_each(|name| self.close(name));
                 return;
             }
-            self.heed_all(shared);
+            self.handle_completions(shared);
             std::thread::yield_now();
         }
     }

@@ -1,4 +1,4 @@
-//! Local memory, registered as it is used.
+//! RegisteredMemory memory, registered as it is used.
 //!
 //! What is registered is pinned: it takes memory, touched or not. A host's mempool may be much larger than what is in use of it, so each part of a memory is
 //! registered when work first names it. Whether there may be so much is found out beforehand: work that fails for want of it would look as if its node had.
@@ -7,8 +7,8 @@ use std::io;
 use std::sync::Arc;
 
 use super::sys::device::Device;
-use super::sys::pair::Piece;
-use super::sys::registration::{Registration, Use};
+use super::sys::queue_pair::LocalPiece;
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkError};
@@ -17,20 +17,20 @@ use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkErro
 const PART_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
-struct Local {
+struct RegisteredMemory {
     memory: Arc<Memory>,
     parts: Vec<Option<Registration>>,
 }
 
 /// The memories of one endpoint.
 #[derive(Debug)]
-pub(super) struct Locals {
+pub(super) struct RegisteredMemories {
     device: &'static Device,
     limits: Limits,
-    list: Vec<Local>,
+    list: Vec<RegisteredMemory>,
 }
 
-impl Locals {
+impl RegisteredMemories {
     pub fn new(device: &'static Device, limits: Limits) -> Self {
         Self { device, limits, list: Vec::new() }
     }
@@ -50,11 +50,11 @@ impl Locals {
         if let [only] = &mut parts[..] {
             *only = Some(register(self.device, &memory, 0, 0).map_err(refused)?);
         }
-        self.list.push(Local { memory, parts });
+        self.list.push(RegisteredMemory { memory, parts });
         Ok(LocalKey(u32::try_from(self.list.len()).expect("bounded by the limit")))
     }
 
-    fn find(&mut self, slice: LocalSlice) -> Result<(&mut Local, usize, usize), WorkError> {
+    fn find(&mut self, slice: LocalSlice) -> Result<(&mut RegisteredMemory, usize, usize), WorkError> {
         let at = (slice.key.0 as usize).checked_sub(1).ok_or(WorkError::LocalAccess)?;
         let local = self.list.get_mut(at).ok_or(WorkError::LocalAccess)?;
         let (offset, len) = (slice.offset, u64::from(slice.len));
@@ -76,13 +76,13 @@ impl Locals {
     }
 
     /// A slice as the device knows it.
-    pub fn piece(&mut self, slice: LocalSlice) -> Result<Piece, WorkError> {
+    pub fn piece(&mut self, slice: LocalSlice) -> Result<LocalPiece, WorkError> {
         let (device, longest) = (self.device, self.limits.transfer_bytes_max as usize);
         let (local, offset, _) = self.find(slice)?;
         let base = u64_from(local.memory.as_ptr().addr());
         let addr = base + u64_from(offset);
         if slice.len == 0 {
-            return Ok(Piece { addr, len: 0, key: 0 });
+            return Ok(LocalPiece { addr, len: 0, key: 0 });
         }
         let part = offset / PART_BYTES;
         if local.parts[part].is_none() {
@@ -92,7 +92,7 @@ impl Locals {
             local.parts[part] = Some(made.map_err(|_| WorkError::LocalAccess)?);
         }
         let key = local.parts[part].as_ref().map_or(0, Registration::local_key);
-        Ok(Piece { addr, len: slice.len, key })
+        Ok(LocalPiece { addr, len: slice.len, key })
     }
 }
 
@@ -113,5 +113,5 @@ fn register(
     let start = part * PART_BYTES;
     let end = (start + PART_BYTES + longest).min(memory.len());
     let base = u64_from(memory.as_ptr().addr() + start);
-    Registration::new(device, Arc::clone(memory), start..end, base, Use::Local)
+    Registration::new(device, Arc::clone(memory), start..end, base, RegistrationUse::Local)
 }
