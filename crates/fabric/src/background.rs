@@ -1,4 +1,4 @@
-//! Something that takes its time, done by a thread of its own, for whoever must not wait.
+//! Work that a background thread does for a thread that must not block.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,19 +6,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::wake::WakeFd;
 
-/// What a thread of its own is at.
+/// A task on a thread of its own, which produces one result.
 #[derive(Debug)]
 pub struct BackgroundTask<T> {
     result: Arc<Mutex<Option<T>>>,
-    /// Readable when there is an outcome.
+    /// Readable once there is a result.
     ready: Arc<WakeFd>,
 }
 
 impl<T: Send + 'static> BackgroundTask<T> {
-    /// Begin. `work` is given a question: does anybody still wait for its outcome?
+    /// Starts the task. `work` gets a function that says whether the result is still awaited.
     ///
     /// # Errors
-    /// If there is no thread.
+    /// If the thread cannot be started.
     pub fn start(name: &str, work: impl FnOnce(&dyn Fn() -> bool) -> T + Send + 'static) -> io::Result<Self> {
         let result = Arc::new(Mutex::new(None));
         let ready = Arc::new(WakeFd::new()?);
@@ -31,12 +31,12 @@ impl<T: Send + 'static> BackgroundTask<T> {
         Ok(task)
     }
 
-    /// A descriptor that is readable once there is an outcome.
+    /// A descriptor that is readable once there is a result.
     pub fn ready_fd(&self) -> BorrowedFd<'_> {
         (*self.ready).as_fd()
     }
 
-    /// What came of it, once.
+    /// Takes the result, once.
     pub fn take_result(&self) -> Option<T> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
