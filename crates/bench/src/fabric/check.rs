@@ -11,7 +11,7 @@ use aquifer_fabric::{
 };
 use aquifer_fabric_verbs::{RemapMethod, VerbsEndpoint, devices};
 
-use super::End;
+use super::CheckEnd;
 use super::info::describe;
 use super::talk::{MESSAGE_BYTES, Moved, Opened, Request};
 use crate::bench::BenchError;
@@ -58,9 +58,9 @@ impl Findings {
 }
 
 /// Check the way to another host; 1 if something is not as it must be.
-pub fn check(end: &End) -> Outcome {
+pub fn check(end: &CheckEnd) -> Outcome {
     let who = who();
-    let mut link = Link::over(connect(end, who)?, 4096)?;
+    let mut link = Link::new(connect(end, who)?, 4096)?;
     let mut findings = Findings { text: format!("{} over {}\n", end.address, end.network.name()), faults: 0 };
     if end.network == Network::Verbs
         && let Ok(found) = devices()
@@ -91,7 +91,7 @@ fn who() -> Identity {
 }
 
 /// An endpoint that is not honest, where it is the device that must notice.
-fn connect(end: &End, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+fn connect(end: &CheckEnd, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     match end.network {
         Network::Tcp => tcp::connect(end.address, &end.key, who, tcp::ConnectOptions::default()),
         Network::Verbs => {
@@ -232,12 +232,12 @@ fn windows(findings: &mut Findings, link: &mut Link, network: Network) -> Result
 
 /// Other pages lie under the same addresses and key, and are found there at once. By an honest endpoint: where the device does not notice by itself, its
 /// windows are closed meanwhile, and it asks for the key again.
-fn remap(findings: &mut Findings, end: &End, who: Identity) -> Result<(), BenchError> {
+fn remap(findings: &mut Findings, end: &CheckEnd, who: Identity) -> Result<(), BenchError> {
     // The later epoch shuts out the endpoint of before, which has done its work.
     let later = Identity { epoch: who.epoch + 1, ..who };
     let endpoint = VerbsEndpoint::connect(end.address, &end.key, later)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
-    let mut link = Link::over(Box::new(endpoint), 4096)?;
+    let mut link = Link::new(Box::new(endpoint), 4096)?;
     let mut is_sound = true;
     let mut how = None;
     let mut times_us = Vec::with_capacity(REMAPS);

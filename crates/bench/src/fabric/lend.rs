@@ -10,7 +10,7 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Host, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
 use aquifer_fabric_verbs::{self as verbs, RemapMethod, VerbsTarget};
 
-use super::End;
+use super::CheckEnd;
 use super::talk::{Moved, Opened, Request};
 use crate::bench::BenchError;
 use crate::bench::support::interrupt;
@@ -31,7 +31,7 @@ const AWAKE: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_millis(1);
 
 /// Lend until a signal comes.
-pub fn lend(end: &End) -> Result<(), Box<dyn Error>> {
+pub fn lend(end: &CheckEnd) -> Result<(), Box<dyn Error>> {
     let (address, key) = (end.address, &end.key);
     let windows_max = WINDOWS_MAX;
     let memory = Memory::create("aquifer-check", REGION_BYTES)

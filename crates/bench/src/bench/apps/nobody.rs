@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use crate::bench::BenchError;
 use crate::bench::support::cluster::aquifer_program;
+use crate::bench::support::folder;
 
 /// Debian's `nobody`.
 const UID: u32 = 65_534;
@@ -28,11 +29,7 @@ impl Nobody {
     /// # Errors
     /// If the folder cannot be made or given away.
     pub fn new() -> Result<Self, BenchError> {
-        let parent = std::env::temp_dir();
-        let folder = tempfile::Builder::new()
-            .prefix("aquifer-nobody-")
-            .tempdir_in(&parent)
-            .map_err(BenchError::io("make a folder in", &parent))?;
+        let folder = folder::temporary()?;
         let nobody = Self { folder, is_other: rustix::process::geteuid().is_root() };
         let home = nobody.home();
         fs::create_dir(&home).map_err(BenchError::io("create the folder", &home))?;

@@ -12,6 +12,7 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float, show_bytes};
 use crate::bench::support::child::{Outcome, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
+use crate::bench::support::folder;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
 use aquifer_swap::setup::{SetupError, SetupUsage};
@@ -117,8 +118,7 @@ impl Stage {
     /// # Errors
     /// If there is no place for its folders.
     pub fn new() -> Result<Self, BenchError> {
-        let folder =
-            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let folder = folder::temporary()?;
         let nobody = Nobody::new()?;
         Ok(Self { folder, nobody, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
     }

@@ -136,6 +136,34 @@ pub fn pair(
     Ok(pair)
 }
 
+/// Measures one operation at a time without a bare counterpart, in ns, for each round.
+///
+/// Needs no own memory of the size of the lent memory.
+///
+/// # Errors
+/// If an operation fails, or a signal asks to stop.
+pub fn verb(
+    link: &mut Link,
+    volume: Volume,
+    kind: Kind,
+    bytes: u32,
+    place: Place,
+) -> Result<Vec<f64>, BenchError> {
+    let pair = Pair { kind, bytes, place, batch: 1, verb_ns: Vec::new(), bare_ns: Vec::new() };
+    // One walk for all rounds, so that a round does not begin at addresses that the last one has cached.
+    let mut walk = Walk::new(bytes, place);
+    let mut verb_ns = Vec::new();
+    for round in 0..=volume.rounds {
+        interrupt::check()?;
+        let ns = verbs(link, &pair, volume.operations_of(bytes), &mut walk)?;
+        // The first round maps pages and is not counted.
+        if round > 0 {
+            verb_ns.push(ns);
+        }
+    }
+    Ok(verb_ns)
+}
+
 fn verbs(link: &mut Link, pair: &Pair, operations: usize, walk: &mut Walk) -> Result<f64, BenchError> {
     let mut works = Vec::with_capacity(pair.batch);
     let mut hot_word = 0;
@@ -281,8 +309,8 @@ mod tests {
     fn every_verb_is_measured_beside_its_counterpart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
-        let target = server::lend(&path).unwrap();
-        let mut link = Link::connect(&path).unwrap();
+        let target = server::lend(&path, server::filled(REGION_BYTES).unwrap()).unwrap();
+        let mut link = Link::connect(&path, REGION_BYTES).unwrap();
         for kind in [Kind::Read, Kind::Write, Kind::CompareSwap, Kind::FetchAdd] {
             for place in [Place::Hot, Place::Cold] {
                 let pair = pair(&mut link, TINY, kind, 64, place, 16).unwrap();
@@ -305,7 +333,7 @@ mod tests {
 
     #[test]
     fn nobody_there_is_a_clear_error() {
-        let error = Link::connect(std::path::Path::new("/nowhere/target")).unwrap_err().to_string();
+        let error = Link::connect(std::path::Path::new("/nowhere/target"), 0).unwrap_err().to_string();
         assert!(error.contains("/nowhere/target"), "{error}");
     }
 }

@@ -31,7 +31,7 @@ const BATCHES: [usize; 3] = [1, 16, 64];
 /// If the other process cannot be started, or an operation fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let volume = if args.quick { Volume::QUICK } else { Volume::FULL };
-    let mut link = Link::start()?;
+    let mut link = Link::start(server::REGION_BYTES)?;
     let mut report = Report::new("fabric", args.quick);
     report.notes.push(format!(
         "the memory is another process's, {}; cold: a random order over all of it, hot: one place again and again",
@@ -52,7 +52,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         short(float(target_us) / 1e3)
     ));
     let messages = measure::messages(&mut link, volume)?;
-    let (verbs, plain) = link.elsewhere.expect("it was started just now");
+    let (verbs, plain) = link.tcp_addresses.expect("the serving process was started");
     let wire = wire::measure(link.server(), verbs, plain, volume)?;
     report.targets = targets(&copies, &atomics);
     report.targets.extend(wire.targets);

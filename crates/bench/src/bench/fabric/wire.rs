@@ -232,7 +232,7 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     let options = ConnectOptions { encrypt, ..ConnectOptions::default() };
     let endpoint = tcp::connect(address, &KEY, who, options)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
-    Link::over(endpoint, 4096)
+    Link::new(endpoint, 4096)
 }
 
 /// The median of READs of a page, one at a time and all over the memory, in µs, with both ends where that is least.

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use super::fabric::ReadFloor;
 use super::support::bytes::{MIB, show_bytes};
 use super::support::cluster::{self, Cluster};
+use super::support::folder;
 use super::support::programs;
 use super::support::progress;
 use super::support::report::Report;
@@ -96,7 +97,7 @@ pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let size = if args.quick { Size::QUICK } else { Size::FULL };
     let fabric = args.fabric.unwrap_or(Fabric::Shm);
-    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let folder = folder::temporary()?;
     let programs = programs::build(folder.path())?;
     let mut notes = vec![
         format!(

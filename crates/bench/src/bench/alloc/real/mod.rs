@@ -17,8 +17,8 @@ use aquifer_pool::SizeClass;
 use super::service;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
-use crate::bench::support::other::Other;
 use crate::bench::support::report::{Column, Row, Table, Target};
+use crate::bench::support::serving::ServingProcess;
 use crate::bench::support::spread::Spread;
 use crate::bench::support::{interrupt, progress};
 pub use replay::replay;
@@ -37,13 +37,13 @@ const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 /// A node, and the ways to it.
 #[derive(Debug)]
 struct Node {
-    process: Other,
+    process: ServingProcess,
     reaches: [FabricAddress; 2],
 }
 
 impl Node {
     fn start() -> Result<Self, BenchError> {
-        let (process, said, path) = Other::start("alloc")?;
+        let (process, said, path) = ServingProcess::start("alloc")?;
         let tcp = FabricAddress::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
         Ok(Self { process, reaches: [FabricAddress::Shm(path), tcp] })
     }

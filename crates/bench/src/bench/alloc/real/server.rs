@@ -13,7 +13,7 @@ use aquifer_pool::{NodeId, NodeMemory};
 use super::rpc::Desk;
 use super::{KEY, NODE_SECTIONS};
 use crate::bench::BenchError;
-use crate::bench::support::other;
+use crate::bench::support::serving;
 
 /// The node's number.
 pub const NODE: NodeId = NodeId(1);
@@ -38,7 +38,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         let desk = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
         desks.push(std::thread::spawn(move || attend(&*target, desk)));
     }
-    other::ready(path, &address.to_string())?;
+    serving::ready(path, &address.to_string())?;
     for desk in desks {
         desk.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
