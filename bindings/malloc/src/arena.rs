@@ -25,8 +25,8 @@ static END: AtomicUsize = AtomicUsize::new(0);
 /// What that option was, before it was set.
 static RESERVE_KIB: AtomicI64 = AtomicI64::new(i64::MIN);
 
-/// Called before anything is handed out: the first caller decides where all comes from. That may be before the dynamic linker has come to this
-/// library's own start.
+/// Called before anything is handed out: the first caller decides where all comes from. That may be
+/// before the dynamic linker has come to this library's own start.
 #[inline]
 pub fn prepare() {
     if !IS_PREPARED.load(Relaxed) {
@@ -41,9 +41,11 @@ pub fn range() -> Option<(usize, usize)> {
     (start < end).then_some((start, end))
 }
 
-/// Whether the environment asks for paged memory. A program that changes its user when it starts does not listen to whoever started it.
+/// Whether the environment asks for paged memory. A program that changes its user when it starts
+/// does not listen to whoever started it.
 pub fn is_wanted() -> bool {
-    // SAFETY: reads what the kernel has told the process, and the environment, which does not change while there is one thread.
+    // SAFETY: reads what the kernel has told the process, and the environment, which does not
+    // change while there is one thread.
     unsafe { libc::getauxval(libc::AT_SECURE) == 0 && !libc::getenv(VARIABLE.as_ptr()).is_null() }
 }
 
@@ -53,7 +55,8 @@ fn decide() {
     // SAFETY: numbers of options that there are; libc's own variable.
     unsafe {
         if libc::environ.is_null() {
-            // Too early to know. No large piece of ordinary memory is to be reserved, from which all later requests would be served, too.
+            // Too early to know. No large piece of ordinary memory is to be reserved, from which
+            // all later requests would be served, too.
             if RESERVE_KIB.load(Relaxed) == i64::MIN {
                 RESERVE_KIB.store(mi_option_get(ARENA_RESERVE), Relaxed);
             }
@@ -74,7 +77,8 @@ fn reserve() {
     let found = RANGES_BYTES.into_iter().find_map(|bytes| map(bytes).map(|start| (start, bytes)));
     let Some((start, bytes)) = found else { return };
     let mut id = 0;
-    // SAFETY: the range is our own fresh memory, zero, aligned as wanted, and stays mapped. Then the number of an option that there is.
+    // SAFETY: the range is our own fresh memory, zero, aligned as wanted, and stays mapped. Then
+    // the number of an option that there is.
     let is_taken = unsafe {
         mi_option_set(mi_option_limit_os_alloc, 1);
         // Else a full range would be followed by ordinary memory.
@@ -91,7 +95,8 @@ fn reserve() {
 fn map(bytes: usize) -> Option<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let all = bytes + ALIGN_BYTES + GUARD_BYTES;
-    // SAFETY: a fresh mapping at an address of the kernel's choice; its inner part is made accessible, or all is unmapped again.
+    // SAFETY: a fresh mapping at an address of the kernel's choice; its inner part is made
+    // accessible, or all is unmapped again.
     unsafe {
         let address = libc::mmap(null_mut(), all, libc::PROT_NONE, flags, -1, 0);
         if address == libc::MAP_FAILED {

@@ -1,4 +1,5 @@
-//! What libc calls by these names, as its manual lists for those who replace it ("Replacing malloc"), and `malloc_trim`.
+//! What libc calls by these names, as its manual lists for those who replace it ("Replacing
+//! malloc"), and `malloc_trim`.
 
 use core::ffi::{c_int, c_void};
 use core::ptr::null_mut;
@@ -132,8 +133,9 @@ pub unsafe extern "C" fn malloc_usable_size(address: *mut c_void) -> usize {
     unsafe { mi_usable_size(address) }
 }
 
-/// Stands in for libc's function of this name: gives back at once what the calling thread has freed and would give back by and by. Says 1, as
-/// libc's does when it could give something back: whether it could is not known.
+/// Stands in for libc's function of this name: gives back at once what the calling thread has freed
+/// and would give back by and by. Says 1, as libc's does when it could give something back: whether
+/// it could is not known.
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc_trim(_kept: usize) -> c_int {
     // SAFETY: nothing in use is touched.

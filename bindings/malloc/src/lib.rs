@@ -1,6 +1,8 @@
-//! libaquifer-malloc: an allocator whose memory is paged. A program that links it, or is started with it in `LD_PRELOAD`, gets all that it asks
-//! `malloc` and its relatives for from one range of addresses, of which `AQUIFER_LOCAL` says how much may be resident; the rest is on memory
-//! nodes. Stacks, globals and mappings of its own stay as they are. Without that variable this is mimalloc on ordinary memory.
+//! libaquifer-malloc: an allocator whose memory is paged. A program that links it, or is started
+//! with it in `LD_PRELOAD`, gets all that it asks
+//! `malloc` and its relatives for from one range of addresses, of which `AQUIFER_LOCAL` says how
+//! much may be resident; the rest is on memory nodes. Stacks, globals and mappings of its own stay
+//! as they are. Without that variable this is mimalloc on ordinary memory.
 //!
 //! - [`functions`]: libc's names.
 //! - [`arena`]: the range, and mimalloc on it.
@@ -12,7 +14,8 @@ mod paging;
 
 use aquifer_ipc::{RUN_VARIABLE, SHIM_SYMBOL};
 
-/// Runs when the dynamic linker has loaded the library, before the program's own code. Others may have allocated by then.
+/// Runs when the dynamic linker has loaded the library, before the program's own code. Others may
+/// have allocated by then.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static START: extern "C" fn() = start;

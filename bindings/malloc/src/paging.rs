@@ -11,9 +11,11 @@ use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, s
 use crate::arena;
 
 /// What to do about most failures.
-const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or unset AQUIFER_LOCAL to go on with ordinary memory";
+const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or \
+    unset AQUIFER_LOCAL to go on with ordinary memory";
 
-/// Page what is handed out from now on, or end the process with a sentence: going on unpaged would break the promised limit.
+/// Page what is handed out from now on, or end the process with a sentence: going on unpaged would
+/// break the promised limit.
 pub fn begin() {
     let limit_bytes = limit();
     let replicas = replicas();

@@ -7,7 +7,8 @@ use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Names the `aquifer` to test. If it is not set, the one beside this test program is brought up to date and used.
+/// Names the `aquifer` to test. If it is not set, the one beside this test program is brought up to
+/// date and used.
 pub const BINARY_VARIABLE: &str = "AQUIFER_BIN";
 
 /// The root of the project.

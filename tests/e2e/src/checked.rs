@@ -8,7 +8,8 @@ use crate::Cluster;
 
 /// It takes more while it has fewer than so many extents.
 const HELD_MAX: usize = 40;
-/// And less than so much: with what it takes then it stays below 64 MiB, the least that a test lets a user have.
+/// And less than so much: with what it takes then it stays below 64 MiB, the least that a test lets
+/// a user have.
 const HELD_BYTES_MAX: u64 = 32 << 20;
 
 /// Numbers that look random.

@@ -1,4 +1,5 @@
-//! The chief claim: a program in a quarter of its memory does what it does plainly. Its limit is judged elsewhere: [`crate::steps`].
+//! The chief claim: a program in a quarter of its memory does what it does plainly. Its limit is
+//! judged elsewhere: [`crate::steps`].
 
 use serde_json::Value;
 
@@ -16,7 +17,8 @@ pub struct Case<'a> {
     pub forks: bool,
 }
 
-/// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the statistics of the paged run.
+/// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the
+/// statistics of the paged run.
 ///
 /// # Panics
 /// If it fails, its output differs, or memory is not given back.

@@ -7,7 +7,8 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// Long enough for the slowest machine; a condition that holds is noticed at once.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Look until there is something; fails with `what` was waited for if there is nothing within [`PATIENCE`].
+/// Look until there is something; fails with `what` was waited for if there is nothing within
+/// [`PATIENCE`].
 ///
 /// # Panics
 /// At the deadline.

@@ -1,5 +1,6 @@
-//! What the end-to-end tests share: clusters of the built program in folders of their own, unmodified programs run plainly and on the
-//! pool, and a sampler that looks at their memory from outside.
+//! What the end-to-end tests share: clusters of the built program in folders of their own,
+//! unmodified programs run plainly and on the pool, and a sampler that looks at their memory from
+//! outside.
 //!
 //! - [`build`]: the program under test and the C programs.
 //! - [`cluster`]: `aquifer up` … `down`.

@@ -1,6 +1,7 @@
 //! Machines in network namespaces, on a bridge: what needs a network of its own, and root.
 //!
-//! Names have this process' number in them. All goes when it is dropped, and what a killed test left is removed by the next.
+//! Names have this process' number in them. All goes when it is dropped, and what a killed test
+//! left is removed by the next.
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr};
@@ -129,7 +130,8 @@ impl Machine {
         ["ip", "netns", "exec", &self.namespace].map(str::to_owned).to_vec()
     }
 
-    /// Do something as a thread of this machine: sockets that it makes, and threads that it starts, are there too.
+    /// Do something as a thread of this machine: sockets that it makes, and threads that it starts,
+    /// are there too.
     ///
     /// # Panics
     /// If `act` does, or there is no such machine any more.

@@ -29,7 +29,8 @@ fn plain(path: &Path) -> &str {
 }
 
 impl Postgres {
-    /// Make a database in a new folder, and start a server on the pool that answers when this returns.
+    /// Make a database in a new folder, and start a server on the pool that answers when this
+    /// returns.
     ///
     /// # Panics
     /// If that fails.

@@ -22,15 +22,16 @@ pub fn descendants(pid: u32) -> Vec<u32> {
     found
 }
 
-/// Resident anonymous memory, in bytes. A process whose first thread has ended is asked through another.
+/// Resident anonymous memory, in bytes. A process whose first thread has ended is asked through
+/// another.
 #[must_use]
 pub fn resident_anonymous_bytes(pid: u32) -> Option<u64> {
     let read = |path: String| field_kib(&fs::read_to_string(path).ok()?, "RssAnon:");
     read(format!("/proc/{pid}/status")).map(|kib| kib * 1024)
 }
 
-/// As [`resident_anonymous_bytes`], pages that are shared after a fork counted in part, so that the sum over
-/// parent and children is what they take together.
+/// As [`resident_anonymous_bytes`], pages that are shared after a fork counted in part, so that the
+/// sum over parent and children is what they take together.
 #[must_use]
 pub fn proportional_anonymous_bytes(pid: u32) -> Option<u64> {
     field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:")
@@ -50,7 +51,8 @@ pub fn faults(pid: u32) -> u64 {
     faults
 }
 
-/// What a process and the children that it has waited for have had of the processors so far, in ticks of 10 ms; 0 if it is gone.
+/// What a process and the children that it has waited for have had of the processors so far, in
+/// ticks of 10 ms; 0 if it is gone.
 #[must_use]
 pub fn processor_ticks(pid: u32) -> u64 {
     /// In user and kernel mode, its own and its children's.
@@ -119,8 +121,9 @@ pub fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("the process is ours");
 }
 
-/// What each thread of a process does, for people who look why it does not end: its state, its system call, where it is in the kernel, and how many
-/// faults wait at the descriptors that it has for them.
+/// What each thread of a process does, for people who look why it does not end: its state, its
+/// system call, where it is in the kernel, and how many faults wait at the descriptors that it has
+/// for them.
 #[must_use]
 pub fn report(pid: u32) -> String {
     let read = |path: String| fs::read_to_string(path).unwrap_or_default();

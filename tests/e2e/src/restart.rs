@@ -33,7 +33,8 @@ pub fn start_missing(cluster: &Cluster, what: &str) {
     assert!(text(&output.stdout).contains(what), "{}", text(&output.stdout));
 }
 
-/// A figure of all programs of the run together, as the agent that runs now has counted it; `None` if there is no answer.
+/// A figure of all programs of the run together, as the agent that runs now has counted it; `None`
+/// if there is no answer.
 #[must_use]
 pub fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
     let status = status(cluster.agent_socket())?;

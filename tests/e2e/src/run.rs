@@ -51,7 +51,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// Start a command and watch its descendants; a plain program is started under a shell that has none of its own memory.
+    /// Start a command and watch its descendants; a plain program is started under a shell that has
+    /// none of its own memory.
     ///
     /// # Panics
     /// If it cannot be started.
@@ -108,7 +109,8 @@ impl Running {
             let reports: String = of_it.iter().copied().chain(agents).map(processes::report).collect();
             of_it.iter().for_each(|pid| processes::signal(*pid, Signal::KILL));
             panic!(
-                "a program did not end within {patience:?} and was killed; it, and the agents, were:\n{reports}"
+                "a program did not end within {patience:?} and was killed; it, and the agents, \
+                    were:\n{reports}"
             );
         };
         let peak = self.sampler.stop();
@@ -129,7 +131,8 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     })
 }
 
-/// A command that runs `program` plainly, as the child of a shell, so that the sampler sees it as it sees a paged one: as a descendant.
+/// A command that runs `program` plainly, as the child of a shell, so that the sampler sees it as
+/// it sees a paged one: as a descendant.
 #[must_use]
 pub fn plain_command(program: &[&str]) -> Command {
     let mut command = Command::new("sh");
@@ -144,8 +147,8 @@ pub fn run_plainly(program: &[&str], forks: bool) -> Outcome {
     Running::start(&mut plain_command(program), forks, Box::new(|| 0)).wait()
 }
 
-/// The mempool's share of the only run that the agent at `socket` has. Asked anew only now and then: it changes slowly, and
-/// asking takes the agent's time.
+/// The mempool's share of the only run that the agent at `socket` has. Asked anew only now and
+/// then: it changes slowly, and asking takes the agent's time.
 #[must_use]
 pub fn mempool_share(socket: &Path) -> MempoolShare {
     const ASK_EVERY: u32 = 10;

@@ -1,7 +1,9 @@
-//! Judging a limit in steps: the program grows, stands still until it is within its limit, and then works under judgement.
+//! Judging a limit in steps: the program grows, stands still until it is within its limit, and then
+//! works under judgement.
 //!
-//! Resident memory is read from the kernel's counter. A walk through the pages, as for what forks share, counts twice what moves while it is on its way.
-//! How far a program that grows freely may be over its limit for a moment depends on the machine; `aquifer bench faults` measures that.
+//! Resident memory is read from the kernel's counter. A walk through the pages, as for what forks
+//! share, counts twice what moves while it is on its way. How far a program that grows freely may
+//! be over its limit for a moment depends on the machine; `aquifer bench faults` measures that.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};
@@ -62,7 +64,8 @@ pub fn judge(cluster: &Cluster, command: &mut Command, limit: u64) {
     assert!(status.success(), "the checker ended with {status}");
 }
 
-/// Judge the descendants of `pid`, which have one limit together, while their checkers work, which take each step at once.
+/// Judge the descendants of `pid`, which have one limit together, while their checkers work, which
+/// take each step at once.
 ///
 /// # Panics
 /// If they exceed it while they work.

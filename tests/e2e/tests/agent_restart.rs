@@ -1,4 +1,5 @@
-//! The agent is killed, again and again, under programs that check every byte of their own memory. They wait, and go on.
+//! The agent is killed, again and again, under programs that check every byte of their own memory.
+//! They wait, and go on.
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent, start_missing};

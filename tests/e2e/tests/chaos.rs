@@ -1,5 +1,6 @@
-//! redis, PostgreSQL and the checker on one cluster over TCP, while its parts are killed, stopped and started: nothing may be lost.
-//! For as long as `AQUIFER_SOAK_S` says (`make test-long`); without it, every fault once.
+//! redis, PostgreSQL and the checker on one cluster over TCP, while its parts are killed, stopped
+//! and started: nothing may be lost. For as long as `AQUIFER_SOAK_S` says (`make test-long`);
+//! without it, every fault once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

@@ -1,10 +1,12 @@
-//! A program that checks every byte of its own memory, in a quarter of it, whatever it does to that memory.
+//! A program that checks every byte of its own memory, in a quarter of it, whatever it does to that
+//! memory.
 
 use aquifer_tests_e2e::restart::{await_time, figure};
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Case, Cluster, build, compare};
 
-/// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
+/// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot
+/// be paged.
 const BYTES: &str = "128M";
 
 fn check(test: &str, options: &[&str], forks: bool) {
@@ -19,7 +21,8 @@ fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool) {
     compare(&cluster, Case { program: &program, forks });
 }
 
-/// A copy that is kept is worth something only if the page is as it was: the program changes pages, too, and finds each as it left it.
+/// A copy that is kept is worth something only if the page is as it was: the program changes pages,
+/// too, and finds each as it left it.
 #[test]
 fn what_is_only_read_is_not_written_again() {
     let checker = build::programs().join("checker");

@@ -1,5 +1,6 @@
-//! Children made in every way, by a program whose memory is of every kind and was partly paged out: parent and child check and
-//! rewrite every page of theirs, while the agent lives, and while agents die at every stage of a child's coming.
+//! Children made in every way, by a program whose memory is of every kind and was partly paged out:
+//! parent and child check and rewrite every page of theirs, while the agent lives, and while agents
+//! die at every stage of a child's coming.
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};

@@ -1,4 +1,5 @@
-//! Programs with extents of the pool: every size, over each fabric; agents, nodes and programs that die; users that try what they may not.
+//! Programs with extents of the pool: every size, over each fabric; agents, nodes and programs that
+//! die; users that try what they may not.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -94,14 +95,16 @@ fn sessions_keep_what_is_theirs_over_tcp() {
     sessions_side_by_side("tcp");
 }
 
-/// What was given back is cleared before it is anybody's again. Meanwhile most of the node is not to be had, and that is no reason to refuse anything.
+/// What was given back is cleared before it is anybody's again. Meanwhile most of the node is not
+/// to be had, and that is no reason to refuse anything.
 #[test]
 fn most_of_a_node_is_to_be_had_again_at_once() {
     const BYTES: u64 = 400 << 20;
     let cluster = Cluster::up_with(1, "512M", &["--extents-per-user", "512M"]);
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
     for round in 0..12_u64 {
-        // The node looks ten times a second for what is to be cleared, and clears what nobody has touched since.
+        // The node looks ten times a second for what is to be cleared, and clears what nobody has
+        // touched since.
         (0..40 + 3 * round).for_each(|_| drop(output(cluster.command().arg("status"))));
         let extent = session.allocate(BYTES).expect("what was there a moment ago");
         let stamp = round.to_le_bytes();

@@ -220,14 +220,16 @@ fn clusters_live_side_by_side() {
 mod long {
     use super::*;
 
-    /// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent reads it there, when the lease is over.
+    /// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent
+    /// reads it there, when the lease is over.
     #[test]
     fn what_a_host_held_that_died_for_good_is_given_back() {
         let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
         let run = endless(&cluster, LIMIT, "128M");
         await_paging(&cluster, 64 << 20);
         let parts = ["keeper", "agent"].map(|part| cluster.part(part, None));
-        // It does not go on when nobody holds its memory any more, and so ends by no other than this.
+        // It does not go on when nobody holds its memory any more, and so ends by no other than
+        // this.
         processes::signal(program_of(&run), Signal::STOP);
         for process in parts.into_iter().chain([program_of(&run), run.pid()]) {
             processes::signal(process, Signal::KILL);

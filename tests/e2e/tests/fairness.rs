@@ -1,6 +1,8 @@
-//! A program that asks for as many pages as it can beside one that asks for few: in the same agent, from the same memory nodes.
+//! A program that asks for as many pages as it can beside one that asks for few: in the same agent,
+//! from the same memory nodes.
 //!
-//! How their faults divide depends on the machine's scheduler, and is a figure of the benches. What each gets of the mempool is `aquifer_pager::share`'s.
+//! How their faults divide depends on the machine's scheduler, and is a figure of the benches. What
+//! each gets of the mempool is `aquifer_pager::share`'s.
 
 use aquifer_tests_e2e::run::{Running, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};

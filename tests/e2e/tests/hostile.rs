@@ -1,4 +1,5 @@
-//! The agent's socket against those who speak nonsense, old versions and other people's tokens, while a program runs.
+//! The agent's socket against those who speak nonsense, old versions and other people's tokens,
+//! while a program runs.
 
 use std::os::unix::process::ExitStatusExt;
 

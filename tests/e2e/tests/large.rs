@@ -12,7 +12,8 @@ const GIB: u64 = 1 << 30;
 mod long {
     use super::*;
 
-    /// Two copies of 7 GiB on three nodes of 6 GiB; when one of them has died, what is left holds each page once at least.
+    /// Two copies of 7 GiB on three nodes of 6 GiB; when one of them has died, what is left holds
+    /// each page once at least.
     #[test]
     fn eight_gib_in_one_with_two_copies_survive_a_node() {
         let mut cluster = Cluster::up_with(3, "6G", &["--mempool", "512M"]);

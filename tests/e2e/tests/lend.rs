@@ -1,4 +1,5 @@
-//! A node lends more and less while a program that checks every byte of its memory has most of it there.
+//! A node lends more and less while a program that checks every byte of its memory has most of it
+//! there.
 
 use std::os::unix::fs::MetadataExt;
 

@@ -1,4 +1,5 @@
-//! Programs stay within their limit; and the limit of a running program is changed while it checks every byte of its own memory.
+//! Programs stay within their limit; and the limit of a running program is changed while it checks
+//! every byte of its own memory.
 
 use std::fs::OpenOptions;
 

@@ -1,4 +1,5 @@
-//! Real programs on real clusters. One module for each subject; those in a module `long` are for `make test-long`.
+//! Real programs on real clusters. One module for each subject; those in a module `long` are for
+//! `make test-long`.
 
 mod agent_restart;
 mod bad_input;

@@ -1,5 +1,5 @@
-//! Programs whose allocator alone is on the pool, linked or preloaded: nothing is lost, the limit holds, what is freed comes back, agents die under
-//! them; and what cannot be is said.
+//! Programs whose allocator alone is on the pool, linked or preloaded: nothing is lost, the limit
+//! holds, what is freed comes back, agents die under them; and what cannot be is said.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,8 @@ fn checker() -> PathBuf {
     build::programs().join("malloccheck")
 }
 
-/// A program with the library, not started yet. It is started by a shell without it, as others that are watched are.
+/// A program with the library, not started yet. It is started by a shell without it, as others that
+/// are watched are.
 fn preloaded(socket: &Path, local: Option<&str>, program: &[&str]) -> Command {
     let mut preload = std::ffi::OsString::from("LD_PRELOAD=");
     preload.push(library());
@@ -157,7 +158,8 @@ fn an_unmodified_program_does_the_same_as_ever() {
     cluster.assert_all_free();
 }
 
-/// Memory that a program maps by itself is not the allocator's: it is not paged, and does not count.
+/// Memory that a program maps by itself is not the allocator's: it is not paged, and does not
+/// count.
 #[test]
 fn other_memory_of_the_program_neither_counts_nor_is_paged() {
     let cluster = Cluster::up(1, "512M");
@@ -167,7 +169,8 @@ fn other_memory_of_the_program_neither_counts_nor_is_paged() {
                 blocks = [bytes([i & 255]) * 100000 for i in range(1000)]\n\
                 assert all(block == bytes([i & 255]) * 100000 for i, block in enumerate(blocks))\n\
                 assert all(m[at] == at >> 12 & 255 for at in range(0, 200 << 20, 4096))\n\
-                resident = next(int(l.split()[1]) >> 10 for l in open('/proc/self/status') if l.startswith('RssAnon'))\n\
+                resident = next(int(l.split()[1]) >> 10 for l in open('/proc/self/status') if \
+                l.startswith('RssAnon'))\n\
                 assert 200 <= resident < 300, resident\n\
                 print('both are there')\n";
     let program = ["PYTHONMALLOC=malloc", PYTHON, "-c", work];

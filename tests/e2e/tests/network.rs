@@ -1,4 +1,5 @@
-//! A cluster as on real hosts: each part in a network namespace with an address of its own, wires with delays, a real etcd.
+//! A cluster as on real hosts: each part in a network namespace with an address of its own, wires
+//! with delays, a real etcd.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -81,7 +82,8 @@ impl Node {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let config = state.path().join("node.toml");
         let text = format!(
-            "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \"{}\"\nencrypt = true\n\
+            "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \
+                \"{}\"\nencrypt = true\n\
              [directory]\naddress = \"etcd://{}/net\"\n",
             relay_to_node.address(),
             key.display(),
@@ -155,7 +157,8 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
     for run in runs {
         run.wait().assert_success("the checker on a host of its own");
     }
-    // An etcd that is out of reach of one node for a while costs nothing but its place in the directory.
+    // An etcd that is out of reach of one node for a while costs nothing but its place in the
+    // directory.
     cluster.nodes[0].to_etcd.stop();
     cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES) - 1));
     cluster.nodes[0].to_etcd.resume();
@@ -171,7 +174,8 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
 mod long {
     use super::*;
 
-    /// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
+    /// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never
+    /// gets a wrong one; others go on without it.
     #[test]
     fn a_node_that_is_cut_off_costs_its_readers_a_message_and_no_wrong_byte() {
         let cluster = Cluster::up();

@@ -1,5 +1,5 @@
-//! Nodes whose memory is kept are killed, or stopped, and started again under programs that check every byte of their own memory. They wait, and go on. Where nobody
-//! kept it, they are told.
+//! Nodes whose memory is kept are killed, or stopped, and started again under programs that check
+//! every byte of their own memory. They wait, and go on. Where nobody kept it, they are told.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

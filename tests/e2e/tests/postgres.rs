@@ -8,7 +8,8 @@ use aquifer_tests_e2e::restart::figure;
 const LIMIT: &str = "40M";
 /// Hashes and sorts; how, depends on the memory that it may take.
 const QUERY: &str = "SELECT count(*), sum(n), md5(string_agg(h, '' ORDER BY h)) FROM \
-    (SELECT md5((j % 300000)::text) AS h, count(*) AS n FROM generate_series(1, 600000) AS s(j) GROUP BY 1) AS g";
+    (SELECT md5((j % 300000)::text) AS h, count(*) AS n FROM generate_series(1, 600000) AS s(j) GROUP BY \
+    1) AS g";
 
 mod long {
     use super::*;

@@ -87,7 +87,8 @@ fn copies_are_made_anew_so_that_another_node_may_die() {
     end(&cluster, run);
 }
 
-/// Nodes are replaced one after the other, as at an upgrade: whoever comes back is used again, by runs that began before.
+/// Nodes are replaced one after the other, as at an upgrade: whoever comes back is used again, by
+/// runs that began before.
 #[test]
 fn all_nodes_may_be_replaced_under_a_program() {
     for fabric in ["shm", "tcp"] {
@@ -128,7 +129,8 @@ fn a_node_may_be_replaced_while_there_is_no_agent() {
     end(&cluster, run);
 }
 
-/// The next agent does without what is on a node that does not answer, and gives it back when it does.
+/// The next agent does without what is on a node that does not answer, and gives it back when it
+/// does.
 fn take_over_without_a_node(is_away: bool) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, "1000000");

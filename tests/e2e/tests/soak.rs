@@ -1,4 +1,5 @@
-//! Random programs under random limits, for as long as `AQUIFER_SOAK_S` says (`make test-long`); without it, once.
+//! Random programs under random limits, for as long as `AQUIFER_SOAK_S` says (`make test-long`);
+//! without it, once.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,5 @@
-//! Slabs that have become sparse are emptied into others, and the pool gets their memory back; the program finds every page as it left it.
+//! Slabs that have become sparse are emptied into others, and the pool gets their memory back; the
+//! program finds every page as it left it.
 
 use aquifer_tests_e2e::restart::{figure, restart_agent};
 use aquifer_tests_e2e::run::Running;

@@ -1,5 +1,5 @@
-//! `aquifer run --swap`: what nothing can be loaded into runs in a quarter of its memory all the same, and whatever dies takes nobody else with
-//! it and leaves nothing behind.
+//! `aquifer run --swap`: what nothing can be loaded into runs in a quarter of its memory all the
+//! same, and whatever dies takes nobody else with it and leaves nothing behind.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -30,7 +30,8 @@ fn endless(cluster: &Cluster) -> Running {
     start(cluster, &[], &[&checker(), "pages", "--bytes", BYTES, "--rounds", "1000000"])
 }
 
-/// The name of the one device there is, when so much is swapped to it that the program cannot go on without.
+/// The name of the one device there is, when so much is swapped to it that the program cannot go on
+/// without.
 fn await_swapping(cluster: &Cluster) -> String {
     eventually("a program to be swapped", || {
         let devices = swap::devices(cluster);
@@ -99,7 +100,8 @@ fn a_program_is_itself_to_whoever_looks() {
     assert_eq!(missing.status.code(), Some(127));
     let folder = start(&cluster, &[], &["/tmp"]).wait();
     assert_eq!(folder.status.code(), Some(EXIT_NOT_EXECUTABLE), "{}", folder.stderr);
-    // What is left in the background keeps its limit and its device until it ends; the run does not wait for it.
+    // What is left in the background keeps its limit and its device until it ends; the run does not
+    // wait for it.
     let outcome = run("sleep 600 >/dev/null 2>&1 & echo $!");
     let pid: u32 = text(&outcome.stdout).trim().parse().expect("a process number");
     let name = swap::devices(&cluster).pop().expect("the device is still there");

@@ -1,5 +1,5 @@
-//! One tenant against another: with all that a hostile one could know, and everything that it can do, while the other works. Nothing of it succeeds, and nobody
-//! else is disturbed.
+//! One tenant against another: with all that a hostile one could know, and everything that it can
+//! do, while the other works. Nothing of it succeeds, and nobody else is disturbed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -15,16 +15,19 @@ use aquifer_tests_e2e::checked::{Checked, Random};
 use aquifer_tests_support::skip;
 use rustix::process::geteuid;
 
-/// The hostile users: one for each attack, so that none is refused for the guesses that another has used up.
+/// The hostile users: one for each attack, so that none is refused for the guesses that another has
+/// used up.
 const FIRST_HOSTILE: u32 = 65_400;
 const QUOTA_BYTES: u64 = 64 << 20;
 /// Set for the hostile process: the agent's socket.
 const HOSTILE_VARIABLE: &str = "AQUIFER_TEST_HOSTILE";
-/// Where a node's first region begins, with more than a MiB of words, keys and logs for what it lends here.
+/// Where a node's first region begins, with more than a MiB of words, keys and logs for what it
+/// lends here.
 const METADATA_AT: u64 = 2 << 20;
 /// What the victim does between two attacks.
 const TURNS: usize = 150;
-/// A user may try so many keys at once; what it tries beyond is refused whatever it is. Each attack but the storm of guesses stays below.
+/// A user may try so many keys at once; what it tries beyond is refused whatever it is. Each attack
+/// but the storm of guesses stays below.
 const TRIES_MAX: usize = 32;
 const STORM: usize = 400;
 const NOISES: usize = 20;
@@ -87,7 +90,8 @@ fn stale_names(agent: &Path, _: &Names, _: &mut Random) -> String {
     drop(before);
     let mut session = open(agent);
     for extent in &held {
-        // Until the agent has given back what the session had ready, its user may; that costs no try.
+        // Until the agent has given back what the session had ready, its user may; that costs no
+        // try.
         while session.read(extent, 0, &mut [0; 8]).is_ok() {
             std::thread::yield_now();
         }
@@ -198,7 +202,8 @@ fn more_sessions_than_it_may(agent: &Path, _: &Names, _: &mut Random) -> String 
     format!("{} sessions and no more", sessions.len())
 }
 
-/// Not a test by itself: what a hostile user runs. A line from its parent is the attack, and the names that it may use for it.
+/// Not a test by itself: what a hostile user runs. A line from its parent is the attack, and the
+/// names that it may use for it.
 #[test]
 fn be_hostile() {
     let Some(agent) = std::env::var_os(HOSTILE_VARIABLE) else { return };

@@ -1,4 +1,5 @@
-//! What few programs do, and some must. The checker does it in a quarter of its memory; others look at it from outside.
+//! What few programs do, and some must. The checker does it in a quarter of its memory; others look
+//! at it from outside.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -85,7 +86,8 @@ fn jemalloc_may_stand_in_for_malloc() {
 fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
     let cluster = Cluster::up(1, "64M");
     let source = "#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n\
-                  int main(void) { char *p = malloc(64 << 20); memset(p, 7, 64 << 20); printf(\"%d\\n\", p[12345]); return 3; }\n";
+                  int main(void) { char *p = malloc(64 << 20); memset(p, 7, 64 << 20); printf(\"%d\\n\", \
+                  p[12345]); return 3; }\n";
     let program = build::compile(cluster.state(), "static", source, &["-static"]);
     let program = program.to_str().expect("a plain path");
     let inside = cluster.run("16M", &["sh", "-c", &format!("{program}; echo $?")]);
@@ -104,7 +106,8 @@ fn pids(cluster: &Cluster) -> Vec<u64> {
     programs.filter_map(|program| program["pid"].as_u64()).collect()
 }
 
-/// Those of a new name space begin with 1. Outside, the kernel begins again after its last number, but leaves these out.
+/// Those of a new name space begin with 1. Outside, the kernel begins again after its last number,
+/// but leaves these out.
 const FIRST_NUMBERS: u64 = 300;
 
 /// Numbers that such a program's kernel gives are not those of the agent's.
@@ -135,7 +138,8 @@ fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
 mod long {
     use super::*;
 
-    /// The kernel moves pages about in memory to have large pieces of it free. One that is taken just then is taken or kept, not lost.
+    /// The kernel moves pages about in memory to have large pieces of it free. One that is taken
+    /// just then is taken or kept, not lost.
     #[test]
     fn pages_that_the_kernel_migrates_meanwhile_are_kept() {
         const COMPACT: &str = "/proc/sys/vm/compact_memory";
@@ -171,7 +175,8 @@ mod long {
         cluster.assert_all_free();
     }
 
-    /// What gdb can do and what it cannot: it stops and continues, but does not see pages that are away.
+    /// What gdb can do and what it cannot: it stops and continues, but does not see pages that are
+    /// away.
     #[test]
     fn gdb_comes_and_goes() {
         const VISITS: usize = 3;

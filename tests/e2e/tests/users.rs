@@ -1,4 +1,5 @@
-//! Ordinary users on the agent of root: what the kernel denies them the agent obtains, and what one of them has is closed to the other.
+//! Ordinary users on the agent of root: what the kernel denies them the agent obtains, and what one
+//! of them has is closed to the other.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;

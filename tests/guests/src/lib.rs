@@ -1,7 +1,9 @@
-//! Virtual machines to run a command in: a kernel of Debian's with what this machine's lacks, on this machine's own files.
+//! Virtual machines to run a command in: a kernel of Debian's with what this machine's lacks, on
+//! this machine's own files.
 //!
-//! A guest sees the host's file system, and keeps what it writes in memory. It has a Soft-RoCE device on a network of its own, or on one that two
-//! guests share. Processors are emulated, so that no times mean anything there.
+//! A guest sees the host's file system, and keeps what it writes in memory. It has a Soft-RoCE
+//! device on a network of its own, or on one that two guests share. Processors are emulated, so
+//! that no times mean anything there.
 
 #![forbid(unsafe_code)]
 
@@ -26,7 +28,8 @@ pub enum GuestError {
     Lacking(String),
     /// The system refused.
     System(&'static str, io::Error),
-    /// Time was up before the command had ended; what the console, and the command's two outputs, had said by then.
+    /// Time was up before the command had ended; what the console, and the command's two outputs,
+    /// had said by then.
     TimedOut(Box<Outcome>),
     /// The guest ended, and the command had not; likewise.
     Crashed(Box<Outcome>),
@@ -89,7 +92,8 @@ impl Default for Guest {
 }
 
 impl Guest {
-    /// Two on one network, at 10.9.0.1 and 10.9.0.2. `folder` is where their frames pass; it must outlive them.
+    /// Two on one network, at 10.9.0.1 and 10.9.0.2. `folder` is where their frames pass; it must
+    /// outlive them.
     #[must_use]
     pub fn pair(folder: &Path) -> [Self; 2] {
         let paths = [folder.join("link-1"), folder.join("link-2")];

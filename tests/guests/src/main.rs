@@ -8,7 +8,8 @@ use std::time::Duration;
 use aquifer_tests_guests::{Guest, Kernel};
 use clap::Parser;
 
-/// Run a command in a virtual machine with a kernel of its own, Soft-RoCE at 10.9.0.1, and this machine's files.
+/// Run a command in a virtual machine with a kernel of its own, Soft-RoCE at 10.9.0.1, and this
+/// machine's files.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {

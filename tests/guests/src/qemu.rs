@@ -64,7 +64,8 @@ impl Running {
         let errors = console.try_clone().map_err(system("write the console"))?;
         let start = crate::workspace().join("tests/guests/guest/start");
         let append = format!(
-            "console=ttyS0 quiet panic=-1 mitigations=off tsc=unstable aquifer.start={} aquifer.modules={} aquifer.workspace={} aquifer.address={} aquifer.link={}",
+            "console=ttyS0 quiet panic=-1 mitigations=off tsc=unstable aquifer.start={} \
+                aquifer.modules={} aquifer.workspace={} aquifer.address={} aquifer.link={}",
             start.display(),
             kernel.modules()?.display(),
             crate::workspace().display(),

@@ -5,7 +5,8 @@ use aquifer_tests_guests::{Guest, kernel};
 #[test]
 fn a_command_runs_on_the_hosts_files_beside_a_working_rdma_device() {
     let kernel = kernel();
-    let script = "rdma link && test -c /dev/infiniband/uverbs0 && cat Cargo.toml && echo 'a \"complaint\"' >&2 && echo > left-behind && exit 7";
+    let script = "rdma link && test -c /dev/infiniband/uverbs0 && cat Cargo.toml && echo 'a \
+        \"complaint\"' >&2 && echo > left-behind && exit 7";
     let outcome = Guest::default().run(&kernel, &["sh", "-c", script]).unwrap();
     assert_eq!(outcome.exit_code, 7, "{outcome}");
     assert!(outcome.stdout.contains("rxe0/1 state ACTIVE"), "{outcome}");

@@ -86,7 +86,8 @@ impl ReadyNotifier {
             let mut stdout = std::io::stdout();
             // `aquifer up` may have ended; the daemon serves nevertheless.
             let _gone = stdout.write_all(READY).and_then(|()| stdout.flush());
-            // A reader of this output that waits for its end must not wait for the end of the daemon.
+            // A reader of this output that waits for its end must not wait for the end of the
+            // daemon.
             let null = std::fs::File::options().write(true).open("/dev/null");
             let _kept = null.map(|null| rustix::stdio::dup2_stdout(&null));
         }
@@ -146,7 +147,10 @@ fn node(
     stop: StopSignal,
     ready: ReadyNotifier,
 ) -> Result<(), Box<dyn Error>> {
-    let memory = settings.memory.ok_or("the node has no size: give the memory that it lends with --memory SIZE, or as `memory` in its settings file")?;
+    let memory = settings.memory.ok_or(
+        "the node has no size: give the memory that it lends with --memory \
+        SIZE, or as `memory` in its settings file",
+    )?;
     let shutdown = Shutdown::new();
     let for_signal = shutdown.clone();
     stop.on_stop(move || for_signal.request())?;
@@ -164,7 +168,8 @@ fn node(
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
 }
 
-/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared memory.
+/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared
+/// memory.
 ///
 /// # Errors
 /// If the settings contradict each other.
@@ -179,7 +184,8 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             || rate_bytes.is_some()
             || rate_operations.is_some()
         {
-            let why = "--fabric, --encrypt, --threads, --rate-bytes, --rate-operations and --advertise need a node that lends over a network: give its address with --listen ADDRESS";
+            let why = "--fabric, --encrypt, --threads, --rate-bytes, --rate-operations and --advertise \
+                need a node that lends over a network: give its address with --listen ADDRESS";
             return Err(why.into());
         }
         let socket = state.socket(&Daemon::Node(id).to_string());
@@ -197,7 +203,8 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
     };
     if settings.advertise.unwrap_or(address).ip().is_unspecified() {
         let why = format!(
-            "hosts cannot connect to the unspecified address {address}: give the address at which they reach this node with --advertise ADDRESS"
+            "hosts cannot connect to the unspecified address {address}: give the address at which they \
+                reach this node with --advertise ADDRESS"
         );
         return Err(why.into());
     }
@@ -207,7 +214,8 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             || rate_bytes.is_some()
             || rate_operations.is_some();
         if has_tcp_settings || from_systemd.is_some() {
-            let why = "--fabric verbs does not support --encrypt, --threads, --rate-bytes, --rate-operations or a socket from systemd: the RDMA device does the transfers";
+            let why = "--fabric verbs does not support --encrypt, --threads, --rate-bytes, \
+                --rate-operations or a socket from systemd: the RDMA device does the transfers";
             return Err(why.into());
         }
         return Ok(Listen::Verbs(address, key));
@@ -232,7 +240,8 @@ fn agent(
         Some(mempool) if mempool > available => {
             let (mempool, available) = (ByteSize(mempool), ByteSize(available));
             return Err(format!(
-                "a mempool of {mempool} does not fit: only {available} of memory are available; give a smaller --mempool"
+                "a mempool of {mempool} does not fit: only {available} of memory are available; give a \
+                    smaller --mempool"
             )
             .into());
         }
@@ -268,14 +277,15 @@ fn agent(
     Ok(())
 }
 
-/// Raises the limit of open files to the hard limit: each paged program needs about a dozen descriptors
-/// in the agent and in the keeper.
+/// Raises the limit of open files to the hard limit: each paged program needs about a dozen
+/// descriptors in the agent and in the keeper.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, wanted) {
-        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged programs");
+        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged \
+            programs");
     }
 }
 

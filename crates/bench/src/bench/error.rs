@@ -34,7 +34,8 @@ pub enum BenchError {
     },
     /// The measured programs cannot be compiled.
     #[error(
-        "the measured programs cannot be compiled: {reason}; install a C compiler with scripts/install-deps.sh bench"
+        "the measured programs cannot be compiled: {reason}; install a C compiler with \
+            scripts/install-deps.sh bench"
     )]
     Build {
         /// The compiler's output.
@@ -97,7 +98,8 @@ pub enum BenchError {
     NoApps,
     /// No installed program has this name.
     #[error(
-        "--only {name:?}: no installed program of `aquifer bench apps` has this in its name; the bench measures redis, PostgreSQL and k-means"
+        "--only {name:?}: no installed program of `aquifer bench apps` has this in its name; the bench \
+            measures redis, PostgreSQL and k-means"
     )]
     NoSuchApp {
         /// The given name.
@@ -153,7 +155,8 @@ pub enum BenchError {
     },
     /// The serving process of a bench did not start.
     #[error(
-        "the serving process of the bench ended before it served ({status}); it needs up to 512 MiB of memory, and prints other errors itself"
+        "the serving process of the bench ended before it served ({status}); it needs up to 512 MiB of \
+            memory, and prints other errors itself"
     )]
     ServingProcess {
         /// Its exit status.

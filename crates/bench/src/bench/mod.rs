@@ -1,8 +1,8 @@
 //! `aquifer bench`: measures Aquifer beside its peers and lower bounds, in one run, on one machine.
 //!
-//! Machines are noisy, so a bench runs the compared ways in alternation, takes ratios within one round, and
-//! reports their spread over the rounds. A missed target is printed as missed. The command fails only if
-//! something could not be measured, or data were wrong.
+//! Machines are noisy, so a bench runs the compared ways in alternation, takes ratios within one
+//! round, and reports their spread over the rounds. A missed target is printed as missed. The
+//! command fails only if something could not be measured, or data were wrong.
 
 mod alloc;
 mod apps;
@@ -40,14 +40,16 @@ pub struct BenchArgs {
     /// Draw pictures as SVG into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Fabric between agent and nodes, for `bench faults` [default: shm] and `bench dilemma` [default: both]
+    /// Fabric between agent and nodes, for `bench faults` [default: shm] and `bench dilemma`
+    /// [default: both]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
-    /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4 KiB·2^k
+    /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
+    /// KiB·2^k
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// For `bench apps`, measure only programs with this in their names, such as postgres; for `bench dilemma`, only this block size and the
-    /// largest, such as "4 KiB"
+    /// For `bench apps`, measure only programs with this in their names, such as postgres; for
+    /// `bench dilemma`, only this block size and the largest, such as "4 KiB"
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -93,7 +95,8 @@ struct Bench {
 const BENCHES: [Bench; 7] = [
     Bench {
         name: "alloc",
-        about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over TCP and over shared memory",
+        about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
+            TCP and over shared memory",
         targets: alloc::TARGETS,
         options: &[TRACE],
         serve_at: Some(alloc::serve_at),

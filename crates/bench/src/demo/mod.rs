@@ -1,5 +1,5 @@
-//! `aquifer demo`: runs a real program plainly, then with a quarter of its memory on the pool, then with the
-//! same limit on kernel swap, and compares the outputs byte by byte.
+//! `aquifer demo`: runs a real program plainly, then with a quarter of its memory on the pool, then
+//! with the same limit on kernel swap, and compares the outputs byte by byte.
 
 mod picture;
 mod program;
@@ -37,8 +37,8 @@ pub struct DemoArgs {
 /// Runs the demo. All processes that it starts have ended when it returns.
 ///
 /// # Errors
-/// If something is not installed, the plain run or the run on the pool fails, their outputs differ, or a
-/// signal asks to stop. A failure of kernel swap is shown in the table and is no error.
+/// If something is not installed, the plain run or the run on the pool fails, their outputs differ,
+/// or a signal asks to stop. A failure of kernel swap is shown in the table and is no error.
 pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     interrupt::install();
     interrupt::outcome(play(args))
@@ -84,8 +84,8 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Compares an output with that of the plain run. If they differ, copies both to the system's temporary
-/// folder.
+/// Compares an output with that of the plain run. If they differ, copies both to the system's
+/// temporary folder.
 ///
 /// # Errors
 /// If they differ, or the plain output is empty.

@@ -11,7 +11,8 @@ use clap::{Args, Subcommand};
 pub enum FabricCommand {
     /// List this machine's RDMA devices and whether they support what Aquifer needs
     Info,
-    /// Test and measure the operations between two hosts: run with --listen on the other host, then with its address on this one
+    /// Test and measure the operations between two hosts: run with --listen on the other host, then
+    /// with its address on this one
     Check(CheckArguments),
 }
 

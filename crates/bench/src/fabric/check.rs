@@ -82,7 +82,8 @@ pub fn check(end: &CheckEnd) -> Outcome {
     Ok(if findings.faults == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Of several who check at once each hears its own answers. An epoch shuts out those before it for as long as the other end lives, so each check has a later one.
+/// Of several who check at once each hears its own answers. An epoch shuts out those before it for
+/// as long as the other end lives, so each check has a later one.
 fn who() -> Identity {
     let host = RandomState::new().hash_one(0) % u64::from(HOST_MAX) + 1;
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -230,8 +231,9 @@ fn windows(findings: &mut Findings, link: &mut Link, network: Network) -> Result
     Ok(())
 }
 
-/// Other pages lie under the same addresses and key, and are found there at once. By an honest endpoint: where the device does not notice by itself, its
-/// windows are closed meanwhile, and it asks for the key again.
+/// Other pages lie under the same addresses and key, and are found there at once. By an honest
+/// endpoint: where the device does not notice by itself, its windows are closed meanwhile, and it
+/// asks for the key again.
 fn remap(findings: &mut Findings, end: &CheckEnd, who: Identity) -> Result<(), BenchError> {
     // The later epoch shuts out the endpoint of before, which has done its work.
     let later = Identity { epoch: who.epoch + 1, ..who };

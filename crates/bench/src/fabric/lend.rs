@@ -99,7 +99,8 @@ impl Lender {
     }
 }
 
-/// A target with a region whose pages change places: one half is full of 1, the other of 2, and the first addresses get one or the other.
+/// A target with a region whose pages change places: one half is full of 1, the other of 2, and the
+/// first addresses get one or the other.
 struct Movable {
     target: VerbsTarget,
     region: Region,

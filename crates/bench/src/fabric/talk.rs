@@ -1,4 +1,5 @@
-//! What the ends of a check say in messages, beside what they do by one-sided operations. Parsed as bytes from a stranger.
+//! What the ends of a check say in messages, beside what they do by one-sided operations. Parsed as
+//! bytes from a stranger.
 
 use aquifer_fabric::Key;
 #[cfg(doc)]

@@ -1,4 +1,5 @@
-//! A client of an array with an entry for each 4 KiB, which says who has it: a state machine, for the model and for real memory alike.
+//! A client of an array with an entry for each 4 KiB, which says who has it: a state machine, for
+//! the model and for real memory alike.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -43,7 +44,8 @@ pub struct Held {
     pub class: SizeClass,
 }
 
-/// One operation at a time: what is wanted is in [`ArrayClient::touches`], until [`ArrayClient::hear`] says that it is over.
+/// One operation at a time: what is wanted is in [`ArrayClient::touches`], until
+/// [`ArrayClient::hear`] says that it is over.
 #[derive(Debug)]
 pub struct ArrayClient {
     host: u16,
@@ -95,7 +97,8 @@ impl ArrayClient {
         }
     }
 
-    /// What came of it: the entries that were read and those that the CASes found, in order. What was taken, if that is over; nothing is, if something was given back.
+    /// What came of it: the entries that were read and those that the CASes found, in order. What
+    /// was taken, if that is over; nothing is, if something was given back.
     ///
     /// # Errors
     /// If the array is full.
@@ -150,7 +153,8 @@ impl ArrayClient {
         self.touches.extend((first..first + class.chunks()).map(|entry| Touch::Take { entry, host }));
     }
 
-    /// The next run of entries that is free as far as this client knows. If there is none, others may have given something back: what they had is forgotten, once for each operation.
+    /// The next run of entries that is free as far as this client knows. If there is none, others
+    /// may have given something back: what they had is forgotten, once for each operation.
     fn find(&mut self, node: usize, class: SizeClass) -> Option<u32> {
         let found = self.find_known(node, class);
         if found.is_some() || std::mem::replace(&mut self.has_forgotten, true) {

@@ -1,5 +1,6 @@
-//! The factor ladder: what each mechanism of the pool adds. The machines are those of the product on every rung; what the mechanisms above a rung want done to the node is done there,
-//! but takes no time and is not counted.
+//! The factor ladder: what each mechanism of the pool adds. The machines are those of the product
+//! on every rung; what the mechanisms above a rung want done to the node is done there, but takes
+//! no time and is not counted.
 
 use std::collections::BTreeMap;
 

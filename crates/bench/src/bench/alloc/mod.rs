@@ -1,4 +1,5 @@
-//! `aquifer bench alloc`: what it costs to take an extent, beside the ways that others have (FineMem's evaluation).
+//! `aquifer bench alloc`: what it costs to take an extent, beside the ways that others have
+//! (FineMem's evaluation).
 
 mod array;
 mod ladder;
@@ -26,7 +27,10 @@ pub use real::serve_at;
 use ways::Way;
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is kept ready; recovery of a million chunks ≤ 2 s";
+pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best \
+    peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 \
+    (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is \
+    kept ready; recovery of a million chunks ≤ 2 s";
 
 /// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
 const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
@@ -66,13 +70,18 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     }
     let mut report = Report::new("alloc", args.quick);
     report.notes.push(
-        "the cost model: a READ, WRITE or atomic takes 1.7 µs there and back, each further one of the same doorbell 0.1 µs more; an RPC takes 4 µs, 2.3 of \
-         them on its node's one core, for which RPCs queue; there registration takes 450 µs for 4 MiB, in proportion, and a window 1.3 µs"
+        "the cost model: a READ, WRITE or atomic takes 1.7 µs there and back, each further one of the \
+            same doorbell 0.1 µs more; an RPC takes 4 µs, 2.3 of \
+         them on its node's one core, for which RPCs queue; there registration takes 450 µs for 4 MiB, in \
+         proportion, and a window 1.3 µs"
             .into(),
     );
     report.notes.push(
-        "under the model clients take extents, and give one back at random when they have enough, without a pause; half of the memory is taken at most. A node's card does any number of one-sided operations at once, and to give back costs a node's core as much as to take. \
-         Ours are the machines that the product drives, with keys and logs; the peers' have neither, but where a window is named. The spread is over seeds"
+        "under the model clients take extents, and give one back at random when they have enough, without \
+            a pause; half of the memory is taken at most. A node's card does any number of one-sided \
+            operations at once, and to give back costs a node's core as much as to take. \
+         Ours are the machines that the product drives, with keys and logs; the peers' have neither, but \
+         where a window is named. The spread is over seeds"
             .into(),
     );
     let mut scenes = Scenes { volume, played: Vec::new() };
@@ -82,7 +91,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (real, real_targets) = real::measure(volume.rounds, volume.real)?;
     let ladder = ladder::measure(SECTIONS, volume.allocations, volume.seeds)?;
     report.notes.push(
-        "the service is measured in the program, call by call, on this machine: program, agent and node share its processors"
+        "the service is measured in the program, call by call, on this machine: program, agent and node \
+            share its processors"
             .into(),
     );
     report.tables = scenes.tables();
@@ -104,7 +114,8 @@ fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError
     let mut report = Report::new("alloc-trace", quick);
     let last_s = arrivals.last().map_or(0.0, |last| float(last.at_ns) / 1e9);
     report.notes.push(format!(
-        "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; one that is still busy is late, and that counts. One that has its share of half of the memory first gives back what it \
+        "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; one that is still busy is late, and \
+            that counts. One that has its share of half of the memory first gives back what it \
          has had longest. For real the node's CPU is that of giving back, too",
         arrivals.len(),
         short(last_s)

@@ -1,4 +1,5 @@
-//! Allocation under a cost model of RDMA: clients, memory nodes and the network as events in virtual time. Ours are the very machines that the product drives.
+//! Allocation under a cost model of RDMA: clients, memory nodes and the network as events in
+//! virtual time. Ours are the very machines that the product drives.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -1,4 +1,5 @@
-//! A client of the pool in the model: the machines that the product drives, and for the ladder what of them is left out of the account.
+//! A client of the pool in the model: the machines that the product drives, and for the ladder what
+//! of them is left out of the account.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -46,7 +47,8 @@ pub struct OurClient {
     /// Something is taken: what comes yet are hints.
     has_taken: bool,
     asked: Option<Asked>,
-    /// What the agent keeps ready: as much as its program has given back, which is less than a service would keep.
+    /// What the agent keeps ready: as much as its program has given back, which is less than a
+    /// service would keep.
     kept: Vec<(usize, Grant)>,
 }
 
@@ -141,7 +143,8 @@ impl OurClient {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
                 if self.has_lost && !self.rung.has_contention_control() {
-                    // It has learnt what the word is, and counts no race: nothing is avoided, marked or read anew for it.
+                    // It has learnt what the word is, and counts no race: nothing is avoided,
+                    // marked or read anew for it.
                     let again = Operation::Alloc(AllocOp::new(self.host, *class), *class);
                     return self.start(self.node, again);
                 }

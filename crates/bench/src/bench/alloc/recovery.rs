@@ -1,4 +1,5 @@
-//! How long it takes to give back what a dead host held, once its lease is over: a million chunks of one node.
+//! How long it takes to give back what a dead host held, once its lease is over: a million chunks
+//! of one node.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};

@@ -1,4 +1,5 @@
-//! Traces: lines `MICROSECONDS SIZE_CLASS`, when an extent of 4 KiB · 2^class is wanted. Blank lines and what follows a `#` pass.
+//! Traces: lines `MICROSECONDS SIZE_CLASS`, when an extent of 4 KiB · 2^class is wanted. Blank
+//! lines and what follows a `#` pass.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -62,7 +63,8 @@ pub fn parse(text: &str) -> Result<Vec<Arrival>, String> {
 fn parse_line(said: &str) -> Result<Arrival, String> {
     let wrong = || {
         format!(
-            "\"{said}\" is not MICROSECONDS SIZE_CLASS, such as \"1250 3\": whole numbers, the class 0 (4 KiB) to 9 (2 MiB)"
+            "\"{said}\" is not MICROSECONDS SIZE_CLASS, such as \"1250 3\": whole numbers, the class 0 (4 \
+                KiB) to 9 (2 MiB)"
         )
     };
     let mut words = said.split_ascii_whitespace();
@@ -80,7 +82,8 @@ fn parse_line(said: &str) -> Result<Arrival, String> {
     Ok(Arrival { at_ns: at_us * 1000, class })
 }
 
-/// A client's part of a trace. Those of a trace take turns; and a client that has its share of the memory first gives back what it has had longest.
+/// A client's part of a trace. Those of a trace take turns; and a client that has its share of the
+/// memory first gives back what it has had longest.
 #[derive(Clone, Debug)]
 pub struct Replay<'a> {
     arrivals: &'a [Arrival],

@@ -69,7 +69,8 @@ impl Wish {
     }
 }
 
-/// Take one out of what is held: the one at this place, or the oldest. The order is kept only where that matters.
+/// Take one out of what is held: the one at this place, or the oldest. The order is kept only where
+/// that matters.
 pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: Wish) -> T {
     if wish == Wish::GiveOldest { held.remove(0) } else { held.swap_remove(any) }
 }
@@ -172,7 +173,8 @@ impl Client {
         Ok(false)
     }
 
-    /// Time that goes by on this host alone before it goes on, in nanoseconds; `None` if a node has something to do.
+    /// Time that goes by on this host alone before it goes on, in nanoseconds; `None` if a node has
+    /// something to do.
     pub fn local_ns(&self) -> Option<u64> {
         match &self.inner {
             Inner::Ours(ours) => ours.local_ns(),

@@ -1,4 +1,5 @@
-//! `aquifer bench apps`: real programs that are larger than their memory, on the pool and on kernel swap.
+//! `aquifer bench apps`: real programs that are larger than their memory, on the pool and on kernel
+//! swap.
 
 mod kmeans;
 mod nobody;
@@ -29,7 +30,8 @@ use redis::Redis;
 use ways::{Fit, Stage, Way, find_program};
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: with a quarter of its memory each program ahead of itself on a swap file, over shm and over tcp; limits hold";
+pub const TARGETS: &str = "targets: with a quarter of its memory each program ahead of itself on a swap \
+    file, over shm and over tcp; limits hold";
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -82,14 +84,14 @@ pub trait App {
         false
     }
 
-    /// Its shared memory. Aquifer pages private memory only, while a cgroup's limit is on both: there the program gets as
-    /// much more.
+    /// Its shared memory. Aquifer pages private memory only, while a cgroup's limit is on both:
+    /// there the program gets as much more.
     fn shared_bytes(&self) -> u64 {
         0
     }
 
-    /// Plays it all, by a command that has the program and lacks its arguments: how the program ended, and what was done
-    /// with it until then.
+    /// Plays it all, by a command that has the program and lacks its arguments: how the program
+    /// ended, and what was done with it until then.
     ///
     /// # Errors
     /// If the program cannot be started, or a signal asks to stop.
@@ -166,23 +168,35 @@ fn choose_fits(size: Size, only: Option<u64>) -> Result<Size, BenchError> {
 
 fn notes(size: Size) -> Vec<String> {
     vec![
-        format!("{} rounds in alternation; every value was checked, and results are the same in every run", size.rounds),
+        format!(
+            "{} rounds in alternation; every value was checked, and results are the same in every \
+            run",
+            size.rounds
+        ),
         format!("memory nodes of each pool: {}, beside the programs on this one machine", cluster::nodes()),
-        "a limit is a part of the program's own peak of anonymous resident memory, run plainly; 100 % is all of it".into(),
-        "a cgroup counts page cache and kernel memory, too; Aquifer counts private memory and the run's part of the host's \
+        "a limit is a part of the program's own peak of anonymous resident memory, run plainly; 100 % is \
+            all of it"
+            .into(),
+        "a cgroup counts page cache and kernel memory, too; Aquifer counts private memory and the run's \
+            part of the host's \
          cache. Shared memory (PostgreSQL's buffers) is granted to cgroups beside the limit"
             .into(),
-        "s: redis' measured requests, pgbench from start to end, k-means from the program's start to its end; p50 and p99 \
+        "s: redis' measured requests, pgbench from start to end, k-means from the program's start to its \
+            end; p50 and p99 \
          are of requests to redis and of transactions"
             .into(),
-        "CPU is of the whole run, fill and checks included: the program's and, on the pool, the daemons'; the kernel's own \
+        "CPU is of the whole run, fill and checks included: the program's and, on the pool, the daemons'; \
+            the kernel's own \
          threads that swap are in nobody's figure"
             .into(),
-        "redis' main thread and its client are on one processor in every way, as the scheduler would choose: an answer across \
+        "redis' main thread and its client are on one processor in every way, as the scheduler would \
+            choose: an answer across \
          processors takes several times as long"
             .into(),
-        "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would kill a program because all that \
-         is resident is in use, it waits up to 5 ms and tries again (cgroup v1; in want: 1 if that happened, which costs it time), and where it is killed nonetheless, the run is \
+        "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would \
+            kill a program because all that \
+         is resident is in use, it waits up to 5 ms and tries again (cgroup v1; in want: 1 if that \
+         happened, which costs it time), and where it is killed nonetheless, the run is \
          repeated"
             .into(),
     ]

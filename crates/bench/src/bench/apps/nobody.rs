@@ -1,4 +1,5 @@
-//! Another user, for servers that refuse to be root: with a folder of its own, and Aquifer's program where it can reach it.
+//! Another user, for servers that refuse to be root: with a folder of its own, and Aquifer's
+//! program where it can reach it.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, Permissions};
@@ -63,12 +64,14 @@ impl Nobody {
         self.folder.path().join("home")
     }
 
-    /// Where that user finds the agent of a cluster of this name; `None` if it needs no socket of its own.
+    /// Where that user finds the agent of a cluster of this name; `None` if it needs no socket of
+    /// its own.
     pub fn socket(&self, cluster: &str) -> Option<PathBuf> {
         self.is_other.then(|| self.folder.path().join(format!("{cluster}.sock")))
     }
 
-    /// What has to stand before the words of a command, so that it is that user's; the first is a program.
+    /// What has to stand before the words of a command, so that it is that user's; the first is a
+    /// program.
     fn prefix(&self) -> Vec<OsString> {
         if !self.is_other {
             return Vec::new();

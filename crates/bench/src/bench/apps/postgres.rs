@@ -1,7 +1,8 @@
-//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and then does what TPC-B does.
+//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and
+//! then does what TPC-B does.
 //!
-//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel swap's programs get as much
-//! beside their limit.
+//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel
+//! swap's programs get as much beside their limit.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,8 @@ const USER: &str = "bench";
 const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
 /// More than a sort takes: it shall not go to files.
 const WORK_MEM: &str = "work_mem=512MB";
-/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends well.
+/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends
+/// well.
 const CLIENTS: &str = "1";
 
 /// The report reads what the rest does not change, so that it is the same whenever it is made.
@@ -42,10 +44,12 @@ END;
 ";
 
 /// What must be true, and what must be the same in each run.
-const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM pgbench_history) \
+const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM \
+    pgbench_history) \
      AND (SELECT sum(bbalance) FROM pgbench_branches) = (SELECT sum(tbalance) FROM pgbench_tellers), \
      (SELECT count(*) FROM pgbench_history), \
-     (SELECT md5(string_agg(aid || ':' || abalance, ',' ORDER BY aid)) FROM pgbench_accounts WHERE abalance <> 0), \
+     (SELECT md5(string_agg(aid || ':' || abalance, ',' ORDER BY aid)) FROM pgbench_accounts WHERE \
+     abalance <> 0), \
      (SELECT md5(string_agg(aid || digest, ',' ORDER BY aid, digest)) FROM reports)";
 
 /// Its programs, and its data as they are before each run.
@@ -59,7 +63,8 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// If it is installed: makes its data in the home of `nobody`; `folder` gets what its clients write.
+    /// If it is installed: makes its data in the home of `nobody`; `folder` gets what its clients
+    /// write.
     ///
     /// # Errors
     /// If the data cannot be made.

@@ -1,4 +1,5 @@
-//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands under way as the caller likes.
+//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands
+//! under way as the caller likes.
 
 use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -19,7 +19,8 @@ use aquifer_swap::setup::{SetupError, SetupUsage};
 
 /// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
 const LEFT_PART: u64 = 4;
-/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well pages compress.
+/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well
+/// pages compress.
 const SMALL_PART: u64 = 10;
 /// The kernel kills a program now and then that it would not kill the next time.
 const TRIES: usize = 4;
@@ -106,7 +107,8 @@ pub struct Stage {
     /// For servers that refuse root.
     pub nobody: Nobody,
     clusters: Vec<(Fabric, Cluster)>,
-    /// What remains of a limit beside a zram's store, once that is known; `None` if too little does.
+    /// What remains of a limit beside a zram's store, once that is known; `None` if too little
+    /// does.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
     /// What happened that a reader must know.
     pub notes: Vec<String>,
@@ -145,7 +147,8 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes say how.
+    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes
+    /// say how.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -232,7 +235,8 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the program fail, which it counts nowhere. Then it is tried again.
+    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the
+    /// program fail, which it counts nowhere. Then it is tried again.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
@@ -285,7 +289,8 @@ impl Stage {
         Ok(Ok((sample, played, usage)))
     }
 
-    /// Its store is this machine's memory, and is counted against the limit, where that leaves anything.
+    /// Its store is this machine's memory, and is counted against the limit, where that leaves
+    /// anything.
     fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
         let key = (app.name(), fit.percent);
         // If it does not end well, it is not known, and tried with all of the limit.
@@ -302,7 +307,8 @@ impl Stage {
                     show_bytes(fit.limit_bytes())
                 ),
                 None => format!(
-                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands beside the limit, as \
+                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands \
+                        beside the limit, as \
                      memory that the other ways do not have",
                     app.name(),
                     fit.percent,
@@ -317,8 +323,8 @@ impl Stage {
     }
 }
 
-/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less of it is one more on swap, and so
-/// makes the store larger by what a swapped byte takes there.
+/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less
+/// of it is one more on swap, and so makes the store larger by what a swapped byte takes there.
 fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
@@ -365,7 +371,8 @@ mod tests {
 
     #[test]
     fn program_and_store_fit_in_the_limit_together() {
-        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a quarter, too.
+        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a
+        // quarter, too.
         let left = beside_store(40 * MIB, &usage(10 * MIB, Some(40 * MIB))).unwrap();
         let taken = 40 * MIB - left;
         assert_eq!(taken >> 10, (40 * MIB / 3) >> 10);

@@ -1,5 +1,6 @@
-//! `aquifer bench dilemma`: what it costs to take memory in small pieces, and what it saves (FineMem's dilemma): throughput and memory held against the size of
-//! blocks, for a load of page writes and frees through the pager.
+//! `aquifer bench dilemma`: what it costs to take memory in small pieces, and what it saves
+//! (FineMem's dilemma): throughput and memory held against the size of blocks, for a load of page
+//! writes and frees through the pager.
 
 mod load;
 mod store;
@@ -25,7 +26,8 @@ pub const TARGETS: &str =
 /// What the nodes lend.
 const MEMORY_BYTES: u64 = 768 << 20;
 const COARSEST: &str = "16 MiB";
-/// Over shared memory a round takes a second, of which chance has a large part: so there are so many times as many.
+/// Over shared memory a round takes a second, of which chance has a large part: so there are so
+/// many times as many.
 const SHM_ROUNDS: usize = 3;
 
 /// Blocks of one size.
@@ -56,11 +58,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (keys, waves, rounds) = if args.quick { (16 << 10, 1, 1) } else { (40 << 10, 2, 3) };
     let plan = Plan { keys, least_permille: 200, waves, threads: 2 };
     report.notes.push(format!(
-        "{keys} pages of 4 KiB, two threads, half reads and half writes of whole pages after Zipf (0.99); beside that, once in sixteen operations, a page dies until a fifth lives, then one is \
+        "{keys} pages of 4 KiB, two threads, half reads and half writes of whole pages after Zipf (0.99); \
+            beside that, once in sixteen operations, a page dies until a fifth lives, then one is \
          born until all live, {waves} times; every page that is read is held against what was written"
     ));
     report.notes.push(
-        "blocks of one size are given back when all of a block is free, but for a reserve of an eighth if they are not larger than 2 MiB, and filled again when half of it is; «as needed» is what runs have: slabs of 4 KiB to 2 MiB, and sparse ones are \
+        "blocks of one size are given back when all of a block is free, but for a reserve of an eighth if \
+            they are not larger than 2 MiB, and filled again when half of it is; «as needed» is what runs \
+            have: slabs of 4 KiB to 2 MiB, and sparse ones are \
          emptied into others. Held is the mean over the operations"
             .into(),
     );

@@ -1,4 +1,5 @@
-//! One READ of a page from another process: the lower bound of a fault that reads a page over the fabric.
+//! One READ of a page from another process: the lower bound of a fault that reads a page over the
+//! fabric.
 
 use super::link::Link;
 use super::measure::{self, Kind, Place, Volume};

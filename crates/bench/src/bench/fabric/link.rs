@@ -106,7 +106,8 @@ impl Link {
         self.endpoint.limits()
     }
 
-    /// Posts a batch and polls until all operations have completed; returns the outcome of the last.
+    /// Posts a batch and polls until all operations have completed; returns the outcome of the
+    /// last.
     ///
     /// # Errors
     /// If an operation fails.

@@ -76,8 +76,8 @@ pub struct Pair {
     pub bare_ns: Vec<f64>,
 }
 
-/// Offsets in a random order that visits every slot once: by a multiplier that shares no factor with their number,
-/// a power of two.
+/// Offsets in a random order that visits every slot once: by a multiplier that shares no factor
+/// with their number, a power of two.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     slots: usize,
@@ -88,7 +88,8 @@ struct Walk {
 
 impl Walk {
     fn new(bytes: u32, place: Place) -> Self {
-        // Small operations are a page apart and at differing lines of it, so that each meets a cold line.
+        // Small operations are a page apart and at differing lines of it, so that each meets a cold
+        // line.
         let slot_bytes = usize::try_from(bytes).unwrap_or(REGION_BYTES).max(4096);
         let slots = if place == Place::Hot { 1 } else { REGION_BYTES / slot_bytes };
         Self { slots, slot_bytes, at: 0, step: 0x9E37_79B1 | 1 }
@@ -150,7 +151,8 @@ pub fn verb(
     place: Place,
 ) -> Result<Vec<f64>, BenchError> {
     let pair = Pair { kind, bytes, place, batch: 1, verb_ns: Vec::new(), bare_ns: Vec::new() };
-    // One walk for all rounds, so that a round does not begin at addresses that the last one has cached.
+    // One walk for all rounds, so that a round does not begin at addresses that the last one has
+    // cached.
     let mut walk = Walk::new(bytes, place);
     let mut verb_ns = Vec::new();
     for round in 0..=volume.rounds {
@@ -208,8 +210,8 @@ fn bare<const ALONE: bool>(link: &Link, pair: &Pair, operations: usize, walk: &m
         let beside = operation % pair.batch * len % (1 << 19);
         match pair.kind {
             Kind::Read => {
-                // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB, and they are
-                // different mappings, which nobody else writes.
+                // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB,
+                // and they are different mappings, which nobody else writes.
                 unsafe {
                     let from = region.as_ptr().add(offset);
                     black_box(local.as_ptr().add(beside)).copy_from_nonoverlapping(black_box(from), len);
@@ -262,7 +264,8 @@ pub fn messages(link: &mut Link, volume: Volume) -> Result<BTreeMap<&'static str
         p50_us.push(times_us[trips / 2]);
         p99_us.push(times_us[trips * 99 / 100]);
     }
-    // The kernel counts processor time in ticks of 10 ms: only that of all rounds together means something.
+    // The kernel counts processor time in ticks of 10 ms: only that of all rounds together means
+    // something.
     let per_trip_us = float(cpu_us(link) - before_us) / float((trips * volume.rounds) as u64);
     let figures = [("p50 µs", p50_us), ("p99 µs", p99_us), ("CPU µs", vec![per_trip_us])];
     Ok(figures.into_iter().filter_map(|(name, values)| Some((name, Spread::of(&values)?))).collect())

@@ -20,7 +20,8 @@ pub use floor::ReadFloor;
 pub use server::serve_at;
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
+pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns \
+    over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
 
 const SIZES: [u32; 3] = [64, 4096, 65_536];
 const BATCHES: [usize; 3] = [1, 16, 64];
@@ -34,11 +35,13 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let mut link = Link::start(server::REGION_BYTES)?;
     let mut report = Report::new("fabric", args.quick);
     report.notes.push(format!(
-        "the memory is another process's, {}; cold: a random order over all of it, hot: one place again and again",
+        "the memory is another process's, {}; cold: a random order over all of it, hot: one place again \
+            and again",
         show_bytes(server::REGION_BYTES as u64)
     ));
     report.notes.push(
-        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in alternation; \
+        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in \
+            alternation; \
          one at a time means that each waits for the data of the one before, as a polled verb does"
             .into(),
     );
@@ -48,7 +51,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let batches = batches(&mut link, volume)?;
     let target_us = procs::cpu_us(link.server()) - before_us;
     report.notes.push(format!(
-        "one thread posts and polls, so that its CPU time is the time shown; all one-sided work cost the other process {} ms of CPU",
+        "one thread posts and polls, so that its CPU time is the time shown; all one-sided work cost the \
+            other process {} ms of CPU",
         short(float(target_us) / 1e3)
     ));
     let messages = measure::messages(&mut link, volume)?;

@@ -14,8 +14,8 @@ use crate::bench::support::serving;
 
 /// Bytes of the lent memory: many times the size of processor caches.
 pub const REGION_BYTES: usize = 256 << 20;
-/// Pause between two polls for messages when idle. Long, so that the processor time of this process shows
-/// that one-sided operations need none.
+/// Pause between two polls for messages when idle. Long, so that the processor time of this process
+/// shows that one-sided operations need none.
 const IDLE_PAUSE: Duration = Duration::from_millis(20);
 /// Number of polls without a message after which the process is idle.
 const BUSY_POLLS_MAX: u32 = 200_000;

@@ -1,5 +1,6 @@
-//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain socket: one at a time against a blocking round trip, many at once against a
-//! pipelined echo. Both servers are in the same other process.
+//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain
+//! socket: one at a time against a blocking round trip, many at once against a pipelined echo. Both
+//! servers are in the same other process.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -116,7 +117,8 @@ impl Way {
     }
 }
 
-/// Where both ends run. A wake-up across processors costs more than all else, so it must not be left to chance.
+/// Where both ends run. A wake-up across processors costs more than all else, so it must not be
+/// left to chance.
 #[derive(Clone, Copy)]
 struct Placement {
     name: &'static str,
@@ -235,7 +237,8 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     Link::new(endpoint, 4096)
 }
 
-/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends where that is least.
+/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends
+/// where that is least.
 ///
 /// # Errors
 /// As [`measure`].

@@ -41,7 +41,8 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     for (name, program, args) in programs {
         let mut calm = Calm { name, ..Calm::default() };
         for round in 0..bench.size.calm_rounds {
-            // Which goes first changes, so that neither always finds the caches as the other left them.
+            // Which goes first changes, so that neither always finds the caches as the other left
+            // them.
             for pooled in [round % 2 == 0, round % 2 == 1] {
                 let mut command = if pooled {
                     bench.cluster.pooled_command(LIMIT_BYTES, &stats, program)?

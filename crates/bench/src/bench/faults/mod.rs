@@ -1,5 +1,5 @@
-//! `aquifer bench faults`: a program walks over three times its limit, on the pool and on kernel swap, beside
-//! what a fault costs with nothing behind it.
+//! `aquifer bench faults`: a program walks over three times its limit, on the pool and on kernel
+//! swap, beside what a fault costs with nothing behind it.
 
 mod calm;
 mod summary;
@@ -20,8 +20,10 @@ use aquifer_swap::setup::cleanup_stale;
 use ways::{Bench, Way};
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ 1.4× one and a raw READ, over \
-     both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ 1.03× the plain \
+pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ \
+    1.4× one and a raw READ, over \
+     both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ \
+     1.03× the plain \
      time";
 
 /// A way to walk over memory.
@@ -58,7 +60,8 @@ pub struct Size {
     limit_bytes: u64,
     bytes: u64,
     passes: u64,
-    /// An unmeasured pass before: without it a run begins with the last pages of the fill in memory.
+    /// An unmeasured pass before: without it a run begins with the last pages of the fill in
+    /// memory.
     warm: bool,
     rounds: usize,
     calm_rounds: usize,
@@ -70,7 +73,8 @@ impl Size {
     const FULL: Self =
         Self { limit_bytes: 64 * MIB, bytes: 192 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
 
-    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every word at the end.
+    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every
+    /// word at the end.
     fn walks(self) -> u64 {
         self.passes + u64::from(self.warm) + 1
     }
@@ -87,7 +91,8 @@ pub struct Reads {
     us: Vec<f64>,
 }
 
-/// What was measured: for each case and way one sample a round, `None` where the kernel killed the program.
+/// What was measured: for each case and way one sample a round, `None` where the kernel killed the
+/// program.
 pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
 
 /// Measures.
@@ -107,8 +112,11 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             size.rounds
         ),
         format!("memory nodes of the pool: {}, reached over {}", cluster::nodes(), fabric.name()),
-        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are not".into(),
-        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, beyond a plain run"
+        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are \
+            not"
+        .into(),
+        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, \
+            beyond a plain run"
             .into(),
     ];
     let ways = choose_ways(args.quick, &mut notes);

@@ -1,5 +1,5 @@
-//! `aquifer bench malloc`: the usual malloc benchmarks on `libaquifer-malloc`, plainly and with a part of their memory, beside glibc's allocator
-//! plainly, under `aquifer run` and on kernel swap.
+//! `aquifer bench malloc`: the usual malloc benchmarks on `libaquifer-malloc`, plainly and with a
+//! part of their memory, beside glibc's allocator plainly, under `aquifer run` and on kernel swap.
 
 mod summary;
 mod ways;
@@ -14,7 +14,8 @@ use aquifer_swap::setup::cleanup_stale;
 use ways::{Job, Stage, Way};
 
 /// For `bench list`.
-pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark ahead of itself on a swap file, and not behind itself with glibc under aquifer run; limits hold";
+pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark ahead of itself on a swap \
+    file, and not behind itself with glibc under aquifer run; limits hold";
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -52,8 +53,8 @@ const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
 
 /// The figures of one run, by name.
 type Sample = BTreeMap<&'static str, f64>;
-/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A sample for each round; `None` where the kernel
-/// killed the program.
+/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A
+/// sample for each round; `None` where the kernel killed the program.
 type Samples = BTreeMap<(usize, u64, Way), Vec<Option<Sample>>>;
 
 /// Measures.
@@ -94,7 +95,8 @@ fn fits(size: Size, benchmark: &Benchmark) -> &'static [u64] {
     if benchmark.is_large { size.fits } else { &[100] }
 }
 
-/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it wants.
+/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it
+/// wants.
 fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, Vec<u64>), BenchError> {
     let tables: usize = BENCHMARKS.iter().map(|benchmark| fits(size, benchmark).len()).sum();
     let bar = progress::bar(size.rounds * (2 * BENCHMARKS.len() + tables * limited.len()));
@@ -142,7 +144,8 @@ fn notes(size: Size) -> [String; 4] {
             cluster::nodes()
         ),
         format!(
-            "a limit is a part of the benchmark's own peak of anonymous resident memory with glibc, run plainly; xmalloc and thrash, which hold \
+            "a limit is a part of the benchmark's own peak of anonymous resident memory with glibc, run \
+                plainly; xmalloc and thrash, which hold \
              little, have {}",
             show_bytes(SMALL_LIMIT_BYTES)
         ),

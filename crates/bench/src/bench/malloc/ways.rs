@@ -102,7 +102,8 @@ impl Stage {
     /// With a cluster that lends so much.
     ///
     /// # Errors
-    /// If it does not come up, the program cannot be built, or the library is not beside this program.
+    /// If it does not come up, the program cannot be built, or the library is not beside this
+    /// program.
     pub fn new(memory_bytes: u64) -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
         let program = programs::build(folder.path())?.mallocbench;
@@ -115,7 +116,8 @@ impl Stage {
         Ok(Self { folder, program, library, cluster, notes: Vec::new() })
     }
 
-    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed it each time, on a peer of ours.
+    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed
+    /// it each time, on a peer of ours.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.

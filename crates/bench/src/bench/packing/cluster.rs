@@ -1,4 +1,5 @@
-//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in the pool.
+//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in
+//! the pool.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -19,7 +20,8 @@ pub const WARM_S: u64 = 3600;
 const BLOCK_SECTIONS: u64 = 8;
 /// Pages leave in batches of at most so many, as the pager takes them.
 const BATCH_PAGES: u64 = 64;
-/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the mean.
+/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the
+/// mean.
 const RESERVE_PERCENT: u64 = 10;
 /// So many jobs must have ended before what they needed says anything.
 const KNOWN_MIN: u64 = 20;
@@ -75,7 +77,8 @@ pub struct Outcome {
     /// Extents taken, and operations that taking and giving took, from the beginning.
     pub taken: u64,
     pub trips: u64,
-    /// The sum of what jobs needed on the average for each page of their maximum, of those that ended.
+    /// The sum of what jobs needed on the average for each page of their maximum, of those that
+    /// ended.
     pub mean_to_max: f64,
 }
 
@@ -220,7 +223,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes back first, in whole extents.
+    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes
+    /// back first, in whole extents.
     fn resize(&mut self, at: usize, wanted: u64) -> Result<bool, String> {
         if wanted > self.running[at].held {
             let more = wanted - self.running[at].held;
@@ -279,7 +283,8 @@ impl Cluster {
     }
 }
 
-/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where there are no such.
+/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where
+/// there are no such.
 fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String> {
     let goal = running.held + more;
     while running.held < goal {
@@ -315,7 +320,8 @@ struct Claim {
     max: u64,
 }
 
-/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no job waits for ever.
+/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no
+/// job waits for ever.
 fn is_safe(free: u64, claims: impl Iterator<Item = Claim>) -> bool {
     let mut claims: Vec<Claim> = claims.collect();
     claims.sort_by_key(|claim| claim.max - claim.held.min(claim.max));

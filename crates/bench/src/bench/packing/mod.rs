@@ -1,4 +1,5 @@
-//! `aquifer bench packing`: how well a pool is used by jobs that swap to it, with all memory mapped beforehand and with memory taken as pages leave (FineMem's study of swapping).
+//! `aquifer bench packing`: how well a pool is used by jobs that swap to it, with all memory mapped
+//! beforehand and with memory taken as pages leave (FineMem's study of swapping).
 
 mod cluster;
 mod jobs;
@@ -70,14 +71,20 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
 fn notes(time_s: u64, seeds: u64) -> Vec<String> {
     vec![
         format!(
-            "{HOSTS} hosts with {} MiB each for jobs, of which there are always more; in virtual time, {} h after the cluster is full, over {seeds} seeds. A job keeps half of its peak local, and swaps the rest",
+            "{HOSTS} hosts with {} MiB each for jobs, of which there are always more; in virtual time, {} \
+                h after the cluster is full, over {seeds} seeds. A job keeps half of its peak local, and \
+                swaps the rest",
             HOST_PAGES / 256,
             time_s / 3600
         ),
-        "static: a job has all that it may ever swap, from its start to its end, in blocks of 16 MiB; dynamic: extents of up to 256 KiB are taken as pages leave, and given back when pages are freed. Both \
+        "static: a job has all that it may ever swap, from its start to its end, in blocks of 16 MiB; \
+            dynamic: extents of up to 256 KiB are taken as pages leave, and given back when pages are \
+            freed. Both \
          through the machines that the product drives"
             .into(),
-        "dynamic: a job starts if the pool, but for a tenth of it, has room for what it is expected to need and for what all that run hold, or are expected to need, whichever is more; expected is the mean of those that have ended. One that wants more than may be given \
+        "dynamic: a job starts if the pool, but for a tenth of it, has room for what it is expected to \
+            need and for what all that run hold, or are expected to need, whichever is more; expected is \
+            the mean of those that have ended. One that wants more than may be given \
          without a risk of deadlock (the banker's rule) is stalled until it may; nothing is ever lost"
             .into(),
     ]

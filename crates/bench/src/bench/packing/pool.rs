@@ -1,4 +1,5 @@
-//! The memory nodes, as the simulation has them: the machines that the product drives, on words of this process; and beside them an account of who has what, which checks them.
+//! The memory nodes, as the simulation has them: the machines that the product drives, on words of
+//! this process; and beside them an account of who has what, which checks them.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -35,7 +36,8 @@ struct Node {
     /// By chunk: who has it.
     owners: Vec<u16>,
     free_pages: u64,
-    /// There was none of this class, or a larger one, and nothing that would make one has come back since; or halves of one may have, since [`Pool::look_again`].
+    /// There was none of this class, or a larger one, and nothing that would make one has come back
+    /// since; or halves of one may have, since [`Pool::look_again`].
     full_from: u8,
 }
 
@@ -43,7 +45,8 @@ struct Node {
 #[derive(Debug)]
 pub struct Pool {
     nodes: Vec<Node>,
-    /// Extents taken, and operations on the nodes, one after another, that this and giving back took.
+    /// Extents taken, and operations on the nodes, one after another, that this and giving back
+    /// took.
     pub taken: u64,
     pub trips: u64,
 }
@@ -80,7 +83,8 @@ impl Pool {
         self.nodes.iter().map(|node| node.free_pages).sum()
     }
 
-    /// Take an extent for a host, of the node that has most free, or else of another; `None` if none has one of this size.
+    /// Take an extent for a host, of the node that has most free, or else of another; `None` if
+    /// none has one of this size.
     ///
     /// # Errors
     /// If an allocator fails, or gives what somebody has.

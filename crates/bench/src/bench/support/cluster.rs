@@ -16,8 +16,8 @@ const PREFIX: &str = "aquifer-own-";
 /// Most memory nodes of a private cluster.
 const NODES_MAX: usize = 2;
 
-/// Number of memory nodes of a private cluster: one for each processor except that of the program, at
-/// least one and at most `NODES_MAX`.
+/// Number of memory nodes of a private cluster: one for each processor except that of the program,
+/// at least one and at most `NODES_MAX`.
 pub fn nodes() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     (processors - 1).clamp(1, NODES_MAX)
@@ -31,7 +31,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Starts a cluster with [`nodes`] memory nodes over `fabric`, which lend `memory_bytes` together.
+    /// Starts a cluster with [`nodes`] memory nodes over `fabric`, which lend `memory_bytes`
+    /// together.
     ///
     /// With `shared_socket` the agent serves all users, at that socket.
     ///
@@ -85,8 +86,8 @@ impl Cluster {
         find_agent(&serde_json::from_slice(&output.stdout).ok()?)
     }
 
-    /// Kills the daemons: the processes with the state folder among their arguments. Their stored numbers may
-    /// belong to other processes by now.
+    /// Kills the daemons: the processes with the state folder among their arguments. Their stored
+    /// numbers may belong to other processes by now.
     fn kill(&self) {
         for pid in procs::with_argument(self.state()) {
             if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {

@@ -1,7 +1,7 @@
 //! Temporary folders of benches and of the demo, and removal of those that killed ones left.
 //!
-//! The name of a folder has the process number of its owner, so that a later bench finds the folders whose
-//! owner has ended.
+//! The name of a folder has the process number of its owner, so that a later bench finds the
+//! folders whose owner has ended.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};

@@ -32,7 +32,8 @@ pub fn asked() -> bool {
     ASKED.load(Ordering::SeqCst)
 }
 
-/// What a signal that asked to stop makes of an outcome: said on stderr, and the exit code that shells give it.
+/// What a signal that asked to stop makes of an outcome: said on stderr, and the exit code that
+/// shells give it.
 ///
 /// # Errors
 /// Every other one.

@@ -1,4 +1,5 @@
-//! Parts that the benches and the demo share: private clusters, measured programs, spreads, tables and pictures.
+//! Parts that the benches and the demo share: private clusters, measured programs, spreads, tables
+//! and pictures.
 
 pub mod bytes;
 pub mod child;

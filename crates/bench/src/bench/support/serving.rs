@@ -27,8 +27,8 @@ impl Drop for ServingProcess {
 }
 
 impl ServingProcess {
-    /// Starts the serving process of a bench. Returns with it the text of its ready message, and the path at
-    /// which it listens.
+    /// Starts the serving process of a bench. Returns with it the text of its ready message, and
+    /// the path at which it listens.
     ///
     /// # Errors
     /// If it does not start.

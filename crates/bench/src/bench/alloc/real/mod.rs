@@ -1,4 +1,5 @@
-//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared memory and over TCP.
+//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared
+//! memory and over TCP.
 
 mod counted;
 mod replay;
@@ -49,7 +50,8 @@ impl Node {
     }
 }
 
-/// So many clients of a way, each with a number that none of another way has: who answers an RPC sends to the number.
+/// So many clients of a way, each with a number that none of another way has: who answers an RPC
+/// sends to the number.
 fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<Taker>, BenchError> {
     let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
     let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;

@@ -63,7 +63,8 @@ fn play(takers: Vec<Taker>, node: u32, arrivals: &[Arrival]) -> Result<Measured,
     Ok(all)
 }
 
-/// One client's part. What it was late for counts from when it was wanted, what it waited for from when it woke: timers are not what is measured.
+/// One client's part. What it was late for counts from when it was wanted, what it waited for from
+/// when it woke: timers are not what is measured.
 fn follow(mut taker: Taker, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
     let mut measured = Measured::default();
     let mut held: Vec<Taken> = Vec::new();

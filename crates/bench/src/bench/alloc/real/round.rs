@@ -55,7 +55,8 @@ impl Measured {
     }
 }
 
-/// Take about so many extents in all. The node's processor is looked at between two turns, when nobody asks it anything.
+/// Take about so many extents in all. The node's processor is looked at between two turns, when
+/// nobody asks it anything.
 ///
 /// # Errors
 /// If a client fails.

@@ -1,4 +1,5 @@
-//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is free, halving larger ones and joining halves again.
+//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is
+//! free, halving larger ones and joining halves again.
 
 use std::collections::{BTreeSet, HashMap};
 

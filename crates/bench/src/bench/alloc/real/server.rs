@@ -1,4 +1,5 @@
-//! The node, as a process of its own: a pool, an array of who has what, and somebody who answers RPCs; over shared memory and over TCP.
+//! The node, as a process of its own: a pool, an array of who has what, and somebody who answers
+//! RPCs; over shared memory and over TCP.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -199,7 +199,8 @@ impl Wire {
         RemoteAddr { addr: self.base.addr + u64::from(entry) * 8, key: self.base.key }
     }
 
-    /// Post operations, whose names are their places, and wait for the end of all; what came of them is in `outcomes`.
+    /// Post operations, whose names are their places, and wait for the end of all; what came of
+    /// them is in `outcomes`.
     fn run(&mut self, works: &[Work]) -> Result<(), String> {
         let (mut posted, mut ended, mut spins) = (0, 0, 0);
         self.outcomes.clear();
