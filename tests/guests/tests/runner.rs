@@ -1,4 +1,4 @@
-//! The runner itself, and what it promises of a guest.
+//! Tests of the guests themselves.
 
 use aquifer_tests_guests::{Guest, kernel};
 
@@ -12,5 +12,8 @@ fn a_command_runs_on_the_hosts_files_beside_a_working_rdma_device() {
     assert!(outcome.stdout.contains("rxe0/1 state ACTIVE"), "{outcome}");
     assert!(outcome.stdout.contains("[workspace]"), "{outcome}");
     assert_eq!(outcome.stderr, "a \"complaint\"\n");
-    assert!(!aquifer_tests_guests::workspace().join("left-behind").exists(), "what it wrote is gone with it");
+    assert!(
+        !aquifer_tests_guests::workspace().join("left-behind").exists(),
+        "the guest keeps its writes in memory"
+    );
 }
