@@ -67,7 +67,7 @@ checks! {
 #[test]
 fn a_program_that_comes_while_the_agent_is_away_waits_for_the_next() {
     let cluster = Cluster::up(2, "256M");
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("agent", None));
     let run = Running::start(&mut cluster.run_command("64M", &["echo", "here"]), false, Box::new(|| 0));
     eventually("aquifer run to be there", || processes::is_alive(run.pid()).then_some(()));
     start_missing(&cluster, "Started agent");

@@ -9,7 +9,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
-use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
 use aquifer_tests_support::EtcdCluster;
 use rustix::process::Signal;
 
@@ -91,19 +91,19 @@ fn restart_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
 }
 
 fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
-    processes::kill(cluster.part("node", Some(node_of(time))));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(node_of(time))));
+    processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
 }
 
 fn stop_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
-    let _stopped = Stopped::new(cluster.part("node", Some(node_of(time))));
+    let _stopped = Stopped::new(cluster.daemon("node", Some(node_of(time))));
     await_service(cluster);
 }
 
 /// Nobody is served meanwhile; whoever asks for a status waits in vain.
 fn stop_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
-    let _stopped = Stopped::new(cluster.part("agent", None));
+    let _stopped = Stopped::new(cluster.daemon("agent", None));
     assert!(cluster.status().is_object());
 }
 
@@ -111,7 +111,7 @@ fn kill_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
     // Each page must be on another node, too.
     let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
     eventually("all pages to be on two nodes", is_whole);
-    processes::kill(cluster.part("node", Some(node_of(time))));
+    processes::kill(cluster.daemon("node", Some(node_of(time))));
     await_service(cluster);
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
@@ -132,11 +132,11 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
     let mut etcd = EtcdCluster::start();
     let address = etcd.address();
     let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
-    let mut house = House::build_with(NODES, &options);
-    house.cluster.set_run_options(run_options);
-    let cluster = &house.cluster;
-    let postgres = Postgres::start(&house, "24M");
-    postgres.open_books();
+    let mut shared = SharedCluster::up_with(NODES, &options);
+    shared.cluster.set_run_options(run_options);
+    let cluster = &shared.cluster;
+    let postgres = Postgres::start(&shared, "24M");
+    postgres.fill_tables();
     let redis = Redis::paged(cluster, cluster.state(), REDIS_LIMIT);
     let expected = redis.check("load", REDIS_BYTES);
     let stop = AtomicBool::new(false);
@@ -172,7 +172,7 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
         (faults, times * 2 * TRANSACTIONS)
     });
     println!("{faults} faults, {transactions} transactions");
-    postgres.assert_books(transactions);
+    postgres.assert_balances(transactions);
     assert_eq!(redis.check("verify", REDIS_BYTES), expected);
     redis.stop().assert_success("redis-server on the pool");
     postgres.stop().assert_success("PostgreSQL on the pool");

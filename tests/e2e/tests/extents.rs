@@ -13,7 +13,7 @@ use aquifer_ipc::ring::{DATA_AT, RingRequest, RingWords, SessionRing};
 use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
-use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
 use aquifer_tests_support::skip;
 use tempfile::TempDir;
 
@@ -189,7 +189,7 @@ fn what_a_program_had_comes_back_though_it_was_killed_while_there_was_no_agent()
     let mut command = Command::new(program(folder.path()));
     let command = command.args(["hold", "3000", "4096"]).env("AQUIFER_AGENT", cluster.agent_socket());
     let holder = Holder::start(command);
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("agent", None));
     holder.kill();
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
@@ -204,7 +204,7 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     for (extent, stamp) in extents.iter().zip(0..) {
         session.write(extent, 0, &stamped(extent, stamp)).expect("it is ours");
     }
-    processes::kill(cluster.part("node", Some(1)));
+    processes::kill(cluster.daemon("node", Some(1)));
     let read = |session: &mut Session, extent: &Extent, stamp| {
         let mut bytes = vec![0; 64 << 10];
         session
@@ -363,12 +363,12 @@ fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
     if !can_be_others() {
         return;
     }
-    let house = House::build_with(2, &["--extents-per-user", "96M"]);
-    let folder = house.path("");
+    let shared = SharedCluster::up_with(2, &["--extents-per-user", "96M"]);
+    let folder = shared.path("");
     program(&folder);
     let command = |uid: u32, words: &[&str]| {
-        let mut command = house.plain_command(uid, &folder.join("extents"));
-        command.args(words).env("AQUIFER_AGENT", house.path("agent.sock"));
+        let mut command = shared.plain_command(uid, &folder.join("extents"));
+        command.args(words).env("AQUIFER_AGENT", shared.path("agent.sock"));
         command
     };
     let anne = Holder::start(&mut command(ANNE, &["hold", "10", "65536"]));
@@ -386,14 +386,14 @@ fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
     let more = Holder::start(&mut command(BERT, &["fill", "1048576"]));
     assert!(more.said.ends_with(EDQUOT), "sessions of one user count together: {}", more.said);
     let hers = Holder::start(&mut command(ANNE, &["hold", "40", "2097152"]));
-    let status = house.command(ANNE, &["status", "--json"]).output().expect("setpriv can be started");
+    let status = shared.command(ANNE, &["status", "--json"]).output().expect("setpriv can be started");
     let status: serde_json::Value = serde_json::from_slice(&status.stdout).expect("it is JSON");
     let sessions = status["agent"]["sessions"].as_array().expect("sessions");
     assert!(sessions.len() == 2 && sessions.iter().all(|of| of["tenant"] == ANNE), "{sessions:?}");
     for holder in [anne, bert, more, hers] {
         holder.kill();
     }
-    house.cluster.assert_all_free();
+    shared.cluster.assert_all_free();
 }
 
 mod long {
@@ -406,7 +406,7 @@ mod long {
         let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
         let held = session.allocate_many(1 << 20, 40).expect("there is room");
         assert!(held.iter().any(|extent| extent.node() == 2), "both nodes are used");
-        let node = cluster.part("node", Some(2));
+        let node = cluster.daemon("node", Some(2));
         processes::signal(node, rustix::process::Signal::STOP);
         cluster.await_nodes(1);
         drop(session);

@@ -112,7 +112,7 @@ fn kill_the_node(fabric: &str) {
     let cluster = Cluster::up_with(1, "256M", &["--fabric", fabric]);
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
-    processes::signal(cluster.part("node", None), Signal::KILL);
+    processes::signal(cluster.daemon("node", None), Signal::KILL);
     let outcome = run.wait();
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("memory node"), "it should name the node: {}", outcome.stderr);
@@ -137,7 +137,7 @@ fn a_stopped_node_is_waited_for() {
     let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 64 << 20);
-    let node = cluster.part("node", Some(1));
+    let node = cluster.daemon("node", Some(1));
     processes::signal(node, Signal::STOP);
     let program = program_of(&run);
     let (mut last, mut looks) = (0, 0);
@@ -159,7 +159,7 @@ fn without_its_agent_a_program_waits_and_ends_with_a_message() {
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     let program = program_of(&run);
-    processes::signal(cluster.part("agent", None), Signal::KILL);
+    processes::signal(cluster.daemon("agent", None), Signal::KILL);
     let outcome = run.wait();
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("agent"), "it should say why: {}", outcome.stderr);
@@ -182,7 +182,7 @@ fn going_down_ends_programs_with_a_message() {
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
-    assert_eq!(cluster.parts(), Vec::<u32>::new());
+    assert_eq!(cluster.daemons(), Vec::<u32>::new());
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn a_restarted_keeper_is_given_everything_again() {
     let cluster = Cluster::up(1, "256M");
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 32 << 20);
-    processes::signal(cluster.part("keeper", None), Signal::KILL);
+    processes::signal(cluster.daemon("keeper", None), Signal::KILL);
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
     run.wait().assert_success("a run whose keeper was replaced");
@@ -227,7 +227,7 @@ mod long {
         let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
         let run = endless(&cluster, LIMIT, "128M");
         await_paging(&cluster, 64 << 20);
-        let parts = ["keeper", "agent"].map(|part| cluster.part(part, None));
+        let parts = ["keeper", "agent"].map(|part| cluster.daemon(part, None));
         // It does not go on when nobody holds its memory any more, and so ends by no other than
         // this.
         processes::signal(program_of(&run), Signal::STOP);

@@ -10,7 +10,7 @@ use std::process::Stdio;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_client::Session;
 use aquifer_ipc::{Frame, HeldKind, KeeperShare};
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::golden;
 use aquifer_tests_support::openmetrics::send_request;
@@ -47,9 +47,9 @@ fn golden_figures_of_a_node_and_an_agent() {
     let [node_place, agent_place] = ["node", "agent"]
         .map(|part| format!("unix:{}", cluster.state().join(part).with_extension("metrics").display()));
     let words = ["node", "--id", "2", "--memory", "64M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
-    let node = Part::start_here(cluster.state(), &words);
-    processes::kill(cluster.part("agent", None));
-    let agent = Part::start_here(cluster.state(), &["agent", "--metrics", &agent_place]);
+    let node = RunningDaemon::start_here(cluster.state(), &words);
+    processes::kill(cluster.daemon("agent", None));
+    let agent = RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", &agent_place]);
 
     // A run and a session, so that rows of both are there.
     let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
@@ -135,8 +135,8 @@ fn golden_descriptors_that_the_keeper_holds() {
         let status = cluster.status();
         (status["agent"]["runs"][0]["faults"].as_u64()? > 0).then_some(())
     });
-    processes::kill(cluster.part("node", Some(1)));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(1)));
+    processes::kill(cluster.daemon("agent", None));
     let mut lines = held(&cluster, KeeperShare::Agent);
     lines.extend(held(&cluster, KeeperShare::Node(1)));
     for pid in processes::descendants(run.id()) {

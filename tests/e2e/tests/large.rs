@@ -25,7 +25,7 @@ mod long {
             let status = status(cluster.agent_socket())?;
             (find(&status, "remote_bytes")?.as_u64()? >= 10 * GIB).then_some(())
         });
-        processes::signal(cluster.part("node", Some(2)), Signal::KILL);
+        processes::signal(cluster.daemon("node", Some(2)), Signal::KILL);
         run.wait_for(Duration::from_secs(1500)).assert_success("the checker of 8 GiB");
     }
 }

@@ -21,7 +21,7 @@ fn node(cluster: &Cluster, name: &str) -> u64 {
 
 /// What the system has given the node's memory.
 fn allocated_bytes(cluster: &Cluster) -> u64 {
-    let folder = format!("/proc/{}/fd", cluster.part("node", Some(1)));
+    let folder = format!("/proc/{}/fd", cluster.daemon("node", Some(1)));
     let files = std::fs::read_dir(folder).expect("it lives").map(|file| file.expect("it is listed").path());
     let is_memory = |path: &std::path::PathBuf| {
         std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memfd:aquifer-pool"))

@@ -5,7 +5,7 @@ use std::fs::OpenOptions;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, status};
-use aquifer_tests_e2e::steps::{Steps, judge, judge_all};
+use aquifer_tests_e2e::steps::{Steps, assert_all_within_limit, assert_within_limit};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use serde_json::Value;
 
@@ -41,7 +41,7 @@ fn judge_checker(limit: u64, options: &[&str]) {
         vec![checker.to_str().expect("a plain path"), "steps", "--bytes", "128M", "--rounds", "1"];
     program.extend(options);
     let cluster = Cluster::up(2, "256M");
-    judge(&cluster, &mut cluster.run_command(&limit.to_string(), &program), limit);
+    assert_within_limit(&cluster, &mut cluster.run_command(&limit.to_string(), &program), limit);
     cluster.assert_all_free();
 }
 
@@ -74,7 +74,7 @@ fn the_processes_of_a_run_share_one_limit() {
     let folder = cluster.state().to_str().expect("a plain path");
     let program = ["sh", "-c", script, checker.to_str().expect("a plain path"), folder];
     let mut run = cluster.run_command(&LIMIT.to_string(), &program).spawn().expect("aquifer can be started");
-    judge_all(&cluster, run.id(), &mut checkers, LIMIT);
+    assert_all_within_limit(&cluster, run.id(), &mut checkers, LIMIT);
     let status = run.wait().expect("our own child can be waited for");
     assert!(status.success(), "the checkers ended with {status}");
     cluster.assert_all_free();

@@ -10,7 +10,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::redis::PYTHON;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, run_plainly, status};
-use aquifer_tests_e2e::steps::judge;
+use aquifer_tests_e2e::steps::assert_within_limit;
 use aquifer_tests_e2e::{Cluster, build, eventually};
 
 const MIB: u64 = 1 << 20;
@@ -67,7 +67,7 @@ fn the_arena_stays_within_the_limit_as_it_grows() {
     let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "192M", "--rounds", "1"];
     let cluster = Cluster::up(2, "256M");
     let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
-    judge(&cluster, &mut command, LIMIT + BESIDE);
+    assert_within_limit(&cluster, &mut command, LIMIT + BESIDE);
     cluster.assert_all_free();
 }
 

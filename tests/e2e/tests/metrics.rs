@@ -5,7 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::openmetrics::{MetricSamples, scrape, send_request};
@@ -34,8 +34,8 @@ fn until_more(place: &str, name: &str, than: f64) -> MetricSamples {
     })
 }
 
-fn agent(cluster: &Cluster, place: &str) -> Part {
-    Part::start_here(cluster.state(), &["agent", "--metrics", place])
+fn agent(cluster: &Cluster, place: &str) -> RunningDaemon {
+    RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", place])
 }
 
 /// Nothing that is said to the agent's figures harms the agent.
@@ -96,8 +96,8 @@ mod long {
         let node_place = format!("unix:{}", socket.display());
         let words =
             ["node", "--id", "2", "--memory", "256M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
-        let node = Part::start_here(cluster.state(), &words);
-        processes::kill(cluster.part("agent", None));
+        let node = RunningDaemon::start_here(cluster.state(), &words);
+        processes::kill(cluster.daemon("agent", None));
         let place = free_port();
         let first = agent(&cluster, &place);
         let idle = scrape(&place).expect("they are right");

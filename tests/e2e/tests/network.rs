@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use aquifer_tests_e2e::network::{Machine, Network, Part};
+use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually};
 use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
@@ -21,7 +21,7 @@ const NODES: u8 = 3;
 /// A node, and the relays between it and the rest.
 struct Node {
     // It ends while it can still say goodbye.
-    _part: Part,
+    _part: RunningDaemon,
     relay: TcpRelay,
     to_etcd: TcpRelay,
     _state: TempDir,
@@ -30,8 +30,8 @@ struct Node {
 /// A host that borrows.
 struct Host {
     // The agent ends before its keeper.
-    _agent: Part,
-    _keeper: Part,
+    _agent: RunningDaemon,
+    _keeper: RunningDaemon,
     state: TempDir,
 }
 
@@ -91,7 +91,7 @@ impl Node {
         );
         std::fs::write(&config, text).expect("a temporary file can be written");
         let config = config.to_str().expect("a plain path").to_owned();
-        let part = Part::start(&machine, state.path(), &["node", "--config", &config]);
+        let part = RunningDaemon::start(&machine, state.path(), &["node", "--config", &config]);
         Self { _part: part, relay: relay_to_node, to_etcd, _state: state }
     }
 
@@ -111,11 +111,11 @@ impl Host {
     fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, key: &Path) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        let keeper = Part::start(&machine, state.path(), &["keeper"]);
+        let keeper = RunningDaemon::start(&machine, state.path(), &["keeper"]);
         let directory = format!("{}/net", etcd.address());
         let key = key.to_str().expect("a plain path");
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
-        let agent = Part::start(&machine, state.path(), &words);
+        let agent = RunningDaemon::start(&machine, state.path(), &words);
         Self { _agent: agent, _keeper: keeper, state }
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_tests_e2e::checked::Checked;
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_node, start_missing};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
@@ -72,7 +72,7 @@ macro_rules! checks {
 
 /// Asked to end, as a supervisor does before it starts an upgraded one.
 fn stop_and_start(cluster: &Cluster, number: usize) {
-    let node = cluster.part("node", Some(number));
+    let node = cluster.daemon("node", Some(number));
     processes::signal(node, Signal::TERM);
     eventually("the node to end", || (!processes::is_alive(node)).then_some(()));
     start_missing(cluster, &format!("Started node-{number}"));
@@ -80,8 +80,8 @@ fn stop_and_start(cluster: &Cluster, number: usize) {
 
 /// The agent dies while the node is away, and its next one has to wait for it.
 fn restart_with_agent(cluster: &Cluster, number: usize) {
-    processes::kill(cluster.part("node", Some(number)));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(number)));
+    processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
 }
 
@@ -153,10 +153,11 @@ fn an_agent_waits_for_a_node_before_it_goes_on() {
         let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
         let is_paged = || figure(&cluster, "remote_bytes").is_some_and(|bytes| bytes >= 32 << 20);
         assert!(await_time(&mut run, "a program to be paged", is_paged), "it has ended");
-        processes::kill(cluster.part("node", Some(1)));
-        processes::kill(cluster.part("agent", None));
+        processes::kill(cluster.daemon("node", Some(1)));
+        processes::kill(cluster.daemon("agent", None));
         let agent = std::thread::scope(|scope| {
-            let agent = scope.spawn(|| Part::start_here(cluster.state(), &["agent", "--grace", "30s"]));
+            let agent =
+                scope.spawn(|| RunningDaemon::start_here(cluster.state(), &["agent", "--grace", "30s"]));
             // Only then does `aquifer up` know of it.
             eventually("the agent to have its lock", || {
                 let holder = std::fs::read_to_string(cluster.state().join("agent.lock")).ok()?;
@@ -185,8 +186,8 @@ fn a_node_that_comes_back_without_its_memory_says_so() {
     for fabric in ["shm", "tcp"] {
         let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
         let run = endless(&cluster);
-        processes::kill(cluster.part("keeper", None));
-        processes::kill(cluster.part("node", Some(1)));
+        processes::kill(cluster.daemon("keeper", None));
+        processes::kill(cluster.daemon("node", Some(1)));
         start_missing(&cluster, "Started");
         assert_told(run);
         cluster.assert_all_free();
@@ -200,7 +201,7 @@ mod long {
     fn a_node_that_does_not_come_back_is_given_up() {
         let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
         let run = endless(&cluster);
-        processes::kill(cluster.part("node", Some(1)));
+        processes::kill(cluster.daemon("node", Some(1)));
         assert_told(run);
         start_missing(&cluster, "Started node-1");
         cluster.assert_all_free();

@@ -1,6 +1,6 @@
 //! PostgreSQL, which forks for each client, in a quarter of what its queries take.
 
-use aquifer_tests_e2e::House;
+use aquifer_tests_e2e::SharedCluster;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::restart::figure;
 
@@ -17,18 +17,18 @@ mod long {
     #[test]
     fn postgres_keeps_its_books() {
         assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
-        let house = House::build();
-        let postgres = Postgres::start(&house, LIMIT);
-        postgres.open_books();
+        let shared = SharedCluster::up();
+        let postgres = Postgres::start(&shared, LIMIT);
+        postgres.fill_tables();
         let _ = postgres.ask("pgbench", &["-n", "-c", "4", "-t", "100"]);
-        postgres.assert_books(400);
+        postgres.assert_balances(400);
         let in_memory = postgres.query(&format!("SET work_mem = '1GB'; {QUERY}"));
         assert!(in_memory.starts_with("300000|600000|"), "{in_memory}");
         // In files mostly.
         assert_eq!(postgres.query(&format!("SET work_mem = '64kB'; {QUERY}")), in_memory);
-        let evictions = figure(&house.cluster, "evictions").expect("the agent answers");
+        let evictions = figure(&shared.cluster, "evictions").expect("the agent answers");
         assert!(evictions > 1000, "nothing was paged");
         postgres.stop().assert_success("PostgreSQL on the pool");
-        house.cluster.assert_all_free();
+        shared.cluster.assert_all_free();
     }
 }

@@ -64,7 +64,7 @@ fn kill_a_node(fabric: &str, rounds: &str) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", fabric]);
     let run = start_checker(&cluster, rounds);
     await_paging(&cluster);
-    processes::signal(cluster.part("node", Some(2)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(2)), Signal::KILL);
     let outcome = run.wait();
     outcome.assert_success("the run beside a node that died");
     assert_eq!(outcome.stderr, "", "it should not have noticed");
@@ -75,11 +75,11 @@ fn copies_are_made_anew_so_that_another_node_may_die() {
     let cluster = Cluster::up(3, "256M");
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    processes::signal(cluster.part("node", Some(3)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(3)), Signal::KILL);
     eventually("all pages to be on two nodes again", || {
         (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
     });
-    processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
     eventually("the second death to be seen", || (figure(&cluster, "degraded_slabs")? > 0).then_some(()));
     let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
     assert!(said.contains("degraded"), "people should see it: {said}");
@@ -97,7 +97,7 @@ fn all_nodes_may_be_replaced_under_a_program() {
         await_paging(&cluster);
         for node in [3, 1, 2] {
             let before = figure(&cluster, "copied_slabs").expect("the program runs");
-            processes::kill(cluster.part("node", Some(node)));
+            processes::kill(cluster.daemon("node", Some(node)));
             let output = cluster.command().arg("up").output().expect("aquifer can be started");
             assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
             eventually("all pages to be on two nodes again", || {
@@ -117,14 +117,14 @@ fn a_node_may_be_replaced_while_there_is_no_agent() {
     let cluster = Cluster::up(3, "256M");
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    processes::kill(cluster.part("agent", None));
-    processes::kill(cluster.part("node", Some(2)));
+    processes::kill(cluster.daemon("agent", None));
+    processes::kill(cluster.daemon("node", Some(2)));
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
     eventually("all pages to be on two nodes again", || {
         (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
     });
-    processes::kill(cluster.part("node", Some(1)));
+    processes::kill(cluster.daemon("node", Some(1)));
     await_faults(&cluster, 50_000);
     end(&cluster, run);
 }
@@ -135,7 +135,7 @@ fn take_over_without_a_node(is_away: bool) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    let node = cluster.part("node", Some(2));
+    let node = cluster.daemon("node", Some(2));
     processes::signal(node, Signal::STOP);
     if is_away {
         cluster.await_nodes(2);
@@ -173,7 +173,7 @@ mod long {
         let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
         let run = start_checker(&cluster, "1000000");
         await_paging(&cluster);
-        let node = cluster.part("node", Some(2));
+        let node = cluster.daemon("node", Some(2));
         processes::signal(node, Signal::STOP);
         eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
         await_faults(&cluster, 20_000);

@@ -229,7 +229,7 @@ mod long {
         let checker = checker();
         let run = start(&cluster, &[], &[&checker, "pages", "--bytes", BYTES, "--rounds", "4"]);
         let name = await_swapping(&cluster);
-        processes::kill(cluster.part("agent", None));
+        processes::kill(cluster.daemon("agent", None));
         let up = cluster.command().arg("up").output().expect("aquifer can be started");
         assert!(up.status.success(), "{}", text(&up.stderr));
         run.wait().assert_success("a program whose agent was killed");
@@ -281,7 +281,7 @@ mod long {
         let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
         let run = endless(&cluster);
         let name = await_swapping(&cluster);
-        processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+        processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
         let outcome = run.wait();
         assert!(!outcome.status.success());
         assert!(outcome.stderr.contains("cannot be read back: memory node 1"), "{}", outcome.stderr);

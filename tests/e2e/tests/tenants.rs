@@ -10,7 +10,7 @@ use aquifer_channel::{RingMapping, connect, receive_frame, send_frame, wakeup};
 use aquifer_client::{Error, Extent, Session};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{DATA_AT, RingWords};
-use aquifer_tests_e2e::House;
+use aquifer_tests_e2e::SharedCluster;
 use aquifer_tests_e2e::checked::{Checked, Random};
 use aquifer_tests_support::skip;
 use rustix::process::geteuid;
@@ -228,17 +228,17 @@ fn extent_of(name: &str) -> Extent {
     Extent::from_parts(node, parts[1], small(2), parts[3]).expect("an extent")
 }
 
-fn start_hostile(house: &House, uid: u32) -> Child {
-    let mut command = house.plain_command(uid, &house.path("hostile"));
+fn start_hostile(shared: &SharedCluster, uid: u32) -> Child {
+    let mut command = shared.plain_command(uid, &shared.path("hostile"));
     command.args(["--exact", "tenants::be_hostile", "--nocapture"]);
-    command.env(HOSTILE_VARIABLE, house.path("agent.sock"));
+    command.env(HOSTILE_VARIABLE, shared.path("agent.sock"));
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().expect("setpriv can be started")
 }
 
 /// An attack by a user of its own, while the victim works; what it says that it did.
-fn attack_once(house: &House, victim: &mut Checked, attack: usize, uid: u32) -> String {
-    let mut hostile = start_hostile(house, uid);
+fn attack_once(shared: &SharedCluster, victim: &mut Checked, attack: usize, uid: u32) -> String {
+    let mut hostile = start_hostile(shared, uid);
     let names: Vec<String> = victim.held.keys().map(name_of).collect();
     let mut orders = hostile.stdin.take().expect("it is a pipe");
     writeln!(orders, "{attack} {}", names.join(" ")).expect("it listens");
@@ -262,25 +262,25 @@ fn play(fabric: &str) {
         return;
     }
     let quota = QUOTA_BYTES.to_string();
-    let house = House::build_with(2, &["--fabric", fabric, "--extents-per-user", &quota]);
-    let mut victim = Checked::open(&house.cluster, 7);
+    let shared = SharedCluster::up_with(2, &["--fabric", fabric, "--extents-per-user", &quota]);
+    let mut victim = Checked::open(&shared.cluster, 7);
     let this = std::env::current_exe().expect("this test");
-    std::fs::copy(this, house.path("hostile")).expect("our own folder");
+    std::fs::copy(this, shared.path("hostile")).expect("our own folder");
     for (attack, uid) in (0..ATTACKS.len()).zip(FIRST_HOSTILE..) {
         (0..TURNS).for_each(|_| victim.turn());
-        let outcome = attack_once(&house, &mut victim, attack, uid);
+        let outcome = attack_once(&shared, &mut victim, attack, uid);
         println!("{fabric}: {outcome}");
         victim.verify_all();
     }
     // Whoever tries keys is counted, and named in the log.
-    let status = house.cluster.status();
+    let status = shared.cluster.status();
     let users = status["agent"]["users"].as_array().expect("users");
     let hostile = users.iter().find(|user| user["tenant"] == FIRST_HOSTILE);
     assert!(hostile.is_some_and(|user| user["refused"].as_u64() > Some(0)), "{users:?}");
-    assert!(house.cluster.logs().contains("use keys that open nothing"), "{}", house.cluster.logs());
+    assert!(shared.cluster.logs().contains("use keys that open nothing"), "{}", shared.cluster.logs());
     victim.verify_all();
     drop(victim);
-    house.cluster.assert_all_free();
+    shared.cluster.assert_all_free();
 }
 
 #[test]
