@@ -13,7 +13,7 @@ use aquifer_directory::embedded;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
-use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
+use aquifer_node::{KeepOptions, ListenAddress, NodeOptions, Shutdown};
 use rustix::net::SocketType;
 
 use super::daemon::Daemon;
@@ -161,7 +161,7 @@ fn node(
     options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
     options.advertise = settings.advertise;
     options.metrics.clone_from(&settings.metrics);
-    options.keep = settings.grace.map(|grace_ms| Keep {
+    options.keep = settings.grace.map(|grace_ms| KeepOptions {
         keeper: state.socket(&Daemon::Keeper.to_string()),
         grace: Duration::from_millis(grace_ms),
     });
@@ -173,7 +173,7 @@ fn node(
 ///
 /// # Errors
 /// If the settings contradict each other.
-fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, Box<dyn Error>> {
+fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<ListenAddress, Box<dyn Error>> {
     let NodeSettings { encrypt, threads, rate_bytes, rate_operations, .. } = settings;
     let from_systemd = systemd::listener("node", SocketType::STREAM)?.map(TcpListener::from);
     if from_systemd.is_none() && settings.listen.is_none() {
@@ -189,7 +189,7 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             return Err(why.into());
         }
         let socket = state.socket(&Daemon::Node(id).to_string());
-        return Ok(Listen::Shm(socket, shm::Options::default()));
+        return Ok(ListenAddress::Shm(socket, shm::Options::default()));
     }
     let is_over_verbs = settings.fabric == Some(Network::Verbs);
     let mut options = tcp::Options::default();
@@ -218,11 +218,11 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
                 --rate-operations or a socket from systemd: the RDMA device does the transfers";
             return Err(why.into());
         }
-        return Ok(Listen::Verbs(address, key));
+        return Ok(ListenAddress::Verbs(address, key));
     }
     Ok(match from_systemd {
-        Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),
-        None => Listen::Tcp(address, key, Box::new(options)),
+        Some(listener) => ListenAddress::TcpOn(Arc::new(listener), key, Box::new(options)),
+        None => ListenAddress::Tcp(address, key, Box::new(options)),
     })
 }
 
