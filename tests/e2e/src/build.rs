@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Variable with the path of the `aquifer` to test. If it is not set, the workspace is built and its
-/// binary is used.
+/// Variable with the path of the `aquifer` to test. If it is not set, the workspace is built and
+/// its binary is used.
 pub const BINARY_VARIABLE: &str = "AQUIFER_BIN";
 
 /// Root folder of the workspace.

@@ -8,8 +8,8 @@ use crate::Cluster;
 
 /// The session allocates while it has fewer extents than this.
 const HELD_MAX: usize = 40;
-/// The session allocates while it has fewer bytes than this. With one more allocation it stays below
-/// 64 MiB, the smallest quota that a test gives a user.
+/// The session allocates while it has fewer bytes than this. With one more allocation it stays
+/// below 64 MiB, the smallest quota that a test gives a user.
 const HELD_BYTES_MAX: u64 = 32 << 20;
 
 /// A generator of pseudorandom numbers (xorshift).

@@ -37,8 +37,8 @@ impl Cluster {
     #[must_use]
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        // As `aquifer up` creates it for root: programs that change their user must still reach their
-        // agent.
+        // As `aquifer up` creates it for root: programs that change their user must still reach
+        // their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
         let mut cluster = Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new() };
         let mut up = cluster.command();

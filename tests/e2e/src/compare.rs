@@ -1,5 +1,5 @@
-//! Comparison of a program on the pool, with a quarter of its memory, with a plain run. [`crate::steps`]
-//! tests that a program stays within its limit.
+//! Comparison of a program on the pool, with a quarter of its memory, with a plain run.
+//! [`crate::steps`] tests that a program stays within its limit.
 
 use serde_json::Value;
 
@@ -17,8 +17,8 @@ pub struct Case<'a> {
     pub forks: bool,
 }
 
-/// Runs a program plainly, then with a quarter of its peak memory, and compares the outputs. Returns
-/// the statistics of the paged run.
+/// Runs a program plainly, then with a quarter of its peak memory, and compares the outputs.
+/// Returns the statistics of the paged run.
 ///
 /// # Panics
 /// If a run fails, the outputs differ, or memory is not freed.

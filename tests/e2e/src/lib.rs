@@ -1,5 +1,5 @@
-//! Support for the end-to-end tests: clusters, programs that run plainly and on the pool, and a sampler
-//! of their memory.
+//! Support for the end-to-end tests: clusters, programs that run plainly and on the pool, and a
+//! sampler of their memory.
 //!
 //! - [`build`]: builds of Aquifer and of the C programs.
 //! - [`cluster`]: clusters from `aquifer up` to `aquifer down`.

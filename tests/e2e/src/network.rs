@@ -130,7 +130,8 @@ impl Machine {
         ["ip", "netns", "exec", &self.namespace].map(str::to_owned).to_vec()
     }
 
-    /// Runs `act` on a thread in this host's namespace. Its sockets and threads are in the namespace, too.
+    /// Runs `act` on a thread in this host's namespace. Its sockets and threads are in the
+    /// namespace, too.
     ///
     /// # Panics
     /// If `act` panics, or the namespace does not exist any more.
@@ -147,7 +148,8 @@ impl Machine {
     }
 }
 
-/// A daemon of a cluster, on a host of the network or on this machine. It is stopped when it is dropped.
+/// A daemon of a cluster, on a host of the network or on this machine. It is stopped when it is
+/// dropped.
 #[derive(Debug)]
 pub struct RunningDaemon {
     process: Child,

@@ -29,8 +29,8 @@ pub fn resident_anonymous_bytes(pid: u32) -> Option<u64> {
     read(format!("/proc/{pid}/status")).map(|kib| kib * 1024)
 }
 
-/// Resident anonymous memory of a process, in bytes, with each page that is shared after a fork divided
-/// among its processes. The sum over parent and children is what they use together.
+/// Resident anonymous memory of a process, in bytes, with each page that is shared after a fork
+/// divided among its processes. The sum over parent and children is what they use together.
 #[must_use]
 pub fn proportional_anonymous_bytes(pid: u32) -> Option<u64> {
     field_kib(&fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?, "Pss_Anon:")
@@ -50,8 +50,8 @@ pub fn faults(pid: u32) -> u64 {
     faults
 }
 
-/// Processor time of a process and of the children that it has waited for, in ticks of 10 ms; 0 if it
-/// has ended.
+/// Processor time of a process and of the children that it has waited for, in ticks of 10 ms; 0 if
+/// it has ended.
 #[must_use]
 pub fn processor_ticks(pid: u32) -> u64 {
     /// Times in user and kernel mode, of the process and of its children.
@@ -120,8 +120,8 @@ pub fn signal(pid: u32, signal: Signal) {
     kill_process(pid, signal).expect("the process is ours");
 }
 
-/// Report about a process that does not end: for each thread its state, system call and kernel stack,
-/// and the pending faults of its userfaultfds.
+/// Report about a process that does not end: for each thread its state, system call and kernel
+/// stack, and the pending faults of its userfaultfds.
 #[must_use]
 pub fn report(pid: u32) -> String {
     let read = |path: String| fs::read_to_string(path).unwrap_or_default();

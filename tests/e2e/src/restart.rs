@@ -33,8 +33,8 @@ pub fn start_missing(cluster: &Cluster, what: &str) {
     assert!(text(&output.stdout).contains(what), "{}", text(&output.stdout));
 }
 
-/// Sum of a statistic over all runs of the agent, counted since the agent's start; `None` if it does not
-/// answer.
+/// Sum of a statistic over all runs of the agent, counted since the agent's start; `None` if it
+/// does not answer.
 #[must_use]
 pub fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
     let status = status(cluster.agent_socket())?;

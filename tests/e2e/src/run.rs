@@ -126,7 +126,8 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     })
 }
 
-/// A command that runs a program plainly, as the child of a shell: the sampler reads descendants only.
+/// A command that runs a program plainly, as the child of a shell: the sampler reads descendants
+/// only.
 #[must_use]
 pub fn plain_command(program: &[&str]) -> Command {
     let mut command = Command::new("sh");
@@ -141,8 +142,8 @@ pub fn run_plainly(program: &[&str], forks: bool) -> Outcome {
     Running::start(&mut plain_command(program), forks, Box::new(|| 0)).wait()
 }
 
-/// Function that returns the mempool's bytes of the agent's runs. It asks the agent at every tenth call
-/// only, since an answer takes processor time of the agent.
+/// Function that returns the mempool's bytes of the agent's runs. It asks the agent at every tenth
+/// call only, since an answer takes processor time of the agent.
 #[must_use]
 pub fn mempool_share(socket: &Path) -> MempoolShare {
     const ASK_EVERY: u32 = 10;

@@ -22,8 +22,8 @@ pub struct Peak {
     pub samples: u64,
 }
 
-/// Resident anonymous memory of processes together, in bytes. Memory that they share after a fork is
-/// counted once if `forks`.
+/// Resident anonymous memory of processes together, in bytes. Memory that they share after a fork
+/// is counted once if `forks`.
 #[must_use]
 pub fn anonymous_bytes(pids: &[u32], forks: bool) -> u64 {
     let bytes = if forks { proportional_anonymous_bytes } else { resident_anonymous_bytes };

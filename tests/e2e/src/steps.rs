@@ -1,9 +1,9 @@
-//! Test of a limit in steps: the program grows, pauses until it is within its limit, and then works while
-//! the test samples it.
+//! Test of a limit in steps: the program grows, pauses until it is within its limit, and then works
+//! while the test samples it.
 //!
-//! Resident memory is read from the kernel's counter. A walk through the pages, as for memory that forks
-//! share, would count pages twice that move during the walk. How far a program exceeds its limit while it
-//! grows depends on the machine; `aquifer bench faults` measures that.
+//! Resident memory is read from the kernel's counter. A walk through the pages, as for memory that
+//! forks share, would count pages twice that move during the walk. How far a program exceeds its
+//! limit while it grows depends on the machine; `aquifer bench faults` measures that.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};

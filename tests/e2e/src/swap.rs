@@ -30,7 +30,8 @@ pub fn devices(cluster: &Cluster) -> Vec<String> {
         .collect()
 }
 
-/// Everything on this machine that belongs to a record: cgroups, mounts, loop devices and the record.
+/// Everything on this machine that belongs to a record: cgroups, mounts, loop devices and the
+/// record.
 #[must_use]
 pub fn traces(name: &str) -> Vec<String> {
     let mut found = Vec::new();

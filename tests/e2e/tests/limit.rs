@@ -1,5 +1,5 @@
-//! Programs stay within their limit; and the limit of a running program is changed while it checks
-//! every byte of its own memory.
+//! Limits of programs, and changes of the limit while a program checks every byte of its own
+//! memory.
 
 use std::fs::OpenOptions;
 
@@ -65,7 +65,7 @@ fn the_processes_of_a_run_share_one_limit() {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0)
             .expect("a pipe with a name");
-        // Both ends at once: opening does not wait for the program.
+        // Opened for reading and writing, so that opening does not wait for the program.
         OpenOptions::new().read(true).write(true).open(&path).expect("our own pipe")
     };
     let mut checkers = [1, 2].map(|n| Steps::new(pipe(&format!("to{n}")), pipe(&format!("from{n}"))));
@@ -81,7 +81,7 @@ fn the_processes_of_a_run_share_one_limit() {
 }
 
 #[test]
-fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
+fn a_limit_can_be_lowered_to_a_few_pages_and_raised_again() {
     let cluster = Cluster::up(2, "256M");
     let run = start(&cluster);
     await_run(&cluster, "the program to be whole in memory", |run| figure(run, "resident_bytes") >= 90 * MIB);
@@ -93,7 +93,7 @@ fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
     set(&cluster, run.pid(), "64K");
     let held = |run: &Value| run["programs"][0]["held_bytes"].as_u64();
     await_run(&cluster, "it to have a few pages", |run| held(run).is_some_and(|held| held <= MIB / 2));
-    // It goes on even so.
+    // The program continues with few pages.
     let mut faults = None;
     await_run(&cluster, "faults to be served", |run| {
         let now = figure(run, "faults");
@@ -108,7 +108,7 @@ fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
 }
 
 #[test]
-fn who_does_not_run_on_the_pool_has_no_limit() {
+fn a_process_outside_the_pool_has_no_limit() {
     let cluster = Cluster::up(1, "64M");
     let output = cluster.command().args(["limit", "1", "64M"]).output().expect("it can be started");
     assert!(!output.status.success());

@@ -1,12 +1,12 @@
-//! PostgreSQL, which forks for each client, in a quarter of what its queries take.
+//! PostgreSQL, which forks for each client, with a quarter of the memory of its queries.
 
 use aquifer_tests_e2e::SharedCluster;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::restart::figure;
 
-/// A quarter of what the query below takes.
+/// A quarter of the memory that the query needs.
 const LIMIT: &str = "40M";
-/// Hashes and sorts; how, depends on the memory that it may take.
+/// A query with hashes and sorts.
 const QUERY: &str = "SELECT count(*), sum(n), md5(string_agg(h, '' ORDER BY h)) FROM \
     (SELECT md5((j % 300000)::text) AS h, count(*) AS n FROM generate_series(1, 600000) AS s(j) GROUP BY \
     1) AS g";
@@ -15,8 +15,8 @@ mod long {
     use super::*;
 
     #[test]
-    fn postgres_keeps_its_books() {
-        assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
+    fn postgres_keeps_its_data() {
+        assert!(rustix::process::geteuid().is_root(), "needs root, to start PostgreSQL as another user");
         let shared = SharedCluster::up();
         let postgres = Postgres::start(&shared, LIMIT);
         postgres.fill_tables();
@@ -24,7 +24,7 @@ mod long {
         postgres.assert_balances(400);
         let in_memory = postgres.query(&format!("SET work_mem = '1GB'; {QUERY}"));
         assert!(in_memory.starts_with("300000|600000|"), "{in_memory}");
-        // In files mostly.
+        // PostgreSQL has most data in files.
         assert_eq!(postgres.query(&format!("SET work_mem = '64kB'; {QUERY}")), in_memory);
         let evictions = figure(&shared.cluster, "evictions").expect("the agent answers");
         assert!(evictions > 1000, "nothing was paged");

@@ -1,5 +1,5 @@
-//! Ordinary users on the agent of root: what the kernel denies them the agent obtains, and what one
-//! of them has is closed to the other.
+//! Unprivileged users on the agent of root. The agent uses kernel features that the users may not
+//! use, and users cannot access runs of each other.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -15,7 +15,7 @@ use serde_json::Value;
 const ANNE: u32 = 65_533;
 const BERT: u32 = 65_532;
 
-/// What the tests do in it.
+/// A cluster with helpers for runs of users.
 struct Guests(SharedCluster);
 
 impl Guests {
@@ -34,8 +34,8 @@ impl Guests {
     }
 }
 
-/// Only root can be somebody else.
-fn can_be_others() -> bool {
+/// Whether this process can start programs of other users, which needs root.
+fn can_change_user() -> bool {
     let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
     if !can {
         skip("only root can be another user");
@@ -45,7 +45,7 @@ fn can_be_others() -> bool {
 
 #[test]
 fn users_without_rights_run_on_roots_agent_and_fork() {
-    if !can_be_others() {
+    if !can_change_user() {
         return;
     }
     let shared = Guests(SharedCluster::up());
@@ -57,8 +57,8 @@ fn users_without_rights_run_on_roots_agent_and_fork() {
 }
 
 #[test]
-fn what_one_user_runs_is_closed_to_another() {
-    if !can_be_others() {
+fn a_users_runs_are_closed_to_another_user() {
+    if !can_change_user() {
         return;
     }
     let shared = Guests(SharedCluster::up());
@@ -87,8 +87,8 @@ fn what_one_user_runs_is_closed_to_another() {
 }
 
 #[test]
-fn an_agent_serves_only_its_own_user_unless_it_is_told() {
-    if !can_be_others() {
+fn an_agent_serves_only_its_own_user_by_default() {
+    if !can_change_user() {
         return;
     }
     let shared = Guests(SharedCluster::up());
@@ -103,10 +103,10 @@ fn an_agent_serves_only_its_own_user_unless_it_is_told() {
     assert!(!output.expect("setpriv can be started").status.success(), "the private socket is no way in");
 }
 
-/// Programs of root's may come by it as somebody else, so others can reach it.
+/// Programs of root that change their user use root's own socket, so all users can connect to it.
 #[test]
-fn roots_own_door_is_for_programs_of_its_runs() {
-    if !can_be_others() {
+fn roots_own_socket_serves_only_programs_of_its_runs() {
+    if !can_change_user() {
         return;
     }
     let shared = Guests(SharedCluster::up());
