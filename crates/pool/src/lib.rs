@@ -13,6 +13,8 @@
 //!
 //! This crate does not know what an extent is used for, nor which process serves the node's memory.
 
+#![forbid(unsafe_code)]
+
 pub mod cache;
 pub mod client;
 mod error;
