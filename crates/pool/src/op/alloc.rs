@@ -65,11 +65,11 @@ struct Committing {
 /// What the next CAS commits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Commit {
-    /// A1, or A3 if this operation has opened the span.
+    /// A1, or A3 if this operation has opened the span: allocates chunks.
     Chunks { span: u32, run: AlignedRun, is_opener: bool },
-    /// A2.
+    /// A2: opens an empty span.
     Open { span: u32 },
-    /// A7.
+    /// A7: allocates a group of spans.
     Whole { section: u32, group: AlignedRun },
 }
 
@@ -98,10 +98,11 @@ impl Commit {
     }
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum AllocState {
     Idle,
-    /// A0.
+    /// A0: checks that the spans are ready.
     CheckingReady(ReadyCheck, Commit),
     /// L: copies the record that the commit overwrites to the log.
     Flushing(Flush, Commit),
@@ -222,6 +223,7 @@ impl AllocOp {
         Step::Post(action)
     }
 
+    /// Begins to allocate what the search has found.
     fn attempt(&mut self, cache: &mut NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => {
@@ -253,6 +255,7 @@ impl AllocOp {
         }
     }
 
+    /// A0 has got an answer.
     fn ready_checked(
         &mut self,
         cache: &mut NodeCache,
@@ -276,6 +279,7 @@ impl AllocOp {
         }
     }
 
+    /// L has got an answer.
     fn flushing(
         &mut self,
         cache: &mut NodeCache,
@@ -300,6 +304,7 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
+    /// Posts the CAS, with what goes before and behind it.
     fn commit(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         let full_span = match commit {
             Commit::Open { span } => cache.pop_unhinted_full(span / SECTION_SPANS),
@@ -329,6 +334,7 @@ impl AllocOp {
         self.post(AllocState::Committing(Committing { commit, expected, desired, key, full_span }), action)
     }
 
+    /// The CAS has got its answer.
     fn committing(
         &mut self,
         cache: &mut NodeCache,
@@ -443,6 +449,7 @@ impl AllocOp {
         self.post(AllocState::FreeingForeign(commit), action)
     }
 
+    /// The free of foreign chunks has got an answer.
     fn foreign_freed(
         &mut self,
         cache: &mut NodeCache,

@@ -20,6 +20,7 @@ pub(super) struct Flush {
     state: FlushState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum FlushState {
     /// Reads the entry: is the record there already?

@@ -45,6 +45,7 @@ pub struct FreeOp {
 
 type Extents = SmallVec<[ExtentToFree; 1]>;
 
+/// An extent that is to be freed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct ExtentToFree {
     /// Its index among the outcomes.
@@ -55,6 +56,7 @@ struct ExtentToFree {
     is_revoked: bool,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum FreeState {
     Idle,
@@ -62,9 +64,9 @@ enum FreeState {
     Probing,
     /// F5: reads the spans of the group, which must be closed.
     ReadingGroup,
-    /// K, with the entries that the CASes expect.
+    /// K: revokes the keys; the second value has the entries that the CASes expect.
     Revoking(Freed, SmallVec<[u64; 1]>),
-    /// F1 to F6.
+    /// F1 to F6: frees what was revoked.
     Committing(FreeCommit),
 }
 

@@ -26,6 +26,7 @@ pub(super) struct Hint {
     state: HintState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum HintState {
     /// A4, a CAS; and A5, a read of the span behind it.

@@ -31,11 +31,12 @@ pub struct GrantBatch {
     pub failure: Option<OpError>,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum AllocManyState {
     Idle,
     Allocating(AllocOp),
-    /// The last A8.
+    /// A8: writes key and record of the last extent.
     Recording(Option<OpError>),
 }
 

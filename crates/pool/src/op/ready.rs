@@ -22,6 +22,7 @@ pub(super) struct ReadyCheck {
     state: ReadyState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum ReadyState {
     /// Reads the spans and their owners.

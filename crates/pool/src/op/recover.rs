@@ -80,6 +80,7 @@ pub struct RecoverOp {
     state: RecoverState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum RecoverState {
     Idle,

@@ -38,6 +38,7 @@ pub struct StretchOp {
     state: StretchState,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 enum StretchState {
     Idle,
@@ -47,19 +48,19 @@ enum StretchState {
         count: u32,
         end: u32,
     },
-    /// A0, of several sections.
+    /// A0: reads the spans of several sections.
     Surveying {
         first: u32,
         count: u32,
     },
-    /// A0, L, A7 of the next section.
+    /// A0, L, A7: allocates the next section.
     Allocating(AllocOp),
-    /// A8 of the last section.
+    /// A8: writes key and record of the last section.
     Ending,
-    /// A8 of the last section that is rolled back.
+    /// A8 before a rollback: writes key and record of the last section.
     Recording(Option<OpError>),
-    /// K, F5 of the last allocated section. Then the operation ends with the error, or tries other
-    /// sections.
+    /// K, F5: frees the last allocated section. Then the operation ends with the error, or tries
+    /// other sections.
     RollingBack(FreeOp, Option<OpError>),
 }
 

@@ -32,21 +32,22 @@ pub(in crate::op) struct FreeCommit {
     state: CommitState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum CommitState {
     /// L: copies the record that the CAS overwrites to the log.
     Flushing(Flush),
-    /// F1, F3.
+    /// F1, F3: the CAS of the span's word.
     FreeingChunks,
-    /// F5.
+    /// F5: the CAS of the section's word.
     FreeingGroup,
-    /// L before F4.
+    /// L before F4: copies the section's record to the log.
     FlushingClose(Flush),
-    /// F4.
+    /// F4: the CAS of the section's word, which closes the span in it.
     Closing,
-    /// F6.
+    /// F6: the CAS of the span's word to *ready*.
     MarkingReady,
-    /// F2, C1, C2: the memory is free already.
+    /// F2, C1, C2: changes a hint; the memory is free already.
     Hinting(Hint),
 }
 
