@@ -1,4 +1,5 @@
-//! The initiator's end: work goes to the device in order, as soon as the keys that it names are known.
+//! The initiator's end. Work goes to the device in order, as soon as the device keys of its ranges
+//! are known.
 
 mod pump;
 mod recovery;
@@ -33,18 +34,20 @@ use aquifer_fabric::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
 
-/// CompletionQueue taken from the device at a time.
+/// Number of completions taken from the device at a time.
 const POLL_MAX: usize = 64;
-/// Empty empty_polls at the device between two empty_polls whether the other end is still there.
+/// Empty polls of the device between two checks whether the connection is over.
 const POLLS_PER_CHECK: u32 = 256;
-/// The same where somebody waits for the bell, which librdmacm rings, too: it should not ring in vain for long.
+/// Empty polls between two checks while a thread waits. It is small because librdmacm makes the
+/// descriptor ready, too, until its event is read.
 const POLLS_PER_CHECK_WAITING: u32 = 8;
 
-/// What became of an endpoint.
+/// The state of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum EndpointState {
     Open,
-    /// The first operation without an outcome is told the cause, if nobody was; the others that they were not done.
+    /// The endpoint is broken. The cause is for the first operation without an outcome, unless one
+    /// already got it; further operations are flushed.
     Over(Option<WorkError>),
 }
 
@@ -58,40 +61,41 @@ pub struct VerbsEndpoint {
     limits: Limits,
     regions: Vec<Region>,
     life: EndpointState,
-    /// None while another connection is being made, and after the end.
+    /// `None` while reconnecting, and after the end.
     link: Option<VerbsLink>,
     reconnecting: Option<BackgroundTask<ReconnectAttempt>>,
     keys: KeyCache,
     queue: WorkQueue,
     locals: RegisteredMemories,
-    /// Where atomics put what they found, by the work's number.
+    /// The slots into which the device writes the results of atomics, by number of the work.
     results: MessageSlots,
-    /// Letters that found no place yet.
+    /// Messages that wait for a free slot.
     unsent: VecDeque<Vec<u8>>,
     messages: VecDeque<Vec<u8>>,
     heard: u64,
     taken: u64,
-    // Reused from call to call.
+    // Buffers that are reused, so that nothing is allocated.
     orders: Vec<WorkRequest>,
     ended: Vec<WorkCompletion>,
     message: Vec<u8>,
     empty_polls: u32,
-    /// The work that the device was refused for last, and how many times.
+    /// Number of the work that the peer's device refused last, and how many times in a row.
     refused: (u64, u32),
-    /// Tells of the device, of librdmacm, of rescues, and of `wake`.
+    /// An epoll descriptor that watches the device, librdmacm, the reconnect and `wake`.
     epoll: OwnedFd,
     wake: WakeFd,
-    /// Somebody waits for the bell.
+    /// Set once a thread has waited for `epoll`.
     has_waiter: AtomicBool,
-    /// `wake` is to be read.
+    /// Set while `wake` must be cleared.
     is_woken: AtomicBool,
     is_armed: bool,
 }
 
-/// Connect to the target that listens at `address`, that of an RDMA device.
+/// Connects to the target that listens at the `address` of an RDMA device.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it does not have the cluster's key; or if this machine has no device for it.
+/// If no target listens there, the target refuses, or it does not hold the cluster key; or if this
+/// machine has no device that reaches the address.
 pub fn connect(
     address: SocketAddr,
     key: &ClusterKey,
@@ -101,10 +105,10 @@ pub fn connect(
 }
 
 impl VerbsEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// As [`connect`].
+    /// The errors of [`connect`].
     pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Result<Self, EndpointError> {
         let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
         let hello = Hello { who, encrypt: false, resume: None };
@@ -149,8 +153,9 @@ impl VerbsEndpoint {
         Ok(Self { link: Some(link), ..endpoint })
     }
 
-    /// For who checks devices: from now on work is posted that is known to be beyond its window, or not among its rights, as an initiator might that is
-    /// not honest. The target's device must refuse it. (Soft-RoCE does not look at the bounds of windows.)
+    /// Posts work from now on even if it exceeds a window or its rights, as a hostile initiator
+    /// could. Tests of devices use this: the target's device must refuse the work. (Soft-RoCE does
+    /// not check the bounds of windows.)
     pub fn skip_local_checks(&mut self) {
         self.keys.skip_checks();
     }
@@ -159,11 +164,11 @@ impl VerbsEndpoint {
         Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
     }
 
-    /// Hear what the device has to tell, and give it what it can take.
+    /// Handles all completions of the device, and posts the work that can be posted.
     fn progress(&mut self) {
         self.check_reconnect();
         if self.is_woken.swap(false, Ordering::Relaxed) {
-            // Only the first caller for the bell needed it.
+            // Only the first call of `poll_fd` needed it.
             self.wake.clear();
         }
         let has_waiter = self.has_waiter.load(Ordering::Relaxed);
@@ -187,7 +192,8 @@ impl VerbsEndpoint {
             if has_waiter && !self.is_armed {
                 link.completions().arm();
                 self.is_armed = true;
-                // What came before that is not told: look once more.
+                // The device does not notify of completions that came before it was armed. Poll
+                // once more.
                 continue;
             }
             let empty_polls = if has_waiter { POLLS_PER_CHECK_WAITING } else { POLLS_PER_CHECK };
@@ -235,7 +241,7 @@ impl VerbsEndpoint {
                 results.read(result_slot(number, limits), 8, message);
                 Some(u64::from_ne_bytes(message[..].try_into().expect("8 bytes")))
             }
-            // It has gone; whether there was room, the target tells.
+            // The message was sent. The target's answer says whether there was room.
             Verb::Send { .. } => None,
         });
     }
@@ -260,7 +266,7 @@ impl VerbsEndpoint {
                 }
             }
             Some(Answer::Delivered(number, had_room)) => self.queue.complete_message(number, had_room),
-            // What was sent before the connection broke and arrived comes again.
+            // Messages that arrived before the connection broke are sent again.
             Some(Answer::Message(number, _)) if number < self.heard => {}
             Some(Answer::Message(_, message)) => {
                 self.heard += 1;
@@ -273,11 +279,11 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Send a message, now or when there is a place.
+    /// Sends a message now, or queues it until a slot is free.
     fn send(&mut self, request: Request<'_>) {
         request.write(&mut self.message);
         let Some(link) = &mut self.link else { return };
-        // None overtakes another.
+        // Messages must stay in order.
         let outcome = if self.unsent.is_empty() { link.send(&self.message) } else { Ok(false) };
         match outcome {
             Ok(true) => {}
@@ -287,7 +293,7 @@ impl VerbsEndpoint {
     }
 }
 
-/// Where an atomic's result goes.
+/// The slot for the result of an atomic.
 fn result_slot(number: u64, limits: &Limits) -> u32 {
     u32::try_from(number % u64_from(limits.queue_depth)).expect("below the queue's depth")
 }
@@ -327,7 +333,7 @@ impl Endpoint for VerbsEndpoint {
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         if !self.has_waiter.swap(true, Ordering::Relaxed) {
-            // Something may have come since the last look, and was not armed for: let the caller look.
+            // A completion may have come before the device was armed, so the caller must poll once.
             self.is_woken.store(true, Ordering::Relaxed);
             self.wake.wake();
         }

@@ -1,7 +1,9 @@
-//! What an initiator knows of its target's keys.
+//! The initiator's cache of device keys.
 //!
-//! A key of ours is the same for everyone; that of a window is for one queue pair alone. So the target is asked once for each, and binds a window to this
-//! queue pair. What is asked for beyond a window is refused here already: a device would refuse it, too, and break the connection by it.
+//! A key of the fabric is the same for all initiators, but the key of a window is for one queue
+//! pair. So an initiator asks the target once for each key, and the target binds a window to the
+//! queue pair. An access beyond the window is refused here: the device would refuse it, too, and
+//! break the connection.
 
 use std::collections::HashMap;
 
@@ -9,39 +11,39 @@ use super::messages::OpenedKey;
 use aquifer_fabric::keys::{KeyId, Right, covers};
 use aquifer_fabric::work::WorkError;
 
-/// What is known of a key.
+/// An entry of the cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct CachedKey {
     opened: OpenedKey,
-    /// When it was used last; see [`KeyCache::clock`].
+    /// Value of [`KeyCache::clock`] at the last use.
     used: u64,
-    /// The number after that of the last work that uses it.
+    /// One more than the number of the last work that uses the key.
     busy_until: u64,
 }
 
-/// The keys that windows are bound for.
+/// The keys for which windows are bound.
 #[derive(Debug)]
 pub(super) struct KeyCache {
     known: HashMap<KeyId, CachedKey>,
-    /// What the target allows, as far as is known.
+    /// The number of keys that the target permits, as far as is known.
     max: usize,
     clock: u64,
     asked: Option<KeyId>,
-    /// Whether what a key does not open is refused here; the target's device refuses it, too.
+    /// Whether accesses are checked here. The target's device checks them in any case.
     checks: bool,
 }
 
-/// What is to be done about a key.
+/// The next step for a key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum KeyLookup {
-    /// RegistrationUse this one.
+    /// Use this device key.
     Open(u32),
     Refused(WorkError),
-    /// The target was asked already.
+    /// Wait: the target has been asked for a key.
     Wait,
-    /// Ask the target.
+    /// Ask the target for the key.
     Ask,
-    /// Tell the target that this key is used no more, then ask.
+    /// Tell the target that this other key is not used any more, then ask.
     Replace(KeyId),
 }
 
@@ -50,17 +52,18 @@ impl KeyCache {
         Self { known: HashMap::new(), max: max.max(1), clock: 0, asked: None, checks: true }
     }
 
-    /// From now on refuse nothing: what a key does not open is the device's to refuse.
+    /// Stops checking accesses here, so that the device must refuse them.
     pub fn skip_checks(&mut self) {
         self.checks = false;
     }
 
-    /// Whether what a key does not open is refused here.
+    /// Whether accesses are checked here.
     pub fn checks(&self) -> bool {
         self.checks
     }
 
-    /// What is to be done for work with that number, of `len` bytes at `addr`. Work before `done` has ended.
+    /// Looks up a key for work with the given number, which accesses `len` bytes at `addr`. Work
+    /// with numbers below `done` has ended.
     pub fn look_up(
         &mut self,
         name: KeyId,
@@ -96,7 +99,7 @@ impl KeyCache {
         KeyLookup::Replace(oldest)
     }
 
-    /// What the target says of a key; false if it was not asked.
+    /// Handles the target's answer. Returns false if the target was not asked.
     pub fn handle_opened(&mut self, name: KeyId, opened: Option<OpenedKey>) -> bool {
         let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
         if let Some(opened) = opened.filter(|_| was_asked) {
@@ -106,19 +109,20 @@ impl KeyCache {
         was_asked
     }
 
-    /// The target opens no more keys at a time; false if it was not asked, or none is open at all.
+    /// Handles the target's answer that no more keys can be open. Returns false if the target was
+    /// not asked, or no key is open at all.
     pub fn handle_full(&mut self, name: KeyId) -> bool {
         let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
         self.max = self.known.len().max(1);
         was_asked && !self.known.is_empty()
     }
 
-    /// The device refused it: it may be dead.
+    /// Removes a key that the device refused: it may have been invalidated.
     pub fn forget(&mut self, name: KeyId) {
         self.known.remove(&name);
     }
 
-    /// Another queue pair: no window is bound to it.
+    /// Removes all keys, since no window is bound to a new queue pair.
     pub fn clear(&mut self) {
         self.known.clear();
         self.asked = None;

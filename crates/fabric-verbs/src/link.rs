@@ -1,4 +1,4 @@
-//! An initiator's connection: made, proved, and given up as a whole.
+//! An initiator's connection: one queue pair with its queues and slots.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -17,10 +17,10 @@ use aquifer_fabric::handshake::hello::{Hello, Welcome};
 use aquifer_fabric::handshake::{self, ClusterKey};
 use aquifer_fabric::work::EndpointError;
 
-/// One connection with all that belongs to it.
+/// A connection with all its resources.
 #[derive(Debug)]
 pub(super) struct VerbsLink {
-    // Dropped in this order: what is used outlives what uses it.
+    // Fields are dropped in this order, so a resource outlives its users.
     connection: CmConnection,
     completions: CompletionQueue,
     events: CmEvents,
@@ -31,7 +31,7 @@ pub(super) struct VerbsLink {
 }
 
 impl VerbsLink {
-    /// Connect to whoever listens there.
+    /// Connects to the target at an address.
     fn open(address: SocketAddr, deadline: Instant) -> io::Result<Self> {
         let events = CmEvents::new()?;
         let mut connection = CmConnection::new(&events)?;
@@ -63,62 +63,64 @@ impl VerbsLink {
     }
 
     fn offer(&self, slot: u32) -> io::Result<()> {
-        // SAFETY: the place is registered for as long as the pair lives, and given to nobody else until something has come there.
+        // SAFETY: the slot is registered for as long as the pair lives, and unused until a message
+        // has arrived in it.
         unsafe { self.pair.receive(RECEIVED_BIT | u64::from(slot), self.inbox.whole(slot)) }
     }
 
-    /// What has ended, up to so much.
+    /// Takes up to `max` completions. Returns their number.
     pub fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
         self.completions.poll(out, max)
     }
 
-    /// Give work to the device.
+    /// Posts work to the device.
     ///
     /// # Errors
-    /// If it takes no more: the connection is of no use then.
+    /// If the device accepts no more. The connection is then unusable.
     ///
     /// # Safety
-    /// As [`QueuePair::post`].
+    /// The conditions of [`QueuePair::post`] apply.
     pub unsafe fn post(&self, orders: &[WorkRequest]) -> io::Result<()> {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.pair.post(orders) }
     }
 
-    /// Send a message; false if all places are in use.
+    /// Sends a message. Returns false if all slots are in use.
     ///
     /// # Errors
-    /// As [`Self::post`].
+    /// The errors of [`Self::post`].
     pub fn send(&mut self, bytes: &[u8]) -> io::Result<bool> {
         let Some(slot) = self.outbox.take() else { return Ok(false) };
         self.outbox.write(slot, bytes);
         let kind = WorkKind::Send { local: self.outbox.piece(slot, bytes.len()) };
         let order = WorkRequest { id: SENT_BIT | u64::from(slot), kind, signalled: true, fenced: false };
-        // SAFETY: the place is registered for as long as the pair lives, and free again only when the message has gone.
+        // SAFETY: the slot is registered for as long as the pair lives, and released only when the
+        // message was sent.
         unsafe { self.pair.post(&[order])? };
         Ok(true)
     }
 
-    /// Whether there is a place for one more message.
+    /// Whether a slot is free for another message.
     pub fn has_free_slot(&self) -> bool {
         self.outbox.has_free()
     }
 
-    /// A message has gone; its place is free.
+    /// Releases the slot of a message that was sent.
     pub fn free_slot(&mut self, id: u64) {
         self.outbox.release(slot_of(id));
     }
 
-    /// A message has come: put it into `out`, and offer its place for another.
+    /// Copies a received message to `out`, and offers its slot for another.
     ///
     /// # Errors
-    /// If the device takes no more.
+    /// If the device accepts no more.
     pub fn receive(&self, ended: &WorkCompletion, out: &mut Vec<u8>) -> io::Result<()> {
         let slot = slot_of(ended.id);
         self.inbox.read(slot, ended.bytes as usize, out);
         self.offer(slot)
     }
 
-    /// Whether the other end has outgoing farewell, or is gone.
+    /// Whether the peer has disconnected or is gone.
     pub fn is_disconnected(&self) -> bool {
         loop {
             match self.events.next() {
@@ -177,7 +179,8 @@ fn expect(events: &CmEvents, wanted: CmEventKind, deadline: Instant) -> io::Resu
     }
 }
 
-/// The handshake's bytes as messages: what was written goes as one when an answer is awaited.
+/// A stream over messages for the handshake. What was written is sent as one message when an answer
+/// is read.
 struct HandshakeStream {
     link: VerbsLink,
     outgoing: Vec<u8>,
@@ -248,7 +251,7 @@ impl Write for HandshakeStream {
     }
 }
 
-/// Connect, prove who we are, and hear what is granted.
+/// Connects and runs the handshake.
 pub(super) fn open_session(
     address: SocketAddr,
     key: &ClusterKey,

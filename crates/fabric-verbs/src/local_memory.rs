@@ -1,7 +1,9 @@
-//! RegisteredMemory memory, registered as it is used.
+//! Local memory, registered part by part when it is used.
 //!
-//! What is registered is pinned: it takes memory, touched or not. A host's mempool may be much larger than what is in use of it, so each part of a memory is
-//! registered when work first names it. Whether there may be so much is found out beforehand: work that fails for want of it would look as if its node had.
+//! Registration pins pages, whether they were touched or not. A host's mempool can be much larger
+//! than the part in use, so a part of a memory is registered when work first names it. The limit of
+//! locked memory is checked for the whole memory beforehand: work that fails later for this reason
+//! would look like a failure of its node.
 
 use std::io;
 use std::sync::Arc;
@@ -13,7 +15,8 @@ use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkError};
 
-/// Parts begin at multiples of this, and are longer by the longest transfer: no slice lies in two.
+/// A part begins at a multiple of this, and extends by the longest transfer, so every slice lies in
+/// one part.
 const PART_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
@@ -66,7 +69,7 @@ impl RegisteredMemories {
         Ok((local, offset, slice.len as usize))
     }
 
-    /// The bytes of a slice.
+    /// Copies the bytes of a slice.
     pub fn bytes(&mut self, slice: LocalSlice) -> Result<Vec<u8>, WorkError> {
         let limit = self.limits.message_bytes_max as usize;
         let (local, offset, len) = self.find(slice)?;
@@ -75,7 +78,7 @@ impl RegisteredMemories {
         Ok(bytes)
     }
 
-    /// A slice as the device knows it.
+    /// A slice as the device addresses it. Registers the part if necessary.
     pub fn piece(&mut self, slice: LocalSlice) -> Result<LocalPiece, WorkError> {
         let (device, longest) = (self.device, self.limits.transfer_bytes_max as usize);
         let (local, offset, _) = self.find(slice)?;
@@ -96,7 +99,7 @@ impl RegisteredMemories {
     }
 }
 
-/// Whether this process may have so much locked memory.
+/// Whether this process may lock this much memory.
 fn may_lock(bytes: usize) -> bool {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
     let is_free = rustix::thread::capabilities(None)

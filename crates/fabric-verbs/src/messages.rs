@@ -1,4 +1,5 @@
-//! What both ends say in messages, once they know each other: which keys open what, and the messages of their users. Parsed as bytes from a stranger.
+//! The messages after the handshake: what keys open, and the messages of users. They are parsed as
+//! hostile.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -7,36 +8,36 @@ use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 
-/// Bytes before a message of a user.
+/// Bytes of the head of a message.
 pub(super) const HEAD_BYTES: usize = 32;
 
-/// From initiator to target.
+/// A message from the initiator to the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Request<'a> {
-    /// What does this key open for me?
+    /// Asks what a key opens.
     Ask(KeyId),
-    /// I use this key no more.
+    /// Says that a key is not used any more.
     Forget(KeyId),
-    /// A message of the user, by its number; to be answered.
+    /// A message of the user with its number. The target answers it.
     Message(u64, &'a [u8]),
-    /// So many messages of the target were taken since the session began.
+    /// The number of the target's messages that were taken since the session began.
     Taken(u64),
 }
 
-/// From target to initiator.
+/// A message from the target to the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Answer<'a> {
-    /// What a key opens; nothing, if it is not for this one.
+    /// What a key opens; `None` if it is not for this initiator.
     Opened(KeyId, Option<OpenedKey>),
-    /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
+    /// The initiator must first forget another key, because no more can be open.
     Full(KeyId),
-    /// Whether the message with that number found room.
+    /// Whether there was room for the message with this number.
     Delivered(u64, bool),
-    /// A message of the user, by its number.
+    /// A message of the user with its number.
     Message(u64, &'a [u8]),
 }
 
-/// What a key opens, and by which key of the device.
+/// The range that a key opens, and the device's key for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct OpenedKey {
     pub addr: u64,
@@ -49,13 +50,13 @@ pub(super) struct OpenedKey {
 #[repr(C)]
 struct Head {
     kind: u8,
-    /// Bits: 1 READ, 2 WRITE, 4 atomics; or whether there was room.
+    /// Bits: 1 READ, 2 WRITE, 4 atomics. In `DELIVERED`: whether there was room.
     flags: u8,
     reserved: U16,
     key: U32,
     device_key: U32,
     reserved2: U32,
-    /// A number, or an address.
+    /// A message number or an address.
     number: U64,
     len: U64,
 }
@@ -88,7 +89,7 @@ fn head(kind: u8, key: Key, number: u64) -> Head {
 }
 
 impl<'a> Request<'a> {
-    /// Write its bytes to `out`, in place of what is there.
+    /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
             Self::Ask(name) => put(out, &head(ASK, name.key, name.start), &[]),
@@ -98,7 +99,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// What was said; `None` if it is nothing that an initiator says.
+    /// Parses a message; `None` if an initiator sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
         let name = KeyId::at(Key(head.key.get()), head.number.get());
@@ -113,7 +114,7 @@ impl<'a> Request<'a> {
 }
 
 impl<'a> Answer<'a> {
-    /// Write its bytes to `out`, in place of what is there.
+    /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
             Self::Opened(name, opened) => {
@@ -136,7 +137,7 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// What was said; `None` if it is nothing that a target says.
+    /// Parses a message; `None` if a target sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
         let name = KeyId::at(Key(head.key.get()), head.number.get());

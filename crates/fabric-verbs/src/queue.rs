@@ -1,14 +1,16 @@
-//! What was posted and not yet told, in order: which of it the device has, what of it is done, and what must wait for what.
+//! The queue of an endpoint's work, from posting to completion.
 //!
-//! A device does the work of one endpoint in order and tells its end in order, so one signalled completion stands for all that was posted before
-//! it. Two things it does not promise: a WRITE or an atomic may overtake a READ before it, unless it is fenced; and after a refusal it does nothing more,
-//! so what comes behind is posted once more, over another connection.
+//! A device does the work of one endpoint in order and reports it in order, so one signalled
+//! completion stands for all work that was posted before it. Two rules follow from what devices do
+//! not guarantee. A WRITE or an atomic can overtake an earlier READ or atomic unless it is fenced.
+//! After a refusal a device does nothing more, so later work is posted again over another
+//! connection.
 
 use std::collections::VecDeque;
 
 use aquifer_fabric::work::{Completion, Verb, Work, WorkError};
 
-/// Work and what is known of it.
+/// A piece of work and its outcome, if known.
 #[derive(Clone, Copy, Debug)]
 struct QueuedWork {
     work: Work,
@@ -19,11 +21,12 @@ struct QueuedWork {
 #[derive(Debug, Default)]
 pub(super) struct WorkQueue {
     entries: VecDeque<QueuedWork>,
-    /// The number of the first entry.
+    /// Number of the first entry.
     first: u64,
-    /// The number of the first entry that the device has not been given.
+    /// Number of the first entry that was not posted to the device.
     next: u64,
-    /// The READs and atomics that the device may still be at: the number after the last.
+    /// One more than the number of the last READ, and of the last atomic, that the device may not
+    /// have finished.
     reads_until: u64,
     atomics_until: u64,
 }
@@ -37,18 +40,19 @@ impl WorkQueue {
         self.entries.push_back(QueuedWork { work, outcome: None });
     }
 
-    /// The next work for the device, and its number.
+    /// The next work to be posted, with its number.
     pub fn next(&self) -> Option<(u64, Work)> {
         Some((self.next, self.entries.get(self.place(self.next)?)?.work))
     }
 
-    /// It is known without the device.
+    /// Completes the next work without the device.
     pub fn complete_next(&mut self, outcome: Result<u64, WorkError>) {
         self.complete(self.next, outcome);
         self.skip_to_next();
     }
 
-    /// To the next that is not known: when work is taken back, some behind a message that nobody has answered yet may be done.
+    /// Advances to the next work without an outcome. After a repost, work behind an unanswered
+    /// message may be done already.
     fn skip_to_next(&mut self) {
         self.next += 1;
         self.skip_completed();
@@ -60,7 +64,7 @@ impl WorkQueue {
         self.next += known as u64;
     }
 
-    /// The device gets it; whether it must be fenced.
+    /// Marks the next work as posted. Returns whether it must be fenced.
     pub fn post_next(&mut self) -> bool {
         let Some((number, work)) = self.next() else { return false };
         self.skip_to_next();
@@ -81,7 +85,8 @@ impl WorkQueue {
         must_wait
     }
 
-    /// The device is done with this and with all before it. `outcome` says what came of each that is not known yet; `None`: that is told otherwise.
+    /// Completes all work up to and including `number`. `outcome` gives the value of each piece of
+    /// work without an outcome, or `None` if another message reports it.
     pub fn done_through(&mut self, number: u64, mut outcome: impl FnMut(u64, &Work) -> Option<u64>) {
         let Some(last) = self.place(number) else { return };
         for (place, entry) in self.entries.iter_mut().take(last + 1).enumerate() {
@@ -92,14 +97,14 @@ impl WorkQueue {
         }
     }
 
-    /// What came of one of them.
+    /// Completes one piece of work.
     pub fn complete(&mut self, number: u64, outcome: Result<u64, WorkError>) {
         if let Some(entry) = self.place(number).and_then(|place| self.entries.get_mut(place)) {
             entry.outcome.get_or_insert(outcome);
         }
     }
 
-    /// The device has done nothing of what is not known: it must be given all of it again.
+    /// Makes all work without an outcome be posted again. The device must not have done any of it.
     pub fn repost_all(&mut self) {
         self.next = self.first;
         self.skip_completed();
@@ -107,7 +112,8 @@ impl WorkQueue {
         self.atomics_until = 0;
     }
 
-    /// Nothing more will be done: the first that is not known gets the cause. Whether there was one.
+    /// Fails all work without an outcome. The first gets the cause, the others are flushed. Returns
+    /// whether there was any.
     pub fn fail_all(&mut self, cause: WorkError) -> bool {
         let mut cause = Some(cause);
         for entry in &mut self.entries {
@@ -117,7 +123,7 @@ impl WorkQueue {
         cause.is_none()
     }
 
-    /// The target has a message, or had no room for it.
+    /// Completes a message by the target's answer.
     pub fn complete_message(&mut self, number: u64, had_room: bool) {
         if let Some(Work { verb: Verb::Send { local }, .. }) = self.work(number) {
             self.complete(
@@ -127,22 +133,22 @@ impl WorkQueue {
         }
     }
 
-    /// The work with that number.
+    /// The work with the given number.
     pub fn work(&self, number: u64) -> Option<Work> {
         Some(self.entries.get(self.place(number)?)?.work)
     }
 
-    /// All before this number has ended.
+    /// The number of the oldest work that was not taken. All work before it has ended.
     pub fn done(&self) -> u64 {
         self.first
     }
 
-    /// Whether there is something to tell.
+    /// Whether the oldest work has an outcome.
     pub fn has_completions(&self) -> bool {
         self.entries.front().is_some_and(|entry| entry.outcome.is_some())
     }
 
-    /// Append up to `max` completions of what is known, in order; returns how many.
+    /// Appends up to `max` completions to `out`, in order. Returns their number.
     pub fn take_completions(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut told = 0;
         while told < max

@@ -1,8 +1,9 @@
-//! The target's thread: lets initiators in, tells them what keys open, binds windows for them, carries messages.
+//! The target's thread: it accepts initiators, answers what keys open, binds windows and transfers
+//! messages.
 //!
-//! - [`admission`]: strangers prove who they are, and begin a session or go on with one.
-//! - [`requests`]: what those who are in ask for, and what they are told.
-//! - [`closing`]: windows are closed, with nobody looking.
+//! - [`admission`]: authenticates initiators, and begins or resumes sessions.
+//! - [`requests`]: serves requests of admitted initiators.
+//! - [`close_windows`]: closes windows when pages change or keys are revoked.
 
 mod admission;
 mod close_windows;
@@ -31,19 +32,19 @@ use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, Options, WINDOW
 use aquifer_fabric::handshake::{HANDSHAKE_TIME, LINGER_TIME};
 use aquifer_fabric::target::{Host, Identity};
 
-/// CompletionQueue taken at a time.
+/// Number of completions taken at a time.
 const POLL_MAX: usize = 64;
-/// Those who connect and wait to be heard.
+/// Bound of the connection requests that wait.
 const BACKLOG: i32 = 64;
-/// Connections of those who have not proved who they are, at most: each costs a queue pair.
+/// Bound of the connections with an unfinished handshake. Each uses a queue pair.
 const UNAUTHENTICATED_MAX: usize = 64;
-/// Letters and binds that one session may have under way.
+/// Bound of the messages and binds in flight of one session.
 const SESSION_DEPTH: usize = 64;
-/// The thread looks so often who is late, and who has lingered for long enough.
+/// The interval at which expired handshakes and sessions are ended.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
 pub(super) struct VerbsServer {
-    // Dropped in this order: what is used outlives what uses it.
+    // Fields are dropped in this order, so a resource outlives its users.
     sessions: HashMap<usize, VerbsSession>,
     #[expect(dead_code, reason = "it listens for as long as it is kept")]
     listener: CmConnection,
@@ -52,14 +53,15 @@ pub(super) struct VerbsServer {
     completions: CompletionQueue,
     inbox: MessageSlots,
     outbox: MessageSlots,
-    /// Whose it is, by the id of its completion. Ids are never used again: one that comes late is nobody's.
+    /// The session of each request in flight, by completion id. An id is never reused, so a late
+    /// completion matches no session.
     in_flight: HashMap<u64, usize>,
     next_id: u64,
-    /// By the number of the queue pair.
+    /// The session of each queue pair, by its number.
     by_pair: HashMap<u32, usize>,
-    /// Somebody found no slot in the outbox.
+    /// Whether a session waits for a free slot of the outbox.
     is_outbox_full: bool,
-    /// Nothing new is bound or said for the moment.
+    /// Whether posting is paused.
     is_paused: bool,
     parked: Vec<(Arc<VerbsPeer>, Instant)>,
     windows_each: usize,
@@ -69,7 +71,7 @@ pub(super) struct VerbsServer {
 }
 
 impl VerbsServer {
-    /// Listen; nobody is let in before [`Self::run`].
+    /// Listens. Initiators are accepted only while [`Self::run`] runs.
     pub fn listen(address: SocketAddr, options: &Options) -> io::Result<(Self, &'static Device, SocketAddr)> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
         let events = CmEvents::new().map_err(named)?;
@@ -101,7 +103,7 @@ impl VerbsServer {
             is_outbox_full: false,
             is_paused: false,
             parked: Vec::new(),
-            // Each has its share, so that nobody can take the others'.
+            // Each endpoint has a share, so that no endpoint can use up the windows of others.
             windows_each: (device.caps.windows / options.endpoints_max).clamp(1, WINDOWS_EACH),
             message: Vec::new(),
             ended: Vec::with_capacity(POLL_MAX),
@@ -114,11 +116,12 @@ impl VerbsServer {
     }
 
     fn offer(&self, slot: u32) -> io::Result<()> {
-        // SAFETY: the slot is registered for as long as the queue lives, and nobody else's until something has come there.
+        // SAFETY: the slot is registered for as long as the queue lives, and unused until a message
+        // has arrived in it.
         unsafe { self.receives.offer(RECEIVED_BIT | u64::from(slot), self.inbox.whole(slot)) }
     }
 
-    /// Until the target goes away.
+    /// Serves until the target stops.
     pub fn run(mut self, shared: &VerbsShared) {
         let _end = ServiceEndGuard(shared);
         while !shared.stop.load(Ordering::SeqCst) {
@@ -131,7 +134,7 @@ impl VerbsServer {
             self.send_messages(shared);
             self.end_expired(shared);
             self.completions.arm();
-            // What came before that is not told.
+            // The device does not notify of completions that came before it was armed.
             if self.handle_completions(shared) == 0 {
                 self.wait(shared);
             }
@@ -178,7 +181,8 @@ impl VerbsServer {
         }
     }
 
-    /// Nothing of that host's is served any more when this returns, and no_device of its sessions comes back.
+    /// Closes all sessions of a fenced host. When this returns nothing of them is served, and none
+    /// can be resumed.
     fn fence(&mut self, shared: &VerbsShared, host: Host, epoch: u64) {
         let is_fenced = |who: Identity| who.host == host && who.epoch <= epoch;
         let of_it = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
@@ -187,7 +191,7 @@ impl VerbsServer {
         self.release_parked(shared, |peer, _| is_fenced(peer.who));
     }
 
-    /// The connection is over; the session may come back over another.
+    /// Closes a connection. Its session may be resumed over another one.
     fn close(&mut self, name: usize) {
         let Some(session) = self.sessions.remove(&name) else { return };
         self.by_pair.remove(&session.pair.number());
@@ -201,7 +205,7 @@ impl VerbsServer {
                 slots.push(*slot);
             }
         }
-        // Its slots are read until its queue pair is gone.
+        // The slots are read until the queue pair is gone.
         drop(session);
         slots.into_iter().for_each(|slot| self.outbox.release(slot));
     }
@@ -234,7 +238,8 @@ impl VerbsServer {
     }
 
     fn accept(&mut self, shared: &VerbsShared, mut connection: CmConnection) -> io::Result<()> {
-        // The new queue pair may get the number of one that is gone: what came for that one is heard first.
+        // The new queue pair may get the number of a destroyed one, so messages for that one are
+        // handled first.
         self.handle_completions(shared);
         if self.sessions.values().filter(|session| session.peer().is_none()).count() >= UNAUTHENTICATED_MAX {
             return Err(io::Error::other("too many connect at once"));
@@ -249,7 +254,7 @@ impl VerbsServer {
         Ok(())
     }
 
-    /// Heed all that the device has to tell; how much that was.
+    /// Handles all completions. Returns their number.
     fn handle_completions(&mut self, shared: &VerbsShared) -> usize {
         let mut count = 0;
         let mut ended = std::mem::take(&mut self.ended);
@@ -292,7 +297,7 @@ impl VerbsServer {
         }
     }
 
-    /// Messages of the target's owner that were not sent yet.
+    /// Queues unsent messages of the target's owner for each session.
     fn send_messages(&mut self, shared: &VerbsShared) {
         let open = self.sessions.iter_mut().filter_map(|(name, session)| {
             let peer = Arc::clone(session.peer()?);
@@ -309,7 +314,7 @@ impl VerbsServer {
     }
 }
 
-/// However the thread is_over: nobody waits for it after that.
+/// Marks the thread as ended when it is dropped, so that no caller waits for it.
 struct ServiceEndGuard<'a>(&'a VerbsShared);
 
 impl Drop for ServiceEndGuard<'_> {

@@ -1,4 +1,4 @@
-//! One connection at the target: from a stranger's first message to the windows that are bound for it.
+//! The state of one connection at the target, from its handshake to its windows.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -15,19 +15,19 @@ use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, r
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::Key;
 
-/// How far it has come.
+/// The phase of a connection.
 #[derive(Debug)]
 pub(super) enum SessionPhase {
-    /// It must prove by then that it has the cluster's key.
+    /// The initiator must prove before the deadline that it holds the cluster key.
     Proving(Instant),
-    /// It has; now it must say who it is, by then.
+    /// The key is proven. The hello must arrive before the deadline.
     Greeting(RecordCipher, Instant),
     Open(Arc<VerbsPeer>),
-    /// It was refused, and told so.
+    /// The initiator was refused. The answer is being sent.
     Refused(Instant),
 }
 
-/// A window that is being bound.
+/// A bind in flight.
 #[derive(Debug)]
 pub(super) struct PendingBind {
     pub name: KeyId,
@@ -36,43 +36,43 @@ pub(super) struct PendingBind {
     pub fate: BindFate,
 }
 
-/// What is to become of a window when it is bound.
+/// What happens to a window when its bind has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum BindFate {
     Opens,
-    /// Its key was invalidated meanwhile.
+    /// The key was invalidated while the window was being bound.
     Dead,
-    /// Its region's pages move: it must be bound once more.
+    /// The region's pages change, so the window must be bound again.
     Again,
 }
 
-/// A window and the number of the region that it opens.
+/// A window and the region that it opens.
 #[derive(Debug)]
 pub(super) struct BoundWindow {
-    /// Only kept: it is open until it is dropped.
+    /// The window is open until this is dropped.
     #[expect(dead_code, reason = "it is open for as long as it is kept")]
     pub window: Window,
     pub region: usize,
-    /// The addresses that it opens.
+    /// The addresses that the window opens.
     pub range: Range<u64>,
 }
 
 impl BoundWindow {
-    /// Whether it is for a key of a table, and opens something of the range.
+    /// Whether the window is for a key of a key table and overlaps the range.
     fn is_of_table_in(&self, name: KeyId, range: &Range<u64>) -> bool {
         name.key.is_table_key() && self.range.start < range.end && range.start < self.range.end
     }
 }
 
-/// What the device has to do for a session.
+/// A request that the device is processing.
 #[derive(Debug)]
 pub(super) enum InFlightRequest {
-    /// The message in that slot of the outbox.
+    /// Sends the message in this slot of the outbox.
     Message(u32),
     Bind(PendingBind),
 }
 
-/// What is to be done for a session when the device can take it.
+/// A request that waits until the device can accept it.
 #[derive(Debug)]
 pub(super) enum QueuedRequest {
     Message(Vec<u8>),
@@ -82,7 +82,7 @@ pub(super) enum QueuedRequest {
 #[derive(Debug)]
 pub(super) struct VerbsSession {
     pub windows: HashMap<KeyId, BoundWindow>,
-    /// By the ids of their completions.
+    /// By completion id.
     pub in_flight: HashMap<u64, InFlightRequest>,
     pub connection: CmConnection,
     pub pair: QueuePair,
@@ -116,33 +116,34 @@ impl VerbsSession {
         })
     }
 
-    /// Windows that are bound or being bound.
+    /// Number of windows that are bound or being bound.
     pub fn windows_taken(&self) -> usize {
         self.windows.len() + self.bindings().count()
     }
 
-    /// Whether one is bound or being bound for that key.
+    /// Whether a window is bound or being bound for a key.
     pub fn has_window(&self, name: KeyId) -> bool {
         self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
     }
 
-    /// Say something when its turn comes.
+    /// Queues an answer.
     pub fn queue_answer(&mut self, answer: &Answer<'_>) {
         let mut message = Vec::new();
         answer.write(&mut message);
         self.queued.push_back(QueuedRequest::Message(message));
     }
 
-    /// Nothing is served by that key any more.
+    /// Closes the windows of an invalidated key.
     pub fn invalidate(&mut self, key: Key) {
-        // A window that is freed opens nothing any more when this returns.
+        // When this returns the freed window opens nothing any more.
         self.windows.remove(&KeyId::at(key, 0));
         for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
             binding.fate = BindFate::Dead;
         }
     }
 
-    /// Nothing of that range is served any more by keys of a table; who request again is told what the table says then.
+    /// Closes the windows of key-table keys in a range. An initiator that asks again gets the
+    /// current entry.
     pub fn expel(&mut self, range: &Range<u64>) {
         self.windows.retain(|name, bound| !bound.is_of_table_in(*name, range));
         for binding in self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.name, range))
@@ -151,12 +152,12 @@ impl VerbsSession {
         }
     }
 
-    /// Whether the device is still to bind a window for such a key there.
+    /// Whether a bind for a key-table key in the range is in flight.
     pub fn is_binding_in(&self, range: &Range<u64>) -> bool {
         self.bindings().any(|binding| binding.bound.is_of_table_in(binding.name, range))
     }
 
-    /// Nothing of that region is served any more, until windows are bound once more.
+    /// Closes all windows of a region, and marks binds in flight to be repeated.
     pub fn close_windows(&mut self, region: usize) {
         self.windows.retain(|_, bound| bound.region != region);
         let opens =
@@ -166,7 +167,7 @@ impl VerbsSession {
         }
     }
 
-    /// Whether the device is still to bind a window of that region.
+    /// Whether a bind for the region is in flight.
     pub fn is_binding(&self, region: usize) -> bool {
         self.bindings().any(|binding| binding.bound.region == region)
     }
@@ -178,7 +179,7 @@ impl VerbsSession {
         })
     }
 
-    /// Whether it took too long to say who it is.
+    /// Whether the handshake took too long.
     pub fn is_expired(&self, now: Instant) -> bool {
         match self.phase {
             SessionPhase::Proving(deadline)
@@ -192,14 +193,15 @@ impl VerbsSession {
 impl Drop for VerbsSession {
     fn drop(&mut self) {
         self.pair.stop();
-        // Windows go before the queue pair that they are bound to: devices may wait for that for long.
+        // Windows are freed before their queue pair, since devices may take long to free a queue
+        // pair with windows.
         self.windows.clear();
         self.in_flight.clear();
         self.connection.disconnect();
     }
 }
 
-/// One message in, one message out, to those who expect a stream.
+/// A stream with one received and one sent message, for the handshake.
 #[derive(Debug, Default)]
 struct BufferStream {
     heard: Vec<u8>,
@@ -227,7 +229,7 @@ impl Write for BufferStream {
     }
 }
 
-/// What a stranger's first message proves, and what it is answered.
+/// Handles the first handshake message. Returns the cipher or the error, and the answer.
 pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
     let mut script = BufferStream { heard: message.to_vec(), ..BufferStream::default() };
     let outcome = respond(&mut script, key).map(|secured| secured.into_parts().1);

@@ -1,4 +1,4 @@
-//! Registered places for messages.
+//! Slots of registered memory for messages and results.
 
 use std::io;
 use std::sync::Arc;
@@ -9,16 +9,17 @@ use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 
-/// Ids of completions: of messages that came, with the place where they are, and of those that went. Those of other work have neither bit.
+/// Bits of completion ids. A received message has its slot and the first bit, a sent message its
+/// slot and the second bit. Other work has neither.
 pub(super) const RECEIVED_BIT: u64 = 1 << 62;
 pub(super) const SENT_BIT: u64 = 1 << 63;
 
-/// The place that an id tells of.
+/// The slot that a completion id names.
 pub(super) fn slot_of(id: u64) -> u32 {
     u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
 }
 
-/// Places of one size. Which are in use, their owner knows, or [`MessageSlots::take`].
+/// Slots of one size. [`MessageSlots::take`] allocates them.
 #[derive(Debug)]
 pub(super) struct MessageSlots {
     registration: Registration,
@@ -28,10 +29,10 @@ pub(super) struct MessageSlots {
 }
 
 impl MessageSlots {
-    /// So many places, all free.
+    /// Makes `count` free slots.
     ///
     /// # Errors
-    /// If there is no memory, or the device does not take it.
+    /// If there is no memory, or the device does not accept it.
     pub fn new(device: &'static Device, name: &str, count: u32, slot_bytes: usize) -> io::Result<Self> {
         let memory = Arc::new(Memory::create(name, count as usize * slot_bytes)?);
         let base = u64_from(memory.as_ptr().addr());
@@ -52,7 +53,7 @@ impl MessageSlots {
         !self.free.is_empty()
     }
 
-    /// The first `len` bytes of a place.
+    /// The first `len` bytes of a slot.
     pub fn piece(&self, slot: u32, len: usize) -> LocalPiece {
         assert!(len <= self.slot_bytes, "{len} bytes in a place of {}", self.slot_bytes);
         LocalPiece {
@@ -62,7 +63,7 @@ impl MessageSlots {
         }
     }
 
-    /// All of a place.
+    /// The whole slot.
     pub fn whole(&self, slot: u32) -> LocalPiece {
         self.piece(slot, self.slot_bytes)
     }
@@ -71,7 +72,7 @@ impl MessageSlots {
         self.registration.memory().write(slot as usize * self.slot_bytes, bytes);
     }
 
-    /// Put the first `len` bytes of a place into `out`, instead of what is there.
+    /// Copies the first `len` bytes of a slot to `out`, which is replaced.
     pub fn read(&self, slot: u32, len: usize, out: &mut Vec<u8>) {
         out.clear();
         out.resize(len.min(self.slot_bytes), 0);

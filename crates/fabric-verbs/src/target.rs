@@ -1,4 +1,5 @@
-//! The target's end: it changes keys and fences; a thread of its own lets initiators in and binds windows for them. Their READs and WRITEs it never sees.
+//! The owner's end: changes keys and fences. A thread of its own accepts initiators and binds
+//! windows. It takes no part in READs and WRITEs.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -25,22 +26,22 @@ use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, Targ
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
 
-/// Memory offered over verbs.
+/// A target that offers memory over RDMA devices.
 pub struct VerbsTarget {
     shared: Arc<VerbsShared>,
     thread: Option<JoinHandle<()>>,
     address: SocketAddr,
 }
 
-/// What the thread is asked; it tells when it is done.
+/// A command to the thread. The sender is used when the command is done.
 pub(super) enum ServerCommand {
-    /// No window is bound for that key any more.
+    /// Close the windows of a key.
     Invalidate(Key, Sender<()>),
-    /// No window is bound by a table's key in that range any more.
+    /// Close the windows of key-table keys in a range.
     Expel(Range<u64>, Sender<()>),
-    /// Nothing of that host's is served any more.
+    /// Close the sessions of a host up to an epoch.
     Fence(Host, u64, Sender<()>),
-    /// Other pages lie under these addresses.
+    /// Change the pages of a range.
     Remap(RemapRequest, Sender<io::Result<()>>),
 }
 
@@ -57,20 +58,21 @@ pub(super) struct VerbsShared {
 pub(super) struct VerbsTargetState {
     pub peers: PeerSessions<AnsweredMessages>,
     pub tables: TargetTables,
-    /// By region number.
+    /// The regions by index.
     pub regions: Vec<LentRegion>,
     pub commands: Vec<ServerCommand>,
-    /// There is a thread that obeys them.
+    /// Whether the thread runs and executes commands.
     pub is_served: bool,
 }
 
 impl VerbsTargetState {
-    /// A session is over for good.
+    /// Ends a session for good.
     pub fn release(&mut self, peer: &VerbsPeer) {
         self.peers.release(peer, |_| ());
     }
 
-    /// Keep a region that was just put into the tables, and say if there is no_device.
+    /// Stores a region that was just added to the tables, and reports if the device did not accept
+    /// it.
     fn keep(&mut self, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
@@ -82,7 +84,7 @@ impl VerbsTargetState {
                 }),
             ),
         };
-        // In either case: regions are known by their numbers.
+        // Stored in either case, because regions are numbered.
         self.regions.push(lent);
         outcome
     }
@@ -93,11 +95,11 @@ impl VerbsShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
+    /// Executes a command on the thread and waits for it. Returns `None` if the thread has ended.
     fn command<T>(&self, make: impl FnOnce(Sender<T>) -> ServerCommand) -> Option<T> {
         let (done, is_done) = channel();
         let mut state = self.lock();
-        // A thread that has ended serves nobody any more, which is as good.
+        // A thread that has ended serves nothing any more, so the command is done.
         if !state.is_served {
             return None;
         }
@@ -109,10 +111,11 @@ impl VerbsShared {
 }
 
 impl VerbsTarget {
-    /// Offer memory at the address of an RDMA device, to whoever proves to have the cluster's key.
+    /// Offers memory at the address of an RDMA device to initiators that hold the cluster key.
     ///
     /// # Errors
-    /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
+    /// If an option is out of bounds, the address is not that of a device or is in use, or the
+    /// system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what| move |source| TargetError::System { what, source };
         options.check()?;
@@ -145,10 +148,11 @@ impl VerbsTarget {
         Ok(Self { shared, thread: Some(thread), address })
     }
 
-    /// As [`Target::register`], under addresses that may be given other pages of the memory by [`Self::remap`]. At first each has its own.
+    /// Registers memory whose pages [`Self::remap`] can change. At first the pages are in the
+    /// memory's own order.
     ///
     /// # Errors
-    /// As [`Target::register`].
+    /// The errors of [`Target::register`].
     pub fn register_movable(
         &self,
         memory: Arc<Memory>,
@@ -163,13 +167,16 @@ impl VerbsTarget {
         Ok(region)
     }
 
-    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). KeyCache stay as they are; who reads or
-    /// writes meanwhile finds the old pages or the new ones. What the old pages are used for next is the caller's to care for: work that was under way may
-    /// still have reached them until this returns.
+    /// Maps the `len` bytes at `from` of a movable region's memory at the addresses from `addr`
+    /// (CoRM §3.5).
+    ///
+    /// Keys do not change. A concurrent access sees the old pages or the new ones. Until this
+    /// returns, operations in flight may still access the old pages, so the caller must not reuse
+    /// them before.
     ///
     /// # Errors
-    /// If the range is not inside one movable region, or the numbers are not multiples of a page; if the device does not take the new pages: then its windows stay
-    /// closed.
+    /// If the range is not inside one movable region, or a number is not a multiple of the page
+    /// size. If the device does not accept the new pages; the region's windows then stay closed.
     pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<RemapMethod, TargetError> {
         let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
@@ -199,7 +206,7 @@ impl VerbsTarget {
         }
     }
 
-    /// Where it listens; if port 0 was asked for, which port it got.
+    /// The address at which it listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -248,7 +255,7 @@ impl Target for VerbsTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));

@@ -57,7 +57,7 @@ fn another_version_and_other_sizes_are_refused() {
 }
 
 proptest! {
-    /// Whatever the tables hold, looking things up neither panics nor reaches outside.
+    /// Any contents of the tables are looked up without a panic and without an access outside.
     #[test]
     fn nonsense_in_control_memory_is_survived(
         words in proptest::collection::vec((0_usize..700, any::<u64>()), 0..40),

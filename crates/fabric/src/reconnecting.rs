@@ -1,12 +1,16 @@
-//! Endpoints that outlive an absence of their target: its process is started anew while its memory is kept elsewhere, or it cannot be reached for a while.
+//! Endpoints that outlive the absence of their target, whose process restarts while its memory is
+//! kept, or which is unreachable for a while.
 //!
-//! A [`ReconnectingEndpoint`] stands around one endpoint after another, each to the same memory: same addresses, same keys. What was under way when one broke may
-//! or may not have been done. READs and WRITEs can be done once more, and are, in their order, when the target is back ([`AwayPolicy::Wait`]); swaps and messages
-//! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`DrainHandle`]).
+//! A [`ReconnectingEndpoint`] wraps one endpoint after another to the same memory, with the same
+//! addresses and keys. When an endpoint breaks, it is unknown which operations in flight were done.
+//! With [`AwayPolicy::Wait`], READs and WRITEs are repeated in their order when the target is back.
+//! Atomics and messages cannot be repeated and end with [`WorkError::Away`]. Before anything is
+//! repeated, a [`DrainHandle`] makes sure that nothing of the broken endpoint takes effect later.
 //!
-//! What is done once more is a little less than a connection that never broke: a READ may find what a later WRITE of the same endpoint has written, and others may see a word go
-//! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are,
-//! or that users share who know of it, as extents are.
+//! Repeating weakens the guarantees a little. A READ may return what a later WRITE of the same
+//! endpoint wrote. With several WRITEs to one word in flight, another endpoint may see the word
+//! return to an earlier value for a moment. So this is for memory with one user, such as pages, or
+//! with users that know of it, such as extents.
 
 mod reconnector;
 
@@ -25,35 +29,35 @@ use crate::work::{
 pub use reconnector::{Reconnect, ReconnectOutcome};
 use reconnector::{Reconnector, SharedDrain};
 
-/// Completions posted from an endpoint at a time.
+/// Number of completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
 
-/// What becomes of work while the target is away.
+/// What happens to work while the target is away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AwayPolicy {
-    /// READs and WRITEs wait for it.
+    /// READs and WRITEs wait for the target.
     Wait,
-    /// Everything ends at once with [`WorkError::Away`], as does all that is posted until it is back.
+    /// All work ends at once with [`WorkError::Away`] until the target is back.
     Fail,
 }
 
-/// See above.
+/// An endpoint that reconnects when its target comes back.
 #[derive(Debug)]
 pub struct ReconnectingEndpoint {
     state: ReconnectState,
     policy: AwayPolicy,
     reconnect: Arc<dyn Reconnect>,
-    /// As the first endpoint said.
+    /// Those of the first endpoint.
     regions: Vec<Region>,
     limits: Limits,
     locals: LocalMemories,
-    /// Posted to the endpoint that is there, in this order.
+    /// Work posted to the current endpoint, in order.
     in_flight: VecDeque<InFlightWork>,
-    /// To be posted after that, to this endpoint or the next.
+    /// Work to be posted after that, to this endpoint or the next.
     waiting: VecDeque<Work>,
     done: VecDeque<Completion>,
     polled: Vec<Completion>,
-    /// The target refuses this host for good: it is not waited for.
+    /// The target has fenced this host, so there is no use in waiting.
     is_fenced: bool,
 }
 
@@ -61,18 +65,19 @@ pub struct ReconnectingEndpoint {
 enum ReconnectState {
     Connected(Box<dyn Endpoint>),
     Away(Reconnector),
-    /// It does not come back, or does not let us in; what whoever posts is told.
+    /// The target does not come back or refuses this host. Posted work gets the error.
     Failed(Option<Reconnector>, WorkError),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct InFlightWork {
     work: Work,
-    /// The endpoint broke over it. Whether it was done nobody knows: also of what was flushed not every device does.
+    /// The endpoint broke before the outcome was known. Not every device flushes only what was not
+    /// done.
     is_unknown: bool,
 }
 
-/// What there is to know of a target's memory: enough for an endpoint that waits for it.
+/// The regions and limits of a target: enough to wait for it while it is away.
 #[derive(Clone, Debug)]
 pub struct TargetDescription {
     regions: Vec<Region>,
@@ -80,7 +85,7 @@ pub struct TargetDescription {
 }
 
 impl TargetDescription {
-    /// By who is connected.
+    /// The description of the target to which an endpoint is connected.
     #[must_use]
     pub fn of(endpoint: &dyn Endpoint) -> Self {
         Self { regions: endpoint.regions().to_vec(), limits: endpoint.limits() }
@@ -88,14 +93,14 @@ impl TargetDescription {
 }
 
 impl ReconnectingEndpoint {
-    /// Around an endpoint; `reconnect` makes others to the same memory.
+    /// Wraps an endpoint; `reconnect` makes further endpoints to the same memory.
     #[must_use]
     pub fn new(endpoint: Box<dyn Endpoint>, reconnect: Arc<dyn Reconnect>, policy: AwayPolicy) -> Self {
         let target = TargetDescription::of(&*endpoint);
         Self::with_state(target, ReconnectState::Connected(endpoint), reconnect, policy)
     }
 
-    /// To memory that was seen before, and whose target is away.
+    /// An endpoint to memory that was connected before and whose target is away now.
     #[must_use]
     pub fn to_away_target(
         target: TargetDescription,
@@ -142,7 +147,8 @@ impl ReconnectingEndpoint {
         self.done.push_back(Completion { id: work.id, outcome: Err(error) });
     }
 
-    /// Take completions of the endpoint that is there, if one is; whether there were any, or it turned out to be broken.
+    /// Takes completions of the current endpoint. Returns true if there were any or the endpoint
+    /// turned out to be broken.
     fn poll_endpoint(&mut self) -> bool {
         let ReconnectState::Connected(endpoint) = &mut self.state else { return false };
         let mut polled = std::mem::take(&mut self.polled);
@@ -168,7 +174,7 @@ impl ReconnectingEndpoint {
             }
             outcome => {
                 self.is_fenced |= outcome == Err(WorkError::Fenced);
-                // What was posted before, and has not asked for a completion, is done, too.
+                // Unsignalled work that was posted before is done, too.
                 let is_unsignalled = |posted: &InFlightWork| !posted.is_unknown && !posted.work.signalled;
                 for before in (0..at).rev() {
                     if is_unsignalled(&self.in_flight[before]) {
@@ -182,7 +188,7 @@ impl ReconnectingEndpoint {
         }
     }
 
-    /// The endpoint is broken, and has told all that it had to tell.
+    /// Starts to reconnect. The endpoint must be broken, and all its completions taken.
     fn disconnect(&mut self) {
         let ReconnectState::Connected(endpoint) = &self.state else { return };
         if self.is_fenced {
@@ -191,7 +197,7 @@ impl ReconnectingEndpoint {
         }
         let drain = endpoint.drain_handle().map(SharedDrain::new);
         tracing::debug!(in_flight = self.in_flight.len(), "a target is away");
-        // The endpoint is dropped before another is made.
+        // The endpoint must be dropped before another is made.
         self.state = ReconnectState::Failed(None, WorkError::PeerGone);
         self.state = Self::start_reconnecting(&self.reconnect, drain);
         let waiting = std::mem::take(&mut self.waiting);
@@ -209,7 +215,7 @@ impl ReconnectingEndpoint {
         }
     }
 
-    /// Whether the target is back, or does not come back.
+    /// Takes the result of the reconnector. Returns true if there was one.
     fn poll_reconnector(&mut self) -> bool {
         let ReconnectState::Away(reconnector) = &mut self.state else { return false };
         let Some(found) = reconnector.take_result() else { return false };
@@ -229,7 +235,8 @@ impl ReconnectingEndpoint {
         true
     }
 
-    /// The endpoint, if it is to the same memory, with all local memory under the same keys.
+    /// Registers all local memory with a new endpoint. Returns the endpoint if it is to the same
+    /// memory and gives the same local keys.
     fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
         if self.regions != endpoint.regions() {
             return None;
@@ -250,7 +257,7 @@ impl ReconnectingEndpoint {
         self.done.extend(ended);
     }
 
-    /// Post what has waited, as far as there is room.
+    /// Posts waiting work, as far as there is room.
     fn post_waiting(&mut self) {
         if !self.waiting.is_empty() {
             let waiting = std::mem::take(&mut self.waiting);
@@ -260,13 +267,13 @@ impl ReconnectingEndpoint {
         }
     }
 
-    /// Post it if that is possible now, behind what has waited for longer; else it waits, too.
+    /// Posts work behind all waiting work, or queues it if that is not possible now.
     fn post_now(&mut self, batch: &[Work]) {
         let ReconnectState::Connected(endpoint) = &mut self.state else {
             self.waiting.extend(batch);
             return;
         };
-        // One that is broken is left to be found so.
+        // A broken endpoint is left to `poll_endpoint`.
         let accepted = if !self.waiting.is_empty() || endpoint.is_broken() {
             0
         } else {
@@ -288,7 +295,7 @@ impl Endpoint for ReconnectingEndpoint {
             .len()
             .min(depth.saturating_sub(self.in_flight.len() + self.waiting.len() + self.done.len()));
         let posted = &batch[..accepted];
-        // Who is told at once may never come to wait for anything.
+        // With `AwayPolicy::Fail` a caller may never poll or wait.
         self.poll_reconnector();
         match (&self.state, self.policy) {
             (ReconnectState::Failed(_, cause), _) => {
@@ -336,7 +343,7 @@ impl Endpoint for ReconnectingEndpoint {
         if let ReconnectState::Connected(endpoint) = &mut self.state {
             endpoint.register_local(Arc::clone(&memory))?;
         }
-        // Providers number them from one on, which is what makes an endpoint replaceable by another.
+        // Providers number local keys from one, so that another endpoint gives the same keys.
         self.locals.add(memory, self.limits.local_regions_max)
     }
 

@@ -1,4 +1,4 @@
-//! What goes to the device, and what must wait.
+//! Posts work to the device, in order, as far as its keys are known.
 
 use super::{EndpointState, VerbsEndpoint, result_slot};
 use crate::key_cache::KeyLookup;
@@ -7,18 +7,18 @@ use crate::sys::queue_pair::{LocalPiece, RemotePlace, WorkKind, WorkRequest};
 use aquifer_fabric::keys::{KeyId, Right};
 use aquifer_fabric::work::{RemoteAddr, Verb, Work, WorkError};
 
-/// What is to be done with work.
+/// The next step for a piece of work.
 enum NextStep {
     Give(WorkKind),
-    /// It needs no device.
+    /// The outcome is known without the device.
     Known(Result<u64, WorkError>),
-    /// It is a message.
+    /// Send it as a message.
     Send(Vec<u8>),
     Wait,
 }
 
 impl VerbsEndpoint {
-    /// Give the device all that it can have, in order.
+    /// Posts all work that can be posted now, in order.
     pub(super) fn pump(&mut self) {
         self.send_unsent();
         let mut orders = std::mem::take(&mut self.orders);
@@ -46,11 +46,12 @@ impl VerbsEndpoint {
     }
 
     fn post_requests(&mut self, orders: &mut Vec<WorkRequest>) {
-        // Who is last stands for those before it.
+        // The completion of the last request stands for those before it.
         let Some(last) = orders.last_mut() else { return };
         last.signalled = true;
         if let Some(link) = &self.link {
-            // SAFETY: pieces are of `locals` and `results`, which outlive the link: it is dropped, and with it what is under way, before either.
+            // SAFETY: the ranges are in `locals` and `results`, which outlive the link: it is
+            // dropped before either, and its work in flight with it.
             let given = unsafe { link.post(orders) };
             if let Err(error) = given {
                 tracing::warn!(address = %self.address, %error, "the device takes no more work");
@@ -85,7 +86,7 @@ impl VerbsEndpoint {
             Verb::Send { local } => {
                 let bytes = self.locals.bytes(local)?;
                 let is_long = local.len > self.limits.message_bytes_max;
-                // Letters keep their order: none overtakes what is still unsent.
+                // Messages must stay in order.
                 let has_free_slot =
                     self.unsent.is_empty() && self.link.as_ref().is_some_and(|link| link.has_free_slot());
                 return match has_free_slot {
@@ -110,7 +111,7 @@ impl VerbsEndpoint {
         Ok(NextStep::Give(kind_of(&work.verb, local, RemotePlace { addr: remote.addr, key })))
     }
 
-    /// The key that the device knows; `None` while the target is asked for it.
+    /// The device's key; `None` while the target is asked for it.
     fn device_key(
         &mut self,
         remote: RemoteAddr,

@@ -1,9 +1,9 @@
-//! The end of a connection, and what comes after.
+//! Handles the end of a connection.
 //!
-//! A device that was refused does nothing more, and neither does its peer: what was posted behind is posted again over another connection. After any
-//! other end nobody knows what was done, and the endpoint is over; why, the target tells, if it lives.
-//!
-//! What was refused is itself posted again if the target, asked anew, opens the key for it.
+//! After a refusal neither device does anything more, so later work is posted again over another
+//! connection. The refused work is posted again, too, if the target still opens the key for it.
+//! After any other end it is unknown what was done, and the endpoint breaks. The cause comes from
+//! the target, if it answers.
 
 use std::io;
 use std::net::SocketAddr;
@@ -19,22 +19,24 @@ use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
 
-/// So many times in a row work is posted once more that a device was refused for though the target opens its key.
+/// How many times in a row work is repeated that the device refuses although the target opens its
+/// key.
 const REFUSALS_MAX: u32 = 16;
 
-/// A target that puts many pages under other addresses hears nobody meanwhile.
+/// A target that changes the pages of many addresses does not answer for up to this time.
 const REMAP_TIME: Duration = Duration::from_secs(60);
 
-/// What a target answered.
+/// The result of reconnecting.
 #[derive(Debug)]
 pub(super) struct ReconnectAttempt {
     found: Result<(VerbsLink, Welcome), EndpointError>,
-    /// Whether the session goes on.
+    /// Whether the session resumes. Otherwise only the cause is wanted.
     resumes: bool,
 }
 
 impl VerbsEndpoint {
-    /// The connection is over: because the device was refused for the work with that number, or else.
+    /// Closes the connection. `refused` is the number of the work that the peer's device refused,
+    /// if that was the cause.
     pub(super) fn disconnect(&mut self, refused: Option<u64>) {
         if let Some(number) = refused {
             if let Some(key) = self.queue.work(number).and_then(|work| key_of(&work.verb)) {
@@ -44,7 +46,7 @@ impl VerbsEndpoint {
                 self.queue.complete(number, Err(WorkError::RemoteAccess));
             }
         }
-        // With it goes what is under way; nothing of ours is touched after this.
+        // Work in flight ends with the link. After this the device accesses none of our memory.
         drop(self.link.take());
         self.is_armed = false;
         if self.life != EndpointState::Open || self.reconnecting.is_some() {
@@ -73,8 +75,8 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Whether to ask the target whether it meant the refusal: windows are closed while pages move under them, and it opens the key again. What was refused was not
-    /// done.
+    /// Whether to ask the target again for the key of refused work. A target closes windows while
+    /// it changes pages, and opens the key again afterwards. Refused work was not done.
     fn should_repeat(&mut self, number: u64) -> bool {
         let (last, times) = self.refused;
         self.refused = (number, if last == number { times + 1 } else { 1 });
@@ -106,10 +108,11 @@ impl VerbsEndpoint {
         }
         self.link = Some(link);
         self.keys.clear();
-        // Messages are numbered: what the target has had already it only answers.
+        // Messages are numbered. The target answers those that it has already received without
+        // delivering them again.
         self.unsent.clear();
         self.queue.repost_all();
-        // Some may have been taken since the connection was lost.
+        // Some may have been taken while there was no connection.
         self.send(Request::Taken(self.taken));
     }
 
@@ -119,7 +122,8 @@ impl VerbsEndpoint {
     }
 }
 
-/// Knock again while there is no answer. In vain if nobody waits for it any more.
+/// Tries to connect while the target does not answer. Ends early if the result is not awaited any
+/// more.
 fn open_session_until(
     address: SocketAddr,
     key: &ClusterKey,

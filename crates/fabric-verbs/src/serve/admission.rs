@@ -1,4 +1,4 @@
-//! Who is let in, and as whom.
+//! Authenticates initiators, and begins or resumes their sessions.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
 use aquifer_fabric::target::Identity;
 
 impl VerbsServer {
-    /// A message of somebody.
+    /// Handles a received message.
     pub(super) fn handle_message(&mut self, shared: &VerbsShared, name: usize, message: &[u8]) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
         match &mut session.phase {
@@ -71,13 +71,13 @@ impl VerbsServer {
         self.send_message(shared, name, sealed);
     }
 
-    /// A new session, or the one that it goes on with.
+    /// Begins or resumes a session.
     fn admit(&mut self, shared: &VerbsShared, hello: &Hello) -> Result<Arc<VerbsPeer>, String> {
         let who = hello.who;
         if let Some(epoch) = who.epoch.checked_sub(1)
             && shared.lock().tables.refusal(who).is_none()
         {
-            // What the host's agent before this one still had under way must not be done any more.
+            // Operations in flight of an earlier epoch of this host must not take effect later.
             shared.lock().tables.fence(who.host, epoch);
             self.fence(shared, who.host, epoch);
         }
@@ -88,7 +88,7 @@ impl VerbsServer {
         let is_it = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
         let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| is_it(peer)));
         if let Some(name) = open.map(|(name, _)| *name) {
-            // Its old connection has not been found broken yet.
+            // The old connection is not known to be broken yet.
             self.close(name);
         }
         let at = self.parked.iter().position(|(peer, _)| is_it(peer));
@@ -104,7 +104,7 @@ impl VerbsServer {
 
     fn begin(&mut self, state: &mut VerbsTargetState, who: Identity) -> Result<Arc<VerbsPeer>, String> {
         if !state.peers.has_room() && !self.parked.is_empty() {
-            // Whoever comes is here; of those who lingered longest nobody knows.
+            // Replaces the session that was parked first: it may never be resumed.
             let (oldest, _) = self.parked.remove(0);
             state.release(&oldest);
         }

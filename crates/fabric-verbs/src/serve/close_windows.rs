@@ -1,5 +1,5 @@
-//! Windows are closed that others have open: because pages are put under other addresses and the device does not notice by
-//! itself, or because the key was struck out. Nobody may look before the device has ended the binds that were under way.
+//! Closes windows of initiators, when pages change under a device that does not notice, or when
+//! keys are revoked. All binds in flight must end before the caller may rely on it.
 
 use std::io;
 use std::ops::Range;
@@ -10,12 +10,12 @@ use crate::remap::{LentRegion, RemapRequest};
 use crate::session::VerbsSession;
 use crate::target::VerbsShared;
 
-/// A device tells the end of a bind within this time.
+/// The time within which a device must end a bind.
 const BINDS_TIME: Duration = Duration::from_secs(5);
 
 impl VerbsServer {
-    /// Close all windows of a region, move its pages, and let windows be bound again. Who reads or writes meanwhile is refused by the device, request for
-    /// the key once more, and repeats what was refused.
+    /// Closes all windows of a region, changes its pages, and permits binds again. An initiator
+    /// whose access is refused meanwhile asks for the key again and repeats the access.
     pub(super) fn remap(&mut self, shared: &VerbsShared, order: &RemapRequest) -> io::Result<()> {
         self.is_paused = true;
         self.close_windows(shared, order.region);
@@ -34,7 +34,7 @@ impl VerbsServer {
         self.await_binds(shared, |session| session.is_binding(region));
     }
 
-    /// Close what was opened in that range by keys of a table, and wait for what the device is still to open.
+    /// Closes the windows of key-table keys in a range, and waits for binds in flight.
     pub(super) fn expel(&mut self, shared: &VerbsShared, range: &Range<u64>) {
         self.sessions.values_mut().for_each(|session| session.expel(range));
         self.await_binds(shared, |session| session.is_binding_in(range));

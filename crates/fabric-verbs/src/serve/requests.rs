@@ -1,4 +1,4 @@
-//! What those who are in ask for, and what they are told.
+//! Serves the requests of admitted initiators.
 
 use std::io;
 
@@ -14,7 +14,8 @@ use crate::sys::window::Window;
 use crate::target::VerbsShared;
 use aquifer_fabric::keys::{Grant, KeyId, admits};
 
-/// Answers and messages that one session may leave queued: twice what an initiator can have said that is not answered.
+/// Bound of the queued answers and messages of one session: twice what an initiator can have sent
+/// without an answer.
 const WAITING_MAX: usize = 2 * MESSAGE_SLOTS_MAX as usize;
 
 impl VerbsServer {
@@ -60,7 +61,7 @@ impl VerbsServer {
         self.post_queued(shared, name);
     }
 
-    /// Say something, now or when there is a place.
+    /// Queues a message and posts it when a slot is free.
     pub(super) fn send_message(&mut self, shared: &VerbsShared, name: usize, message: Vec<u8>) {
         if let Some(session) = self.sessions.get_mut(&name) {
             session.queued.push_back(QueuedRequest::Message(message));
@@ -68,7 +69,7 @@ impl VerbsServer {
         self.post_queued(shared, name);
     }
 
-    /// Give the device what waits for it, in order.
+    /// Posts queued requests to the device, in order.
     pub(super) fn post_queued(&mut self, shared: &VerbsShared, name: usize) {
         while !self.is_paused
             && let Some(session) = self.sessions.get_mut(&name)
@@ -99,7 +100,7 @@ impl VerbsServer {
         self.post(name, SENT_BIT, InFlightRequest::Message(slot), kind)
     }
 
-    /// Bind a window for a key, if the key is for this one.
+    /// Binds a window for a key, if the key is for this session.
     fn bind_window(&mut self, shared: &VerbsShared, name: usize, wanted: KeyId) -> io::Result<()> {
         let Some(session) = self.sessions.get_mut(&name) else { return Ok(()) };
         let Some(who) = session.peer().map(|peer| peer.who) else { return Ok(()) };
@@ -142,7 +143,7 @@ impl VerbsServer {
         self.post(name, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
     }
 
-    /// Have the device do something for a session; it is noted, and kept, until it has ended.
+    /// Posts a request to the device. It is recorded until it has ended.
     fn post(&mut self, name: usize, class: u64, what: InFlightRequest, kind: WorkKind) -> io::Result<()> {
         let id = class | self.next_id;
         self.next_id += 1;
@@ -150,8 +151,9 @@ impl VerbsServer {
         session.in_flight.insert(id, what);
         self.in_flight.insert(id, name);
         let order = WorkRequest { id, kind, signalled: true, fenced: false };
-        // SAFETY: regions and slot are registered for as long as the target lives; a window or a slot is noted as under way, and so neither freed
-        // nor given to another until the device has told the end of it, or the queue pair is gone.
+        // SAFETY: regions and slots are registered for as long as the target lives. A window or a
+        // slot is recorded as in flight, so it is neither freed nor reused until the device has
+        // reported its end or the queue pair is gone.
         unsafe { session.pair.post(&[order]) }
     }
 

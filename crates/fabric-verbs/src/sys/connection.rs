@@ -1,4 +1,4 @@
-//! Connections by librdmacm: who listens, who connects, and the queue pairs between them.
+//! Connections by librdmacm: listeners, initiators, and their queue pairs.
 
 use std::io;
 use std::net::SocketAddr;
@@ -13,12 +13,14 @@ use super::device::Device;
 use super::queue_pair::QueuePair;
 use super::receives::SharedReceives;
 
-/// First bytes that both ends send, in librdmacm's own messages: another protocol at the same port is noticed.
+/// The private data that both ends send in librdmacm's messages. It detects another protocol on the
+/// same port.
 pub(crate) const MAGIC: [u8; 8] = *b"AQFVRB\x01\0";
-/// The peer is asked so often before it counts as gone. 7 receives-not-ready are endless: whoever has no room says so in words.
+/// Retries before a peer counts as gone. For receives that are not ready, 7 means without limit;
+/// lack of room is reported in messages.
 const RETRIES: u8 = 7;
 
-/// What librdmacm tells.
+/// The kind of a librdmacm event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum CmEventKind {
     AddressResolved,
@@ -26,28 +28,28 @@ pub(crate) enum CmEventKind {
     Established,
     Rejected,
     Disconnected,
-    /// It failed, with a number of the system's.
+    /// The connection failed with a system error number.
     Failed(i32),
     Other,
 }
 
-/// Something happened to a connection.
+/// An event of a connection.
 #[derive(Debug)]
 pub(crate) struct CmEvent {
     pub kind: CmEventKind,
-    /// Which; see [`CmConnection::name`].
+    /// The connection: its [`CmConnection::name`].
     pub of: usize,
-    /// Somebody request to be let in, and speaks this protocol or not.
+    /// The connection that asks to be accepted, and whether it speaks this protocol.
     pub request: Option<(CmConnection, bool)>,
 }
 
-/// Where events come from.
+/// A channel of events.
 #[derive(Debug)]
 pub(crate) struct CmEvents(*mut sys::rdma_event_channel);
 
 // SAFETY: librdmacm lets any thread use a channel.
 unsafe impl Send for CmEvents {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for CmEvents {}
 
 impl CmEvents {
@@ -66,16 +68,17 @@ impl CmEvents {
     /// The next event, if there is one.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn next(&self) -> io::Result<Option<CmEvent>> {
         let mut found = ptr::null_mut();
-        // SAFETY: the channel lives, and does not wait.
+        // SAFETY: the channel lives, and the call does not block.
         if unsafe { sys::rdma_get_cm_event(self.0, &raw mut found) } != 0 {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(error) };
         }
         use sys::rdma_cm_event_type as kinds;
-        // SAFETY: an event was given; it and what it points to live until it is acknowledged, once, below.
+        // SAFETY: an event was returned. It and what it points to live until it is acknowledged,
+        // once, below.
         unsafe {
             let event = &*found;
             let (kind, of, status) = (event.event, event.id, event.status);
@@ -121,12 +124,13 @@ impl AsFd for CmEvents {
 
 impl Drop for CmEvents {
     fn drop(&mut self) {
-        // SAFETY: it is ours and dropped once, after the connections that tell here.
+        // SAFETY: `self` owns it and drops it once, after the connections that report here.
         unsafe { sys::rdma_destroy_event_channel(self.0) };
     }
 }
 
-/// One end of a connection, or of what is to become one; or a listener. It goes before the [`CmEvents`] that it tells to.
+/// One end of a connection, or a listener. Must be dropped before the [`CmEvents`] to which it
+/// reports.
 #[derive(Debug)]
 pub(crate) struct CmConnection {
     id: *mut sys::rdma_cm_id,
@@ -135,24 +139,24 @@ pub(crate) struct CmConnection {
 
 // SAFETY: librdmacm lets any thread use an id, one at a time.
 unsafe impl Send for CmConnection {}
-// SAFETY: what `&self` gives is read-only, or locked by librdmacm.
+// SAFETY: methods of `&self` only read, or call functions that librdmacm locks.
 unsafe impl Sync for CmConnection {}
 
 fn ok(outcome: i32) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Hand an address to the system.
+/// Passes an address to a call of the system.
 fn with_address(address: SocketAddr, call: impl FnOnce(*mut libc::sockaddr) -> i32) -> io::Result<()> {
     // SAFETY: the pointer is used only while the call lasts, and not written through.
     ok(unsafe { address.with_sockaddr(|pointer, _| call(pointer.cast::<libc::sockaddr>().cast_mut())) })
 }
 
 impl CmConnection {
-    /// Not connected to anything yet.
+    /// An end that is not connected yet.
     ///
     /// # Errors
-    /// What the system says; `ENODEV` where there is no device at all.
+    /// The error of the system; `ENODEV` if there is no device.
     pub fn new(events: &CmEvents) -> io::Result<Self> {
         let mut id = ptr::null_mut();
         // SAFETY: the channel lives, and longer than the connection; `id` outlives the call.
@@ -162,15 +166,15 @@ impl CmConnection {
         Ok(Self { id, pair: None })
     }
 
-    /// What [`CmEvent::of`] calls it.
+    /// The identifier by which [`CmEvent::of`] names this connection.
     pub fn name(&self) -> usize {
         self.id.addr()
     }
 
-    /// Listen at an address of a device; port 0 is any that is free.
+    /// Listens at an address of a device. Port 0 chooses a free port.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn listen(&self, address: SocketAddr, backlog: i32) -> io::Result<SocketAddr> {
         // SAFETY: the id lives.
         with_address(address, |pointer| unsafe { sys::rdma_bind_addr(self.id, pointer) })?;
@@ -181,10 +185,10 @@ impl CmConnection {
         Ok(SocketAddr::new(address.ip(), port))
     }
 
-    /// Find out by which device an address is reached; [`CmEventKind::AddressResolved`] tells.
+    /// Finds the device that reaches an address. [`CmEventKind::AddressResolved`] follows.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn resolve_address(&self, address: SocketAddr, timeout_ms: i32) -> io::Result<()> {
         let call = |pointer| {
             // SAFETY: the id lives.
@@ -193,19 +197,20 @@ impl CmConnection {
         with_address(address, call)
     }
 
-    /// Find the way to it; [`CmEventKind::RouteResolved`] tells.
+    /// Finds the route to the address. [`CmEventKind::RouteResolved`] follows.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn resolve_route(&self, timeout_ms: i32) -> io::Result<()> {
         // SAFETY: the id lives.
         ok(unsafe { sys::rdma_resolve_route(self.id, timeout_ms) })
     }
 
-    /// The device that it goes over.
+    /// The device of this connection.
     ///
     /// # Errors
-    /// If it has none yet, as a listener on all addresses; or if that cannot be asked.
+    /// If there is none yet, as for a listener on all addresses; or if the device cannot be
+    /// queried.
     pub fn device(&self) -> io::Result<&'static Device> {
         // SAFETY: the id lives; librdmacm closes no context before the process ends.
         unsafe {
@@ -214,10 +219,11 @@ impl CmConnection {
         }
     }
 
-    /// Make its queue pair; the other end cannot reach any memory by it. Receives are its own, or come from a shared queue.
+    /// Creates the queue pair. It opens no memory to the peer. Receives are its own, or come from a
+    /// shared queue.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn open_pair(
         &mut self,
         device: &'static Device,
@@ -244,35 +250,36 @@ impl CmConnection {
             qp_type: sys::ibv_qp_type::IBV_QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: all that is named lives: the queue pair goes with the connection, and the caller keeps its queues for longer.
+        // SAFETY: everything named here lives. The queue pair is destroyed with the connection, and
+        // the caller keeps the queues for longer.
         ok(unsafe { sys::rdma_create_qp(self.id, device.domain, &raw mut wanted) })?;
-        // SAFETY: it was made just now, and goes with this connection.
+        // SAFETY: it was just created, and lives as long as this connection.
         let pair = unsafe { QueuePair::new((*self.id).qp, wanted.cap.max_inline_data.min(inline_bytes)) };
         self.pair = Some(pair);
         Ok(pair)
     }
 
-    /// Ask to be let in; [`CmEventKind::Established`] tells.
+    /// Asks the listener to accept. [`CmEventKind::Established`] follows.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn connect(&self, reads: u8) -> io::Result<()> {
         let mut wanted = parameters(0, reads);
         // SAFETY: the id has a queue pair; the parameters outlive the call.
         ok(unsafe { sys::rdma_connect(self.id, &raw mut wanted) })
     }
 
-    /// Let it in.
+    /// Accepts a connection.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn accept(&self, reads: u8) -> io::Result<()> {
         let mut granted = parameters(reads, 0);
-        // SAFETY: likewise.
+        // SAFETY: the id has a queue pair; the parameters outlive the call.
         ok(unsafe { sys::rdma_accept(self.id, &raw mut granted) })
     }
 
-    /// Send farewell; both ends are told. Nothing if it is over already.
+    /// Disconnects. Both ends get an event. Does nothing if the connection is over.
     pub fn disconnect(&self) {
         // SAFETY: the id lives.
         let _over = unsafe { sys::rdma_disconnect(self.id) };
@@ -295,7 +302,8 @@ fn parameters(served: u8, begun: u8) -> sys::rdma_conn_param {
 
 impl Drop for CmConnection {
     fn drop(&mut self) {
-        // SAFETY: the id is ours and dropped once, its queue pair first. All its events are acknowledged as they are read.
+        // SAFETY: `self` owns the id and drops it once, its queue pair first. All its events are
+        // acknowledged when they are read.
         unsafe {
             if self.pair.is_some() {
                 sys::rdma_destroy_qp(self.id);

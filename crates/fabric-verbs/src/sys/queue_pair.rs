@@ -1,14 +1,14 @@
-//! WorkQueue pairs: where work is posted.
+//! Queue pairs, to which work is posted.
 
 use std::io;
 use std::ptr;
 
 use rdma_mummy_sys as sys;
 
-/// Work given to a device at a time.
+/// Number of work requests that are passed to the device at a time.
 const POST_MAX: usize = 16;
 
-/// Registered bytes of this process.
+/// A range of registered memory of this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct LocalPiece {
     pub addr: u64,
@@ -23,7 +23,7 @@ pub(crate) struct RemotePlace {
     pub key: u32,
 }
 
-/// What a window is to open.
+/// The parameters of a bind.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WindowBind {
     pub window: *mut sys::ibv_mw,
@@ -47,7 +47,7 @@ pub(crate) enum WorkKind {
         local: LocalPiece,
         remote: RemotePlace,
     },
-    /// What is found goes to `result`, 8 bytes.
+    /// The value found is written to `result`, which has 8 bytes.
     CompareSwap {
         result: LocalPiece,
         remote: RemotePlace,
@@ -65,31 +65,33 @@ pub(crate) enum WorkKind {
     Bind(WindowBind),
 }
 
-/// One piece of work.
+/// One work request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WorkRequest {
     pub id: u64,
     pub kind: WorkKind,
-    /// Whether success makes a completion. Failure always does.
+    /// Whether success produces a completion. Failure always does.
     pub signalled: bool,
-    /// Not before READs and atomics that were posted earlier are done.
+    /// Whether it starts only after all READs and atomics that were posted earlier.
     pub fenced: bool,
 }
 
-/// A queue pair. It is its connection's, and no longer used when that is gone.
+/// A queue pair. Its connection owns it, and it must not be used after that is dropped.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueuePair {
     pair: *mut sys::ibv_qp,
-    /// Short WRITEs and messages are copied into the work itself.
+    /// WRITEs and messages up to this length are copied into the work request.
     inline_bytes: u32,
 }
 
 // SAFETY: libibverbs lets any thread use a queue pair.
 unsafe impl Send for QueuePair {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
+    /// Wraps a queue pair.
+    ///
     /// # Safety
     /// The queue pair must live for as long as this is used.
     pub unsafe fn new(pair: *mut sys::ibv_qp, inline_bytes: u32) -> Self {
@@ -97,17 +99,19 @@ impl QueuePair {
     }
 
     pub fn number(self) -> u32 {
-        // SAFETY: it lives, as `new` was promised.
+        // SAFETY: the queue pair lives, as the caller of `new` guarantees.
         unsafe { (*self.pair).qp_num }
     }
 
-    /// Give work to the device: one doorbell for up to 16 of it.
+    /// Posts work to the device, with one doorbell for each 16 requests.
     ///
     /// # Errors
-    /// If the device takes no more. What it took before that, nobody says: the pair is of no use any more.
+    /// If the device accepts no more. It is unknown how much it accepted, so the queue pair is then
+    /// unusable.
     ///
     /// # Safety
-    /// What pieces and openings name must stay registered, and what is read not be freed, until the work has ended.
+    /// Ranges and windows that the requests name must stay registered, and memory that is read must
+    /// not be freed, until the work has ended.
     pub unsafe fn post(self, orders: &[WorkRequest]) -> io::Result<()> {
         for batch in orders.chunks(POST_MAX) {
             // SAFETY: plain numbers and pointers, for which zero is a value.
@@ -120,7 +124,8 @@ impl QueuePair {
                 works[at - 1].next = &raw mut works[at];
             }
             let mut refused = ptr::null_mut();
-            // SAFETY: the pair lives; the list ends at a null and outlives the call; the rest is the caller's promise.
+            // SAFETY: the pair lives. The list ends with a null pointer and outlives the call. The
+            // caller guarantees the rest.
             let error = unsafe { sys::ibv_post_send(self.pair, works.as_mut_ptr(), &raw mut refused) };
             if error != 0 {
                 return Err(io::Error::from_raw_os_error(error.abs()));
@@ -198,24 +203,25 @@ impl QueuePair {
         if local.len <= self.inline_bytes { sys::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 }
     }
 
-    /// Offer a place for the next message of the peer.
+    /// Offers a slot for the next message of the peer.
     ///
     /// # Errors
-    /// If the device takes no more.
+    /// If the device accepts no more.
     ///
     /// # Safety
-    /// The piece must stay registered, and be nobody else's, until a message has come there or the pair is gone.
+    /// The range must stay registered and unused until a message has arrived in it or the pair is
+    /// gone.
     pub unsafe fn receive(self, id: u64, piece: LocalPiece) -> io::Result<()> {
         let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
         let mut work =
             sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };
         let mut refused = ptr::null_mut();
-        // SAFETY: the pair lives, the list outlives the call; the rest is the caller's promise.
+        // SAFETY: the pair lives and the list outlives the call. The caller guarantees the rest.
         let error = unsafe { sys::ibv_post_recv(self.pair, &raw mut work, &raw mut refused) };
         if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
     }
 
-    /// Nothing more is done for the peer from now on, and what is posted here is flushed.
+    /// Stops the queue pair: nothing more is done for the peer, and posted work is flushed.
     pub fn stop(self) {
         // SAFETY: plain numbers, for which zero is a value.
         let mut state: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };

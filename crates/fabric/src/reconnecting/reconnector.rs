@@ -1,4 +1,4 @@
-//! The way back to a target that is away, looked for by a thread of its own.
+//! Reconnects to a target that is away, on a thread of its own.
 
 use std::fmt::Debug;
 use std::io;
@@ -11,35 +11,35 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::background::BackgroundTask;
 use crate::work::{DrainHandle, Endpoint, EndpointError};
 
-/// Between attempts.
+/// Time between attempts.
 const RETRY_EVERY: Duration = Duration::from_millis(10);
 
-/// What an attempt to get back to a target came to.
+/// The outcome of one attempt to reconnect.
 #[derive(Debug)]
 pub enum ReconnectOutcome {
     /// An endpoint to the same memory.
     Connected(Box<dyn Endpoint>),
-    /// It is not back.
+    /// The target is not back yet.
     Retry,
-    /// It will not come back, or without its memory.
+    /// The target will not come back, or came back without its memory.
     Gone,
 }
 
-/// How to get back to a target that is away.
+/// The way back to a target that is away.
 pub trait Reconnect: Send + Sync + Debug {
-    /// Try it, once.
+    /// Tries once to connect.
     fn attempt(&self) -> ReconnectOutcome;
 
-    /// After so long it is not tried any more.
+    /// The time after which there are no further attempts.
     fn timeout(&self) -> Duration;
 
-    /// Whether an attempt may take a while: then a thread of its own makes it, and otherwise whoever polls.
+    /// Whether an attempt may block. If so a thread makes it, otherwise the thread that polls.
     fn is_blocking(&self) -> bool {
         true
     }
 }
 
-/// What an endpoint that broke may have left under way, for all who must see to its end.
+/// The drain handle of a broken endpoint, shared by all that may have to drain it.
 #[derive(Clone, Debug)]
 pub(super) struct SharedDrain(Arc<Mutex<DrainState>>);
 
@@ -55,7 +55,7 @@ impl SharedDrain {
     }
 
     pub fn is_drained(&self) -> bool {
-        // Whoever is at it holds the lock for long, and has not ended it.
+        // A thread that is draining holds the lock for long, and is not done.
         self.0.try_lock().is_ok_and(|left| left.is_drained)
     }
 
@@ -75,7 +75,7 @@ impl DrainHandle for SharedDrain {
     }
 }
 
-/// A target is looked for.
+/// The attempts to reconnect to one target.
 #[derive(Debug)]
 pub(super) struct Reconnector {
     mode: SearchMode,
@@ -89,10 +89,10 @@ enum SearchMode {
 }
 
 impl Reconnector {
-    /// Begin. What is `drain` is ended first.
+    /// Starts reconnecting. Operations in flight are drained first.
     ///
     /// # Errors
-    /// If there is no thread.
+    /// If the thread cannot be started.
     pub fn start(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> io::Result<Self> {
         let reconnect = Arc::clone(reconnect);
         if !reconnect.is_blocking() {
@@ -105,7 +105,8 @@ impl Reconnector {
         Ok(Self { mode: SearchMode::Thread(task), drain })
     }
 
-    /// What came of it: an endpoint, or nothing for good. `None`: it goes on.
+    /// The result, once: an endpoint, or `Some(None)` if the target will not come back. `None`
+    /// while attempts continue.
     pub fn take_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
         match &self.mode {
             SearchMode::Thread(task) => task.take_result(),
@@ -117,12 +118,13 @@ impl Reconnector {
         }
     }
 
-    /// What of the endpoint before may take effect yet.
+    /// The drain handle of the broken endpoint, if it was not drained yet.
     pub fn drain_handle(&self) -> Option<SharedDrain> {
         self.drain.clone().filter(|drain| !drain.is_drained())
     }
 
-    /// Readable when there is an outcome.
+    /// A descriptor that is readable when there is a result. `None` if the polling thread makes the
+    /// attempts.
     pub fn ready_fd(&self) -> Option<BorrowedFd<'_>> {
         match &self.mode {
             SearchMode::Thread(task) => Some(task.ready_fd()),
@@ -130,11 +132,11 @@ impl Reconnector {
         }
     }
 
-    /// Wait for the outcome, at most so long.
+    /// Waits for the result, for at most `timeout`.
     pub fn wait(&self, timeout: Duration) {
         if let Some(ready) = self.ready_fd() {
             let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
-            // Any outcome means: look.
+            // The caller polls after any outcome.
             let _ =
                 rustix::event::poll(&mut [PollFd::from_borrowed_fd(ready, PollFlags::IN)], Some(&timeout));
         }
@@ -142,7 +144,7 @@ impl Reconnector {
 }
 
 fn try_reconnect(reconnect: &dyn Reconnect, drain: Option<&mut SharedDrain>) -> ReconnectOutcome {
-    // What is done once more must not be followed by what was sent before.
+    // Repeated work must not be followed by operations that were sent before it.
     if drain.is_some_and(|drain| drain.drain().is_err()) {
         ReconnectOutcome::Retry
     } else {

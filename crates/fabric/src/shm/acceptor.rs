@@ -1,4 +1,4 @@
-//! The target's thread: it lets endpoints in and notices when they leave.
+//! The target's thread: it accepts endpoints and notices when they hang up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT};
 use crate::memory::u64_from;
 use crate::target::Identity;
 
-/// The control thread looks so often whether a connection has been silent for too long.
+/// The interval at which the timeouts of unfinished handshakes are checked.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The thread that lets endpoints in and notices when they leave.
+/// The thread that accepts endpoints and notices when they hang up.
 pub(super) struct ShmAcceptor {
     shared: Arc<ShmShared>,
     listener: OwnedFd,
@@ -45,7 +45,7 @@ impl ShmAcceptor {
                 }
             };
             let pending = self.pending.len();
-            // From the back, so that what was removed does not move what is still to be looked at.
+            // From the back, because handling an index removes it.
             for &index in ready.iter().rev() {
                 match index {
                     0 => self.accept(),
@@ -57,15 +57,16 @@ impl ShmAcceptor {
         }
     }
 
-    /// Wait for something to happen: 0 is the listener, then come the pending, then the connected.
+    /// Waits for events. Index 0 is the listener; the unfinished handshakes and then the connected
+    /// endpoints follow.
     fn wait(&self) -> Result<Vec<usize>, rustix::io::Errno> {
         let mut polled = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
-        // Who comes when too many have not yet said who they are waits in the backlog.
+        // At the limit of unfinished handshakes, further connections wait in the backlog.
         let room = self.pending.len() < PENDING_LIMIT;
         let accepting = if room { PollFlags::IN } else { PollFlags::empty() };
         polled.push(PollFd::new(&self.listener, accepting));
         polled.extend(self.pending.iter().map(|(fd, _)| PollFd::new(fd, PollFlags::IN)));
-        // Endpoints say nothing over the socket, so whatever happens there is the end.
+        // Endpoints send nothing after the handshake, so any event is a hang-up.
         let ending = PollFlags::IN | PollFlags::RDHUP;
         polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, ending)));
         let patience = (!self.pending.is_empty()).then_some(&TICK);
@@ -81,13 +82,14 @@ impl ShmAcceptor {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
             Err(error) => {
                 tracing::warn!(%error, "cannot accept an endpoint");
-                // Out of descriptors or memory: trying at once again would only burn time.
+                // The process has no descriptors or memory left. Trying again at once would only
+                // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
             }
         }
     }
 
-    /// A pending connection said something, or left.
+    /// Handles the hello, or the hang-up, of an unfinished handshake.
     fn handle_hello(&mut self, index: usize) {
         let (socket, _) = self.pending.swap_remove(index);
         let Ok((bytes, _)) = socket::receive(&socket) else {
@@ -102,12 +104,12 @@ impl ShmAcceptor {
         };
         if let Some((socket, reason)) = refused {
             tracing::info!(reason, "an endpoint was refused");
-            // If it has left already nobody misses the answer.
+            // The peer may have hung up already.
             let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason)), &[]);
         }
     }
 
-    /// Who it is, if it may connect at all; else the reason why not.
+    /// The identity of the peer, or the reason to refuse it.
     fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, String> {
         let uid = socket::peer_uid(socket).map_err(|e| format!("your user is unknown: {e}"))?;
         let allowed = self.shared.options.peer_uid;
@@ -117,8 +119,8 @@ impl ShmAcceptor {
         handshake::parse_hello(hello).map_err(|error| error.to_string())
     }
 
-    /// What the host's agent before this one still has under way must not be done any more. One that is dead does nothing more, and one
-    /// that stands still in the middle of an access is ended.
+    /// Fences all smaller epochs of the host: their operations in flight must not take effect
+    /// later. A process that stalls in the middle of an access is killed.
     fn fence_earlier_epochs(&self, who: Identity) -> Result<(), String> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
@@ -129,7 +131,7 @@ impl ShmAcceptor {
         Ok(())
     }
 
-    /// Give it a slot, a mailbox and the regions.
+    /// Assigns a slot, a mailbox and the regions.
     fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
         let ShmShared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
@@ -169,7 +171,7 @@ impl ShmAcceptor {
         Ok(())
     }
 
-    /// An endpoint hung up: its slot is free, its messages remain to be read.
+    /// Frees the slot of an endpoint that hung up. Its unread messages are kept.
     fn remove_endpoint(&mut self, index: usize) {
         let (slot, _) = self.connected.swap_remove(index);
         let mut state = self.shared.lock();
@@ -186,7 +188,7 @@ impl ShmAcceptor {
     }
 }
 
-/// The answer to one who may come in, and the descriptors that go with it.
+/// The welcome and its descriptors.
 fn welcome<'a>(
     shared: &'a ShmShared,
     state: &'a ShmTargetState,

@@ -1,4 +1,5 @@
-//! The initiator's end: it checks keys, copies bytes and swaps words by itself, at once.
+//! The initiator's end. It checks keys, copies bytes and performs atomics itself, while work is
+//! posted.
 
 use std::collections::VecDeque;
 use std::io;
@@ -23,8 +24,8 @@ use crate::work::{
     WorkError,
 };
 
-/// After so many bytes a batch pauses, so that whoever kills a key waits for one long copy and
-/// not for a whole queue of them.
+/// A batch pauses after this many bytes, so that a target that invalidates a key waits for one long
+/// copy and not for a whole queue of them.
 const PAUSE_BYTES: u64 = 256 << 10;
 
 /// One connection to a [`super::ShmTarget`].
@@ -32,12 +33,12 @@ pub struct ShmEndpoint {
     who: Identity,
     control: ControlMemory,
     slot: usize,
-    /// Our `active` word as we last stored it; odd inside a batch.
+    /// The last value stored in the `active` word; odd inside a batch.
     sequence: u64,
     peer_socket: Arc<PeerSocket>,
     limits: Limits,
     regions: Vec<Region>,
-    /// TargetTables of keys of regions.
+    /// Key tables of the regions.
     tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
     locals: LocalMemories,
@@ -47,25 +48,26 @@ pub struct ShmEndpoint {
     broken: bool,
 }
 
-/// Connect to the target that listens at `path`.
+/// Connects to the target that listens at `path`.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it speaks another protocol.
+/// If no target listens there, the target refuses, or it speaks another protocol.
 pub fn connect(path: &Path, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     Ok(Box::new(ShmEndpoint::connect(path, who)?))
 }
 
 impl ShmEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// If nobody listens there, the target refuses, or it speaks another protocol.
+    /// If no target listens there, the target refuses, or it speaks another protocol.
     pub fn connect(path: &Path, who: Identity) -> Result<Self, EndpointError> {
         let address = path.display().to_string();
         let unreachable = |source| EndpointError::Unreachable { address: address.clone(), source };
         let protocol = |reason| EndpointError::Protocol { address: address.clone(), reason };
         let socket = socket::connect(path).map_err(unreachable)?;
-        // A target that refuses may have hung up before it read this; its answer says why.
+        // A target that refuses may have hung up before it reads the hello. Its answer has the
+        // reason.
         let sent = socket::send(&socket, &handshake::encode_hello(who), &[]);
         let (bytes, fds) = socket::receive(&socket).map_err(unreachable)?;
         if bytes.is_empty() {
@@ -82,7 +84,7 @@ impl ShmEndpoint {
         }
     }
 
-    /// Map what a welcome brought. The reason of a failure is a sentence.
+    /// Maps the memory of a welcome. The error is a sentence.
     fn open(socket: OwnedFd, who: Identity, welcome: Welcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
@@ -134,7 +136,7 @@ impl ShmEndpoint {
         })
     }
 
-    /// Say that accesses may be under way, before looking at any key.
+    /// Marks the endpoint as accessing memory. Must be called before any key is read.
     #[inline]
     fn enter_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
@@ -142,15 +144,15 @@ impl ShmEndpoint {
         fence(Ordering::SeqCst);
     }
 
-    /// Say that all accesses so far have ended.
+    /// Marks all accesses so far as ended.
     #[inline]
     fn leave_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Release);
     }
 
-    /// What keeps this endpoint from working at all. The first operation that meets it learns
-    /// the cause, later ones are flushed.
+    /// The error that breaks this endpoint, if there is one. The first operation that meets it gets
+    /// the error; later ones are flushed.
     #[inline]
     fn failure(&self) -> Option<WorkError> {
         if self.broken {
@@ -176,7 +178,7 @@ impl ShmEndpoint {
                 // SAFETY: both ranges were just checked to be inside mappings that live as long
                 // as this endpoint.
                 unsafe { copy(to, from, local.len as usize) };
-                // Later operations of this endpoint come after this one.
+                // Later operations of this endpoint must come after this one.
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
             }
@@ -184,7 +186,8 @@ impl ShmEndpoint {
                 let from = self.local_transfer(local)?;
                 let to = self.remote(remote, u64::from(local.len), Right::Write)?;
                 fence(Ordering::AcqRel);
-                // SAFETY: as above.
+                // SAFETY: both ranges were just checked to be inside mappings that live as long as
+                // this endpoint.
                 unsafe { copy(to, from, local.len as usize) };
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
@@ -216,7 +219,7 @@ impl ShmEndpoint {
         }
     }
 
-    /// The local end of a READ or WRITE.
+    /// The address of the local end of a READ or WRITE.
     #[inline]
     fn local_transfer(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
         if local.len > self.limits.transfer_bytes_max {
@@ -242,10 +245,10 @@ impl ShmEndpoint {
         };
         let grant = grant.ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, remote.addr, len)?;
-        // A region that was registered after we connected is not mapped here.
+        // A region that was registered after this endpoint connected is not mapped here.
         let region = self.regions.get(grant.region).ok_or(WorkError::RemoteAccess)?;
         let memory = self.mapped.get(grant.region).ok_or(WorkError::RemoteAccess)?;
-        // The key table is shared memory: what it says is checked against our own mapping too.
+        // The key table is shared memory, so its contents are checked against our own mapping, too.
         let offset = remote.addr.checked_sub(region.base).ok_or(WorkError::RemoteAccess)?;
         memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
@@ -256,8 +259,8 @@ impl ShmEndpoint {
             return Err(WorkError::Misaligned);
         }
         let word = self.remote(remote, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin
-        // at multiples of 8 here and there.
+        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin at
+        // multiples of 8 in both address spaces.
         Ok(unsafe { std::sync::atomic::AtomicU64::from_ptr(word) })
     }
 }
@@ -317,7 +320,7 @@ impl Endpoint for ShmEndpoint {
     }
 }
 
-/// Whether the outcome of a verb counts bytes.
+/// Whether the outcome of a verb is a number of bytes.
 #[inline]
 fn moves_bytes(verb: &Verb) -> bool {
     matches!(verb, Verb::Read { .. } | Verb::Write { .. })

@@ -98,7 +98,7 @@ fn golden_control_memory() {
     golden.text("bytes", &length.to_string());
     golden.text("states", &format!("free {FREE}, open {OPEN}, fenced {FENCED}"));
 
-    // The same bytes in other memory are understood.
+    // A copy of the bytes must parse.
     let copy = Memory::create("copy", length).expect("there is memory");
     copy.write(0, &bytes);
     let fd = copy.fd().try_clone_to_owned().expect("there are descriptors");

@@ -1,4 +1,5 @@
-//! The end of a target whose process died, and whose memory did not: peers still have it mapped.
+//! Retires a target whose process died while its memory was kept. Peers may still have the memory
+//! mapped.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -6,16 +7,19 @@ use std::time::{Duration, Instant};
 
 use crate::control::ControlMemory;
 
-/// How often to see whether a peer that is in the middle of an access lives.
+/// The interval at which the process of an endpoint is checked during an access.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// An access takes microseconds: what takes so long is worth a word.
+/// An access takes microseconds. One that takes this long is logged.
 const WARN_AFTER: Duration = Duration::from_secs(1);
 
-/// What a dead target's peers may still be doing to its memory is over when this returns, and they begin nothing more: `control` is that target's
-/// ([`crate::Target::control`]). A process that stands still in the middle of an access is waited for until it goes on, or dies.
+/// Ends all accesses by peers of a dead target. When this returns, none is in flight, and none will
+/// begin.
+///
+/// `control` is the target's [`crate::Target::control`]. A process that stalls in the middle of an
+/// access is waited for until it resumes or dies.
 ///
 /// # Errors
-/// If that is no target's control memory.
+/// If `control` is not control memory.
 pub fn retire(control: OwnedFd) -> io::Result<()> {
     let stat = rustix::fs::fstat(&control)?;
     let control =
@@ -40,11 +44,12 @@ pub fn retire(control: OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a process has the memory with that inode mapped. One that does not is dead, or another's by now.
+/// Whether a process maps the memory with this inode. If not, the process is dead, or its id
+/// belongs to another process.
 fn has_mapped(pid: u32, inode: u64) -> bool {
     let maps = match std::fs::read_to_string(format!("/proc/{pid}/maps")) {
         Ok(maps) => maps,
-        // It may live, and we may not look.
+        // The process may be alive, but its maps are not readable.
         Err(error) => return error.kind() == io::ErrorKind::PermissionDenied,
     };
     maps.lines().any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str()))
@@ -73,7 +78,7 @@ mod tests {
     #[test]
     fn who_died_in_an_access_is_not_waited_for() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        // Another process than the one that connected may have its number by now.
+        // The process id may belong to another process by now.
         let (control, fd) = control_with(child.id());
         retire(fd).unwrap();
         assert!(!control.is_alive());

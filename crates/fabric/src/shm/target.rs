@@ -1,4 +1,4 @@
-//! The target's end: it hands out its memory once per connection, then only changes keys.
+//! The owner's end. It passes its memory once to each connection, and then only changes keys.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -26,15 +26,16 @@ use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, 
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
+/// The time for which a stopping target waits for a batch in flight. The peers' mappings remain.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An access takes microseconds. Who is shut out and has not ended one for so long stands still.
+/// An access takes microseconds. A fenced endpoint that has not ended one after this time is
+/// stalled.
 const STALL_TIME: Duration = Duration::from_secs(1);
-/// How often to see whether an endpoint is gone while it is waited for.
+/// The interval at which an awaited endpoint is checked.
 const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Memory offered to this machine's processes over shared memory.
+/// A target that offers memory to processes of this machine.
 pub struct ShmTarget {
     shared: Arc<ShmShared>,
     thread: Option<JoinHandle<()>>,
@@ -52,7 +53,7 @@ pub(super) struct ShmShared {
 
 pub(super) struct ShmTargetState {
     pub(super) peers: Vec<Option<ShmPeer>>,
-    /// Messages of endpoints that are gone; the oldest give way.
+    /// Unread messages of endpoints that hung up. At the limit the oldest are removed.
     pub(super) closed_inboxes: VecDeque<(Identity, MessageRing)>,
     pub(super) tables: TargetTables,
 }
@@ -60,13 +61,13 @@ pub(super) struct ShmTargetState {
 pub(super) struct ShmPeer {
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
-    /// `None` if it is this one, or could not be had.
+    /// `None` if it is this process or could not be opened.
     pub(super) process: Option<Arc<PeerProcess>>,
     pub(super) inbox: MessageRing,
     pub(super) outbox: MessageRing,
 }
 
-/// An endpoint that is shut out, and may be in the middle of an access still.
+/// A fenced endpoint that may be in the middle of an access.
 pub(super) struct FencedEndpoint {
     pub(super) slot: usize,
     pub(super) who: Identity,
@@ -75,10 +76,10 @@ pub(super) struct FencedEndpoint {
 }
 
 impl ShmTarget {
-    /// Offer memory at a Unix socket that only this user can connect to.
+    /// Offers memory at a Unix socket to which only one user can connect.
     ///
     /// # Errors
-    /// If an option is out of bounds, another listens at `path`, or the system refuses.
+    /// If an option is out of bounds, another process listens at `path`, or the system refuses.
     pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
@@ -87,7 +88,8 @@ impl ShmTarget {
         let control = ControlMemory::create(options.endpoints_max, key_count)
             .map_err(|e| system("cannot create control memory", e))?;
         let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
-        // Keys need not withstand an attacker with a mapping, only not be guessed by accident.
+        // Keys need not withstand an attacker that has the memory mapped. They must only not match
+        // by accident.
         let secret = RandomState::new().hash_one(path);
         let state = ShmTargetState {
             peers: (0..options.endpoints_max).map(|_| None).collect(),
@@ -119,7 +121,7 @@ impl Drop for ShmTarget {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the target's thread panicked");
         }
-        // Another target may have taken the path over in the meantime.
+        // Another target may have replaced the socket in the meantime.
         if std::fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
             let _ = std::fs::remove_file(&self.path);
         }
@@ -136,7 +138,8 @@ impl std::fmt::Debug for ShmTarget {
 }
 
 impl ShmShared {
-    /// Nothing begins any more at endpoints of this host up to this epoch; those at which something may still be under way.
+    /// Fences a host up to an epoch, and returns its endpoints. No access begins at them any more;
+    /// one may be in flight.
     pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<FencedEndpoint> {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
@@ -153,12 +156,13 @@ impl ShmShared {
         fenced
     }
 
-    /// Wait until nothing is under way at an endpoint that is shut out. One that stands still is ended. False if `patience` ran out first.
+    /// Waits until a fenced endpoint has no access in flight. A stalled process is killed. Returns
+    /// false if `timeout` ran out first.
     pub(super) fn await_drained(&self, fenced: &FencedEndpoint, timeout: Option<Duration>) -> bool {
         let begun = Instant::now();
         let mut was_ended = false;
         while !self.control.drain(fenced.slot, Some(DRAIN_POLL_INTERVAL)) {
-            // Its slot may be another's by now.
+            // Its slot may belong to another endpoint by now.
             if socket::is_hung_up(&fenced.socket) {
                 return true;
             }
@@ -172,8 +176,8 @@ impl ShmShared {
         true
     }
 
-    /// It stands still in the middle of an access: what it would do when it goes on would come too late. All endpoints of its process are shut out, so that it
-    /// could not go on anyway; or else it is left alone.
+    /// Kills the process of a stalled endpoint, whose access would otherwise take effect after the
+    /// fence. Only if all endpoints of the process are fenced; otherwise the process is left alone.
     fn kill_stalled(&self, fenced: &FencedEndpoint) {
         let Identity { host, epoch, .. } = fenced.who;
         let Some(process) = fenced.process.as_ref().filter(|process| self.is_all_fenced(process)) else {
@@ -199,7 +203,7 @@ impl ShmShared {
         }
     }
 
-    /// Whether all endpoints of a process are shut out.
+    /// Whether all endpoints of a process are fenced.
     fn is_all_fenced(&self, process: &PeerProcess) -> bool {
         let state = self.lock();
         let mut others = state.peers.iter().flatten().filter(|peer| !state.tables.is_fenced(peer.who));
@@ -228,7 +232,7 @@ impl Target for ShmTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));
@@ -293,7 +297,7 @@ impl Target for ShmTarget {
 }
 
 impl ShmTargetState {
-    /// Hang up on endpoints that wrote nonsense into their ring: they harm only themselves.
+    /// Disconnects endpoints that corrupted their ring.
     fn disconnect_corrupt(&mut self) {
         for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest_stamp().is_err()) {
             tracing::warn!(who = ?peer.who, "an endpoint wrote nonsense; it is disconnected");

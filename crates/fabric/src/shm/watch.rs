@@ -1,4 +1,5 @@
-//! One thread per process that watches all endpoints' sockets, so that posting work never has to.
+//! The thread that watches the sockets of all endpoints of this process, so that posting work needs
+//! no system call.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,7 +10,7 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::wake::WakeFd;
 
-/// A socket whose hang-up means that the peer is is_hung_up.
+/// The socket of a connection. Its hang-up means that the peer is gone.
 #[derive(Debug)]
 pub(super) struct PeerSocket {
     pub socket: OwnedFd,
@@ -26,9 +27,9 @@ impl PeerSocket {
         self.is_hung_up.load(Ordering::Relaxed)
     }
 
-    /// Hang up; the watcher lets go of the socket then.
+    /// Hangs up. The watching thread then closes the socket.
     pub fn hang_up(&self) {
-        // The peer may have hung up before: nothing is left to do then.
+        // Fails if the peer has hung up before.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 }
@@ -40,7 +41,7 @@ struct Watcher {
 
 static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
 
-/// Watch a peer_socket until it hangs up.
+/// Watches a socket until it hangs up.
 pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
     let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
@@ -61,14 +62,14 @@ fn run(watcher: &Watcher) {
     loop {
         let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
-        // After the handshake the target sends nothing, so whatever happens is the end.
+        // The target sends nothing after the handshake, so any event is a hang-up.
         let events = PollFlags::IN | PollFlags::RDHUP;
         polled.extend(sockets.iter().map(|peer_socket| PollFd::new(&peer_socket.socket, events)));
         match rustix::event::poll(&mut polled, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => {
-                // Without memory for the call there is nothing better than to try again.
+                // The system has no memory left for the call. Try again.
                 tracing::warn!(%error, "cannot watch the fabric's sockets");
                 std::thread::yield_now();
                 continue;

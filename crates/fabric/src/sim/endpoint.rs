@@ -64,7 +64,7 @@ impl Endpoint for SimEndpoint {
     }
 }
 
-/// What is on the wire of a connection whose host's end is gone.
+/// Drains operations of a connection whose host's end is gone.
 #[derive(Debug)]
 struct SimDrain {
     world: Arc<Mutex<FabricWorld>>,

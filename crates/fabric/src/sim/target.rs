@@ -20,7 +20,7 @@ pub struct SimTarget {
 }
 
 impl SimTarget {
-    /// Its name in the fabric.
+    /// Its number in the fabric.
     #[must_use]
     pub fn node(&self) -> Node {
         self.node
@@ -75,7 +75,7 @@ impl Target for SimTarget {
         })
     }
 
-    /// Whatever reaches a simulated node is done at once.
+    /// An operation that reaches a simulated node is done at once, so none is in flight.
     fn expel(&self, _range: Range<u64>) {}
 
     fn fence(&self, host: Host, epoch: u64) {

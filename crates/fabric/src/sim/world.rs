@@ -1,4 +1,4 @@
-//! The state of a simulated fabric and the one place where it changes with time.
+//! The state of a simulated fabric, and the events that change it.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
@@ -12,10 +12,10 @@ use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
-/// What is on the wire when a host's end goes away may be so many times slower than usual.
+/// The greatest factor by which strays are slower than other operations.
 const STRAY_FACTOR_MAX: u64 = 64;
 
-/// Everything there is.
+/// The whole state of a simulated fabric.
 #[derive(Debug)]
 pub(super) struct FabricWorld {
     pub options: SimOptions,
@@ -30,7 +30,7 @@ pub(super) struct FabricWorld {
     slow_nodes: HashMap<Node, u64>,
 }
 
-/// An event; the earliest first, then in order of scheduling.
+/// A scheduled event. The earliest comes first, then the order of scheduling applies.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct ScheduledEvent {
     at_ns: u64,
@@ -43,11 +43,11 @@ struct ScheduledEvent {
 enum SimEvent {
     /// An operation reaches the node.
     Apply(u64),
-    /// Its answer reaches the host.
+    /// The answer to an operation reaches the host.
     Complete(u64),
     /// A message from the node reaches the host.
     Deliver(Vec<u8>),
-    /// The host notices that the peer does not answer.
+    /// The host notices the loss of the peer.
     Fail(FailCause),
 }
 
@@ -57,7 +57,7 @@ enum FailCause {
     PeerGone,
 }
 
-/// One memory node.
+/// The state of a memory node.
 #[derive(Debug)]
 pub(super) struct SimNode {
     pub alive: bool,
@@ -66,11 +66,11 @@ pub(super) struct SimNode {
     pub keys: KeySlots,
     pub grants: HashMap<Key, Grant>,
     pub fenced: HashMap<Host, u64>,
-    /// Messages that wait, with the link that each came by.
+    /// Waiting messages, each with the index of its connection.
     pub inbox: VecDeque<(usize, Vec<u8>)>,
 }
 
-/// Memory that a node has registered.
+/// A registered region.
 #[derive(Debug)]
 pub(super) struct SimRegion {
     pub memory: Arc<Memory>,
@@ -142,7 +142,7 @@ impl FabricWorld {
         self.events.peek().map(|Reverse(scheduled)| scheduled.at_ns)
     }
 
-    /// Let the next thing happen; false if there is none.
+    /// Plays the next event. Returns false if there is none.
     pub fn step(&mut self) -> bool {
         let Some(Reverse(ScheduledEvent { at_ns, link, event, .. })) = self.events.pop() else {
             return false;
@@ -166,7 +166,7 @@ impl FabricWorld {
         true
     }
 
-    /// Put a batch into op.
+    /// Puts a batch in flight.
     pub fn post(&mut self, id: usize, batch: &[Work]) -> Result<(), PostError> {
         let depth = self.options.limits.queue_depth;
         for (accepted, work) in batch.iter().enumerate() {
@@ -190,7 +190,8 @@ impl FabricWorld {
         Ok(())
     }
 
-    /// Send a message from a node to a host; how many endpoints have room for it.
+    /// Sends a message from a node to a host. Returns the number of endpoints that have room for
+    /// it.
     pub fn send(&mut self, node: Node, to: Host, message: &[u8]) -> usize {
         if message.len() > self.options.limits.message_bytes_max as usize {
             return 0;
@@ -232,7 +233,7 @@ impl FabricWorld {
     }
 
     pub fn restart_node(&mut self, node: Node) {
-        // What its buffers held went with the process.
+        // The buffers of the crashed process are gone.
         self.links.iter_mut().filter(|link| link.node == node).for_each(|link| link.strays.clear());
         let state = &mut self.nodes[node.0];
         state.alive = true;
@@ -248,7 +249,7 @@ impl FabricWorld {
         }
     }
 
-    /// The host's end goes away: a random prefix of what it posted is on the wire already.
+    /// Closes the host's end. A random prefix of its operations is on the wire already.
     pub fn close(&mut self, id: usize) {
         if self.links[id].closed {
             return;
@@ -261,8 +262,8 @@ impl FabricWorld {
         link.done.clear();
     }
 
-    /// Nobody waits for what is under way any more; some of it is on the wire already, and may stay there for long: in a switch, in a buffer of the node. Returns the
-    /// serials of that.
+    /// Turns a random prefix of the operations in flight into strays, which may stay on the wire
+    /// for long: in a switch or in a buffer of the node. Returns the serials of that prefix.
     fn leave_on_the_wire(&mut self, id: usize) -> Vec<u64> {
         let on_the_wire = self.random_prefix(id);
         let limits = &self.options.limits;
@@ -274,7 +275,7 @@ impl FabricWorld {
                 continue;
             }
             let mut data = Vec::new();
-            // What is on the wire does not change when the host's memory does.
+            // Bytes on the wire do not change with the host's memory.
             if let Verb::Write { local, .. } | Verb::Send { local } = op.work.verb
                 && let Ok((memory, offset)) = link.transfer(local, longest)
             {
@@ -294,7 +295,7 @@ impl FabricWorld {
         on_the_wire
     }
 
-    /// The node does nothing more of what the connection brings.
+    /// Drops the strays of a connection, as a node does when it closes the connection.
     pub fn drop_strays(&mut self, id: usize) -> Result<(), EndpointError> {
         let SimLink { who, node, .. } = self.links[id];
         if self.cuts.contains(&(who.host, node)) {
@@ -372,12 +373,12 @@ impl FabricWorld {
         self.schedule(at_ns, id, SimEvent::Complete(serial));
     }
 
-    /// What nobody waits for reaches the node.
+    /// A stray reaches the node.
     fn apply_stray(&mut self, id: usize, serial: u64) {
         let link = &mut self.links[id];
         let Some(at) = link.strays.iter().position(|stray| stray.serial == serial) else { return };
         let mut stray = link.strays.remove(at);
-        // Nobody hears what came of it.
+        // The outcome is not reported.
         let _ = self.execute(id, &stray.work.verb, &mut stray.data);
     }
 
@@ -393,7 +394,8 @@ impl FabricWorld {
             self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::Timeout));
             return;
         }
-        // Answers come in order; what was flushed in the meantime is not there any more.
+        // Answers come in order. An operation that was flushed in the meantime is not in the queue
+        // any more.
         let Some(op) = link.in_flight.pop_front_if(|op| op.serial == serial) else {
             return;
         };
@@ -413,7 +415,7 @@ impl FabricWorld {
         }
     }
 
-    /// What an operation does at the node.
+    /// Executes an operation at the node.
     fn execute(&mut self, id: usize, verb: &Verb, data: &mut Vec<u8>) -> Result<u64, WorkError> {
         let link = &self.links[id];
         let node = &self.nodes[link.node.0];

@@ -1,4 +1,5 @@
-//! Lets initiators in: a thread accepts, a short-lived thread for each hears who it is, so that a slow one delays nobody.
+//! Accepts initiators. One thread accepts connections, and a short-lived thread for each runs the
+//! handshake, so a slow initiator delays no other.
 
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,17 +19,17 @@ use crate::handshake::secure::{SecureChannel, SecureError, respond};
 use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
 use crate::target::Identity;
 
-/// The acceptor looks so often whether a session has lingered for long enough.
+/// The interval at which expired sessions are ended.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The thread that lets initiators in.
+/// The thread that accepts connections.
 pub(super) struct TcpAcceptor {
     shared: Arc<TcpShared>,
     listener: TcpListener,
     pending: Arc<AtomicUsize>,
 }
 
-/// Counts one who has not yet proved who it is.
+/// Counts an unfinished handshake until it is dropped.
 struct PendingGuard(Arc<AtomicUsize>);
 
 impl Drop for PendingGuard {
@@ -44,7 +45,7 @@ impl TcpAcceptor {
 
     pub fn run(self) {
         while !self.shared.stop.load(Ordering::SeqCst) {
-            // Who comes when too many have not yet said who they are waits in the backlog.
+            // At the limit of unfinished handshakes, further connections wait in the backlog.
             let has_room = self.pending.load(Ordering::SeqCst) < PENDING_LIMIT;
             let accepting = if has_room { PollFlags::IN } else { PollFlags::empty() };
             let mut polled = [
@@ -72,7 +73,8 @@ impl TcpAcceptor {
             Ok((stream, _)) => stream,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept an endpoint");
-                // Out of descriptors or memory: trying at once again would only burn time.
+                // The process has no descriptors or memory left. Trying again at once would only
+                // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
                 return;
             }
@@ -93,7 +95,7 @@ impl TcpAcceptor {
     }
 }
 
-/// Why somebody was turned away.
+/// Why an initiator was not admitted.
 #[derive(Debug, thiserror::Error)]
 enum AdmissionError {
     #[error(transparent)]
@@ -127,7 +129,8 @@ fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), Admission
     }
 }
 
-/// Greet it, and thread it to its thread with the answers that it lacks.
+/// Sends the welcome and passes the connection to its serving thread, with the answers that the
+/// initiator lacks.
 fn welcome(
     shared: &Arc<TcpShared>,
     mut secured: SecureChannel<DeadlineStream>,
@@ -160,12 +163,12 @@ fn welcome(
     Ok(())
 }
 
-/// A new session, or the one that it goes on with and the answers that it lacks.
+/// Begins or resumes a session. Also returns the answers that the initiator lacks.
 fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>), String> {
     if let Some(epoch) = hello.who.epoch.checked_sub(1)
         && shared.lock().tables.refusal(hello.who).is_none()
     {
-        // What the host's agent before this one still had under way must not be done any more.
+        // Operations in flight of an earlier epoch of this host must not take effect later.
         shared.fence(hello.who.host, epoch);
     }
     let mut state = shared.lock();
@@ -179,7 +182,8 @@ fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>)
         Some(resume) => resume_session(shared, &mut state, hello.who, resume),
         None => begin_session(shared, &mut state, hello.who).map(|session| (session, Vec::new())),
     };
-    // Under the same lock as the look at `stop`: a target that goes away waits for this one.
+    // Counted under the lock under which `stop` was read, so a target that stops waits for this
+    // handshake.
     shared.handshakes_in_progress.fetch_add(usize::from(admitted.is_ok()), Ordering::SeqCst);
     admitted
 }
@@ -212,7 +216,8 @@ fn resume_session(
         state.parked.push((session, Instant::now()));
         return Err("the session has gone on without you".into());
     }
-    // Its old connection has not been found broken yet: break it, and let it try again.
+    // The old connection is not known to be broken yet. Its thread closes it, and the initiator
+    // retries.
     if let Some(peer) = state.peers.iter().find(|peer| matches(peer) && !peer.is_closed()) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
         shared.handles[peer.own.thread].wake();

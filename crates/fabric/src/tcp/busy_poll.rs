@@ -1,38 +1,39 @@
-//! Looking again and again for a short while before going to sleep.
+//! Polls for a short time before a thread sleeps (decision 5).
 //!
-//! To be woken costs more than an answer from memory takes, by far so where the processor has gone idle meanwhile. So whoever has reason
-//! to expect something soon goes on looking. It does so only as long as that pays: after a look in vain the next ones are left out, the more
-//! the more often; and only while nobody else wants the processor.
+//! Waking a thread costs more than an answer from memory takes, above all if the processor has gone
+//! idle. So a thread that expects an event soon polls for it. After polls that found nothing, the
+//! next ones are skipped, and more of them the more polls failed. Polling stops when another thread
+//! needs the processor.
 
 use std::time::{Duration, Instant};
 
-/// Somebody else wants the processor for more than a moment, if letting others run took so long. Who serves us is often one of them, and
-/// takes less.
+/// If a yield takes longer than this, another thread needs the processor for more than a moment.
+/// The thread that serves the request often runs during the yield, and takes less.
 const YIELD_TIME_MAX: Duration = Duration::from_micros(50);
-/// After many in vain, one in two to this power is tried.
+/// After many failed polls, one wait in 2 to this power polls.
 const MISSES_MAX: u32 = 6;
 
-/// When to go on looking, as one waiting thread has found. By default, never.
+/// The state of polling of one thread. The default never polls.
 #[derive(Debug, Default)]
 pub(super) struct BusyPoll {
     limit: Duration,
     misses: u32,
-    /// So many are left out.
+    /// Number of waits that will not poll.
     skips_left: u32,
 }
 
 impl BusyPoll {
-    /// Look for so long at most; never, if that is nothing.
+    /// Polls for at most `limit` in each wait; never if it is zero.
     pub fn new(limit: Duration) -> Self {
         Self { limit, misses: 0, skips_left: 0 }
     }
 
-    /// Whether it looks at all, next time.
+    /// Whether the next wait polls.
     pub fn is_on(&self) -> bool {
         !self.limit.is_zero() && self.skips_left == 0
     }
 
-    /// Look until there is something; false if it is time to sleep.
+    /// Polls until `is_there` returns true. Returns false when it is time to sleep.
     pub fn poll(&mut self, mut is_there: impl FnMut() -> bool) -> bool {
         if self.limit.is_zero() {
             return false;
@@ -51,7 +52,7 @@ impl BusyPoll {
         let start = Instant::now();
         let mut now = start;
         loop {
-            // First, for whoever comes here has just looked.
+            // Yields first, because the caller has just polled.
             std::thread::yield_now();
             if is_there() {
                 return true;

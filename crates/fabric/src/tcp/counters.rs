@@ -1,14 +1,15 @@
-//! What a target has served, by tenant.
+//! Counters of the operations and bytes that a target has served, for each session and tenant.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::target::{Tenant, TenantCounters};
 
-/// TenantTable of sessions that are over, at most; of more one is forgotten, and counts from 0 if it comes again.
+/// Bound of the tenants whose sessions have ended. Above it one tenant is removed, and counts from
+/// 0 if it returns.
 const TENANTS_MAX: usize = 1024;
 
-/// What one session had served. The thread that serves it writes; any may read.
+/// The counters of one session. Its serving thread writes them; any thread may read them.
 #[derive(Debug, Default)]
 pub(super) struct SessionCounters {
     bytes: AtomicU64,
@@ -16,7 +17,7 @@ pub(super) struct SessionCounters {
 }
 
 impl SessionCounters {
-    /// Count; one thread at a time does.
+    /// Adds to the counters. Must be called by one thread at a time.
     pub fn add(&self, bytes: u64, operations: u64) {
         self.bytes.store(self.bytes.load(Relaxed) + bytes, Relaxed);
         self.operations.store(self.operations.load(Relaxed) + operations, Relaxed);
@@ -27,12 +28,12 @@ impl SessionCounters {
     }
 }
 
-/// TenantTable and what they had served.
+/// The sums of each tenant.
 #[derive(Clone, Debug, Default)]
 pub(super) struct TenantTable(BTreeMap<Tenant, TenantCounters>);
 
 impl TenantTable {
-    /// Add what a session of a tenant had.
+    /// Adds the counters of a session to those of its tenant.
     pub fn add(&mut self, tenant: Tenant, served: TenantCounters) {
         if self.0.len() >= TENANTS_MAX && !self.0.contains_key(&tenant) {
             self.0.pop_first();
@@ -42,7 +43,7 @@ impl TenantTable {
         sum.bytes += served.bytes;
     }
 
-    /// All there are.
+    /// The sums of all tenants.
     pub fn into_vec(self) -> Vec<(Tenant, TenantCounters)> {
         self.0.into_iter().collect()
     }

@@ -1,4 +1,5 @@
-//! The initiator's end: requests go out in one call for a batch, answers come back in the same order.
+//! The initiator's end. One call sends the requests of a batch, and answers arrive in the order of
+//! the requests.
 
 mod answers;
 mod direct;
@@ -33,14 +34,14 @@ use crate::work::{
     Verb, Work, WorkError,
 };
 
-/// Bytes taken from the connection in one call.
+/// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
 
-/// A posted operation without outcome.
+/// A posted operation that is not complete.
 #[derive(Clone, Copy, Debug)]
 struct PendingWork {
     work: Work,
-    /// Known at once, and told in its turn.
+    /// An error found before sending. It completes in the order of posting.
     outcome: Option<WorkError>,
 }
 
@@ -58,40 +59,41 @@ pub struct TcpEndpoint {
     locals: LocalMemories,
     pending: VecDeque<PendingWork>,
     done: VecDeque<Completion>,
-    /// Requests, plain, to be sealed or sent.
+    /// Requests before encryption.
     requests: Vec<u8>,
-    /// Bytes on their way into the kernel.
+    /// Bytes that the kernel has not accepted yet.
     outgoing: Vec<u8>,
     sent: usize,
     input: Box<[u8]>,
     filled: usize,
-    /// What a sealed connection said, opened.
+    /// The decrypted input of an encrypted connection.
     opened: Vec<u8>,
     plan: DirectPlan,
-    /// The READ whose bytes are coming, and how many of them came.
+    /// The READ whose bytes are arriving, and how many have arrived.
     reading: Option<(LocalSlice, u32)>,
     answered: u64,
     received: u64,
     taken: u64,
     messages: VecDeque<Vec<u8>>,
-    /// Posted a moment ago, with nothing under way before: no answer can be there yet.
+    /// Set by a post when nothing was in flight. No answer can have arrived yet, so the next poll
+    /// does not receive.
     is_fresh: bool,
     busy_poll: BusyPoll,
-    /// While the connection is made anew nothing is sent or received.
+    /// Set while the connection is being re-established. Nothing is sent or received then.
     reconnecting: Option<BackgroundTask<ReconnectReply>>,
-    /// Messages that had been taken when the connection broke.
+    /// Number of messages that had been taken when the connection broke.
     taken_at_break: u64,
-    /// Since when an answer is awaited.
+    /// The time since which the oldest answer is awaited.
     since: Instant,
-    /// The target went away in good order: what is unanswered was not done.
+    /// The target went away in good order. Operations without an answer were not done.
     has_farewell: bool,
     broken: bool,
 }
 
-/// Connect to the target that listens at `address`.
+/// Connects to the target that listens at `address`.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it does not have the cluster's key.
+/// If no target listens there, the target refuses, or it does not hold the cluster key.
 pub fn connect(
     address: SocketAddr,
     key: &ClusterKey,
@@ -101,7 +103,7 @@ pub fn connect(
     Ok(Box::new(TcpEndpoint::connect(address, key, who, options)?))
 }
 
-/// Knock, and hear what the target says.
+/// Connects and runs the handshake.
 fn open_session(
     address: SocketAddr,
     key: &ClusterKey,
@@ -120,10 +122,10 @@ fn open_session(
 }
 
 impl TcpEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// If nobody listens there, the target refuses, or it does not have the cluster's key.
+    /// If no target listens there, the target refuses, or it does not hold the cluster key.
     pub fn connect(
         address: SocketAddr,
         key: &ClusterKey,
@@ -167,7 +169,7 @@ impl TcpEndpoint {
         })
     }
 
-    /// What is wrong with a verb that need not be asked of the target.
+    /// The error of a verb that needs no answer of the target.
     fn local_error(&self, verb: &Verb) -> Option<WorkError> {
         match *verb {
             Verb::Read { local, .. } | Verb::Write { local, .. } => {
@@ -227,7 +229,8 @@ impl TcpEndpoint {
         let (len, room) = (local.len as usize, padded(local.len));
         let at = self.requests.len();
         self.requests.reserve(room);
-        // SAFETY: `local` proved the source; the destination was reserved and its padding is written too.
+        // SAFETY: `local` proved the source; the destination was reserved and its padding is
+        // written too.
         unsafe {
             let to = self.requests.as_mut_ptr().add(at);
             to.add(len).write_bytes(0, room - len);
@@ -236,7 +239,7 @@ impl TcpEndpoint {
         }
     }
 
-    /// Give the kernel what it takes. An error shows when answers are looked for.
+    /// Sends as much as the kernel accepts. An error of the connection shows at the next receive.
     fn flush(&mut self) {
         while self.reconnecting.is_none() {
             if self.sent == self.outgoing.len() {
@@ -262,7 +265,7 @@ impl TcpEndpoint {
         }
     }
 
-    /// Look for answers once.
+    /// Receives answers once, and detects broken connections and timeouts.
     fn progress(&mut self) {
         if self.broken {
             return;
@@ -283,14 +286,14 @@ impl TcpEndpoint {
         }
     }
 
-    /// Look again and again, for as long as that pays; false if it is time to sleep.
+    /// Polls for as long as polling pays. Returns false if it is time to sleep.
     fn busy_poll(&mut self) -> bool {
         if self.reconnecting.is_some() {
             return false;
         }
         let mut busy_poll = std::mem::take(&mut self.busy_poll);
         let received = self.received;
-        // To receive costs no more than to ask whether there is something.
+        // Receiving costs no more than asking whether there is input.
         let is_over = busy_poll.poll(|| {
             self.progress();
             !self.done.is_empty()
@@ -354,7 +357,7 @@ impl Endpoint for TcpEndpoint {
         }
         let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         let mut polled = self.poll_fd();
-        // Any outcome means: look.
+        // The caller polls after any outcome.
         let _ = rustix::event::poll(polled.as_mut_slice(), Some(&timeout));
     }
 

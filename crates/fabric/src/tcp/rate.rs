@@ -1,4 +1,4 @@
-//! What each tenant has left of its share of a target.
+//! Rate limits of tenants, as token buckets.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Rate;
 use crate::target::Tenant;
 
-/// A tenant may fall behind, and get ahead, by what it gets in this time.
+/// The time of which a bucket holds the rate.
 const BURST: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, Debug)]
@@ -16,7 +16,7 @@ struct TokenBucket {
     filled: Instant,
 }
 
-/// The buckets of all tenants.
+/// The token buckets of all tenants.
 #[derive(Debug)]
 pub(super) struct RateLimiter {
     rate: Rate,
@@ -28,7 +28,8 @@ impl RateLimiter {
         Self { rate, buckets: HashMap::new() }
     }
 
-    /// Take what was done off the tenant's share; how long it must now wait, if at all.
+    /// Charges a tenant for bytes and operations that were served. Returns how long the tenant must
+    /// be delayed, if at all.
     pub fn charge(&mut self, tenant: Tenant, bytes: u64, operations: u64, now: Instant) -> Option<Duration> {
         let Rate { bytes_per_s, operations_per_s } = self.rate;
         let full = |rate: Option<u64>| rate.map_or(0.0, |rate| rate as f64 * BURST.as_secs_f64());

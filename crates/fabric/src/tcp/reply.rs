@@ -1,44 +1,46 @@
-//! AnswerBuffer on their way out. What READs ask for is lent by the region itself until it is sent, so that it is copied once, by the kernel.
+//! Answers that are to be sent. The data of READs is borrowed from the region until it is sent, so
+//! that only the kernel copies it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::memory::copy;
 
-/// Less is copied: a place in the kernel's list costs as much.
+/// Shorter data is copied, because an entry of the kernel's list costs as much.
 const BORROW_BYTES_MIN: usize = 1024;
-/// Loans of one call.
+/// Bound of the borrowed ranges in one call.
 const BORROWS_MAX: usize = 64;
 
-/// Bytes of a region that belong into the answers.
+/// A range of a region that is sent among the answers.
 #[derive(Clone, Copy, Debug)]
 struct BorrowedBytes {
-    /// How many of the other bytes come before.
+    /// Number of owned bytes that are sent before this range.
     after: usize,
     from: *const u8,
     len: usize,
 }
 
-// SAFETY: it is an address and a length; whoever sends what is there promises that it is.
+// SAFETY: it is an address and a length; the code that sends the range guarantees that it is
+// mapped.
 unsafe impl Send for BorrowedBytes {}
 
-/// AnswerBuffer that are not sent yet.
+/// A buffer of answers that are not sent yet.
 #[derive(Debug, Default)]
 pub(super) struct AnswerBuffer {
     bytes: Vec<u8>,
     borrowed: Vec<BorrowedBytes>,
-    /// Bytes of all borrowed together.
+    /// Sum of the lengths of all borrowed ranges.
     borrowed_bytes: usize,
-    /// Whether regions may lend: what is said goes out as it is, and nothing before it waits.
+    /// Whether ranges may be borrowed: only without encryption, and if no earlier output waits.
     may_borrow: bool,
 }
 
 impl AnswerBuffer {
-    /// Allow or forbid borrowed from now on.
+    /// Permits or forbids borrowing from now on.
     pub fn allow_borrowing(&mut self, may_borrow: bool) {
         self.may_borrow = may_borrow;
     }
 
-    /// Bytes that will go out.
+    /// Number of bytes to send.
     pub fn len(&self) -> usize {
         self.bytes.len() + self.borrowed_bytes
     }
@@ -47,12 +49,12 @@ impl AnswerBuffer {
         self.len() == 0
     }
 
-    /// Whether something must be sent before anything else is done to a region.
+    /// Whether there are borrowed ranges. They must be sent before a region is changed.
     pub fn has_borrowed(&self) -> bool {
         !self.borrowed.is_empty()
     }
 
-    /// The answers as plain bytes.
+    /// The owned bytes. There must be no borrowed ranges.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
         assert!(self.borrowed.is_empty(), "borrowed end within the turn in which they begin");
         &mut self.bytes
@@ -62,7 +64,7 @@ impl AnswerBuffer {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Append what lies at `from`, and zeros up to `padded`.
+    /// Appends `len` bytes at `from`, and zeros up to `padded` bytes. May borrow the bytes.
     ///
     /// # Safety
     /// `len` bytes at `from` must be readable, and stay so until [`Self::send_borrowed`].
@@ -75,7 +77,8 @@ impl AnswerBuffer {
         }
         self.bytes.reserve(padded);
         let at = self.bytes.len();
-        // SAFETY: the caller's promise; the destination was reserved, and its padding is written too.
+        // SAFETY: the caller guarantees the source; the destination was reserved, and its padding
+        // is written too.
         unsafe {
             let to = self.bytes.as_mut_ptr().add(at);
             to.add(len).write_bytes(0, padded - len);
@@ -84,10 +87,11 @@ impl AnswerBuffer {
         }
     }
 
-    /// Send everything, as far as the kernel takes it at once; the rest is copied to the end of `rest`. Then there are no borrowed any more.
+    /// Sends as much as the kernel accepts at once, and appends the rest to `rest`. No borrowed
+    /// ranges remain.
     ///
     /// # Safety
-    /// What was lent must still be readable.
+    /// All borrowed ranges must still be readable.
     pub unsafe fn send_borrowed(&mut self, socket: &OwnedFd, rest: &mut Vec<u8>) {
         let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BORROWS_MAX + 1];
         let mut count = 0;
@@ -103,15 +107,15 @@ impl AnswerBuffer {
         }
         part(self.bytes[at..].as_ptr(), self.bytes.len() - at);
         let parts = &parts[..count];
-        // SAFETY: an all-zero msghdr is a valid one; every part is readable: our own bytes, and by the caller's promise the borrowed. The kernel
-        // only reads them.
+        // SAFETY: an all-zero msghdr is valid. Every part is readable: our own bytes, and the
+        // borrowed ranges by the caller's guarantee. The kernel only reads them.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = parts.as_ptr().cast_mut();
             message.msg_iovlen = parts.len();
             libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
         };
-        // An error shows again when the rest is sent.
+        // An error of the connection shows again when the rest is sent.
         let mut skip = usize::try_from(sent).unwrap_or(0);
         for part in parts {
             let skipped = skip.min(part.iov_len);

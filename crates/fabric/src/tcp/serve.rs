@@ -1,4 +1,5 @@
-//! The threads that serve: each turns the sessions of its connections, and never wakes anybody else.
+//! The serving threads. Each serves the sessions of its connections, without waking any other
+//! thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
@@ -20,37 +21,38 @@ use super::wire::{self, Answer};
 use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
 
-/// Requests that arrive together are served together, up to so many bytes.
+/// Size of a connection's input buffer. Requests that arrive together are served together.
 const INPUT_BYTES: usize = 256 << 10;
-/// Connections looked at in one turn.
+/// Bound of the events taken from epoll at a time.
 const EVENTS_MAX: usize = 64;
-/// A target that goes away tries for so long to tell its initiators.
+/// The time for which a stopping target tries to send farewells.
 const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What the connection that spoke last says is served so many times before others are looked at.
+/// How many times in a row the most recent connection is polled before all others are.
 const PREFERRED_MAX: u32 = 8;
-/// Where several speak they are looked at so many times in a row before who else wants the processor may have it.
+/// How many times in a row a thread with several busy connections polls them without yielding the
+/// processor.
 const BUSY_TURNS_MAX: u32 = 8;
 
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// What the wake is called among the connections.
+/// The epoll token of the wake descriptor.
 const WAKE_TOKEN: u64 = u64::MAX;
 
-/// The way to a thread.
+/// A handle by which other threads pass connections to a serving thread and wake it.
 #[derive(Debug)]
 pub(super) struct ServeHandle {
     wake: WakeFd,
     accepted: Mutex<Vec<AcceptedConnection>>,
 }
 
-/// A connection that was let in.
+/// A connection whose handshake is complete.
 #[derive(Debug)]
 pub(super) struct AcceptedConnection {
     pub socket: OwnedFd,
     pub session: TcpSession,
     pub cipher: Option<RecordCipher>,
-    /// What is to be said first.
+    /// Answers to send before anything else.
     pub answers: Vec<u8>,
 }
 
@@ -69,49 +71,51 @@ impl ServeHandle {
     }
 }
 
-/// A connection was heard.
+/// A connection from which bytes were received.
 #[derive(Clone, Copy)]
 struct ReadyConnection {
     at: usize,
-    /// And it will say no more.
+    /// Whether the peer has closed the connection.
     is_closed: bool,
 }
 
-/// One connection.
+/// A connection and its session.
 struct ServedConnection {
     socket: OwnedFd,
     session: TcpSession,
     cipher: Option<RecordCipher>,
-    /// As it came.
+    /// Received bytes, possibly encrypted.
     input: Box<[u8]>,
     filled: usize,
-    /// What a sealed connection said, opened.
+    /// The decrypted input of an encrypted connection.
     opened: Vec<u8>,
-    /// To be sent next.
+    /// Answers that are to be sent next.
     answers: AnswerBuffer,
-    /// Being sent.
+    /// Bytes that are being sent.
     outgoing: Vec<u8>,
     sent: usize,
-    /// What the kernel was asked to tell of it.
+    /// The events that epoll reports for the connection.
     interest: EventFlags,
-    /// Its tenant has taken more than its share.
+    /// Set while the tenant has exceeded its rate.
     paused_until: Option<Instant>,
 }
 
-/// One thread's work.
+/// A serving thread.
 pub(super) struct ServeThread {
     shared: Arc<TcpShared>,
     number: usize,
     epoll: OwnedFd,
     connections: Vec<Option<Box<ServedConnection>>>,
     busy_poll: BusyPoll,
-    /// The connection that spoke last, and how many times it has been preferred since others were looked at.
+    /// The connection that was served last, and how many times it was preferred since all were
+    /// polled.
     last: Option<usize>,
     preferred: u32,
-    /// Others than that one have spoken in the last turn; and how many turns there were in a row.
+    /// Whether other connections were served in the last turn, and the number of such turns in a
+    /// row.
     is_contended: bool,
     busy_turns: u32,
-    /// Set when the target goes away: no more is asked, only said.
+    /// Set while the target stops: nothing is received any more, only sent.
     farewell_until: Option<Instant>,
 }
 
@@ -150,7 +154,7 @@ impl ServeThread {
         }
     }
 
-    /// Wait for something to do: what the connection that spoke last has said, or else what has happened to any of them.
+    /// Waits for input of the most recent connection, or for events of any connection.
     fn wait(&mut self, events: &mut Vec<Event>) -> Option<ReadyConnection> {
         if self.has_ready_events(events) {
             return None;
@@ -159,7 +163,7 @@ impl ServeThread {
         let (epoll, preferred) = (&self.epoll, &mut self.preferred);
         let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
         let mut ready = None;
-        // To receive costs no more than to ask whether there is something.
+        // Receiving costs no more than asking whether there is input.
         let is_there = self.busy_poll.poll(|| {
             if *preferred < PREFERRED_MAX
                 && let Some((at, connection)) = &mut last
@@ -184,7 +188,8 @@ impl ServeThread {
         None
     }
 
-    /// Whether somebody has spoken while others were served, which is likely where several do: then nothing is won by letting others run first.
+    /// Polls for events that came while others were served. With several busy connections there
+    /// mostly are some, and yielding the processor first would gain nothing.
     fn has_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
         let may_look = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
         let has_ready_events =
@@ -214,7 +219,7 @@ impl ServeThread {
         self.shared.options.rate != Rate::default()
     }
 
-    /// Something has happened on a connection.
+    /// Handles an event of a connection.
     fn handle_event(&mut self, at: usize, flags: EventFlags) {
         let Some(connection) = self.connections[at].as_mut() else { return };
         let is_stopping = self.farewell_until.is_some();
@@ -227,7 +232,7 @@ impl ServeThread {
         self.serve_connection(at);
     }
 
-    /// Somebody came, or has something to say to an initiator.
+    /// Adds accepted connections, closes stale ones and sends messages.
     fn handle_wake(&mut self) {
         self.shared.handles[self.number].wake.clear();
         let accepted = std::mem::take(&mut *lock(&self.shared.handles[self.number].accepted));
@@ -273,7 +278,7 @@ impl ServeThread {
         }
     }
 
-    /// Do all that can be done for a connection now.
+    /// Serves all requests of a connection that can be served now, and sends the answers.
     fn serve_connection(&mut self, at: usize) {
         let (is_stopping, is_limited) = (self.farewell_until.is_some(), self.is_limited());
         let Some(connection) = self.connections[at].as_mut() else { return };
@@ -306,7 +311,7 @@ impl ServeThread {
                 return;
             }
             let is_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
-            // What had to wait for room is served now that there is some.
+            // Requests that waited for room in the answer buffer are served now that there is some.
             if !was_stalled || is_stalled || !may_serve {
                 break;
             }
@@ -317,7 +322,7 @@ impl ServeThread {
         }
     }
 
-    /// The connection is over; its session may not be.
+    /// Closes a connection. Its session is parked unless the initiator has ended it.
     fn close(&mut self, at: usize) {
         let Some(connection) = self.connections[at].take() else { return };
         let ServedConnection { socket, session, .. } = *connection;
@@ -329,7 +334,8 @@ impl ServeThread {
         }
     }
 
-    /// The target goes away: tell everyone how far it came, then close. True when all is closed.
+    /// Sends a farewell with the number of done requests to all initiators, then closes the
+    /// connections. Returns true when all are closed.
     fn say_farewell(&mut self) -> bool {
         if self.shared.handshakes_in_progress.load(Ordering::SeqCst) > 0 {
             return false;
@@ -355,7 +361,7 @@ impl ServeThread {
     }
 }
 
-/// Ask the kernel what has happened.
+/// Asks the kernel for events.
 fn epoll_wait(
     epoll: &OwnedFd,
     events: &mut Vec<Event>,
@@ -384,10 +390,12 @@ impl ServedConnection {
         }
     }
 
-    /// Serve what has come; the bytes and operations that it was, or the reason if it was nonsense.
+    /// Serves the received requests. Returns the bytes and operations, or the reason if the peer
+    /// violated the protocol.
     fn serve(&mut self, shared: &TcpShared) -> Result<(u64, u64), &'static str> {
         let session = &mut self.session;
-        // Whoever kills a key clears it, then waits until this ready was seen even or changed.
+        // A thread that invalidates a key clears it, then waits until it has seen this word even or
+        // changed.
         let active = shared.control.active(session.slot);
         let sequence = active.load(Ordering::Relaxed).wrapping_add(1);
         active.store(sequence, Ordering::Relaxed);
@@ -415,11 +423,12 @@ impl ServedConnection {
         Ok(work)
     }
 
-    /// Serve a connection that says everything as it is; how many bytes were used. Called with `active` odd.
+    /// Serves a connection without encryption. Returns the number of input bytes used. `active`
+    /// must be odd.
     fn serve_plain(&mut self) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
         loop {
-            // What comes after something that waits must wait, too.
+            // Answers must not overtake output that waits.
             self.answers.allow_borrowing(self.sent == self.outgoing.len() && self.answers.is_empty());
             at += self.session.feed(&self.input[at..self.filled], &mut self.answers)?;
             if !self.answers.has_borrowed() {
@@ -427,19 +436,21 @@ impl ServedConnection {
             }
             self.outgoing.clear();
             self.sent = 0;
-            // SAFETY: `active` has been odd since the regions lent: none of them has gone.
+            // SAFETY: `active` has been odd since the ranges were borrowed, so no region was
+            // removed.
             unsafe { self.answers.send_borrowed(&self.socket, &mut self.outgoing) };
         }
     }
 
-    /// Take what has come, if it may be served now; whether no more will, or nothing if there is nothing.
+    /// Receives if the connection may be served now. Returns whether the peer has closed it, or
+    /// `None` if nothing came.
     fn try_receive(&mut self) -> Option<bool> {
         let filled = self.filled;
         let is_closed = self.interest.contains(EventFlags::IN) && self.receive();
         (is_closed || self.filled > filled).then_some(is_closed)
     }
 
-    /// Take what has come, as far as there is room; true if no more will.
+    /// Receives as much as there is room for. Returns true if the connection is over.
     fn receive(&mut self) -> bool {
         let room = &mut self.input[self.filled..];
         if room.is_empty() {
@@ -455,7 +466,7 @@ impl ServedConnection {
         }
     }
 
-    /// Send what there is to send, as far as the kernel takes it; true if it takes no more ever.
+    /// Sends as much as the kernel accepts. Returns true if the connection is over.
     fn send(&mut self) -> bool {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         while self.prepare_sending() {
@@ -472,7 +483,8 @@ impl ServedConnection {
         self.sent == self.outgoing.len() && self.answers.is_empty()
     }
 
-    /// Be told of what can be gone on with: nothing is received for which there is no room.
+    /// Selects the events that can be handled now. Nothing is received while there is no room for
+    /// its answers.
     fn update_interest(&mut self, epoll: &OwnedFd, at: usize, is_stopping: bool) -> rustix::io::Result<()> {
         let mut interest = EventFlags::empty();
         let is_stalled = self.answers.len() >= ANSWERS_BYTES_MAX;
@@ -485,7 +497,7 @@ impl ServedConnection {
         Ok(())
     }
 
-    /// Whether there is something to send.
+    /// Moves answers to the output, encrypted if necessary. Returns whether there is output.
     fn prepare_sending(&mut self) -> bool {
         if self.sent < self.outgoing.len() {
             return true;

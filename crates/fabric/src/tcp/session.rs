@@ -1,6 +1,8 @@
-//! The target's end of one session: a state machine that takes bytes, touches memory as they say and makes bytes. It does no I/O.
+//! The target's end of one session: a state machine that parses requests, accesses memory and
+//! produces answers. It does no I/O.
 //!
-//! It outlives its connection for a while: an initiator that comes back tells how many answers it has, and gets the rest.
+//! A session outlives a broken connection for a while. An initiator that resumes it says how many
+//! answers it has, and receives the rest.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -18,41 +20,41 @@ use crate::memory::{copy, u64_from};
 use crate::target::Identity;
 use crate::work::{Key, WorkError};
 
-/// With so many bytes of answers not yet sent, no further request is looked at.
+/// No further request is served while this many bytes of answers wait to be sent.
 pub(super) const ANSWERS_BYTES_MAX: usize = 512 << 10;
 
-/// The initiator said something that no initiator says.
+/// The peer violated the protocol.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct ProtocolViolation(pub &'static str);
 
-/// An answer as it was sent_answers, to be sent_answers again.
+/// The record of an answer, by which it can be sent again.
 #[derive(Clone, Copy, Debug)]
 struct SentAnswer {
     outcome: Result<u64, WorkError>,
-    /// The READ that it was, to be done again: it changes nothing.
+    /// The READ, to be repeated: it changes nothing.
     read: Option<Request>,
 }
 
-/// What comes next.
+/// The part of a request that the parser expects next.
 #[derive(Debug)]
 enum ParserState {
     Request,
-    /// The rest of a WRITE's bytes.
+    /// More bytes of a WRITE.
     Bytes {
         request: Request,
         taken: u32,
         outcome: Result<u64, WorkError>,
     },
-    /// The rest of a message.
+    /// More bytes of a message.
     Message {
         len: u32,
         bytes: Vec<u8>,
     },
-    /// The word to store.
+    /// The new value of a compare-and-swap.
     Word(Request),
 }
 
-/// One session.
+/// The state of one session.
 #[derive(Debug)]
 pub(super) struct TcpSession {
     pub who: Identity,
@@ -60,13 +62,13 @@ pub(super) struct TcpSession {
     pub peer: Arc<TcpPeer>,
     shared: Arc<TcpShared>,
     next: ParserState,
-    /// Requests done.
+    /// Number of requests that are done.
     done: u64,
-    /// The last answers, as many as an initiator can lack.
+    /// The most recent answers, as many as an initiator can lack.
     sent_answers: VecDeque<SentAnswer>,
-    /// It has left in good order.
+    /// Whether the initiator has ended the session.
     pub has_said_bye: bool,
-    /// Bytes moved and requests done since [`Self::take_counters`].
+    /// Bytes and requests since the last [`Self::take_counters`].
     work: (u64, u64),
 }
 
@@ -85,19 +87,19 @@ impl TcpSession {
         }
     }
 
-    /// Requests done.
+    /// The number of requests that are done.
     pub fn done(&self) -> u64 {
         self.done
     }
 
-    /// Count what was done since the last call, for the tenant: bytes moved, requests.
+    /// Takes the bytes and requests since the last call, and adds them to the session's counters.
     pub fn take_counters(&mut self) -> (u64, u64) {
         let (bytes, operations) = std::mem::take(&mut self.work);
         self.peer.own.counters.add(bytes, operations);
         (bytes, operations)
     }
 
-    /// Put the next message that was not sent into `out`; false if there is none.
+    /// Appends the next unsent message to `out`. Returns false if there is none.
     pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
         self.peer.mailbox.send_next(|_, message| {
             let len = u32::try_from(message.len()).expect("bounded by the limits");
@@ -107,12 +109,13 @@ impl TcpSession {
         })
     }
 
-    /// The connection broke: what had come in part never came.
+    /// Discards a partly received request after the connection broke.
     pub fn discard_partial(&mut self) {
         self.next = ParserState::Request;
     }
 
-    /// The initiator is back: append the answers that it lacks. False if it cannot be.
+    /// Resumes after a broken connection, and appends the answers that the initiator lacks. Returns
+    /// false if the position is impossible.
     pub fn resume(&mut self, resume: &Resume, out: &mut AnswerBuffer) -> bool {
         let Some(lacking) =
             self.done.checked_sub(resume.answered).and_then(|lacking| usize::try_from(lacking).ok())
@@ -125,7 +128,7 @@ impl TcpSession {
         for at in self.sent_answers.len() - lacking..self.sent_answers.len() {
             let SentAnswer { outcome, read } = self.sent_answers[at];
             match read {
-                // It may fail now: its key may have died meanwhile.
+                // The READ may fail now, because its key may have been invalidated since.
                 Some(request) => drop(self.read(&request, out)),
                 None => out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
             }
@@ -133,8 +136,12 @@ impl TcpSession {
         true
     }
 
-    /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again: with
-    /// more behind it, or, if `out` has borrowed now, when those have ended. Called with the slot's `active` word odd, which it must stay until then.
+    /// Serves the requests in `input` and appends the answers to `out`. Returns the number of bytes
+    /// used, a multiple of 8.
+    ///
+    /// The remaining bytes must be passed again, with more behind them, or after borrowed ranges in
+    /// `out` were sent. The slot's `active` word must be odd during the call, and until borrowed
+    /// ranges were sent.
     pub fn feed(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
         while out.len() < ANSWERS_BYTES_MAX && !self.has_said_bye {
@@ -153,7 +160,8 @@ impl TcpSession {
                 let Ok((request, rest)) = Request::read_from_prefix(input) else {
                     return Ok(0);
                 };
-                // Whatever changes memory, or tells somebody who may, comes after the READs before it.
+                // A request that changes memory, or sends a message to a program that may change
+                // it, must come after the borrowed READs before it.
                 if request.kind != wire::READ && out.has_borrowed() {
                     return Ok(0);
                 }
@@ -195,7 +203,8 @@ impl TcpSession {
         }
     }
 
-    /// Begin a request; how many bytes of the `rest` behind its head were used.
+    /// Begins a request. Returns the number of bytes of `rest`, which follows the head, that were
+    /// used.
     fn begin(
         &mut self,
         request: Request,
@@ -211,7 +220,7 @@ impl TcpSession {
             }
             wire::WRITE if len <= limits.transfer_bytes_max => {
                 self.next = ParserState::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
-                // Most often all of it has come: then its key is asked once.
+                // Mostly all bytes have arrived, and the key is checked only once.
                 return Ok(self.write_some(rest, out));
             }
             wire::SWAP => self.next = ParserState::Word(request),
@@ -242,7 +251,7 @@ impl TcpSession {
         Ok(0)
     }
 
-    /// Answer a READ; what was answered.
+    /// Answers a READ. Returns its outcome.
     fn read(&mut self, request: &Request, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
         let len = request.len.get();
         let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
@@ -255,14 +264,16 @@ impl TcpSession {
         let outcome = Ok(u64::from(len));
         self.work.0 += u64::from(len);
         out.put(Answer::new(wire::ANSWER, outcome, len).as_bytes());
-        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed end before `active` is even again.
+        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed
+        // ranges are sent before `active` is even again.
         unsafe { out.read(from, len as usize, padded(len)) };
-        // Later operations of this session come after this one.
+        // Later operations of this session must come after this one.
         fence(Ordering::AcqRel);
         outcome
     }
 
-    /// Write what has come of a WRITE. The key is asked anew for each part: it may have died in between.
+    /// Writes the received part of a WRITE. The key is checked for each part, because it may have
+    /// been invalidated in between.
     fn write_some(&mut self, input: &[u8], out: &mut AnswerBuffer) -> usize {
         let ParserState::Bytes { request, taken, outcome } = &self.next else {
             unreachable!("the caller looked");
@@ -272,13 +283,14 @@ impl TcpSession {
         let left = padded(len) - taken as usize;
         let take = left.min(input.len() & !7);
         let bytes = take.min((len - taken) as usize);
-        // The whole range is asked for, so that nothing is written if not all may be.
+        // The whole range is checked, so that nothing is written if a part is not permitted.
         let to =
             outcome.and_then(|_| self.locate(&request, request.addr.get(), u64::from(len), Right::Write));
         match to {
             Ok(to) => {
                 fence(Ordering::AcqRel);
-                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared` holds, and `taken + bytes` is at most `len`.
+                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared`
+                // holds, and `taken + bytes` is at most `len`.
                 unsafe { copy(to.add(taken as usize), input.as_ptr(), bytes) };
                 fence(Ordering::AcqRel);
                 self.work.0 += u64_from(bytes);
@@ -324,7 +336,7 @@ impl TcpSession {
         if self.shared.control.state(self.slot) == FENCED { Err(WorkError::Fenced) } else { Ok(()) }
     }
 
-    /// Where a remote range is, if the key opens it.
+    /// The address of a remote range, if the key opens it.
     #[inline]
     fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
         self.check_fence()?;
@@ -336,7 +348,7 @@ impl TcpSession {
         memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
 
-    /// What the key opens at that address.
+    /// The range that a key opens at an address.
     #[inline]
     fn grant(&self, key: Key, addr: u64) -> Option<Grant> {
         if !key.is_table_key() {
@@ -354,7 +366,8 @@ impl TcpSession {
             return Err(WorkError::Misaligned);
         }
         let word = self.locate(request, addr, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples of 8 here and there.
+        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples
+        // of 8 in both address spaces.
         Ok(unsafe { AtomicU64::from_ptr(word) })
     }
 }

@@ -1,4 +1,4 @@
-//! The target's end: it changes keys and fences; threads of its own serve.
+//! The owner's end: changes keys and fences. Threads of its own serve the initiators.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -28,17 +28,17 @@ use crate::target::{
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// A target that goes away waits so long for a request under way.
+/// The time for which a stopping target waits for an operation in flight.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Memory offered over TCP.
+/// A target that offers memory over TCP.
 pub struct TcpTarget {
     shared: Arc<TcpShared>,
     threads: Vec<JoinHandle<()>>,
     address: SocketAddr,
 }
 
-/// Where a region lies, its memory, and its table of keys.
+/// The address, memory and key table of a region.
 #[derive(Debug)]
 pub(super) struct RegionMapping {
     pub base: u64,
@@ -50,45 +50,45 @@ pub(super) struct TcpShared {
     pub options: Options,
     pub key: ClusterKey,
     pub control: ControlMemory,
-    /// By region number; read on every access without a lock.
+    /// The regions by index. Every access reads them without a lock.
     pub memories: Box<[OnceLock<RegionMapping>]>,
     pub state: Mutex<TcpTargetState>,
     pub handles: Vec<ServeHandle>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
-    /// What tenants have left; of all threads together, and only asked if there is a rate.
+    /// Rate limits for all threads together. Used only if a rate is configured.
     pub limiter: Mutex<RateLimiter>,
-    /// Initiators that are being welcomed: let in, and not yet with their thread.
+    /// Number of admitted initiators that are not yet with their serving thread.
     pub handshakes_in_progress: AtomicUsize,
 }
 
 pub(super) struct TcpTargetState {
     pub peers: PeerSessions<TcpPeerState>,
-    /// Sessions whose connection broke.
+    /// Sessions whose connection broke, which may be resumed.
     pub parked: Vec<(TcpSession, Instant)>,
     pub tables: TargetTables,
-    /// What those had who are forgotten.
+    /// Counters of removed sessions.
     pub served: TenantTable,
 }
 
-/// What this provider knows of one session.
+/// The provider's state of one session.
 #[derive(Debug, Default)]
 pub(super) struct TcpPeerState {
-    /// Which thread serves it.
+    /// Index of the serving thread.
     pub thread: usize,
-    /// Set to have its connection closed: it has been replaced.
+    /// Set to have the connection closed, because the initiator has opened another.
     pub is_stale: AtomicBool,
     pub counters: SessionCounters,
 }
 
-/// What target, acceptor and threads know of one session.
+/// A session as the target, the acceptor and the serving threads share it.
 pub(super) type TcpPeer = sessions::PeerSession<TcpPeerState>;
 
 impl TcpTarget {
-    /// Offer memory at an address, to whoever proves to have the cluster's key.
+    /// Offers memory at an address to initiators that hold the cluster key.
     ///
     /// # Errors
-    /// If an option is out of bounds, the address is taken, or the system refuses.
+    /// If an option is out of bounds, the address is in use, or the system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
         let listener = TcpListener::bind(address)
@@ -96,10 +96,10 @@ impl TcpTarget {
         Self::listen_on(listener, key, options)
     }
 
-    /// Offer memory on a socket that listens already.
+    /// Offers memory on a socket that already listens.
     ///
     /// # Errors
-    /// As [`TcpTarget::listen`].
+    /// The errors of [`TcpTarget::listen`].
     pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
@@ -114,7 +114,8 @@ impl TcpTarget {
             peers: PeerSessions::new(options.endpoints_max),
             parked: Vec::new(),
             served: TenantTable::default(),
-            // Random in its free bits for every target; whoever may connect at all is of the cluster.
+            // The keys of each target are different. They need not be secret: only members of the
+            // cluster connect.
             tables: TargetTables::new(
                 options.regions_max,
                 options.windows_max,
@@ -151,7 +152,7 @@ impl TcpTarget {
         Ok(())
     }
 
-    /// Where it listens; if port 0 was asked for, which port it got.
+    /// The address at which it listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -173,7 +174,7 @@ impl Drop for TcpTarget {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "a thread of the target panicked");
         }
-        // Sessions hold what holds them.
+        // Sessions and the shared state refer to each other.
         let parked = std::mem::take(&mut self.shared.lock().parked);
         drop(parked);
     }
@@ -196,7 +197,7 @@ impl TcpShared {
         lock(&self.state)
     }
 
-    /// See [`Target::fence`].
+    /// Implements [`Target::fence`].
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
@@ -213,13 +214,13 @@ impl TcpShared {
         self.end_parked_if(|session, _| is_fenced(&session.peer));
     }
 
-    /// A session is over for good.
+    /// Ends a session for good.
     pub fn end_session(&self, session: &TcpSession) {
         let mut state = self.lock();
         state.release(&self.control, session);
     }
 
-    /// Its connection broke: it may come back, if its host is not shut out.
+    /// Parks a session after its connection broke. It may be resumed unless its host is fenced.
     pub fn park(&self, mut session: TcpSession) {
         session.discard_partial();
         let mut state = self.lock();
@@ -232,7 +233,7 @@ impl TcpShared {
         self.wake.wake();
     }
 
-    /// End the sessions that have lingered for long enough.
+    /// Ends the sessions that were parked for too long.
     pub fn end_expired(&self) {
         self.end_parked_if(|_, since| since.elapsed() >= LINGER_TIME);
     }
@@ -264,7 +265,7 @@ impl Target for TcpTarget {
         let mut state = self.shared.lock();
         let index = state.tables.regions.len();
         if let Some(place) = self.shared.memories.get(index) {
-            // The key is not known to anyone yet: the base follows below, under the same lock.
+            // No endpoint knows the key yet. The mapping is stored below, under the same lock.
             let region = state.tables.register(
                 &self.shared.control,
                 Arc::clone(&memory),
@@ -286,7 +287,7 @@ impl Target for TcpTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));
@@ -298,7 +299,7 @@ impl Target for TcpTarget {
     }
 
     fn expel(&self, _range: Range<u64>) {
-        // Sessions that come back are sent_answers what they lack under this lock.
+        // Resumed sessions repeat READs under this lock.
         drop(self.shared.lock());
         self.shared.control.drain_all();
     }
@@ -342,7 +343,7 @@ mod tests {
     use super::*;
     use crate::tcp::{ConnectOptions, connect};
 
-    /// A wire of one connection to there: its address, and the ends that cut it.
+    /// A relay of one connection to an address: its own address, and the sockets that cut it.
     fn wire(to: SocketAddr) -> (SocketAddr, JoinHandle<[TcpStream; 2]>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -1,4 +1,4 @@
-//! What the target says, booked in the order of the requests.
+//! Receives answers and completes operations in the order of posting.
 
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
@@ -11,7 +11,7 @@ use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
 use crate::work::{Completion, LocalSlice, Verb, Work, WorkError};
 
 impl TcpEndpoint {
-    /// Take what has come. True if the connection is over.
+    /// Receives what has arrived. Returns true if the connection is over.
     pub(super) fn receive_some(&mut self) -> bool {
         loop {
             if self.plan() {
@@ -70,7 +70,8 @@ impl TcpEndpoint {
         used.map(drop).ok_or_else(nonsense)
     }
 
-    /// Book the answers in `bytes`; how many bytes were used, a multiple of 8; `None` if they are nonsense.
+    /// Handles the answers in `bytes`. Returns the number of bytes used, a multiple of 8; `None` if
+    /// the target violated the protocol.
     fn take_answers(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         loop {
@@ -123,7 +124,7 @@ impl TcpEndpoint {
         Some(())
     }
 
-    /// Copy what has come of a READ to its place; how many bytes were used.
+    /// Copies a received part of a READ to its destination. Returns the number of bytes used.
     fn take_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
         let left = padded(local.len) - taken as usize;
         let take = left.min(bytes.len() & !7);
@@ -140,7 +141,7 @@ impl TcpEndpoint {
         Some(take)
     }
 
-    /// The oldest operation has its answer.
+    /// Completes the oldest operation.
     pub(super) fn complete_oldest(&mut self, outcome: Result<u64, WorkError>) {
         let Some(PendingWork { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
@@ -156,7 +157,7 @@ impl TcpEndpoint {
         }
     }
 
-    /// Tell the outcomes that were known at once, where it is their turn.
+    /// Completes operations at the front whose error was known before they were sent.
     pub(super) fn complete_known(&mut self) {
         while let Some(PendingWork { work, outcome: Some(error) }) = self.pending.front().copied() {
             self.pending.pop_front();

@@ -1,4 +1,5 @@
-//! The end of a connection, and what comes after: the session goes on over another one, or everything is told its fate.
+//! Handles a broken connection: resumes the session over another connection, or fails the
+//! operations in flight.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
@@ -12,11 +13,12 @@ use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
 use crate::tcp::wire::{self, Request};
 use crate::work::{EndpointError, Verb, WorkError};
 
-/// Between attempts to make a broken connection anew.
+/// Time between attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 impl TcpEndpoint {
-    /// Nothing more will be done. The first unanswered operation gets the cause; the later ones were not done, or nobody knows.
+    /// Breaks the endpoint. If it is known what was done, the first unanswered operation gets the
+    /// cause and the later ones are flushed. Otherwise all get the cause.
     pub(super) fn fail_all(&mut self, cause: Option<WorkError>) {
         self.broken = true;
         self.reconnecting = None;
@@ -37,7 +39,8 @@ impl TcpEndpoint {
         self.sent = 0;
     }
 
-    /// The connection is over. Another is made, or everything is told its fate; meanwhile the caller's thread goes on with other things.
+    /// Starts to reconnect in the background, or fails the operations in flight if that is
+    /// impossible.
     pub(super) fn recover(&mut self) {
         if self.has_farewell || self.broken {
             self.fail_reconnect();
@@ -67,7 +70,8 @@ impl TcpEndpoint {
         }
     }
 
-    /// Whether the connection that broke is still being made anew.
+    /// Takes the result of reconnecting, if there is one. Returns whether the endpoint is still
+    /// reconnecting.
     pub(super) fn is_reconnecting(&mut self) -> bool {
         let Some(task) = &self.reconnecting else { return false };
         let Some(outcome) = task.take_result() else { return true };
@@ -83,9 +87,9 @@ impl TcpEndpoint {
         false
     }
 
-    /// There is no other connection.
+    /// Handles the failure to reconnect.
     fn fail_reconnect(&mut self) {
-        // Without anything under way the next operation is told.
+        // With nothing in flight, the next posted operation gets the error.
         let is_idle = self.pending.iter().all(|pending| pending.outcome.is_some());
         if !self.broken && !is_idle {
             self.fail_all(Some(WorkError::PeerGone));
@@ -93,7 +97,8 @@ impl TcpEndpoint {
         self.has_farewell = true;
     }
 
-    /// The target knows of the messages that had been taken when the connection broke.
+    /// Tells the target how many messages were taken since the connection broke. The resume told it
+    /// of the earlier ones.
     fn credit_since(&mut self, taken_at_break: u64) {
         let newly = u32::try_from(self.taken - taken_at_break).expect("bounded by the receive depth");
         if newly > 0 {
@@ -135,10 +140,11 @@ impl TcpEndpoint {
     }
 }
 
-/// What a target answered to a open_session.
+/// The result of reconnecting.
 pub(super) type ReconnectReply = Result<(TcpStream, RecordCipher, Welcome), EndpointError>;
 
-/// Knock again and again. In vain if the target is gone, or if nobody waits for it any more.
+/// Tries to connect until `deadline`. Ends early if the target is gone or refuses, or the result is
+/// not awaited any more.
 fn open_session_until(
     address: SocketAddr,
     key: &ClusterKey,
