@@ -28,7 +28,9 @@ const REPLY_BYTES: usize = HEADER_BYTES;
 const WRITTEN_AT: usize = REPLY_BYTES;
 /// Offset of the buffers of several machines.
 const LANES_AT: usize = 2 * REPLY_BYTES;
+/// Bytes of the buffers of one of several machines.
 const LANE_BYTES: usize = 2 * LANE_WORDS as usize * 8;
+/// Bytes of local memory for all buffers.
 const WORDS_BYTES: usize = LANES_AT + LANES_MAX * LANE_BYTES;
 /// Length of the READ of the header.
 const HEADER_LEN: u32 = 4096;

@@ -24,7 +24,9 @@ use judge::SpanVerdict;
 use scope::RecoveryScope;
 pub use scope::{Holding, HoldingsOp};
 
+/// Spans of a section, as an index.
 const SPANS: usize = SECTION_SPANS as usize;
+/// Chunks of a span, as an index.
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
 /// Counts of what a recovery freed.
