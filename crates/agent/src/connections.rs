@@ -177,14 +177,19 @@ impl Connections {
     /// Opens a run, or returns a sentence for its user.
     fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, String> {
         if self.nodes.require(1).is_err() {
-            return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
+            return Err(
+                "the cluster has no memory node: start one (aquifer node), or start the cluster anew \
+                 (aquifer up)"
+                    .into(),
+            );
         }
         let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
         if (2..=REPLICAS_MAX).contains(&replicas)
             && let Err(count) = self.nodes.require(replicas)
         {
             return Err(format!(
-                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
+                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has \
+                 {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
             ));
         }
         let run = self
@@ -238,8 +243,9 @@ fn send_device(socket: &OwnedFd) {
         Err(error) => refuse(
             socket,
             &format!(
-                "this user may not use userfaultfd, nor may the agent ({error}): give access to /dev/userfaultfd, or \
-                 set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that runs as root"
+                "this user may not use userfaultfd, nor may the agent ({error}): give access to \
+                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
+                 runs as root"
             ),
         ),
     }

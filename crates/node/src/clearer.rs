@@ -1,8 +1,8 @@
 //! Clears freed spans, so that tenants other than the last one can allocate them.
 //!
 //! The node allocates a group of free spans, waits until no access by an old key is in flight,
-//! clears the group, and frees it without an owner. The last tenant may allocate the spans before the
-//! node does; it gets them uncleared.
+//! clears the group, and frees it without an owner. The last tenant may allocate the spans before
+//! the node does; it gets them uncleared.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -12,7 +12,8 @@ use aquifer_pool::NodeMemoryError;
 pub enum NodeError {
     /// The machine has too little memory available.
     #[error(
-        "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop something else"
+        "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop \
+         something else"
     )]
     NoMemory {
         /// Requested memory.
@@ -33,7 +34,11 @@ pub enum NodeError {
     #[error(transparent)]
     Memory(#[from] NodeMemoryError),
     /// The keeper cannot hold the memory.
-    #[error("the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or omit --grace", path = path.display())]
+    #[error(
+        "the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or omit \
+         --grace",
+        path = path.display()
+    )]
     Keeper {
         /// The keeper's socket.
         path: PathBuf,
@@ -65,7 +70,8 @@ pub enum NodeError {
     },
     /// The node's record was changed during each attempt to write it.
     #[error(
-        "cannot join the cluster as node {id}: another process has changed its record during each of {attempts} attempts; check that no other node has this number"
+        "cannot join the cluster as node {id}: another process has changed its record during each of \
+         {attempts} attempts; check that no other node has this number"
     )]
     Contended {
         /// The node's number.

@@ -22,8 +22,8 @@ pub(crate) struct LiveHosts {
 }
 
 impl LiveHosts {
-    /// Starts with the hosts that an earlier process has seen. The next listing shows whose leases have
-    /// ended since.
+    /// Starts with the hosts that an earlier process has seen. The next listing shows whose leases
+    /// have ended since.
     pub const fn new(epochs: BTreeMap<Host, u64>) -> Self {
         Self { epochs }
     }

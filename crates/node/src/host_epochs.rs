@@ -1,7 +1,7 @@
 //! The last epoch of each host that the node has seen.
 //!
-//! The keeper holds them together with the lent memory. So the node's next process fences hosts whose
-//! leases have ended while no process was running, and keeps earlier fences.
+//! The keeper holds them together with the lent memory. So the node's next process fences hosts
+//! whose leases have ended while no process was running, and keeps earlier fences.
 //!
 //! Format: `docs/formats/ipc.md`, item *node*.
 

@@ -54,7 +54,8 @@ struct KeptMemoryRecord {
 }
 
 impl MemoryKeeper {
-    /// Connects to the keeper. Returns the memory that an earlier process has left, if it is usable.
+    /// Connects to the keeper. Returns the memory that an earlier process has left, if it is
+    /// usable.
     ///
     /// Waits until no access of that process's peers to the memory is in flight.
     ///

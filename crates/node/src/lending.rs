@@ -5,8 +5,8 @@ use std::sync::{Mutex, PoisonError};
 
 use aquifer_directory::names::ResizeBlocker;
 
-/// The request and its status. The directory's watch writes the request, the maintenance thread writes
-/// the status, and the directory record and the metrics show it.
+/// The request and its status. The directory's watch writes the request, the maintenance thread
+/// writes the status, and the directory record and the metrics show it.
 #[derive(Debug)]
 pub(crate) struct Lending {
     requested_bytes: AtomicU64,

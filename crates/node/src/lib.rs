@@ -1,9 +1,9 @@
 //! The memory node: the daemon that lends memory of its machine to the cluster.
 //!
-//! It creates the memory, lays it out as a pool, opens it through the fabric, and puts its record into
-//! the directory under a lease. After that, hosts allocate and free by one-sided operations. The
-//! node only fences hosts whose leases have ended, clears memory between tenants, and changes how
-//! much it lends on request.
+//! It creates the memory, lays it out as a pool, opens it through the fabric, and puts its record
+//! into the directory under a lease. After that, hosts allocate and free by one-sided operations.
+//! The node only fences hosts whose leases have ended, clears memory between tenants, and changes
+//! how much it lends on request.
 //!
 //! If it is configured so, a keeper holds the memory when the node's process ends, and the next
 //! process continues with it.

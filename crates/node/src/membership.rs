@@ -1,5 +1,5 @@
-//! The node's membership in the cluster: its lease and record, and the watches over the leases of hosts
-//! and over requests to change how much it lends.
+//! The node's membership in the cluster: its lease and record, and the watches over the leases of
+//! hosts and over requests to change how much it lends.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -51,8 +51,8 @@ pub(crate) struct JoiningNode {
 }
 
 impl JoiningNode {
-    /// Takes a lease, and fences all hosts whose leases are known to have ended, those of `epochs` that
-    /// are not in the directory any more included.
+    /// Takes a lease, and fences all hosts whose leases are known to have ended, those of `epochs`
+    /// that are not in the directory any more included.
     ///
     /// # Errors
     /// Those of the directory.
@@ -175,8 +175,9 @@ impl NodeMembership {
         Err(NodeError::Contended { id: self.record.id, attempts: JOIN_ATTEMPTS })
     }
 
-    /// The version of a record that may be replaced: one with this node's address. Only one process can
-    /// listen at an address, and this one does, so the process that has written the record has ended.
+    /// The version of a record that may be replaced: one with this node's address. Only one process
+    /// can listen at an address, and this one does, so the process that has written the record has
+    /// ended.
     fn replaceable(&self, entry: &DirectoryEntry) -> Result<u64, NodeError> {
         let address = match names::decode::<NodeRecord>(entry) {
             Ok(record) if record.address == self.record.address => return Ok(entry.version),
@@ -226,7 +227,8 @@ impl NodeMembership {
         Ok(())
     }
 
-    /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until `shutdown`.
+    /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until
+    /// `shutdown`.
     ///
     /// # Errors
     /// If the directory fails, or its events could not be followed fast enough. It can be called
@@ -274,8 +276,8 @@ impl NodeMembership {
         }
     }
 
-    /// Keeps the lease alive, if a keep-alive is due. If the lease has ended, takes a new one: the memory
-    /// is still valid, and connections of hosts do not depend on the lease.
+    /// Keeps the lease alive, if a keep-alive is due. If the lease has ended, takes a new one: the
+    /// memory is still valid, and connections of hosts do not depend on the lease.
     fn keep_alive(&mut self) -> Result<(), NodeError> {
         if self.kept_alive_at.elapsed() < self.ttl / 3 {
             return Ok(());

@@ -28,7 +28,8 @@ pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: 
 
 /// Memory to lend next, if `requested` is requested and `lent` is lent.
 ///
-/// `affordable` changes all the time. A change because of it is made only if it is at least a `step`.
+/// `affordable` changes all the time. A change because of it is made only if it is at least a
+/// `step`.
 pub(crate) fn next_lent_bytes(requested: u64, lent: u64, affordable: u64, step: u64) -> u64 {
     let next = requested.min(affordable);
     let fulfils_request = requested < lent || next == requested && lent < requested;

@@ -65,31 +65,35 @@ impl Collector for NodeCollector {
         let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
-        info(encoder, about("build", "Which Aquifer it is."), &version)?;
+        info(encoder, about("build", "Version of the build."), &version)?;
         gauges(
             encoder,
             bytes("memory", "Memory that the node lends."),
             one(self.lending.status().lent_bytes),
         )?;
         let requested = self.lending.requested_bytes();
-        gauges(encoder, bytes("memory_wanted", "Memory that it is asked to lend."), one(requested))?;
-        gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.node_memory.free_bytes()))?;
+        gauges(encoder, bytes("memory_wanted", "Memory that is requested of the node."), one(requested))?;
+        gauges(encoder, bytes("free", "Lent memory that is free."), one(self.node_memory.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
-        gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
+        gauges(encoder, about("endpoints", "Connected endpoints."), one(endpoints))?;
         let served = self.target.tenant_counters();
         let operations =
             served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.operations));
-        counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;
+        counters(encoder, about("operations", "One-sided operations served over TCP."), operations)?;
         let moved = served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.bytes));
         counters(encoder, bytes("served", "Bytes read and written over TCP."), moved)?;
         let cleared = self.counters.cleared_bytes.load(Relaxed);
-        counters(encoder, bytes("cleared", "Memory that was cleared for whoever is next."), one(cleared))?;
+        counters(
+            encoder,
+            bytes("cleared", "Freed memory that was cleared for the next tenant."),
+            one(cleared),
+        )?;
         let counts = [
-            ("fences", "Epochs of hosts that were shut out.", &self.counters.fences),
-            ("lease_renewals", "Times that the node's lease was kept.", &self.counters.renewals),
+            ("fences", "Fences that were set.", &self.counters.fences),
+            ("lease_renewals", "Successful keep-alives of the node's lease.", &self.counters.renewals),
             (
                 "lease_renewal_failures",
-                "Times that the node's lease could not be kept.",
+                "Failed keep-alives of the node's lease.",
                 &self.counters.renewal_failures,
             ),
         ];

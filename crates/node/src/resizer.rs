@@ -38,7 +38,8 @@ impl Resizer {
     ///
     /// - `is_pinned`: the lent memory cannot be changed.
     /// - `keep_free_bytes`: memory that stays available to the machine, whatever is requested.
-    /// - `status_is_certain`: false if an earlier process may have changed more than `lending` says.
+    /// - `status_is_certain`: false if an earlier process may have changed more than `lending`
+    ///   says.
     pub const fn new(
         node_memory: NodeMemory,
         target: Arc<dyn Target>,
@@ -85,8 +86,8 @@ impl Resizer {
         }
     }
 
-    /// Changes sections until `requested_bytes` are lent or no more can be changed. Returns why less is
-    /// changed than was requested.
+    /// Changes sections until `requested_bytes` are lent or no more can be changed. Returns why
+    /// less is changed than was requested.
     fn resize(
         &self,
         requested_bytes: u64,
@@ -99,7 +100,7 @@ impl Resizer {
             let goal = self.goal_sections(requested_bytes, lent)?;
             let next = goal.clamp(lent.saturating_sub(SECTIONS_PER_STEP), lent + SECTIONS_PER_STEP);
             let blocker = if next < lent {
-                self.take_offline(lent - next, client, stop)?
+                self.set_offline(lent - next, client, stop)?
             } else {
                 self.bring_online(next - lent, client, stop)?
             };
@@ -132,9 +133,9 @@ impl Resizer {
         self.node_memory.lent_bytes() / SECTION_BYTES
     }
 
-    /// Takes `count` sections offline, the last first, so that lent sections are neighbours. Returns
-    /// why it has taken fewer.
-    fn take_offline(
+    /// Takes `count` sections offline, the last first, so that lent sections are neighbours.
+    /// Returns why it has taken fewer.
+    fn set_offline(
         &self,
         count: u64,
         client: &mut SelfClient,
@@ -149,7 +150,7 @@ impl Resizer {
                 continue;
             }
             if self.node_memory.is_section_free(section) {
-                match self.take_section_offline(section, client) {
+                match self.set_section_offline(section, client) {
                     Ok(is_offline) => remaining -= u64::from(is_offline),
                     Err(error) if error.is_damage() => continue,
                     Err(error) => return Err(error),
@@ -161,7 +162,7 @@ impl Resizer {
     }
 
     /// Takes a section offline. Returns false if it is in use.
-    fn take_section_offline(&self, section: u32, client: &mut SelfClient) -> Result<bool, SelfClientError> {
+    fn set_section_offline(&self, section: u32, client: &mut SelfClient) -> Result<bool, SelfClientError> {
         client.change(section, |pool, node| {
             let Some(extent) = allocate_group(pool, node, section, AlignedRun::SECTION)? else {
                 return Ok(false);

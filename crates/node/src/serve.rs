@@ -42,16 +42,16 @@ pub struct NodeOptions {
     pub id: u16,
     /// Memory to lend, rounded down to 2 MiB. Metadata takes 0.5 % and up to 2 MiB in addition.
     pub memory_bytes: u64,
-    /// The most memory that can be requested at run time. Over verbs it must be `memory_bytes`, because
-    /// all memory is pinned.
+    /// The most memory that can be requested at run time. Over verbs it must be `memory_bytes`,
+    /// because all memory is pinned.
     pub memory_bytes_max: u64,
-    /// Memory that stays available to the machine: the node lends less of its free memory when less is
-    /// available, and more again later. `None`: it lends what is requested.
+    /// Memory that stays available to the machine: the node lends less of its free memory when less
+    /// is available, and more again later. `None`: it lends what is requested.
     pub keep_free_bytes: Option<u64>,
     /// Address at which the fabric listens.
     pub listen: ListenAddress,
-    /// Address at which hosts reach the node, if it differs from `listen`: behind a relay, or if the node
-    /// listens at all addresses.
+    /// Address at which hosts reach the node, if it differs from `listen`: behind a relay, or if
+    /// the node listens at all addresses.
     pub advertise: Option<SocketAddr>,
     /// Connects to the directory.
     pub connect: ConnectDirectory,
@@ -155,8 +155,8 @@ impl NodeOptions {
 
 /// Serves until `shutdown`.
 ///
-/// `ready` is called once, with the node's record, when the node is in the directory and can be used.
-/// If the directory fails later, the node keeps serving and reconnects to it.
+/// `ready` is called once, with the node's record, when the node is in the directory and can be
+/// used. If the directory fails later, the node keeps serving and reconnects to it.
 ///
 /// # Errors
 /// If the node cannot start.
@@ -212,8 +212,8 @@ impl RunningNode {
             None => (None, HostEpochs::new().map_err(NodeError::HostEpochs)?),
         };
         let epochs = Arc::new(epochs);
-        // Hosts are fenced before the memory is opened, so that a fenced host cannot access what was
-        // kept.
+        // Hosts are fenced before the memory is opened, so that a fenced host cannot access what
+        // was kept.
         let joining = JoiningNode::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
         let keeper_ref = keeper.as_deref();
         let opened =
@@ -398,8 +398,8 @@ fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
     }
 }
 
-/// The memory that a node lends at first: what it is configured to, or, with `keep_free_bytes`, as much
-/// of it as the machine can spare.
+/// The memory that a node lends at first: what it is configured to, or, with `keep_free_bytes`, as
+/// much of it as the machine can spare.
 fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
     let available = available_bytes().map_err(NodeError::AvailableMemory)?;
     match options.keep_free_bytes {

@@ -57,13 +57,19 @@ const SIZE_BYTES_MIN: u64 = 1 << 20;
 #[derive(Debug, thiserror::Error)]
 enum SwapError {
     #[error(
-        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)"
+        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} \
+         (--local 8M)"
     )]
     TooSmall { limit_bytes: u64 },
-    #[error("a swap device of {0} is not between {min} and {max}: choose another --swap-size", min = ByteSize(SIZE_BYTES_MIN), max = ByteSize(VOLUME_BYTES_MAX))]
+    #[error(
+        "a swap device of {0} is not between {min} and {max}: choose another --swap-size",
+        min = ByteSize(SIZE_BYTES_MIN),
+        max = ByteSize(VOLUME_BYTES_MAX)
+    )]
     Size(ByteSize),
     #[error(
-        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up --memory)"
+        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up \
+         --memory)"
     )]
     Full(ByteSize),
     #[error(
@@ -273,7 +279,8 @@ impl DeviceServer {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
         }
         if let Some(reason) = self.volume.last_refusal() {
-            // The kernel keeps a page that it cannot write, so the program would do little but retry.
+            // The kernel keeps a page that it cannot write, so the program would do little but
+            // retry.
             return Some(format!(
                 "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
             ));
@@ -302,8 +309,8 @@ impl DeviceServer {
         let mut frames = Vec::new();
         if self.cgroup.usage().is_ok_and(|usage| usage.oom_kills > 0) {
             frames.push(Frame::Ended(format!(
-                "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
-                 --local or --swap-size",
+                "it needed more memory than its limit and its swap device of {} have, and the kernel killed \
+                 it: give it a larger --local or --swap-size",
                 ByteSize(self.volume.bytes())
             )));
         }

@@ -21,8 +21,8 @@ const V1: ControllerFiles = ControllerFiles {
 const V2: ControllerFiles =
     ControllerFiles { limit: "memory.max", used: "memory.current", cache: "inactive_file" };
 
-/// The least that the memory cgroup of this process and its ancestors leave, in bytes; `None` if none
-/// has a limit.
+/// The least that the memory cgroup of this process and its ancestors leave, in bytes; `None` if
+/// none has a limit.
 pub fn remaining_bytes() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (root, path, files) = find(&own)?;
@@ -30,8 +30,8 @@ pub fn remaining_bytes() -> Option<u64> {
     folders.filter_map(|folder| remaining_in(&folder, files)).min()
 }
 
-/// Finds the mount point of the memory controller, the cgroup of this process in it, and its files in the
-/// text of `/proc/self/cgroup`.
+/// Finds the mount point of the memory controller, the cgroup of this process in it, and its files
+/// in the text of `/proc/self/cgroup`.
 fn find(own: &str) -> Option<(PathBuf, String, ControllerFiles)> {
     let lines: Vec<Vec<&str>> = own.lines().map(|line| line.splitn(3, ':').collect()).collect();
     let in_v1 = lines.iter().find_map(|fields| match fields[..] {

@@ -104,8 +104,8 @@ fn allocate(client: &mut PoolClient) -> Extent {
     }
 }
 
-/// Waits until the node has allocated the free section to clear it. If that is over already, returns
-/// the section, allocated by the second client.
+/// Waits until the node has allocated the free section to clear it. If that is over already,
+/// returns the section, allocated by the second client.
 fn wait_for_clearing(first: &mut PoolClient, second: &mut PoolClient) -> Option<Extent> {
     loop {
         if let Some(extent) = try_allocate(second) {
