@@ -189,7 +189,7 @@ impl StateMachine for AllocOp {
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
         let next = match std::mem::replace(&mut self.state, AllocState::Idle) {
-            AllocState::Idle => panic!("no action is under way"),
+            AllocState::Idle => panic!("no action is in flight"),
             AllocState::CheckingReady(check, commit) => self.ready_checked(cache, check, commit, result),
             AllocState::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
             AllocState::Committing(posted) => self.committing(cache, posted, result),

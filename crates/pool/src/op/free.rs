@@ -119,8 +119,8 @@ impl StateMachine for FreeOp {
     fn start(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
         let (WordAt::Span(place) | WordAt::Section(place) | WordAt::Log(place) | WordAt::Key(place)) =
             self.at;
-        let sections = if matches!(self.at, WordAt::Span(_)) { place / SECTION_SPANS } else { place };
-        if sections >= cache.section_count() {
+        let section = if matches!(self.at, WordAt::Span(_)) { place / SECTION_SPANS } else { place };
+        if section >= cache.section_count() {
             self.refuse_waiting(OpError::NotAllocated);
         }
         if self.begun_at.is_some() && !self.waiting.is_empty() {
@@ -131,7 +131,7 @@ impl StateMachine for FreeOp {
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Outcomes> {
         let next = match std::mem::replace(&mut self.state, FreeState::Idle) {
-            FreeState::Idle => panic!("no action is under way"),
+            FreeState::Idle => panic!("no action is in flight"),
             FreeState::Probing => self.probed(cache, result.found()),
             FreeState::ReadingGroup => self.group_read(cache, result),
             FreeState::Revoking(freed, expected) => Ok(self.revoked(cache, freed, &expected, result)),

@@ -58,7 +58,7 @@ impl StateMachine for AllocManyOp {
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<GrantBatch> {
         match std::mem::replace(&mut self.state, AllocManyState::Idle) {
-            AllocManyState::Idle => panic!("no action is under way"),
+            AllocManyState::Idle => panic!("no action is in flight"),
             AllocManyState::Allocating(mut op) => {
                 let step = op.step(cache, result);
                 self.allocating(cache, op, step, Action::default())

@@ -170,7 +170,7 @@ impl StateMachine for RecoverOp {
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Recovered> {
         let next = match std::mem::replace(&mut self.state, RecoverState::Idle) {
-            RecoverState::Idle => panic!("no action is under way"),
+            RecoverState::Idle => panic!("no action is in flight"),
             RecoverState::Surveying => Ok(self.surveyed(cache, result.words())),
             RecoverState::ReadingChunkKeys => {
                 self.keep_chunk_keys(result.words());

@@ -100,7 +100,7 @@ impl StateMachine for StretchOp {
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
         match std::mem::replace(&mut self.state, StretchState::Idle) {
-            StretchState::Idle => panic!("no action is under way"),
+            StretchState::Idle => panic!("no action is in flight"),
             StretchState::Reading { first, count, end } => {
                 // A READ may tear a word. Damage is found by the CAS, which does not.
                 cache.learn_sections(first, count, result).ok();
