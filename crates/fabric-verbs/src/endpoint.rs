@@ -261,7 +261,10 @@ impl VerbsEndpoint {
             }
             Some(Answer::Full(key)) => {
                 if !self.keys.handle_full(key) {
-                    tracing::warn!(address = %self.address, "a target opens nothing at all: its device has no windows left");
+                    tracing::warn!(
+                        address = %self.address,
+                        "a target opens no key: its device has no windows left; disconnecting"
+                    );
                     self.disconnect(None);
                 }
             }
@@ -273,7 +276,7 @@ impl VerbsEndpoint {
                 self.messages.push_back(message.to_vec());
             }
             None => {
-                tracing::warn!(address = %self.address, "a target says what is not of the protocol");
+                tracing::warn!(address = %self.address, "a target violated the protocol; disconnecting");
                 self.disconnect(None);
             }
         }
@@ -315,7 +318,7 @@ impl Endpoint for VerbsEndpoint {
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         self.progress();
-        self.queue.take_completions(out, max)
+        self.queue.poll(out, max)
     }
 
     fn wait(&mut self, timeout: Duration) {

@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_is_asked_for_once_and_held_to_what_it_opens() {
+    fn a_key_is_asked_for_once_and_checked() {
         let mut keys = KeyCache::new(4);
         assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
         assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Wait);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_used_least_lately_gives_way_when_nothing_under_way_uses_it() {
+    fn the_least_recently_used_idle_key_is_replaced() {
         let mut keys = KeyCache::new(2);
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_that_opens_fewer_is_believed() {
+    fn a_target_may_permit_fewer_keys() {
         let mut keys = KeyCache::new(4);
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);

@@ -52,7 +52,7 @@ impl VerbsLink {
             INLINE_BYTES,
         )?;
         let mut link = Self { connection, completions, events, inbox, outbox, pair, device };
-        while let Some(slot) = link.inbox.take() {
+        while let Some(slot) = link.inbox.allocate() {
             link.offer(slot)?;
         }
         link.connection.resolve_route(left_ms(deadline))?;
@@ -90,7 +90,7 @@ impl VerbsLink {
     /// # Errors
     /// The errors of [`Self::post`].
     pub fn send(&mut self, bytes: &[u8]) -> io::Result<bool> {
-        let Some(slot) = self.outbox.take() else { return Ok(false) };
+        let Some(slot) = self.outbox.allocate() else { return Ok(false) };
         self.outbox.write(slot, bytes);
         let kind = WorkKind::Send { local: self.outbox.piece(slot, bytes.len()) };
         let order = WorkRequest { id: SENT_BIT | u64::from(slot), kind, signalled: true, fenced: false };
@@ -261,7 +261,7 @@ pub(super) fn open_session(
     let deadline = Instant::now() + timeout;
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = VerbsLink::open(address, deadline).map_err(unreachable)?;
-    let talk = HandshakeStream { link, outgoing: Vec::new(), heard: Vec::new(), taken: 0, deadline };
-    let (secured, welcome) = handshake::initiate_session(talk, address, key, hello)?;
+    let stream = HandshakeStream { link, outgoing: Vec::new(), heard: Vec::new(), taken: 0, deadline };
+    let (secured, welcome) = handshake::initiate_session(stream, address, key, hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

@@ -90,7 +90,10 @@ impl RegisteredMemories {
         let part = offset / PART_BYTES;
         if local.parts[part].is_none() {
             let made = register(device, &local.memory, part, longest).inspect_err(|error| {
-                tracing::warn!(%error, "local memory cannot be registered: is the limit of locked memory (ulimit -l) too low?");
+                tracing::warn!(
+                    %error,
+                    "cannot register local memory; raise the limit of locked memory (ulimit -l)"
+                );
             });
             local.parts[part] = Some(made.map_err(|_| WorkError::LocalAccess)?);
         }

@@ -149,7 +149,7 @@ impl WorkQueue {
     }
 
     /// Appends up to `max` completions to `out`, in order. Returns their number.
-    pub fn take_completions(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+    pub fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut told = 0;
         while told < max
             && let Some(QueuedWork { work, outcome: Some(outcome) }) = self.entries.front().copied()
@@ -192,12 +192,12 @@ mod tests {
 
     fn told(queue: &mut WorkQueue) -> Vec<(u64, Result<u64, WorkError>)> {
         let mut out = Vec::new();
-        queue.take_completions(&mut out, 100);
+        queue.poll(&mut out, 100);
         out.iter().map(|done| (done.id, done.outcome)).collect()
     }
 
     #[test]
-    fn what_a_device_might_let_overtake_is_fenced_once() {
+    fn work_that_could_overtake_is_fenced_once() {
         let mut given = queue(&[WRITE, READ, READ, WRITE, WRITE, ADD, READ, ADD, ADD, SEND]);
         let fenced: Vec<bool> = (0..10).map(|_| given.post_next()).collect();
         assert_eq!(fenced, [false, false, false, true, false, false, false, true, false, true]);
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_behind_a_refusal_is_given_again_in_order() {
+    fn work_behind_a_refusal_is_posted_again_in_order() {
         let mut queue = queue(&[WRITE, READ, ADD, WRITE]);
         while queue.next().is_some_and(|(number, _)| number < 3) {
             queue.post_next();
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_done_behind_an_unanswered_message_is_not_given_again() {
+    fn done_work_behind_an_unanswered_message_is_not_posted_again() {
         let mut queue = queue(&[SEND, ADD, READ, WRITE]);
         while queue.next().is_some() {
             queue.post_next();
@@ -254,18 +254,18 @@ mod tests {
     }
 
     #[test]
-    fn the_first_without_outcome_is_told_the_cause() {
+    fn the_first_work_without_an_outcome_gets_the_cause() {
         let mut queue = queue(&[WRITE, WRITE, WRITE]);
         queue.post_next();
         queue.done_through(0, |_, _| Some(8));
         assert!(queue.fail_all(WorkError::PeerGone));
         let gone = [(0, Ok(8)), (1, Err(WorkError::PeerGone)), (2, Err(WorkError::Flushed))];
         assert_eq!(told(&mut queue), gone);
-        assert!(!queue.fail_all(WorkError::PeerGone), "nobody was left to be told");
+        assert!(!queue.fail_all(WorkError::PeerGone), "all work has an outcome");
     }
 
     #[test]
-    fn the_unsignalled_are_told_only_if_they_fail() {
+    fn unsignalled_work_completes_only_if_it_fails() {
         let mut queue = WorkQueue::default();
         for id in 0..3 {
             queue.push(Work { id, verb: WRITE, signalled: false });

@@ -106,7 +106,9 @@ impl Remappable {
         if how.is_live() && is_same {
             let made =
                 Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::WindowsOnDemand);
-            let refused = |error: &io::Error| tracing::info!(%error, "the device does not page this memory");
+            let refused = |error: &io::Error| {
+                tracing::info!(%error, "the device refuses on-demand paging for this memory");
+            };
             registration = made.inspect_err(refused).ok();
         }
         if registration.is_none() {
@@ -115,7 +117,7 @@ impl Remappable {
                 Some(Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::Windows)?);
         }
         let remappable = Self { registration, view, base, device, how };
-        tracing::info!(device = device.caps.name, %how, "memory may be remapped");
+        tracing::info!(device = device.caps.name, %how, "chose how to remap memory");
         Ok(remappable)
     }
 
@@ -137,7 +139,11 @@ impl Remappable {
             && let Err(error) = registration.prefetch(self.base + u64_from(order.at), u64_from(order.len))
         {
             // Prefetching only saves time.
-            tracing::info!(device = self.device.caps.name, %error, "the device does not prefetch");
+            tracing::info!(
+                device = self.device.caps.name,
+                %error,
+                "the device cannot prefetch; pages are fetched when they are touched"
+            );
             self.how = RemapMethod::OnDemand;
         }
         Ok(())
@@ -161,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_pages_on_demand_is_left_to_do_so() {
+    fn on_demand_paging_is_used_where_the_device_has_it() {
         let plain = DeviceCaps::default();
         assert_eq!(RemapMethod::of(&plain), RemapMethod::Reregistration);
         assert!(!RemapMethod::of(&plain).is_live());

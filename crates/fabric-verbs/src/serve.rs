@@ -150,7 +150,7 @@ impl VerbsServer {
         if let Err(error) = rustix::event::poll(&mut polled, Some(&TICK))
             && error != rustix::io::Errno::INTR
         {
-            tracing::error!(%error, "the fabric target cannot wait for its device");
+            tracing::error!(%error, "cannot poll the RDMA device; retrying");
         }
         if polled[0].revents().contains(PollFlags::IN) {
             shared.wake.clear();
@@ -164,19 +164,19 @@ impl VerbsServer {
         match command {
             ServerCommand::Invalidate(key, done) => {
                 self.sessions.values_mut().for_each(|session| session.invalidate(key));
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
             ServerCommand::Expel(range, done) => {
                 self.expel(shared, &range);
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
             ServerCommand::Fence(host, epoch, done) => {
                 self.fence(shared, host, epoch);
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
             ServerCommand::Remap(order, done) => {
                 let outcome = self.remap(shared, &order);
-                let _nobody_waits = done.send(outcome);
+                let _ignored = done.send(outcome);
             }
         }
     }
@@ -227,7 +227,7 @@ impl VerbsServer {
     fn handle_event(&mut self, shared: &VerbsShared, event: CmEvent) {
         if let Some((connection, is_protocol)) = event.request {
             if is_protocol && let Err(error) = self.accept(shared, connection) {
-                tracing::warn!(%error, "cannot accept an endpoint");
+                tracing::warn!(%error, "cannot accept a connection");
             }
         } else if matches!(
             event.kind,
@@ -242,7 +242,7 @@ impl VerbsServer {
         // handled first.
         self.handle_completions(shared);
         if self.sessions.values().filter(|session| session.peer().is_none()).count() >= UNAUTHENTICATED_MAX {
-            return Err(io::Error::other("too many connect at once"));
+            return Err(io::Error::other("too many unfinished handshakes"));
         }
         let Self { device, completions, receives, .. } = self;
         let pair =
@@ -277,7 +277,7 @@ impl VerbsServer {
             let slot = slot_of(end.id);
             self.inbox.read(slot, end.bytes as usize, &mut message);
             if let Err(error) = self.offer(slot) {
-                tracing::error!(%error, "the device takes no more receives");
+                tracing::error!(%error, "the device does not accept a receive");
             }
             if is_done && let Some(&name) = self.by_pair.get(&end.pair) {
                 self.handle_message(shared, name, &message);

@@ -19,7 +19,7 @@ pub(super) fn slot_of(id: u64) -> u32 {
     u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
 }
 
-/// Slots of one size. [`MessageSlots::take`] allocates them.
+/// Slots of one size. [`MessageSlots::allocate`] allocates them.
 #[derive(Debug)]
 pub(super) struct MessageSlots {
     registration: Registration,
@@ -41,7 +41,7 @@ impl MessageSlots {
         Ok(Self { registration, base, slot_bytes, free: (0..count).collect() })
     }
 
-    pub fn take(&mut self) -> Option<u32> {
+    pub fn allocate(&mut self) -> Option<u32> {
         self.free.pop()
     }
 

@@ -71,7 +71,7 @@ impl FabricAddress {
                 Ok(address) => Ok(Self::Verbs(address)),
                 Err(_) => Err(format!("\"{address}\" is not an address such as 10.0.0.1:7400")),
             },
-            _ => Err(format!("this program knows no fabric \"{provider}\"")),
+            _ => Err(format!("unknown fabric \"{provider}\": this program supports shm, tcp and verbs")),
         }
     }
 
@@ -127,7 +127,7 @@ impl FabricAddress {
             },
             (Self::Tcp(address) | Self::Verbs(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
-                reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),
+                reason: "this host has no cluster key: give it one with --key FILE".into(),
             }),
         }
     }

@@ -91,7 +91,10 @@ impl AliasMapping {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         if !is_inside(at) || !is_inside(from) {
-            let what = format!("{len} bytes from {from} to {at} are not inside of {}", self.memory.len());
+            let what = format!(
+                "{len} bytes from {from} to {at} are not inside a memory of {} bytes",
+                self.memory.len()
+            );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         Ok(())
@@ -123,7 +126,7 @@ mod tests {
         let memory = Arc::new(Memory::create("test", 4 * PAGE).unwrap());
         (0..4).for_each(|page| memory.write(page * PAGE, &[u8::try_from(page).unwrap() + 1]));
         let view = AliasMapping::new(Arc::clone(&memory), 1 << 40).unwrap();
-        assert_eq!(view.as_ptr().addr(), 1 << 40, "nobody else is there");
+        assert_eq!(view.as_ptr().addr(), 1 << 40, "the address is free");
         view.remap(0, 2 * PAGE, 2 * PAGE).unwrap();
         let seen: Vec<u8> = (0..4).map(|page| byte(&view, page * PAGE)).collect();
         assert_eq!(seen, [3, 4, 3, 4], "two addresses may be of one page");

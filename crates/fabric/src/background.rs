@@ -37,7 +37,7 @@ impl<T: Send + 'static> BackgroundTask<T> {
     }
 
     /// Takes the result, once.
-    pub fn take_result(&self) -> Option<T> {
+    pub fn poll_result(&self) -> Option<T> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

@@ -92,7 +92,7 @@ impl ControlMemory {
             .ok_or("the control memory has an impossible size")?;
         let memory = Memory::from_fd(fd, len).map_err(|e| format!("control memory: {e}"))?;
         if memory.atomic_u64(MAGIC_AT).load(Ordering::Acquire) != MAGIC {
-            return Err("the control memory does not begin as it should".into());
+            return Err("the control memory has a wrong magic number".into());
         }
         let version = memory.atomic_u32(VERSION_AT).load(Ordering::Relaxed);
         if version != VERSION {
@@ -106,7 +106,7 @@ impl ControlMemory {
             && keys <= crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT
             && bytes(endpoints, keys) == len;
         if !possible {
-            return Err("the control memory's tables do not fit its size".into());
+            return Err("the tables of the control memory do not match its size".into());
         }
         Ok(Self { memory, endpoints, keys })
     }
@@ -216,7 +216,7 @@ impl ControlMemory {
             }
             if !is_logged && begun.elapsed() > Duration::from_secs(1) {
                 is_logged = true;
-                tracing::warn!(slot, "an endpoint has been inside one batch for a second");
+                tracing::warn!(slot, "an endpoint has been inside one batch for a second; waiting for it");
             }
         }
         true

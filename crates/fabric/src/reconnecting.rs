@@ -136,7 +136,7 @@ impl ReconnectingEndpoint {
     fn start_reconnecting(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> ReconnectState {
         Reconnector::start(reconnect, drain).map_or_else(
             |error| {
-                tracing::warn!(%error, "no thread to find a target that is away");
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
                 ReconnectState::Failed(None, WorkError::PeerGone)
             },
             ReconnectState::Away,
@@ -196,7 +196,7 @@ impl ReconnectingEndpoint {
             return;
         }
         let drain = endpoint.drain_handle().map(SharedDrain::new);
-        tracing::debug!(in_flight = self.in_flight.len(), "a target is away");
+        tracing::debug!(in_flight = self.in_flight.len(), "a target is away; reconnecting");
         // The endpoint must be dropped before another is made.
         self.state = ReconnectState::Failed(None, WorkError::PeerGone);
         self.state = Self::start_reconnecting(&self.reconnect, drain);
@@ -218,7 +218,7 @@ impl ReconnectingEndpoint {
     /// Takes the result of the reconnector. Returns true if there was one.
     fn poll_reconnector(&mut self) -> bool {
         let ReconnectState::Away(reconnector) = &mut self.state else { return false };
-        let Some(found) = reconnector.take_result() else { return false };
+        let Some(found) = reconnector.poll_result() else { return false };
         let ReconnectState::Away(reconnector) =
             std::mem::replace(&mut self.state, ReconnectState::Failed(None, WorkError::PeerGone))
         else {
@@ -226,7 +226,7 @@ impl ReconnectingEndpoint {
         };
         match found.and_then(|endpoint| self.attach(endpoint)) {
             Some(endpoint) => {
-                tracing::debug!(waiting = self.waiting.len(), "a target is back");
+                tracing::debug!(waiting = self.waiting.len(), "reconnected to a target");
                 self.state = ReconnectState::Connected(endpoint);
                 self.post_waiting();
             }

@@ -90,7 +90,7 @@ impl Mailbox {
         lock(&self.inbox).front().map(|(stamp, _)| *stamp)
     }
 
-    fn take(&self) -> Option<Vec<u8>> {
+    fn pop(&self) -> Option<Vec<u8>> {
         lock(&self.inbox).pop_front().map(|(_, message)| message)
     }
 }
@@ -191,7 +191,7 @@ impl<P> PeerSessions<P> {
     pub fn receive(&mut self, out: &mut Vec<u8>, gone: impl FnMut(&PeerSession<P>)) -> Option<Identity> {
         let with_mail = self.list.iter().filter_map(|peer| Some((peer.mailbox.oldest_stamp()?, peer)));
         let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
-        out.extend_from_slice(&peer.mailbox.take()?);
+        out.extend_from_slice(&peer.mailbox.pop()?);
         let who = peer.who;
         self.remove_closed(gone);
         Some(who)
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_heard_is_sent_again_and_what_was_taken_is_gone() {
+    fn unreceived_messages_are_sent_again_and_taken_ones_are_dropped() {
         let mailbox = Mailbox::default();
         for message in [b"a", b"b", b"c"] {
             assert!(mailbox.post(message, 3));
@@ -273,11 +273,11 @@ mod tests {
         }
         assert_eq!(next_of(&mailbox), None);
         assert!(mailbox.credit_through(4));
-        assert!(!mailbox.credit_through(3), "it cannot give them back");
+        assert!(!mailbox.credit_through(3), "the count of taken messages cannot decrease");
     }
 
     #[test]
-    fn messages_are_received_as_they_came_and_outlive_those_who_left() {
+    fn messages_are_received_in_order_and_outlive_their_session() {
         let who = |number| Identity { host: Host(number), epoch: 1, tenant: Tenant(0) };
         let mut peers = PeerSessions::new(2);
         let (first, second) = (peers.begin(who(1), |_| ()).unwrap(), peers.begin(who(2), |_| ()).unwrap());
@@ -294,7 +294,7 @@ mod tests {
         let third = peers.begin(who(3), |_| ()).unwrap();
         assert!(third.mailbox.deliver(3, vec![3], 1));
         peers.release(&third, |_| gone += 1);
-        assert_eq!((peers.iter().count(), gone), (2, 1), "no more may stay, and the oldest gives way");
+        assert_eq!((peers.iter().count(), gone), (2, 1), "at the limit the oldest ended session is removed");
         let mut out = Vec::new();
         assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(2)));
         assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(3)));

@@ -92,7 +92,7 @@ pub struct WindowSpec {
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// A limit was reached.
-    #[error("the target already has {limit} {what}")]
+    #[error("the target already has {limit} {what}, which is the limit")]
     Full {
         /// What the limit counts, in the plural.
         what: &'static str,
@@ -109,7 +109,8 @@ pub enum TargetError {
     },
     /// The key table does not fit its region, or covers a range that is not aligned.
     #[error(
-        "a table of keys for {start:#x}..{end:#x} of a region does not fit it: the range must be of whole 2 MiB, and have 544 entries for each"
+        "the key table for {start:#x}..{end:#x} does not fit its region: \
+         the range must consist of whole 2 MiB with 544 entries each"
     )]
     BadTable {
         /// First offset of the covered range.

@@ -110,7 +110,7 @@ pub struct Completion {
 pub enum WorkError {
     /// The key is unknown or stale, belongs to another tenant or host, lacks this right, or does
     /// not cover the range. The endpoint stays usable; on verbs it reconnects by itself.
-    #[error("the peer refused the access: the key does not open this range for this")]
+    #[error("the peer refused the access: the key does not permit it")]
     RemoteAccess,
     /// The local slice is outside registered memory. Nothing was done; the endpoint stays usable.
     #[error("the local range is not registered memory")]
@@ -183,7 +183,8 @@ pub enum EndpointError {
     },
     /// The device cannot register the local memory.
     #[error(
-        "{bytes} bytes of local memory cannot be registered with the RDMA device: {source} (is the limit of locked memory, ulimit -l, too low?)"
+        "cannot register {bytes} bytes of local memory with the RDMA device: {source}; \
+         is the limit of locked memory (ulimit -l) too low?"
     )]
     Local {
         /// The length of the memory.
@@ -192,7 +193,7 @@ pub enum EndpointError {
         source: std::io::Error,
     },
     /// The endpoint has reached its limit of registered memories.
-    #[error("at most {limit} pieces of local memory can be registered with an endpoint")]
+    #[error("the endpoint already has {limit} local memories, which is the limit")]
     TooManyLocal {
         /// The limit.
         limit: usize,

@@ -54,7 +54,7 @@ impl VerbsEndpoint {
             // dropped before either, and its work in flight with it.
             let given = unsafe { link.post(orders) };
             if let Err(error) = given {
-                tracing::warn!(address = %self.address, %error, "the device takes no more work");
+                tracing::warn!(address = %self.address, %error, "the device accepts no work; disconnecting");
                 self.disconnect(None);
             }
         }

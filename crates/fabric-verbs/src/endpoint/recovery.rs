@@ -64,12 +64,12 @@ impl VerbsEndpoint {
         match started {
             Ok(task) => {
                 if let Err(error) = self.watch(task.ready_fd()) {
-                    tracing::warn!(%error, "a rescue cannot be waited for");
+                    tracing::warn!(%error, "cannot add a reconnect to epoll");
                 }
                 self.reconnecting = Some(task);
             }
             Err(error) => {
-                tracing::warn!(%error, "no thread to make a broken connection anew");
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
                 self.fail_all(WorkError::PeerGone);
             }
         }
@@ -85,7 +85,7 @@ impl VerbsEndpoint {
 
     pub(super) fn check_reconnect(&mut self) {
         let Some(ReconnectAttempt { found, resumes }) =
-            self.reconnecting.as_ref().and_then(BackgroundTask::take_result)
+            self.reconnecting.as_ref().and_then(BackgroundTask::poll_result)
         else {
             return;
         };
@@ -95,7 +95,7 @@ impl VerbsEndpoint {
             Ok(_) => self.fail_all(WorkError::PeerGone),
             Err(error) if error.is_fence() => self.fail_all(WorkError::Fenced),
             Err(error) => {
-                tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
+                tracing::debug!(address = %self.address, %error, "cannot resume a session");
                 self.fail_all(WorkError::PeerGone);
             }
         }
@@ -104,7 +104,7 @@ impl VerbsEndpoint {
     fn resume(&mut self, link: VerbsLink) {
         let watched = self.watch(link.completions().fd()).and_then(|()| self.watch(link.events_fd()));
         if let Err(error) = watched {
-            tracing::warn!(%error, "a connection cannot be waited for");
+            tracing::warn!(%error, "cannot add a connection to epoll");
         }
         self.link = Some(link);
         self.keys.clear();

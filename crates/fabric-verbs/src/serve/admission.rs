@@ -20,7 +20,7 @@ impl VerbsServer {
                 session.phase = match outcome {
                     Ok(cipher) => SessionPhase::Greeting(cipher, deadline),
                     Err(error) => {
-                        tracing::info!(%error, "an endpoint was turned away");
+                        tracing::info!(%error, "an endpoint was refused");
                         SessionPhase::Refused(deadline)
                     }
                 };
@@ -32,7 +32,7 @@ impl VerbsServer {
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
                     Ok(hello) => self.handle_hello(shared, name, &hello),
                     Err(error) => {
-                        tracing::info!(error, "an endpoint was turned away");
+                        tracing::info!(error, "an endpoint was refused");
                         self.close(name);
                     }
                 }
@@ -64,7 +64,7 @@ impl VerbsServer {
         session.phase = match admitted {
             Ok(peer) => SessionPhase::Open(peer),
             Err(reason) => {
-                tracing::info!(reason, "an endpoint was turned away");
+                tracing::info!(reason, "an endpoint was refused");
                 SessionPhase::Refused(*deadline)
             }
         };
@@ -92,13 +92,13 @@ impl VerbsServer {
             self.close(name);
         }
         let at = self.parked.iter().position(|(peer, _)| is_it(peer));
-        let at = at.ok_or("there is no such session (any more)")?;
+        let at = at.ok_or("the session does not exist or has ended")?;
         let (peer, _) = self.parked.swap_remove(at);
         if peer.mailbox.resume(resume.heard, resume.taken) {
             Ok(peer)
         } else {
             shared.lock().release(&peer);
-            Err("the session has gone on without you".into())
+            Err("the session cannot be resumed from this position".into())
         }
     }
 

@@ -49,7 +49,7 @@ impl VerbsServer {
                 return;
             }
             if Instant::now() >= deadline {
-                tracing::warn!("a device does not end its binds; their endpoints are closed");
+                tracing::warn!("the device does not complete binds; closing their connections");
                 names.into_iter().for_each(|name| self.close(name));
                 return;
             }

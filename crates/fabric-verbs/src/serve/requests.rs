@@ -29,7 +29,7 @@ impl VerbsServer {
         let Some(session) = self.sessions.get_mut(&name) else { return };
         let host = peer.who.host.0;
         if session.queued.len() >= WAITING_MAX {
-            tracing::warn!(host, "an endpoint says more than it listens to");
+            tracing::warn!(host, "an endpoint has too many unread answers; closing its connection");
             return self.close(name);
         }
         match Request::parse(message) {
@@ -50,11 +50,11 @@ impl VerbsServer {
             }
             Some(Request::Taken(count)) if peer.mailbox.credit_through(count) => {}
             Some(Request::Taken(_)) => {
-                tracing::warn!(host, "an endpoint has taken messages that it never had");
+                tracing::warn!(host, "an endpoint reports unsent messages as taken; closing its connection");
                 return self.close(name);
             }
             None => {
-                tracing::warn!(host, "an endpoint says what is not of the protocol");
+                tracing::warn!(host, "an endpoint violated the protocol; closing its connection");
                 return self.close(name);
             }
         }
@@ -78,7 +78,7 @@ impl VerbsServer {
         {
             let given = match first {
                 QueuedRequest::Bind(wanted) => self.bind_window(shared, name, wanted),
-                QueuedRequest::Message(message) => match self.outbox.take() {
+                QueuedRequest::Message(message) => match self.outbox.allocate() {
                     Some(slot) => self.send(name, slot, &message),
                     None => {
                         session.queued.push_front(QueuedRequest::Message(message));
@@ -88,7 +88,7 @@ impl VerbsServer {
                 },
             };
             if let Err(error) = given {
-                tracing::warn!(%error, "the device takes no more of an endpoint's slots and binds");
+                tracing::warn!(%error, "the device accepts no more requests; closing the connection");
                 return self.close(name);
             }
         }
@@ -121,7 +121,7 @@ impl VerbsServer {
         }
         let window = if session.windows_taken() < self.windows_each {
             let made = Window::new(self.device);
-            made.inspect_err(|error| tracing::warn!(%error, "the device makes no more windows")).ok()
+            made.inspect_err(|error| tracing::warn!(%error, "cannot allocate a window")).ok()
         } else {
             None
         };

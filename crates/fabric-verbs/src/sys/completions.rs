@@ -90,7 +90,7 @@ impl CompletionQueue {
         // SAFETY: the queue lives.
         let error = unsafe { sys::ibv_req_notify_cq(self.queue, 0) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a completion queue cannot be armed");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot arm a completion queue");
         }
     }
 

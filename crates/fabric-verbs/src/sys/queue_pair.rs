@@ -230,7 +230,7 @@ impl QueuePair {
         // SAFETY: the pair lives, `state` outlives the call.
         let error = unsafe { sys::ibv_modify_qp(self.pair, &raw mut state, mask) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a queue pair cannot be stopped");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot stop a queue pair");
         }
     }
 }

@@ -138,7 +138,7 @@ impl Drop for Registration {
         // otherwise the call fails and the registration stays.
         let error = unsafe { sys::ibv_dereg_mr(self.region) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a registration cannot be undone");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot deregister memory");
         }
     }
 }

@@ -44,7 +44,7 @@ impl Drop for Window {
         // SAFETY: `self` owns it and drops it once. This ends a bind.
         let error = unsafe { sys::ibv_dealloc_mw(self.0) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a window cannot be freed");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot free a window");
         }
     }
 }

@@ -56,7 +56,7 @@ pub enum SecureError {
     #[error("it speaks version {0} of the protocol, this program speaks version {VERSION}")]
     Version(u16),
     /// The peer's proof is wrong: it does not hold this cluster's key.
-    #[error("it does not have this cluster's key")]
+    #[error("it does not hold this cluster's key")]
     WrongKey,
     /// The message is too long for a handshake.
     #[error("a message of {0} bytes is too long for a handshake")]
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_key_is_heard() {
+    fn ends_with_the_same_key_exchange_messages() {
         let key = ClusterKey::generate().unwrap();
         let (one, other) = pair(&key, &key);
         let (mut one, mut other) = (one.unwrap(), other.unwrap());
@@ -278,18 +278,18 @@ mod tests {
         let last = sealed.len() - 1;
         sealed[last] ^= 1;
         let start = sealed.len() - 2 - 6 - TAG_BYTES;
-        assert!(right.decrypt(&sealed[start..], &mut opened).is_err(), "meddling is noticed");
+        assert!(right.decrypt(&sealed[start..], &mut opened).is_err(), "a changed record is noticed");
     }
 
     #[test]
-    fn strangers_are_told_so() {
+    fn ends_with_different_keys_notice() {
         let (one, other) = pair(&ClusterKey([1; 32]), &ClusterKey([2; 32]));
         assert!(matches!(one, Err(SecureError::WrongKey)), "{one:?}");
         assert!(matches!(other, Err(SecureError::WrongKey)), "{other:?}");
     }
 
     #[test]
-    fn other_protocols_and_versions_are_told_apart() {
+    fn other_protocols_and_versions_are_distinguished() {
         let hear = |bytes: &[u8]| {
             let (mut left, right) = UnixStream::pair().unwrap();
             left.write_all(bytes).unwrap();

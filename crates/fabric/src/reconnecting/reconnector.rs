@@ -107,9 +107,9 @@ impl Reconnector {
 
     /// The result, once: an endpoint, or `Some(None)` if the target will not come back. `None`
     /// while attempts continue.
-    pub fn take_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
+    pub fn poll_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
         match &self.mode {
-            SearchMode::Thread(task) => task.take_result(),
+            SearchMode::Thread(task) => task.poll_result(),
             SearchMode::InPoll(reconnect) => match try_reconnect(&**reconnect, self.drain.as_mut()) {
                 ReconnectOutcome::Connected(endpoint) => Some(Some(endpoint)),
                 ReconnectOutcome::Retry => None,

@@ -39,7 +39,7 @@ impl ShmAcceptor {
                 Ok(ready) => ready,
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => {
-                    tracing::error!(%error, "the fabric target cannot wait for its sockets");
+                    tracing::error!(%error, "cannot poll the sockets of the shared-memory target; retrying");
                     std::thread::yield_now();
                     continue;
                 }
@@ -81,7 +81,7 @@ impl ShmAcceptor {
             Ok(socket) => self.pending.push((socket, Instant::now())),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept an endpoint");
+                tracing::warn!(%error, "cannot accept a connection; retrying");
                 // The process has no descriptors or memory left. Trying again at once would only
                 // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
@@ -111,7 +111,7 @@ impl ShmAcceptor {
 
     /// The identity of the peer, or the reason to refuse it.
     fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, String> {
-        let uid = socket::peer_uid(socket).map_err(|e| format!("your user is unknown: {e}"))?;
+        let uid = socket::peer_uid(socket).map_err(|e| format!("the user id of the peer is unknown: {e}"))?;
         let allowed = self.shared.options.peer_uid;
         if uid != allowed {
             return Err(format!("user {uid} may not connect, only user {allowed}"));
@@ -125,7 +125,10 @@ impl ShmAcceptor {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
             if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIME)) {
-                return Err(format!("host {} is still in the middle of an access of before", who.host.0));
+                return Err(format!(
+                    "an earlier agent of host {} is still in the middle of an access",
+                    who.host.0
+                ));
             }
         }
         Ok(())
@@ -136,7 +139,7 @@ impl ShmAcceptor {
         let ShmShared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
             Ok(mailbox) => Arc::new(mailbox),
-            Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
+            Err(error) => return Err((socket, format!("the target has no memory for a mailbox: {error}"))),
         };
         let refusal = self.shared.lock().tables.refusal(who);
         if let Some(reason) = refusal.or_else(|| self.fence_earlier_epochs(who).err()) {
@@ -154,7 +157,7 @@ impl ShmAcceptor {
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
             control.free_slot(slot);
-            return Err((socket, format!("the welcome could not be sent: {error}")));
+            return Err((socket, format!("the welcome cannot be sent: {error}")));
         }
         drop(fds);
         let process = socket::peer_process(&socket).map(Arc::new);

@@ -88,18 +88,18 @@ impl ShmEndpoint {
     fn open(socket: OwnedFd, who: Identity, welcome: Welcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
-            return Err(format!("{} descriptors came, {needed} were announced", fds.len()));
+            return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()));
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
             Memory::from_fd(fd, len).map_err(|error| format!("{what}: {error}"))
         };
         let mut fds = fds.into_iter();
-        let mut next = || fds.next().ok_or("a descriptor is missing");
+        let mut next = || fds.next().ok_or("the welcome came without a descriptor");
         let control = ControlMemory::open(next()?, welcome.control_len)?;
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
-            return Err(format!("slot {slot} is not in the endpoint table"));
+            return Err(format!("slot {slot} is beyond the endpoint table"));
         }
         if welcome.mailbox_len != u64_from(mailbox_bytes(&welcome.limits)) {
             return Err("the mailbox does not fit the limits".into());
@@ -301,7 +301,7 @@ impl Endpoint for ShmEndpoint {
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inbox.take(out).unwrap_or_else(|_| {
+        self.inbox.pop(out).unwrap_or_else(|_| {
             self.broken = true;
             false
         })

@@ -132,7 +132,7 @@ fn golden_mailbox() {
         }
         assert_eq!(receiver.oldest_stamp(), Ok(Some(stamp)));
         let mut message = Vec::new();
-        assert_eq!(receiver.take(&mut message), Ok(true));
+        assert_eq!(receiver.pop(&mut message), Ok(true));
         assert_eq!(message, b"first message");
         bytes = bytes_of(&memory);
     }

@@ -106,7 +106,7 @@ impl MessageRing {
     }
 
     /// Takes the oldest message and appends it to `out`. Returns false if there is none.
-    pub fn take(&mut self, out: &mut Vec<u8>) -> Result<bool, RingCorrupt> {
+    pub fn pop(&mut self, out: &mut Vec<u8>) -> Result<bool, RingCorrupt> {
         if self.oldest_stamp()?.is_none() {
             return Ok(false);
         }
@@ -164,24 +164,24 @@ mod tests {
             for n in 0..3 {
                 let mut out = Vec::new();
                 assert_eq!(receiver.oldest_stamp(), Ok(Some(u64::from(n))));
-                assert_eq!(receiver.take(&mut out), Ok(true));
+                assert_eq!(receiver.pop(&mut out), Ok(true));
                 assert_eq!(out, [round, n]);
             }
-            assert_eq!(receiver.take(&mut Vec::new()), Ok(false));
+            assert_eq!(receiver.pop(&mut Vec::new()), Ok(false));
         }
     }
 
     #[test]
-    fn nonsense_from_the_peer_is_noticed() {
+    fn a_corrupted_ring_is_noticed() {
         let memory = Arc::new(Memory::create("mail", mailbox_bytes(&limits())).unwrap());
         let mut sender = MessageRing::new(&memory, &limits(), Direction::ToTarget);
         let mut receiver = MessageRing::new(&memory, &limits(), Direction::ToTarget);
         memory.atomic_u64(PUT_IN).store(4, Ordering::Relaxed);
-        assert_eq!(receiver.take(&mut Vec::new()), Err(RingCorrupt));
+        assert_eq!(receiver.pop(&mut Vec::new()), Err(RingCorrupt));
         memory.atomic_u64(PUT_IN).store(1, Ordering::Relaxed);
         memory.atomic_u32(SLOTS_IN + LEN_IN).store(101, Ordering::Relaxed);
         assert_eq!(receiver.oldest_stamp(), Err(RingCorrupt));
-        assert_eq!(receiver.take(&mut Vec::new()), Err(RingCorrupt));
+        assert_eq!(receiver.pop(&mut Vec::new()), Err(RingCorrupt));
         memory.atomic_u64(TAKEN_IN).store(1, Ordering::Relaxed);
         assert_eq!(put(&mut sender, 0, b"x"), Err(RingCorrupt));
     }

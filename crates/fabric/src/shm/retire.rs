@@ -36,7 +36,7 @@ pub fn retire(control: OwnedFd) -> io::Result<()> {
             if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_logged, true) {
                 tracing::warn!(
                     pid,
-                    "a process stands still in the middle of an access; the memory is not lent again before it goes on, or ends"
+                    "a process stalls in the middle of an access; waiting until it resumes or ends"
                 );
             }
         }
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn who_died_in_an_access_is_not_waited_for() {
+    fn a_process_that_died_in_an_access_is_not_waited_for() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         // The process id may belong to another process by now.
         let (control, fd) = control_with(child.id());
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn who_lives_is_waited_for() {
+    fn a_live_process_is_waited_for() {
         let (control, fd) = control_with(std::process::id());
         let control = Arc::new(control);
         let is_over = Arc::new(AtomicBool::new(false));
@@ -97,7 +97,7 @@ mod tests {
         let ours = Arc::clone(&control);
         let retiring = std::thread::spawn(move || {
             retire(fd).unwrap();
-            assert!(seen.load(Ordering::SeqCst), "it was not waited for");
+            assert!(seen.load(Ordering::SeqCst), "retire did not wait");
         });
         while ours.is_alive() {
             std::thread::yield_now();

@@ -181,24 +181,20 @@ impl ShmShared {
     fn kill_stalled(&self, fenced: &FencedEndpoint) {
         let Identity { host, epoch, .. } = fenced.who;
         let Some(process) = fenced.process.as_ref().filter(|process| self.is_all_fenced(process)) else {
-            tracing::warn!(
-                host = host.0,
-                epoch,
-                "a host that is shut out stands still in the middle of an access"
-            );
+            tracing::warn!(host = host.0, epoch, "a fenced host stalls in the middle of an access");
             return;
         };
         match pidfd_send_signal(&process.pidfd, Signal::KILL) {
             Ok(()) => tracing::warn!(
                 host = host.0,
                 epoch,
-                "a host that is shut out stood still in the middle of an access; its process was ended"
+                "a fenced host stalled in the middle of an access; killed its process"
             ),
             Err(error) => tracing::warn!(
                 host = host.0,
                 epoch,
                 %error,
-                "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
+                "a fenced host stalls in the middle of an access, and its process cannot be killed"
             ),
         }
     }
@@ -264,7 +260,7 @@ impl Target for ShmTarget {
             .filter_map(|(who, inbox)| Some((inbox.oldest_stamp().ok()??, who, inbox)))
             .min_by_key(|(stamp, _, _)| *stamp);
         let (_, who, inbox) = oldest?;
-        let taken = inbox.take(out);
+        let taken = inbox.pop(out);
         state.closed_inboxes.retain(|(_, inbox)| matches!(inbox.oldest_stamp(), Ok(Some(_))));
         (taken == Ok(true)).then_some(who)
     }
@@ -300,7 +296,7 @@ impl ShmTargetState {
     /// Disconnects endpoints that corrupted their ring.
     fn disconnect_corrupt(&mut self) {
         for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest_stamp().is_err()) {
-            tracing::warn!(who = ?peer.who, "an endpoint wrote nonsense; it is disconnected");
+            tracing::warn!(who = ?peer.who, "an endpoint corrupted its mailbox; disconnecting it");
             let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
         }
     }

@@ -70,7 +70,7 @@ fn run(watcher: &Watcher) {
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => {
                 // The system has no memory left for the call. Try again.
-                tracing::warn!(%error, "cannot watch the fabric's sockets");
+                tracing::warn!(%error, "cannot poll the sockets of shared-memory endpoints; retrying");
                 std::thread::yield_now();
                 continue;
             }

@@ -56,7 +56,7 @@ impl TcpAcceptor {
             if let Err(error) = rustix::event::poll(&mut polled, (!may_sleep).then_some(&TICK))
                 && error != rustix::io::Errno::INTR
             {
-                tracing::error!(%error, "the fabric target cannot wait for its sockets");
+                tracing::error!(%error, "cannot poll the sockets of the TCP target; retrying");
             }
             if polled[0].revents().contains(PollFlags::IN) {
                 self.shared.wake.clear();
@@ -72,7 +72,7 @@ impl TcpAcceptor {
         let stream = match self.listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) => {
-                tracing::warn!(%error, "cannot accept an endpoint");
+                tracing::warn!(%error, "cannot accept a connection; retrying");
                 // The process has no descriptors or memory left. Trying again at once would only
                 // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
@@ -86,11 +86,11 @@ impl TcpAcceptor {
         let started = builder.spawn(move || {
             let _pending = pending;
             if let Err(error) = handshake(&shared, stream) {
-                tracing::info!(%error, "an endpoint was turned away");
+                tracing::info!(%error, "an endpoint was refused");
             }
         });
         if let Err(error) = started {
-            tracing::warn!(%error, "no thread to hear an endpoint");
+            tracing::warn!(%error, "cannot start a thread for a handshake; closing the connection");
         }
     }
 }
@@ -214,7 +214,7 @@ fn resume_session(
             return Ok((session, std::mem::take(answers.bytes())));
         }
         state.parked.push((session, Instant::now()));
-        return Err("the session has gone on without you".into());
+        return Err("the session cannot be resumed from this position".into());
     }
     // The old connection is not known to be broken yet. Its thread closes it, and the initiator
     // retries.
@@ -223,5 +223,5 @@ fn resume_session(
         shared.handles[peer.own.thread].wake();
         return Err(TRY_AGAIN.into());
     }
-    Err("there is no such session (any more)".into())
+    Err("the session does not exist or has ended".into())
 }

@@ -85,16 +85,16 @@ mod tests {
     }
 
     #[test]
-    fn looks_in_vain_become_rare_and_one_that_pays_brings_them_back() {
+    fn failed_polls_become_rare_and_one_success_restores_polling() {
         let mut busy_poll = BusyPoll::new(Duration::from_nanos(1));
         assert_eq!(tries(&mut busy_poll, false, 1 + 2 + 4 + 8 + 16 + 32 + 64), 7);
         assert_eq!(tries(&mut busy_poll, false, 640), 10);
-        assert_eq!(tries(&mut busy_poll, true, 64), 1, "it is not yet its turn");
+        assert_eq!(tries(&mut busy_poll, true, 64), 1, "the other waits are still skipped");
         assert_eq!(tries(&mut busy_poll, true, 100), 100);
     }
 
     #[test]
-    fn without_time_nobody_looks() {
+    fn a_limit_of_zero_disables_polling() {
         assert_eq!(tries(&mut BusyPoll::new(Duration::ZERO), false, 100), 0);
     }
 }

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn loans_go_out_in_their_place() {
+    fn borrowed_ranges_are_sent_in_their_place() {
         let page: Vec<u8> = (0..5000u32).map(|at| at.to_le_bytes()[0]).collect();
         let mut answers = answers(&page);
         assert!(answers.has_borrowed());
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_does_not_take_is_kept() {
+    fn bytes_that_the_kernel_does_not_accept_are_kept() {
         let page = vec![7u8; 100_000];
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let ours = OwnedFd::from(ours);
@@ -191,7 +191,7 @@ mod tests {
                 break;
             }
         }
-        assert!(!rest.is_empty(), "a socket takes no two megabytes");
+        assert!(!rest.is_empty(), "a socket does not accept two megabytes");
         drop(ours);
         let mut heard = Vec::new();
         theirs.read_to_end(&mut heard).unwrap();
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn without_leave_everything_is_copied() {
+    fn without_permission_everything_is_copied() {
         let page = vec![9u8; 4096];
         let mut plain = AnswerBuffer::default();
         // SAFETY: the page is there.

@@ -183,7 +183,7 @@ impl ServeThread {
         self.preferred = 0;
         match epoll_wait(&self.epoll, events, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
+            Err(error) => tracing::error!(%error, "cannot poll the connections of the TCP target; retrying"),
         }
         None
     }
@@ -253,7 +253,7 @@ impl ServeThread {
         let at = self.connections.iter().position(Option::is_none).unwrap_or(self.connections.len());
         let data = EventData::new_u64(at as u64);
         if let Err(error) = epoll::add(&self.epoll, &accepted.socket, data, EventFlags::IN) {
-            tracing::warn!(%error, "a connection cannot be watched; its endpoint will try again");
+            tracing::warn!(%error, "cannot add a connection to epoll; closing it");
             self.shared.park(accepted.session);
             return;
         }
@@ -289,7 +289,7 @@ impl ServeThread {
                 Ok(work) => work,
                 Err(reason) => {
                     let who = connection.session.who;
-                    tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
+                    tracing::warn!(?who, reason, "an endpoint violated the protocol; closing its connection");
                     self.close(at);
                     return;
                 }
@@ -317,7 +317,7 @@ impl ServeThread {
             }
         }
         if let Err(error) = connection.update_interest(&self.epoll, at, is_stopping) {
-            tracing::warn!(%error, "a connection cannot be watched");
+            tracing::warn!(%error, "cannot change the events of a connection; closing it");
             self.close(at);
         }
     }
@@ -410,12 +410,12 @@ impl ServedConnection {
                 };
                 match used {
                     Ok(used) => session.feed(&self.opened, &mut self.answers).map(|fed| (used, fed)),
-                    Err(_) => Err(ProtocolViolation("what came was not sealed by its initiator")),
+                    Err(_) => Err(ProtocolViolation("a record cannot be decrypted")),
                 }
             }
         };
         active.store(sequence.wrapping_add(1), Ordering::Release);
-        let work = self.session.take_counters();
+        let work = self.session.drain_counters();
         let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;

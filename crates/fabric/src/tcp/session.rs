@@ -68,7 +68,7 @@ pub(super) struct TcpSession {
     sent_answers: VecDeque<SentAnswer>,
     /// Whether the initiator has ended the session.
     pub has_said_bye: bool,
-    /// Bytes and requests since the last [`Self::take_counters`].
+    /// Bytes and requests since the last [`Self::drain_counters`].
     work: (u64, u64),
 }
 
@@ -93,7 +93,7 @@ impl TcpSession {
     }
 
     /// Takes the bytes and requests since the last call, and adds them to the session's counters.
-    pub fn take_counters(&mut self) -> (u64, u64) {
+    pub fn drain_counters(&mut self) -> (u64, u64) {
         let (bytes, operations) = std::mem::take(&mut self.work);
         self.peer.own.counters.add(bytes, operations);
         (bytes, operations)

@@ -38,7 +38,10 @@ pub fn connect_unpaced(address: SocketAddr, timeout: Duration) -> io::Result<Tcp
 pub fn avoid_pacing(socket: impl AsFd) {
     let paces = sockopt::tcp_congestion(&socket).is_ok_and(|name| name.starts_with(PACING));
     if paces && !UNPACED.iter().any(|name| sockopt::set_tcp_congestion(&socket, name).is_ok()) {
-        tracing::warn!("TCP connections are paced ({PACING}), and that cannot be changed: answers come late");
+        tracing::warn!(
+            algorithm = PACING,
+            "cannot replace the congestion control, which paces connections: latency will be high"
+        );
     }
 }
 

@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_shut_out_keeps_no_place() {
+    fn the_session_of_a_fenced_host_is_not_parked() {
         let key = ClusterKey([3; 32]);
         let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &key, Options::default()).unwrap();
         let parked = || target.shared.lock().parked.len();
@@ -378,7 +378,7 @@ mod tests {
             target.fence(who.host, epoch);
             cut();
             loop {
-                assert_eq!(parked(), 0, "nobody may come back to this session");
+                assert_eq!(parked(), 0, "the session of a fenced host is not parked");
                 if target.endpoints() == 0 {
                     break;
                 }

@@ -132,7 +132,7 @@ pub fn status(error: WorkError) -> u8 {
         | WorkError::Timeout
         | WorkError::Away
         | WorkError::Flushed => {
-            unreachable!("a target never says {error:?}")
+            unreachable!("a target does not report {error:?}")
         }
     }
 }

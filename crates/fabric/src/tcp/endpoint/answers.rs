@@ -19,8 +19,8 @@ impl TcpEndpoint {
                 if matches!(direct, DirectOutcome::Over | DirectOutcome::Nothing) {
                     return direct == DirectOutcome::Over;
                 }
-                if self.filled > 0 && self.take_input().is_err() {
-                    tracing::warn!(address = %self.address, "a target said nonsense");
+                if self.filled > 0 && self.handle_input().is_err() {
+                    self.log_violation();
                     return true;
                 }
                 if direct == DirectOutcome::Some {
@@ -34,8 +34,8 @@ impl TcpEndpoint {
                 Ok((_, bytes)) => {
                     self.filled += bytes;
                     let is_full = self.filled == self.input.len();
-                    if self.take_input().is_err() {
-                        tracing::warn!(address = %self.address, "a target said nonsense");
+                    if self.handle_input().is_err() {
+                        self.log_violation();
                         return true;
                     }
                     if !is_full {
@@ -49,11 +49,15 @@ impl TcpEndpoint {
         }
     }
 
-    fn take_input(&mut self) -> Result<(), SecureError> {
+    fn log_violation(&self) {
+        tracing::warn!(address = %self.address, "a target violated the protocol; reconnecting");
+    }
+
+    fn handle_input(&mut self) -> Result<(), SecureError> {
         let nonsense = || SecureError::Magic;
         let Some(cipher) = &mut self.cipher else {
             let input = std::mem::take(&mut self.input);
-            let used = self.take_answers(&input[..self.filled]);
+            let used = self.handle_answers(&input[..self.filled]);
             self.input = input;
             let used = used.ok_or_else(nonsense)?;
             self.input.copy_within(used..self.filled, 0);
@@ -64,7 +68,7 @@ impl TcpEndpoint {
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
         let mut opened = std::mem::take(&mut self.opened);
-        let used = self.take_answers(&opened);
+        let used = self.handle_answers(&opened);
         opened.drain(..used.unwrap_or(0));
         self.opened = opened;
         used.map(drop).ok_or_else(nonsense)
@@ -72,11 +76,11 @@ impl TcpEndpoint {
 
     /// Handles the answers in `bytes`. Returns the number of bytes used, a multiple of 8; `None` if
     /// the target violated the protocol.
-    fn take_answers(&mut self, bytes: &[u8]) -> Option<usize> {
+    fn handle_answers(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         loop {
             if let Some((local, taken)) = self.reading {
-                let used = self.take_payload(local, taken, &bytes[at..])?;
+                let used = self.copy_payload(local, taken, &bytes[at..])?;
                 at += used;
                 if self.reading.is_some() {
                     return Some(at);
@@ -87,7 +91,7 @@ impl TcpEndpoint {
             };
             let len = answer.len.get();
             match answer.kind {
-                wire::ANSWER => self.take_answer(&answer)?,
+                wire::ANSWER => self.handle_answer(&answer)?,
                 wire::MESSAGE => {
                     if len > self.limits.message_bytes_max || self.messages.len() >= self.limits.receive_depth
                     {
@@ -107,7 +111,7 @@ impl TcpEndpoint {
         }
     }
 
-    fn take_answer(&mut self, answer: &Answer) -> Option<()> {
+    fn handle_answer(&mut self, answer: &Answer) -> Option<()> {
         self.complete_known();
         let PendingWork { work, .. } = *self.pending.front()?;
         let outcome = answer.outcome()?;
@@ -125,7 +129,7 @@ impl TcpEndpoint {
     }
 
     /// Copies a received part of a READ to its destination. Returns the number of bytes used.
-    fn take_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
+    fn copy_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
         let left = padded(local.len) - taken as usize;
         let take = left.min(bytes.len() & !7);
         let len = take.min((local.len - taken.min(local.len)) as usize);

@@ -94,7 +94,7 @@ impl TcpEndpoint {
         match usize::try_from(received) {
             Ok(0) => DirectOutcome::Over,
             Ok(bytes) => {
-                self.take_direct(bytes);
+                self.handle_direct(bytes);
                 if bytes == room { DirectOutcome::Full } else { DirectOutcome::Some }
             }
             Err(_) => match std::io::Error::last_os_error().kind() {
@@ -105,7 +105,7 @@ impl TcpEndpoint {
     }
 
     /// Handles `left` received bytes. Bytes that are not as planned are moved to the input buffer.
-    fn take_direct(&mut self, mut left: usize) {
+    fn handle_direct(&mut self, mut left: usize) {
         for at in 0..self.plan.reads.len() {
             if left < ANSWER_BYTES {
                 self.input[..left].copy_from_slice(&self.plan.heads[at][..left]);
@@ -126,7 +126,7 @@ impl TcpEndpoint {
             if let Some(local) = read
                 && left < local.len as usize
             {
-                self.take_part(local, left);
+                self.handle_partial(local, left);
                 return;
             }
             left -= expected as usize;
@@ -139,7 +139,7 @@ impl TcpEndpoint {
 
     /// Handles a READ of which a part has arrived: whole words stay in place, and the rest goes to
     /// the input buffer.
-    fn take_part(&mut self, local: LocalSlice, came: usize) {
+    fn handle_partial(&mut self, local: LocalSlice, came: usize) {
         let whole = came & !7;
         let from = self.local(local).expect("it was checked when it was posted");
         for at in whole..came {

@@ -64,7 +64,7 @@ impl TcpEndpoint {
                 self.taken_at_break = self.taken;
             }
             Err(error) => {
-                tracing::warn!(%error, "no thread to make a broken connection anew");
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
                 self.fail_reconnect();
             }
         }
@@ -74,13 +74,13 @@ impl TcpEndpoint {
     /// reconnecting.
     pub(super) fn is_reconnecting(&mut self) -> bool {
         let Some(task) = &self.reconnecting else { return false };
-        let Some(outcome) = task.take_result() else { return true };
+        let Some(outcome) = task.poll_result() else { return true };
         self.reconnecting = None;
         let outcome = outcome.and_then(|(stream, cipher, welcome)| self.resume(stream, cipher, &welcome));
         match outcome {
             Ok(()) => self.credit_since(self.taken_at_break),
             Err(error) => {
-                tracing::debug!(%error, "an endpoint cannot go on");
+                tracing::debug!(%error, "cannot resume a session");
                 self.fail_reconnect();
             }
         }
@@ -116,7 +116,7 @@ impl TcpEndpoint {
         let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
         let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
         let Some(done) = done else {
-            let reason = "it says that it has done what was never asked".into();
+            let reason = "it reports more requests as done than were sent".into();
             return Err(EndpointError::Protocol { address: self.address.to_string(), reason });
         };
         self.stream = stream;
