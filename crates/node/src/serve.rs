@@ -225,35 +225,20 @@ impl RunningNode {
             Some(advertised) => own_address.clone().at(advertised),
             None => own_address.clone(),
         };
-        let record = record(options, &address, &opened);
-        let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
-        let membership = joining.join(record, Arc::clone(&lending))?;
-        // A request of this life that was made before the restart counts from the beginning.
-        membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
-        let OpenedMemory { node_memory, is_restored, .. } = opened;
+        let (membership, lending) = join_cluster(options, joining, &address, &opened)?;
         tracing::info!(
             node = options.id,
-            bytes = node_memory.lent_bytes(),
-            is_restored,
+            bytes = opened.node_memory.lent_bytes(),
+            is_restored = opened.is_restored,
             address = address.address(),
             "lending memory"
         );
         let own = SelfAddress { address: own_address, key: options.listen.key().cloned() };
-        let uncertain = if is_restored { 0..node_memory.layout.sections() } else { 0..0 };
-        let client = SelfClient::new(own, NodeId(options.id), uncertain);
-        let cleared_bytes = Arc::clone(&membership.counters().cleared_bytes);
-        let clearer = Clearer::new(node_memory.clone(), Arc::clone(&target), cleared_bytes);
-        let resizer = Resizer::new(
-            node_memory.clone(),
-            Arc::clone(&target),
-            Arc::clone(&lending),
-            is_pinned(options),
-            options.keep_free_bytes,
-            !is_restored,
-        );
-        let maintenance = MaintenanceThread::start(client, clearer, resizer, keeper.clone())
-            .map_err(NodeError::Maintenance)
-            .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
+        let maintenance =
+            start_maintenance(options, own, &opened, &target, &lending, &membership, keeper.clone())
+                .map_err(NodeError::Maintenance)
+                .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
+        let node_memory = opened.node_memory;
         let serve_metrics = |listener| {
             let counters = Arc::clone(membership.counters());
             metrics::serve(listener, node_memory.clone(), Arc::clone(&target), lending, counters)
@@ -370,6 +355,47 @@ fn create(
         keeper.hold(&node_memory.memory, node_memory.region.key, epochs, target, epoch);
     }
     Ok(OpenedMemory { node_memory, epoch, is_restored: false })
+}
+
+/// Puts the node's record into the directory, and reads what is requested of the node.
+fn join_cluster(
+    options: &NodeOptions,
+    joining: JoiningNode,
+    address: &FabricAddress,
+    opened: &OpenedMemory,
+) -> Result<(NodeMembership, Arc<Lending>), NodeError> {
+    let record = record(options, address, opened);
+    let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
+    let membership = joining.join(record, Arc::clone(&lending))?;
+    // A request of this life that was made before a restart counts from the beginning.
+    membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
+    Ok((membership, lending))
+}
+
+/// Starts the thread that clears memory and changes how much is lent.
+fn start_maintenance(
+    options: &NodeOptions,
+    own: SelfAddress,
+    opened: &OpenedMemory,
+    target: &Arc<dyn Target>,
+    lending: &Arc<Lending>,
+    membership: &NodeMembership,
+    keeper: Option<Arc<MemoryKeeper>>,
+) -> io::Result<MaintenanceThread> {
+    let OpenedMemory { node_memory, is_restored, .. } = opened;
+    let uncertain = if *is_restored { 0..node_memory.layout.sections() } else { 0..0 };
+    let client = SelfClient::new(own, NodeId(options.id), uncertain);
+    let cleared_bytes = Arc::clone(&membership.counters().cleared_bytes);
+    let clearer = Clearer::new(node_memory.clone(), Arc::clone(target), cleared_bytes);
+    let resizer = Resizer::new(
+        node_memory.clone(),
+        Arc::clone(target),
+        Arc::clone(lending),
+        is_pinned(options),
+        options.keep_free_bytes,
+        !is_restored,
+    );
+    MaintenanceThread::start(client, clearer, resizer, keeper)
 }
 
 /// The node's first record.

@@ -20,7 +20,7 @@ use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_host::cluster_access::{ClusterAccessError, MalformedKey, request_cluster_access};
+use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedKey, request_cluster_access};
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
 use aquifer_host::nodes::NodeRegistry;
@@ -168,18 +168,7 @@ impl DeviceServer {
         protect()?;
         let path = options.agent_socket.clone();
         let (socket, access) = request_cluster_access(&path)?;
-        let name = format!("swap of {}", options.name);
-        let directory = connect(&access.directory).map_err(SwapError::Directory)?;
-        let mut membership =
-            Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
-        let tenant = Tenant(rustix::process::geteuid().as_raw());
-        let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-        let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
-        let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
-        membership.watch_nodes(&nodes)?;
-        if nodes.require(1).is_err() {
-            return Err(SwapError::NoNodes);
-        }
+        let (membership, nodes, tenant) = join_cluster(options, connect, &access)?;
         let mut pool = nodes.pool_client(tenant.0);
         let bytes = device_bytes(options, free_bytes(&mut pool))?;
         let budget = Arc::new(Budget::new(options.limit_bytes));
@@ -373,6 +362,26 @@ impl DeviceServer {
             fault_latency_us: LatencyUs { p50, p99, p999 },
         }
     }
+}
+
+/// Joins the cluster as a host of its own, and finds the memory nodes.
+fn join_cluster(
+    options: &SwapDeviceOptions,
+    connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryConnectError>,
+    access: &ClusterAccess,
+) -> Result<(Membership, Arc<NodeRegistry>, Tenant), SwapError> {
+    let name = format!("swap of {}", options.name);
+    let directory = connect(&access.directory).map_err(SwapError::Directory)?;
+    let mut membership = Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
+    let tenant = Tenant(rustix::process::geteuid().as_raw());
+    let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+    let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
+    let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
+    membership.watch_nodes(&nodes)?;
+    if nodes.require(1).is_err() {
+        return Err(SwapError::NoNodes);
+    }
+    Ok((membership, nodes, tenant))
 }
 
 /// Mounts the volume's file at `folder`, and serves it in a thread.

@@ -205,7 +205,7 @@ fn sizes_are_bounded() {
 fn every_error_is_a_sentence() {
     let message =
         SetupError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
-    assert!(message.starts_with("could not open /x: No such file"), "{message}");
+    assert!(message.starts_with("cannot open /x: No such file"), "{message}");
     assert!(SetupError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
 }
 
