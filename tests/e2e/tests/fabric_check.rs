@@ -61,7 +61,7 @@ fn two_working_hosts_pass_the_check() {
         "fetch-and-add",
         "message and answer",
         "WRITEs of 16 KiB",
-        "what is written is read",
+        "a READ returns the written bytes",
     ] {
         assert!(text.contains(line), "{line}: {text}");
     }

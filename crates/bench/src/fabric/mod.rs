@@ -2,13 +2,13 @@
 //!
 //! - `info` lists devices.
 //! - `check` tests and measures operations over a connection to another host, where `lend` serves.
-//! - `talk` has the messages between both.
+//! - `messages` has the messages between both.
 
 pub mod arguments;
 mod check;
 mod info;
 mod lend;
-mod talk;
+mod messages;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;

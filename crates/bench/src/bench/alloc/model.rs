@@ -8,7 +8,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
 use super::trace::{Arrival, Replay};
-use super::ways::{Client, Way, Wish};
+use super::ways::{AllocRequest, Client, Way};
 use super::words::{Arrived, World};
 
 /// Half of what a READ, a WRITE or an atomic takes, there and back, in nanoseconds.
@@ -69,7 +69,7 @@ pub enum Load<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Next {
     /// This, which was wanted since then.
-    Begin(Wish, u64),
+    Begin(AllocRequest, u64),
     /// Nothing until then.
     Rest(u64),
     /// Nothing any more.
@@ -114,7 +114,10 @@ impl<'a> Demand<'a> {
                 if held == *held_max && std::mem::replace(&mut grows[number], false) {
                     *growing -= 1;
                 }
-                Next::Begin(if held < *held_max { Wish::Take(*class) } else { Wish::GiveAny }, now_ns)
+                Next::Begin(
+                    if held < *held_max { AllocRequest::Allocate(*class) } else { AllocRequest::FreeAny },
+                    now_ns,
+                )
             }
             Self::Trace(replays) => match replays[number].next(now_ns) {
                 None => Next::End,
@@ -125,7 +128,7 @@ impl<'a> Demand<'a> {
     }
 
     /// What was to be done next is begun.
-    fn begun(&mut self, number: usize, wish: Wish) {
+    fn begun(&mut self, number: usize, wish: AllocRequest) {
         if let Self::Trace(replays) = self {
             replays[number].begun(wish);
         }
@@ -199,7 +202,7 @@ enum Event {
 /// A client's operation.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
-    wish: Wish,
+    wish: AllocRequest,
     since_ns: u64,
 }
 
@@ -262,8 +265,8 @@ impl Game<'_> {
             leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
             self.core_free_ns[node] = leaves_ns;
         }
-        let is_take = self.underway[number].is_some_and(|under| under.wish.is_take());
-        if is_take && self.demand.is_measured() {
+        let is_allocation = self.underway[number].is_some_and(|under| under.wish.is_allocation());
+        if is_allocation && self.demand.is_measured() {
             self.outcome.trips += 1;
             self.outcome.swaps += swaps;
             self.outcome.lost += lost;
@@ -307,7 +310,7 @@ impl Game<'_> {
         if !self.demand.is_measured() {
             return;
         }
-        if under.wish.is_take() {
+        if under.wish.is_allocation() {
             self.outcome.latencies_ns.push(took_ns);
         } else {
             self.outcome.frees += 1;

@@ -9,7 +9,7 @@ use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Outcomes, StateMachine, S
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
-use super::ways::{Wish, pick};
+use super::ways::{AllocRequest, pick};
 use super::words::{Arrived, World, plain};
 
 /// A request to the agent of this host and its answer, through a ring that both look at.
@@ -25,8 +25,8 @@ enum Operation {
 /// What a program asks its agent for.
 #[derive(Clone, Copy, Debug)]
 enum Asked {
-    Take(usize, SizeClass),
-    Give,
+    Allocate(usize, SizeClass),
+    Free,
 }
 
 /// One client, of all nodes.
@@ -86,20 +86,20 @@ impl OurClient {
     }
 
     /// Begin to take an extent of a node; whether that is over already.
-    pub fn take(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
+    pub fn allocate(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
         if self.rung == Rung::Service {
-            self.asked = Some(Asked::Take(node, class));
+            self.asked = Some(Asked::Allocate(node, class));
             return Ok(false);
         }
         self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
     }
 
     /// Begin to give one back; whether that is over already.
-    pub fn give(&mut self, any: usize, wish: Wish) -> Result<bool, String> {
+    pub fn free(&mut self, any: usize, wish: AllocRequest) -> Result<bool, String> {
         let (node, grant) = pick(&mut self.held, any, wish);
         if self.rung == Rung::Service {
             self.kept.push((node, grant));
-            self.asked = Some(Asked::Give);
+            self.asked = Some(Asked::Free);
             return Ok(false);
         }
         self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
@@ -127,8 +127,8 @@ impl OurClient {
     /// The answer is here; whether that was all.
     pub fn proceed(&mut self) -> Result<bool, String> {
         match self.asked.take() {
-            Some(Asked::Give) => return Ok(true),
-            Some(Asked::Take(node, class)) => {
+            Some(Asked::Free) => return Ok(true),
+            Some(Asked::Allocate(node, class)) => {
                 if let Some(kept) = self.kept.pop() {
                     self.held.push(kept);
                     return Ok(true);

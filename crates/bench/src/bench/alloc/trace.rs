@@ -6,7 +6,7 @@ use std::path::Path;
 
 use aquifer_pool::SizeClass;
 
-use super::ways::Wish;
+use super::ways::AllocRequest;
 use crate::bench::BenchError;
 
 /// Most lines that say something.
@@ -101,15 +101,19 @@ impl<'a> Replay<'a> {
     }
 
     /// What is next, and from when on it is wanted, if that is not before now.
-    pub fn next(&self, now_ns: u64) -> Option<(Wish, u64)> {
+    pub fn next(&self, now_ns: u64) -> Option<(AllocRequest, u64)> {
         let arrival = self.arrivals.get(self.next)?;
         let is_full = !self.held.is_empty() && self.held_bytes + arrival.class.bytes() > self.share_bytes;
-        Some(if is_full { (Wish::GiveOldest, now_ns) } else { (Wish::Take(arrival.class), arrival.at_ns) })
+        Some(if is_full {
+            (AllocRequest::FreeOldest, now_ns)
+        } else {
+            (AllocRequest::Allocate(arrival.class), arrival.at_ns)
+        })
     }
 
     /// That is under way.
-    pub fn begun(&mut self, wish: Wish) {
-        if let Wish::Take(class) = wish {
+    pub fn begun(&mut self, wish: AllocRequest) {
+        if let AllocRequest::Allocate(class) = wish {
             self.next += self.step;
             self.held.push_back(class);
             self.held_bytes += class.bytes();
@@ -176,7 +180,7 @@ mod tests {
             while let Some((wish, at_ns)) = replay.next(u64::MAX) {
                 replay.begun(wish);
                 assert!(replay.held_bytes <= 4 * 4096 && replay.held.len() <= 4);
-                if wish.is_take() {
+                if wish.is_allocation() {
                     seen.push(at_ns);
                 }
             }

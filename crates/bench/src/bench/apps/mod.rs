@@ -2,12 +2,12 @@
 //! swap.
 
 mod kmeans;
-mod nobody;
 mod postgres;
 pub(super) mod random;
 mod redis;
 mod resp;
 mod summary;
+mod unprivileged;
 mod ways;
 
 use std::collections::BTreeMap;
@@ -187,7 +187,7 @@ fn notes(size: Size) -> Vec<String> {
             .into(),
         "CPU is of the whole run, fill and checks included: the program's and, on the pool, the daemons'; \
             the kernel's own \
-         threads that swap are in nobody's figure"
+         threads that swap are in no row"
             .into(),
         "redis' main thread and its client are on one processor in every way, as the scheduler would \
             choose: an answer across \
@@ -212,7 +212,7 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
             Redis::find(access, size, folder).map(|app| Box::new(app) as Box<dyn App>),
         ));
     }
-    let postgres = Postgres::find(size, &stage.nobody, folder)?;
+    let postgres = Postgres::find(size, &stage.user, folder)?;
     found.push(("PostgreSQL", postgres.map(|app| Box::new(app) as Box<dyn App>)));
     let kmeans = KMeans::find(size, folder)?;
     found.push(("python3-sklearn", kmeans.map(|app| Box::new(app) as Box<dyn App>)));

@@ -10,7 +10,7 @@ use std::process::Command;
 
 use rustix::process::Signal;
 
-use super::nobody::Nobody;
+use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Size, float};
 use crate::bench::BenchError;
 use crate::bench::support::child::{self, Outcome, Streams, Watched};
@@ -63,24 +63,23 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// If it is installed: makes its data in the home of `nobody`; `folder` gets what its clients
+    /// If it is installed: makes its data in the home of the unprivileged user; `folder` gets what its clients
     /// write.
     ///
     /// # Errors
     /// If the data cannot be made.
-    pub fn find(size: Size, nobody: &Nobody, folder: &Path) -> Result<Option<Self>, BenchError> {
+    pub fn find(size: Size, user: &UnprivilegedUser, folder: &Path) -> Result<Option<Self>, BenchError> {
         let Some(programs) = find_programs(Path::new(VERSIONS)) else {
             return Ok(None);
         };
         let program = programs.join(PROGRAM);
-        let postgres = Self { programs, program, size, home: nobody.home(), folder: folder.to_owned() };
-        postgres.prepare(nobody)?;
+        let postgres = Self { programs, program, size, home: user.home(), folder: folder.to_owned() };
+        postgres.prepare(user)?;
         Ok(Some(postgres))
     }
 
-    fn prepare(&self, nobody: &Nobody) -> Result<(), BenchError> {
-        let plain =
-            |program: &Path| nobody.command(program, |first| Ok::<_, BenchError>(Command::new(first)));
+    fn prepare(&self, user: &UnprivilegedUser) -> Result<(), BenchError> {
+        let plain = |program: &Path| user.command(program, |first| Ok::<_, BenchError>(Command::new(first)));
         let mut initdb = plain(&self.programs.join("initdb"))?;
         initdb.args(["--auth=trust", "--no-sync", "--locale=C", "--encoding=UTF8", "--username", USER]);
         initdb.arg("--pgdata").arg(self.template());

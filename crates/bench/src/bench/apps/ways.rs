@@ -6,7 +6,7 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use super::nobody::Nobody;
+use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float, show_bytes};
@@ -105,7 +105,7 @@ pub struct Stage {
     /// For outputs and sockets.
     pub folder: TempDir,
     /// For servers that refuse root.
-    pub nobody: Nobody,
+    pub user: UnprivilegedUser,
     clusters: Vec<(Fabric, Cluster)>,
     /// What remains of a limit beside a zram's store, once that is known; `None` if too little
     /// does.
@@ -121,8 +121,8 @@ impl Stage {
     /// If there is no place for its folders.
     pub fn new() -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
-        let nobody = Nobody::new()?;
-        Ok(Self { folder, nobody, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
+        let user = UnprivilegedUser::new()?;
+        Ok(Self { folder, user, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
     }
 
     /// Brings up a cluster over each fabric.
@@ -131,7 +131,7 @@ impl Stage {
     /// If one does not come up.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
-            let socket = self.nobody.socket(fabric.name());
+            let socket = self.user.socket(fabric.name());
             self.clusters.push((fabric, Cluster::up(memory_bytes, fabric, socket.as_deref())?));
         }
         Ok(())
@@ -172,7 +172,7 @@ impl Stage {
         start: impl FnOnce(&std::ffi::OsStr) -> Result<Command, E>,
     ) -> Result<Command, E> {
         if app.refuses_root() {
-            self.nobody.command(app.program(), start)
+            self.user.command(app.program(), start)
         } else {
             start(app.program().as_os_str())
         }
@@ -226,10 +226,10 @@ impl Stage {
         cluster: &Cluster,
         limit_bytes: u64,
     ) -> Result<(Command, PathBuf), BenchError> {
-        let socket = way.fabric().and_then(|fabric| self.nobody.socket(fabric.name()));
+        let socket = way.fabric().and_then(|fabric| self.user.socket(fabric.name()));
         if let Some(socket) = socket.filter(|_| app.refuses_root()) {
-            let stats = self.nobody.home().join("stats.json");
-            return Ok((self.nobody.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
+            let stats = self.user.home().join("stats.json");
+            return Ok((self.user.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
         }
         let stats = self.folder.path().join("stats.json");
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))

@@ -133,7 +133,7 @@ const PLACEMENTS: [Placement; 2] = [
 
 impl Placement {
     /// Put this thread and all of the other process there; false if there is no such processor.
-    fn take(self, server: u32) -> bool {
+    fn apply(self, server: u32) -> bool {
         let only = |core: usize| {
             let mut set = CpuSet::new();
             set.set(core);
@@ -172,7 +172,7 @@ pub fn measure(
     let mut wire = Wire { rows: Vec::new(), targets: Vec::new() };
     let before = sched_getaffinity(None).ok();
     for placement in PLACEMENTS {
-        if placement.take(server) {
+        if placement.apply(server) {
             let ways = measure_at(placement, server, verbs, plain, volume)?;
             wire.targets.extend(targets(placement, &ways));
             wire.rows.extend(ways.iter().map(|way| row(placement, way, &ways)));
@@ -205,7 +205,7 @@ fn measure_at(
         ways.push(Way::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
     }
     // Connections have brought threads of their own.
-    placement.take(server);
+    placement.apply(server);
     // One round that does not count: it maps pages and opens windows.
     for round in 0..=volume.rounds {
         for way in &mut ways {
@@ -246,9 +246,9 @@ pub fn read_p50_us(server: u32, verbs: SocketAddr) -> Result<f64, BenchError> {
     let before = sched_getaffinity(None).ok();
     let mut best_us = f64::INFINITY;
     for placement in PLACEMENTS {
-        if placement.take(server) {
+        if placement.apply(server) {
             let link = connect_verbs(verbs, false);
-            placement.take(server);
+            placement.apply(server);
             let p50_us = link.and_then(|mut link| p50_us(&mut link));
             if let Some(before) = &before {
                 // What is measured next must find its processors as it left them.

@@ -185,8 +185,8 @@ impl Cluster {
     /// All of it; false if there is no room, and then nothing is taken.
     fn premap(&mut self, running: &mut Running) -> Result<bool, String> {
         for _ in 0..blocks_of(&running.job) * BLOCK_SECTIONS {
-            let Some(extent) = self.pool.take(running.host, SizeClass::SECTION)? else {
-                give_all(&mut self.pool, running)?;
+            let Some(extent) = self.pool.allocate(running.host, SizeClass::SECTION)? else {
+                free_all(&mut self.pool, running)?;
                 return Ok(false);
             };
             running.held += extent.pages();
@@ -214,7 +214,7 @@ impl Cluster {
         self.running = running;
         let ended: Vec<Running> = ended;
         for mut running in ended {
-            give_all(&mut self.pool, &mut running)?;
+            free_all(&mut self.pool, &mut running)?;
             self.local_free[running.host] += running.job.local_pages();
             self.known += 1;
             self.mean_to_max += running.job.mean_to_max();
@@ -248,7 +248,7 @@ impl Cluster {
             }
             running.extents.pop();
             running.held -= last.pages();
-            self.pool.give(running.host, last)?;
+            self.pool.free(running.host, last)?;
         }
         Ok(true)
     }
@@ -267,7 +267,7 @@ impl Cluster {
     /// All jobs give everything back.
     fn close(mut self) -> Result<Outcome, String> {
         for mut running in std::mem::take(&mut self.running) {
-            give_all(&mut self.pool, &mut running)?;
+            free_all(&mut self.pool, &mut running)?;
         }
         if !self.pool.is_all_free() {
             return Err("something is left of jobs that have given everything back".into());
@@ -292,7 +292,7 @@ fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String>
         let largest = u8::try_from(batch.ilog2()).unwrap_or(0);
         let mut taken = None;
         for class in (0..=largest).rev().filter_map(SizeClass::new) {
-            taken = pool.take(running.host, class)?;
+            taken = pool.allocate(running.host, class)?;
             if taken.is_some() {
                 break;
             }
@@ -304,9 +304,9 @@ fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String>
     Ok(())
 }
 
-fn give_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
+fn free_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
     running.held = 0;
-    running.extents.drain(..).try_for_each(|extent| pool.give(running.host, extent))
+    running.extents.drain(..).try_for_each(|extent| pool.free(running.host, extent))
 }
 
 fn blocks_of(job: &Job) -> u64 {

@@ -83,12 +83,12 @@ impl Pool {
         self.nodes.iter().map(|node| node.free_pages).sum()
     }
 
-    /// Take an extent for a host, of the node that has most free, or else of another; `None` if
+    /// Allocates an extent for a host, from the node with most free memory, or another; `None` if
     /// none has one of this size.
     ///
     /// # Errors
     /// If an allocator fails, or gives what somebody has.
-    pub fn take(&mut self, host: usize, class: SizeClass) -> Result<Option<Extent>, String> {
+    pub fn allocate(&mut self, host: usize, class: SizeClass) -> Result<Option<Extent>, String> {
         let mut order: Vec<usize> = (0..self.nodes.len()).collect();
         order.sort_by_key(|node| std::cmp::Reverse(self.nodes[*node].free_pages));
         for number in order {
@@ -110,11 +110,11 @@ impl Pool {
         Ok(None)
     }
 
-    /// Give one back.
+    /// Frees an extent.
     ///
     /// # Errors
     /// If the allocator fails, or it is not this host's.
-    pub fn give(&mut self, host: usize, extent: Extent) -> Result<(), String> {
+    pub fn free(&mut self, host: usize, extent: Extent) -> Result<(), String> {
         let Extent { node, grant } = extent;
         let node = &mut self.nodes[node];
         node.note(grant, number_of(host).0, 0)?;
@@ -188,12 +188,12 @@ mod tests {
     #[test]
     fn what_is_not_ones_own_cannot_be_given_back() {
         let mut pool = Pool::new(8, 2);
-        let extent = pool.take(0, SizeClass::SPAN).unwrap().unwrap();
-        assert!(pool.give(1, extent).unwrap_err().contains("was 1's"));
+        let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
+        assert!(pool.free(1, extent).unwrap_err().contains("was 1's"));
         let mut pool = Pool::new(8, 2);
-        let extent = pool.take(0, SizeClass::SPAN).unwrap().unwrap();
-        pool.give(0, extent).unwrap();
-        assert!(pool.give(0, extent).is_err(), "once is enough");
+        let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
+        pool.free(0, extent).unwrap();
+        assert!(pool.free(0, extent).is_err(), "once is enough");
     }
 
     proptest! {
@@ -205,8 +205,8 @@ mod tests {
             for (k, host, at) in wishes {
                 if at % 3 == 0 && !held.is_empty() {
                     let (host, extent) = held.swap_remove(usize::from(at) % held.len());
-                    pool.give(host, extent).unwrap();
-                } else if let Some(extent) = pool.take(host, SizeClass::new(k).unwrap()).unwrap() {
+                    pool.free(host, extent).unwrap();
+                } else if let Some(extent) = pool.allocate(host, SizeClass::new(k).unwrap()).unwrap() {
                     held.push((host, extent));
                 }
                 let sum: u64 = held.iter().map(|(_, extent)| extent.pages()).sum();
@@ -214,7 +214,7 @@ mod tests {
                 prop_assert_eq!(pool.is_all_free(), held.is_empty());
             }
             for (host, extent) in held {
-                pool.give(host, extent).unwrap();
+                pool.free(host, extent).unwrap();
             }
             prop_assert!(pool.is_all_free());
         }

@@ -7,8 +7,8 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
 use super::NODE_SECTIONS;
+use super::clients::{AllocClient, Allocation};
 use super::counted::Counts;
-use super::takers::{Taken, Taker};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::procs;
@@ -61,7 +61,7 @@ impl Measured {
 /// # Errors
 /// If a client fails.
 pub fn play(
-    clients: Vec<Taker>,
+    clients: Vec<AllocClient>,
     node: u32,
     class: SizeClass,
     allocations: usize,
@@ -76,15 +76,15 @@ pub fn play(
     let mut all = Measured::default();
     let mut node_cpu_ns = 0;
     std::thread::scope(|scope| {
-        let work = |(number, client): (usize, Taker)| {
+        let work = |(number, client): (usize, AllocClient)| {
             let (barrier, failure) = (&barrier, &failure);
             scope.spawn(move || {
                 let mut worker = Worker::new(client, number, class, held_max);
                 for turn in 0..turns {
                     barrier.wait();
-                    let taken = worker.take_all(turn > 0);
+                    let taken = worker.allocate_all(turn > 0);
                     barrier.wait();
-                    let given = taken.and_then(|()| worker.give_some(turn + 1 == turns));
+                    let given = taken.and_then(|()| worker.free_some(turn + 1 == turns));
                     if let Err(reason) = given {
                         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
                     }
@@ -115,26 +115,26 @@ pub fn play(
 
 /// A client at work.
 struct Worker {
-    client: Taker,
+    client: AllocClient,
     class: SizeClass,
-    held: Vec<Taken>,
+    held: Vec<Allocation>,
     held_max: usize,
     random: u64,
     measured: Measured,
 }
 
 impl Worker {
-    fn new(client: Taker, number: usize, class: SizeClass, held_max: usize) -> Self {
+    fn new(client: AllocClient, number: usize, class: SizeClass, held_max: usize) -> Self {
         let random = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Self { client, class, held: Vec::new(), held_max, random, measured: Measured::default() }
     }
 
     /// As much as it wants. The first time does not count.
-    fn take_all(&mut self, counts: bool) -> Result<(), String> {
+    fn allocate_all(&mut self, counts: bool) -> Result<(), String> {
         let before = self.client.counts();
         while self.held.len() < self.held_max {
             let start = Instant::now();
-            let taken = self.client.take(self.class)?;
+            let taken = self.client.allocate(self.class)?;
             let took = start.elapsed();
             self.held.push(taken);
             if counts {
@@ -148,13 +148,13 @@ impl Worker {
     }
 
     /// Half of it, at random; or all.
-    fn give_some(&mut self, all: bool) -> Result<(), String> {
+    fn free_some(&mut self, all: bool) -> Result<(), String> {
         let kept = if all { 0 } else { self.held_max / 2 };
         while self.held.len() > kept {
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let any = usize::try_from(self.random >> 33).unwrap_or(0) % self.held.len();
             let start = Instant::now();
-            self.client.give(self.held.swap_remove(any))?;
+            self.client.free(self.held.swap_remove(any))?;
             self.measured.free_ns += u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
             self.measured.frees += 1;
         }
