@@ -13,7 +13,8 @@ use libmimalloc_sys::{
 const RANGES_BYTES: [usize; 6] = [1 << 40, 1 << 38, 1 << 36, 1 << 34, 1 << 32, 1 << 30];
 /// Alignment of mimalloc's segments.
 const ALIGN_BYTES: usize = 32 << 20;
-/// Inaccessible memory on both sides of the arena: the kernel must not merge it with other mappings.
+/// Inaccessible memory on both sides of the arena: the kernel must not merge it with other
+/// mappings.
 const GUARD_BYTES: usize = 4096;
 /// [`aquifer_ipc::LOCAL_VARIABLE`], for libc.
 const VARIABLE: &CStr = c"AQUIFER_LOCAL";
@@ -26,7 +27,8 @@ static END: AtomicUsize = AtomicUsize::new(0);
 /// Value of that option before it was changed.
 static RESERVE_KIB: AtomicI64 = AtomicI64::new(i64::MIN);
 
-/// Must be called before each allocation: the first call decides whether memory comes from the arena.
+/// Must be called before each allocation: the first call decides whether memory comes from the
+/// arena.
 ///
 /// It may happen before the dynamic linker calls this library's own start.
 #[inline]
@@ -36,17 +38,19 @@ pub fn prepare() {
     }
 }
 
-/// Start and end of the arena; `None` if paging is not requested, or the arena could not be reserved.
+/// Start and end of the arena; `None` if paging is not requested, or the arena could not be
+/// reserved.
 pub fn range() -> Option<(usize, usize)> {
     prepare();
     let (start, end) = (START.load(Relaxed), END.load(Relaxed));
     (start < end).then_some((start, end))
 }
 
-/// Whether the environment requests paging. A set-user-ID or set-group-ID program ignores the variable.
+/// Whether the environment requests paging. A set-user-ID or set-group-ID program ignores the
+/// variable.
 pub fn is_wanted() -> bool {
-    // SAFETY: reads the auxiliary vector, and the environment, which does not change while there is one
-    // thread.
+    // SAFETY: reads the auxiliary vector, and the environment, which does not change while there is
+    // one thread.
     unsafe { libc::getauxval(libc::AT_SECURE) == 0 && !libc::getenv(VARIABLE.as_ptr()).is_null() }
 }
 
@@ -58,8 +62,8 @@ fn decide() {
     // SAFETY: the numbers of existing options; a variable of libc.
     unsafe {
         if libc::environ.is_null() {
-            // libc has not set the environment yet. Until then mimalloc must not reserve a large piece
-            // of ordinary memory, from which it would serve later requests.
+            // libc has not set the environment yet. Until then mimalloc must not reserve a large
+            // piece of ordinary memory, from which it would serve later requests.
             if RESERVE_KIB.load(Relaxed) == i64::MIN {
                 RESERVE_KIB.store(mi_option_get(ARENA_RESERVE), Relaxed);
             }

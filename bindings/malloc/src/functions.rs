@@ -133,7 +133,8 @@ pub unsafe extern "C" fn malloc_usable_size(address: *mut c_void) -> usize {
     unsafe { mi_usable_size(address) }
 }
 
-/// Replaces libc's function of this name: returns memory that the calling thread has freed to the system.
+/// Replaces libc's function of this name: returns memory that the calling thread has freed to the
+/// system.
 ///
 /// Always returns 1, glibc's value for returned memory, since mimalloc does not report whether it
 /// returned any.

@@ -1,9 +1,9 @@
 //! libaquifer-malloc: an allocator whose memory is paged.
 //!
-//! A program links the library, or preloads it with `LD_PRELOAD`. All memory of `malloc` and related
-//! functions then comes from one range of addresses, the arena. `AQUIFER_LOCAL` limits the resident
-//! memory of the arena; the rest is on memory nodes. Stacks, globals and other mappings of the program
-//! are not paged. Without that variable the library is mimalloc on ordinary memory.
+//! A program links the library, or preloads it with `LD_PRELOAD`. All memory of `malloc` and
+//! related functions then comes from one range of addresses, the arena. `AQUIFER_LOCAL` limits the
+//! resident memory of the arena; the rest is on memory nodes. Stacks, globals and other mappings of
+//! the program are not paged. Without that variable the library is mimalloc on ordinary memory.
 //!
 //! - [`functions`]: the functions of libc that the library replaces.
 //! - [`arena`]: the arena, and mimalloc on it.

@@ -23,7 +23,8 @@ pub fn begin() {
     let path = agent();
     let Some((start, end)) = arena::range() else {
         say::fail(
-            "the allocator cannot reserve a range of addresses; check the limit of the address space (ulimit -v)",
+            "the allocator cannot reserve a range of addresses; check the limit of the address space \
+                (ulimit -v)",
             0,
         )
     };

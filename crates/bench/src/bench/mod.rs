@@ -144,7 +144,8 @@ const BENCHES: [Bench; 7] = [
     },
     Bench {
         name: "packing",
-        about: "use of a pool by jobs that swap, with memory allocated in advance or at eviction; simulated over the real allocator",
+        about: "use of a pool by jobs that swap, with memory allocated in advance or at eviction; \
+            simulated with the real allocator",
         targets: packing::TARGETS,
         options: &[],
         serve_at: None,

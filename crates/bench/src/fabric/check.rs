@@ -95,8 +95,8 @@ fn identity() -> Identity {
     Identity { host: Host(u16::try_from(host).expect("at most 4094")), epoch, tenant: Tenant(0) }
 }
 
-/// Connects an endpoint that sends all operations, so that the target's device has to refuse invalid
-/// ones.
+/// Connects an endpoint that sends all operations, so that the target's device has to refuse
+/// invalid ones.
 fn connect(end: &CheckEnd, identity: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     match end.network {
         Network::Tcp => tcp::connect(end.address, &end.key, identity, tcp::ConnectOptions::default()),

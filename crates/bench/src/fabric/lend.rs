@@ -103,8 +103,8 @@ impl Lender {
     }
 }
 
-/// A target with a region that can be remapped. One half of its memory is filled with 1 and the other
-/// with 2; the start of the region is mapped to either half.
+/// A target with a region that can be remapped. One half of its memory is filled with 1 and the
+/// other with 2; the start of the region is mapped to either half.
 struct Movable {
     target: VerbsTarget,
     region: Region,

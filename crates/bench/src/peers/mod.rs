@@ -34,8 +34,8 @@ pub enum Peer {
     /// Compressed memory.
     ///
     /// The compressed pages are this machine's memory, but the kernel counts them against no
-    /// cgroup: the program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says how
-    /// much that was; a report must show it, or grant a limit that is smaller by as much.
+    /// cgroup: the program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says
+    /// how much that was; a report must show it, or grant a limit that is smaller by as much.
     Zram,
 }
 

@@ -112,7 +112,7 @@ fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
         assert!(child.try_wait().unwrap().is_none(), "it ended before it was in want");
         std::thread::yield_now();
     }
-    // Nobody gives anything back: without being woken it would not try again.
+    // No memory is freed, so the program retries only if it is woken.
     let tries = || setup.cgroup.limit_hits().unwrap();
     let before = tries();
     let mut woken = 0;

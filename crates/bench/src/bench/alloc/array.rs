@@ -1,5 +1,5 @@
-//! Client of the one-sided array, an entry with the owner for each 4 KiB: a state machine for the cost
-//! model and for real memory.
+//! Client of the one-sided array, an entry with the owner for each 4 KiB: a state machine for the
+//! cost model and for real memory.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -97,7 +97,8 @@ impl ArrayClient {
         }
     }
 
-    /// Processes the results: the entries that READs returned and the values that CASes found, in order.
+    /// Processes the results: the entries that READs returned and the values that CASes found, in
+    /// order.
     ///
     /// # Errors
     /// If the array is full.
@@ -152,8 +153,8 @@ impl ArrayClient {
         self.touches.extend((first..first + class.chunks()).map(|entry| Touch::Claim { entry, host }));
     }
 
-    /// The next entries that are free as far as this client knows. If there are none, other clients may
-    /// have freed some: the known owners are discarded, once for each allocation.
+    /// The next entries that are free as far as this client knows. If there are none, other clients
+    /// may have freed some: the known owners are discarded, once for each allocation.
     fn find(&mut self, node: usize, class: SizeClass) -> Option<u32> {
         let found = self.find_known(node, class);
         if found.is_some() || std::mem::replace(&mut self.has_forgotten, true) {

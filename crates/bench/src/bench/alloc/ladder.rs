@@ -230,7 +230,7 @@ mod tests {
             us(log),
             us(keys)
         );
-        assert_eq!(service.trips, 0, "what was given back is ready");
+        assert_eq!(service.trips, 0, "a freed extent is in stock");
     }
 
     #[test]

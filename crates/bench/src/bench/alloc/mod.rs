@@ -1,5 +1,5 @@
-//! `aquifer bench alloc`: the cost of allocating an extent, beside peers, after the evaluation of FineMem
-//! (OSDI 2025; design.md, section 15).
+//! `aquifer bench alloc`: the cost of allocating an extent, beside peers, after the evaluation of
+//! FineMem (OSDI 2025; design.md, section 15).
 
 mod array;
 mod ladder;

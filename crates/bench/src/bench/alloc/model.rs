@@ -51,14 +51,14 @@ impl Scene {
     }
 }
 
-/// What the clients want.
+/// The load of the clients.
 #[derive(Clone, Copy, Debug)]
 pub enum Load<'a> {
-    /// Extents of one size, without a pause; any is given back when a client has enough.
+    /// Extents of one size, allocated without a pause. A client that holds enough frees any extent.
     Closed {
         /// The size.
         class: SizeClass,
-        /// Allocations to be measured, from when all clients have as many as they want.
+        /// Number of measured allocations. Measuring begins when all clients hold enough.
         allocations: usize,
     },
     /// What a trace says.
@@ -143,26 +143,26 @@ impl<'a> Demand<'a> {
     }
 }
 
-/// What came of it, of allocations alone.
+/// Results of a schedule.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// How long each took, in nanoseconds, sorted.
+    /// Latency of each allocation in nanoseconds, sorted.
     pub latencies_ns: Vec<u64>,
     /// Trips over the network.
     pub trips: u64,
     /// Compare-and-swaps.
     pub swaps: u64,
-    /// Of these in vain.
+    /// Failed compare-and-swaps.
     pub lost: u64,
-    /// The nodes' processors, in nanoseconds.
+    /// Processor time of the nodes in nanoseconds.
     pub node_cpu_ns: u64,
-    /// Extents given back, and how long that took together, in nanoseconds.
+    /// Number of frees, and their total latency in nanoseconds.
     pub frees: u64,
     pub free_ns: u64,
 }
 
 impl Outcome {
-    /// Allocations.
+    /// Number of allocations.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     fn count(&self) -> f64 {
         self.latencies_ns.len() as f64
@@ -173,12 +173,12 @@ impl Outcome {
         super::service::mean_us(&self.latencies_ns)
     }
 
-    /// The latency that so many in a thousand stay below, in microseconds.
+    /// Quantile of the latency in microseconds; the median is 500.
     pub fn permille_us(&self, permille: usize) -> f64 {
         super::service::permille_us(&self.latencies_ns, permille)
     }
 
-    /// The mean time of giving back, in microseconds.
+    /// Mean latency of a free in microseconds.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     pub fn free_us(&self) -> f64 {
         self.free_ns as f64 / self.frees as f64 / 1e3

@@ -42,22 +42,22 @@ pub struct OurClient {
     heard: Vec<u64>,
     rung: Rung,
     account: Account,
-    /// The last action lost a race at a control word, and nothing is taken yet.
+    /// Whether the last action lost a race at a control word, before the extent was allocated.
     has_lost: bool,
-    /// Something is taken: what comes yet are hints.
+    /// Whether the extent is allocated; the remaining actions only update hint bits.
     has_taken: bool,
     asked: Option<Asked>,
-    /// What the agent keeps ready: as much as its program has given back, which is less than a
-    /// service would keep.
+    /// The stock: as many extents as the program has freed, which is less than a real session
+    /// keeps.
     kept: Vec<(usize, Grant)>,
 }
 
 impl OurClient {
-    /// A client that remembers all nodes as empty.
+    /// A client that assumes all nodes to be free.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
         let cache = |node: usize| {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
-            // Clients that do not spread all begin at one place.
+            // Without contention control all clients start at the same span.
             let place = if rung.has_contention_control() { host } else { 0 };
             let draws = NumberSource::counted(u32::from(host), 1 << 12);
             let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);

@@ -1,5 +1,4 @@
-//! How long it takes to give back what a dead host held, once its lease is over: a million chunks
-//! of one node.
+//! Recovery time: freeing a million chunks of a dead host on one node, after its lease has ended.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -99,7 +98,7 @@ struct Node {
     node_memory: NodeMemory,
     reach: FabricAddress,
     key: Option<ClusterKey>,
-    /// The epoch of whoever recovers next.
+    /// Epoch of the next recovering host.
     epoch: std::cell::Cell<u64>,
 }
 

@@ -82,8 +82,8 @@ fn parse_line(said: &str) -> Result<Arrival, String> {
     Ok(Arrival { at_ns: at_us * 1000, class })
 }
 
-/// A client's part of a trace. Those of a trace take turns; and a client that has its share of the
-/// memory first gives back what it has had longest.
+/// A client's part of a trace. The clients take the arrivals in turn. A client that holds its share
+/// of the memory frees its oldest extent first.
 #[derive(Clone, Debug)]
 pub struct Replay<'a> {
     arrivals: &'a [Arrival],
@@ -199,10 +199,16 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read(mut times in prop::collection::vec(0..AT_US_MAX, 1..50), k in 0..SizeClass::COUNT, noise in "[ \\t]{0,3}") {
+        fn a_written_trace_is_parsed(
+            mut times in prop::collection::vec(0..AT_US_MAX, 1..50),
+            k in 0..SizeClass::COUNT,
+            noise in "[ \\t]{0,3}",
+        ) {
             times.sort_unstable();
             let text: String = times.iter().map(|at| format!("{noise}{at} \t{k}{noise}# 7 7\n\n")).collect();
-            let read: Vec<(u64, u8)> = parse(&text).unwrap().iter().map(|arrival| (arrival.at_ns / 1000, arrival.class.k())).collect();
+            let arrivals = parse(&text).unwrap();
+            let pair = |arrival: &Arrival| (arrival.at_ns / 1000, arrival.class.k());
+            let read: Vec<(u64, u8)> = arrivals.iter().map(pair).collect();
             let written: Vec<(u64, u8)> = times.into_iter().map(|at| (at, k)).collect();
             prop_assert_eq!(read, written);
         }

@@ -17,7 +17,7 @@ pub enum Way {
     Rpc,
     /// The same, with a window for each.
     RpcWindow,
-    /// Taken by CAS in an array with an entry for each 4 KiB; no windows, no log (CXL-SHM's way).
+    /// The one-sided array: CAS of an entry for each 4 KiB; no windows, no log (as CXL-SHM).
     Array,
     /// The pool.
     Ours,
@@ -69,8 +69,8 @@ impl AllocRequest {
     }
 }
 
-/// Removes an extent from those held: the one at this index, or the oldest. The order is kept only where
-/// that matters.
+/// Removes an extent from those held: the one at this index, or the oldest. The order is kept only
+/// where that matters.
 pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: AllocRequest) -> T {
     if wish == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
 }

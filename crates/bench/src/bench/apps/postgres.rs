@@ -39,7 +39,8 @@ UPDATE pgbench_accounts SET abalance = abalance + :delta WHERE aid = :aid;
 SELECT abalance FROM pgbench_accounts WHERE aid = :aid;
 UPDATE pgbench_tellers SET tbalance = tbalance + :delta WHERE tid = :tid;
 UPDATE pgbench_branches SET bbalance = bbalance + :delta WHERE bid = :bid;
-INSERT INTO pgbench_history (tid, bid, aid, delta, mtime) VALUES (:tid, :bid, :aid, :delta, CURRENT_TIMESTAMP);
+INSERT INTO pgbench_history (tid, bid, aid, delta, mtime)
+  VALUES (:tid, :bid, :aid, :delta, CURRENT_TIMESTAMP);
 END;
 ";
 
@@ -63,8 +64,8 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// If it is installed: makes its data in the home of the unprivileged user; `folder` gets what its clients
-    /// write.
+    /// If it is installed: makes its data in the home of the unprivileged user; `folder` gets what
+    /// its clients write.
     ///
     /// # Errors
     /// If the data cannot be made.

@@ -1,5 +1,5 @@
-//! An unprivileged user for servers that refuse to run as root, with a folder and a copy of Aquifer's
-//! binaries.
+//! An unprivileged user for servers that refuse to run as root, with a folder and a copy of
+//! Aquifer's binaries.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, Permissions};
@@ -78,7 +78,8 @@ impl UnprivilegedUser {
         ["setpriv", "--reuid", &id, "--regid", &id, "--clear-groups"].map(OsString::from).to_vec()
     }
 
-    /// A command that runs a program as the user. `start` makes the command from the first program name.
+    /// A command that runs a program as the user. `start` makes the command from the first program
+    /// name.
     ///
     /// # Errors
     /// Those of `start`.

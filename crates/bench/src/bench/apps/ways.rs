@@ -190,7 +190,7 @@ impl Stage {
         match done {
             Ok(played) if is_well => Ok((outcome, played)),
             Err(error) if is_well => Err(error),
-            // Whoever works with a server that died only sees that it is gone.
+            // The client of a server that died reports only a closed connection.
             done => Err(BenchError::Program {
                 program: app.name().into(),
                 way: way.name().into(),
@@ -355,7 +355,7 @@ fn sample(outcome: &Outcome, played: &Played, daemons_us: u64) -> Sample {
     sample
 }
 
-/// Its folder and name, to be found by whoever starts it.
+/// Path of a program, as a shell finds it.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let paths = std::env::var_os("PATH")?;
     std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| Path::is_file(path))

@@ -211,7 +211,7 @@ fn bare<const ALONE: bool>(link: &Link, pair: &Pair, operations: usize, walk: &m
         match pair.kind {
             Kind::Read => {
                 // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB,
-                // and they are different mappings, which nobody else writes.
+                // and they are different mappings, which no other process writes.
                 unsafe {
                     let from = region.as_ptr().add(offset);
                     black_box(local.as_ptr().add(beside)).copy_from_nonoverlapping(black_box(from), len);
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_a_clear_error() {
+    fn a_missing_server_is_reported() {
         let error = Link::connect(std::path::Path::new("/nowhere/target"), 0).unwrap_err().to_string();
         assert!(error.contains("/nowhere/target"), "{error}");
     }

@@ -1,4 +1,5 @@
-//! `aquifer bench fabric`: what shared-memory verbs cost over the bare copy and the bare atomic.
+//! `aquifer bench fabric`: operations over shared memory beside bare copies and atomics, and over
+//! TCP beside plain sockets.
 
 mod floor;
 pub mod link;
@@ -19,7 +20,7 @@ use measure::{Kind, Pair, Place, Volume};
 pub use floor::ReadFloor;
 pub use server::serve_at;
 
-/// For `bench list`.
+/// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns \
     over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
 

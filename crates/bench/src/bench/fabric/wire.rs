@@ -23,7 +23,7 @@ use crate::bench::support::report::{Row, Target};
 use crate::bench::support::spread::Spread;
 use crate::bench::support::{interrupt, procs};
 
-/// Nobody but this bench's two processes needs it.
+/// Cluster key of the bench's two processes; it need not be secret.
 pub const KEY: ClusterKey = ClusterKey([11; 32]);
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAGE_BYTES: u32 = 4096;

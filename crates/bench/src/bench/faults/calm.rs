@@ -1,4 +1,4 @@
-//! What the shim costs a program that stays well under its limit.
+//! Overhead for a program that stays well below its limit.
 
 use std::process::Command;
 
@@ -33,8 +33,8 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     let walk = ["--bytes", "64M", "--pattern", "random", "--op", "write", "--passes", "100", "--cpu", "0"];
     let fresh = ["--bytes", "64M", "--mode", "plain", "--passes", "20", "--op", "write", "--cpu", "0"];
     let programs = [
-        ("memory walked over", &bench.programs.faultbench, walk),
-        ("memory freed and taken anew", &bench.programs.zerofloor, fresh),
+        ("memory accessed repeatedly", &bench.programs.faultbench, walk),
+        ("memory freed and allocated again", &bench.programs.zerofloor, fresh),
     ];
     let stats = bench.folder.path().join("stats.json");
     let mut all = Vec::new();

@@ -48,16 +48,16 @@ pub struct Setting {
     pub time_s: u64,
 }
 
-/// A moment.
+/// The state of the cluster at a time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sample {
-    /// In seconds.
+    /// Virtual time in seconds.
     pub at_s: u64,
-    /// Pages with something in them.
+    /// Pages that are in use.
     pub used: u64,
-    /// Pages that somebody has.
+    /// Pages that are allocated.
     pub held: u64,
-    /// Jobs at once.
+    /// Running jobs.
     pub jobs: u64,
 }
 
@@ -91,10 +91,10 @@ struct Running {
     held: u64,
 }
 
-/// Play it.
+/// Simulates a cluster.
 ///
 /// # Errors
-/// A sentence, if an allocator fails, or something is left when all has been given back.
+/// A message if an allocator fails, or memory is not free after all jobs have freed theirs.
 pub fn play(setting: &Setting, seed: u64) -> Result<Outcome, String> {
     let mut cluster = Cluster::new(*setting, seed);
     let mut now_s = 0;
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_more_than_there_is_and_all_comes_back() {
+    fn jobs_hold_at_most_the_pool_and_free_all() {
         for policy in [Policy::Static, Policy::Dynamic] {
             let outcome = play(&setting(policy, 0, 2048), 1).unwrap();
             assert_eq!(outcome.samples.len(), 900 / 5);

@@ -45,14 +45,13 @@ struct Node {
 #[derive(Debug)]
 pub struct Pool {
     nodes: Vec<Node>,
-    /// Extents taken, and operations on the nodes, one after another, that this and giving back
-    /// took.
+    /// Number of allocations, and of sequential operations on nodes for allocations and frees.
     pub taken: u64,
     pub trips: u64,
 }
 
 impl Pool {
-    /// With so many sections in all, for so many hosts.
+    /// A pool with this number of sections in all.
     pub fn new(sections: u32, hosts: usize) -> Self {
         let each = sections / 4;
         let node = |number: usize| {
@@ -78,7 +77,7 @@ impl Pool {
         self.nodes.iter().map(|node| node.owners.len() as u64).sum()
     }
 
-    /// Pages that nobody has.
+    /// Number of free pages.
     pub fn free_pages(&self) -> u64 {
         self.nodes.iter().map(|node| node.free_pages).sum()
     }
@@ -87,7 +86,7 @@ impl Pool {
     /// none has one of this size.
     ///
     /// # Errors
-    /// If an allocator fails, or gives what somebody has.
+    /// If an allocator fails, or allocates a page that is not free.
     pub fn allocate(&mut self, host: usize, class: SizeClass) -> Result<Option<Extent>, String> {
         let mut order: Vec<usize> = (0..self.nodes.len()).collect();
         order.sort_by_key(|node| std::cmp::Reverse(self.nodes[*node].free_pages));
@@ -129,7 +128,7 @@ impl Pool {
         self.nodes.iter_mut().for_each(|node| node.full_from = SizeClass::COUNT);
     }
 
-    /// Whether nobody has anything, by the account and by the nodes' words.
+    /// Whether all pages are free, by the record of owners and by the nodes' words.
     pub fn is_all_free(&self) -> bool {
         // The low half of a section's word is zero if all its spans are empty.
         let is_free = |node: &Node| {
@@ -186,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_ones_own_cannot_be_given_back() {
+    fn another_hosts_extent_cannot_be_freed() {
         let mut pool = Pool::new(8, 2);
         let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
         assert!(pool.free(1, extent).unwrap_err().contains("was 1's"));
@@ -199,10 +198,12 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
         #[test]
-        fn the_account_and_the_words_agree(wishes in prop::collection::vec((0..SizeClass::COUNT, 0..3_usize, any::<u16>()), 1..300)) {
+        fn the_record_and_the_words_agree(
+            requests in prop::collection::vec((0..SizeClass::COUNT, 0..3_usize, any::<u16>()), 1..300)
+        ) {
             let mut pool = Pool::new(8, 3);
             let mut held: Vec<(usize, Extent)> = Vec::new();
-            for (k, host, at) in wishes {
+            for (k, host, at) in requests {
                 if at % 3 == 0 && !held.is_empty() {
                     let (host, extent) = held.swap_remove(usize::from(at) % held.len());
                     pool.free(host, extent).unwrap();

@@ -27,7 +27,7 @@ pub use replay::replay;
 use round::Measured;
 pub use server::serve_at;
 
-/// Nobody but this bench's processes needs it.
+/// Cluster key of the bench's processes; it need not be secret.
 const KEY: ClusterKey = ClusterKey([13; 32]);
 /// 2 GiB.
 const NODE_SECTIONS: u32 = 1024;
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn every_way_takes_and_gives_back_and_none_gives_the_same_twice() {
+    fn each_way_allocates_and_frees_distinct_extents() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = Arc::new(ShmTarget::listen(&path, shm::Options::default()).unwrap());

@@ -19,34 +19,34 @@ const HELD_MAX: u64 = 64;
 /// What came of it, of allocations but where it says otherwise.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// How long each took, in nanoseconds, sorted.
+    /// Latency of each allocation in nanoseconds, sorted.
     pub latencies_ns: Vec<u64>,
-    /// What was done over the endpoints.
+    /// Operations over the endpoints.
     pub counts: Counts,
-    /// The node's processor, while all took.
+    /// Processor time of the node during allocations, in nanoseconds.
     pub node_cpu_ns: u64,
-    /// Extents given back, and how long that took together.
+    /// Number of frees, and their total latency in nanoseconds.
     pub frees: u64,
     pub free_ns: u64,
 }
 
 impl Measured {
-    /// Allocations.
+    /// Number of allocations.
     pub fn count(&self) -> f64 {
         float(self.latencies_ns.len() as u64)
     }
 
-    /// The node's processor, for each.
+    /// Processor time of the node for each allocation, in µs.
     pub fn node_cpu_us(&self) -> f64 {
         float(self.node_cpu_ns) / 1e3 / self.count()
     }
 
-    /// The mean time of giving back.
+    /// Mean latency of a free in µs.
     pub fn free_us(&self) -> f64 {
         float(self.free_ns) / 1e3 / float(self.frees)
     }
 
-    /// What another client did.
+    /// Adds the results of another client.
     pub fn add(&mut self, other: &Self) {
         self.latencies_ns.extend_from_slice(&other.latencies_ns);
         self.counts = self.counts.and(other.counts);
@@ -55,8 +55,8 @@ impl Measured {
     }
 }
 
-/// Take about so many extents in all. The node's processor is looked at between two turns, when
-/// nobody asks it anything.
+/// Measures about this number of allocations. The processor time of the node is read between two
+/// turns, when there are no requests.
 ///
 /// # Errors
 /// If a client fails.

@@ -35,7 +35,7 @@ impl Request {
         bytes
     }
 
-    /// As it was sent; `None` if nobody sends such a thing.
+    /// Parses a message; `None` if it is not valid.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
         let class = SizeClass::new(bytes[1])?;
@@ -200,11 +200,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_handed_out_twice_and_all_joins_again(wishes in prop::collection::vec((0..SizeClass::COUNT, any::<u16>()), 1..200)) {
+        fn no_chunk_is_allocated_twice_and_all_join_again(
+            requests in prop::collection::vec((0..SizeClass::COUNT, any::<u16>()), 1..200)
+        ) {
             let mut free = Buddies::new(3);
             let mut held: Vec<(u32, SizeClass)> = Vec::new();
             let mut taken = vec![false; 3 * SECTION_CHUNKS as usize];
-            for (k, at) in wishes {
+            for (k, at) in requests {
                 let class = SizeClass::new(k).unwrap();
                 if at % 3 == 0 && !held.is_empty() {
                     let (chunk, class) = held.swap_remove(usize::from(at) % held.len());
