@@ -1,4 +1,6 @@
-//! An array of numbers on memory nodes: it is filled, reversed and summed, and this process holds 64 KiB of it at a time.
+//! An array of numbers on memory nodes: fills, reverses and sums it.
+//!
+//! The process holds 64 KiB of the array at a time.
 //!
 //! Usage: `far_array [NUMBERS]`, by default a million. A cluster must run (`aquifer up`).
 

@@ -1,7 +1,8 @@
-/* One process writes an extent and sends its description through a pipe; another process of the same user reads the extent.
+/* One process writes an extent and sends its description through a pipe.
+ * Another process of the same user reads the extent.
  *
- * A description is the struct aquifer_extent. Whoever of the user has it can read and write the extent, until the session that
- * allocated it frees it or ends. */
+ * The description is a struct aquifer_extent. Every process of the user that has it can read and
+ * write the extent, until the session that allocated the extent frees it or ends. */
 
 #include <aquifer.h>
 

@@ -1,35 +1,45 @@
 #!/usr/bin/env bash
-# A kernel with Soft-RoCE, nbd and ublk out of Debian's packages, and an initramfs with which it boots into this machine's own files.
+# Unpacks a kernel with Soft-RoCE, nbd and ublk from Debian's packages, and builds an initramfs with
+# which it boots into this machine's file system.
 #
-#   kernel.sh FOLDER            makes FOLDER/PACKAGE, if it is not there, and prints its name: vmlinuz, initrd, package/
-#   kernel.sh FOLDER SUITE      FOLDER/SUITE/PACKAGE, of that suite of Debian's (trixie-backports, say), whatever this machine's sources are
+#   kernel.sh FOLDER            creates FOLDER/PACKAGE unless it exists, and prints its path;
+#                               it has vmlinuz, initrd and package/
+#   kernel.sh FOLDER SUITE      creates FOLDER/SUITE/PACKAGE from a suite of Debian, such as
+#                               trixie-backports, whatever this machine's sources are
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$1/${2:-}"
 cache=$(cd "$1/${2:-}" && pwd)
 
-# A suite's lists are kept beside its kernels, and nothing of the machine's own is changed.
+# The package lists of a suite are in its folder; those of the machine are not changed.
 apt=()
 if [ -n "${2:-}" ]; then
     lists=$cache/lists
     mkdir -p "$lists"/{state/lists/partial,cache/archives/partial}
     keys=/usr/share/keyrings/debian-archive-keyring.gpg
     echo "deb [signed-by=$keys] http://deb.debian.org/debian $2 main" >"$lists/sources.list"
-    apt=(-o "Dir::Etc::sourcelist=$lists/sources.list" -o Dir::Etc::sourceparts=- -o "Dir::State=$lists/state" -o "Dir::Cache=$lists/cache")
+    apt=(
+        -o "Dir::Etc::sourcelist=$lists/sources.list" -o Dir::Etc::sourceparts=-
+        -o "Dir::State=$lists/state" -o "Dir::Cache=$lists/cache"
+    )
     apt-get -qq "${apt[@]}" -o Acquire::Retries=3 -o APT::Sandbox::User=root update >&2 || true
 fi
 
-# The newest that Debian has; those for clouds have no Soft-RoCE. Versions come and go, so none is named here.
+# Name of Debian's newest kernel package. Kernels for clouds have no Soft-RoCE.
 newest_package() {
-    apt-cache "${apt[@]}" --names-only search '^linux-image-[0-9]+\.[0-9]+\.[0-9]+.*-amd64$' | cut -d' ' -f1 |
+    apt-cache "${apt[@]}" --names-only search '^linux-image-[0-9]+\.[0-9]+\.[0-9]+.*-amd64$' |
+        cut -d' ' -f1 |
         grep -Ev -- '-(cloud|rt|dbg|unsigned)' | sort -V | tail -n 1
 }
 
-# Without a network, what was made before is good enough.
+# Without a network, use the newest kernel that an earlier call has unpacked.
 package=$(newest_package || true)
-[ -n "$package" ] || package=$(find "$cache" -maxdepth 2 -name initrd -printf '%P\n' | xargs -r dirname | sort -V | tail -n 1)
+[ -n "$package" ] || package=$(
+    find "$cache" -maxdepth 2 -name initrd -printf '%P\n' | xargs -r dirname | sort -V | tail -n 1
+)
 if [ -z "$package" ]; then
-    echo "kernel.sh: apt knows no linux-image-*-amd64; is bookworm among its sources, and has apt-get update been run?" >&2
+    echo "kernel.sh: apt has no package linux-image-*-amd64;" \
+        "add Debian's main archive to its sources, and run apt-get update" >&2
     exit 1
 fi
 kernel=$cache/$package
@@ -41,22 +51,29 @@ fi
 work=$(mktemp -d "$cache/making-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 chmod 755 "$work"
-# Newer releases have the kernel, its modules and their lists in packages of their own, and the kernel among the modules.
-parts=$(apt-cache "${apt[@]}" depends --important "$package" | awk '$1 == "Depends:" && $2 ~ /^linux-(base|binary|modules)-[0-9]/ { print $2 }')
+# Newer releases have kernel, modules and module lists in separate packages.
+parts=$(
+    apt-cache "${apt[@]}" depends --important "$package" |
+        awk '$1 == "Depends:" && $2 ~ /^linux-(base|binary|modules)-[0-9]/ { print $2 }'
+)
 # shellcheck disable=SC2086
-(cd "$work" && apt-get -qq "${apt[@]}" -o Acquire::Retries=3 -o APT::Sandbox::User=root download "$package" $parts >&2)
+(
+    cd "$work" && apt-get -qq "${apt[@]}" -o Acquire::Retries=3 -o APT::Sandbox::User=root \
+        download "$package" $parts >&2
+)
 for file in "$work"/*.deb; do
     dpkg-deb -x "$file" "$work/package"
     rm "$file"
 done
-# Some releases have everything below usr.
+# Some releases have all files below usr.
 base=$work/package
 [ -d "$base/lib/modules" ] || base=$work/package/usr
 version=$(basename "$base"/lib/modules/*)
 depmod -b "$base" "$version"
-cp "$(ls "$work"/package/boot/vmlinuz-* "$base/lib/modules/$version/vmlinuz" 2>/dev/null | head -n 1)" "$work/vmlinuz"
+image=$(ls "$work"/package/boot/vmlinuz-* "$base/lib/modules/$version/vmlinuz" 2>/dev/null | head -n 1)
+cp "$image" "$work/vmlinuz"
 
-# The initramfs: busybox, and what it takes to mount the host's files, in the order in which it is loaded.
+# The initramfs: busybox, and the modules that mount the host's files, in the order of loading.
 tree=$work/tree
 mkdir -p "$tree"/{bin,modules,proc,sys,dev,system,host,layer}
 cp "$(command -v busybox)" "$tree/bin/busybox"

@@ -1,4 +1,4 @@
-//! The range of addresses from which all is handed out.
+//! The arena: the range of addresses from which all memory is allocated.
 
 use core::ffi::CStr;
 use core::ptr::null_mut;
@@ -8,11 +8,13 @@ use libmimalloc_sys::{
     mi_manage_os_memory_ex, mi_option_get, mi_option_limit_os_alloc, mi_option_set, mi_option_t,
 };
 
-/// Addresses cost nothing. Where memory is not overcommitted, less must do.
+/// Sizes of the arena that are tried in turn. Reserved addresses use no memory, but systems without
+/// overcommit refuse large ranges.
 const RANGES_BYTES: [usize; 6] = [1 << 40, 1 << 38, 1 << 36, 1 << 34, 1 << 32, 1 << 30];
-/// mimalloc's segments are aligned to 32 MiB.
+/// Alignment of mimalloc's segments.
 const ALIGN_BYTES: usize = 32 << 20;
-/// Nothing that others map must become one area with the range.
+/// Inaccessible memory on both sides of the arena: the kernel must not merge it with other
+/// mappings.
 const GUARD_BYTES: usize = 4096;
 /// [`aquifer_ipc::LOCAL_VARIABLE`], for libc.
 const VARIABLE: &CStr = c"AQUIFER_LOCAL";
@@ -22,11 +24,13 @@ const ARENA_RESERVE: mi_option_t = 23;
 static IS_PREPARED: AtomicBool = AtomicBool::new(false);
 static START: AtomicUsize = AtomicUsize::new(0);
 static END: AtomicUsize = AtomicUsize::new(0);
-/// What that option was, before it was set.
+/// Value of that option before it was changed.
 static RESERVE_KIB: AtomicI64 = AtomicI64::new(i64::MIN);
 
-/// Called before anything is handed out: the first caller decides where all comes from. That may be before the dynamic linker has come to this
-/// library's own start.
+/// Must be called before each allocation: the first call decides whether memory comes from the
+/// arena.
+///
+/// It may happen before the dynamic linker calls this library's own start.
 #[inline]
 pub fn prepare() {
     if !IS_PREPARED.load(Relaxed) {
@@ -34,26 +38,32 @@ pub fn prepare() {
     }
 }
 
-/// The range, if the environment asks for one; `None` if it could not be had.
+/// Start and end of the arena; `None` if paging is not requested, or the arena could not be
+/// reserved.
 pub fn range() -> Option<(usize, usize)> {
     prepare();
     let (start, end) = (START.load(Relaxed), END.load(Relaxed));
     (start < end).then_some((start, end))
 }
 
-/// Whether the environment asks for paged memory. A program that changes its user when it starts does not listen to whoever started it.
+/// Whether the environment requests paging. A set-user-ID or set-group-ID program ignores the
+/// variable.
 pub fn is_wanted() -> bool {
-    // SAFETY: reads what the kernel has told the process, and the environment, which does not change while there is one thread.
+    // SAFETY: reads the auxiliary vector, and the environment, which does not change while there is
+    // one thread.
     unsafe { libc::getauxval(libc::AT_SECURE) == 0 && !libc::getenv(VARIABLE.as_ptr()).is_null() }
 }
 
-/// There is no second thread yet. Nothing here may allocate.
+/// Reserves the arena if paging is requested.
+///
+/// Must be called while there is one thread. Must not allocate.
 #[cold]
 fn decide() {
-    // SAFETY: numbers of options that there are; libc's own variable.
+    // SAFETY: the numbers of existing options; a variable of libc.
     unsafe {
         if libc::environ.is_null() {
-            // Too early to know. No large piece of ordinary memory is to be reserved, from which all later requests would be served, too.
+            // libc has not set the environment yet. Until then mimalloc must not reserve a large
+            // piece of ordinary memory, from which it would serve later requests.
             if RESERVE_KIB.load(Relaxed) == i64::MIN {
                 RESERVE_KIB.store(mi_option_get(ARENA_RESERVE), Relaxed);
             }
@@ -69,29 +79,31 @@ fn decide() {
     }
 }
 
-/// From now on all comes from a fresh range.
+/// Reserves the arena and makes mimalloc allocate from it only.
 fn reserve() {
     let found = RANGES_BYTES.into_iter().find_map(|bytes| map(bytes).map(|start| (start, bytes)));
     let Some((start, bytes)) = found else { return };
     let mut id = 0;
-    // SAFETY: the range is our own fresh memory, zero, aligned as wanted, and stays mapped. Then the number of an option that there is.
-    let is_taken = unsafe {
+    // SAFETY: the range is newly mapped, zero, aligned as mimalloc requires, and stays mapped. The
+    // numbers are those of existing options.
+    let is_managed = unsafe {
         mi_option_set(mi_option_limit_os_alloc, 1);
-        // Else a full range would be followed by ordinary memory.
+        // Otherwise mimalloc would allocate ordinary memory when the arena is full.
         mi_option_set(ARENA_RESERVE, 0);
         mi_manage_os_memory_ex(start as *const _, bytes, true, false, true, -1, false, &raw mut id)
     };
-    if is_taken {
+    if is_managed {
         START.store(start, Relaxed);
         END.store(start + bytes, Relaxed);
     }
 }
 
-/// Map so many bytes, with inaccessible memory on both sides.
+/// Maps aligned memory with inaccessible memory on both sides; returns its address.
 fn map(bytes: usize) -> Option<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let all = bytes + ALIGN_BYTES + GUARD_BYTES;
-    // SAFETY: a fresh mapping at an address of the kernel's choice; its inner part is made accessible, or all is unmapped again.
+    // SAFETY: a fresh mapping at an address of the kernel's choice; its inner part is made
+    // accessible, or all is unmapped again.
     unsafe {
         let address = libc::mmap(null_mut(), all, libc::PROT_NONE, flags, -1, 0);
         if address == libc::MAP_FAILED {

@@ -1,4 +1,4 @@
-//! A run of the agent's for this process and the children that it forks.
+//! A run at the agent for this process and its children.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
@@ -10,21 +10,28 @@ use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, s
 
 use crate::arena;
 
-/// What to do about most failures.
-const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or unset AQUIFER_LOCAL to go on with ordinary memory";
+/// Advice in most error messages.
+const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or \
+    unset AQUIFER_LOCAL to use ordinary memory";
 
-/// Page what is handed out from now on, or end the process with a sentence: going on unpaged would break the promised limit.
+/// Opens a run and registers the arena with the agent.
+///
+/// On failure, ends the process with a message: without paging the limit would not hold.
 pub fn begin() {
     let limit_bytes = limit();
     let replicas = replicas();
     let path = agent();
     let Some((start, end)) = arena::range() else {
-        say::fail("no range of addresses for the allocator: is the address space limited (ulimit -v)?", 0)
+        say::fail(
+            "the allocator cannot reserve a range of addresses; check the limit of the address space \
+                (ulimit -v)",
+            0,
+        )
     };
     let open = OpenRun { limit_bytes, replicas, name: name() };
     let (socket, token) = open_run(&path, open);
     attach_program(path.as_os_str().as_bytes(), token, Paged::Only(start, end));
-    // The run lasts as long as any process of it, whoever goes on listening: so nobody does.
+    // The run lasts until its last process ends, with or without this connection.
     drop(socket);
 }
 
@@ -45,13 +52,13 @@ fn replicas() -> u32 {
     }
 }
 
-/// Where the agent listens, whatever folder the process goes to.
+/// Absolute path of the agent's socket, since the process may change its working directory.
 fn agent() -> PathBuf {
     let path = paths::agent_socket();
     std::path::absolute(&path).unwrap_or(path)
 }
 
-/// For people.
+/// Name of the program, for `aquifer status` and logs.
 fn name() -> String {
     let program = std::env::args_os().next().unwrap_or_default();
     Path::new(&program).file_name().unwrap_or(&program).to_string_lossy().into_owned()
@@ -68,8 +75,10 @@ fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
         Ok((Frame::RunOpened(token), _)) => (socket, token),
         Ok((Frame::Refused(reason), _)) => say::fail_with(&reason),
         Ok(_) => {
-            say::fail_with(&format_args!("the agent at {} answers something else: {ADVICE}", path.display()))
+            say::fail_with(&format_args!("unexpected answer of the agent at {}: {ADVICE}", path.display()))
         }
-        Err(error) => say::fail_with(&format_args!("the agent at {} fails: {error}", path.display())),
+        Err(error) => {
+            say::fail_with(&format_args!("connection to the agent at {} failed: {error}", path.display()))
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! runs; root and the agent's own user see all.
 
 use std::collections::HashMap;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{PagingService, Run, RunReport};
+use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunReport};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
@@ -31,6 +32,25 @@ const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 512;
+
+/// Why a run is not opened; a sentence for its user.
+#[derive(Debug, thiserror::Error)]
+enum RunRefusal {
+    #[error(
+        "the cluster has no memory node: start one (aquifer node), or start the cluster anew \
+         (aquifer up)"
+    )]
+    NoNodes,
+    #[error(
+        "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has \
+         {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
+    )]
+    TooFewNodes { replicas: usize, count: usize },
+    #[error(transparent)]
+    Open(#[from] OpenRunError),
+    #[error("the owner of the run has closed the connection: {0}")]
+    Send(#[from] io::Error),
+}
 
 /// The connections to the agent, and the services that they use.
 #[derive(Debug)]
@@ -138,7 +158,7 @@ impl Connections {
             Ok((Frame::OpenRun(open), _)) => {
                 match self.open_run(&socket, &open, peer.uid) {
                     Ok(run) => serve_run(&socket, &self.service, &run),
-                    Err(reason) => refuse(&socket, &reason),
+                    Err(error) => refuse(&socket, &error.to_string()),
                 }
                 return;
             }
@@ -174,30 +194,23 @@ impl Connections {
         }
     }
 
-    /// Opens a run, or returns a sentence for its user.
-    fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, String> {
+    /// Opens a run and sends its token to its owner.
+    fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, RunRefusal> {
         if self.nodes.require(1).is_err() {
-            return Err("the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)".into());
+            return Err(RunRefusal::NoNodes);
         }
         let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
         if (2..=REPLICAS_MAX).contains(&replicas)
             && let Err(count) = self.nodes.require(replicas)
         {
-            return Err(format!(
-                "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
-            ));
+            return Err(RunRefusal::TooFewNodes { replicas, count });
         }
-        let run = self
-            .service
-            .open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)
-            .map_err(|error| error.to_string())?;
-        match send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
-            Ok(()) => Ok(run),
-            Err(error) => {
-                self.service.close_run(&run);
-                Err(error.to_string())
-            }
+        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
+        if let Err(error) = send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
+            self.service.close_run(&run);
+            return Err(error.into());
         }
+        Ok(run)
     }
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
@@ -238,8 +251,9 @@ fn send_device(socket: &OwnedFd) {
         Err(error) => refuse(
             socket,
             &format!(
-                "this user may not use userfaultfd, nor may the agent ({error}): give access to /dev/userfaultfd, or \
-                 set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that runs as root"
+                "this user may not use userfaultfd, nor may the agent ({error}): give access to \
+                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
+                 runs as root"
             ),
         ),
     }

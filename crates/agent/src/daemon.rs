@@ -72,7 +72,11 @@ pub struct AgentOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The keeper does not answer, or another agent is connected to it.
-    #[error("the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or use aquifer up", path = path.display())]
+    #[error(
+        "the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or use \
+         aquifer up",
+        path = path.display()
+    )]
     Keeper {
         /// The keeper's socket.
         path: PathBuf,

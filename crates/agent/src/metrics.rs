@@ -95,11 +95,11 @@ struct AgentCollector {
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
 const RUN_BYTES: [Metric<RunReport>; 5] = [
-    ("limit", "Resident memory that the run may have.", |run| run.limit_bytes),
-    ("resident", "Resident memory of the run, as sampled.", |run| run.resident_bytes.0),
-    ("resident_peak", "The most that was sampled.", |run| run.resident_bytes.1),
-    ("mempool_blocks", "Blocks of the mempool that the run has.", |run| run.mempool_bytes),
-    ("remote", "What the run has of memory nodes.", |run| run.remote_bytes.0),
+    ("limit", "Limit of the run's resident memory.", |run| run.limit_bytes),
+    ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes.0),
+    ("resident_peak", "The most resident memory in any sample.", |run| run.resident_bytes.1),
+    ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
+    ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes.0),
 ];
 
 const RUN_COUNTERS: [Metric<RunReport>; 14] = [
@@ -108,45 +108,53 @@ const RUN_COUNTERS: [Metric<RunReport>; 14] = [
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
     ("staging_hits", "Pages filled from the mempool's staging queue.", |run| run.staging_hits),
     ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads.0),
-    ("remote_read_trips", "READs posted for them.", |run| run.remote_reads.1),
-    ("prefetched", "Pages read before they were asked for.", |run| run.prefetched),
-    ("unchanged_pages", "Pages that left as they had come, and were not written again.", |run| {
-        run.unchanged_pages
-    }),
-    ("remote_writes", "Pages written to memory nodes.", |run| run.remote_writes.1),
-    ("remote_write_trips", "WRITEs posted for them.", |run| run.remote_writes.0),
-    ("vacated_slabs", "Sparse slabs that were emptied into others.", |run| run.vacated_slabs),
-    ("repacked_pages", "Pages that were moved for that.", |run| run.repacked_pages),
-    ("evictions", "Pages taken out of programs.", |run| run.evictions),
-    ("lost_pages", "Pages that could not be read back.", |run| run.lost_pages),
+    ("remote_read_trips", "READs posted for remote_reads.", |run| run.remote_reads.1),
+    ("prefetched", "Pages read before a fault on them.", |run| run.prefetched),
+    (
+        "unchanged_pages",
+        "Evicted pages that were not written again because a memory node has the same bytes.",
+        |run| run.unchanged_pages,
+    ),
+    ("remote_writes", "Pages written to memory nodes; each replica counts.", |run| run.remote_writes.1),
+    ("remote_write_trips", "WRITEs posted for remote_writes.", |run| run.remote_writes.0),
+    ("vacated_slabs", "Sparse slabs that were emptied and freed.", |run| run.vacated_slabs),
+    ("repacked_pages", "Pages that were moved out of sparse slabs.", |run| run.repacked_pages),
+    ("evictions", "Pages evicted from programs.", |run| run.evictions),
+    ("lost_pages", "Pages that could not be read from any replica.", |run| run.lost_pages),
 ];
 
 const USER_BYTES: [Metric<UserReport>; 1] =
-    [("tenant_extents", "What the tenant's sessions have of the pool.", |tenant| tenant.allocated_bytes)];
+    [("tenant_extents", "Memory that the tenant's sessions have allocated in the pool.", |tenant| {
+        tenant.allocated_bytes
+    })];
 
 const USER_COUNTERS: [Metric<UserReport>; 1] =
     [("tenant_extents_refused", "Requests refused because a key opens nothing.", |tenant| tenant.refused)];
 
 const TENANT_GAUGES: [Metric<TenantReport>; 2] = [
     ("tenant_runs", "Runs of the tenant.", |tenant| count_u64(tenant.runs)),
-    ("tenant_processes", "Processes in them.", |tenant| count_u64(tenant.processes)),
+    ("tenant_processes", "Processes in the tenant's runs.", |tenant| count_u64(tenant.processes)),
 ];
 
 const TENANT_BYTES: [Metric<TenantReport>; 3] = [
-    ("tenant_resident", "Resident memory of its runs, as sampled.", |tenant| tenant.resident_bytes),
-    ("tenant_mempool_blocks", "Blocks of the mempool that its runs have.", |tenant| tenant.mempool_bytes),
-    ("tenant_remote", "What its runs have of memory nodes.", |tenant| tenant.remote_bytes),
+    ("tenant_resident", "Resident memory of the tenant's runs at the last sample.", |tenant| {
+        tenant.resident_bytes
+    }),
+    ("tenant_mempool_blocks", "Blocks of the mempool that the tenant's runs use.", |tenant| {
+        tenant.mempool_bytes
+    }),
+    ("tenant_remote", "Memory that the tenant's runs have allocated on memory nodes.", |tenant| {
+        tenant.remote_bytes
+    }),
 ];
 
 const TENANT_COUNTERS: [Metric<TenantReport>; 4] = [
-    ("tenant_faults", "Page faults served, of runs that are over too.", |tenant| tenant.faults),
-    ("tenant_remote_reads", "Pages read from memory nodes, of runs that are over too.", |tenant| {
+    ("tenant_faults", "Page faults served, ended runs included.", |tenant| tenant.faults),
+    ("tenant_remote_reads", "Pages read from memory nodes, ended runs included.", |tenant| {
         tenant.remote_reads
     }),
-    ("tenant_evictions", "Pages taken out of programs, of runs that are over too.", |tenant| {
-        tenant.evictions
-    }),
-    ("tenant_lost_pages", "Pages that could not be read back, of runs that are over too.", |tenant| {
+    ("tenant_evictions", "Pages evicted from programs, ended runs included.", |tenant| tenant.evictions),
+    ("tenant_lost_pages", "Pages that could not be read from any replica, ended runs included.", |tenant| {
         tenant.lost_pages
     }),
 ];
@@ -170,7 +178,7 @@ impl Collector for AgentCollector {
         encode_runs(encoder, &rows)?;
         let latency = MetricFamily {
             name: "fault_latency",
-            help: "From hearing of a fault to its page's being there.",
+            help: "Time from reading a fault to placing its page.",
             unit: Some(&Unit::Seconds),
         };
         histograms(encoder, latency, labels.into_iter().zip(stats.iter().map(histogram)))
@@ -184,9 +192,9 @@ impl AgentCollector {
         let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
-        info(encoder, about("build", "Which Aquifer it is."), &version)?;
+        info(encoder, about("build", "Version of the build."), &version)?;
         let (whole, used) = mempool_bytes(&self.service);
-        gauges(encoder, bytes("mempool", "Most that the mempool may take."), one(whole))?;
+        gauges(encoder, bytes("mempool", "Largest size of the mempool."), one(whole))?;
         gauges(encoder, bytes("mempool_used", "Blocks of the mempool in use."), one(used))?;
         gauges(
             encoder,
@@ -194,8 +202,12 @@ impl AgentCollector {
             one(count_u64(self.nodes.count())),
         )?;
         let (renewals, failures) = (self.lease.renewals.load(Relaxed), self.lease.failures.load(Relaxed));
-        counters(encoder, about("lease_renewals", "Times that the host's lease was kept."), one(renewals))?;
-        let help = "Times that the host's lease could not be kept.";
+        counters(
+            encoder,
+            about("lease_renewals", "Successful keep-alives of the host's lease."),
+            one(renewals),
+        )?;
+        let help = "Failed keep-alives of the host's lease.";
         counters(encoder, about("lease_renewal_failures", help), one(failures))
     }
 }
@@ -217,7 +229,7 @@ fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]
         let name = label("name", &run.name);
         (labels.iter().cloned().chain([name]).collect(), 1)
     });
-    let family = MetricFamily { name: "run_name", help: "What the run's program is called.", unit: None };
+    let family = MetricFamily { name: "run_name", help: "Name of the run's program.", unit: None };
     gauges(encoder, family, named)?;
     let processes: [Metric<RunReport>; 1] =
         [("processes", "Processes of the run.", |run| count_u64(run.programs.len()))];

@@ -1,7 +1,7 @@
 //! The agent's shadow: a process that shares the agent's table of open files until the agent ends.
 //!
-//! The kernel creates the userfaultfd of a forked child when the agent reads the fork event, and the
-//! child runs from then on. If the agent is killed before it has passed that descriptor to the
+//! The kernel creates the userfaultfd of a forked child when the agent reads the fork event, and
+//! the child runs from then on. If the agent is killed before it has passed that descriptor to the
 //! keeper, and its table of open files closes, the child reads zeros. The shadow keeps the table
 //! open, and passes every userfaultfd in it to the keeper when the agent has ended.
 

@@ -16,5 +16,9 @@ pub fn exec(command: &str, state: &Option<PathBuf>, passed: &PassedArguments) ->
     let state = state.iter().map(|state| format!("--state={}", state.display()));
     let error = Command::new(&program).args(state).arg(command).args(&passed.arguments).exec();
     let program = program.display();
-    Err(format!("`aquifer {command}` needs {program}, which cannot be started: {error}; build it with `cargo build --release`").into())
+    Err(format!(
+        "`aquifer {command}` needs {program}, which cannot be started: {error}; build it with \
+        `cargo build --release`"
+    )
+    .into())
 }

@@ -64,7 +64,8 @@ Exit codes:
 #[derive(Parser, Debug)]
 #[command(name = "aquifer", version, help_template = HELP, disable_help_subcommand = true)]
 pub struct Cli {
-    /// The cluster's state folder; each cluster has its own [default: aquifer in the user's runtime folder]
+    /// The cluster's state folder; each cluster has its own [default: aquifer in the user's runtime
+    /// folder]
     #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
     pub state: Option<PathBuf>,
     /// The command.
@@ -118,22 +119,27 @@ pub struct UpArguments {
     /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
-    /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs wait until `aquifer up` has started it again [default: its memory is lost]
+    /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs
+    /// wait until `aquifer up` has started it again [default: its memory is lost]
     #[arg(long)]
     pub keep_memory: bool,
-    /// How the agent reaches nodes: by shared memory, or over TCP as between machines [default: shm]
+    /// How the agent reaches nodes: by shared memory, or over TCP as between machines [default:
+    /// shm]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Largest size of the agent's mempool [default: half of the available memory, at most 4G]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub mempool: Option<u64>,
-    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default: serve only your own programs]
+    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default:
+    /// serve only your own programs]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
-    /// Most remote memory that the sessions of one user may hold as extents [default: half of what the nodes lend]
+    /// Most remote memory that the sessions of one user may hold as extents [default: half of what
+    /// the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub extents_per_user: Option<u64>,
-    /// Time for which programs wait for a new agent after theirs died, before they are ended, such as 500ms or 2m [default: 30s]
+    /// Time for which programs wait for a new agent after theirs died, before they are ended, such
+    /// as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
     /// The directory of the cluster.
@@ -165,14 +171,15 @@ impl Fabric {
 /// The agent that a command connects to.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The agent's socket [default: the one in the state folder; if that does not exist, /run/aquifer.sock]
+    /// The agent's socket [default: the one in the state folder; if that does not exist,
+    /// /run/aquifer.sock]
     #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
     pub agent: Option<PathBuf>,
 }
 
 impl AgentChoice {
-    /// The socket of `--agent`; else the one in the state folder; else, if only that exists, the one that
-    /// serves all users of the host.
+    /// The socket of `--agent`; else the one in the state folder; else, if only that exists, the
+    /// one that serves all users of the host.
     pub fn socket(&self, state: &StateDir) -> PathBuf {
         self.agent.clone().unwrap_or_else(|| own_or_shared_socket(state.agent_socket()))
     }
@@ -192,7 +199,8 @@ pub struct StatusArguments {
 /// Arguments of `aquifer lend`.
 #[derive(Args, Clone, Debug)]
 pub struct LendArguments {
-    /// Memory that the node lends from now on, such as 512M; 0 to lend none. Memory in use is not taken away: the node shrinks as it is freed
+    /// Memory that the node lends from now on, such as 512M; 0 to lend none. Memory in use is not
+    /// taken away: the node shrinks as it is freed
     #[arg(value_name = "SIZE", value_parser = size::parse_or_zero)]
     pub size: u64,
     /// The node's number [default: the only node]
@@ -215,15 +223,17 @@ pub struct RunArguments {
     /// Limit of the program's resident memory, such as 512M; its part of the mempool counts as well
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub local: u64,
-    /// Number of memory nodes that hold a copy of each page, 1 to 3. With 2, the program survives the loss of a node. Each copy takes
-    /// memory of the pool
+    /// Number of memory nodes that hold a copy of each page, 1 to 3. With 2, the program survives
+    /// the loss of a node. Each copy takes memory of the pool
     #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
         value_parser = clap::value_parser!(u32).range(1..=3))]
     pub replicas: u32,
-    /// Page the program by kernel swap on a device in the pool: for static and set-user-ID programs; needs root
+    /// Page the program by kernel swap on a device in the pool: for static and set-user-ID
+    /// programs; needs root
     #[arg(long)]
     pub swap: bool,
-    /// Size of the swap device, such as 2G [default: eight times --local, at most twice the pool's free memory]
+    /// Size of the swap device, such as 2G [default: eight times --local, at most twice the pool's
+    /// free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
     pub swap_size: Option<u64>,
     /// Write statistics as JSON to this file when the program ends
@@ -303,7 +313,8 @@ pub struct DirectoryArguments {
 /// Arguments of `aquifer keeper`.
 #[derive(Args, Clone, Debug)]
 pub struct KeeperArguments {
-    /// Time for which programs wait for a new agent, and kept memory for its node, such as 500ms or 2m; the agent and the nodes need the same --grace [default: 30s]
+    /// Time for which programs wait for a new agent, and kept memory for its node, such as 500ms or
+    /// 2m; the agent and the nodes need the same --grace [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     pub grace: Option<u64>,
     /// Whether it detaches.
@@ -314,7 +325,8 @@ pub struct KeeperArguments {
 /// Arguments of `aquifer node`.
 #[derive(Args, Clone, Debug)]
 pub struct NodeArguments {
-    /// TOML file with settings; options on the command line override it [default: /etc/aquifer/node.toml, if it exists]
+    /// TOML file with settings; options on the command line override it [default:
+    /// /etc/aquifer/node.toml, if it exists]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// The other settings.
@@ -328,7 +340,8 @@ pub struct NodeArguments {
 /// Arguments of `aquifer agent`.
 #[derive(Args, Clone, Debug)]
 pub struct AgentArguments {
-    /// TOML file with settings; options on the command line override it [default: /etc/aquifer/agent.toml, if it exists]
+    /// TOML file with settings; options on the command line override it [default:
+    /// /etc/aquifer/agent.toml, if it exists]
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// The other settings.

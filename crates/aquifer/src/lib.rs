@@ -1,9 +1,9 @@
 //! The command line `aquifer`: all commands and all daemons in one binary.
 //!
-//! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts an
-//! unmodified program on the pool. A command that fails writes one sentence to standard error.
-//! `aquifer bench`, `demo` and `fabric` start the binary `aquifer-bench`, which uses the public items of
-//! this crate.
+//! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts
+//! an unmodified program on the pool. A command that fails writes one sentence to standard error.
+//! `aquifer bench`, `demo` and `fabric` start the binary `aquifer-bench`, which uses the public
+//! items of this crate.
 
 mod bench_binary;
 mod cli;
@@ -64,7 +64,8 @@ pub fn finish(outcome: Outcome) -> ExitCode {
     }
 }
 
-/// Set-up of each binary: installs the provider `verbs`, and makes a panic on any thread end the process.
+/// Set-up of each binary: installs the provider `verbs`, and makes a panic on any thread end the
+/// process.
 ///
 /// A daemon must not continue after a panic. The memory that must outlive it is with the keeper.
 pub fn prepare() {

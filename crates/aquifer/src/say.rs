@@ -1,8 +1,9 @@
 //! Output of commands.
 //!
-//! If the reader of standard output closes it (`aquifer status | head -1`), the command continues and
-//! keeps its exit code. If standard output cannot be written for another reason, such as a full disk, the
-//! command completes its work and then fails. A message that standard error does not accept is lost.
+//! If the reader of standard output closes it (`aquifer status | head -1`), the command continues
+//! and keeps its exit code. If standard output cannot be written for another reason, such as a full
+//! disk, the command completes its work and then fails. A message that standard error does not
+//! accept is lost.
 
 use std::io;
 use std::sync::OnceLock;
@@ -21,7 +22,8 @@ pub fn record_write(result: io::Result<()>) {
     }
 }
 
-/// The first error of a write to standard output; `None` if all writes succeeded or the reader closed it.
+/// The first error of a write to standard output; `None` if all writes succeeded or the reader
+/// closed it.
 pub fn write_error() -> Option<&'static str> {
     WRITE_ERROR.get().map(String::as_str)
 }
@@ -58,8 +60,8 @@ pub use {say, say_error, say_line};
 /// Writes the daemon's log to standard error, filtered by `RUST_LOG` (default: `info`).
 pub(crate) fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    // A full disk must not end a daemon. By default the subscriber reports a failed write to the same
-    // standard error, and panics if that fails, too.
+    // A full disk must not end a daemon. By default the subscriber reports a failed write to the
+    // same standard error, and panics if that fails, too.
     let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
     log.with_writer(std::io::stderr).with_ansi(false).init();
 }

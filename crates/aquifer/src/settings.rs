@@ -30,7 +30,8 @@ pub enum SettingsError {
         source: std::io::Error,
     },
     /// The file is too long.
-    #[error("settings file {path} has {bytes} bytes; at most {FILE_BYTES_MAX} are accepted", path = path.display())]
+    #[error("settings file {path} has {bytes} bytes; at most {FILE_BYTES_MAX} are \
+        accepted", path = path.display())]
     TooLong {
         /// The file.
         path: PathBuf,
@@ -51,8 +52,9 @@ pub enum SettingsError {
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DirectorySettings {
-    /// The cluster's directory: `embedded` for the one in the state folder, `unix:PATH` for the socket of another embedded one, or an etcd
-    /// (etcd://HOST:PORT[,HOST:PORT...][/CLUSTER], etcds:// for TLS) [default: embedded]
+    /// The cluster's directory: `embedded` for the one in the state folder, `unix:PATH` for the
+    /// socket of another embedded one, or an etcd (etcd://HOST:PORT[,HOST:PORT...][/CLUSTER],
+    /// etcds:// for TLS) [default: embedded]
     #[arg(long = "directory", value_name = "PLACE")]
     pub address: Option<String>,
     /// For etcds://, certificates of the authorities that signed etcd's certificate, PEM
@@ -105,15 +107,18 @@ pub struct NodeSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory_max: Option<u64>,
-    /// Keep this much memory of the machine available: lend less, as far as lent memory is free, and more again later [default: always lend the value of --memory]
+    /// Keep this much memory of the machine available: lend less, as far as lent memory is free,
+    /// and more again later [default: always lend the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub keep_free: Option<u64>,
-    /// Time for which this machine's keeper keeps the node's memory after the node's process ended, and hosts wait for the node; must be the keeper's --grace [default: the memory is lost]
+    /// Time for which this machine's keeper keeps the node's memory after the node's process ended,
+    /// and hosts wait for the node; must be the keeper's --grace [default: the memory is lost]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     #[serde(deserialize_with = "time_ms")]
     pub grace: Option<u64>,
-    /// Lend over a network at this address, such as 10.0.0.1:7400, to hosts with the cluster key [default: lend to this machine only, by shared memory]
+    /// Lend over a network at this address, such as 10.0.0.1:7400, to hosts with the cluster key
+    /// [default: lend to this machine only, by shared memory]
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
     /// The network, with --listen [default: tcp]
@@ -132,7 +137,8 @@ pub struct NodeSettings {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     #[serde(deserialize_with = "threads")]
     pub threads: Option<u16>,
-    /// Over TCP, bytes that one tenant may read and write per second, such as 500M [default: unlimited]
+    /// Over TCP, bytes that one tenant may read and write per second, such as 500M [default:
+    /// unlimited]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub rate_bytes: Option<u64>,
@@ -140,7 +146,8 @@ pub struct NodeSettings {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "operations")]
     pub rate_operations: Option<u32>,
-    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7480, or at unix:PATH [default: no metrics]
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7480, or at unix:PATH
+    /// [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "metrics_address")]
     pub metrics: Option<MetricsAddress>,
@@ -157,24 +164,28 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub mempool: Option<u64>,
-    /// Most remote memory that the sessions of one user may hold as extents [default: half of what the nodes lend]
+    /// Most remote memory that the sessions of one user may hold as extents [default: half of what
+    /// the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub extents_per_user: Option<u64>,
     /// File with the cluster key [default: cluster.key in the state folder, if it exists]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default: serve only the agent's own user]
+    /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default:
+    /// serve only the agent's own user]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
     /// Require encryption of all TCP traffic to nodes, even if the nodes do not
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
-    /// Time after the end of this agent's lease before other hosts free its memory; must be the keeper's --grace [default: 30s]
+    /// Time after the end of this agent's lease before other hosts free its memory; must be the
+    /// keeper's --grace [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
     #[serde(deserialize_with = "time_ms")]
     pub grace: Option<u64>,
-    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7481, or at unix:PATH [default: no metrics]
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7481, or at unix:PATH
+    /// [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     #[serde(deserialize_with = "metrics_address")]
     pub metrics: Option<MetricsAddress>,

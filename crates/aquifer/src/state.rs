@@ -1,4 +1,5 @@
-//! State folder of a cluster: sockets, locks, logs, the directory's file, the key and the configuration.
+//! State folder of a cluster: sockets, locks, logs, the directory's file, the key and the
+//! configuration.
 
 use std::fs::{self, DirBuilder, Metadata};
 use std::io;
@@ -8,15 +9,16 @@ use std::path::{Path, PathBuf};
 
 use aquifer_channel::paths::cluster_folder;
 
-/// Longest path of a state folder, in bytes: a socket's path has at most 107, and the longest name of a
-/// socket is `/node-65535.sock`.
+/// Longest path of a state folder, in bytes: a socket's path has at most 107, and the longest name
+/// of a socket is `/node-65535.sock`.
 const PATH_BYTES_MAX: usize = 107 - 16;
 
 /// Why a path cannot be a state folder.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     /// The folder cannot be created or read.
-    #[error("the state folder {path} cannot be {what}: {source}; choose another with --state", path = path.display())]
+    #[error("the state folder {path} cannot be {what}: {source}; choose another with \
+        --state", path = path.display())]
     System {
         /// The folder.
         path: PathBuf,
@@ -26,7 +28,9 @@ pub enum StateError {
         source: io::Error,
     },
     /// Its parent folder does not exist.
-    #[error("the state folder {path} cannot be created: {parent}{origin} does not exist; create that folder, or choose another state folder with --state", path = path.display(), parent = parent.display())]
+    #[error("the state folder {path} cannot be created: {parent}{origin} does not exist; create that \
+        folder, or choose another state folder with \
+        --state", path = path.display(), parent = parent.display())]
     NoParent {
         /// The folder.
         path: PathBuf,
@@ -42,7 +46,8 @@ pub enum StateError {
         path: PathBuf,
     },
     /// The folder belongs to another user.
-    #[error("the state folder {path} belongs to user {owner}, not to you ({own}); choose another with --state", path = path.display())]
+    #[error("the state folder {path} belongs to user {owner}, not to you ({own}); choose another with \
+        --state", path = path.display())]
     OtherOwner {
         /// The folder.
         path: PathBuf,
@@ -52,7 +57,8 @@ pub enum StateError {
         own: u32,
     },
     /// Other users can create files in the folder.
-    #[error("the state folder {path} can be written by other users (mode {mode:o}); run chmod 700 {path}, or choose another with --state", path = path.display())]
+    #[error("the state folder {path} can be written by other users (mode {mode:o}); run chmod 700 {path}, \
+        or choose another with --state", path = path.display())]
     WritableByOthers {
         /// The folder.
         path: PathBuf,
@@ -61,7 +67,8 @@ pub enum StateError {
     },
     /// The path is too long for the sockets in the folder.
     #[error(
-        "the path of the state folder has {bytes} bytes, but sockets in it allow {PATH_BYTES_MAX} at most; choose a shorter one with --state"
+        "the path of the state folder has {bytes} bytes, but sockets in it allow {PATH_BYTES_MAX} at \
+            most; choose a shorter one with --state"
     )]
     TooLong {
         /// Its length in bytes.
@@ -96,8 +103,8 @@ impl StateDir {
 
     /// Creates the folder if it does not exist, with access for this user only.
     ///
-    /// All users may enter root's folder, but not list it: programs of root that change their user must
-    /// still reach their agent. The files in it have modes of their own.
+    /// All users may enter root's folder, but not list it: programs of root that change their user
+    /// must still reach their agent. The files in it have modes of their own.
     ///
     /// # Errors
     /// If it cannot be created, or another user created it first.

@@ -15,7 +15,8 @@ use rustix::process::{Pid, Signal, kill_process};
 /// Time after which a test fails. A test that passes does not wait for it.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A stand-in for systemd: starts daemons, receives their notifications, and kills them when it is dropped.
+/// A stand-in for systemd: starts daemons, receives their notifications, and kills them when it is
+/// dropped.
 struct ServiceManager {
     folder: tempfile::TempDir,
     notified: UnixDatagram,
@@ -42,7 +43,8 @@ impl ServiceManager {
             Some((name, socket)) => (name, Stdio::from(socket)),
             None => ("", Stdio::null()),
         };
-        // LISTEN_PID must be the number of the process, which only the process knows before its exec.
+        // LISTEN_PID must be the number of the process, which only the process knows before its
+        // exec.
         let script = if name.is_empty() {
             "exec \"$@\""
         } else {
@@ -96,7 +98,8 @@ fn said(service: &mut Child) -> String {
     text
 }
 
-/// A listening Unix socket, as systemd makes it for `ListenSequentialPacket=`, or for `ListenStream=`.
+/// A listening Unix socket, as systemd makes it for `ListenSequentialPacket=`, or for
+/// `ListenStream=`.
 fn unix_socket(path: &Path, kind: SocketType) -> OwnedFd {
     let socket = rustix::net::socket(AddressFamily::UNIX, kind, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();

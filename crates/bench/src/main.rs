@@ -1,4 +1,6 @@
-//! `aquifer-bench`: what measures and draws. `aquifer bench`, `aquifer demo` and `aquifer fabric` start it, as git starts its commands.
+//! The binary `aquifer-bench`: benches, the demo, and tests of RDMA devices.
+//!
+//! `aquifer bench`, `aquifer demo` and `aquifer fabric` start it.
 
 mod bench;
 mod demo;
@@ -17,7 +19,7 @@ use clap::{Parser, Subcommand};
 #[derive(Parser, Debug)]
 #[command(name = "aquifer", bin_name = "aquifer", version, disable_help_subcommand = true)]
 struct Cli {
-    /// The cluster's folder, for `aquifer fabric`
+    /// The cluster's state folder, for `aquifer fabric`
     #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
     state: Option<PathBuf>,
     #[command(subcommand)]
@@ -26,18 +28,18 @@ struct Cli {
 
 #[derive(Subcommand, Debug)]
 enum Command {
-    /// Measure something, beside its peers; `list` names what
+    /// Measure Aquifer beside its peers; `list` lists the benches
     Bench(bench::BenchArgs),
-    /// A real program on a quarter of the memory that it needs, beside the same on kernel swap
+    /// Compare a real program on the pool, on kernel swap and without either
     Demo(demo::DemoArgs),
-    /// What this machine's RDMA devices can do, or why there are none
+    /// List and test RDMA devices
     #[cfg(feature = "verbs")]
     #[command(subcommand)]
     Fabric(fabric::arguments::FabricCommand),
-    /// The same, in a build without RDMA
+    /// Not available: this build has no support for RDMA devices
     #[cfg(not(feature = "verbs"))]
     Fabric {
-        /// Of no use
+        /// Ignored
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         _arguments: Vec<std::ffi::OsString>,
     },

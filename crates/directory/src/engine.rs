@@ -111,26 +111,27 @@ impl Engine {
 
     pub(crate) fn watch(self: &Arc<Self>, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
         let cursor = self.lock_current()?.0.core.watch(prefix, from)?;
-        Ok(EngineWatch { engine: Arc::clone(self), cursor, cancelled: Arc::default() })
+        Ok(EngineWatch { engine: Arc::clone(self), cursor, is_cancelled: Arc::default() })
     }
 
     /// Locks the state, after ending the leases whose time is up. Also returns the time.
     fn lock_current(&self) -> Result<(MutexGuard<'_, EngineState>, u64), DirectoryError> {
-        let state = self.state.lock().expect("no holder of the directory's lock panics");
+        let state = self.state.lock().expect("no thread panics while it holds the lock");
         self.end_expired_leases(state)
     }
 
+    /// Ends the leases whose time is up. Also returns the time.
     fn end_expired_leases<'a>(
         &self,
         mut state: MutexGuard<'a, EngineState>,
     ) -> Result<(MutexGuard<'a, EngineState>, u64), DirectoryError> {
         let now_ms = self.clock.now_ms();
-        let mut ended = false;
+        let mut has_ended = false;
         while let Some(delta) = state.core.plan_expiry(now_ms) {
             state.commit(&delta, now_ms)?;
-            ended = true;
+            has_ended = true;
         }
-        if ended {
+        if has_ended {
             self.changed.notify_all();
         }
         Ok((state, now_ms))
@@ -142,13 +143,13 @@ impl Engine {
 pub(crate) struct EngineWatch {
     engine: Arc<Engine>,
     cursor: Cursor,
-    cancelled: Arc<AtomicBool>,
+    is_cancelled: Arc<AtomicBool>,
 }
 
 impl EngineWatch {
     /// A handle with which another thread ends the watch.
     pub(crate) fn canceller(&self) -> Canceller {
-        Canceller { engine: Arc::clone(&self.engine), cancelled: Arc::clone(&self.cancelled) }
+        Canceller { engine: Arc::clone(&self.engine), is_cancelled: Arc::clone(&self.is_cancelled) }
     }
 }
 
@@ -156,19 +157,19 @@ impl EngineWatch {
 #[derive(Clone, Debug)]
 pub(crate) struct Canceller {
     engine: Arc<Engine>,
-    cancelled: Arc<AtomicBool>,
+    is_cancelled: Arc<AtomicBool>,
 }
 
 impl Canceller {
     pub(crate) fn cancel(&self) {
         // Must be done with the lock held: a watch that is about to wait would miss the wake-up.
         let _state = self.engine.state.lock();
-        self.cancelled.store(true, Ordering::SeqCst);
+        self.is_cancelled.store(true, Ordering::SeqCst);
         self.engine.changed.notify_all();
     }
 
     pub(crate) fn is_cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::SeqCst)
+        self.is_cancelled.load(Ordering::SeqCst)
     }
 }
 
@@ -177,20 +178,25 @@ impl Watch for EngineWatch {
         let end = Instant::now().checked_add(timeout);
         let (mut state, mut now_ms) = self.engine.lock_current()?;
         loop {
-            if self.cancelled.load(Ordering::SeqCst) {
+            if self.is_cancelled.load(Ordering::SeqCst) {
                 return Ok(None);
             }
             if let Some(event) = state.core.next_event(&mut self.cursor)? {
                 return Ok(Some(event));
             }
-            let left = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
-            if left.is_zero() {
+            let remaining = end.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()));
+            if remaining.is_zero() {
                 return Ok(None);
             }
             let deadline_ms = state.core.next_deadline_ms().unwrap_or(u64::MAX);
             let until_deadline = Duration::from_millis(deadline_ms.saturating_sub(now_ms).max(1));
-            let wait = left.min(until_deadline).min(Duration::from_secs(3600));
-            state = self.engine.changed.wait_timeout(state, wait).expect("no holder panics").0;
+            let wait = remaining.min(until_deadline).min(Duration::from_secs(3600));
+            state = self
+                .engine
+                .changed
+                .wait_timeout(state, wait)
+                .expect("no thread panics while it holds the lock")
+                .0;
             (state, now_ms) = self.engine.end_expired_leases(state)?;
         }
     }

@@ -82,12 +82,12 @@ fn golden_keys_and_records() {
 #[test]
 fn golden_keys_that_are_written() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
-    let directory = EmbeddedDirectory::open(&folder.path().join("file")).expect("it can be created");
+    let directory = EmbeddedDirectory::open(&folder.path().join("file")).expect("the file can be created");
     let lease = directory.lease_grant(Duration::from_secs(60)).expect("there are few leases");
-    names::register_node(&directory, lease, &node(None)).expect("it is the first");
-    names::claim_host(&directory, lease, "agent.sock", 7).expect("all are free");
+    names::register_node(&directory, lease, &node(None)).expect("no other node has the number");
+    names::claim_host(&directory, lease, "agent.sock", 7).expect("all numbers are free");
     let mut golden = golden!("written");
-    for entry in directory.list("").expect("they are few").entries {
+    for entry in directory.list("").expect("the listing is short").entries {
         let value = String::from_utf8(entry.value).expect("JSON is UTF-8");
         golden.text(
             &entry.key,
@@ -99,20 +99,20 @@ fn golden_keys_that_are_written() {
 
 fn dump(path: &Path, golden: &mut Golden) {
     let database = Database::open(path).expect("no other process has it open");
-    let read = database.begin_read().expect("it can be read");
+    let read = database.begin_read().expect("the file can be read");
     let head: TableDefinition<'_, &str, u64> = TableDefinition::new("aquifer-directory");
-    for row in read.open_table(head).expect("it is there").iter().expect("it can be read") {
-        let (key, value) = row.expect("it can be read");
+    for row in read.open_table(head).expect("the row exists").iter().expect("the file can be read") {
+        let (key, value) = row.expect("the file can be read");
         golden.text(&format!("aquifer-directory {}", key.value()), &value.value().to_string());
     }
     let entries: TableDefinition<'_, &str, (u64, u64, &[u8])> = TableDefinition::new("entries");
-    for row in read.open_table(entries).expect("it is there").iter().expect("it can be read") {
-        let (key, value) = row.expect("it can be read");
+    for row in read.open_table(entries).expect("the row exists").iter().expect("the file can be read") {
+        let (key, value) = row.expect("the file can be read");
         golden.text(&format!("entries {}", key.value()), &format!("{:?}", value.value()));
     }
     let leases: TableDefinition<'_, u64, u64> = TableDefinition::new("leases");
-    for row in read.open_table(leases).expect("it is there").iter().expect("it can be read") {
-        let (key, value) = row.expect("it can be read");
+    for row in read.open_table(leases).expect("the row exists").iter().expect("the file can be read") {
+        let (key, value) = row.expect("the file can be read");
         golden.text(&format!("leases {}", key.value()), &value.value().to_string());
     }
 }
@@ -121,7 +121,7 @@ fn dump(path: &Path, golden: &mut Golden) {
 fn golden_file() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
     let path = folder.path().join("file");
-    let directory = EmbeddedDirectory::open(&path).expect("it can be created");
+    let directory = EmbeddedDirectory::open(&path).expect("the file can be created");
     let lease = directory.lease_grant(Duration::from_millis(60_001)).expect("there are few leases");
     let operations =
         vec![KeyOperation::put("a", vec![1, 2], Some(lease.id)), KeyOperation::put("é", vec![3], None)];
@@ -132,7 +132,7 @@ fn golden_file() {
     let mut golden = golden!("file");
     dump(&path, &mut golden);
     golden.check();
-    let again = EmbeddedDirectory::open(&path).expect("it is whole");
-    let entry = again.get("a").expect("it can be read").expect("it is there");
+    let again = EmbeddedDirectory::open(&path).expect("the file is valid");
+    let entry = again.get("a").expect("the file can be read").expect("the row exists");
     assert_eq!((entry.value, entry.lease), (vec![1, 2], Some(lease.id)));
 }

@@ -123,7 +123,7 @@ pub enum ResizeBlocker {
 
 /// The memory that a node is requested to lend, at `wanted/{node}`.
 ///
-/// It is valid for one life of the node.
+/// The request is valid for one life of the node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct RequestedMemory {
     /// The node's number.

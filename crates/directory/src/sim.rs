@@ -38,11 +38,14 @@ pub struct SimDirectory {
     faults: Arc<Mutex<FaultPlan>>,
 }
 
+/// The faults of a host.
 #[derive(Debug)]
 struct FaultPlan {
-    random: u64,
+    /// The state of the generator of delays.
+    random_state: u64,
     delay_ms_max: u64,
     is_disconnected: bool,
+    /// The next fault, and the number of calls until it.
     next: Option<(u32, CallFault)>,
 }
 
@@ -59,8 +62,8 @@ impl DirectoryWorld {
     /// Access for a host; `name` seeds its delays.
     #[must_use]
     pub fn host(&self, name: u64) -> SimDirectory {
-        let random = self.seed ^ name.wrapping_mul(0xd134_2543_de82_ef95);
-        let faults = FaultPlan { random, delay_ms_max: 0, is_disconnected: false, next: None };
+        let random_state = self.seed ^ name.wrapping_mul(0xd134_2543_de82_ef95);
+        let faults = FaultPlan { random_state, delay_ms_max: 0, is_disconnected: false, next: None };
         SimDirectory { world: self.clone(), faults: Arc::new(Mutex::new(faults)) }
     }
 
@@ -125,6 +128,7 @@ impl SimDirectory {
 }
 
 impl FaultPlan {
+    /// The fault and the delay of the next call.
     fn draw(&mut self) -> (Option<CallFault>, u64) {
         let delay_ms = if self.delay_ms_max == 0 { 0 } else { self.random() % (self.delay_ms_max + 1) };
         let fault = match &mut self.next {
@@ -143,8 +147,8 @@ impl FaultPlan {
 
     /// The next number of the generator splitmix64.
     fn random(&mut self) -> u64 {
-        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.random;
+        self.random_state = self.random_state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.random_state;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ (mixed >> 31)

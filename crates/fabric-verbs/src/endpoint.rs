@@ -1,4 +1,5 @@
-//! The initiator's end: work goes to the device in order, as soon as the keys that it names are known.
+//! The initiator's end. Work goes to the device in order, as soon as the device keys of its ranges
+//! are known.
 
 mod pump;
 mod recovery;
@@ -12,15 +13,15 @@ use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 
-use self::recovery::Attempt;
-use super::keys::Keys;
-use super::letters::{Answer, Request};
-use super::link::{Link, knock};
-use super::locals::Locals;
-use super::queue::Queue;
-use super::slots::{CAME, Slots, WENT};
-use super::sys::completions::{Ended, Outcome};
-use super::sys::pair::Order;
+use self::recovery::ReconnectAttempt;
+use super::key_cache::KeyCache;
+use super::link::{VerbsLink, open_session};
+use super::local_memory::RegisteredMemories;
+use super::messages::{Answer, Request};
+use super::queue::WorkQueue;
+use super::slots::{MessageSlots, RECEIVED_BIT, SENT_BIT};
+use super::sys::completions::{Outcome, WorkCompletion};
+use super::sys::queue_pair::WorkRequest;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::background::BackgroundTask;
@@ -33,18 +34,20 @@ use aquifer_fabric::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
 
-/// Completions taken from the device at a time.
+/// Number of completions taken from the device at a time.
 const POLL_MAX: usize = 64;
-/// Empty looks at the device between two looks whether the other end is still there.
-const LOOKS: u32 = 256;
-/// The same where somebody waits for the bell, which librdmacm rings, too: it should not ring in vain for long.
-const LOOKS_WATCHED: u32 = 8;
+/// Empty polls of the device between two checks whether the connection is over.
+const POLLS_PER_CHECK: u32 = 256;
+/// Empty polls between two checks while a thread waits. It is small because librdmacm makes the
+/// descriptor ready, too, until its event is read.
+const POLLS_PER_CHECK_WAITING: u32 = 8;
 
-/// What became of an endpoint.
+/// The state of an endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Life {
+enum EndpointState {
     Open,
-    /// The first operation without an outcome is told the cause, if nobody was; the others that they were not done.
+    /// The endpoint is broken. The cause is for the first operation without an outcome, unless one
+    /// already got it; further operations are flushed.
     Over(Option<WorkError>),
 }
 
@@ -57,41 +60,42 @@ pub struct VerbsEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    life: Life,
-    /// None while another connection is being made, and after the end.
-    link: Option<Link>,
-    rescue: Option<BackgroundTask<Attempt>>,
-    keys: Keys,
-    queue: Queue,
-    locals: Locals,
-    /// Where atomics put what they found, by the work's number.
-    results: Slots,
-    /// Letters that found no place yet.
-    unsaid: VecDeque<Vec<u8>>,
+    life: EndpointState,
+    /// `None` while reconnecting, and after the end.
+    link: Option<VerbsLink>,
+    reconnecting: Option<BackgroundTask<ReconnectAttempt>>,
+    keys: KeyCache,
+    queue: WorkQueue,
+    locals: RegisteredMemories,
+    /// The slots into which the device writes the results of atomics, by number of the work.
+    results: MessageSlots,
+    /// Messages that wait for a free slot.
+    unsent: VecDeque<Vec<u8>>,
     messages: VecDeque<Vec<u8>>,
     heard: u64,
     taken: u64,
-    // Reused from call to call.
-    orders: Vec<Order>,
-    ended: Vec<Ended>,
-    letter: Vec<u8>,
-    looks: u32,
-    /// The work that the device was refused for last, and how many times.
+    // Buffers that are reused, so that nothing is allocated.
+    orders: Vec<WorkRequest>,
+    ended: Vec<WorkCompletion>,
+    message: Vec<u8>,
+    empty_polls: u32,
+    /// Number of the work that the peer's device refused last, and how many times in a row.
     refused: (u64, u32),
-    /// Tells of the device, of librdmacm, of rescues, and of `kick`.
-    bell: OwnedFd,
-    kick: WakeFd,
-    /// Somebody waits for the bell.
-    is_watched: AtomicBool,
-    /// `kick` is to be read.
-    is_kicked: AtomicBool,
+    /// An epoll descriptor that watches the device, librdmacm, the reconnect and `wake`.
+    epoll: OwnedFd,
+    wake: WakeFd,
+    /// Set once a thread has waited for `epoll`.
+    has_waiter: AtomicBool,
+    /// Set while `wake` must be cleared.
+    is_woken: AtomicBool,
     is_armed: bool,
 }
 
-/// Connect to the target that listens at `address`, that of an RDMA device.
+/// Connects to the target that listens at the `address` of an RDMA device.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it does not have the cluster's key; or if this machine has no device for it.
+/// If no target listens there, the target refuses, or it does not hold the cluster key; or if this
+/// machine has no device that reaches the address.
 pub fn connect(
     address: SocketAddr,
     key: &ClusterKey,
@@ -101,18 +105,19 @@ pub fn connect(
 }
 
 impl VerbsEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// As [`connect`].
+    /// The errors of [`connect`].
     pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Result<Self, EndpointError> {
         let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
         let hello = Hello { who, encrypt: false, resume: None };
-        let (link, welcome) = knock(address, key, &hello, HANDSHAKE_TIME)?;
+        let (link, welcome) = open_session(address, key, &hello, HANDSHAKE_TIME)?;
         let limits = welcome.limits;
         let results = u32::try_from(limits.queue_depth).unwrap_or(u32::MAX);
-        let results = Slots::new(link.device, "aquifer-verbs-results", results, 8).map_err(unreachable)?;
-        let bell = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| unreachable(error.into()))?;
+        let results =
+            MessageSlots::new(link.device, "aquifer-verbs-results", results, 8).map_err(unreachable)?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| unreachable(error.into()))?;
         let endpoint = Self {
             address,
             cluster_key: key.clone(),
@@ -120,78 +125,80 @@ impl VerbsEndpoint {
             session: welcome.session,
             limits,
             regions: welcome.regions,
-            life: Life::Open,
-            keys: Keys::new(super::WINDOWS_EACH),
-            queue: Queue::default(),
-            locals: Locals::new(link.device, limits),
+            life: EndpointState::Open,
+            keys: KeyCache::new(super::WINDOWS_EACH),
+            queue: WorkQueue::default(),
+            locals: RegisteredMemories::new(link.device, limits),
             link: None,
-            rescue: None,
+            reconnecting: None,
             results,
-            unsaid: VecDeque::new(),
+            unsent: VecDeque::new(),
             messages: VecDeque::new(),
             heard: 0,
             taken: 0,
             orders: Vec::with_capacity(limits.queue_depth),
             ended: Vec::with_capacity(POLL_MAX),
-            letter: Vec::new(),
-            looks: 0,
+            message: Vec::new(),
+            empty_polls: 0,
             refused: (0, 0),
-            bell,
-            kick: WakeFd::new().map_err(unreachable)?,
-            is_watched: AtomicBool::new(false),
-            is_kicked: AtomicBool::new(false),
+            epoll,
+            wake: WakeFd::new().map_err(unreachable)?,
+            has_waiter: AtomicBool::new(false),
+            is_woken: AtomicBool::new(false),
             is_armed: false,
         };
-        endpoint.watch(endpoint.kick.as_fd()).map_err(unreachable)?;
+        endpoint.watch(endpoint.wake.as_fd()).map_err(unreachable)?;
         endpoint.watch(link.completions().fd()).map_err(unreachable)?;
         endpoint.watch(link.events_fd()).map_err(unreachable)?;
         Ok(Self { link: Some(link), ..endpoint })
     }
 
-    /// For who checks devices: from now on work is posted that is known to be beyond its window, or not among its rights, as an initiator might that is
-    /// not honest. The target's device must refuse it. (Soft-RoCE does not look at the bounds of windows.)
-    pub fn leave_refusals_to_the_device(&mut self) {
-        self.keys.leave_to_the_device();
+    /// Posts work from now on even if it exceeds a window or its rights, as a hostile initiator
+    /// could. Tests of devices use this: the target's device must refuse the work. (Soft-RoCE does
+    /// not check the bounds of windows.)
+    pub fn skip_local_checks(&mut self) {
+        self.keys.skip_checks();
     }
 
     fn watch(&self, fd: BorrowedFd<'_>) -> std::io::Result<()> {
-        Ok(epoll::add(&self.bell, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
+        Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
     }
 
-    /// Hear what the device has to tell, and give it what it can take.
-    fn turn(&mut self) {
-        self.look_after_rescue();
-        if self.is_kicked.swap(false, Ordering::Relaxed) {
-            // Only the first caller for the bell needed it.
-            self.kick.clear();
+    /// Handles all completions of the device, and posts the work that can be posted.
+    fn progress(&mut self) {
+        self.check_reconnect();
+        if self.is_woken.swap(false, Ordering::Relaxed) {
+            // Only the first call of `poll_fd` needed it.
+            self.wake.clear();
         }
-        let is_watched = self.is_watched.load(Ordering::Relaxed);
+        let has_waiter = self.has_waiter.load(Ordering::Relaxed);
         let mut ended = std::mem::take(&mut self.ended);
         while let Some(link) = &self.link {
             ended.clear();
             let found = link.poll(&mut ended, POLL_MAX);
             if found > 0 && self.is_armed {
-                link.completions().quiet();
+                link.completions().disarm();
                 self.is_armed = false;
             }
             for end in &ended {
-                self.heed(end);
+                self.handle_completion(end);
             }
             if found > 0 {
-                self.looks = 0;
+                self.empty_polls = 0;
                 continue;
             }
-            self.looks += 1;
+            self.empty_polls += 1;
             let Some(link) = &self.link else { break };
-            if is_watched && !self.is_armed {
+            if has_waiter && !self.is_armed {
                 link.completions().arm();
                 self.is_armed = true;
-                // What came before that is not told: look once more.
+                // The device does not notify of completions that came before it was armed. Poll
+                // once more.
                 continue;
             }
-            let looks = if is_watched { LOOKS_WATCHED } else { LOOKS };
-            if self.looks.is_multiple_of(looks) && link.is_over() {
-                self.lose(None);
+            let empty_polls = if has_waiter { POLLS_PER_CHECK_WAITING } else { POLLS_PER_CHECK };
+            if self.empty_polls.is_multiple_of(empty_polls) && link.is_disconnected() {
+                self.disconnect(None);
             }
             break;
         }
@@ -199,42 +206,42 @@ impl VerbsEndpoint {
         self.pump();
     }
 
-    fn heed(&mut self, end: &Ended) {
+    fn handle_completion(&mut self, end: &WorkCompletion) {
         let Some(link) = &mut self.link else { return };
-        if end.id & WENT != 0 {
-            link.went(end.id);
-        } else if end.id & CAME != 0 && end.outcome == Outcome::Done {
-            let mut letter = std::mem::take(&mut self.letter);
-            match link.heard(end, &mut letter) {
-                Ok(()) => self.hear(&letter),
-                Err(_) => self.lose(None),
+        if end.id & SENT_BIT != 0 {
+            link.free_slot(end.id);
+        } else if end.id & RECEIVED_BIT != 0 && end.outcome == Outcome::Done {
+            let mut message = std::mem::take(&mut self.message);
+            match link.receive(end, &mut message) {
+                Ok(()) => self.handle_answer(&message),
+                Err(_) => self.disconnect(None),
             }
-            self.letter = letter;
+            self.message = message;
             return;
-        } else if end.id & CAME == 0 {
+        } else if end.id & RECEIVED_BIT == 0 {
             match end.outcome {
                 Outcome::Done => return self.done_through(end.id),
                 Outcome::RemoteAccess => {
                     self.done_through_before(end.id);
-                    return self.lose(Some(end.id));
+                    return self.disconnect(Some(end.id));
                 }
                 _ => {}
             }
         }
         if end.outcome != Outcome::Done {
-            self.lose(None);
+            self.disconnect(None);
         }
     }
 
     fn done_through(&mut self, number: u64) {
-        let Self { queue, results, limits, letter, .. } = self;
+        let Self { queue, results, limits, message, .. } = self;
         queue.done_through(number, |number, work| match work.verb {
             Verb::Read { local, .. } | Verb::Write { local, .. } => Some(u64::from(local.len)),
             Verb::CompareSwap { .. } | Verb::FetchAdd { .. } => {
-                results.read(place_of(number, limits), 8, letter);
-                Some(u64::from_ne_bytes(letter[..].try_into().expect("8 bytes")))
+                results.read(result_slot(number, limits), 8, message);
+                Some(u64::from_ne_bytes(message[..].try_into().expect("8 bytes")))
             }
-            // It has gone; whether there was room, the target tells.
+            // The message was sent. The target's answer says whether there was room.
             Verb::Send { .. } => None,
         });
     }
@@ -245,49 +252,52 @@ impl VerbsEndpoint {
         }
     }
 
-    fn hear(&mut self, letter: &[u8]) {
-        match Answer::parse(letter) {
-            Some(Answer::Told(key, opened)) => {
-                if self.keys.told(key, opened) && opened.is_none() {
-                    self.queue.settle_next(Err(WorkError::RemoteAccess));
+    fn handle_answer(&mut self, message: &[u8]) {
+        match Answer::parse(message) {
+            Some(Answer::Opened(key, opened)) => {
+                if self.keys.handle_opened(key, opened) && opened.is_none() {
+                    self.queue.complete_next(Err(WorkError::RemoteAccess));
                 }
             }
             Some(Answer::Full(key)) => {
-                if !self.keys.full(key) {
-                    tracing::warn!(address = %self.address, "a target opens nothing at all: its device has no windows left");
-                    self.lose(None);
+                if !self.keys.handle_full(key) {
+                    tracing::warn!(
+                        address = %self.address,
+                        "a target opens no key: its device has no windows left; disconnecting"
+                    );
+                    self.disconnect(None);
                 }
             }
-            Some(Answer::Delivered(number, had_room)) => self.queue.answered(number, had_room),
-            // What was sent before the connection broke and arrived comes again.
+            Some(Answer::Delivered(number, had_room)) => self.queue.complete_message(number, had_room),
+            // Messages that arrived before the connection broke are sent again.
             Some(Answer::Message(number, _)) if number < self.heard => {}
             Some(Answer::Message(_, message)) => {
                 self.heard += 1;
                 self.messages.push_back(message.to_vec());
             }
             None => {
-                tracing::warn!(address = %self.address, "a target says what is not of the protocol");
-                self.lose(None);
+                tracing::warn!(address = %self.address, "a target violated the protocol; disconnecting");
+                self.disconnect(None);
             }
         }
     }
 
-    /// Send a letter, now or when there is a place.
-    fn say(&mut self, request: Request<'_>) {
-        request.write(&mut self.letter);
+    /// Sends a message now, or queues it until a slot is free.
+    fn send(&mut self, request: Request<'_>) {
+        request.write(&mut self.message);
         let Some(link) = &mut self.link else { return };
-        // None overtakes another.
-        let outcome = if self.unsaid.is_empty() { link.say(&self.letter) } else { Ok(false) };
+        // Messages must stay in order.
+        let outcome = if self.unsent.is_empty() { link.send(&self.message) } else { Ok(false) };
         match outcome {
             Ok(true) => {}
-            Ok(false) => self.unsaid.push_back(self.letter.clone()),
-            Err(_) => self.lose(None),
+            Ok(false) => self.unsent.push_back(self.message.clone()),
+            Err(_) => self.disconnect(None),
         }
     }
 }
 
-/// Where an atomic's result goes.
-fn place_of(number: u64, limits: &Limits) -> u32 {
+/// The slot for the result of an atomic.
+fn result_slot(number: u64, limits: &Limits) -> u32 {
     u32::try_from(number % u64_from(limits.queue_depth)).expect("below the queue's depth")
 }
 
@@ -296,9 +306,9 @@ impl Endpoint for VerbsEndpoint {
         let room = self.limits.queue_depth.saturating_sub(self.queue.len());
         let accepted = batch.len().min(room);
         batch[..accepted].iter().for_each(|work| self.queue.push(*work));
-        if let Life::Over(cause) = &mut self.life {
+        if let EndpointState::Over(cause) = &mut self.life {
             if accepted > 0 {
-                self.queue.give_up(cause.take().unwrap_or(WorkError::Flushed));
+                self.queue.fail_all(cause.take().unwrap_or(WorkError::Flushed));
             }
         } else {
             self.pump();
@@ -307,28 +317,30 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        self.turn();
-        self.queue.tell(out, max)
+        self.progress();
+        self.queue.poll(out, max)
     }
 
-    fn wait(&mut self, patience: Duration) {
-        self.is_watched.store(true, Ordering::Relaxed);
-        self.turn();
-        if self.queue.has_news() || !self.messages.is_empty() || self.link.is_none() && self.rescue.is_none()
+    fn wait(&mut self, timeout: Duration) {
+        self.has_waiter.store(true, Ordering::Relaxed);
+        self.progress();
+        if self.queue.has_completions()
+            || !self.messages.is_empty()
+            || self.link.is_none() && self.reconnecting.is_none()
         {
             return;
         }
-        let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
-        let _ready = rustix::event::poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], Some(&timeout));
+        let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let _ready = rustix::event::poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], Some(&timeout));
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
-        if !self.is_watched.swap(true, Ordering::Relaxed) {
-            // Something may have come since the last look, and was not armed for: let the caller look.
-            self.is_kicked.store(true, Ordering::Relaxed);
-            self.kick.wake();
+        if !self.has_waiter.swap(true, Ordering::Relaxed) {
+            // A completion may have come before the device was armed, so the caller must poll once.
+            self.is_woken.store(true, Ordering::Relaxed);
+            self.wake.wake();
         }
-        Some(PollFd::new(&self.bell, PollFlags::IN))
+        Some(PollFd::new(&self.epoll, PollFlags::IN))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
@@ -336,11 +348,11 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.turn();
+        self.progress();
         let Some(message) = self.messages.pop_front() else { return false };
         out.extend_from_slice(&message);
         self.taken += 1;
-        self.say(Request::Taken(self.taken));
+        self.send(Request::Taken(self.taken));
         true
     }
 
@@ -353,6 +365,6 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        self.life != Life::Open
+        self.life != EndpointState::Open
     }
 }

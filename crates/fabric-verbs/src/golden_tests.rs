@@ -6,7 +6,7 @@ use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 use aquifer_tests_support::golden;
 
-use crate::letters::{Answer, HEAD_BYTES, Opened, Request};
+use crate::messages::{Answer, HEAD_BYTES, OpenedKey, Request};
 
 const NUMBER: u64 = 0x0102_0304_0506_0708;
 
@@ -15,7 +15,7 @@ fn golden_messages() {
     let mut golden = golden!("messages");
     golden.bytes("private data", &crate::sys::connection::MAGIC);
     golden.text("bytes of a head", &HEAD_BYTES.to_string());
-    golden.text("bytes of a message, at most", &crate::LETTER_BYTES.to_string());
+    golden.text("bytes of a message, at most", &crate::MESSAGE_SLOT_BYTES.to_string());
     let window = KeyId::at(Key(0x1112_1314), NUMBER);
     let run = KeyId::at(Key::of_run(3, 0x0102_0304), NUMBER);
     let requests = [
@@ -34,14 +34,14 @@ fn golden_messages() {
     }
     let opened = |read, write, atomic| {
         let access = Access { read, write, atomic };
-        Some(Opened { addr: NUMBER, len: 0x2122_2324_2526_2728, access, device_key: 0x3132_3334 })
+        Some(OpenedKey { addr: NUMBER, len: 0x2122_2324_2526_2728, access, device_key: 0x3132_3334 })
     };
     let answers = [
-        ("answer that opens READ", Answer::Told(window, opened(true, false, false))),
-        ("answer that opens WRITE", Answer::Told(window, opened(false, true, false))),
-        ("answer that opens atomics", Answer::Told(window, opened(false, false, true))),
-        ("answer for a key of a table", Answer::Told(run, opened(true, true, false))),
-        ("answer that opens nothing", Answer::Told(run, None)),
+        ("answer that opens READ", Answer::Opened(window, opened(true, false, false))),
+        ("answer that opens WRITE", Answer::Opened(window, opened(false, true, false))),
+        ("answer that opens atomics", Answer::Opened(window, opened(false, false, true))),
+        ("answer for a key of a table", Answer::Opened(run, opened(true, true, false))),
+        ("answer that opens nothing", Answer::Opened(run, None)),
         ("full", Answer::Full(run)),
         ("delivered", Answer::Delivered(NUMBER, true)),
         ("not delivered", Answer::Delivered(NUMBER, false)),

@@ -1,23 +1,27 @@
-//! Provider for RDMA devices, over libibverbs and librdmacm: READ, WRITE, compare-and-swap and fetch-and-add are done by the devices, without the
-//! target's processor.
+//! Provider for RDMA devices, over libibverbs and librdmacm. The devices do READ, WRITE,
+//! compare-and-swap and fetch-and-add without the target's processor.
 //!
-//! A connection is a reliable queue pair, made by librdmacm. Both ends prove with a Noise handshake, in messages over that very pair, that they have the
-//! cluster's key; until then nothing else is said. No memory is open to peers as such: the target binds a window of type 2, for one queue pair alone,
-//! for each key that an initiator asks about. `docs/formats/fabric-verbs.md` has the messages.
+//! A connection is a reliable queue pair that librdmacm establishes. Both ends first prove by a
+//! Noise handshake, in messages over that queue pair, that they hold the cluster key. No region is
+//! open to peers as such: for each key that an initiator asks for, the target binds a window of
+//! type 2 to the initiator's queue pair. `docs/formats/fabric-verbs.md` has the messages.
 //!
-//! - [`sys`]: safe handles of what the libraries give; all calls into them are there, and all unsafe code but where work is posted.
-//! - [`queue`], [`keys`], [`letters`]: pure parts of the initiator, and the bytes of messages.
-//! - [`remap`]: what a target lends, and how pages change under it.
-//! - [`link`], [`endpoint`], [`locals`]: the initiator's end. [`target`], [`serve`], [`session`], [`peer`]: the target's.
+//! - [`sys`]: safe wrappers of the two libraries, with all calls of them. The other unsafe code
+//!   posts work.
+//! - [`queue`], [`key_cache`], [`messages`]: pure parts of the initiator, and the bytes of
+//!   messages.
+//! - [`remap`]: lent regions, and changing their pages.
+//! - [`link`], [`endpoint`], [`local_memory`]: the initiator's end.
+//! - [`target`], [`serve`], [`session`], [`answered`]: the target's end.
 
+mod answered;
 mod endpoint;
 #[cfg(test)]
 mod golden_tests;
-mod keys;
-mod letters;
+mod key_cache;
 mod link;
-mod locals;
-mod peer;
+mod local_memory;
+mod messages;
 mod queue;
 mod remap;
 mod serve;
@@ -36,7 +40,7 @@ use std::sync::Arc;
 use aquifer_fabric::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use aquifer_fabric::{ClusterKey, Target, TargetError, VerbsProvider};
 
-/// Makes this the process' provider for RDMA devices.
+/// Installs this crate as the provider for RDMA devices.
 pub fn install() {
     let listen = |address, key: &ClusterKey| {
         let target = VerbsTarget::listen(address, key, Options::default())?;
@@ -46,32 +50,34 @@ pub fn install() {
     VerbsProvider { connect: |address, key, who| connect(address, key, who), listen }.install();
 }
 
-/// Operations that one endpoint may have under way, at most.
+/// Bound of the operations in flight of one endpoint.
 const QUEUE_DEPTH_LIMIT: usize = 256;
-/// Messages that may wait for the receiver, at most.
+/// Bound of the messages that wait at the receiver.
 const RECEIVE_DEPTH_LIMIT: usize = 64;
-/// Bytes of one message of a user, at most.
+/// Bound of the bytes of one message of a user.
 const MESSAGE_BYTES_LIMIT: usize = 4096;
-/// Bytes of a place for a message: one of a user, or one of the handshake.
-const LETTER_BYTES: usize = letters::HEAD_BYTES + MESSAGE_BYTES_LIMIT;
-/// Places that an initiator has: for messages, for answers, and a few more.
+/// Bytes of a slot for a message of a user or of the handshake.
+const MESSAGE_SLOT_BYTES: usize = messages::HEAD_BYTES + MESSAGE_BYTES_LIMIT;
+/// Number of message slots of an initiator: for messages, for answers, and a few more.
 #[expect(clippy::cast_possible_truncation, reason = "a small number")]
-const LETTERS_MAX: u32 = 2 * RECEIVE_DEPTH_LIMIT as u32 + 8;
-/// Messages and WRITEs that are this short go without being fetched from memory.
+const MESSAGE_SLOTS_MAX: u32 = 2 * RECEIVE_DEPTH_LIMIT as u32 + 8;
+/// Messages and WRITEs up to this length are copied into the work request.
 const INLINE_BYTES: u32 = 64;
-/// Windows that are bound for one endpoint at a time.
+/// Bound of the windows that are bound for one endpoint.
 const WINDOWS_EACH: usize = 256;
 
-/// How a target is set up. Limits are told to endpoints when they connect.
+/// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Endpoints, at most [`ENDPOINTS_LIMIT`].
+    /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
-    /// Regions, at most [`aquifer_fabric::REGIONS_LIMIT`].
+    /// Greatest number of regions, at most [`aquifer_fabric::REGIONS_LIMIT`].
     pub regions_max: usize,
-    /// Keys of windows, at most [`aquifer_fabric::WINDOWS_LIMIT`]. The device's windows are bound for those that are in use.
+    /// Greatest number of windows, at most [`aquifer_fabric::WINDOWS_LIMIT`]. Windows of the device
+    /// are bound only for keys in use.
     pub windows_max: usize,
-    /// What one endpoint can bear: at most 256 operations under way, 64 messages waiting, of 4096 bytes.
+    /// The limits of one endpoint: at most 256 operations in flight, and 64 waiting messages of
+    /// 4096 bytes.
     pub limits: Limits,
 }
 

@@ -1,4 +1,4 @@
-//! An initiator's connection: made, proved, and given up as a whole.
+//! An initiator's connection: one queue pair with its queues and slots.
 
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
@@ -7,115 +7,124 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::slots::{CAME, Slots, WENT, slot_of};
-use super::sys::completions::{Completions, Ended, Outcome};
-use super::sys::connection::{Connection, EventKind, Events};
+use super::slots::{MessageSlots, RECEIVED_BIT, SENT_BIT, slot_of};
+use super::sys::completions::{CompletionQueue, Outcome, WorkCompletion};
+use super::sys::connection::{CmConnection, CmEventKind, CmEvents};
 use super::sys::device::Device;
-use super::sys::pair::{Kind, Order, Pair};
-use super::{INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, QUEUE_DEPTH_LIMIT};
+use super::sys::queue_pair::{QueuePair, WorkKind, WorkRequest};
+use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, QUEUE_DEPTH_LIMIT};
 use aquifer_fabric::handshake::hello::{Hello, Welcome};
 use aquifer_fabric::handshake::{self, ClusterKey};
 use aquifer_fabric::work::EndpointError;
 
-/// One connection with all that belongs to it.
+/// A connection with all its resources.
 #[derive(Debug)]
-pub(super) struct Link {
-    // Dropped in this order: what is used outlives what uses it.
-    connection: Connection,
-    completions: Completions,
-    events: Events,
-    inbox: Slots,
-    outbox: Slots,
-    pair: Pair,
+pub(super) struct VerbsLink {
+    // Fields are dropped in this order, so a resource outlives its users.
+    connection: CmConnection,
+    completions: CompletionQueue,
+    events: CmEvents,
+    inbox: MessageSlots,
+    outbox: MessageSlots,
+    pair: QueuePair,
     pub device: &'static Device,
 }
 
-impl Link {
-    /// Connect to whoever listens there.
+impl VerbsLink {
+    /// Connects to the target at an address.
     fn open(address: SocketAddr, deadline: Instant) -> io::Result<Self> {
-        let events = Events::new()?;
-        let mut connection = Connection::new(&events)?;
+        let events = CmEvents::new()?;
+        let mut connection = CmConnection::new(&events)?;
         connection.resolve_address(address, left_ms(deadline))?;
-        expect(&events, EventKind::AddressResolved, deadline)?;
+        expect(&events, CmEventKind::AddressResolved, deadline)?;
         let device = connection.device()?;
-        let depth = (QUEUE_DEPTH_LIMIT + LETTERS_MAX as usize).min(device.caps.queue_depth);
-        let completions = Completions::new(device, depth + LETTERS_MAX as usize)?;
-        let inbox = Slots::new(device, "aquifer-verbs-inbox", LETTERS_MAX, LETTER_BYTES)?;
-        let outbox = Slots::new(device, "aquifer-verbs-outbox", LETTERS_MAX, LETTER_BYTES)?;
-        let pair =
-            connection.open_pair(device, &completions, depth, LETTERS_MAX as usize, None, INLINE_BYTES)?;
+        let depth = (QUEUE_DEPTH_LIMIT + MESSAGE_SLOTS_MAX as usize).min(device.caps.queue_depth);
+        let completions = CompletionQueue::new(device, depth + MESSAGE_SLOTS_MAX as usize)?;
+        let inbox = MessageSlots::new(device, "aquifer-verbs-inbox", MESSAGE_SLOTS_MAX, MESSAGE_SLOT_BYTES)?;
+        let outbox =
+            MessageSlots::new(device, "aquifer-verbs-outbox", MESSAGE_SLOTS_MAX, MESSAGE_SLOT_BYTES)?;
+        let pair = connection.open_pair(
+            device,
+            &completions,
+            depth,
+            MESSAGE_SLOTS_MAX as usize,
+            None,
+            INLINE_BYTES,
+        )?;
         let mut link = Self { connection, completions, events, inbox, outbox, pair, device };
-        while let Some(slot) = link.inbox.take() {
+        while let Some(slot) = link.inbox.allocate() {
             link.offer(slot)?;
         }
         link.connection.resolve_route(left_ms(deadline))?;
-        expect(&link.events, EventKind::RouteResolved, deadline)?;
+        expect(&link.events, CmEventKind::RouteResolved, deadline)?;
         link.connection.connect(device.caps.reads_begun)?;
-        expect(&link.events, EventKind::Established, deadline)?;
+        expect(&link.events, CmEventKind::Established, deadline)?;
         Ok(link)
     }
 
     fn offer(&self, slot: u32) -> io::Result<()> {
-        // SAFETY: the place is registered for as long as the pair lives, and given to nobody else until something has come there.
-        unsafe { self.pair.receive(CAME | u64::from(slot), self.inbox.whole(slot)) }
+        // SAFETY: the slot is registered for as long as the pair lives, and unused until a message
+        // has arrived in it.
+        unsafe { self.pair.receive(RECEIVED_BIT | u64::from(slot), self.inbox.whole(slot)) }
     }
 
-    /// What has ended, up to so much.
-    pub fn poll(&self, out: &mut Vec<Ended>, max: usize) -> usize {
+    /// Takes up to `max` completions. Returns their number.
+    pub fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
         self.completions.poll(out, max)
     }
 
-    /// Give work to the device.
+    /// Posts work to the device.
     ///
     /// # Errors
-    /// If it takes no more: the connection is of no use then.
+    /// If the device accepts no more. The connection is then unusable.
     ///
     /// # Safety
-    /// As [`Pair::post`].
-    pub unsafe fn post(&self, orders: &[Order]) -> io::Result<()> {
-        // SAFETY: the caller's promise.
+    /// The conditions of [`QueuePair::post`] apply.
+    pub unsafe fn post(&self, orders: &[WorkRequest]) -> io::Result<()> {
+        // SAFETY: guaranteed by the caller.
         unsafe { self.pair.post(orders) }
     }
 
-    /// Send a message; false if all places are in use.
+    /// Sends a message. Returns false if all slots are in use.
     ///
     /// # Errors
-    /// As [`Self::post`].
-    pub fn say(&mut self, bytes: &[u8]) -> io::Result<bool> {
-        let Some(slot) = self.outbox.take() else { return Ok(false) };
+    /// The errors of [`Self::post`].
+    pub fn send(&mut self, bytes: &[u8]) -> io::Result<bool> {
+        let Some(slot) = self.outbox.allocate() else { return Ok(false) };
         self.outbox.write(slot, bytes);
-        let kind = Kind::Send { local: self.outbox.piece(slot, bytes.len()) };
-        let order = Order { id: WENT | u64::from(slot), kind, signalled: true, fenced: false };
-        // SAFETY: the place is registered for as long as the pair lives, and free again only when the message has gone.
+        let kind = WorkKind::Send { local: self.outbox.piece(slot, bytes.len()) };
+        let order = WorkRequest { id: SENT_BIT | u64::from(slot), kind, signalled: true, fenced: false };
+        // SAFETY: the slot is registered for as long as the pair lives, and released only when the
+        // message was sent.
         unsafe { self.pair.post(&[order])? };
         Ok(true)
     }
 
-    /// Whether there is a place for one more message.
-    pub fn may_say(&self) -> bool {
+    /// Whether a slot is free for another message.
+    pub fn has_free_slot(&self) -> bool {
         self.outbox.has_free()
     }
 
-    /// A message has gone; its place is free.
-    pub fn went(&mut self, id: u64) {
-        self.outbox.give_back(slot_of(id));
+    /// Releases the slot of a message that was sent.
+    pub fn free_slot(&mut self, id: u64) {
+        self.outbox.release(slot_of(id));
     }
 
-    /// A message has come: put it into `out`, and offer its place for another.
+    /// Copies a received message to `out`, and offers its slot for another.
     ///
     /// # Errors
-    /// If the device takes no more.
-    pub fn heard(&self, ended: &Ended, out: &mut Vec<u8>) -> io::Result<()> {
+    /// If the device accepts no more.
+    pub fn receive(&self, ended: &WorkCompletion, out: &mut Vec<u8>) -> io::Result<()> {
         let slot = slot_of(ended.id);
         self.inbox.read(slot, ended.bytes as usize, out);
         self.offer(slot)
     }
 
-    /// Whether the other end has said farewell, or is gone.
-    pub fn is_over(&self) -> bool {
+    /// Whether the peer has disconnected or is gone.
+    pub fn is_disconnected(&self) -> bool {
         loop {
             match self.events.next() {
-                Ok(Some(event)) if event.kind == EventKind::Disconnected => return true,
+                Ok(Some(event)) if event.kind == CmEventKind::Disconnected => return true,
                 Ok(Some(_)) => {}
                 Ok(None) => return false,
                 Err(_) => return true,
@@ -123,7 +132,7 @@ impl Link {
         }
     }
 
-    pub fn completions(&self) -> &Completions {
+    pub fn completions(&self) -> &CompletionQueue {
         &self.completions
     }
 
@@ -132,7 +141,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for VerbsLink {
     fn drop(&mut self) {
         self.connection.disconnect();
     }
@@ -157,30 +166,31 @@ fn wait_for(fds: &[BorrowedFd<'_>], deadline: Instant) -> io::Result<()> {
     }
 }
 
-fn expect(events: &Events, wanted: EventKind, deadline: Instant) -> io::Result<()> {
+fn expect(events: &CmEvents, wanted: CmEventKind, deadline: Instant) -> io::Result<()> {
     loop {
         match events.next()?.map(|event| event.kind) {
             Some(kind) if kind == wanted => return Ok(()),
-            Some(EventKind::Rejected) => return Err(io::ErrorKind::ConnectionRefused.into()),
-            Some(EventKind::Disconnected) => return Err(io::ErrorKind::ConnectionReset.into()),
-            Some(EventKind::Failed(error)) => return Err(io::Error::from_raw_os_error(error)),
+            Some(CmEventKind::Rejected) => return Err(io::ErrorKind::ConnectionRefused.into()),
+            Some(CmEventKind::Disconnected) => return Err(io::ErrorKind::ConnectionReset.into()),
+            Some(CmEventKind::Failed(error)) => return Err(io::Error::from_raw_os_error(error)),
             Some(_) => {}
             None => wait_for(&[events.as_fd()], deadline)?,
         }
     }
 }
 
-/// The handshake's bytes as messages: what was written goes as one when an answer is awaited.
-struct Talk {
-    link: Link,
-    said: Vec<u8>,
+/// A stream over messages for the handshake. What was written is sent as one message when an answer
+/// is read.
+struct HandshakeStream {
+    link: VerbsLink,
+    outgoing: Vec<u8>,
     heard: Vec<u8>,
     taken: usize,
     deadline: Instant,
 }
 
-impl Talk {
-    fn next_end(&mut self) -> io::Result<Ended> {
+impl HandshakeStream {
+    fn next_end(&mut self) -> io::Result<WorkCompletion> {
         let mut ended = Vec::with_capacity(1);
         loop {
             for is_armed in [false, true] {
@@ -191,37 +201,37 @@ impl Talk {
                     self.link.completions.arm();
                 }
             }
-            if self.link.is_over() {
+            if self.link.is_disconnected() {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
             wait_for(&[self.link.completions.fd(), self.link.events.as_fd()], self.deadline)?;
-            self.link.completions.quiet();
+            self.link.completions.disarm();
         }
     }
 
-    fn hear(&mut self) -> io::Result<()> {
+    fn receive_message(&mut self) -> io::Result<()> {
         loop {
             let end = self.next_end()?;
             if end.outcome != Outcome::Done {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
-            if end.id & CAME != 0 {
+            if end.id & RECEIVED_BIT != 0 {
                 self.taken = 0;
-                return self.link.heard(&end, &mut self.heard);
+                return self.link.receive(&end, &mut self.heard);
             }
-            self.link.went(end.id);
+            self.link.free_slot(end.id);
         }
     }
 }
 
-impl Read for Talk {
+impl Read for HandshakeStream {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        if !self.said.is_empty() {
-            let said = std::mem::take(&mut self.said);
-            self.link.say(&said)?;
+        if !self.outgoing.is_empty() {
+            let outgoing = std::mem::take(&mut self.outgoing);
+            self.link.send(&outgoing)?;
         }
         while self.taken == self.heard.len() {
-            self.hear()?;
+            self.receive_message()?;
         }
         let count = out.len().min(self.heard.len() - self.taken);
         out[..count].copy_from_slice(&self.heard[self.taken..self.taken + count]);
@@ -230,9 +240,9 @@ impl Read for Talk {
     }
 }
 
-impl Write for Talk {
+impl Write for HandshakeStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.said.extend_from_slice(bytes);
+        self.outgoing.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -241,17 +251,17 @@ impl Write for Talk {
     }
 }
 
-/// Connect, prove who we are, and hear what is granted.
-pub(super) fn knock(
+/// Connects and runs the handshake.
+pub(super) fn open_session(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
-    patience: Duration,
-) -> Result<(Link, Welcome), EndpointError> {
-    let deadline = Instant::now() + patience;
+    timeout: Duration,
+) -> Result<(VerbsLink, Welcome), EndpointError> {
+    let deadline = Instant::now() + timeout;
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
-    let link = Link::open(address, deadline).map_err(unreachable)?;
-    let talk = Talk { link, said: Vec::new(), heard: Vec::new(), taken: 0, deadline };
-    let (secured, welcome) = handshake::initiate_session(talk, address, key, hello)?;
+    let link = VerbsLink::open(address, deadline).map_err(unreachable)?;
+    let stream = HandshakeStream { link, outgoing: Vec::new(), heard: Vec::new(), taken: 0, deadline };
+    let (secured, welcome) = handshake::initiate_session(stream, address, key, hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

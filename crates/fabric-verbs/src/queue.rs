@@ -1,69 +1,73 @@
-//! What was posted and not yet told, in order: which of it the device has, what of it is done, and what must wait for what.
+//! The queue of an endpoint's work, from posting to completion.
 //!
-//! A device does the work of one endpoint in order and tells its end in order, so one signalled completion stands for all that was posted before
-//! it. Two things it does not promise: a WRITE or an atomic may overtake a READ before it, unless it is fenced; and after a refusal it does nothing more,
-//! so what comes behind is posted once more, over another connection.
+//! A device does the work of one endpoint in order and reports it in order, so one signalled
+//! completion stands for all work that was posted before it. Two rules follow from what devices do
+//! not guarantee. A WRITE or an atomic can overtake an earlier READ or atomic unless it is fenced.
+//! After a refusal a device does nothing more, so later work is posted again over another
+//! connection.
 
 use std::collections::VecDeque;
 
 use aquifer_fabric::work::{Completion, Verb, Work, WorkError};
 
-/// Work and what is known of it.
+/// A piece of work and its outcome, if known.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct QueuedWork {
     work: Work,
     outcome: Option<Result<u64, WorkError>>,
 }
 
 /// The work of one endpoint, numbered from zero.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
-    entries: VecDeque<Entry>,
-    /// The number of the first entry.
+pub(super) struct WorkQueue {
+    entries: VecDeque<QueuedWork>,
+    /// Number of the first entry.
     first: u64,
-    /// The number of the first entry that the device has not been given.
+    /// Number of the first entry that was not posted to the device.
     next: u64,
-    /// The READs and atomics that the device may still be at: the number after the last.
+    /// One more than the number of the last READ, and of the last atomic, that the device may not
+    /// have finished.
     reads_until: u64,
     atomics_until: u64,
 }
 
-impl Queue {
+impl WorkQueue {
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
     pub fn push(&mut self, work: Work) {
-        self.entries.push_back(Entry { work, outcome: None });
+        self.entries.push_back(QueuedWork { work, outcome: None });
     }
 
-    /// The next work for the device, and its number.
+    /// The next work to be posted, with its number.
     pub fn next(&self) -> Option<(u64, Work)> {
         Some((self.next, self.entries.get(self.place(self.next)?)?.work))
     }
 
-    /// It is known without the device.
-    pub fn settle_next(&mut self, outcome: Result<u64, WorkError>) {
-        self.settle(self.next, outcome);
-        self.go_on();
+    /// Completes the next work without the device.
+    pub fn complete_next(&mut self, outcome: Result<u64, WorkError>) {
+        self.complete(self.next, outcome);
+        self.skip_to_next();
     }
 
-    /// To the next that is not known: when work is taken back, some behind a message that nobody has answered yet may be done.
-    fn go_on(&mut self) {
+    /// Advances to the next work without an outcome. After a repost, work behind an unanswered
+    /// message may be done already.
+    fn skip_to_next(&mut self) {
         self.next += 1;
-        self.skip_known();
+        self.skip_completed();
     }
 
-    fn skip_known(&mut self) {
+    fn skip_completed(&mut self) {
         let behind = self.place(self.next).unwrap_or(self.entries.len());
         let known = self.entries.iter().skip(behind).take_while(|entry| entry.outcome.is_some()).count();
         self.next += known as u64;
     }
 
-    /// The device gets it; whether it must be fenced.
-    pub fn give_next(&mut self) -> bool {
+    /// Marks the next work as posted. Returns whether it must be fenced.
+    pub fn post_next(&mut self) -> bool {
         let Some((number, work)) = self.next() else { return false };
-        self.go_on();
+        self.skip_to_next();
         let is_read = matches!(work.verb, Verb::Read { .. });
         let is_atomic = matches!(work.verb, Verb::CompareSwap { .. } | Verb::FetchAdd { .. });
         let must_wait =
@@ -81,7 +85,8 @@ impl Queue {
         must_wait
     }
 
-    /// The device is done with this and with all before it. `outcome` says what came of each that is not known yet; `None`: that is told otherwise.
+    /// Completes all work up to and including `number`. `outcome` gives the value of each piece of
+    /// work without an outcome, or `None` if another message reports it.
     pub fn done_through(&mut self, number: u64, mut outcome: impl FnMut(u64, &Work) -> Option<u64>) {
         let Some(last) = self.place(number) else { return };
         for (place, entry) in self.entries.iter_mut().take(last + 1).enumerate() {
@@ -92,23 +97,24 @@ impl Queue {
         }
     }
 
-    /// What came of one of them.
-    pub fn settle(&mut self, number: u64, outcome: Result<u64, WorkError>) {
+    /// Completes one piece of work.
+    pub fn complete(&mut self, number: u64, outcome: Result<u64, WorkError>) {
         if let Some(entry) = self.place(number).and_then(|place| self.entries.get_mut(place)) {
             entry.outcome.get_or_insert(outcome);
         }
     }
 
-    /// The device has done nothing of what is not known: it must be given all of it again.
-    pub fn take_back(&mut self) {
+    /// Makes all work without an outcome be posted again. The device must not have done any of it.
+    pub fn repost_all(&mut self) {
         self.next = self.first;
-        self.skip_known();
+        self.skip_completed();
         self.reads_until = 0;
         self.atomics_until = 0;
     }
 
-    /// Nothing more will be done: the first that is not known gets the cause. Whether there was one.
-    pub fn give_up(&mut self, cause: WorkError) -> bool {
+    /// Fails all work without an outcome. The first gets the cause, the others are flushed. Returns
+    /// whether there was any.
+    pub fn fail_all(&mut self, cause: WorkError) -> bool {
         let mut cause = Some(cause);
         for entry in &mut self.entries {
             entry.outcome.get_or_insert_with(|| Err(cause.take().unwrap_or(WorkError::Flushed)));
@@ -117,36 +123,36 @@ impl Queue {
         cause.is_none()
     }
 
-    /// The target has a message, or had no room for it.
-    pub fn answered(&mut self, number: u64, had_room: bool) {
+    /// Completes a message by the target's answer.
+    pub fn complete_message(&mut self, number: u64, had_room: bool) {
         if let Some(Work { verb: Verb::Send { local }, .. }) = self.work(number) {
-            self.settle(
+            self.complete(
                 number,
                 if had_room { Ok(u64::from(local.len)) } else { Err(WorkError::ReceiverNotReady) },
             );
         }
     }
 
-    /// The work with that number.
+    /// The work with the given number.
     pub fn work(&self, number: u64) -> Option<Work> {
         Some(self.entries.get(self.place(number)?)?.work)
     }
 
-    /// All before this number has ended.
+    /// The number of the oldest work that was not taken. All work before it has ended.
     pub fn done(&self) -> u64 {
         self.first
     }
 
-    /// Whether there is something to tell.
-    pub fn has_news(&self) -> bool {
+    /// Whether the oldest work has an outcome.
+    pub fn has_completions(&self) -> bool {
         self.entries.front().is_some_and(|entry| entry.outcome.is_some())
     }
 
-    /// Append up to `max` completions of what is known, in order; returns how many.
-    pub fn tell(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
+    /// Appends up to `max` completions to `out`, in order. Returns their number.
+    pub fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut told = 0;
         while told < max
-            && let Some(Entry { work, outcome: Some(outcome) }) = self.entries.front().copied()
+            && let Some(QueuedWork { work, outcome: Some(outcome) }) = self.entries.front().copied()
         {
             self.entries.pop_front();
             self.first += 1;
@@ -176,96 +182,96 @@ mod tests {
     const ADD: Verb = Verb::FetchAdd { remote: REMOTE, add: 1 };
     const SEND: Verb = Verb::Send { local: LOCAL };
 
-    fn queue(verbs: &[Verb]) -> Queue {
-        let mut queue = Queue::default();
+    fn queue(verbs: &[Verb]) -> WorkQueue {
+        let mut queue = WorkQueue::default();
         for (id, verb) in (0..).zip(verbs) {
             queue.push(Work { id, verb: *verb, signalled: true });
         }
         queue
     }
 
-    fn told(queue: &mut Queue) -> Vec<(u64, Result<u64, WorkError>)> {
+    fn told(queue: &mut WorkQueue) -> Vec<(u64, Result<u64, WorkError>)> {
         let mut out = Vec::new();
-        queue.tell(&mut out, 100);
+        queue.poll(&mut out, 100);
         out.iter().map(|done| (done.id, done.outcome)).collect()
     }
 
     #[test]
-    fn what_a_device_might_let_overtake_is_fenced_once() {
+    fn work_that_could_overtake_is_fenced_once() {
         let mut given = queue(&[WRITE, READ, READ, WRITE, WRITE, ADD, READ, ADD, ADD, SEND]);
-        let fenced: Vec<bool> = (0..10).map(|_| given.give_next()).collect();
+        let fenced: Vec<bool> = (0..10).map(|_| given.post_next()).collect();
         assert_eq!(fenced, [false, false, false, true, false, false, false, true, false, true]);
         let mut after = queue(&[READ, WRITE]);
-        after.give_next();
+        after.post_next();
         after.done_through(0, |_, _| Some(8));
         assert_eq!(told(&mut after), [(0, Ok(8))]);
-        assert!(!after.give_next(), "it is done");
+        assert!(!after.post_next(), "it is done");
     }
 
     #[test]
     fn one_completion_stands_for_all_before_it_but_not_for_messages() {
         let mut queue = queue(&[WRITE, SEND, READ]);
         while queue.next().is_some_and(|(number, _)| number < 3) {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(2, |number, work| (work.verb != SEND).then_some(number));
         assert_eq!(told(&mut queue), [(0, Ok(0))]);
-        queue.answered(1, false);
+        queue.complete_message(1, false);
         assert_eq!(told(&mut queue), [(1, Err(WorkError::ReceiverNotReady)), (2, Ok(2))]);
         assert_eq!((queue.len(), queue.done()), (0, 3));
     }
 
     #[test]
-    fn what_was_behind_a_refusal_is_given_again_in_order() {
+    fn work_behind_a_refusal_is_posted_again_in_order() {
         let mut queue = queue(&[WRITE, READ, ADD, WRITE]);
         while queue.next().is_some_and(|(number, _)| number < 3) {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(0, |_, _| Some(8));
-        queue.settle(1, Err(WorkError::RemoteAccess));
-        queue.take_back();
+        queue.complete(1, Err(WorkError::RemoteAccess));
+        queue.repost_all();
         assert_eq!(queue.next().map(|(number, _)| number), Some(2));
         assert_eq!(told(&mut queue), [(0, Ok(8)), (1, Err(WorkError::RemoteAccess))]);
-        assert!(!queue.give_next());
-        assert!(queue.give_next(), "the WRITE waits for the atomic");
+        assert!(!queue.post_next());
+        assert!(queue.post_next(), "the WRITE waits for the atomic");
     }
 
     #[test]
-    fn what_is_done_behind_an_unanswered_message_is_not_given_again() {
+    fn done_work_behind_an_unanswered_message_is_not_posted_again() {
         let mut queue = queue(&[SEND, ADD, READ, WRITE]);
         while queue.next().is_some() {
-            queue.give_next();
+            queue.post_next();
         }
         queue.done_through(1, |_, work| (work.verb == ADD).then_some(8));
-        queue.settle(2, Err(WorkError::RemoteAccess));
-        queue.take_back();
+        queue.complete(2, Err(WorkError::RemoteAccess));
+        queue.repost_all();
         let mut again = Vec::new();
         while let Some((number, _)) = queue.next() {
-            queue.give_next();
+            queue.post_next();
             again.push(number);
         }
         assert_eq!(again, [0, 3]);
     }
 
     #[test]
-    fn the_first_without_outcome_is_told_the_cause() {
+    fn the_first_work_without_an_outcome_gets_the_cause() {
         let mut queue = queue(&[WRITE, WRITE, WRITE]);
-        queue.give_next();
+        queue.post_next();
         queue.done_through(0, |_, _| Some(8));
-        assert!(queue.give_up(WorkError::PeerGone));
+        assert!(queue.fail_all(WorkError::PeerGone));
         let gone = [(0, Ok(8)), (1, Err(WorkError::PeerGone)), (2, Err(WorkError::Flushed))];
         assert_eq!(told(&mut queue), gone);
-        assert!(!queue.give_up(WorkError::PeerGone), "nobody was left to be told");
+        assert!(!queue.fail_all(WorkError::PeerGone), "all work has an outcome");
     }
 
     #[test]
-    fn the_unsignalled_are_told_only_if_they_fail() {
-        let mut queue = Queue::default();
+    fn unsignalled_work_completes_only_if_it_fails() {
+        let mut queue = WorkQueue::default();
         for id in 0..3 {
             queue.push(Work { id, verb: WRITE, signalled: false });
-            queue.give_next();
+            queue.post_next();
         }
-        queue.settle(1, Err(WorkError::RemoteAccess));
+        queue.complete(1, Err(WorkError::RemoteAccess));
         queue.done_through(2, |_, _| Some(8));
         assert_eq!(told(&mut queue), [(1, Err(WorkError::RemoteAccess))]);
         assert_eq!(queue.len(), 0);

@@ -1,35 +1,38 @@
-//! What a target lends, and memory that is put under other addresses while devices know it (CoRM §3.5).
+//! Lent regions, and changing the pages at their addresses while devices use them (CoRM §3.5).
 
 use std::io;
 use std::sync::Arc;
 
 use super::sys::device::{Device, DeviceCaps};
-use super::sys::registration::{Registration, Use};
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::{AliasMapping, Memory};
 
-/// How a device learns that addresses have other pages; the cheapest that it can is taken, and logged.
+/// How a device learns that addresses have other pages. The cheapest method that works is used and
+/// logged.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RemapMethod {
-    /// It notices (on-demand paging), and is told to fetch them at once, so that nobody waits for that later.
+    /// The device notices (on-demand paging) and is told to fetch the pages at once, so that no
+    /// access waits for it.
     Prefetch,
-    /// It notices, and fetches them when they are touched.
+    /// The device notices and fetches the pages when they are touched.
     OnDemand,
-    /// All windows are closed, the memory is registered anew, and windows are bound again when they are asked for. Every device can do that.
+    /// All windows are closed and the memory is registered again. Windows are bound again on
+    /// request. Every device supports this.
     Reregistration,
 }
 
 impl RemapMethod {
-    /// All ways, the best first.
+    /// All methods, the cheapest first.
     pub const ALL: [Self; 3] = [Self::Prefetch, Self::OnDemand, Self::Reregistration];
 
-    /// The best that a device claims to be able to.
+    /// The cheapest method that a device claims to support.
     #[must_use]
     pub fn of(caps: &DeviceCaps) -> Self {
         if caps.has_odp { Self::Prefetch } else { Self::Reregistration }
     }
 
-    /// Whether the device keeps up by itself, while windows are open.
+    /// Whether pages can change while windows are open.
     #[must_use]
     pub fn is_live(self) -> bool {
         matches!(self, Self::Prefetch | Self::OnDemand)
@@ -46,40 +49,40 @@ impl std::fmt::Display for RemapMethod {
     }
 }
 
-/// From where to where pages are to go.
+/// A request to change the pages of a range.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Move {
+pub(super) struct RemapRequest {
     pub region: usize,
-    /// In the region.
+    /// Offset in the region.
     pub at: usize,
-    /// In its memory.
+    /// Offset in the region's memory.
     pub from: usize,
     pub len: usize,
 }
 
 /// A region as the device knows it.
 #[derive(Debug)]
-pub(super) enum Lent {
+pub(super) enum LentRegion {
     Fixed(Registration),
-    Moving(Moving),
-    /// The device did not take it.
+    Remappable(Remappable),
+    /// The device did not accept the memory.
     Nothing,
 }
 
-impl Lent {
+impl LentRegion {
     pub fn registration(&self) -> Option<&Registration> {
         match self {
             Self::Fixed(registration) => Some(registration),
-            Self::Moving(moving) => moving.registration.as_ref(),
+            Self::Remappable(remappable) => remappable.registration.as_ref(),
             Self::Nothing => None,
         }
     }
 }
 
-/// A region whose addresses may get other pages.
+/// A region whose pages can be changed.
 #[derive(Debug)]
-pub(super) struct Moving {
-    // Before the view that it is of.
+pub(super) struct Remappable {
+    // Must be dropped before the mapping that it registers.
     registration: Option<Registration>,
     view: Arc<AliasMapping>,
     base: u64,
@@ -87,62 +90,73 @@ pub(super) struct Moving {
     how: RemapMethod,
 }
 
-impl Moving {
-    /// Lend a memory under addresses from `base` on, in its own order at first.
+impl Remappable {
+    /// Lends a memory at addresses from `base`, at first in its own order.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn new(device: &'static Device, memory: Arc<Memory>, base: u64) -> io::Result<Self> {
         let wish = usize::try_from(base).unwrap_or(0);
         let view = Arc::new(AliasMapping::new(memory, wish)?);
         let mut how = RemapMethod::of(&device.caps);
-        // Some devices page only where peers and this process use the same addresses.
+        // Some devices support on-demand paging only if peers and this process use the same
+        // addresses.
         let is_same = view.as_ptr().addr() == wish;
         let mut registration = None;
         if how.is_live() && is_same {
-            let made = Registration::of_view(device, Arc::clone(&view), base, Use::WindowsOnDemand);
-            let refused = |error: &io::Error| tracing::info!(%error, "the device does not page this memory");
+            let made =
+                Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::WindowsOnDemand);
+            let refused = |error: &io::Error| {
+                tracing::info!(%error, "the device refuses on-demand paging for this memory");
+            };
             registration = made.inspect_err(refused).ok();
         }
         if registration.is_none() {
             how = RemapMethod::Reregistration;
-            registration = Some(Registration::of_view(device, Arc::clone(&view), base, Use::Windows)?);
+            registration =
+                Some(Registration::of_view(device, Arc::clone(&view), base, RegistrationUse::Windows)?);
         }
-        let moving = Self { registration, view, base, device, how };
-        tracing::info!(device = device.caps.name, %how, "memory may be remapped");
-        Ok(moving)
+        let remappable = Self { registration, view, base, device, how };
+        tracing::info!(device = device.caps.name, %how, "chose how to remap memory");
+        Ok(remappable)
     }
 
     pub fn how(&self) -> RemapMethod {
         self.how
     }
 
-    /// Whether the order can be carried out, as far as that is known before windows are closed for it.
-    pub fn can_remap(&self, order: &Move) -> io::Result<()> {
+    /// Checks a request, as far as possible before windows are closed for it.
+    pub fn can_remap(&self, order: &RemapRequest) -> io::Result<()> {
         self.view.can_remap(order.at, order.from, order.len)
     }
 
-    /// Move pages while windows are open. Only if [`RemapMethod::is_live`].
-    pub fn remap_live(&mut self, order: &Move) -> io::Result<()> {
+    /// Changes pages while windows are open. Requires [`RemapMethod::is_live`].
+    pub fn remap_live(&mut self, order: &RemapRequest) -> io::Result<()> {
         debug_assert!(self.how.is_live());
         self.view.remap(order.at, order.from, order.len)?;
         if self.how == RemapMethod::Prefetch
             && let Some(registration) = &self.registration
             && let Err(error) = registration.prefetch(self.base + u64_from(order.at), u64_from(order.len))
         {
-            // The pages are right without it.
-            tracing::info!(device = self.device.caps.name, %error, "the device does not prefetch");
+            // Prefetching only saves time.
+            tracing::info!(
+                device = self.device.caps.name,
+                %error,
+                "the device cannot prefetch; pages are fetched when they are touched"
+            );
             self.how = RemapMethod::OnDemand;
         }
         Ok(())
     }
 
-    /// Move pages while no window is open. If the device does not take them all are closed from now on.
-    pub fn remap_closed(&mut self, order: &Move) -> io::Result<()> {
+    /// Changes pages while no window is open. If the device does not accept the new pages, the
+    /// region stays closed.
+    pub fn remap_closed(&mut self, order: &RemapRequest) -> io::Result<()> {
         self.view.remap(order.at, order.from, order.len)?;
-        // The old one first: its pages are pinned.
+        // The old registration goes first, because it pins its pages.
         self.registration = None;
-        let made = Registration::of_view(self.device, Arc::clone(&self.view), self.base, Use::Windows)?;
+        let made =
+            Registration::of_view(self.device, Arc::clone(&self.view), self.base, RegistrationUse::Windows)?;
         self.registration = Some(made);
         Ok(())
     }
@@ -153,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_that_pages_on_demand_is_left_to_do_so() {
+    fn on_demand_paging_is_used_where_the_device_has_it() {
         let plain = DeviceCaps::default();
         assert_eq!(RemapMethod::of(&plain), RemapMethod::Reregistration);
         assert!(!RemapMethod::of(&plain).is_live());

@@ -1,11 +1,12 @@
-//! The target's thread: lets initiators in, tells them what keys open, binds windows for them, carries messages.
+//! The target's thread: it accepts initiators, answers what keys open, binds windows and transfers
+//! messages.
 //!
-//! - [`admission`]: strangers prove who they are, and begin a session or go on with one.
-//! - [`requests`]: what those who are in ask for, and what they are told.
-//! - [`closing`]: windows are closed, with nobody looking.
+//! - [`admission`]: authenticates initiators, and begins or resumes sessions.
+//! - [`requests`]: serves requests of admitted initiators.
+//! - [`close_windows`]: closes windows when pages change or keys are revoked.
 
 mod admission;
-mod closing;
+mod close_windows;
 mod requests;
 
 use std::collections::HashMap;
@@ -18,127 +19,129 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-use super::letters::Answer;
-use super::peer::Peer;
-use super::session::{Phase, Session, UnderWay};
-use super::slots::{CAME, Slots, slot_of};
-use super::sys::completions::{Completions, Ended, Outcome};
-use super::sys::connection::{Connection, Event, EventKind, Events};
+use super::answered::VerbsPeer;
+use super::messages::Answer;
+use super::session::{InFlightRequest, SessionPhase, VerbsSession};
+use super::slots::{MessageSlots, RECEIVED_BIT, slot_of};
+use super::sys::completions::{CompletionQueue, Outcome, WorkCompletion};
+use super::sys::connection::{CmConnection, CmEvent, CmEventKind, CmEvents};
 use super::sys::device::Device;
 use super::sys::receives::SharedReceives;
-use super::target::{Command, Shared};
-use super::{INLINE_BYTES, LETTER_BYTES, LETTERS_MAX, Options, WINDOWS_EACH};
+use super::target::{ServerCommand, VerbsShared};
+use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, Options, WINDOWS_EACH};
 use aquifer_fabric::handshake::{HANDSHAKE_TIME, LINGER_TIME};
 use aquifer_fabric::target::{Host, Identity};
 
-/// Completions taken at a time.
+/// Number of completions taken at a time.
 const POLL_MAX: usize = 64;
-/// Those who connect and wait to be heard.
+/// Bound of the connection requests that wait.
 const BACKLOG: i32 = 64;
-/// Connections of those who have not proved who they are, at most: each costs a queue pair.
-const STRANGERS_MAX: usize = 64;
-/// Letters and binds that one session may have under way.
+/// Bound of the connections with an unfinished handshake. Each uses a queue pair.
+const UNAUTHENTICATED_MAX: usize = 64;
+/// Bound of the messages and binds in flight of one session.
 const SESSION_DEPTH: usize = 64;
-/// The thread looks so often who is late, and who has lingered for long enough.
+/// The interval at which expired handshakes and sessions are ended.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-pub(super) struct Server {
-    // Dropped in this order: what is used outlives what uses it.
-    sessions: HashMap<usize, Session>,
+pub(super) struct VerbsServer {
+    // Fields are dropped in this order, so a resource outlives its users.
+    sessions: HashMap<usize, VerbsSession>,
     #[expect(dead_code, reason = "it listens for as long as it is kept")]
-    listener: Connection,
-    events: Events,
+    listener: CmConnection,
+    events: CmEvents,
     receives: SharedReceives,
-    completions: Completions,
-    inbox: Slots,
-    outbox: Slots,
-    /// Whose it is, by the id of its completion. Ids are never used again: one that comes late is nobody's.
-    under_way: HashMap<u64, usize>,
+    completions: CompletionQueue,
+    inbox: MessageSlots,
+    outbox: MessageSlots,
+    /// The session of each request in flight, by completion id. An id is never reused, so a late
+    /// completion matches no session.
+    in_flight: HashMap<u64, usize>,
     next_id: u64,
-    /// By the number of the queue pair.
+    /// The session of each queue pair, by its number.
     by_pair: HashMap<u32, usize>,
-    /// Somebody found no place in the outbox.
-    is_short_of_places: bool,
-    /// Nothing new is bound or said for the moment.
-    is_held: bool,
-    lingering: Vec<(Arc<Peer>, Instant)>,
+    /// Whether a session waits for a free slot of the outbox.
+    is_outbox_full: bool,
+    /// Whether posting is paused.
+    is_paused: bool,
+    parked: Vec<(Arc<VerbsPeer>, Instant)>,
     windows_each: usize,
-    letter: Vec<u8>,
-    ended: Vec<Ended>,
+    message: Vec<u8>,
+    ended: Vec<WorkCompletion>,
     device: &'static Device,
 }
 
-impl Server {
-    /// Listen; nobody is let in before [`Self::run`].
+impl VerbsServer {
+    /// Listens. Initiators are accepted only while [`Self::run`] runs.
     pub fn listen(address: SocketAddr, options: &Options) -> io::Result<(Self, &'static Device, SocketAddr)> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
-        let events = Events::new().map_err(named)?;
-        let listener = Connection::new(&events).map_err(named)?;
+        let events = CmEvents::new().map_err(named)?;
+        let listener = CmConnection::new(&events).map_err(named)?;
         let address = listener.listen(address, BACKLOG).map_err(named)?;
-        let none =
+        let no_device =
             |_| io::Error::new(io::ErrorKind::NotFound, format!("{address} is not an RDMA device's address"));
-        let device = listener.device().map_err(none)?;
+        let device = listener.device().map_err(no_device)?;
         let lacks = device.caps.lacks();
         if !lacks.is_empty() {
             let what = format!("{} cannot lend memory: it lacks {}", device.caps.name, lacks.join(", "));
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
-        let letters = u32::try_from(options.endpoints_max * 8).unwrap_or(u32::MAX).max(LETTERS_MAX);
-        let letters = letters.min(u32::try_from(device.caps.shared_receives).unwrap_or(u32::MAX));
-        let receives = SharedReceives::new(device, letters as usize)?;
-        let depth = (options.endpoints_max * SESSION_DEPTH + letters as usize).min(device.caps.completions);
+        let slots = u32::try_from(options.endpoints_max * 8).unwrap_or(u32::MAX).max(MESSAGE_SLOTS_MAX);
+        let slots = slots.min(u32::try_from(device.caps.shared_receives).unwrap_or(u32::MAX));
+        let receives = SharedReceives::new(device, slots as usize)?;
+        let depth = (options.endpoints_max * SESSION_DEPTH + slots as usize).min(device.caps.completions);
         let server = Self {
             sessions: HashMap::new(),
             listener,
             events,
             receives,
-            completions: Completions::new(device, depth)?,
-            inbox: Slots::new(device, "aquifer-verbs-inbox", letters, LETTER_BYTES)?,
-            outbox: Slots::new(device, "aquifer-verbs-outbox", letters, LETTER_BYTES)?,
-            under_way: HashMap::new(),
+            completions: CompletionQueue::new(device, depth)?,
+            inbox: MessageSlots::new(device, "aquifer-verbs-inbox", slots, MESSAGE_SLOT_BYTES)?,
+            outbox: MessageSlots::new(device, "aquifer-verbs-outbox", slots, MESSAGE_SLOT_BYTES)?,
+            in_flight: HashMap::new(),
             next_id: 0,
             by_pair: HashMap::new(),
-            is_short_of_places: false,
-            is_held: false,
-            lingering: Vec::new(),
-            // Each has its share, so that nobody can take the others'.
+            is_outbox_full: false,
+            is_paused: false,
+            parked: Vec::new(),
+            // Each endpoint has a share, so that no endpoint can use up the windows of others.
             windows_each: (device.caps.windows / options.endpoints_max).clamp(1, WINDOWS_EACH),
-            letter: Vec::new(),
+            message: Vec::new(),
             ended: Vec::with_capacity(POLL_MAX),
             device,
         };
-        for slot in 0..letters {
+        for slot in 0..slots {
             server.offer(slot)?;
         }
         Ok((server, device, address))
     }
 
     fn offer(&self, slot: u32) -> io::Result<()> {
-        // SAFETY: the place is registered for as long as the queue lives, and nobody else's until something has come there.
-        unsafe { self.receives.offer(CAME | u64::from(slot), self.inbox.whole(slot)) }
+        // SAFETY: the slot is registered for as long as the queue lives, and unused until a message
+        // has arrived in it.
+        unsafe { self.receives.offer(RECEIVED_BIT | u64::from(slot), self.inbox.whole(slot)) }
     }
 
-    /// Until the target goes away.
-    pub fn run(mut self, shared: &Shared) {
-        let _end = EndOfService(shared);
+    /// Serves until the target stops.
+    pub fn run(mut self, shared: &VerbsShared) {
+        let _end = ServiceEndGuard(shared);
         while !shared.stop.load(Ordering::SeqCst) {
             let commands = std::mem::take(&mut shared.lock().commands);
-            commands.into_iter().for_each(|command| self.obey(shared, command));
+            commands.into_iter().for_each(|command| self.run_command(shared, command));
             while let Ok(Some(event)) = self.events.next() {
-                self.heed_event(shared, event);
+                self.handle_event(shared, event);
             }
-            self.heed_all(shared);
-            self.carry_mail(shared);
-            self.end_late(shared);
+            self.handle_completions(shared);
+            self.send_messages(shared);
+            self.end_expired(shared);
             self.completions.arm();
-            // What came before that is not told.
-            if self.heed_all(shared) == 0 {
+            // The device does not notify of completions that came before it was armed.
+            if self.handle_completions(shared) == 0 {
                 self.wait(shared);
             }
         }
     }
 
-    fn wait(&self, shared: &Shared) {
+    fn wait(&self, shared: &VerbsShared) {
         let mut polled = [
             PollFd::new(&shared.wake, PollFlags::IN),
             PollFd::from_borrowed_fd(self.events.as_fd(), PollFlags::IN),
@@ -147,94 +150,99 @@ impl Server {
         if let Err(error) = rustix::event::poll(&mut polled, Some(&TICK))
             && error != rustix::io::Errno::INTR
         {
-            tracing::error!(%error, "the fabric target cannot wait for its device");
+            tracing::error!(%error, "cannot poll the RDMA device; retrying");
         }
         if polled[0].revents().contains(PollFlags::IN) {
             shared.wake.clear();
         }
         if polled[2].revents().contains(PollFlags::IN) {
-            self.completions.quiet();
+            self.completions.disarm();
         }
     }
 
-    fn obey(&mut self, shared: &Shared, command: Command) {
+    fn run_command(&mut self, shared: &VerbsShared, command: ServerCommand) {
         match command {
-            Command::Invalidate(key, done) => {
+            ServerCommand::Invalidate(key, done) => {
                 self.sessions.values_mut().for_each(|session| session.invalidate(key));
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
-            Command::Expel(range, done) => {
+            ServerCommand::Expel(range, done) => {
                 self.expel(shared, &range);
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
-            Command::Fence(host, epoch, done) => {
+            ServerCommand::Fence(host, epoch, done) => {
                 self.fence(shared, host, epoch);
-                let _nobody_waits = done.send(());
+                let _ignored = done.send(());
             }
-            Command::Remap(order, done) => {
+            ServerCommand::Remap(order, done) => {
                 let outcome = self.remap(shared, &order);
-                let _nobody_waits = done.send(outcome);
+                let _ignored = done.send(outcome);
             }
         }
     }
 
-    /// Nothing of that host's is served any more when this returns, and none of its sessions comes back.
-    fn fence(&mut self, shared: &Shared, host: Host, epoch: u64) {
+    /// Closes all sessions of a fenced host. When this returns nothing of them is served, and none
+    /// can be resumed.
+    fn fence(&mut self, shared: &VerbsShared, host: Host, epoch: u64) {
         let is_fenced = |who: Identity| who.host == host && who.epoch <= epoch;
-        let of_it = |session: &Session| session.peer().is_some_and(|peer| is_fenced(peer.who));
+        let of_it = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
         let fenced = self.sessions.iter().filter(|(_, session)| of_it(session)).map(|(name, _)| *name);
         fenced.collect::<Vec<_>>().into_iter().for_each(|name| self.close(name));
-        self.release_lingering(shared, |peer, _| is_fenced(peer.who));
+        self.release_parked(shared, |peer, _| is_fenced(peer.who));
     }
 
-    /// The connection is over; the session may come back over another.
+    /// Closes a connection. Its session may be resumed over another one.
     fn close(&mut self, name: usize) {
         let Some(session) = self.sessions.remove(&name) else { return };
         self.by_pair.remove(&session.pair.number());
-        if let Phase::Open(peer) = &session.phase {
-            self.lingering.push((Arc::clone(peer), Instant::now()));
+        if let SessionPhase::Open(peer) = &session.phase {
+            self.parked.push((Arc::clone(peer), Instant::now()));
         }
-        let mut places = Vec::new();
-        for (id, what) in &session.under_way {
-            self.under_way.remove(id);
-            if let UnderWay::Letter(place) = what {
-                places.push(*place);
+        let mut slots = Vec::new();
+        for (id, what) in &session.in_flight {
+            self.in_flight.remove(id);
+            if let InFlightRequest::Message(slot) = what {
+                slots.push(*slot);
             }
         }
-        // Its letters are read until its queue pair is gone.
+        // The slots are read until the queue pair is gone.
         drop(session);
-        places.into_iter().for_each(|place| self.outbox.give_back(place));
+        slots.into_iter().for_each(|slot| self.outbox.release(slot));
     }
 
-    fn end_late(&mut self, shared: &Shared) {
+    fn end_expired(&mut self, shared: &VerbsShared) {
         let now = Instant::now();
-        let late = self.sessions.iter().filter(|(_, session)| session.is_late(now));
+        let late = self.sessions.iter().filter(|(_, session)| session.is_expired(now));
         let late: Vec<usize> = late.map(|(name, _)| *name).collect();
         late.into_iter().for_each(|name| self.close(name));
-        self.release_lingering(shared, |_, since| now - since >= LINGER_TIME);
+        self.release_parked(shared, |_, since| now - since >= LINGER_TIME);
     }
 
-    fn release_lingering(&mut self, shared: &Shared, ends: impl Fn(&Peer, Instant) -> bool) {
-        for (peer, _) in self.lingering.extract_if(.., |(peer, since)| ends(peer, *since)) {
+    fn release_parked(&mut self, shared: &VerbsShared, is_over: impl Fn(&VerbsPeer, Instant) -> bool) {
+        for (peer, _) in self.parked.extract_if(.., |(peer, since)| is_over(peer, *since)) {
             shared.lock().release(&peer);
         }
     }
 
-    fn heed_event(&mut self, shared: &Shared, event: Event) {
-        if let Some((connection, speaks_it)) = event.asks {
-            if speaks_it && let Err(error) = self.let_in(shared, connection) {
-                tracing::warn!(%error, "cannot accept an endpoint");
+    fn handle_event(&mut self, shared: &VerbsShared, event: CmEvent) {
+        if let Some((connection, is_protocol)) = event.request {
+            if is_protocol && let Err(error) = self.accept(shared, connection) {
+                tracing::warn!(%error, "cannot accept a connection");
             }
-        } else if matches!(event.kind, EventKind::Disconnected | EventKind::Failed(_) | EventKind::Rejected) {
+        } else if matches!(
+            event.kind,
+            CmEventKind::Disconnected | CmEventKind::Failed(_) | CmEventKind::Rejected
+        ) {
             self.close(event.of);
         }
     }
 
-    fn let_in(&mut self, shared: &Shared, mut connection: Connection) -> io::Result<()> {
-        // The new queue pair may get the number of one that is gone: what came for that one is heard first.
-        self.heed_all(shared);
-        if self.sessions.values().filter(|session| session.peer().is_none()).count() >= STRANGERS_MAX {
-            return Err(io::Error::other("too many connect at once"));
+    fn accept(&mut self, shared: &VerbsShared, mut connection: CmConnection) -> io::Result<()> {
+        // The new queue pair may get the number of a destroyed one, so messages for that one are
+        // handled first.
+        self.handle_completions(shared);
+        if self.sessions.values().filter(|session| session.peer().is_none()).count() >= UNAUTHENTICATED_MAX {
+            return Err(io::Error::other("too many unfinished handshakes"));
         }
         let Self { device, completions, receives, .. } = self;
         let pair =
@@ -242,71 +250,74 @@ impl Server {
         connection.accept(device.caps.reads_served)?;
         let name = connection.name();
         self.by_pair.insert(pair.number(), name);
-        self.sessions.insert(name, Session::new(connection, pair, Instant::now() + HANDSHAKE_TIME));
+        self.sessions.insert(name, VerbsSession::new(connection, pair, Instant::now() + HANDSHAKE_TIME));
         Ok(())
     }
 
-    /// Heed all that the device has to tell; how much that was.
-    fn heed_all(&mut self, shared: &Shared) -> usize {
+    /// Handles all completions. Returns their number.
+    fn handle_completions(&mut self, shared: &VerbsShared) -> usize {
         let mut count = 0;
         let mut ended = std::mem::take(&mut self.ended);
         while self.completions.poll(&mut ended, POLL_MAX) > 0 {
             count += ended.len();
-            ended.drain(..).for_each(|end| self.heed(shared, &end));
+            ended.drain(..).for_each(|end| self.handle_completion(shared, &end));
         }
         self.ended = ended;
-        if std::mem::take(&mut self.is_short_of_places) {
+        if std::mem::take(&mut self.is_outbox_full) {
             let names: Vec<usize> = self.sessions.keys().copied().collect();
-            names.into_iter().for_each(|name| self.advance(shared, name));
+            names.into_iter().for_each(|name| self.post_queued(shared, name));
         }
         count
     }
 
-    fn heed(&mut self, shared: &Shared, end: &Ended) {
+    fn handle_completion(&mut self, shared: &VerbsShared, end: &WorkCompletion) {
         let is_done = end.outcome == Outcome::Done;
-        if end.id & CAME != 0 {
-            let mut letter = std::mem::take(&mut self.letter);
-            let place = slot_of(end.id);
-            self.inbox.read(place, end.bytes as usize, &mut letter);
-            if let Err(error) = self.offer(place) {
-                tracing::error!(%error, "the device takes no more receives");
+        if end.id & RECEIVED_BIT != 0 {
+            let mut message = std::mem::take(&mut self.message);
+            let slot = slot_of(end.id);
+            self.inbox.read(slot, end.bytes as usize, &mut message);
+            if let Err(error) = self.offer(slot) {
+                tracing::error!(%error, "the device does not accept a receive");
             }
             if is_done && let Some(&name) = self.by_pair.get(&end.pair) {
-                self.hear(shared, name, &letter);
+                self.handle_message(shared, name, &message);
             }
-            self.letter = letter;
-        } else if let Some(name) = self.under_way.remove(&end.id) {
+            self.message = message;
+        } else if let Some(name) = self.in_flight.remove(&end.id) {
             let session = self.sessions.get_mut(&name);
-            match session.and_then(|session| session.under_way.remove(&end.id)) {
-                Some(UnderWay::Letter(place)) => self.outbox.give_back(place),
-                Some(UnderWay::Bind(binding)) => self.bound(name, binding, is_done),
+            match session.and_then(|session| session.in_flight.remove(&end.id)) {
+                Some(InFlightRequest::Message(slot)) => self.outbox.release(slot),
+                Some(InFlightRequest::Bind(binding)) => self.handle_bound(name, binding, is_done),
                 None => {}
             }
-            self.advance(shared, name);
+            self.post_queued(shared, name);
         }
         if !is_done && let Some(&name) = self.by_pair.get(&end.pair) {
             self.close(name);
         }
     }
 
-    /// Messages of the target's owner that were not sent yet.
-    fn carry_mail(&mut self, shared: &Shared) {
+    /// Queues unsent messages of the target's owner for each session.
+    fn send_messages(&mut self, shared: &VerbsShared) {
         let open = self.sessions.iter_mut().filter_map(|(name, session)| {
             let peer = Arc::clone(session.peer()?);
             let mut has_some = false;
-            while peer.mailbox.send_next(|number, message| session.tell(&Answer::Message(number, message))) {
+            while peer
+                .mailbox
+                .send_next(|number, message| session.queue_answer(&Answer::Message(number, message)))
+            {
                 has_some = true;
             }
             has_some.then_some(*name)
         });
-        open.collect::<Vec<_>>().into_iter().for_each(|name| self.advance(shared, name));
+        open.collect::<Vec<_>>().into_iter().for_each(|name| self.post_queued(shared, name));
     }
 }
 
-/// However the thread ends: nobody waits for it after that.
-struct EndOfService<'a>(&'a Shared);
+/// Marks the thread as ended when it is dropped, so that no caller waits for it.
+struct ServiceEndGuard<'a>(&'a VerbsShared);
 
-impl Drop for EndOfService<'_> {
+impl Drop for ServiceEndGuard<'_> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.is_served = false;

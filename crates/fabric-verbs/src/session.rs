@@ -1,4 +1,4 @@
-//! One connection at the target: from a stranger's first message to the windows that are bound for it.
+//! The state of one connection at the target, from its handshake to its windows.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, Read, Write};
@@ -6,207 +6,210 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::letters::{Answer, Opened};
-use super::peer::Peer;
-use super::sys::connection::Connection;
-use super::sys::pair::Pair;
+use super::answered::VerbsPeer;
+use super::messages::{Answer, OpenedKey};
+use super::sys::connection::CmConnection;
+use super::sys::queue_pair::QueuePair;
 use super::sys::window::Window;
 use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, respond};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::Key;
 
-/// How far it has come.
+/// The phase of a connection.
 #[derive(Debug)]
-pub(super) enum Phase {
-    /// It must prove by then that it has the cluster's key.
+pub(super) enum SessionPhase {
+    /// The initiator must prove before the deadline that it holds the cluster key.
     Proving(Instant),
-    /// It has; now it must say who it is, by then.
+    /// The key is proven. The hello must arrive before the deadline.
     Greeting(RecordCipher, Instant),
-    Open(Arc<Peer>),
-    /// It was refused, and told so.
+    Open(Arc<VerbsPeer>),
+    /// The initiator was refused. The answer is being sent.
     Refused(Instant),
 }
 
-/// A window that is being bound.
+/// A bind in flight.
 #[derive(Debug)]
-pub(super) struct Binding {
+pub(super) struct PendingBind {
     pub name: KeyId,
-    pub bound: Bound,
-    pub opened: Opened,
-    pub fate: Fate,
+    pub bound: BoundWindow,
+    pub opened: OpenedKey,
+    pub fate: BindFate,
 }
 
-/// What is to become of a window when it is bound.
+/// What happens to a window when its bind has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Fate {
+pub(super) enum BindFate {
     Opens,
-    /// Its key was invalidated meanwhile.
+    /// The key was invalidated while the window was being bound.
     Dead,
-    /// Its region's pages move: it must be bound once more.
+    /// The region's pages change, so the window must be bound again.
     Again,
 }
 
-/// A window and the number of the region that it opens.
+/// A window and the region that it opens.
 #[derive(Debug)]
-pub(super) struct Bound {
-    /// Only kept: it is open until it is dropped.
+pub(super) struct BoundWindow {
+    /// The window is open until this is dropped.
     #[expect(dead_code, reason = "it is open for as long as it is kept")]
     pub window: Window,
     pub region: usize,
-    /// The addresses that it opens.
+    /// The addresses that the window opens.
     pub range: Range<u64>,
 }
 
-impl Bound {
-    /// Whether it is for a key of a table, and opens something of the range.
+impl BoundWindow {
+    /// Whether the window is for a key of a key table and overlaps the range.
     fn is_of_table_in(&self, name: KeyId, range: &Range<u64>) -> bool {
         name.key.is_table_key() && self.range.start < range.end && range.start < self.range.end
     }
 }
 
-/// What the device has to do for a session.
+/// A request that the device is processing.
 #[derive(Debug)]
-pub(super) enum UnderWay {
-    /// The letter in that place of the outbox.
-    Letter(u32),
-    Bind(Binding),
+pub(super) enum InFlightRequest {
+    /// Sends the message in this slot of the outbox.
+    Message(u32),
+    Bind(PendingBind),
 }
 
-/// What is to be done for a session when the device can take it.
+/// A request that waits until the device can accept it.
 #[derive(Debug)]
-pub(super) enum Waiting {
-    Letter(Vec<u8>),
+pub(super) enum QueuedRequest {
+    Message(Vec<u8>),
     Bind(KeyId),
 }
 
 #[derive(Debug)]
-pub(super) struct Session {
-    pub windows: HashMap<KeyId, Bound>,
-    /// By the ids of their completions.
-    pub under_way: HashMap<u64, UnderWay>,
-    pub connection: Connection,
-    pub pair: Pair,
-    pub phase: Phase,
-    pub waiting: VecDeque<Waiting>,
+pub(super) struct VerbsSession {
+    pub windows: HashMap<KeyId, BoundWindow>,
+    /// By completion id.
+    pub in_flight: HashMap<u64, InFlightRequest>,
+    pub connection: CmConnection,
+    pub pair: QueuePair,
+    pub phase: SessionPhase,
+    pub queued: VecDeque<QueuedRequest>,
 }
 
-impl Session {
-    pub fn new(connection: Connection, pair: Pair, deadline: Instant) -> Self {
+impl VerbsSession {
+    pub fn new(connection: CmConnection, pair: QueuePair, deadline: Instant) -> Self {
         Self {
             windows: HashMap::new(),
             connection,
             pair,
-            phase: Phase::Proving(deadline),
-            under_way: HashMap::new(),
-            waiting: VecDeque::new(),
+            phase: SessionPhase::Proving(deadline),
+            in_flight: HashMap::new(),
+            queued: VecDeque::new(),
         }
     }
 
-    pub fn peer(&self) -> Option<&Arc<Peer>> {
+    pub fn peer(&self) -> Option<&Arc<VerbsPeer>> {
         match &self.phase {
-            Phase::Open(peer) => Some(peer),
+            SessionPhase::Open(peer) => Some(peer),
             _ => None,
         }
     }
 
-    fn bindings(&self) -> impl Iterator<Item = &Binding> {
-        self.under_way.values().filter_map(|what| match what {
-            UnderWay::Bind(binding) => Some(binding),
-            UnderWay::Letter(_) => None,
+    fn bindings(&self) -> impl Iterator<Item = &PendingBind> {
+        self.in_flight.values().filter_map(|what| match what {
+            InFlightRequest::Bind(binding) => Some(binding),
+            InFlightRequest::Message(_) => None,
         })
     }
 
-    /// Windows that are bound or being bound.
+    /// Number of windows that are bound or being bound.
     pub fn windows_taken(&self) -> usize {
         self.windows.len() + self.bindings().count()
     }
 
-    /// Whether one is bound or being bound for that key.
+    /// Whether a window is bound or being bound for a key.
     pub fn has_window(&self, name: KeyId) -> bool {
         self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
     }
 
-    /// Say something when its turn comes.
-    pub fn tell(&mut self, answer: &Answer<'_>) {
-        let mut letter = Vec::new();
-        answer.write(&mut letter);
-        self.waiting.push_back(Waiting::Letter(letter));
+    /// Queues an answer.
+    pub fn queue_answer(&mut self, answer: &Answer<'_>) {
+        let mut message = Vec::new();
+        answer.write(&mut message);
+        self.queued.push_back(QueuedRequest::Message(message));
     }
 
-    /// Nothing is served by that key any more.
+    /// Closes the windows of an invalidated key.
     pub fn invalidate(&mut self, key: Key) {
-        // A window that is freed opens nothing any more when this returns.
+        // When this returns the freed window opens nothing any more.
         self.windows.remove(&KeyId::at(key, 0));
         for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
-            binding.fate = Fate::Dead;
+            binding.fate = BindFate::Dead;
         }
     }
 
-    /// Nothing of that range is served any more by keys of a table; who asks again is told what the table says then.
+    /// Closes the windows of key-table keys in a range. An initiator that asks again gets the
+    /// current entry.
     pub fn expel(&mut self, range: &Range<u64>) {
         self.windows.retain(|name, bound| !bound.is_of_table_in(*name, range));
         for binding in self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.name, range))
         {
-            binding.fate = Fate::Dead;
+            binding.fate = BindFate::Dead;
         }
     }
 
-    /// Whether the device is still to bind a window for such a key there.
+    /// Whether a bind for a key-table key in the range is in flight.
     pub fn is_binding_in(&self, range: &Range<u64>) -> bool {
         self.bindings().any(|binding| binding.bound.is_of_table_in(binding.name, range))
     }
 
-    /// Nothing of that region is served any more, until windows are bound once more.
+    /// Closes all windows of a region, and marks binds in flight to be repeated.
     pub fn close_windows(&mut self, region: usize) {
         self.windows.retain(|_, bound| bound.region != region);
-        let opens = |binding: &&mut Binding| binding.bound.region == region && binding.fate == Fate::Opens;
+        let opens =
+            |binding: &&mut PendingBind| binding.bound.region == region && binding.fate == BindFate::Opens;
         for binding in self.bindings_mut().filter(opens) {
-            binding.fate = Fate::Again;
+            binding.fate = BindFate::Again;
         }
     }
 
-    /// Whether the device is still to bind a window of that region.
+    /// Whether a bind for the region is in flight.
     pub fn is_binding(&self, region: usize) -> bool {
         self.bindings().any(|binding| binding.bound.region == region)
     }
 
-    fn bindings_mut(&mut self) -> impl Iterator<Item = &mut Binding> {
-        self.under_way.values_mut().filter_map(|what| match what {
-            UnderWay::Bind(binding) => Some(binding),
-            UnderWay::Letter(_) => None,
+    fn bindings_mut(&mut self) -> impl Iterator<Item = &mut PendingBind> {
+        self.in_flight.values_mut().filter_map(|what| match what {
+            InFlightRequest::Bind(binding) => Some(binding),
+            InFlightRequest::Message(_) => None,
         })
     }
 
-    /// Whether it took too long to say who it is.
-    pub fn is_late(&self, now: Instant) -> bool {
+    /// Whether the handshake took too long.
+    pub fn is_expired(&self, now: Instant) -> bool {
         match self.phase {
-            Phase::Proving(deadline) | Phase::Greeting(_, deadline) | Phase::Refused(deadline) => {
-                now >= deadline
-            }
-            Phase::Open(_) => false,
+            SessionPhase::Proving(deadline)
+            | SessionPhase::Greeting(_, deadline)
+            | SessionPhase::Refused(deadline) => now >= deadline,
+            SessionPhase::Open(_) => false,
         }
     }
 }
 
-impl Drop for Session {
+impl Drop for VerbsSession {
     fn drop(&mut self) {
         self.pair.stop();
-        // Windows go before the queue pair that they are bound to: devices may wait for that for long.
+        // Windows are freed before their queue pair, since devices may take long to free a queue
+        // pair with windows.
         self.windows.clear();
-        self.under_way.clear();
+        self.in_flight.clear();
         self.connection.disconnect();
     }
 }
 
-/// One message in, one message out, to those who expect a stream.
+/// A stream with one received and one sent message, for the handshake.
 #[derive(Debug, Default)]
-struct Script {
+struct BufferStream {
     heard: Vec<u8>,
     taken: usize,
     said: Vec<u8>,
 }
 
-impl Read for Script {
+impl Read for BufferStream {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         let count = out.len().min(self.heard.len() - self.taken);
         out[..count].copy_from_slice(&self.heard[self.taken..self.taken + count]);
@@ -215,7 +218,7 @@ impl Read for Script {
     }
 }
 
-impl Write for Script {
+impl Write for BufferStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.said.extend_from_slice(bytes);
         Ok(bytes.len())
@@ -226,9 +229,9 @@ impl Write for Script {
     }
 }
 
-/// What a stranger's first message proves, and what it is answered.
+/// Handles the first handshake message. Returns the cipher or the error, and the answer.
 pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
-    let mut script = Script { heard: message.to_vec(), ..Script::default() };
+    let mut script = BufferStream { heard: message.to_vec(), ..BufferStream::default() };
     let outcome = respond(&mut script, key).map(|secured| secured.into_parts().1);
     (outcome, script.said)
 }

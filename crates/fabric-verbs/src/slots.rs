@@ -1,50 +1,51 @@
-//! Registered places for messages.
+//! Slots of registered memory for messages and results.
 
 use std::io;
 use std::sync::Arc;
 
 use super::sys::device::Device;
-use super::sys::pair::Piece;
-use super::sys::registration::{Registration, Use};
+use super::sys::queue_pair::LocalPiece;
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 
-/// Ids of completions: of messages that came, with the place where they are, and of those that went. Those of other work have neither bit.
-pub(super) const CAME: u64 = 1 << 62;
-pub(super) const WENT: u64 = 1 << 63;
+/// Bits of completion ids. A received message has its slot and the first bit, a sent message its
+/// slot and the second bit. Other work has neither.
+pub(super) const RECEIVED_BIT: u64 = 1 << 62;
+pub(super) const SENT_BIT: u64 = 1 << 63;
 
-/// The place that an id tells of.
+/// The slot that a completion id names.
 pub(super) fn slot_of(id: u64) -> u32 {
     u32::try_from(id & u64::from(u32::MAX)).expect("32 bits")
 }
 
-/// Places of one size. Which are in use, their owner knows, or [`Slots::take`].
+/// Slots of one size. [`MessageSlots::allocate`] allocates them.
 #[derive(Debug)]
-pub(super) struct Slots {
+pub(super) struct MessageSlots {
     registration: Registration,
     base: u64,
     slot_bytes: usize,
     free: Vec<u32>,
 }
 
-impl Slots {
-    /// So many places, all free.
+impl MessageSlots {
+    /// Makes `count` free slots.
     ///
     /// # Errors
-    /// If there is no memory, or the device does not take it.
+    /// If there is no memory, or the device does not accept it.
     pub fn new(device: &'static Device, name: &str, count: u32, slot_bytes: usize) -> io::Result<Self> {
         let memory = Arc::new(Memory::create(name, count as usize * slot_bytes)?);
         let base = u64_from(memory.as_ptr().addr());
         let range = 0..memory.len();
-        let registration = Registration::new(device, memory, range, base, Use::Local)?;
+        let registration = Registration::new(device, memory, range, base, RegistrationUse::Local)?;
         Ok(Self { registration, base, slot_bytes, free: (0..count).collect() })
     }
 
-    pub fn take(&mut self) -> Option<u32> {
+    pub fn allocate(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    pub fn give_back(&mut self, slot: u32) {
+    pub fn release(&mut self, slot: u32) {
         self.free.push(slot);
     }
 
@@ -52,18 +53,18 @@ impl Slots {
         !self.free.is_empty()
     }
 
-    /// The first `len` bytes of a place.
-    pub fn piece(&self, slot: u32, len: usize) -> Piece {
+    /// The first `len` bytes of a slot.
+    pub fn piece(&self, slot: u32, len: usize) -> LocalPiece {
         assert!(len <= self.slot_bytes, "{len} bytes in a place of {}", self.slot_bytes);
-        Piece {
+        LocalPiece {
             addr: self.base + u64_from(slot as usize * self.slot_bytes),
             len: u32::try_from(len).expect("a short message"),
             key: self.registration.local_key(),
         }
     }
 
-    /// All of a place.
-    pub fn whole(&self, slot: u32) -> Piece {
+    /// The whole slot.
+    pub fn whole(&self, slot: u32) -> LocalPiece {
         self.piece(slot, self.slot_bytes)
     }
 
@@ -71,7 +72,7 @@ impl Slots {
         self.registration.memory().write(slot as usize * self.slot_bytes, bytes);
     }
 
-    /// Put the first `len` bytes of a place into `out`, instead of what is there.
+    /// Copies the first `len` bytes of a slot to `out`, which is replaced.
     pub fn read(&self, slot: u32, len: usize, out: &mut Vec<u8>) {
         out.clear();
         out.resize(len.min(self.slot_bytes), 0);

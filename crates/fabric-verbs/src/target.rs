@@ -1,4 +1,5 @@
-//! The target's end: it changes keys and fences; a thread of its own lets initiators in and binds windows for them. Their READs and WRITEs it never sees.
+//! The owner's end: changes keys and fences. A thread of its own accepts initiators and binds
+//! windows. It takes no part in READs and WRITEs.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -10,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use super::Options;
-use super::peer::{Answered, Peer};
-use super::remap::{Lent, Move, Moving, RemapMethod};
-use super::serve::Server;
+use super::answered::{AnsweredMessages, VerbsPeer};
+use super::remap::{LentRegion, RemapMethod, RemapRequest, Remappable};
+use super::serve::VerbsServer;
 use super::sys::device::Device;
-use super::sys::registration::{Registration, Use};
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::ControlMemory;
@@ -25,79 +26,80 @@ use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, Targ
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
 
-/// Memory offered over verbs.
+/// A target that offers memory over RDMA devices.
 pub struct VerbsTarget {
-    shared: Arc<Shared>,
+    shared: Arc<VerbsShared>,
     thread: Option<JoinHandle<()>>,
     address: SocketAddr,
 }
 
-/// What the thread is asked; it tells when it is done.
-pub(super) enum Command {
-    /// No window is bound for that key any more.
+/// A command to the thread. The sender is used when the command is done.
+pub(super) enum ServerCommand {
+    /// Close the windows of a key.
     Invalidate(Key, Sender<()>),
-    /// No window is bound by a table's key in that range any more.
+    /// Close the windows of key-table keys in a range.
     Expel(Range<u64>, Sender<()>),
-    /// Nothing of that host's is served any more.
+    /// Close the sessions of a host up to an epoch.
     Fence(Host, u64, Sender<()>),
-    /// Other pages lie under these addresses.
-    Remap(Move, Sender<io::Result<()>>),
+    /// Change the pages of a range.
+    Remap(RemapRequest, Sender<io::Result<()>>),
 }
 
-pub(super) struct Shared {
+pub(super) struct VerbsShared {
     pub options: Options,
     pub key: ClusterKey,
     pub control: ControlMemory,
     pub device: &'static Device,
-    pub state: Mutex<State>,
+    pub state: Mutex<VerbsTargetState>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
 }
 
-pub(super) struct State {
-    pub peers: PeerSessions<Answered>,
+pub(super) struct VerbsTargetState {
+    pub peers: PeerSessions<AnsweredMessages>,
     pub tables: TargetTables,
-    /// By region number.
-    pub regions: Vec<Lent>,
-    pub commands: Vec<Command>,
-    /// There is a thread that obeys them.
+    /// The regions by index.
+    pub regions: Vec<LentRegion>,
+    pub commands: Vec<ServerCommand>,
+    /// Whether the thread runs and executes commands.
     pub is_served: bool,
 }
 
-impl State {
-    /// A session is over for good.
-    pub fn release(&mut self, peer: &Peer) {
+impl VerbsTargetState {
+    /// Ends a session for good.
+    pub fn release(&mut self, peer: &VerbsPeer) {
         self.peers.release(peer, |_| ());
     }
 
-    /// Keep a region that was just put into the tables, and say if there is none.
-    fn keep(&mut self, lent: io::Result<Lent>) -> Result<(), TargetError> {
+    /// Stores a region that was just added to the tables, and reports if the device did not accept
+    /// it.
+    fn keep(&mut self, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
             Err(source) => (
-                Lent::Nothing,
+                LentRegion::Nothing,
                 Err(TargetError::System {
                     what: "cannot register memory with the device (see ulimit -l)",
                     source,
                 }),
             ),
         };
-        // In either case: regions are known by their numbers.
+        // Stored in either case, because regions are numbered.
         self.regions.push(lent);
         outcome
     }
 }
 
-impl Shared {
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+impl VerbsShared {
+    pub fn lock(&self) -> MutexGuard<'_, VerbsTargetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Have the thread do something, and wait until it is done; nothing if there is no thread any more.
-    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> Command) -> Option<T> {
+    /// Executes a command on the thread and waits for it. Returns `None` if the thread has ended.
+    fn command<T>(&self, make: impl FnOnce(Sender<T>) -> ServerCommand) -> Option<T> {
         let (done, is_done) = channel();
         let mut state = self.lock();
-        // A thread that has ended serves nobody any more, which is as good.
+        // A thread that has ended serves nothing any more, so the command is done.
         if !state.is_served {
             return None;
         }
@@ -109,27 +111,28 @@ impl Shared {
 }
 
 impl VerbsTarget {
-    /// Offer memory at the address of an RDMA device, to whoever proves to have the cluster's key.
+    /// Offers memory at the address of an RDMA device to initiators that hold the cluster key.
     ///
     /// # Errors
-    /// If an option is out of bounds, the address is no device's or taken, or the system refuses.
+    /// If an option is out of bounds, the address is not that of a device or is in use, or the
+    /// system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what| move |source| TargetError::System { what, source };
         options.check()?;
         let (server, device, address) =
-            Server::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
+            VerbsServer::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
         let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
             .map_err(system("cannot create control memory"))?;
         let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
-        let state = State {
+        let state = VerbsTargetState {
             peers: PeerSessions::new(options.endpoints_max),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
             regions: Vec::new(),
             commands: Vec::new(),
             is_served: true,
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(VerbsShared {
             key: key.clone(),
             control,
             device,
@@ -145,10 +148,11 @@ impl VerbsTarget {
         Ok(Self { shared, thread: Some(thread), address })
     }
 
-    /// As [`Target::register`], under addresses that may be given other pages of the memory by [`Self::remap`]. At first each has its own.
+    /// Registers memory whose pages [`Self::remap`] can change. At first the pages are in the
+    /// memory's own order.
     ///
     /// # Errors
-    /// As [`Target::register`].
+    /// The errors of [`Target::register`].
     pub fn register_movable(
         &self,
         memory: Arc<Memory>,
@@ -158,46 +162,51 @@ impl VerbsTarget {
         let mut state = self.shared.lock();
         let own = Arc::clone(&memory);
         let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
-        let made = Moving::new(self.shared.device, memory, region.base).map(Lent::Moving);
+        let made = Remappable::new(self.shared.device, memory, region.base).map(LentRegion::Remappable);
         state.keep(made)?;
         Ok(region)
     }
 
-    /// Put the `len` bytes at `from` of a movable region's memory under the addresses from `addr` on (CoRM §3.5). Keys stay as they are; who reads or
-    /// writes meanwhile finds the old pages or the new ones. What the old pages are used for next is the caller's to care for: work that was under way may
-    /// still have reached them until this returns.
+    /// Maps the `len` bytes at `from` of a movable region's memory at the addresses from `addr`
+    /// (CoRM §3.5).
+    ///
+    /// Keys do not change. A concurrent access sees the old pages or the new ones. Until this
+    /// returns, operations in flight may still access the old pages, so the caller must not reuse
+    /// them before.
     ///
     /// # Errors
-    /// If the range is not inside one movable region, or the numbers are not multiples of a page; if the device does not take the new pages: then its windows stay
-    /// closed.
+    /// If the range is not inside one movable region, or a number is not a multiple of the page
+    /// size. If the device does not accept the new pages; the region's windows then stay closed.
     pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<RemapMethod, TargetError> {
         let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
         let mut state = self.shared.lock();
         let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
-        let Some(Lent::Moving(moving)) = state.regions.get_mut(region) else { return Err(out_of_range) };
+        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(region) else {
+            return Err(out_of_range);
+        };
         let (Ok(at), Ok(from), Ok(len)) =
             (usize::try_from(addr - base), usize::try_from(from), usize::try_from(len))
         else {
             return Err(out_of_range);
         };
-        let order = Move { region, at, from, len };
-        moving.can_remap(&order).map_err(failed)?;
-        if moving.how().is_live() {
-            moving.remap_live(&order).map_err(failed)?;
-            return Ok(moving.how());
+        let order = RemapRequest { region, at, from, len };
+        remappable.can_remap(&order).map_err(failed)?;
+        if remappable.how().is_live() {
+            remappable.remap_live(&order).map_err(failed)?;
+            return Ok(remappable.how());
         }
         drop(state);
         let gone = || io::Error::other("the target's thread has ended");
-        let moved = self.shared.command(|done| Command::Remap(order, done));
+        let moved = self.shared.command(|done| ServerCommand::Remap(order, done));
         moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
         match self.shared.lock().regions.get(region) {
-            Some(Lent::Moving(moving)) => Ok(moving.how()),
+            Some(LentRegion::Remappable(remappable)) => Ok(remappable.how()),
             _ => Err(out_of_range),
         }
     }
 
-    /// Where it listens; if port 0 was asked for, which port it got.
+    /// The address at which it listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -235,7 +244,8 @@ impl Target for VerbsTarget {
         let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
-        let made = Registration::new(device, memory, whole, region.base, Use::Windows).map(Lent::Fixed);
+        let made = Registration::new(device, memory, whole, region.base, RegistrationUse::Windows)
+            .map(LentRegion::Fixed);
         state.keep(made)?;
         Ok(region)
     }
@@ -245,24 +255,24 @@ impl Target for VerbsTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));
         }
         drop(state);
-        self.shared.command(|done| Command::Invalidate(key, done));
+        self.shared.command(|done| ServerCommand::Invalidate(key, done));
         self.shared.lock().tables.release_key(key);
         Ok(())
     }
 
     fn expel(&self, range: Range<u64>) {
-        self.shared.command(|done| Command::Expel(range, done));
+        self.shared.command(|done| ServerCommand::Expel(range, done));
     }
 
     fn fence(&self, host: Host, epoch: u64) {
         self.shared.lock().tables.fence(host, epoch);
-        self.shared.command(|done| Command::Fence(host, epoch, done));
+        self.shared.command(|done| ServerCommand::Fence(host, epoch, done));
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {

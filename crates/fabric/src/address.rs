@@ -1,4 +1,5 @@
-//! Where a node's memory is reached, as the directory names it.
+//! The address of a memory node: a provider and an address in its terms, as the directory records
+//! them.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -13,53 +14,55 @@ use crate::work::{Endpoint, EndpointError};
 
 /// Connects to the target at an address.
 pub type ConnectFn = fn(SocketAddr, &ClusterKey, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
-/// Opens a target at an address of this machine; returns it with the address where it listens.
+/// Opens a target at an address of this machine. Returns the target and the address at which it
+/// listens.
 pub type ListenFn = fn(SocketAddr, &ClusterKey) -> Result<(Arc<dyn Target>, SocketAddr), TargetError>;
 
-/// The provider for RDMA devices. It is a crate of its own, which a program links and installs if it wants it.
+/// The provider for RDMA devices. It is a separate crate, which a program links and installs.
 #[derive(Clone, Copy, Debug)]
 pub struct VerbsProvider {
-    /// For initiators.
+    /// Connects an initiator.
     pub connect: ConnectFn,
-    /// For targets. The address is that of a device.
+    /// Opens a target at the address of a device.
     pub listen: ListenFn,
 }
 
 static VERBS: OnceLock<VerbsProvider> = OnceLock::new();
 
 impl VerbsProvider {
-    /// Makes it the process' provider for [`FabricAddress::Verbs`]. The first one stays.
+    /// Installs this as the provider for [`FabricAddress::Verbs`]. The first installed provider
+    /// stays.
     pub fn install(self) {
         let _ = VERBS.set(self);
     }
 
-    /// The one that was installed.
+    /// The installed provider.
     #[must_use]
     pub fn installed() -> Option<Self> {
         VERBS.get().copied()
     }
 }
 
-/// What a program without that provider says.
+/// The error message of a program that has no provider for RDMA devices.
 pub const WITHOUT_VERBS: &str =
     "this program was built without RDMA: build it with the cargo feature `verbs`";
 
 /// A provider and an address in its terms.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FabricAddress {
-    /// A Unix socket of this machine.
+    /// The path of a Unix socket on this machine.
     Shm(PathBuf),
-    /// Any machine.
+    /// The address of a TCP listener on any machine.
     Tcp(SocketAddr),
-    /// A machine with an RDMA device, which has this address.
+    /// The address of an RDMA device on any machine.
     Verbs(SocketAddr),
 }
 
 impl FabricAddress {
-    /// Read what [`Self::provider`] and [`Self::address`] gave.
+    /// Parses what [`Self::provider`] and [`Self::address`] returned.
     ///
     /// # Errors
-    /// A sentence, if this program knows no such provider or the address is none of its.
+    /// A sentence, if this program does not know the provider or cannot parse the address.
     pub fn parse(provider: &str, address: &str) -> Result<Self, String> {
         match provider {
             "shm" => Ok(Self::Shm(address.into())),
@@ -68,7 +71,7 @@ impl FabricAddress {
                 Ok(address) => Ok(Self::Verbs(address)),
                 Err(_) => Err(format!("\"{address}\" is not an address such as 10.0.0.1:7400")),
             },
-            _ => Err(format!("this program knows no fabric \"{provider}\"")),
+            _ => Err(format!("unknown fabric \"{provider}\": this program supports shm, tcp and verbs")),
         }
     }
 
@@ -91,7 +94,7 @@ impl FabricAddress {
         }
     }
 
-    /// The same, at another address.
+    /// The same provider at another address. A path stays as it is.
     #[must_use]
     pub fn at(self, address: SocketAddr) -> Self {
         match self {
@@ -101,10 +104,11 @@ impl FabricAddress {
         }
     }
 
-    /// Connect. Over a network both ends need the cluster's key, and `options` count.
+    /// Connects to the target. Over a network both ends need the cluster key, and `options` apply
+    /// to TCP.
     ///
     /// # Errors
-    /// What the provider says; or that there is no key.
+    /// Those of the provider; or that the cluster key is missing.
     pub fn connect(
         &self,
         who: Identity,
@@ -123,7 +127,7 @@ impl FabricAddress {
             },
             (Self::Tcp(address) | Self::Verbs(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
-                reason: "this host has no cluster key to prove itself with: give it --key FILE".into(),
+                reason: "this host has no cluster key: give it one with --key FILE".into(),
             }),
         }
     }

@@ -1,4 +1,5 @@
-//! Addresses whose pages are those of a memory, in whatever order: the alias mapping by which a block keeps its address when it moves (CoRM §3.5).
+//! Alias mappings: addresses whose pages are those of a memory, in any order. By them an object
+//! keeps its address when it moves (CoRM §3.5).
 
 use std::io;
 use std::ptr::NonNull;
@@ -9,7 +10,8 @@ use rustix::mm::{MapFlags, ProtFlags};
 use crate::Memory;
 use crate::memory::u64_from;
 
-/// As many addresses as a memory has bytes; at first each is that of the byte with its number.
+/// A range of addresses as long as a memory. At first each address maps the byte with the same
+/// offset.
 #[derive(Debug)]
 pub struct AliasMapping {
     memory: Arc<Memory>,
@@ -18,11 +20,11 @@ pub struct AliasMapping {
 
 // SAFETY: the mapping belongs to the process, not to a thread; it hands out no references.
 unsafe impl Send for AliasMapping {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for AliasMapping {}
 
 impl AliasMapping {
-    /// Map a memory once more, at this process's address `wish` if that is free.
+    /// Maps a memory once more, at the address `wish` of this process if that is free.
     ///
     /// # Errors
     /// If the system refuses.
@@ -42,7 +44,7 @@ impl AliasMapping {
         Ok(Self { memory, start })
     }
 
-    /// Whose pages these are.
+    /// The memory that provides the pages.
     #[must_use]
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
@@ -54,14 +56,16 @@ impl AliasMapping {
         self.start.as_ptr()
     }
 
-    /// From now on the `len` bytes at `at` of the view are those at `from` of the memory; all at once, for whoever looks meanwhile.
+    /// Maps the `len` bytes at `from` of the memory at `at` of the mapping. A concurrent access
+    /// sees the old pages or the new ones.
     ///
     /// # Errors
-    /// If a number is not a multiple of the system's page or a range not inside, or the system refuses (it has a limit of mappings,
-    /// `vm.max_map_count`); then nothing has changed.
+    /// If a number is not a multiple of the page size, or a range is not inside; if the system
+    /// refuses, which limits the number of mappings (`vm.max_map_count`). Nothing has changed then.
     pub fn remap(&self, at: usize, from: usize, len: usize) -> io::Result<()> {
         self.can_remap(at, from, len)?;
-        // SAFETY: it replaces a part of this mapping, to which nobody has references; the memory cannot shrink below it.
+        // SAFETY: it replaces a part of this mapping, to which there are no references; the memory
+        // cannot shrink below it.
         unsafe {
             rustix::mm::mmap(
                 self.as_ptr().add(at).cast(),
@@ -75,10 +79,10 @@ impl AliasMapping {
         Ok(())
     }
 
-    /// Whether the numbers are such that it could be.
+    /// Checks the arguments of [`Self::remap`].
     ///
     /// # Errors
-    /// If a number is not a multiple of the system's page, or a range not inside.
+    /// If a number is not a multiple of the page size, or a range is not inside.
     pub fn can_remap(&self, at: usize, from: usize, len: usize) -> io::Result<()> {
         let page = rustix::param::page_size();
         let is_inside = |start: usize| start.checked_add(len).is_some_and(|end| end <= self.memory.len());
@@ -87,7 +91,10 @@ impl AliasMapping {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         if !is_inside(at) || !is_inside(from) {
-            let what = format!("{len} bytes from {from} to {at} are not inside of {}", self.memory.len());
+            let what = format!(
+                "{len} bytes from {from} to {at} are not inside a memory of {} bytes",
+                self.memory.len()
+            );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
         }
         Ok(())
@@ -96,7 +103,7 @@ impl AliasMapping {
 
 impl Drop for AliasMapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nothing borrowed from `self` is alive.
+        // SAFETY: `self` owns the mapping, and nothing borrowed from `self` is alive.
         let unmapped = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.memory.len()) };
         debug_assert!(unmapped.is_ok(), "munmap: {unmapped:?}");
     }
@@ -119,7 +126,7 @@ mod tests {
         let memory = Arc::new(Memory::create("test", 4 * PAGE).unwrap());
         (0..4).for_each(|page| memory.write(page * PAGE, &[u8::try_from(page).unwrap() + 1]));
         let view = AliasMapping::new(Arc::clone(&memory), 1 << 40).unwrap();
-        assert_eq!(view.as_ptr().addr(), 1 << 40, "nobody else is there");
+        assert_eq!(view.as_ptr().addr(), 1 << 40, "the address is free");
         view.remap(0, 2 * PAGE, 2 * PAGE).unwrap();
         let seen: Vec<u8> = (0..4).map(|page| byte(&view, page * PAGE)).collect();
         assert_eq!(seen, [3, 4, 3, 4], "two addresses may be of one page");

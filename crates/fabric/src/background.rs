@@ -1,4 +1,4 @@
-//! Something that takes its time, done by a thread of its own, for whoever must not wait.
+//! Work that a background thread does for a thread that must not block.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,38 +6,38 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::wake::WakeFd;
 
-/// What a thread of its own is at.
+/// A task on a thread of its own, which produces one result.
 #[derive(Debug)]
 pub struct BackgroundTask<T> {
-    found: Arc<Mutex<Option<T>>>,
-    /// Readable when there is an outcome.
-    bell: Arc<WakeFd>,
+    result: Arc<Mutex<Option<T>>>,
+    /// Readable once there is a result.
+    ready: Arc<WakeFd>,
 }
 
 impl<T: Send + 'static> BackgroundTask<T> {
-    /// Begin. `work` is given a question: does anybody still wait for its outcome?
+    /// Starts the task. `work` gets a function that says whether the result is still awaited.
     ///
     /// # Errors
-    /// If there is no thread.
+    /// If the thread cannot be started.
     pub fn start(name: &str, work: impl FnOnce(&dyn Fn() -> bool) -> T + Send + 'static) -> io::Result<Self> {
-        let found = Arc::new(Mutex::new(None));
-        let bell = Arc::new(WakeFd::new()?);
-        let rescue = Self { found: Arc::clone(&found), bell: Arc::clone(&bell) };
+        let result = Arc::new(Mutex::new(None));
+        let ready = Arc::new(WakeFd::new()?);
+        let task = Self { result: Arc::clone(&result), ready: Arc::clone(&ready) };
         std::thread::Builder::new().name(name.into()).spawn(move || {
-            let outcome = work(&|| Arc::strong_count(&bell) > 1);
-            *found.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-            bell.wake();
+            let outcome = work(&|| Arc::strong_count(&ready) > 1);
+            *result.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+            ready.wake();
         })?;
-        Ok(rescue)
+        Ok(task)
     }
 
-    /// A descriptor that is readable once there is an outcome.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        (*self.bell).as_fd()
+    /// A descriptor that is readable once there is a result.
+    pub fn ready_fd(&self) -> BorrowedFd<'_> {
+        (*self.ready).as_fd()
     }
 
-    /// What came of it, once.
-    pub fn outcome(&self) -> Option<T> {
-        self.found.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// Takes the result, once.
+    pub fn poll_result(&self) -> Option<T> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }

@@ -1,9 +1,11 @@
-//! ControlMemory memory: who is connected, who is fenced, and what each key opens.
+//! Control memory: the connected endpoints, the fenced ones, and what each key opens.
 //!
-//! The target writes keys and states; each endpoint writes only its own `active` word. Before it
-//! touches anything an endpoint makes `active` odd, then looks at keys; whoever kills a key clears
-//! its tag, then waits until every `active` word was seen even or changed. With a full fence
-//! between the two steps on both sides, one of the two always sees the other.
+//! The target writes keys and states; each endpoint writes only its own `active` word. An endpoint
+//! makes `active` odd before it reads any key. To invalidate a key, the target clears the key's tag
+//! and then waits until it has seen every `active` word even or changed. Both sides put a full
+//! fence between their two steps, so at least one of them sees the other.
+//!
+//! The bytes are described in `docs/formats/fabric-shm.md`.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -27,7 +29,8 @@ const ALIVE_AT: usize = 12;
 const ENDPOINTS_AT: usize = 16;
 const KEYS_AT: usize = 20;
 const STAMP_AT: usize = 64;
-/// For each region its table of keys: where its entries are, where its data begins and ends, as offsets in the region; zeros if it has none.
+/// For each region its key table: offset of the entries, start and end of the data, all as offsets
+/// in the region. Zeros if it has none.
 const TABLES_AT: usize = 1024;
 const TABLE_BYTES: usize = 24;
 const _: () = assert!(TABLES_AT + crate::REGIONS_LIMIT * TABLE_BYTES <= ENDPOINT_TABLE_AT);
@@ -47,17 +50,17 @@ const BASE_IN: usize = 8;
 const LEN_IN: usize = 16;
 const SCOPE_IN: usize = 24;
 
-/// Slot states.
+/// Slot state: no endpoint uses the slot.
 pub const FREE: u32 = 0;
 /// Slot state: an endpoint uses the slot.
 pub const OPEN: u32 = 1;
 /// Slot state: the endpoint is fenced and may do nothing more.
 pub const FENCED: u32 = 2;
 
-/// A waiter looks this often before it yields, and yields this often before it sleeps.
+/// Polls before a waiting thread yields, then yields before it sleeps.
 const SPINS: u32 = 200;
 const YIELDS: u32 = 2000;
-const NAP: Duration = Duration::from_micros(50);
+const SLEEP_TIME: Duration = Duration::from_micros(50);
 
 /// The mapped control memory of one target.
 #[derive(Debug)]
@@ -80,7 +83,7 @@ impl ControlMemory {
         Ok(control)
     }
 
-    /// Map what a target sent. The reason of a refusal is a sentence.
+    /// Maps the control memory that a target sent. The error says why it was refused.
     pub fn open(fd: OwnedFd, len: u64) -> Result<Self, String> {
         let longest = bytes(ENDPOINTS_LIMIT, crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT);
         let len = usize::try_from(len)
@@ -89,7 +92,7 @@ impl ControlMemory {
             .ok_or("the control memory has an impossible size")?;
         let memory = Memory::from_fd(fd, len).map_err(|e| format!("control memory: {e}"))?;
         if memory.atomic_u64(MAGIC_AT).load(Ordering::Acquire) != MAGIC {
-            return Err("the control memory does not begin as it should".into());
+            return Err("the control memory has a wrong magic number".into());
         }
         let version = memory.atomic_u32(VERSION_AT).load(Ordering::Relaxed);
         if version != VERSION {
@@ -103,7 +106,7 @@ impl ControlMemory {
             && keys <= crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT
             && bytes(endpoints, keys) == len;
         if !possible {
-            return Err("the control memory's tables do not fit its size".into());
+            return Err("the tables of the control memory do not match its size".into());
         }
         Ok(Self { memory, endpoints, keys })
     }
@@ -129,20 +132,20 @@ impl ControlMemory {
         self.u32(ALIVE_AT).load(Ordering::Relaxed) != 0
     }
 
-    /// The target goes away in good order.
+    /// Marks the target as gone. Endpoints then begin no access.
     pub fn set_dead(&self) {
         self.u32(ALIVE_AT).store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// Order of messages between endpoints.
+    /// A number that orders messages of different endpoints.
     pub fn next_stamp(&self) -> u64 {
         self.memory.atomic_u64(STAMP_AT).fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Give a slot to a new endpoint. Its `active` word goes on from where the last one left it,
-    /// so that no waiter takes the new one's batch for the old one's.
-    pub fn occupy(&self, slot: usize, who: Identity) {
+    /// Assigns a slot to a new endpoint. The `active` word continues from the last endpoint's
+    /// value, so no waiter takes a batch of the new endpoint for one of the old.
+    pub fn open_slot(&self, slot: usize, who: Identity) {
         self.endpoint_u32(slot, HOST_IN).store(u32::from(who.host.0), Ordering::Relaxed);
         self.endpoint_u32(slot, TENANT_IN).store(who.tenant.0, Ordering::Relaxed);
         self.memory.atomic_u64(endpoint_at(slot, EPOCH_IN)).store(who.epoch, Ordering::Relaxed);
@@ -150,25 +153,25 @@ impl ControlMemory {
         self.set_state(slot, OPEN);
     }
 
-    /// Say which process an endpoint is in, for whoever must know whether it lives when its socket is gone.
+    /// Records the process of an endpoint, so that [`crate::shm::retire`] can see whether it lives.
     pub fn set_process(&self, slot: usize, pid: u32) {
         self.endpoint_u32(slot, PROCESS_IN).store(pid, Ordering::Relaxed);
     }
 
-    /// The process that an endpoint is in; 0 if that is not known.
+    /// The process id of an endpoint; 0 if unknown.
     pub fn process(&self, slot: usize) -> u32 {
         self.endpoint_u32(slot, PROCESS_IN).load(Ordering::Relaxed)
     }
 
-    /// The endpoint's process hung up: whatever it was doing has ended.
-    pub fn vacate(&self, slot: usize) {
+    /// Frees the slot of an endpoint whose process has hung up. All its accesses have ended.
+    pub fn free_slot(&self, slot: usize) {
         self.set_state(slot, FREE);
         let active = self.active(slot);
         let last = active.load(Ordering::Acquire);
         active.store((last | 1).wrapping_add(1), Ordering::Release);
     }
 
-    /// Stores the state of a slot; visible to its endpoint before anything that follows.
+    /// Stores the state of a slot. Its endpoint sees it before anything that follows.
     pub fn set_state(&self, slot: usize, state: u32) {
         self.endpoint_u32(slot, STATE_IN).store(state, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -180,15 +183,15 @@ impl ControlMemory {
         self.endpoint_u32(slot, STATE_IN).load(Ordering::Relaxed)
     }
 
-    /// The word that says whether an endpoint is inside a batch.
+    /// The word that is odd while an endpoint is inside a batch.
     #[inline]
     pub fn active(&self, slot: usize) -> &AtomicU64 {
         self.memory.atomic_u64(endpoint_at(slot, ACTIVE_IN))
     }
 
-    /// Wait until the batch that the endpoint is inside of, if it is, has ended or its process is
-    /// gone. False if `patience` ran out first.
-    pub fn drain(&self, slot: usize, patience: Option<Duration>) -> bool {
+    /// Waits until an endpoint has ended its current batch or its slot was freed. Returns false if
+    /// `timeout` ran out first.
+    pub fn drain(&self, slot: usize, timeout: Option<Duration>) -> bool {
         let active = self.active(slot);
         let seen = active.load(Ordering::SeqCst);
         if seen & 1 == 0 {
@@ -196,7 +199,7 @@ impl ControlMemory {
         }
         let begun = Instant::now();
         let mut rounds = 0_u32;
-        let mut warned = false;
+        let mut is_logged = false;
         while active.load(Ordering::SeqCst) == seen {
             rounds = rounds.saturating_add(1);
             if rounds < SPINS {
@@ -207,19 +210,19 @@ impl ControlMemory {
                 std::thread::yield_now();
                 continue;
             }
-            std::thread::sleep(NAP);
-            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+            std::thread::sleep(SLEEP_TIME);
+            if timeout.is_some_and(|timeout| begun.elapsed() > timeout) {
                 return false;
             }
-            if !warned && begun.elapsed() > Duration::from_secs(1) {
-                warned = true;
-                tracing::warn!(slot, "an endpoint has been inside one batch for a second");
+            if !is_logged && begun.elapsed() > Duration::from_secs(1) {
+                is_logged = true;
+                tracing::warn!(slot, "an endpoint has been inside one batch for a second; waiting for it");
             }
         }
         true
     }
 
-    /// Let endpoints that connect from now on know of a region's table of keys.
+    /// Publishes the key table of a region to endpoints that connect later.
     pub fn publish_table(&self, region: usize, table: &KeyTable) {
         let words = [table.entries_at, table.data.start, table.data.end];
         for (at, word) in (TABLES_AT + region * TABLE_BYTES..).step_by(8).zip(words) {
@@ -227,7 +230,7 @@ impl ControlMemory {
         }
     }
 
-    /// A region's table of keys, as its target told it.
+    /// The key table that the target published for a region.
     pub fn table(&self, region: usize) -> Option<KeyTable> {
         let word = |number: usize| {
             self.memory.atomic_u64(TABLES_AT + region * TABLE_BYTES + number * 8).load(Ordering::Acquire)
@@ -236,7 +239,8 @@ impl ControlMemory {
         (data.end != 0).then(|| KeyTable { entries_at: word(0), data })
     }
 
-    /// Wait for whatever is under way at any endpoint. What the caller has changed before, all see that begin after this.
+    /// Waits for all accesses in flight at all endpoints. Accesses that begin later see what the
+    /// caller changed before.
     pub fn drain_all(&self) {
         fence(Ordering::SeqCst);
         for slot in 0..self.endpoints {
@@ -244,7 +248,7 @@ impl ControlMemory {
         }
     }
 
-    /// Make a key valid. Its slot is free: nobody is reading it.
+    /// Makes a key valid. No endpoint may be reading its slot.
     pub fn bind(&self, key: Key, grant: &Grant) {
         let (index, tag) = split(key);
         let at = self.key_at(index);
@@ -265,7 +269,8 @@ impl ControlMemory {
         self.memory.atomic_u64(at + WORD_IN).store(word, Ordering::Release);
     }
 
-    /// Clear a key; whether it was bound. Accesses may still be under way: drain.
+    /// Clears a key. Returns whether it was bound. Accesses may still be in flight; drain
+    /// afterwards.
     pub fn unbind(&self, key: Key) -> bool {
         let (index, tag) = split(key);
         if index >= self.keys {
@@ -280,7 +285,7 @@ impl ControlMemory {
         true
     }
 
-    /// What a key opens, if it is valid now. Only for an endpoint whose `active` word is odd.
+    /// What a valid key opens. The `active` word of the calling endpoint must be odd.
     #[inline]
     pub fn lookup(&self, key: Key) -> Option<Grant> {
         let (index, tag) = split(key);

@@ -11,18 +11,18 @@ fn reopen(control: &ControlMemory) -> Result<ControlMemory, String> {
 }
 
 #[test]
-fn whoever_is_inside_a_batch_is_waited_for_until_it_is_gone() {
+fn drain_waits_for_a_batch_until_its_slot_is_freed() {
     let control = ControlMemory::create(4, 8).unwrap();
-    control.occupy(2, WHO);
-    assert!(control.drain(2, None), "nobody is inside");
+    control.open_slot(2, WHO);
+    assert!(control.drain(2, None), "no batch is in flight");
     control.active(2).fetch_add(1, Ordering::SeqCst);
-    assert!(!control.drain(2, Some(Duration::from_millis(1))), "a live one holds it up");
+    assert!(!control.drain(2, Some(Duration::from_millis(1))), "a batch in flight delays it");
     let waiter = std::thread::scope(|scope| {
         let waiter = scope.spawn(|| control.drain(2, None));
-        control.vacate(2);
+        control.free_slot(2);
         waiter.join().unwrap()
     });
-    assert!(waiter, "a dead one does not");
+    assert!(waiter, "a freed slot does not");
     assert_eq!(control.state(2), FREE);
     assert_eq!(control.active(2).load(Ordering::SeqCst) & 1, 0);
 }
@@ -57,9 +57,9 @@ fn another_version_and_other_sizes_are_refused() {
 }
 
 proptest! {
-    /// Whatever the tables hold, looking things up neither panics nor reaches outside.
+    /// Any contents of the tables are looked up without a panic and without an access outside.
     #[test]
-    fn nonsense_in_control_memory_is_survived(
+    fn any_control_memory_is_read_without_a_panic(
         words in proptest::collection::vec((0_usize..700, any::<u64>()), 0..40),
         keys in proptest::collection::vec(any::<u32>(), 0..40),
     ) {

@@ -1,6 +1,7 @@
-//! For endpoints around an endpoint.
+//! A macro for endpoints that wrap another endpoint.
 
-/// Methods of [`Endpoint`](crate::Endpoint) that a wrapper leaves to the endpoint in a field of its own: `forward_endpoint!(inner: poll, wait);`
+/// Implements methods of [`Endpoint`](crate::Endpoint) by calls of the endpoint in a field:
+/// `forward_endpoint!(inner: poll, wait);`
 #[macro_export]
 macro_rules! forward_endpoint {
     ($inner:ident: $($method:ident),+) => { $($crate::forward_endpoint!(@$method $inner);)+ };

@@ -1,8 +1,12 @@
-//! Keys that the registered memory itself names: a table of entries, one of which says for each run of pages which key opens it, and to whom.
+//! Key tables: entries in a region's own memory that say which key opens each run of pages, and to
+//! which tenant.
 //!
-//! Whoever may write the table binds and strikes keys with one WRITE or CAS, without the target's processor (FineMem's memory windows). A key of a
-//! table says how long its run is; where the run begins follows from the address, since runs are aligned to their length. An
-//! entry holds for whoever looks after it was written; who must know that nobody looks at an old one any more asks the target ([`crate::Target::expel`]).
+//! A host with write access to the table binds or revokes a key by one WRITE or CAS, without the
+//! target's processor (FineMem's memory windows). A key of a table encodes the length of its run.
+//! The start of the run follows from the address, since a run is aligned to its length.
+//!
+//! An entry applies to every access that begins after the entry was written.
+//! [`crate::Target::expel`] waits for accesses that began before.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -13,47 +17,50 @@ use crate::memory::u64_from;
 use crate::target::{Access, Identity, Scope, TargetError, Tenant};
 use crate::work::Key;
 
-/// Bytes of the shortest run.
+/// Length of the shortest run, in bytes.
 pub const PAGE_BYTES: u64 = 4096;
-/// Bytes of the longest run: each has its own row of entries.
+/// Length of the longest run, in bytes. Each such range has a row of entries.
 pub const ROW_BYTES: u64 = PAGE_BYTES << CLASS_MAX;
-/// Entries of a row: one for the whole (0), 16 for runs that begin at a multiple of 128 KiB (16 … 31), 512 for those that begin at a page (32 … 543).
+/// Number of entries in a row: one for the whole row (0), 16 for runs that begin at a multiple of
+/// 128 KiB (16 … 31), 512 for runs that begin at any page (32 … 543).
 pub const ROW_ENTRIES: u64 = 544;
-/// Runs are of 4 KiB · 2^class, with a class up to this.
+/// The greatest class. A run has 4 KiB · 2^class bytes.
 pub const CLASS_MAX: u8 = 9;
 
-/// From this class on a run is spoken for by the entry of its first 128 KiB.
+/// From this class on, the entry of a run is that of its first 128 KiB.
 const MIDDLE_CLASS: u8 = 5;
 const MIDDLE_FIRST: u64 = 16;
 const PAGES_FIRST: u64 = 32;
 
-/// Set in the keys of tables, clear in those of windows.
+/// The bit that is set in keys of key tables and clear in keys of windows.
 const TABLE_BIT: u32 = 1 << 31;
 const CLASS_SHIFT: u32 = 27;
 /// The bits of a table's key that are random.
 const RANDOM_MASK: u32 = (1 << CLASS_SHIFT) - 1;
 
-/// Where a region has its table, as offsets in the region.
+/// The place of a key table, as offsets in its region.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct KeyTable {
-    /// The first row, before the data: [`ROW_ENTRIES`] words of 8 bytes for each [`ROW_BYTES`] of it.
+    /// The first row, which lies before the data. Each [`ROW_BYTES`] of data has [`ROW_ENTRIES`]
+    /// words of 8 bytes.
     pub entries_at: u64,
-    /// What its keys open: from a multiple of [`ROW_BYTES`] to another.
+    /// The range that the keys open. Both ends are multiples of [`ROW_BYTES`].
     pub data: Range<u64>,
 }
 
-/// An entry: which key opens the run, and to which tenant. The lower half is the key, 0 for none; the upper half is whose memory it is, 0 for nobody's.
+/// An entry: the key that opens the run, and the tenant that owns it. The lower half is the key, 0
+/// for none. The upper half is the owner, 0 for none.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub struct KeyEntry(pub u64);
 
 impl KeyEntry {
-    /// The key opens the run to the tenant.
+    /// An entry whose key opens the run to the tenant.
     #[must_use]
     pub const fn open(key: Key, tenant: Tenant) -> Self {
         Self(((owner(tenant) as u64) << 32) | key.0 as u64)
     }
 
-    /// The tenant's memory, which no key opens.
+    /// An entry of a run that the tenant owns and no key opens.
     #[must_use]
     pub const fn closed(tenant: Tenant) -> Self {
         Self::open(Key(0), tenant)
@@ -66,51 +73,52 @@ impl KeyEntry {
         Key(self.0 as u32)
     }
 
-    /// The same memory, which no key opens.
+    /// The entry with the same owner and without a key.
     #[must_use]
     pub const fn without_key(self) -> Self {
         Self(self.0 >> 32 << 32)
     }
 
-    /// Whether it is nobody's: clean.
+    /// Whether no tenant owns the run: its memory has been cleared.
     #[must_use]
     pub const fn is_unowned(self) -> bool {
         self.0 >> 32 == 0
     }
 
-    /// Whether it is this tenant's.
+    /// Whether this tenant owns the run.
     #[must_use]
     pub const fn is_owned_by(self, tenant: Tenant) -> bool {
         self.0 >> 32 == owner(tenant) as u64
     }
 }
 
-/// Tenants are user ids, and the last one is no user's.
+/// The owner field of a tenant. Tenants are user ids, and the greatest id is not a user, so the sum
+/// does not reach 0.
 const fn owner(tenant: Tenant) -> u32 {
     tenant.0.wrapping_add(1)
 }
 
 impl Key {
-    /// A key for a run of 4 KiB · 2^`class`, with these random bits.
+    /// A key for a run of 4 KiB · 2^`class`, with the given random bits.
     #[must_use]
     pub const fn of_run(class: u8, random: u32) -> Self {
         Self(TABLE_BIT | (class as u32) << CLASS_SHIFT | (random & RANDOM_MASK))
     }
 
-    /// The class of the run that it opens; `None` if it is no key of a table.
+    /// The class of the run that the key opens; `None` if it is not a key of a key table.
     #[must_use]
     pub fn class(self) -> Option<u8> {
         let class = u8::try_from((self.0 & !TABLE_BIT) >> CLASS_SHIFT).ok()?;
         (self.is_table_key() && class <= CLASS_MAX).then_some(class)
     }
 
-    /// Whether a table names it, and not the target.
+    /// Whether this is a key of a key table.
     #[must_use]
     pub const fn is_table_key(self) -> bool {
         self.0 & TABLE_BIT != 0
     }
 
-    /// The run that it opens at an address; `None` if it is no key of a table.
+    /// The run that the key opens at an address; `None` if it is not a key of a key table.
     #[inline]
     pub fn run(self, addr: u64) -> Option<Range<u64>> {
         let bytes = PAGE_BYTES << self.class()?;
@@ -119,7 +127,7 @@ impl Key {
     }
 }
 
-/// The number of the entry, within its row, that speaks for the run of this length at this offset in the row.
+/// The index, within its row, of the entry for a run of `bytes` bytes at `offset` in the row.
 #[inline]
 const fn entry_index(bytes: u64, offset: u64) -> u64 {
     if bytes == ROW_BYTES {
@@ -131,7 +139,7 @@ const fn entry_index(bytes: u64, offset: u64) -> u64 {
     }
 }
 
-/// A table and the region that it is of.
+/// A key table and the region that contains it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PlacedTable {
     /// Index of the region.
@@ -143,12 +151,12 @@ pub struct PlacedTable {
 }
 
 impl PlacedTable {
-    /// A table in the region that begins at `base`.
+    /// The table of the region that begins at `base`.
     pub fn at(region: usize, base: u64, table: &KeyTable) -> Self {
         Self { region, base, table: table.clone() }
     }
 
-    /// Whether such a table can be in a region of so many bytes.
+    /// Checks whether the table fits a region of `len` bytes.
     pub fn check(&self, len: u64) -> Result<(), TargetError> {
         let Range { start, end } = self.table.data;
         if self.fits(len) { Ok(()) } else { Err(TargetError::BadTable { start, end }) }
@@ -166,13 +174,14 @@ impl PlacedTable {
             && end.is_some_and(|end| end <= data.start)
     }
 
-    /// Whether an address is of its data.
+    /// Whether an address is in the range that the table's keys open.
     #[inline]
     pub fn holds(&self, addr: u64) -> bool {
         addr.checked_sub(self.base).is_some_and(|offset| self.table.data.contains(&offset))
     }
 
-    /// What the key opens to `who` at that address, now. `memory` is the region's.
+    /// The range that the key opens to `who` at an address, by the current entry. `memory` is that
+    /// of the region.
     #[inline]
     pub fn grant(&self, memory: &Memory, who: Identity, key: Key, addr: u64) -> Option<Grant> {
         let run = key.run(addr)?;
@@ -227,7 +236,7 @@ mod tests {
         let (placed, memory) = placed();
         assert!(placed.fits(3 * ROW_BYTES) && !placed.fits(3 * ROW_BYTES - 1));
         let data = BASE + ROW_BYTES;
-        // The second row, the 17th page of the 4th 128 KiB.
+        // The second row, the 17th page of its fourth 128 KiB.
         let inside = ROW_BYTES + 3 * (128 << 10) + 16 * PAGE_BYTES;
         for class in 0..=CLASS_MAX {
             let bytes = PAGE_BYTES << class;
@@ -268,7 +277,8 @@ mod tests {
             assert_eq!(at(addr, Key(0)), None);
         }
         assert!(!Key(0x7fff_ffff).is_table_key() && Key::of_run(0, 0).is_table_key());
-        // Entries that are all zero open nothing, not even to the last tenant, whose owner would be 0.
+        // An entry of zeros opens nothing, not even to the last tenant, whose owner field would be
+        // 0.
         assert_eq!(at(BASE + ROW_BYTES, Key::of_run(0, 0)), None);
         assert_eq!(placed.grant(&memory, of(u32::MAX), Key(TABLE_BIT), BASE + ROW_BYTES), None);
     }

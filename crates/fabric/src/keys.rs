@@ -1,4 +1,4 @@
-//! What every provider does alike: key numbers, what a key grants, and where regions lie.
+//! Key numbers, the ranges that keys grant, and the placement of regions. All providers share this.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -6,15 +6,16 @@ use std::ops::Range;
 use crate::target::{Access, Identity, Scope, TargetError, WindowSpec};
 use crate::work::{Key, WorkError};
 
-/// Low bits of a key: which slot of the key table.
+/// The low bits of a key: its slot.
 const INDEX_BITS: u32 = 17;
-/// High bits of a key but the highest, which tables' keys have: the slot's tag, 1..=TAG_MAX, so that no key is zero.
+/// The greatest tag. A tag is in the bits above the slot, except the highest bit, which marks keys
+/// of key tables. A tag is never zero, so no key is zero.
 const TAG_MAX: u32 = (1 << (31 - INDEX_BITS)) - 1;
-/// Regions of one target.
+/// The greatest number of regions of one target.
 pub const REGIONS_LIMIT: usize = 64;
-/// Windows of one target.
+/// The greatest number of windows of one target.
 pub const WINDOWS_LIMIT: usize = (1 << INDEX_BITS) - REGIONS_LIMIT;
-/// Regions begin at multiples of this, with as much unregistered space between them.
+/// Regions begin at multiples of this. At least as much unregistered space lies between them.
 const REGION_ALIGN: u64 = 2 << 20;
 
 /// The slot and the tag of a key.
@@ -23,23 +24,23 @@ pub fn split(key: Key) -> (usize, u32) {
     ((key.0 & ((1 << INDEX_BITS) - 1)) as usize, key.0 >> INDEX_BITS)
 }
 
-/// A key as one run of memory knows it: two runs may have the same key in their table.
+/// A key together with the run that it opens. Two runs may have the same key in their table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct KeyId {
     /// The key.
     pub key: Key,
-    /// The first address of the run that a table's key opens; 0 for other keys.
+    /// First address of the run that a key of a key table opens; 0 for other keys.
     pub start: u64,
 }
 
 impl KeyId {
-    /// The key as it is used at an address.
+    /// The identity of a key that is used at an address.
     pub fn at(key: Key, addr: u64) -> Self {
         Self { key, start: key.run(addr).map_or(0, |run| run.start) }
     }
 }
 
-/// What an operation needs of a key.
+/// The right that an operation needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Right {
     /// READ.
@@ -50,7 +51,7 @@ pub enum Right {
     Atomic,
 }
 
-/// What one bound key opens.
+/// The range that one bound key opens, and for which operations and endpoints.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Grant {
     /// First address.
@@ -66,7 +67,7 @@ pub struct Grant {
 }
 
 impl Grant {
-    /// Whether `who` may do this to `len` bytes at `addr`.
+    /// Checks whether `who` may access `len` bytes at `addr` with this right.
     #[inline]
     pub fn check(&self, who: Identity, right: Right, addr: u64, len: u64) -> Result<(), WorkError> {
         if admits(self.scope, who) {
@@ -77,7 +78,8 @@ impl Grant {
     }
 }
 
-/// Whether a range of so many bytes from `base` on, with these rights, allows this to `len` bytes at `addr`.
+/// Checks whether a range of `bytes` bytes from `base` with these rights permits an access of `len`
+/// bytes at `addr`.
 #[inline]
 pub fn covers(
     (base, bytes): (u64, u64),
@@ -96,7 +98,7 @@ pub fn covers(
     if allowed && inside { Ok(()) } else { Err(WorkError::RemoteAccess) }
 }
 
-/// Whether a key of this scope is for `who`.
+/// Whether an endpoint with this identity is in the scope.
 #[inline]
 pub fn admits(scope: Scope, who: Identity) -> bool {
     match scope {
@@ -106,10 +108,10 @@ pub fn admits(scope: Scope, who: Identity) -> bool {
     }
 }
 
-/// Which slots of a key table are free, and the tag each had last.
+/// The allocator of key slots: the free slots, and the last tag of each.
 ///
-/// A slot's tag walks a full cycle of all tags by a secret step, and slots are reused oldest
-/// first: a stale key stays stale for as long as the bits allow.
+/// A slot's tag cycles through all tags by a secret step, and slots are reused oldest first. So a
+/// stale key stays invalid for as long as the bits allow.
 #[derive(Debug)]
 pub struct KeySlots {
     tags: Vec<u32>,
@@ -121,7 +123,7 @@ pub struct KeySlots {
 }
 
 impl KeySlots {
-    /// Slots for so many regions and windows. `secret` makes tags hard to guess.
+    /// Slots for the given numbers of regions and windows. `secret` makes tags hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         assert!(regions_max <= REGIONS_LIMIT, "at most {REGIONS_LIMIT} regions");
         assert!(windows_max <= WINDOWS_LIMIT, "at most {WINDOWS_LIMIT} windows");
@@ -135,7 +137,8 @@ impl KeySlots {
         }
     }
 
-    /// A key for the next region: a fresh one, or the one that it had at a target before this one.
+    /// Allocates the key of the next region. `before` is the key that the region had at an earlier
+    /// target, if any.
     pub fn allocate_region(&mut self, before: Option<Key>) -> Result<(usize, Key), TargetError> {
         let index = self.regions;
         if index == self.regions_max {
@@ -153,7 +156,7 @@ impl KeySlots {
         Ok((index, key))
     }
 
-    /// A fresh key for a window.
+    /// Allocates a fresh key for a window.
     pub fn allocate_window(&mut self) -> Result<Key, TargetError> {
         let full = TargetError::Full { what: "windows", limit: self.windows_max };
         let unused = self.tags.len();
@@ -166,8 +169,8 @@ impl KeySlots {
         Ok(self.fresh(index))
     }
 
-    /// The slot's key is dead and no access through it is under way: it may be bound anew.
-    /// A region's slot stays with its region.
+    /// Releases the slot of an invalidated key. No access by the key may be in flight. The slot of
+    /// a region is never reused.
     pub fn release(&mut self, index: usize) {
         if index >= self.regions_max {
             self.free_windows.push_back(index);
@@ -192,14 +195,15 @@ impl KeySlots {
     }
 }
 
-/// Where regions lie in the target's address space.
+/// The placement of regions in the target's address space.
 #[derive(Debug, Default)]
 pub struct AddressSpace {
     regions: Vec<Range<u64>>,
 }
 
 impl AddressSpace {
-    /// Room for a region: never at zero, never beside another, so that a run past a region's end hits nothing.
+    /// Places a region. It never begins at zero, and never touches another region, so an access
+    /// past its end hits nothing.
     pub fn place(&mut self, len: u64) -> Range<u64> {
         let end = self.regions.last().map_or(0, |region| region.end);
         let base = (end.div_ceil(REGION_ALIGN) + 1) * REGION_ALIGN;
@@ -207,7 +211,7 @@ impl AddressSpace {
         base..base + len
     }
 
-    /// What a window over one region grants.
+    /// The grant of a window, which must lie inside one region.
     pub fn grant(&self, window: &WindowSpec) -> Result<Grant, TargetError> {
         let Range { start, end } = window.range;
         let holds = |region: &Range<u64>| region.start <= start && end <= region.end;
@@ -224,7 +228,7 @@ impl AddressSpace {
     }
 }
 
-/// The finaliser of splitmix64: every bit of the input changes half of the output.
+/// The finaliser of splitmix64: each bit of the input changes half of the output bits on average.
 pub fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);

@@ -1,9 +1,12 @@
-//! One-sided verbs: READ, WRITE, compare-and-swap, fetch-and-add and messages between
-//! reliable connected endpoints, with keys that open ranges of the peer's memory.
+//! One-sided operations between reliable connected endpoints: READ, WRITE, compare-and-swap,
+//! fetch-and-add, and messages.
 //!
-//! The interface has the shape of RDMA verbs, so that a NIC can stand behind it: work is
-//! *posted* in batches, *completions* are polled, every error is a completion with a cause.
-//! Providers: [`shm`] (two processes of one machine), [`tcp`] (a software RNIC over a network), [`verbs`] (RDMA devices) and [`sim`] (seeded virtual time).
+//! The interface has the shape of RDMA verbs, so that a network card fits behind it. Work is
+//! *posted* in batches, *completions* are polled, and an error is a completion with a cause. A key
+//! opens a range of the peer's memory.
+//!
+//! Providers: [`shm`] (processes of one machine), [`tcp`] (a software RNIC), RDMA devices (the
+//! crate `aquifer_fabric_verbs`) and [`sim`] (virtual time, for tests).
 //!
 //! This crate does not know what the memory is used for.
 

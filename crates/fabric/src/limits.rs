@@ -1,37 +1,38 @@
-//! What targets and endpoints can bear, and the bounds of it that are the same for all providers.
+//! Limits of targets and endpoints, and the bounds of these limits that all providers share.
 
 use std::fmt;
 
 use crate::target::TargetError;
 
-/// Endpoints of one target, at most.
+/// Bound of the endpoints of one target.
 pub const ENDPOINTS_LIMIT: usize = 256;
-/// Posted and not yet polled operations of one endpoint, at most.
+/// Bound of the operations of one endpoint that are posted and not yet polled.
 pub const QUEUE_DEPTH_LIMIT: usize = 65_536;
-/// Bytes of one message, at most.
+/// Bound of the bytes of one message.
 pub const MESSAGE_BYTES_LIMIT: u32 = 65_536;
-/// Messages waiting in one direction of one endpoint, at most.
+/// Bound of the messages that wait in one direction of one endpoint.
 pub const RECEIVE_DEPTH_LIMIT: usize = 4096;
-/// Pieces of local memory of one endpoint, at most.
+/// Bound of the local memories of one endpoint.
 pub const LOCAL_REGIONS_LIMIT: usize = 65_536;
 
-/// What one endpoint can bear.
+/// The limits of one endpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Limits {
-    /// Posted and not yet polled operations (unsignalled ones count until they are done).
+    /// Operations that are posted and not yet polled. An unsignalled operation counts until it is
+    /// done.
     pub queue_depth: usize,
     /// Bytes of one READ or WRITE.
     pub transfer_bytes_max: u32,
     /// Bytes of one message.
     pub message_bytes_max: u32,
-    /// Messages waiting at the receiver.
+    /// Messages that wait at the receiver.
     pub receive_depth: usize,
-    /// Pieces of local memory registered with one endpoint.
+    /// Local memories registered with one endpoint.
     pub local_regions_max: usize,
 }
 
 impl Default for Limits {
-    /// What pages need: many operations at once, of up to the largest extent.
+    /// Limits for paging: many operations at once, each up to the size of the largest extent.
     fn default() -> Self {
         Self {
             queue_depth: 256,
@@ -44,7 +45,7 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The first limit that is zero or beyond its bound.
+    /// The first limit that is zero or exceeds its bound.
     #[must_use]
     pub fn fault(&self) -> Option<OutOfBounds> {
         OutOfBounds::first(&[
@@ -56,17 +57,17 @@ impl Limits {
     }
 }
 
-/// A number that is zero or beyond its limit.
+/// A number that is zero or exceeds its limit.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct OutOfBounds {
-    /// What it counts.
+    /// What the number counts.
     pub name: &'static str,
     value: usize,
     limit: usize,
 }
 
 impl OutOfBounds {
-    /// The first of some numbers, each with its name and its limit, that is out of bounds.
+    /// The first number that is out of bounds. Each has its name and its limit.
     #[must_use]
     pub fn first(numbers: &[(&'static str, usize, usize)]) -> Option<Self> {
         let (name, value, limit) = *numbers.iter().find(|&&(_, value, limit)| value == 0 || value > limit)?;
@@ -81,10 +82,10 @@ impl fmt::Display for OutOfBounds {
     }
 }
 
-/// Refuses the options of a target if there is something wrong with them.
+/// Refuses options of a target that are out of bounds.
 ///
 /// # Errors
-/// The fault, as a sentence about `what`.
+/// The `fault`, with `what` as the failed action.
 pub fn check_options(what: &'static str, fault: Option<String>) -> Result<(), TargetError> {
     let Some(fault) = fault else { return Ok(()) };
     let source = std::io::Error::new(std::io::ErrorKind::InvalidInput, fault);

@@ -1,16 +1,16 @@
-//! The local memory of an endpoint whose work is done by this process.
+//! Local memory of endpoints whose work is done by this process.
 
 use std::sync::Arc;
 
 use crate::Memory;
 use crate::work::{EndpointError, LocalKey, LocalSlice};
 
-/// Local memories by their keys, which count from one.
+/// Registered local memories. Their keys count from one.
 #[derive(Debug, Default)]
-pub(crate) struct Locals(Vec<Arc<Memory>>);
+pub(crate) struct LocalMemories(Vec<Arc<Memory>>);
 
-impl Locals {
-    /// Adds one, if there are fewer than `limit`.
+impl LocalMemories {
+    /// Adds a memory, if there are fewer than `limit`.
     pub fn add(&mut self, memory: Arc<Memory>, limit: usize) -> Result<LocalKey, EndpointError> {
         let full = EndpointError::TooManyLocal { limit };
         if self.0.len() >= limit {
@@ -20,7 +20,7 @@ impl Locals {
         u32::try_from(self.0.len()).map(LocalKey).map_err(|_| full)
     }
 
-    /// The memory of a slice, and where the slice begins in it; `None` if it is not inside.
+    /// The memory of a slice, and the offset of the slice in it; `None` if the slice is not inside.
     #[inline]
     pub fn find(&self, slice: LocalSlice) -> Option<(&Memory, usize)> {
         let memory = self.0.get((slice.key.0 as usize).checked_sub(1)?)?;

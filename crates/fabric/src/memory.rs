@@ -1,7 +1,7 @@
-//! Shared memory that outlives no one's trust: a mapped memfd.
+//! Shared memory: a mapped memfd.
 //!
-//! Other processes may write it at any time, so it is never seen through slices: bytes are copied
-//! in and out through raw pointers, words are atomics.
+//! Other processes may write it at any time, so it is never a slice. Bytes are copied in and out
+//! through raw pointers, and words are atomics.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,15 +21,16 @@ pub struct Memory {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to the process, not to a thread; all access goes through raw copies
-// and atomics, so sharing the handle hands out no references to plain data.
+// SAFETY: the mapping belongs to the process, not to a thread. All access goes through raw copies
+// and atomics, so sharing the handle gives out no references to plain data.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// Make a memfd of `len` bytes, all zero, and map it. It can never shrink, so that no holder
-    /// of its descriptor can make another's access fault. Pages take memory when first touched.
+    /// Creates a memfd of `len` zero bytes and maps it. It can never shrink, so no holder of its
+    /// descriptor can make an access of another holder fault. A page takes memory when it is first
+    /// touched.
     ///
     /// # Errors
     /// If `len` is zero or the system refuses.
@@ -41,7 +42,7 @@ impl Memory {
         Self::map(fd, len)
     }
 
-    /// As above, of this process' own memory: Miri maps no files.
+    /// Creates memory of this process alone, because Miri maps no files.
     ///
     /// # Errors
     /// If `len` is zero.
@@ -56,11 +57,11 @@ impl Memory {
         Ok(Self { fd: std::fs::File::open("/dev/null")?.into(), start, len })
     }
 
-    /// Map the first `len` bytes of a memfd that came from elsewhere.
+    /// Maps the first `len` bytes of a memfd that another process passed.
     ///
     /// # Errors
-    /// If the file is smaller than `len` or could become so (it is not sealed against shrinking),
-    /// because touching what is missing would kill this process; or if the system refuses.
+    /// If the file is shorter than `len`, or not sealed against shrinking: an access beyond its end
+    /// would kill this process. If the system refuses.
     pub fn from_fd(fd: OwnedFd, len: usize) -> io::Result<Self> {
         let seals = rustix::fs::fcntl_get_seals(&fd)
             .map_err(|source| refused(format!("the descriptor is not a memfd with seals: {source}")))?;
@@ -74,10 +75,10 @@ impl Memory {
         Self::map(fd, len)
     }
 
-    /// Map all of a memfd that came from elsewhere.
+    /// Maps the whole of a memfd that another process passed.
     ///
     /// # Errors
-    /// As [`Self::from_fd`].
+    /// The errors of [`Self::from_fd`].
     pub fn whole(fd: OwnedFd) -> io::Result<Self> {
         let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
         Self::from_fd(fd, len)
@@ -103,14 +104,14 @@ impl Memory {
         Ok(Self { fd, start, len })
     }
 
-    /// Bytes.
+    /// Length in bytes.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The memfd, to be sent to others.
+    /// The memfd, to be passed to other processes.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
@@ -122,26 +123,26 @@ impl Memory {
         self.start.as_ptr()
     }
 
-    /// Copy bytes out. Where `offset`, the buffer and its length are multiples of 8, short copies
-    /// see every 8-byte word whole.
+    /// Copies bytes out. If `offset`, the buffer and its length are multiples of 8, a copy of at
+    /// most 256 bytes reads each 8-byte word atomically.
     ///
     /// # Panics
     /// If the range is not inside the memory.
     #[inline]
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         let source = self.range(offset, out.len());
-        // SAFETY: `range` checked the source; `out` is ours alone, and cannot overlap it.
+        // SAFETY: `range` checked the source; `out` is exclusively borrowed, and cannot overlap it.
         unsafe { copy(out.as_mut_ptr(), source, out.len()) }
     }
 
-    /// Copy bytes in.
+    /// Copies bytes in.
     ///
     /// # Panics
     /// If the range is not inside the memory.
     #[inline]
     pub fn write(&self, offset: usize, bytes: &[u8]) {
         let destination = self.range(offset, bytes.len());
-        // SAFETY: `range` checked the destination; `bytes` is plain memory beside it.
+        // SAFETY: `range` checked the destination; `bytes` is plain memory and does not overlap it.
         unsafe { copy(destination, bytes.as_ptr(), bytes.len()) }
     }
 
@@ -154,8 +155,8 @@ impl Memory {
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8), "offset {offset} is not a multiple of 8");
         let word = self.range(offset, 8).cast::<u64>();
-        // SAFETY: in range and aligned (mappings begin at a page), alive as long as `self`, and
-        // everyone who touches shared words does so atomically or as raw bytes.
+        // SAFETY: in range, aligned (mappings begin at a page), and mapped for as long as `self`
+        // lives. All users of shared words access them atomically or as raw bytes.
         unsafe { AtomicU64::from_ptr(word) }
     }
 
@@ -168,11 +169,11 @@ impl Memory {
     pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4), "offset {offset} is not a multiple of 4");
         let word = self.range(offset, 4).cast::<u32>();
-        // SAFETY: as in `atomic_u64`.
+        // SAFETY: in range, aligned, and mapped for as long as `self` lives.
         unsafe { AtomicU32::from_ptr(word) }
     }
 
-    /// Give the pages of a range back to the system; it reads as zeros from now on, for everyone.
+    /// Returns the pages of a range to the system. The range then reads as zeros in all mappings.
     ///
     /// # Errors
     /// If the system refuses, as it does for an empty range.
@@ -185,23 +186,23 @@ impl Memory {
         Ok(rustix::fs::fallocate(&self.fd, flags, u64_from(offset), u64_from(len))?)
     }
 
-    /// Bytes that the system has given it so far: of pages that were touched.
+    /// The bytes that the system has allocated, which are those of touched pages.
     ///
     /// # Errors
-    /// If the system does not tell.
+    /// If the system call fails.
     pub fn allocated_bytes(&self) -> io::Result<u64> {
-        // Counted by the system in blocks of 512 bytes, whatever the file system's are.
+        // The unit is 512 bytes, independent of the file system.
         Ok(u64::try_from(rustix::fs::fstat(&self.fd)?.st_blocks).unwrap_or(0) * 512)
     }
 
-    /// Where a range begins, if it is inside the memory.
+    /// The start of a range as an offset; `None` if the range is not inside the memory.
     #[inline]
     pub(crate) fn offset(&self, offset: u64, len: u64) -> Option<usize> {
         let is_inside = offset.checked_add(len).is_some_and(|end| end <= u64_from(self.len));
         if is_inside { usize::try_from(offset).ok() } else { None }
     }
 
-    /// First byte of a range, if it is inside the memory.
+    /// The first byte of a range; `None` if the range is not inside the memory.
     #[inline]
     pub(crate) fn pointer(&self, offset: u64, len: u64) -> Option<*mut u8> {
         let offset = self.offset(offset, len)?;
@@ -209,7 +210,10 @@ impl Memory {
         Some(unsafe { self.as_ptr().add(offset) })
     }
 
-    /// First byte of a range that is proved to be inside the memory.
+    /// The first byte of a range.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
     #[inline]
     fn range(&self, offset: usize, len: usize) -> *mut u8 {
         let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
@@ -228,7 +232,7 @@ impl Drop for Memory {
 
     #[cfg(not(miri))]
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nothing borrowed from `self` is alive.
+        // SAFETY: `self` owns the mapping, and nothing borrowed from `self` is alive.
         let unmapped = unsafe { rustix::mm::munmap(self.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap: {unmapped:?}");
     }
@@ -240,10 +244,11 @@ impl std::fmt::Debug for Memory {
     }
 }
 
-/// Copy between memories that others may be writing.
+/// Copies between memories that other threads or processes may be writing.
 ///
-/// Short copies of aligned words go word by word, so that a reader racing with an atomic sees the
-/// word before or after it, never a mixture: pool words are read with plain READs.
+/// A copy of at most 256 aligned bytes goes word by word. A reader that races with an atomic then
+/// sees the word before or after it, never a mixture. The pool reads its words by plain READs and
+/// depends on this.
 ///
 /// # Safety
 /// Both ranges must be mapped for the whole call.
@@ -260,12 +265,13 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
             }
         }
     } else {
-        // SAFETY: the caller's promise. Ranges may overlap when both ends are the same memory.
+        // SAFETY: the caller guarantees both ranges. They may overlap if both ends are the same
+        // memory.
         unsafe { ptr::copy(from, to, len) }
     }
 }
 
-/// `usize` to `u64`, which loses nothing on any machine that Linux runs on.
+/// Converts `usize` to `u64`, without loss on each machine that Linux runs on.
 #[inline]
 pub fn u64_from(value: usize) -> u64 {
     value as u64

@@ -1,12 +1,16 @@
-//! Endpoints that outlive an absence of their target: its process is started anew while its memory is kept elsewhere, or it cannot be reached for a while.
+//! Endpoints that outlive the absence of their target, whose process restarts while its memory is
+//! kept, or which is unreachable for a while.
 //!
-//! A [`ReconnectingEndpoint`] stands around one endpoint after another, each to the same memory: same addresses, same keys. What was under way when one broke may
-//! or may not have been done. READs and WRITEs can be done once more, and are, in their order, when the target is back ([`AwayPolicy::Wait`]); swaps and messages
-//! cannot, and end with [`WorkError::Away`]. Nothing of the endpoint before takes effect any more by then ([`DrainHandle`]).
+//! A [`ReconnectingEndpoint`] wraps one endpoint after another to the same memory, with the same
+//! addresses and keys. When an endpoint breaks, it is unknown which operations in flight were done.
+//! With [`AwayPolicy::Wait`], READs and WRITEs are repeated in their order when the target is back.
+//! Atomics and messages cannot be repeated and end with [`WorkError::Away`]. Before anything is
+//! repeated, a [`DrainHandle`] makes sure that nothing of the broken endpoint takes effect later.
 //!
-//! What is done once more is a little less than a connection that never broke: a READ may find what a later WRITE of the same endpoint has written, and others may see a word go
-//! back to an earlier WRITE's for a moment if several were under way to it. So it is for memory that its user has alone, as pages are,
-//! or that users share who know of it, as extents are.
+//! Repeating weakens the guarantees a little. A READ may return what a later WRITE of the same
+//! endpoint wrote. With several WRITEs to one word in flight, another endpoint may see the word
+//! return to an earlier value for a moment. So this is for memory with one user, such as pages, or
+//! with users that know of it, such as extents.
 
 mod reconnector;
 
@@ -17,7 +21,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 
 use crate::Memory;
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::target::Region;
 use crate::work::{
     Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
@@ -25,54 +29,55 @@ use crate::work::{
 pub use reconnector::{Reconnect, ReconnectOutcome};
 use reconnector::{Reconnector, SharedDrain};
 
-/// Completions taken from an endpoint at a time.
+/// Number of completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
 
-/// What becomes of work while the target is away.
+/// What happens to work while the target is away.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AwayPolicy {
-    /// READs and WRITEs wait for it.
+    /// READs and WRITEs wait for the target.
     Wait,
-    /// Everything ends at once with [`WorkError::Away`], as does all that is posted until it is back.
+    /// All work ends at once with [`WorkError::Away`] until the target is back.
     Fail,
 }
 
-/// See above.
+/// An endpoint that reconnects when its target comes back.
 #[derive(Debug)]
 pub struct ReconnectingEndpoint {
-    state: State,
+    state: ReconnectState,
     policy: AwayPolicy,
     reconnect: Arc<dyn Reconnect>,
-    /// As the first endpoint said.
+    /// Those of the first endpoint.
     regions: Vec<Region>,
     limits: Limits,
-    locals: Locals,
-    /// Posted to the endpoint that is there, in this order.
-    under_way: VecDeque<UnderWay>,
-    /// To be posted after that, to this endpoint or the next.
+    locals: LocalMemories,
+    /// Work posted to the current endpoint, in order.
+    in_flight: VecDeque<InFlightWork>,
+    /// Work to be posted after that, to this endpoint or the next.
     waiting: VecDeque<Work>,
     done: VecDeque<Completion>,
     polled: Vec<Completion>,
-    /// The target refuses this host for good: it is not waited for.
-    is_shut_out: bool,
+    /// The target has fenced this host, so there is no use in waiting.
+    is_fenced: bool,
 }
 
 #[derive(Debug)]
-enum State {
-    Here(Box<dyn Endpoint>),
+enum ReconnectState {
+    Connected(Box<dyn Endpoint>),
     Away(Reconnector),
-    /// It does not come back, or does not let us in; what whoever posts is told.
-    Over(Option<Reconnector>, WorkError),
+    /// The target does not come back or refuses this host. Posted work gets the error.
+    Failed(Option<Reconnector>, WorkError),
 }
 
 #[derive(Clone, Copy, Debug)]
-struct UnderWay {
+struct InFlightWork {
     work: Work,
-    /// The endpoint broke over it. Whether it was done nobody knows: also of what was flushed not every device does.
-    is_doubtful: bool,
+    /// The endpoint broke before the outcome was known. Not every device flushes only what was not
+    /// done.
+    is_unknown: bool,
 }
 
-/// What there is to know of a target's memory: enough for an endpoint that waits for it.
+/// The regions and limits of a target: enough to wait for it while it is away.
 #[derive(Clone, Debug)]
 pub struct TargetDescription {
     regions: Vec<Region>,
@@ -80,7 +85,7 @@ pub struct TargetDescription {
 }
 
 impl TargetDescription {
-    /// By who is connected.
+    /// The description of the target to which an endpoint is connected.
     #[must_use]
     pub fn of(endpoint: &dyn Endpoint) -> Self {
         Self { regions: endpoint.regions().to_vec(), limits: endpoint.limits() }
@@ -88,148 +93,150 @@ impl TargetDescription {
 }
 
 impl ReconnectingEndpoint {
-    /// Around an endpoint; `reconnect` makes others to the same memory.
+    /// Wraps an endpoint; `reconnect` makes further endpoints to the same memory.
     #[must_use]
     pub fn new(endpoint: Box<dyn Endpoint>, reconnect: Arc<dyn Reconnect>, policy: AwayPolicy) -> Self {
-        let seen = TargetDescription::of(&*endpoint);
-        Self::begin(seen, State::Here(endpoint), reconnect, policy)
+        let target = TargetDescription::of(&*endpoint);
+        Self::with_state(target, ReconnectState::Connected(endpoint), reconnect, policy)
     }
 
-    /// To memory that was seen before, and whose target is away.
+    /// An endpoint to memory that was connected before and whose target is away now.
     #[must_use]
     pub fn to_away_target(
-        seen: TargetDescription,
+        target: TargetDescription,
         reconnect: Arc<dyn Reconnect>,
         policy: AwayPolicy,
     ) -> Self {
-        let state = Self::reconnector(&reconnect, None);
-        Self::begin(seen, state, reconnect, policy)
+        let state = Self::start_reconnecting(&reconnect, None);
+        Self::with_state(target, state, reconnect, policy)
     }
 
-    fn begin(
-        seen: TargetDescription,
-        state: State,
+    fn with_state(
+        target: TargetDescription,
+        state: ReconnectState,
         reconnect: Arc<dyn Reconnect>,
         policy: AwayPolicy,
     ) -> Self {
-        let TargetDescription { regions, limits } = seen;
+        let TargetDescription { regions, limits } = target;
         Self {
             regions,
             limits,
             state,
             policy,
             reconnect,
-            locals: Locals::default(),
-            under_way: VecDeque::new(),
+            locals: LocalMemories::default(),
+            in_flight: VecDeque::new(),
             done: VecDeque::new(),
             polled: Vec::with_capacity(POLL_MAX),
             waiting: VecDeque::new(),
-            is_shut_out: false,
+            is_fenced: false,
         }
     }
 
-    fn reconnector(reconnect: &Arc<dyn Reconnect>, late: Option<SharedDrain>) -> State {
-        Reconnector::start(reconnect, late).map_or_else(
+    fn start_reconnecting(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> ReconnectState {
+        Reconnector::start(reconnect, drain).map_or_else(
             |error| {
-                tracing::warn!(%error, "no thread to find a target that is away");
-                State::Over(None, WorkError::PeerGone)
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
+                ReconnectState::Failed(None, WorkError::PeerGone)
             },
-            State::Away,
+            ReconnectState::Away,
         )
     }
 
-    fn end(&mut self, work: Work, error: WorkError) {
+    fn fail(&mut self, work: Work, error: WorkError) {
         self.done.push_back(Completion { id: work.id, outcome: Err(error) });
     }
 
-    /// Take completions of the endpoint that is there, if one is; whether there were any, or it turned out to be broken.
-    fn look(&mut self) -> bool {
-        let State::Here(endpoint) = &mut self.state else { return false };
+    /// Takes completions of the current endpoint. Returns true if there were any or the endpoint
+    /// turned out to be broken.
+    fn poll_endpoint(&mut self) -> bool {
+        let ReconnectState::Connected(endpoint) = &mut self.state else { return false };
         let mut polled = std::mem::take(&mut self.polled);
         endpoint.poll(&mut polled, POLL_MAX);
         let has_any = !polled.is_empty();
         let is_broken = !has_any && endpoint.is_broken();
-        polled.drain(..).for_each(|completion| self.settle(completion));
+        polled.drain(..).for_each(|completion| self.complete(completion));
         self.polled = polled;
         if is_broken {
-            self.lose();
+            self.disconnect();
         } else if has_any {
             self.post_waiting();
         }
         has_any || is_broken
     }
 
-    fn settle(&mut self, completion: Completion) {
-        let is_it = |posted: &UnderWay| !posted.is_doubtful && posted.work.id == completion.id;
-        let Some(mut at) = self.under_way.iter().position(is_it) else { return };
+    fn complete(&mut self, completion: Completion) {
+        let is_it = |posted: &InFlightWork| !posted.is_unknown && posted.work.id == completion.id;
+        let Some(mut at) = self.in_flight.iter().position(is_it) else { return };
         match completion.outcome {
-            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_shut_out => {
-                self.under_way[at].is_doubtful = true;
+            Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_fenced => {
+                self.in_flight[at].is_unknown = true;
             }
             outcome => {
-                self.is_shut_out |= outcome == Err(WorkError::Fenced);
-                // What was posted before, and has not asked for a completion, is done, too.
-                let is_silent = |posted: &UnderWay| !posted.is_doubtful && !posted.work.signalled;
+                self.is_fenced |= outcome == Err(WorkError::Fenced);
+                // Unsignalled work that was posted before is done, too.
+                let is_unsignalled = |posted: &InFlightWork| !posted.is_unknown && !posted.work.signalled;
                 for before in (0..at).rev() {
-                    if is_silent(&self.under_way[before]) {
-                        self.under_way.remove(before);
+                    if is_unsignalled(&self.in_flight[before]) {
+                        self.in_flight.remove(before);
                         at -= 1;
                     }
                 }
-                self.under_way.remove(at);
+                self.in_flight.remove(at);
                 self.done.push_back(completion);
             }
         }
     }
 
-    /// The endpoint is broken, and has told all that it had to tell.
-    fn lose(&mut self) {
-        let State::Here(endpoint) = &self.state else { return };
-        if self.is_shut_out {
-            self.give_up(None, WorkError::Fenced);
+    /// Starts to reconnect. The endpoint must be broken, and all its completions taken.
+    fn disconnect(&mut self) {
+        let ReconnectState::Connected(endpoint) = &self.state else { return };
+        if self.is_fenced {
+            self.fail_all(None, WorkError::Fenced);
             return;
         }
-        let late = endpoint.drain_handle().map(SharedDrain::new);
-        tracing::debug!(under_way = self.under_way.len(), "a target is away");
-        // The endpoint is dropped before another is made.
-        self.state = State::Over(None, WorkError::PeerGone);
-        self.state = Self::reconnector(&self.reconnect, late);
+        let drain = endpoint.drain_handle().map(SharedDrain::new);
+        tracing::debug!(in_flight = self.in_flight.len(), "a target is away; reconnecting");
+        // The endpoint must be dropped before another is made.
+        self.state = ReconnectState::Failed(None, WorkError::PeerGone);
+        self.state = Self::start_reconnecting(&self.reconnect, drain);
         let waiting = std::mem::take(&mut self.waiting);
-        for UnderWay { work, .. } in std::mem::take(&mut self.under_way) {
+        for InFlightWork { work, .. } in std::mem::take(&mut self.in_flight) {
             let is_repeatable = matches!(work.verb, Verb::Read { .. } | Verb::Write { .. });
             if self.policy == AwayPolicy::Wait && is_repeatable {
                 self.waiting.push_back(work);
             } else {
-                self.end(work, WorkError::Away);
+                self.fail(work, WorkError::Away);
             }
         }
         match self.policy {
             AwayPolicy::Wait => self.waiting.extend(waiting),
-            AwayPolicy::Fail => waiting.into_iter().for_each(|work| self.end(work, WorkError::Away)),
+            AwayPolicy::Fail => waiting.into_iter().for_each(|work| self.fail(work, WorkError::Away)),
         }
     }
 
-    /// Whether the target is back, or does not come back.
-    fn look_for_target(&mut self) -> bool {
-        let State::Away(reconnector) = &mut self.state else { return false };
-        let Some(found) = reconnector.outcome() else { return false };
-        let State::Away(reconnector) =
-            std::mem::replace(&mut self.state, State::Over(None, WorkError::PeerGone))
+    /// Takes the result of the reconnector. Returns true if there was one.
+    fn poll_reconnector(&mut self) -> bool {
+        let ReconnectState::Away(reconnector) = &mut self.state else { return false };
+        let Some(found) = reconnector.poll_result() else { return false };
+        let ReconnectState::Away(reconnector) =
+            std::mem::replace(&mut self.state, ReconnectState::Failed(None, WorkError::PeerGone))
         else {
             return false;
         };
         match found.and_then(|endpoint| self.attach(endpoint)) {
             Some(endpoint) => {
-                tracing::debug!(waiting = self.waiting.len(), "a target is back");
-                self.state = State::Here(endpoint);
+                tracing::debug!(waiting = self.waiting.len(), "reconnected to a target");
+                self.state = ReconnectState::Connected(endpoint);
                 self.post_waiting();
             }
-            None => self.give_up(Some(reconnector), WorkError::PeerGone),
+            None => self.fail_all(Some(reconnector), WorkError::PeerGone),
         }
         true
     }
 
-    /// The endpoint, if it is to the same memory, with all local memory under the same keys.
+    /// Registers all local memory with a new endpoint. Returns the endpoint if it is to the same
+    /// memory and gives the same local keys.
     fn attach(&mut self, mut endpoint: Box<dyn Endpoint>) -> Option<Box<dyn Endpoint>> {
         if self.regions != endpoint.regions() {
             return None;
@@ -243,14 +250,14 @@ impl ReconnectingEndpoint {
         Some(endpoint)
     }
 
-    fn give_up(&mut self, reconnector: Option<Reconnector>, cause: WorkError) {
-        self.state = State::Over(reconnector, cause);
-        let left = self.under_way.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
+    fn fail_all(&mut self, reconnector: Option<Reconnector>, cause: WorkError) {
+        self.state = ReconnectState::Failed(reconnector, cause);
+        let left = self.in_flight.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
         let ended = left.map(|work| Completion { id: work.id, outcome: Err(cause) });
         self.done.extend(ended);
     }
 
-    /// Post what has waited, as far as there is room.
+    /// Posts waiting work, as far as there is room.
     fn post_waiting(&mut self) {
         if !self.waiting.is_empty() {
             let waiting = std::mem::take(&mut self.waiting);
@@ -260,13 +267,13 @@ impl ReconnectingEndpoint {
         }
     }
 
-    /// Post it if that is possible now, behind what has waited for longer; else it waits, too.
+    /// Posts work behind all waiting work, or queues it if that is not possible now.
     fn post_now(&mut self, batch: &[Work]) {
-        let State::Here(endpoint) = &mut self.state else {
+        let ReconnectState::Connected(endpoint) = &mut self.state else {
             self.waiting.extend(batch);
             return;
         };
-        // One that is broken is left to be found so.
+        // A broken endpoint is left to `poll_endpoint`.
         let accepted = if !self.waiting.is_empty() || endpoint.is_broken() {
             0
         } else {
@@ -276,7 +283,7 @@ impl ReconnectingEndpoint {
             }
         };
         let (posted, left) = batch.split_at(accepted);
-        self.under_way.extend(posted.iter().map(|work| UnderWay { work: *work, is_doubtful: false }));
+        self.in_flight.extend(posted.iter().map(|work| InFlightWork { work: *work, is_unknown: false }));
         self.waiting.extend(left);
     }
 }
@@ -286,64 +293,64 @@ impl Endpoint for ReconnectingEndpoint {
         let depth = self.limits.queue_depth;
         let accepted = batch
             .len()
-            .min(depth.saturating_sub(self.under_way.len() + self.waiting.len() + self.done.len()));
-        let taken = &batch[..accepted];
-        // Who is told at once may never come to wait for anything.
-        self.look_for_target();
+            .min(depth.saturating_sub(self.in_flight.len() + self.waiting.len() + self.done.len()));
+        let posted = &batch[..accepted];
+        // With `AwayPolicy::Fail` a caller may never poll or wait.
+        self.poll_reconnector();
         match (&self.state, self.policy) {
-            (State::Over(_, cause), _) => {
+            (ReconnectState::Failed(_, cause), _) => {
                 let cause = *cause;
-                taken.iter().for_each(|work| self.end(*work, cause));
+                posted.iter().for_each(|work| self.fail(*work, cause));
             }
-            (State::Away(_), AwayPolicy::Fail) => {
-                taken.iter().for_each(|work| self.end(*work, WorkError::Away))
+            (ReconnectState::Away(_), AwayPolicy::Fail) => {
+                posted.iter().for_each(|work| self.fail(*work, WorkError::Away))
             }
-            (State::Away(_), AwayPolicy::Wait) | (State::Here(_), _) => {
-                self.post_now(taken);
+            (ReconnectState::Away(_), AwayPolicy::Wait) | (ReconnectState::Connected(_), _) => {
+                self.post_now(posted);
             }
         }
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        while self.done.is_empty() && (self.look() || self.look_for_target()) {}
+        while self.done.is_empty() && (self.poll_endpoint() || self.poll_reconnector()) {}
         let count = self.done.len().min(max);
         out.extend(self.done.drain(..count));
         count
     }
 
-    fn wait(&mut self, patience: Duration) {
+    fn wait(&mut self, timeout: Duration) {
         if !self.done.is_empty() {
             return;
         }
         match &mut self.state {
-            State::Here(endpoint) => endpoint.wait(patience),
-            State::Away(reconnector) => reconnector.wait(patience),
-            State::Over(..) => {}
+            ReconnectState::Connected(endpoint) => endpoint.wait(timeout),
+            ReconnectState::Away(reconnector) => reconnector.wait(timeout),
+            ReconnectState::Failed(..) => {}
         }
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         let reconnector = match &self.state {
-            State::Here(endpoint) => return endpoint.poll_fd(),
-            State::Away(reconnector) => Some(reconnector),
-            State::Over(reconnector, _) => reconnector.as_ref(),
+            ReconnectState::Connected(endpoint) => return endpoint.poll_fd(),
+            ReconnectState::Away(reconnector) => Some(reconnector),
+            ReconnectState::Failed(reconnector, _) => reconnector.as_ref(),
         };
-        Some(PollFd::from_borrowed_fd(reconnector?.bell()?, PollFlags::IN))
+        Some(PollFd::from_borrowed_fd(reconnector?.ready_fd()?, PollFlags::IN))
     }
 
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError> {
-        if let State::Here(endpoint) = &mut self.state {
+        if let ReconnectState::Connected(endpoint) = &mut self.state {
             endpoint.register_local(Arc::clone(&memory))?;
         }
-        // Providers number them from one on, which is what makes an endpoint replaceable by another.
+        // Providers number local keys from one, so that another endpoint gives the same keys.
         self.locals.add(memory, self.limits.local_regions_max)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
         match &mut self.state {
-            State::Here(endpoint) => endpoint.receive(out),
-            State::Away(_) | State::Over(..) => false,
+            ReconnectState::Connected(endpoint) => endpoint.receive(out),
+            ReconnectState::Away(_) | ReconnectState::Failed(..) => false,
         }
     }
 
@@ -356,20 +363,20 @@ impl Endpoint for ReconnectingEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        matches!(self.state, State::Over(..))
+        matches!(self.state, ReconnectState::Failed(..))
     }
 
     fn is_away(&self) -> bool {
-        matches!(self.state, State::Away(_))
+        matches!(self.state, ReconnectState::Away(_))
     }
 
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         match &self.state {
-            State::Here(endpoint) => endpoint.drain_handle(),
-            State::Away(reconnector) | State::Over(Some(reconnector), _) => {
-                reconnector.drain_handle().map(|late| Box::new(late) as Box<dyn DrainHandle>)
+            ReconnectState::Connected(endpoint) => endpoint.drain_handle(),
+            ReconnectState::Away(reconnector) | ReconnectState::Failed(Some(reconnector), _) => {
+                reconnector.drain_handle().map(|drain| Box::new(drain) as Box<dyn DrainHandle>)
             }
-            State::Over(None, _) => None,
+            ReconnectState::Failed(None, _) => None,
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Messages between a target's owner and its initiators, as the providers with a connection keep them: whatever becomes of connections, none is lost,
-//! and none comes twice.
+//! Sessions of a target and their messages, for providers whose connections can break. No message
+//! is lost with a connection, and none is delivered twice.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,26 +10,27 @@ use crate::limits::Limits;
 use crate::tables::TargetTables;
 use crate::target::{Host, Identity};
 
-/// The messages of one session, both ways.
+/// The messages of one session, in both directions.
 #[derive(Debug, Default)]
 pub struct Mailbox {
-    /// With the stamps of their arrival.
+    /// Messages from the initiator with their arrival stamps.
     inbox: Mutex<VecDeque<(u64, Vec<u8>)>>,
     outbox: Mutex<Outbox>,
 }
 
-/// Messages to the initiator, kept until it has taken them: a connection that breaks loses none.
+/// Messages to the initiator. Each is kept until the initiator has taken it, so a broken connection
+/// loses none.
 #[derive(Debug, Default)]
 struct Outbox {
     untaken: VecDeque<Vec<u8>>,
-    /// Messages taken since the session began.
+    /// Number of messages that the initiator has taken since the session began.
     taken: u64,
-    /// Messages given to the connection, those that were taken included.
+    /// Number of messages given to a connection, taken ones included.
     sent: u64,
 }
 
 impl Mailbox {
-    /// A message from the initiator; false if there is no room.
+    /// Stores a message from the initiator. Returns false if there is no room.
     pub fn deliver(&self, stamp: u64, message: Vec<u8>, depth: usize) -> bool {
         let mut inbox = lock(&self.inbox);
         let has_room = inbox.len() < depth;
@@ -39,7 +40,7 @@ impl Mailbox {
         has_room
     }
 
-    /// A message to the initiator; false if there is no room.
+    /// Queues a message to the initiator. Returns false if there is no room.
     pub fn post(&self, message: &[u8], depth: usize) -> bool {
         let mut outbox = lock(&self.outbox);
         let has_room = outbox.untaken.len() < depth;
@@ -49,19 +50,22 @@ impl Mailbox {
         has_room
     }
 
-    /// The initiator has taken so many more; false if there were not so many.
+    /// Records that the initiator has taken `count` more messages. Returns false if there were not
+    /// so many.
     pub fn credit(&self, count: u64) -> bool {
         let mut outbox = lock(&self.outbox);
         let taken = outbox.taken.saturating_add(count);
         outbox.set_taken(taken)
     }
 
-    /// The initiator has taken so many since the session began; false if there were not so many.
+    /// Records that the initiator has taken `taken` messages in total. Returns false if that is
+    /// impossible.
     pub fn credit_through(&self, taken: u64) -> bool {
         lock(&self.outbox).set_taken(taken)
     }
 
-    /// The initiator is back: so many messages have arrived there, and so many of those were taken. False if that cannot be.
+    /// Resumes after a broken connection: `heard` messages have arrived at the initiator, and it
+    /// has taken `taken` of them. Returns false if that is impossible.
     pub fn resume(&self, heard: u64, taken: u64) -> bool {
         let mut outbox = lock(&self.outbox);
         let is_possible = taken <= heard && heard <= outbox.sent && outbox.set_taken(taken);
@@ -71,7 +75,7 @@ impl Mailbox {
         is_possible
     }
 
-    /// Give the next message that was not sent, with its number, to `send`; false if there is none.
+    /// Passes the next unsent message and its number to `send`. Returns false if there is none.
     pub fn send_next(&self, send: impl FnOnce(u64, &[u8])) -> bool {
         let mut outbox = lock(&self.outbox);
         let at = usize::try_from(outbox.sent - outbox.taken).expect("bounded by the receive depth");
@@ -81,12 +85,12 @@ impl Mailbox {
         true
     }
 
-    /// When the oldest message from the initiator came.
+    /// The arrival stamp of the oldest message from the initiator.
     fn oldest_stamp(&self) -> Option<u64> {
         lock(&self.inbox).front().map(|(stamp, _)| *stamp)
     }
 
-    fn take(&self) -> Option<Vec<u8>> {
+    fn pop(&self) -> Option<Vec<u8>> {
         lock(&self.inbox).pop_front().map(|(_, message)| message)
     }
 }
@@ -103,30 +107,30 @@ impl Outbox {
     }
 }
 
-/// What a target knows of one session, whatever becomes of its connections.
+/// What a target knows of one session, across all its connections.
 #[derive(Debug)]
 pub struct PeerSession<P> {
     /// The initiator.
     pub who: Identity,
-    /// The session's name.
+    /// The session's identifier.
     pub id: SessionId,
-    /// The slot of the target that it takes.
+    /// The slot that the session occupies in control memory.
     pub slot: usize,
-    /// Its messages. They outlive the session.
+    /// Its messages, which outlive the session.
     pub mailbox: Mailbox,
     is_closed: AtomicBool,
-    /// What the provider knows of it.
+    /// State of the provider.
     pub own: P,
 }
 
 impl<P> PeerSession<P> {
-    /// Whether its session is over; only its messages are still there.
+    /// Whether the session has ended and only its messages remain.
     pub fn is_closed(&self) -> bool {
         self.is_closed.load(Ordering::SeqCst)
     }
 }
 
-/// The sessions of one target, and the messages of those that are over.
+/// The sessions of one target, and the messages of sessions that have ended.
 #[derive(Debug)]
 pub struct PeerSessions<P> {
     slots: Vec<bool>,
@@ -134,17 +138,18 @@ pub struct PeerSessions<P> {
 }
 
 impl<P> PeerSessions<P> {
-    /// Room for so many sessions.
+    /// A table with room for `endpoints_max` sessions.
     pub fn new(endpoints_max: usize) -> Self {
         Self { slots: vec![false; endpoints_max], list: Vec::new() }
     }
 
-    /// Everyone connected, those whose connection broke a moment ago, and who left messages behind.
+    /// All sessions: connected ones, ones whose connection broke a moment ago, and ended ones with
+    /// unread messages.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<PeerSession<P>>> {
         self.list.iter()
     }
 
-    /// How many sessions there are.
+    /// The number of sessions that have not ended.
     pub fn count(&self) -> usize {
         self.slots.iter().filter(|taken| **taken).count()
     }
@@ -154,10 +159,10 @@ impl<P> PeerSessions<P> {
         self.slots.contains(&false)
     }
 
-    /// Begins a session. `own` is given its slot.
+    /// Begins a session. `own` makes the provider's state from the slot.
     ///
     /// # Errors
-    /// Why not, as a sentence.
+    /// The reason, as a sentence.
     pub fn begin(
         &mut self,
         who: Identity,
@@ -173,7 +178,7 @@ impl<P> PeerSessions<P> {
         Ok(peer)
     }
 
-    /// A session is over for good. `gone` is told of each peer of which nothing is left.
+    /// Ends a session. `gone` is called for each entry that is removed.
     pub fn release(&mut self, peer: &PeerSession<P>, gone: impl FnMut(&PeerSession<P>)) {
         if !peer.is_closed.swap(true, Ordering::SeqCst) {
             self.slots[peer.slot] = false;
@@ -181,17 +186,19 @@ impl<P> PeerSessions<P> {
         self.remove_closed(gone);
     }
 
-    /// Takes the message that came first of all: who sent it, and its bytes appended to `out`. `gone` as in [`Self::release`].
+    /// Takes the message that arrived first of all sessions and appends it to `out`. Returns the
+    /// sender. `gone` is called for each entry that is removed.
     pub fn receive(&mut self, out: &mut Vec<u8>, gone: impl FnMut(&PeerSession<P>)) -> Option<Identity> {
         let with_mail = self.list.iter().filter_map(|peer| Some((peer.mailbox.oldest_stamp()?, peer)));
         let (_, peer) = with_mail.min_by_key(|(stamp, _)| *stamp)?;
-        out.extend_from_slice(&peer.mailbox.take()?);
+        out.extend_from_slice(&peer.mailbox.pop()?);
         let who = peer.who;
         self.remove_closed(gone);
         Some(who)
     }
 
-    /// Puts a message into the mailbox of each session of a host that is not fenced, and tells `posted` of those that had room; returns how many had.
+    /// Queues a message for each session of a host that is not fenced. Calls `posted` for each
+    /// session that had room, and returns their number.
     pub fn send(
         &self,
         to: Host,
@@ -210,7 +217,8 @@ impl<P> PeerSessions<P> {
         self.list.iter().filter(is_there).filter(has_room).map(|peer| posted(peer)).count()
     }
 
-    /// Those who left stay as long as their messages; of more than there are slots the oldest give way.
+    /// Removes ended sessions without messages. If more ended sessions than slots remain, removes
+    /// the oldest.
     fn remove_closed(&mut self, mut gone: impl FnMut(&PeerSession<P>)) {
         let mut keep_if = |peer: &PeerSession<P>, stays: bool| {
             if !stays {
@@ -245,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_heard_is_sent_again_and_what_was_taken_is_gone() {
+    fn unreceived_messages_are_sent_again_and_taken_ones_are_dropped() {
         let mailbox = Mailbox::default();
         for message in [b"a", b"b", b"c"] {
             assert!(mailbox.post(message, 3));
@@ -265,11 +273,11 @@ mod tests {
         }
         assert_eq!(next_of(&mailbox), None);
         assert!(mailbox.credit_through(4));
-        assert!(!mailbox.credit_through(3), "it cannot give them back");
+        assert!(!mailbox.credit_through(3), "the count of taken messages cannot decrease");
     }
 
     #[test]
-    fn messages_are_received_as_they_came_and_outlive_those_who_left() {
+    fn messages_are_received_in_order_and_outlive_their_session() {
         let who = |number| Identity { host: Host(number), epoch: 1, tenant: Tenant(0) };
         let mut peers = PeerSessions::new(2);
         let (first, second) = (peers.begin(who(1), |_| ()).unwrap(), peers.begin(who(2), |_| ()).unwrap());
@@ -286,7 +294,7 @@ mod tests {
         let third = peers.begin(who(3), |_| ()).unwrap();
         assert!(third.mailbox.deliver(3, vec![3], 1));
         peers.release(&third, |_| gone += 1);
-        assert_eq!((peers.iter().count(), gone), (2, 1), "no more may stay, and the oldest gives way");
+        assert_eq!((peers.iter().count(), gone), (2, 1), "at the limit the oldest ended session is removed");
         let mut out = Vec::new();
         assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(2)));
         assert_eq!(peers.receive(&mut out, |_| gone += 1), Some(who(3)));

@@ -1,4 +1,4 @@
-//! What a target with real memory keeps beside its control memory: regions, keys, fences.
+//! Tables of a target with real memory: regions, keys, and fences.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,37 +11,39 @@ use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
 use crate::work::Key;
 
-/// What a refusal of the fenced says.
+/// The text by which initiators recognise the refusal of a fenced host. It is part of the protocol
+/// between builds.
 const FENCED: &str = "is fenced up to epoch";
 
-/// Whether a target refused somebody because it is fenced.
+/// Whether a refusal says that the host is fenced.
 pub fn is_fence_refusal(refusal: &str) -> bool {
     refusal.contains(FENCED)
 }
 
 /// A registered region.
 #[derive(Debug)]
-pub struct Registered {
+pub struct RegisteredRegion {
     /// Its memory.
     pub memory: Arc<Memory>,
     scope: Scope,
     region: Region,
-    /// Its table of keys, if it has one.
+    /// Its key table, if it has one.
     pub table: Option<PlacedTable>,
 }
 
-/// The tables of one target. Its owner locks them.
+/// The tables of one target, which its owner locks.
 #[derive(Debug)]
 pub struct TargetTables {
-    /// By index.
-    pub regions: Vec<Registered>,
+    /// The regions by index.
+    pub regions: Vec<RegisteredRegion>,
     space: AddressSpace,
     keys: KeySlots,
     fenced: HashMap<Host, u64>,
 }
 
 impl TargetTables {
-    /// Empty tables with room for so many regions and windows. `secret` makes keys hard to guess.
+    /// Empty tables with room for the given numbers of regions and windows. `secret` makes keys
+    /// hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         Self {
             regions: Vec::new(),
@@ -51,7 +53,8 @@ impl TargetTables {
         }
     }
 
-    /// Registers a region, under `key` if one is given. A region with a table is open by its own key only up to what the table describes.
+    /// Registers a region, under `key` if one is given. The own key of a region with a key table
+    /// opens only the part before the table's data.
     pub fn register(
         &mut self,
         control: &ControlMemory,
@@ -68,28 +71,28 @@ impl TargetTables {
         let (index, key) = self.keys.allocate_region(key)?;
         let range = self.space.place(len);
         let region = Region { base: range.start, len, key };
-        // What the table is of only its keys open.
+        // Only keys of the table open its data.
         let opened = table.as_ref().map_or(len, |table| table.data.start);
         control.bind(key, &Grant { base: region.base, len: opened, access, scope, region: index });
         let table = table.map(|table| {
             control.publish_table(index, &table);
             PlacedTable::at(index, region.base, &table)
         });
-        self.regions.push(Registered { memory, scope, region: region.clone(), table });
+        self.regions.push(RegisteredRegion { memory, scope, region: region.clone(), table });
         Ok(region)
     }
 
-    /// What a table's key opens to `who` at an address.
+    /// The range that a key of a key table opens to `who` at an address.
     pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
         let is_of_it =
-            |registered: &&Registered| registered.table.as_ref().is_some_and(|table| table.holds(addr));
+            |registered: &&RegisteredRegion| registered.table.as_ref().is_some_and(|table| table.holds(addr));
         let registered = self.regions.iter().find(is_of_it)?;
         registered.table.as_ref()?.grant(&registered.memory, who, key, addr)
     }
 
-    /// The number of the region that holds a range, and where it begins.
+    /// The index and the first address of the region that contains a range.
     pub fn region_of(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
-        let holds = |registered: &Registered| {
+        let holds = |registered: &RegisteredRegion| {
             let Region { base, len: bytes, .. } = registered.region;
             addr >= base && addr - base <= bytes && len <= bytes - (addr - base)
         };
@@ -105,7 +108,7 @@ impl TargetTables {
         Ok(key)
     }
 
-    /// The key is dead and drained: its slot may be bound anew.
+    /// Releases the slot of a key that is invalidated and drained.
     pub fn release_key(&mut self, key: Key) {
         self.keys.release(split(key).0);
     }
@@ -116,20 +119,20 @@ impl TargetTables {
         *last = epoch.max(*last);
     }
 
-    /// Whether an identity is of a fenced epoch of its host.
+    /// Whether an identity has a fenced epoch of its host.
     pub fn is_fenced(&self, who: Identity) -> bool {
         self.fenced.get(&who.host).is_some_and(|epoch| who.epoch <= *epoch)
     }
 
-    /// Why this one may not connect, if it may not.
+    /// The reason to refuse an endpoint, if there is one.
     pub fn refusal(&self, who: Identity) -> Option<String> {
         let fenced = self.fenced.get(&who.host).filter(|_| self.is_fenced(who))?;
         Some(format!("host {} {FENCED} {fenced}, it has {}", who.host.0, who.epoch))
     }
 
-    /// The regions as one endpoint may know them: without the keys that are for others.
+    /// The regions as one endpoint may see them: keys that are not for it are zero.
     pub fn visible_regions(&self, who: Identity) -> Vec<Region> {
-        let announced = |registered: &Registered| {
+        let announced = |registered: &RegisteredRegion| {
             let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
             Region { key, ..registered.region.clone() }
         };

@@ -1,4 +1,4 @@
-//! What the owner of memory sees: regions, windows, fences, and the [`Target`].
+//! The interface of the owner of memory: regions, windows, fences, and the [`Target`].
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
@@ -8,38 +8,40 @@ use crate::Memory;
 use crate::key_table::KeyTable;
 use crate::work::Key;
 
-/// A host of the cluster, as the directory numbers it: 1..=4095 (12 bits in the pool's logs). Zero is nobody.
+/// The number of a host of the cluster, 1..=4095: the pool's logs have 12 bits for it. Zero is not
+/// a host.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Host(pub u16);
 
 impl Host {
-    /// A memory node, at its own memory. The directory gives this number to nobody.
+    /// A memory node that accesses its own memory. The directory never assigns this number.
     pub const NODE: Self = Self(4095);
 }
 
-/// A tenant: whose memory it is.
+/// A tenant: the user that owns extents and keys.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Tenant(pub u32);
 
-/// Who connects.
+/// The identity that an endpoint presents when it connects.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Identity {
     /// The connecting host.
     pub host: Host,
-    /// Fencing epoch of that host's lease. A target that fenced `(host, epoch)` refuses it and all earlier ones.
+    /// The epoch of the host's lease. A target that has fenced an epoch of the host refuses that
+    /// epoch and all smaller ones.
     pub epoch: u64,
-    /// The tenant on whose behalf it acts.
+    /// The tenant on whose behalf the endpoint acts.
     pub tenant: Tenant,
 }
 
-/// What a key allows.
+/// The operations that a key allows.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Access {
     /// READ.
     pub read: bool,
     /// WRITE.
     pub write: bool,
-    /// CAS and FAA.
+    /// Compare-and-swap and fetch-and-add.
     pub atomic: bool,
 }
 
@@ -48,11 +50,11 @@ impl Access {
     pub const READ: Self = Self { read: true, write: false, atomic: false };
     /// READ and WRITE.
     pub const READ_WRITE: Self = Self { read: true, write: true, atomic: false };
-    /// Everything.
+    /// All operations.
     pub const ALL: Self = Self { read: true, write: true, atomic: true };
 }
 
-/// Who may use a key.
+/// The endpoints that may use a key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Scope {
     /// Any endpoint that the target accepted.
@@ -63,35 +65,36 @@ pub enum Scope {
     Host(Host),
 }
 
-/// Registered memory (an MR) as its peers know it.
+/// A registered memory region (MR), as its peers see it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Region {
-    /// First address in the target's space. Regions never overlap.
+    /// First address in the target's address space. Regions never overlap.
     pub base: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Opens the whole region, or what comes before the data of its table of keys.
+    /// A key that opens the whole region, or the part before the data if the region has a key
+    /// table.
     pub key: Key,
 }
 
-/// A window to be bound (an MW).
+/// The description of a window (MW) that is to be bound.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct WindowSpec {
-    /// Addresses it opens, inside one region.
+    /// The addresses that it opens. They are inside one region.
     pub range: Range<u64>,
-    /// What it allows.
+    /// The operations that it allows.
     pub access: Access,
-    /// To whom.
+    /// The endpoints that may use it.
     pub scope: Scope,
 }
 
-/// Why the target could not do what was asked.
+/// Why a target cannot carry out a request of its owner.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// A limit was reached.
-    #[error("the target already has {limit} {what}")]
+    #[error("the target already has {limit} {what}, which is the limit")]
     Full {
-        /// What there is too much of, in the plural.
+        /// What the limit counts, in the plural.
         what: &'static str,
         /// The limit.
         limit: usize,
@@ -104,41 +107,43 @@ pub enum TargetError {
         /// End address.
         end: u64,
     },
-    /// A table of keys does not fit its region, or opens what is not aligned.
+    /// The key table does not fit its region, or covers a range that is not aligned.
     #[error(
-        "a table of keys for {start:#x}..{end:#x} of a region does not fit it: the range must be of whole 2 MiB, and have 544 entries for each"
+        "the key table for {start:#x}..{end:#x} does not fit its region: \
+         the range must consist of whole 2 MiB with 544 entries each"
     )]
     BadTable {
-        /// First offset that it opens.
+        /// First offset of the covered range.
         start: u64,
-        /// End offset.
+        /// End offset of the covered range.
         end: u64,
     },
     /// The key is not bound.
     #[error("key {0:?} is not bound")]
     NoSuchKey(Key),
-    /// The system refused.
+    /// A system call failed.
     #[error("{what}: {source}")]
     System {
         /// What was attempted.
         what: &'static str,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
 }
 
-/// What a target has done for a tenant.
+/// The operations that a target has carried out for one tenant.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TenantCounters {
-    /// Operations carried out, those included that were refused.
+    /// Number of operations, refused ones included.
     pub operations: u64,
     /// Bytes read and written.
     pub bytes: u64,
 }
 
-/// The owner's side: registers memory, binds and invalidates keys, fences hosts, answers messages.
+/// The owner's end: registers memory, binds and invalidates keys, fences hosts, exchanges messages.
 pub trait Target: Send + Sync + std::fmt::Debug {
-    /// Register memory. Its [`Region`] is announced to endpoints that connect later; `scope` says who may use the region's own key.
+    /// Registers memory. Endpoints that connect later learn of the [`Region`]. `scope` says which
+    /// endpoints may use the region's own key.
     ///
     /// # Errors
     /// At the limit of regions.
@@ -146,11 +151,15 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         self.register_with(memory, access, scope, None, None)
     }
 
-    /// As [`Target::register`], of memory that holds a table of keys for its last part. The region's own key opens what comes before that part.
-    /// Memory that outlived an earlier target, as all that this one has, is known to its users by the `key` that it had there, at the same address.
+    /// Registers memory, optionally with a key table and under a given key.
+    ///
+    /// With a `table`, the region's own key opens only the part before the table's data. `key` is
+    /// for memory that an earlier target served, and that keeps its key and address. All memory of
+    /// that target must then be registered again in the same order.
     ///
     /// # Errors
-    /// As [`Target::register`]; if the table is not inside; if no such region can have had that key.
+    /// At the limit of regions; if the table does not fit the region; if the key cannot be that of
+    /// the next region.
     fn register_with(
         &self,
         memory: Arc<Memory>,
@@ -160,43 +169,53 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         key: Option<Key>,
     ) -> Result<Region, TargetError>;
 
-    /// Whoever got at these addresses by a key that a table no longer has when this is called, is out when this returns: no access of
-    /// theirs is under way, and none will begin.
+    /// Waits until no access by a revoked key of a key table is in flight in a range.
+    ///
+    /// Keys must have been removed from the table before the call. When it returns, no access by
+    /// them is in flight, and none will begin.
     fn expel(&self, range: Range<u64>);
 
-    /// Bind a window and return its fresh key, random in its free bits.
+    /// Binds a window and returns its fresh key. The key's free bits are random.
     ///
     /// # Errors
     /// At the limit of windows; if the range is not inside one region.
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError>;
 
-    /// Kill a key. When this returns no access through it is under way and none will begin.
+    /// Invalidates a key. When this returns, no access by the key is in flight, and none will
+    /// begin.
     ///
     /// # Errors
     /// If the key is not bound.
     fn invalidate(&self, key: Key) -> Result<(), TargetError>;
 
-    /// Fence a host: when this returns no operation of its endpoints of `epoch` or earlier is under way and none will
-    /// begin; they get [`crate::WorkError::Fenced`], and cannot connect again. An endpoint that connects fences all earlier epochs of its
-    /// host by that: there is one agent on a host, and it is the newest.
+    /// Fences a host up to an epoch.
+    ///
+    /// When this returns, no operation of the fenced endpoints is in flight, and none will begin.
+    /// Their operations fail with [`crate::WorkError::Fenced`], and they cannot connect again. An
+    /// endpoint that connects fences all smaller epochs of its host: a host has one agent, and it
+    /// has the greatest epoch.
     fn fence(&self, host: Host, epoch: u64);
 
-    /// Take the oldest message from any endpoint: who sent it, and its bytes appended to `out`.
+    /// Takes the oldest message of all endpoints and appends it to `out`. Returns the sender.
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity>;
 
-    /// Send a message to every endpoint of a host; returns how many took it.
+    /// Sends a message to every endpoint of a host. Returns the number of endpoints that had room
+    /// for it.
     fn send(&self, to: Host, message: &[u8]) -> usize;
 
-    /// What tells of accesses that could outlive the target's process, to be kept with memory that does: whoever opens that memory anew retires it first
-    /// ([`crate::shm::retire`]). `None` where no access can.
+    /// Memory that records accesses which may outlive the target's process. It must be kept with
+    /// memory that outlives the process, and passed to [`crate::shm::retire`] before another target
+    /// opens that memory. `None` where no access can outlive the process.
     fn control(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// Endpoints that are connected now, and those whose connection broke a moment ago.
+    /// The number of connected endpoints, including those whose connection broke a moment ago and
+    /// may resume.
     fn endpoints(&self) -> usize;
 
-    /// What was done for each tenant since the target began, as far as it knows: endpoints that reach the memory by themselves do not tell.
+    /// Counters of each tenant since the target began. Empty where endpoints access the memory by
+    /// themselves.
     fn tenant_counters(&self) -> Vec<(Tenant, TenantCounters)> {
         Vec::new()
     }

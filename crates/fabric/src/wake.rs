@@ -1,30 +1,30 @@
-//! Waking a thread that waits for descriptors.
+//! A descriptor that wakes a thread waiting in poll or epoll.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::EventfdFlags;
 
-/// A descriptor that is readable from [`Self::wake`] to [`Self::clear`].
+/// An eventfd that is readable from [`Self::wake`] until [`Self::clear`].
 #[derive(Debug)]
 pub struct WakeFd(OwnedFd);
 
 impl WakeFd {
-    /// One that is not readable yet.
+    /// A descriptor that is not readable yet.
     ///
     /// # Errors
-    /// If there is no descriptor for it.
+    /// If the system has no descriptor left.
     pub fn new() -> io::Result<Self> {
         Ok(Self(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
     }
 
-    /// Wakes whoever waits.
+    /// Wakes a waiting thread.
     pub fn wake(&self) {
         // Writing to an eventfd fails only when its count is full, and then it is readable already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
-    /// Makes it unreadable. That it was so already is fine.
+    /// Makes the descriptor unreadable. Does nothing if it already is.
     pub fn clear(&self) {
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }

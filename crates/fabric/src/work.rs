@@ -1,4 +1,4 @@
-//! What the initiator of work sees: verbs, batches, completions, and the [`Endpoint`].
+//! The initiator's interface: verbs, batches, completions, and the [`Endpoint`].
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,27 +9,28 @@ use crate::Memory;
 pub use crate::limits::Limits;
 use crate::target::Region;
 
-/// Opens a range of the peer's memory: the key of a region or of a window (an rkey).
-/// Zero is never a valid key.
+/// A key that opens a range of the peer's memory: the rkey of a region or of a window. Zero is
+/// never a valid key.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Key(pub u32);
 
-/// Names a piece of local memory registered with one endpoint (an lkey).
+/// A handle of local memory that is registered with one endpoint (an lkey).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct LocalKey(pub u32);
 
 /// A range of local registered memory, in bytes from the start of that memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LocalSlice {
-    /// Which registered memory.
+    /// The registered memory.
     pub key: LocalKey,
-    /// First byte, from the start of that memory.
+    /// First byte, counted from the start of that memory.
     pub offset: u64,
     /// Length in bytes; at most [`Limits::transfer_bytes_max`].
     pub len: u32,
 }
 
-/// An address in the peer's registered address space (see [`Region::base`]), with the key that opens it.
+/// An address in the peer's registered address space, with the key that opens it. [`Region::base`]
+/// is the first address of a region.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct RemoteAddr {
     /// Address in the peer's space, in bytes.
@@ -65,7 +66,8 @@ pub enum Verb {
         /// Value it gets.
         desired: u64,
     },
-    /// Add to the 8-byte, 8-aligned word at `remote`, wrapping. The completion carries the value before.
+    /// Add to the 8-byte, 8-aligned word at `remote`, wrapping. The completion carries the value
+    /// before.
     FetchAdd {
         /// The word.
         remote: RemoteAddr,
@@ -82,54 +84,58 @@ pub enum Verb {
 /// One posted operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Work {
-    /// The caller's name for it, handed back in the completion.
+    /// An identifier chosen by the caller. The completion returns it.
     pub id: u64,
-    /// What to do.
+    /// The operation.
     pub verb: Verb,
-    /// Whether success makes a completion. Failure always does.
+    /// Whether success produces a completion. Failure always does.
     pub signalled: bool,
 }
 
-/// The end of one operation.
+/// The completion of one operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Completion {
     /// [`Work::id`].
     pub id: u64,
-    /// For atomics the value found before; for the rest the number of bytes; or the cause of failure.
+    /// The value found before an atomic, the number of bytes of any other operation, or the cause
+    /// of the failure.
     pub outcome: Result<u64, WorkError>,
 }
 
-/// Why an operation failed. After any of these the endpoint is broken, as an RC queue pair would be,
-/// except where said otherwise: later work completes with [`WorkError::Flushed`].
+/// Why an operation failed.
+///
+/// Unless a variant says otherwise, the endpoint is broken afterwards, as an RC queue pair would
+/// be. Later work then completes with [`WorkError::Flushed`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum WorkError {
-    /// The key is unknown, stale, another's, without this right, or does not cover the range.
-    /// The endpoint stays usable: soft fabrics allow it, and callers on verbs reconnect.
-    #[error("the peer refused the access: the key does not open this range for this")]
+    /// The key is unknown or stale, belongs to another tenant or host, lacks this right, or does
+    /// not cover the range. The endpoint stays usable; on verbs it reconnects by itself.
+    #[error("the peer refused the access: the key does not permit it")]
     RemoteAccess,
     /// The local slice is outside registered memory. Nothing was done; the endpoint stays usable.
     #[error("the local range is not registered memory")]
     LocalAccess,
-    /// An atomic on an address that is not 8-aligned. Nothing was done; the endpoint stays usable.
+    /// The address of an atomic is not 8-byte aligned. Nothing was done; the endpoint stays usable.
     #[error("an atomic needs an 8-byte aligned address")]
     Misaligned,
-    /// Longer than the limits allow. Nothing was done; the endpoint stays usable.
+    /// The operation is longer than the limits allow. Nothing was done; the endpoint stays usable.
     #[error("the operation is longer than the limit")]
     TooLong,
     /// The receiver has no room for the message. Nothing was done; the endpoint stays usable.
     #[error("the peer's receive queue is full")]
     ReceiverNotReady,
-    /// This host was fenced by the target: its lease is gone.
+    /// The target has fenced this host: its lease has ended.
     #[error("the target has fenced this host")]
     Fenced,
     /// The peer is dead or unreachable. Whether the operation took effect is unknown.
     #[error("the peer is gone")]
     PeerGone,
-    /// No answer in time. Whether the operation took effect is unknown.
+    /// The peer did not answer in time. Whether the operation took effect is unknown.
     #[error("the peer did not answer in time")]
     Timeout,
-    /// The peer is away, and may come back with its memory; the endpoint goes on then by itself ([`crate::reconnecting`]). Whether the operation took effect is
-    /// unknown, but it takes effect no more.
+    /// The peer is away and may come back with its memory; then the endpoint resumes by itself (see
+    /// [`crate::reconnecting`]). Whether the operation took effect is unknown. It will not take
+    /// effect later.
     #[error("the peer is away")]
     Away,
     /// An earlier operation broke the endpoint; this one was not done.
@@ -148,45 +154,46 @@ pub enum PostError {
     },
 }
 
-/// Why an endpoint could not do what was asked.
+/// Why an endpoint cannot connect or register memory.
 #[derive(Debug, thiserror::Error)]
 pub enum EndpointError {
-    /// Nobody listens there, or it died while we connected.
+    /// No target listens at the address, or it ended during the handshake.
     #[error("cannot reach {address}: {source}")]
     Unreachable {
-        /// Where we tried to connect.
+        /// The target's address.
         address: String,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// The peer refused the connection, and says why.
+    /// The target refused the connection and said why.
     #[error("{address} refused the connection: {reason}")]
     Refused {
-        /// Where we tried to connect.
+        /// The target's address.
         address: String,
         /// The peer's reason.
         reason: String,
     },
-    /// The peer said something that this version cannot understand.
+    /// The peer sent something that this version cannot parse.
     #[error("{address} does not speak this protocol: {reason}")]
     Protocol {
-        /// Where we tried to connect.
+        /// The target's address.
         address: String,
-        /// What was wrong.
+        /// What is wrong.
         reason: String,
     },
-    /// The device does not take local memory.
+    /// The device cannot register the local memory.
     #[error(
-        "{bytes} bytes of local memory cannot be registered with the RDMA device: {source} (is the limit of locked memory, ulimit -l, too low?)"
+        "cannot register {bytes} bytes of local memory with the RDMA device: {source}; \
+         is the limit of locked memory (ulimit -l) too low?"
     )]
     Local {
-        /// How long the memory is.
+        /// The length of the memory.
         bytes: usize,
-        /// What the system said.
+        /// The error of the system.
         source: std::io::Error,
     },
-    /// Too many pieces of local memory.
-    #[error("at most {limit} pieces of local memory can be registered with an endpoint")]
+    /// The endpoint has reached its limit of registered memories.
+    #[error("the endpoint already has {limit} local memories, which is the limit")]
     TooManyLocal {
         /// The limit.
         limit: usize,
@@ -194,7 +201,8 @@ pub enum EndpointError {
 }
 
 impl EndpointError {
-    /// Whether nobody answers there, or who does is about to end: another may be there soon.
+    /// Whether no target serves at the address now: none listens, or it is going away. A later
+    /// attempt may succeed.
     #[must_use]
     pub fn is_target_away(&self) -> bool {
         match self {
@@ -204,69 +212,77 @@ impl EndpointError {
         }
     }
 
-    /// Whether who answers has shut this host out, for as long as it has this epoch.
+    /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {
         matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence_refusal(reason))
     }
 }
 
-/// A reliable connected queue pair. Operations of one endpoint take effect in the order of posting.
-/// One thread uses an endpoint at a time; many endpoints work at once.
+/// A reliable connected queue pair.
+///
+/// Operations of one endpoint take effect in the order of posting. One thread at a time uses an
+/// endpoint; many endpoints work concurrently.
 pub trait Endpoint: Send + std::fmt::Debug {
-    /// Post a batch: one doorbell. Either all of it is accepted or a prefix
-    /// ([`PostError::QueueFull`]). What is accepted will complete, come what may.
+    /// Posts a batch with one doorbell. Either the whole batch is accepted or a prefix of it
+    /// ([`PostError::QueueFull`]). Every accepted operation completes.
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError>;
 
-    /// Append up to `max` completions to `out`, without waiting; returns how many.
+    /// Appends up to `max` completions to `out` without waiting. Returns their number.
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize;
 
-    /// Wait until [`Self::poll`] or [`Self::receive`] may find something, at most so long. Where everything is there as soon as it was
-    /// posted, this returns at once.
+    /// Waits until [`Self::poll`] or [`Self::receive`] may find something, for at most `patience`.
+    /// Returns at once where operations complete while they are posted.
     fn wait(&mut self, patience: Duration) {
         let _ = patience;
     }
 
-    /// What to poll for until [`Self::poll`] may find something, or can go on with what was posted: to wait for several endpoints at once. None
-    /// where there is nothing to wait for.
+    /// A descriptor that becomes ready when [`Self::poll`] may find a completion or can make
+    /// progress. It serves to wait for several endpoints together. `None` where there is nothing to
+    /// wait for.
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         None
     }
 
-    /// Make local memory usable in [`LocalSlice`]s of this endpoint.
+    /// Registers local memory, so that [`LocalSlice`]s of this endpoint can name it.
     ///
     /// # Errors
     /// [`EndpointError::TooManyLocal`] at [`Limits::local_regions_max`].
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError>;
 
-    /// Take the oldest message from the peer, appending its bytes to `out`; false if there is none.
+    /// Takes the oldest message from the peer and appends it to `out`. Returns false if there is
+    /// none.
     fn receive(&mut self, out: &mut Vec<u8>) -> bool;
 
-    /// The regions that the peer opens to everyone who may connect, as of the connection.
+    /// The regions that the target had when this endpoint connected. A region whose own key is not
+    /// for this endpoint has [`Key`] zero.
     fn regions(&self) -> &[Region];
 
-    /// What this endpoint can bear.
+    /// The limits that the target granted.
     fn limits(&self) -> Limits;
 
-    /// Whether the peer is known to be dead or the endpoint is broken.
+    /// Whether the peer is known to be gone, or the endpoint is broken.
     fn is_broken(&self) -> bool;
 
-    /// Whether the peer is away and waited for ([`crate::reconnecting`]).
+    /// Whether the peer is away and the endpoint waits for it (see [`crate::reconnecting`]).
     fn is_away(&self) -> bool {
         false
     }
 
-    /// What of it may yet take effect after it is dropped; `None` if nothing can.
+    /// A handle that drains operations still in flight after the endpoint is dropped. `None` if
+    /// none can be in flight.
     fn drain_handle(&self) -> Option<Box<dyn DrainHandle>> {
         None
     }
 }
 
-/// Operations of an endpoint that was given up: nobody hears of them any more, and some may yet be on their way.
+/// Drains operations of an endpoint that was dropped or is broken: their outcome is not reported
+/// any more, and some may not have reached the target yet.
 pub trait DrainHandle: Send + std::fmt::Debug {
-    /// Make sure that none takes effect from now on. The endpoint must be gone, or broken. May take as long as connecting does.
+    /// Makes sure that none of the operations takes effect later. The endpoint must have been
+    /// dropped or be broken. May take as long as connecting does.
     ///
     /// # Errors
-    /// If the peer does not answer: then nothing is known.
+    /// If the target does not answer. Then operations may still take effect.
     fn drain(&mut self) -> Result<(), EndpointError>;
 }

@@ -79,7 +79,7 @@ impl Play {
     fn new(seed: u64, policy: AwayPolicy) -> Self {
         let fabric = SimFabric::new(
             seed,
-            SimOptions { timeout_ns: 100_000, comes_late: true, ..SimOptions::default() },
+            SimOptions { timeout_ns: 100_000, has_strays: true, ..SimOptions::default() },
         );
         let target = fabric.add_node();
         let remote = Arc::new(Memory::create("remote", 4096).unwrap());

@@ -36,7 +36,10 @@ impl std::fmt::Debug for ClusterAccess {
 #[derive(Debug, thiserror::Error)]
 pub enum ClusterAccessError {
     /// No agent listens.
-    #[error("no cluster is up (nothing answers at {path}): start one with `aquifer up`", path = path.display())]
+    #[error(
+        "no cluster is up (nothing answers at {path}): start one with `aquifer up`",
+        path = path.display()
+    )]
     NoAgent {
         /// The agent's socket.
         path: PathBuf,

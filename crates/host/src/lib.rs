@@ -1,4 +1,5 @@
-//! What every host of the pool does in the cluster, the agent and the server of a swap device alike.
+//! What every host of the pool does in the cluster, the agent and the server of a swap device
+//! alike.
 //!
 //! - [`membership`]: a host number under a lease, and the watch over the memory nodes.
 //! - [`nodes`]: the memory nodes, and connections to them.

@@ -54,14 +54,15 @@ pub struct Membership {
 }
 
 impl Membership {
-    /// Claims a host number, or that of `predecessor`, and puts the host's record into the directory.
+    /// Claims a host number, or that of `predecessor`, and puts the host's record into the
+    /// directory.
     ///
     /// For `grace` after the end of the lease, other hosts do not recover this host, so that its
     /// next agent can claim the number again.
     ///
     /// # Errors
-    /// Those of the directory. [`DirectoryError::Taken`] if another host has claim_epoch the number of
-    /// `predecessor`.
+    /// Those of the directory. [`DirectoryError::Taken`] if another host has claim_epoch the number
+    /// of `predecessor`.
     pub fn join(
         directory: Arc<dyn Directory>,
         socket: &Path,

@@ -19,7 +19,7 @@ use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use reconnect::Reconnector;
 use view::{NodeState, NodeView, PresentNode};
 
-/// Interval between attempts to connect to an absent node.
+/// Interval between attempts to connect to a node that is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The memory nodes that the directory has, and how this host connects to them.
@@ -39,7 +39,7 @@ pub struct NodeRegistry {
 }
 
 /// What a tenant's last connection to a node has shown; enough to queue operations while the node
-/// is absent.
+/// is away.
 #[derive(Clone, Debug)]
 struct Contact {
     target: TargetDescription,
@@ -112,7 +112,7 @@ impl NodeRegistry {
     }
 
     /// Reads from the directory which memory existed before this process. Its nodes are waited for
-    /// if they are absent.
+    /// if they are away.
     ///
     /// # Errors
     /// Those of the directory.
@@ -122,14 +122,14 @@ impl NodeRegistry {
         Ok(())
     }
 
-    /// Waits for those of `nodes` that are absent and may return with their memory, until they
+    /// Waits for those of `nodes` that are away and may return with their memory, until they
     /// answer or their grace time has passed.
     pub fn wait_for(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
             let is_kept = match self.state(*node, Instant::now()) {
                 NodeState::Present(present) => !present.grace.is_zero(),
-                NodeState::Absent => {
-                    tracing::info!(node = node.0, "waiting for absent memory node whose memory is kept");
+                NodeState::Away => {
+                    tracing::info!(node = node.0, "waiting for a memory node that is away");
                     true
                 }
                 NodeState::Unknown => false,
@@ -215,7 +215,7 @@ impl NodeRegistry {
         pool
     }
 
-    /// Connects to a node on behalf of a tenant. Waits for a node that is absent and whose memory
+    /// Connects to a node on behalf of a tenant. Waits for a node that is away and whose memory
     /// is kept; READs and WRITEs on the endpoint wait for it, too.
     ///
     /// # Errors
@@ -289,7 +289,7 @@ impl NodeRegistry {
                 Ok(endpoint) => return Ok(self.wrap(node, tenant, endpoint, &present, policy)),
                 Err(error) => (Some(present), error),
             },
-            NodeState::Absent => (None, unknown_node(node)),
+            NodeState::Away => (None, unknown_node(node)),
             NodeState::Unknown => {
                 return Err(ConnectFailure { error: unknown_node(node), is_temporary: false });
             }
@@ -365,7 +365,7 @@ impl NodeRegistry {
             NodeState::Present(present) => {
                 present.address.connect(identity, self.key.as_ref(), &self.connect)
             }
-            NodeState::Absent | NodeState::Unknown => Err(unknown_node(node)),
+            NodeState::Away | NodeState::Unknown => Err(unknown_node(node)),
         }
     }
 
@@ -507,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn connect_lazily_does_not_wait_for_an_absent_node() {
+    fn connect_lazily_does_not_wait_for_a_node_that_is_away() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("node");
         let listen = || {

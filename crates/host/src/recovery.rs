@@ -27,8 +27,8 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 
-/// A thread that recovers dead hosts, until it is dropped. It then finishes the node at which it is,
-/// and leaves the rest to other hosts.
+/// A thread that recovers dead hosts, until it is dropped. It then finishes the node at which it
+/// is, and leaves the rest to other hosts.
 #[derive(Debug)]
 pub struct Recovery {
     stop: Arc<AtomicBool>,
@@ -97,7 +97,7 @@ enum RecoveryError {
 #[derive(Default)]
 struct AffectedLives {
     present: Vec<NodeLife>,
-    absent: Vec<NodeLife>,
+    away: Vec<NodeLife>,
     /// The number of lives that an earlier recovery has left over, if there was one.
     left_count: Option<usize>,
 }
@@ -105,7 +105,7 @@ struct AffectedLives {
 impl AffectedLives {
     /// True if a recovery now can free something or finish.
     fn has_work(&self) -> bool {
-        !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.absent.len())
+        !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.away.len())
     }
 }
 
@@ -181,7 +181,8 @@ impl RecoveryWorker {
         }
         let lease = self.directory.lease_grant(LEASE_TTL)?;
         let outcome = self.recover_under(lease, dead);
-        // After a success nothing depends on the lease. After a failure another host can try at once.
+        // After a success nothing depends on the lease. After a failure another host can try at
+        // once.
         if let Err(error) = self.directory.lease_revoke(lease.id) {
             tracing::debug!(%error, "revoking the lease of a recovery failed; it expires by itself");
         }
@@ -192,7 +193,7 @@ impl RecoveryWorker {
         let address = format!("recovered by host {}", self.own_record.host);
         let record = names::claim_dead_host(&*self.directory, lease, dead, &address)?;
         let identity = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
-        let AffectedLives { present, absent, .. } = self.affected_lives(dead)?;
+        let AffectedLives { present, away, .. } = self.affected_lives(dead)?;
         self.nodes.refresh()?;
         let mut found = Recovered::default();
         let mut failed = None;
@@ -212,15 +213,15 @@ impl RecoveryWorker {
         if let Some(error) = failed {
             return Err(error);
         }
-        if !absent.is_empty() {
-            let nodes: Vec<u16> = absent.iter().map(|life| life.node).collect();
+        if !away.is_empty() {
+            let nodes: Vec<u16> = away.iter().map(|life| life.node).collect();
             tracing::warn!(
                 host = dead.host,
                 ?nodes,
-                "memory of a dead host on absent nodes is not freed; it is freed if they return"
+                "memory of a dead host on nodes that are away is not freed yet; it is freed if they return"
             );
         }
-        names::finish_recovery(&*self.directory, &record, absent)?;
+        names::finish_recovery(&*self.directory, &record, away)?;
         Ok(found)
     }
 
@@ -266,7 +267,7 @@ impl RecoveryWorker {
                 Some(node) if node.epoch == life.epoch => affected.present.push(life),
                 // The node has new memory, so this life has ended.
                 Some(_) => {}
-                None => affected.absent.push(life),
+                None => affected.away.push(life),
             }
         }
         Ok(affected)

@@ -93,8 +93,8 @@ impl KeeperClient {
                     tracing::error!(
                         path = %self.path.display(),
                         %error,
-                        "connection to the keeper lost; until a keeper runs again, nothing survives the end of \
-                         this process"
+                        "connection to the keeper lost; until a keeper runs again, nothing survives the \
+                         end of this process"
                     );
                 }
                 return;
@@ -106,7 +106,12 @@ impl KeeperClient {
         for (item, fds) in state.items.values() {
             let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
             if let Err(error) = send_frame(&state.socket, &Frame::Hold(item.clone()), &fds) {
-                tracing::error!(kind = ?item.kind, id = item.id, %error, "sending an item to the keeper failed");
+                tracing::error!(
+                    kind = ?item.kind,
+                    id = item.id,
+                    %error,
+                    "sending an item to the keeper failed"
+                );
             }
         }
     }

@@ -28,8 +28,8 @@ pub fn of_zombie(pid: u32) -> Option<ExitStatus> {
     parse_stat(&std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses the exit code, field 52, of a zombie's `/proc/PID/stat`. The name, field 2, may contain any
-/// character.
+/// Parses the exit code, field 52, of a zombie's `/proc/PID/stat`. The name, field 2, may contain
+/// any character.
 fn parse_stat(stat: &str) -> Option<ExitStatus> {
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_whitespace();
     (fields.next()? == "Z").then_some(())?;

@@ -1,13 +1,13 @@
 //! The keeper: a small process that holds what must outlive an agent or a memory node.
 //!
 //! When the last reference to a userfaultfd closes, the kernel fills missing pages with zeros. The
-//! keeper has a second reference, so when the agent dies, its programs wait at their next fault. The
-//! next agent gets all descriptors and memory back and resumes the programs. If none comes within the
-//! grace time, the keeper kills the programs before it closes the descriptors, so that no program
-//! reads zeros.
+//! keeper has a second reference, so when the agent dies, its programs wait at their next fault.
+//! The next agent gets all descriptors and memory back and resumes the programs. If none comes
+//! within the grace time, the keeper kills the programs before it closes the descriptors, so that
+//! no program reads zeros.
 //!
-//! For a node, the keeper holds the memory that it lends. If no node of the same number comes within
-//! the grace time, the memory is freed.
+//! For a node, the keeper holds the memory that it lends. If no node of the same number comes
+//! within the grace time, the memory is freed.
 //!
 //! The keeper also logs how the daemons of a local cluster end, because a daemon that is killed
 //! cannot.
@@ -40,7 +40,8 @@ pub use client::KeeperClient;
 
 /// Longest time for which a request to stop, or the end of a grace time, goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
-/// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer up`.
+/// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer
+/// up`.
 const CONNECTIONS_MAX: usize = 64;
 
 /// Options of a keeper.

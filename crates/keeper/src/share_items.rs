@@ -77,7 +77,8 @@ impl ShareItems {
     }
 
     /// Kills all programs, waits for their ends for at most `timeout`, and then closes the
-    /// descriptors. Programs must have ended first: a program whose userfaultfd is closed reads zeros.
+    /// descriptors. Programs must have ended first: a program whose userfaultfd is closed reads
+    /// zeros.
     ///
     /// The descriptors of programs that have not ended stay open as long as this process runs.
     pub fn kill_and_clear(&mut self, timeout: Duration) {

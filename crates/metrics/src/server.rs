@@ -107,8 +107,8 @@ impl MetricsListener {
                 Self { address, socket: Socket::Tcp(socket) }
             }
             MetricsAddress::Unix(path) => {
-                let (socket, name) = listen_at(path).map_err(error)?;
-                Self { address: address.clone(), socket: Socket::Unix(socket, name) }
+                let (socket, file) = listen_at(path).map_err(error)?;
+                Self { address: address.clone(), socket: Socket::Unix(socket, file) }
             }
         })
     }
@@ -120,6 +120,7 @@ impl MetricsListener {
     }
 }
 
+/// Listens at `path` with mode 0600.
 fn listen_at(path: &Path) -> io::Result<(std::os::unix::net::UnixListener, SocketFile)> {
     remove_stale_socket(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -127,9 +128,9 @@ fn listen_at(path: &Path) -> io::Result<(std::os::unix::net::UnixListener, Socke
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
     // No client can connect before `listen`, so the mode is set in time.
     fs::set_permissions(path, PermissionsExt::from_mode(0o600))?;
-    let name = SocketFile { path: path.to_owned(), inode: fs::symlink_metadata(path)?.ino() };
+    let file = SocketFile { path: path.to_owned(), inode: fs::symlink_metadata(path)?.ino() };
     rustix::net::listen(&socket, BACKLOG)?;
-    Ok((socket.into(), name))
+    Ok((socket.into(), file))
 }
 
 /// Removes the file of a Unix socket without a listener.

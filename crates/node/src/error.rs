@@ -5,74 +5,78 @@ use std::path::PathBuf;
 use aquifer_directory::DirectoryError;
 use aquifer_fabric::TargetError;
 use aquifer_metrics::MetricsError;
-use aquifer_pool::node_memory::NodeMemoryError;
+use aquifer_pool::NodeMemoryError;
 
 /// Why a node cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeError {
-    /// This machine has not that much.
+    /// The machine has too little memory available.
     #[error(
-        "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop something else"
+        "cannot lend {asked} bytes: only {available} bytes of memory are available; lend less, or stop \
+         something else"
     )]
     NoMemory {
-        /// What was asked for.
+        /// Requested memory.
         asked: u64,
-        /// What there is.
+        /// Available memory.
         available: u64,
     },
-    /// It could not be found out how much memory there is.
-    #[error("cannot tell how much memory is available: {0}")]
-    Unknown(#[source] std::io::Error),
-    /// There is no memory for what it knows of hosts.
-    #[error("no memory to note the epochs of hosts in: {0}")]
-    Epochs(#[source] std::io::Error),
-    /// The fabric could not listen.
+    /// The available memory could not be determined.
+    #[error("cannot determine how much memory is available: {0}")]
+    AvailableMemory(#[source] std::io::Error),
+    /// The table of host epochs could not be created.
+    #[error("no memory for the table of host epochs: {0}")]
+    HostEpochs(#[source] std::io::Error),
+    /// The fabric cannot listen.
     #[error("cannot listen: {0}")]
     Listen(#[source] TargetError),
-    /// The memory could not be lent.
+    /// The memory could not be laid out as a pool.
     #[error(transparent)]
-    Donate(#[from] NodeMemoryError),
-    /// Its memory cannot be kept.
-    #[error("the keeper at {path} does not keep this node's memory: {source}. Start it first (aquifer keeper), or do without --grace", path = path.display())]
+    Memory(#[from] NodeMemoryError),
+    /// The keeper cannot hold the memory.
+    #[error(
+        "the keeper at {path} cannot be used: {source}. Start it first (aquifer keeper), or omit \
+         --grace",
+        path = path.display()
+    )]
     Keeper {
-        /// Where it should be.
+        /// The keeper's socket.
         path: PathBuf,
-        /// What it, or the system, said.
+        /// The cause.
         source: std::io::Error,
     },
-    /// There is no thread for it.
-    #[error("cannot start a thread that looks after the memory: {0}")]
-    Caretaker(#[source] std::io::Error),
-    /// It was to lend more or less at run time.
-    #[error(
-        "over {fabric} memory is pinned for good: a node lends what it lends, and neither more nor less at run time"
-    )]
+    /// The maintenance thread could not be started.
+    #[error("cannot start the maintenance thread: {0}")]
+    Maintenance(#[source] std::io::Error),
+    /// The lent memory is to change at run time, and the fabric pins it.
+    #[error("{fabric} pins memory at registration: --memory-max and --keep-free are not supported")]
     Pinned {
-        /// Over which fabric.
+        /// Name of the fabric.
         fabric: &'static str,
     },
-    /// Its figures cannot be served.
+    /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
-    /// The directory failed while the node joined.
+    /// A request to the directory failed while the node joined the cluster.
     #[error("cannot join the cluster: {0}")]
     Directory(#[from] DirectoryError),
     /// Another node has this number.
-    #[error("node {id} exists already, at {address}: give this one another number")]
+    #[error("node {id} exists already at {address}: choose another number (--id)")]
     IdTaken {
-        /// The number.
+        /// The node's number.
         id: u16,
-        /// Where the other is.
+        /// The other node's address.
         address: String,
     },
-    /// Others changed the node's record all the time.
+    /// The node's record was changed during each attempt to write it.
     #[error(
-        "cannot join the cluster as node {id}: its record was changed by others {attempts} times meanwhile"
+        "cannot join the cluster as node {id}: another process has changed its record during each of \
+         {attempts} attempts; check that no other node has this number"
     )]
     Contended {
-        /// The number.
+        /// The node's number.
         id: u16,
-        /// How often.
+        /// Number of attempts.
         attempts: u32,
     },
 }

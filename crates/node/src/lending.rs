@@ -1,52 +1,53 @@
-//! How much the node lends: what is asked of it at run time, and what it could do of that.
+//! How much memory is requested of the node at run time, and how much it lends.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_directory::names::ResizeBlocker;
 
-/// Shared by who is asked, who does it, and who tells of it.
+/// The request and its status. The directory's watch writes the request, the maintenance thread
+/// writes the status, and the directory record and the metrics show it.
 #[derive(Debug)]
 pub(crate) struct Lending {
-    wanted_bytes: AtomicU64,
-    told: Mutex<Told>,
+    requested_bytes: AtomicU64,
+    status: Mutex<LendingStatus>,
 }
 
-/// What is so.
+/// How far a request is fulfilled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Told {
-    /// What is lent.
+pub(crate) struct LendingStatus {
+    /// Lent memory.
     pub lent_bytes: u64,
-    /// What was asked for when that was done.
-    pub wanted_bytes: u64,
-    /// Why it is not the same, if that is known.
-    pub held_up: Option<ResizeBlocker>,
+    /// The request that was last acted on.
+    pub requested_bytes: u64,
+    /// Why `lent_bytes` differs from the request, if that is known.
+    pub blocker: Option<ResizeBlocker>,
 }
 
 impl Lending {
-    /// So much is lent, and so much is wanted.
-    pub const fn new(lent_bytes: u64, wanted_bytes: u64) -> Self {
-        let told = Told { lent_bytes, wanted_bytes, held_up: None };
-        Self { wanted_bytes: AtomicU64::new(wanted_bytes), told: Mutex::new(told) }
+    /// Creates the state with the initial request.
+    pub const fn new(lent_bytes: u64, requested_bytes: u64) -> Self {
+        let status = LendingStatus { lent_bytes, requested_bytes, blocker: None };
+        Self { requested_bytes: AtomicU64::new(requested_bytes), status: Mutex::new(status) }
     }
 
-    /// Ask for so much.
-    pub fn want(&self, bytes: u64) {
-        self.wanted_bytes.store(bytes, Relaxed);
+    /// Sets the request.
+    pub fn request(&self, bytes: u64) {
+        self.requested_bytes.store(bytes, Relaxed);
     }
 
-    /// What is asked for.
-    pub fn wanted_bytes(&self) -> u64 {
-        self.wanted_bytes.load(Relaxed)
+    /// The request.
+    pub fn requested_bytes(&self) -> u64 {
+        self.requested_bytes.load(Relaxed)
     }
 
-    /// What was done.
-    pub fn told(&self) -> Told {
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The status.
+    pub fn status(&self) -> LendingStatus {
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Say what was done.
-    pub fn tell(&self, told: Told) {
-        *self.told.lock().unwrap_or_else(PoisonError::into_inner) = told;
+    /// Sets the status.
+    pub fn set_status(&self, status: LendingStatus) {
+        *self.status.lock().unwrap_or_else(PoisonError::into_inner) = status;
     }
 }

@@ -1,33 +1,34 @@
-//! The memory node: lends this machine's memory to the cluster.
+//! The memory node: the daemon that lends memory of its machine to the cluster.
 //!
-//! It creates the memory, lays it out as a pool, opens it to its peers through the fabric and
-//! says so in the directory, under a lease. After that the hosts do everything by themselves, with
-//! one-sided operations; the node only watches their leases, and fences a host whose lease is gone,
-//! so that it cannot change metadata any more, clears what goes from one tenant to another, and lends more or less when it is asked to.
+//! It creates the memory, lays it out as a pool, opens it through the fabric, and puts its record
+//! into the directory under a lease. After that, hosts allocate and free by one-sided operations.
+//! The node only fences hosts whose leases have ended, clears memory between tenants, and changes
+//! how much it lends on request.
 //!
-//! If it is told to, a keeper holds the memory when the node's process ends, and the next process goes on with it.
+//! If it is configured so, a keeper holds the memory when the node's process ends, and the next
+//! process continues with it.
 //!
-//! It takes no part in taking and giving back: what it clears or withdraws it takes as a host does. This crate does not know what is in an extent.
+//! The node takes no part in allocations. What it clears or takes offline, it allocates by the
+//! same operations as a host. This crate does not know what is in an extent.
 
 #![forbid(unsafe_code)]
 
-mod caretaker;
 mod clearer;
-mod epochs;
 mod error;
 mod fences;
-mod keeping;
+mod host_epochs;
+mod kept_memory;
 mod lending;
-mod member;
+mod maintenance;
+mod membership;
 pub mod memory;
 mod metrics;
-mod own;
 mod resizer;
+mod self_client;
 mod serve;
 mod shutdown;
 
 pub use error::NodeError;
-pub use fences::{Fence, Fences};
-pub use keeping::Keep;
-pub use serve::{Connect, LEASE_TTL, Listen, NodeOptions, Ready, serve};
+pub use kept_memory::KeepOptions;
+pub use serve::{ConnectDirectory, LEASE_TTL, ListenAddress, NodeOptions, serve};
 pub use shutdown::Shutdown;

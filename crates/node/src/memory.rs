@@ -1,35 +1,39 @@
-//! How much memory this machine has, and could lend.
+//! How much memory this machine has available and can lend.
 
 mod cgroup;
 
 use std::io;
 
-/// Where the kernel tells it.
+/// The kernel's file with the available memory.
 const MEMINFO: &str = "/proc/meminfo";
 
-/// Bytes that this process could use without swapping: the kernel's own estimate, or what its memory cgroup leaves, whichever is less.
+/// Memory that this process can use without swapping, in bytes: the kernel's estimate, or what the
+/// limits of its memory cgroups leave, if that is less.
 ///
 /// # Errors
-/// If the kernel does not tell.
+/// If the kernel's file cannot be read or parsed.
 pub fn available_bytes() -> io::Result<u64> {
     let text = std::fs::read_to_string(MEMINFO)?;
     let available = parse_available(&text).ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} does not tell MemAvailable"))
+        io::Error::new(io::ErrorKind::InvalidData, format!("{MEMINFO} has no valid MemAvailable"))
     })?;
-    Ok(cgroup::left_bytes().map_or(available, |left| left.min(available)))
+    Ok(cgroup::remaining_bytes().map_or(available, |remaining| remaining.min(available)))
 }
 
-/// What can be lent in all: pages that the lent memory has already are taken from what is available, and the rest of it is promised. `keep_free` is left to the machine.
+/// Memory that can be lent in all. `available` does not include the pages that the lent memory has
+/// already allocated. `keep_free` stays with the machine.
 pub(crate) const fn affordable_bytes(allocated: u64, available: u64, keep_free: u64) -> u64 {
     allocated.saturating_add(available).saturating_sub(keep_free)
 }
 
-/// What to lend, if `wanted` is asked for and `lent` is lent. What can be afforded goes up and down all the time: what it makes different must be worth a `step`, or it
-/// stays as it is.
-pub(crate) fn settled_bytes(wanted: u64, lent: u64, affordable: u64, step: u64) -> u64 {
-    let settled = wanted.min(affordable);
-    let is_wish = wanted < lent || settled == wanted && lent < wanted;
-    if is_wish || settled.abs_diff(lent) >= step { settled } else { lent }
+/// Memory to lend next, if `requested` is requested and `lent` is lent.
+///
+/// `affordable` changes all the time. A change because of it is made only if it is at least a
+/// `step`.
+pub(crate) fn next_lent_bytes(requested: u64, lent: u64, affordable: u64, step: u64) -> u64 {
+    let next = requested.min(affordable);
+    let fulfils_request = requested < lent || next == requested && lent < requested;
+    if fulfils_request || next.abs_diff(lent) >= step { next } else { lent }
 }
 
 fn parse_available(text: &str) -> Option<u64> {
@@ -43,38 +47,42 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_promised_is_counted() {
+    fn allocated_pages_of_the_lent_memory_count_as_available() {
         assert_eq!(affordable_bytes(1, 6, 2), 5);
         assert_eq!(affordable_bytes(1, 2, 9), 0);
         assert_eq!(affordable_bytes(u64::MAX, 2, 0), u64::MAX);
     }
 
     #[test]
-    fn lending_follows_what_is_there_but_not_every_breath() {
-        assert_eq!(settled_bytes(8, 8, 20, 4), 8, "there is plenty");
-        assert_eq!(settled_bytes(8, 0, 8, 4), 8);
-        for (affordable, settled) in [(46, 46), (47, 50), (50, 50), (53, 50), (54, 54)] {
+    fn lending_follows_the_available_memory_in_steps() {
+        assert_eq!(next_lent_bytes(8, 8, 20, 4), 8, "the request is fulfilled");
+        assert_eq!(next_lent_bytes(8, 0, 8, 4), 8);
+        for (affordable, next) in [(46, 46), (47, 50), (50, 50), (53, 50), (54, 54)] {
             assert_eq!(
-                settled_bytes(100, 50, affordable, 4),
-                settled,
-                "only if it is worth it: {affordable}"
+                next_lent_bytes(100, 50, affordable, 4),
+                next,
+                "a change smaller than a step is not made: {affordable}"
             );
         }
-        assert_eq!(settled_bytes(50, 50, 47, 4), 50, "all that is wanted is lent");
-        assert_eq!(settled_bytes(50, 50, 46, 4), 46);
-        assert_eq!(settled_bytes(51, 50, 51, 4), 51, "the whole wish is worth it");
-        assert_eq!(settled_bytes(30, 50, 40, 4), 30, "a wish for less is heeded");
-        assert_eq!(settled_bytes(49, 50, 48, 4), 48);
+        assert_eq!(
+            next_lent_bytes(50, 50, 47, 4),
+            50,
+            "the request is fulfilled, and the change is smaller than a step"
+        );
+        assert_eq!(next_lent_bytes(50, 50, 46, 4), 46);
+        assert_eq!(next_lent_bytes(51, 50, 51, 4), 51, "a change that fulfils the request may be small");
+        assert_eq!(next_lent_bytes(30, 50, 40, 4), 30, "a request for less is fulfilled");
+        assert_eq!(next_lent_bytes(49, 50, 48, 4), 48);
     }
 
     #[test]
-    fn meminfo_is_read_and_odd_ones_are_not() {
+    fn meminfo_is_parsed_and_malformed_text_is_refused() {
         let text = "MemTotal:       100 kB\nMemAvailable:   25 kB\nBuffers: 1 kB\n";
         assert_eq!(parse_available(text), Some(25 * 1024));
         for odd in ["", "MemTotal: 5 kB", "MemAvailable: 5", "MemAvailable: -5 kB", "MemAvailable: x kB"] {
             assert_eq!(parse_available(odd), None, "{odd}");
         }
         assert_eq!(parse_available("MemAvailable: 18446744073709551615 kB"), None);
-        assert!(available_bytes().expect("this machine tells") > 0);
+        assert!(available_bytes().expect("this machine has /proc/meminfo") > 0);
     }
 }

@@ -1,4 +1,4 @@
-//! What a node counts, for whoever fetches it.
+//! The node's metrics for Prometheus.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,83 +13,91 @@ use aquifer_pool::NodeMemory;
 
 use crate::lending::Lending;
 
-/// What happened between the node and the directory.
+/// Counters of the node.
 #[derive(Debug, Default)]
-pub(crate) struct Events {
-    /// Epochs of hosts that were shut out.
+pub(crate) struct NodeCounters {
+    /// Fences that were set.
     pub fences: AtomicU64,
-    /// Times that the lease was kept.
+    /// Lease keep-alives that succeeded.
     pub renewals: AtomicU64,
-    /// Times that it could not be.
+    /// Lease keep-alives that failed.
     pub renewal_failures: AtomicU64,
-    /// Bytes that were cleared for another tenant.
+    /// Bytes of freed memory that were cleared.
     pub cleared_bytes: Arc<AtomicU64>,
 }
 
-impl Events {
-    /// Count one.
-    pub fn add(counter: &AtomicU64) {
+impl NodeCounters {
+    /// Adds one to a counter.
+    pub fn increment(counter: &AtomicU64) {
         counter.fetch_add(1, Relaxed);
     }
 }
 
-/// What is looked at when somebody asks.
+/// Collects the metrics at each request.
 #[derive(Debug)]
-struct Figures {
+struct NodeCollector {
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
-    events: Arc<Events>,
+    counters: Arc<NodeCounters>,
 }
 
-/// Answer whoever asks at `listener`.
+/// Serves metrics at `listener`.
 ///
 /// # Errors
-/// If there is no thread for it.
+/// If a thread cannot be started.
 pub(crate) fn serve(
     listener: MetricsListener,
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
-    events: Arc<Events>,
+    counters: Arc<NodeCounters>,
 ) -> Result<MetricsServer, MetricsError> {
     let mut registry = Registry::with_prefix("aquifer_node");
-    registry.register_collector(Box::new(Figures { node_memory, target, lending, events }));
+    registry.register_collector(Box::new(NodeCollector { node_memory, target, lending, counters }));
     MetricsServer::start(listener, registry)
 }
 
-impl Collector for Figures {
+impl Collector for NodeCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let encoder = &mut encoder;
         let about = |name, help| MetricFamily { name, help, unit: None };
         let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
         let one = |value: u64| [(Labels::new(), value)];
         let version = [label("version", env!("CARGO_PKG_VERSION"))];
-        info(encoder, about("build", "Which Aquifer it is."), &version)?;
-        gauges(encoder, bytes("memory", "Memory that the node lends."), one(self.lending.told().lent_bytes))?;
-        let wanted = self.lending.wanted_bytes();
-        gauges(encoder, bytes("memory_wanted", "Memory that it is asked to lend."), one(wanted))?;
-        gauges(encoder, bytes("free", "Of it, what nobody has taken."), one(self.node_memory.free_bytes()))?;
+        info(encoder, about("build", "Version of the build."), &version)?;
+        gauges(
+            encoder,
+            bytes("memory", "Memory that the node lends."),
+            one(self.lending.status().lent_bytes),
+        )?;
+        let requested = self.lending.requested_bytes();
+        gauges(encoder, bytes("memory_wanted", "Memory that is requested of the node."), one(requested))?;
+        gauges(encoder, bytes("free", "Lent memory that is free."), one(self.node_memory.free_bytes()))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
-        gauges(encoder, about("endpoints", "Endpoints that are connected."), one(endpoints))?;
+        gauges(encoder, about("endpoints", "Connected endpoints."), one(endpoints))?;
         let served = self.target.tenant_counters();
         let operations =
             served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.operations));
-        counters(encoder, about("operations", "One-sided operations done over TCP."), operations)?;
+        counters(encoder, about("operations", "One-sided operations served over TCP."), operations)?;
         let moved = served.iter().map(|(tenant, served)| (vec![label("tenant", tenant.0)], served.bytes));
         counters(encoder, bytes("served", "Bytes read and written over TCP."), moved)?;
-        let cleared = self.events.cleared_bytes.load(Relaxed);
-        counters(encoder, bytes("cleared", "Memory that was cleared for whoever is next."), one(cleared))?;
-        let events = [
-            ("fences", "Epochs of hosts that were shut out.", &self.events.fences),
-            ("lease_renewals", "Times that the node's lease was kept.", &self.events.renewals),
+        let cleared = self.counters.cleared_bytes.load(Relaxed);
+        counters(
+            encoder,
+            bytes("cleared", "Freed memory that was cleared for the next tenant."),
+            one(cleared),
+        )?;
+        let counts = [
+            ("fences", "Fences that were set.", &self.counters.fences),
+            ("lease_renewals", "Successful keep-alives of the node's lease.", &self.counters.renewals),
             (
                 "lease_renewal_failures",
-                "Times that the node's lease could not be kept.",
-                &self.events.renewal_failures,
+                "Failed keep-alives of the node's lease.",
+                &self.counters.renewal_failures,
             ),
         ];
-        events.into_iter().try_for_each(|(name, help, counter)| {
+        counts.into_iter().try_for_each(|(name, help, counter)| {
             counters(encoder, about(name, help), one(counter.load(Relaxed)))
         })
     }

@@ -1,4 +1,7 @@
-//! Lends more or less while hosts use the memory: sections are withdrawn when nobody has anything in them, and lent again.
+//! Changes how much the node lends while hosts use the memory.
+//!
+//! To lend less, the node allocates free sections and returns their pages to the system: they are
+//! offline. To lend more, it frees such sections.
 
 use std::sync::Arc;
 
@@ -8,176 +11,191 @@ use aquifer_pool::NodeMemory;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::AlignedRun;
 
-use crate::lending::{Lending, Told};
-use crate::memory::{affordable_bytes, available_bytes, settled_bytes};
-use crate::own::{OwnError, OwnPool, take_group};
+use crate::lending::{Lending, LendingStatus};
+use crate::memory::{affordable_bytes, available_bytes, next_lent_bytes};
+use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 use crate::shutdown::Shutdown;
 
-/// More is lent in steps of at least so much, unless that is all that is wanted.
+/// Smallest change because of the available memory; a change that fulfils a request may be smaller.
 const STEP_BYTES: u64 = 64 << 20;
 
-/// So many sections are changed before it is told how far that has come, and whether it is wanted still.
-const SECTIONS_AT_ONCE: u64 = 256;
+/// Sections that are changed before the status is updated and the request is read again.
+const SECTIONS_PER_STEP: u64 = 256;
 
-/// What a node does for those who change how much it lends.
+/// Changes how much the node lends, in turns.
 pub(crate) struct Resizer {
     node_memory: NodeMemory,
     target: Arc<dyn Target>,
     lending: Arc<Lending>,
     is_pinned: bool,
-    keep_free: Option<u64>,
-    /// What was told is so: nothing failed since.
-    is_sure: bool,
+    keep_free_bytes: Option<u64>,
+    /// True if the status is known to be right: no change has failed since.
+    status_is_certain: bool,
 }
 
 impl Resizer {
-    /// It begins with what is lent; if nobody is sure that this is so (`is_sure`), it looks first. Memory that is pinned stays as it is. `keep_free`: so many bytes are to stay available to the machine, whatever is wanted.
+    /// Creates a resizer.
+    ///
+    /// - `is_pinned`: the lent memory cannot be changed.
+    /// - `keep_free_bytes`: memory that stays available to the machine, whatever is requested.
+    /// - `status_is_certain`: false if an earlier process may have changed more than `lending`
+    ///   says.
     pub const fn new(
         node_memory: NodeMemory,
         target: Arc<dyn Target>,
         lending: Arc<Lending>,
         is_pinned: bool,
-        keep_free: Option<u64>,
-        is_sure: bool,
+        keep_free_bytes: Option<u64>,
+        status_is_certain: bool,
     ) -> Self {
-        Self { node_memory, target, lending, is_pinned, keep_free, is_sure }
+        Self { node_memory, target, lending, is_pinned, keep_free_bytes, status_is_certain }
     }
 
-    /// Lend as much as is wanted, as far as that is possible now.
+    /// Lends what is requested, as far as that is possible now.
     ///
     /// # Errors
-    /// If the node cannot get at its memory, or the system takes nothing back.
-    pub fn look(&mut self, own: &mut OwnPool, stop: &Shutdown) -> Result<(), OwnError> {
-        let wanted_bytes = self.lending.wanted_bytes();
-        let before = self.lending.told();
-        let (wanted, lent) = (wanted_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
-        let is_settled = self.is_pinned || wanted == lent && self.keep_free.is_none();
-        if is_settled && self.is_sure {
-            let held_up = (wanted != lent).then_some(ResizeBlocker::Pinned);
-            self.lending.tell(Told { wanted_bytes, held_up, ..before });
+    /// If the node cannot access its memory, or pages cannot be released.
+    pub fn run(&mut self, client: &mut SelfClient, stop: &Shutdown) -> Result<(), SelfClientError> {
+        let requested_bytes = self.lending.requested_bytes();
+        let before = self.lending.status();
+        let (requested, lent) = (requested_bytes / SECTION_BYTES, before.lent_bytes / SECTION_BYTES);
+        let needs_no_change = self.is_pinned || requested == lent && self.keep_free_bytes.is_none();
+        if needs_no_change && self.status_is_certain {
+            let blocker = (requested != lent).then_some(ResizeBlocker::Pinned);
+            self.lending.set_status(LendingStatus { requested_bytes, blocker, ..before });
             return Ok(());
         }
-        // What is pinned is lent for good: what a process before this one had taken of it is not withheld.
-        let wanted_bytes = if self.is_pinned { self.node_memory.layout.data_bytes() } else { wanted_bytes };
-        // What a connection that broke has left half done is set right first: until then words do not tell what is lent.
-        let outcome = own.connect().map(drop).and_then(|()| self.settle(wanted_bytes, own, stop));
-        self.is_sure = outcome.is_ok();
+        // Pinned memory is all lent, sections that an earlier process had taken offline included.
+        let requested_bytes =
+            if self.is_pinned { self.node_memory.layout.data_bytes() } else { requested_bytes };
+        // Incomplete changes are undone first; until then the words do not show what is lent.
+        let outcome = client.connect().map(drop).and_then(|()| self.resize(requested_bytes, client, stop));
+        self.status_is_certain = outcome.is_ok();
         match outcome {
-            Ok(held_up) => {
-                self.lending.tell(Told { lent_bytes: self.lent() * SECTION_BYTES, wanted_bytes, held_up });
+            Ok(blocker) => {
+                let lent_bytes = self.lent_sections() * SECTION_BYTES;
+                self.lending.set_status(LendingStatus { lent_bytes, requested_bytes, blocker });
                 Ok(())
             }
             Err(error) => {
-                let held_up = Some(ResizeBlocker::Failing);
-                self.lending.tell(Told { wanted_bytes, held_up, ..self.lending.told() });
+                let blocker = Some(ResizeBlocker::Failing);
+                let status = self.lending.status();
+                self.lending.set_status(LendingStatus { requested_bytes, blocker, ..status });
                 Err(error)
             }
         }
     }
 
-    fn settle(
+    /// Changes sections until `requested_bytes` are lent or no more can be changed. Returns why
+    /// less is changed than was requested.
+    fn resize(
         &self,
-        wanted_bytes: u64,
-        own: &mut OwnPool,
+        requested_bytes: u64,
+        client: &mut SelfClient,
         stop: &Shutdown,
-    ) -> Result<Option<ResizeBlocker>, OwnError> {
-        let wanted = wanted_bytes / SECTION_BYTES;
+    ) -> Result<Option<ResizeBlocker>, SelfClientError> {
+        let requested = requested_bytes / SECTION_BYTES;
         loop {
-            let lent = self.lent();
-            let aim = self.aim(wanted_bytes, lent)?;
-            let next = aim.clamp(lent.saturating_sub(SECTIONS_AT_ONCE), lent + SECTIONS_AT_ONCE);
-            let held_up = if next < lent {
-                self.withdraw(lent - next, own, stop)?
+            let lent = self.lent_sections();
+            let goal = self.goal_sections(requested_bytes, lent)?;
+            let next = goal.clamp(lent.saturating_sub(SECTIONS_PER_STEP), lent + SECTIONS_PER_STEP);
+            let blocker = if next < lent {
+                self.set_offline(lent - next, client, stop)?
             } else {
-                self.lend(next - lent, own, stop)?
+                self.bring_online(next - lent, client, stop)?
             };
-            let lent = self.lent();
-            if lent == aim
-                || held_up.is_some()
-                || self.lending.wanted_bytes() != wanted_bytes
+            let lent = self.lent_sections();
+            if lent == goal
+                || blocker.is_some()
+                || self.lending.requested_bytes() != requested_bytes
                 || stop.is_requested()
             {
-                let is_short = lent < wanted && aim < wanted;
-                return Ok(if is_short { Some(ResizeBlocker::NoMemory) } else { held_up });
+                let is_short = lent < requested && goal < requested;
+                return Ok(if is_short { Some(ResizeBlocker::NoMemory) } else { blocker });
             }
-            self.lending.tell(Told { lent_bytes: lent * SECTION_BYTES, wanted_bytes, held_up: None });
+            let lent_bytes = lent * SECTION_BYTES;
+            self.lending.set_status(LendingStatus { lent_bytes, requested_bytes, blocker: None });
         }
     }
 
-    /// Sections to be lent, by what is wanted and what the machine has.
-    fn aim(&self, wanted_bytes: u64, lent: u64) -> std::io::Result<u64> {
+    /// The number of sections to lend, from the request and the machine's available memory.
+    fn goal_sections(&self, requested_bytes: u64, lent: u64) -> std::io::Result<u64> {
         let lent_bytes = lent * SECTION_BYTES;
         let (allocated, available) = (self.node_memory.memory.allocated_bytes()?, available_bytes()?);
-        let affordable = affordable_bytes(allocated, available, self.keep_free.unwrap_or(0));
-        // Unless it is to look after its machine a node that lends more than there is goes on: that was its promise.
-        let affordable = if self.keep_free.is_some() { affordable } else { affordable.max(lent_bytes) };
-        Ok(settled_bytes(wanted_bytes, lent_bytes, affordable, STEP_BYTES) / SECTION_BYTES)
+        let affordable = affordable_bytes(allocated, available, self.keep_free_bytes.unwrap_or(0));
+        // Without keep_free_bytes, a node continues to lend more than is available.
+        let affordable = if self.keep_free_bytes.is_some() { affordable } else { affordable.max(lent_bytes) };
+        Ok(next_lent_bytes(requested_bytes, lent_bytes, affordable, STEP_BYTES) / SECTION_BYTES)
     }
 
-    /// Sections that are lent, by their words.
-    fn lent(&self) -> u64 {
+    /// The number of lent sections, from their words.
+    fn lent_sections(&self) -> u64 {
         self.node_memory.lent_bytes() / SECTION_BYTES
     }
 
-    /// So many sections less, from the end, so that what is lent stays together.
-    fn withdraw(
+    /// Takes `count` sections offline, the last first, so that lent sections are neighbours.
+    /// Returns why it has taken fewer.
+    fn set_offline(
         &self,
         count: u64,
-        own: &mut OwnPool,
+        client: &mut SelfClient,
         stop: &Shutdown,
-    ) -> Result<Option<ResizeBlocker>, OwnError> {
-        let (mut left, mut held_up) = (count, ResizeBlocker::Failing);
+    ) -> Result<Option<ResizeBlocker>, SelfClientError> {
+        let (mut remaining, mut blocker) = (count, ResizeBlocker::Failing);
         for section in (0..self.node_memory.layout.sections()).rev() {
-            if left == 0 || stop.is_requested() {
+            if remaining == 0 || stop.is_requested() {
                 return Ok(None);
             }
             if self.node_memory.is_offline(section) {
                 continue;
             }
             if self.node_memory.is_section_free(section) {
-                match self.withdraw_section(section, own) {
-                    Ok(is_withdrawn) => left -= u64::from(is_withdrawn),
+                match self.set_section_offline(section, client) {
+                    Ok(is_offline) => remaining -= u64::from(is_offline),
                     Err(error) if error.is_damage() => continue,
                     Err(error) => return Err(error),
                 }
             }
-            held_up = ResizeBlocker::InUse;
+            blocker = ResizeBlocker::InUse;
         }
-        Ok((left > 0).then_some(held_up))
+        Ok((remaining > 0).then_some(blocker))
     }
 
-    /// Whether it was free still.
-    fn withdraw_section(&self, section: u32, own: &mut OwnPool) -> Result<bool, OwnError> {
-        own.change(section, |pool, node| {
-            let Some(taken) = take_group(pool, node, section, AlignedRun::SECTION)? else { return Ok(false) };
-            self.node_memory.revoke_keys(&taken);
-            self.target.expel(taken.addr..taken.addr + taken.class.bytes());
-            self.node_memory.release_pages(&taken)?;
+    /// Takes a section offline. Returns false if it is in use.
+    fn set_section_offline(&self, section: u32, client: &mut SelfClient) -> Result<bool, SelfClientError> {
+        client.change(section, |pool, node| {
+            let Some(extent) = allocate_group(pool, node, section, AlignedRun::SECTION)? else {
+                return Ok(false);
+            };
+            self.node_memory.revoke_keys(&extent);
+            self.target.expel(extent.addr..extent.addr + extent.class.bytes());
+            self.node_memory.release_pages(&extent)?;
             Ok(true)
         })
     }
 
-    /// So many sections more.
-    fn lend(
+    /// Frees `count` sections that are offline. Returns why it has freed fewer.
+    fn bring_online(
         &self,
         count: u64,
-        own: &mut OwnPool,
+        client: &mut SelfClient,
         stop: &Shutdown,
-    ) -> Result<Option<ResizeBlocker>, OwnError> {
-        let mut left = count;
+    ) -> Result<Option<ResizeBlocker>, SelfClientError> {
+        let mut remaining = count;
         for section in 0..self.node_memory.layout.sections() {
-            if left == 0 || stop.is_requested() {
+            if remaining == 0 || stop.is_requested() {
                 return Ok(None);
             }
             if self.node_memory.is_offline(section) {
-                match own.change(section, |pool, _| Ok(pool.free(self.node_memory.section_extent(section))?))
+                match client
+                    .change(section, |pool, _| Ok(pool.free(self.node_memory.section_extent(section))?))
                 {
-                    Ok(()) => left -= 1,
+                    Ok(()) => remaining -= 1,
                     Err(error) if error.is_damage() => {}
                     Err(error) => return Err(error),
                 }
             }
         }
-        Ok((left > 0).then_some(ResizeBlocker::Failing))
+        Ok((remaining > 0).then_some(ResizeBlocker::Failing))
     }
 }

@@ -1,93 +1,96 @@
-//! The daemon's life, from the memory to the last keep-alive.
+//! The daemon: from the creation of the memory to the end of the lease.
 
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_directory::names::NodeRecord;
-use aquifer_directory::{Directory, DirectoryError};
+use aquifer_directory::{Directory, DirectoryError, FailureLog};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{FabricAddress, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
-use aquifer_metrics::{MetricsAddress, MetricsListener};
-use aquifer_pool::node_memory::NodeMemoryError;
+use aquifer_fabric::{FabricAddress, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
+use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
-use aquifer_pool::{NodeId, NodeMemory};
+use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
 
-use crate::caretaker::Caretaker;
 use crate::clearer::Clearer;
-use crate::epochs::Epochs;
 use crate::error::NodeError;
-use crate::keeping::{Before, Keep, Kept};
+use crate::host_epochs::HostEpochs;
+use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
 use crate::lending::Lending;
-use crate::member::{Member, Newcomer};
+use crate::maintenance::MaintenanceThread;
+use crate::membership::{JoiningNode, NodeMembership};
 use crate::memory::{affordable_bytes, available_bytes};
 use crate::metrics;
-use crate::own::{Own, OwnPool};
 use crate::resizer::Resizer;
+use crate::self_client::{SelfAddress, SelfClient};
 use crate::shutdown::Shutdown;
 
-/// How long a node that says nothing counts as alive.
+/// Usual lifetime of a node's lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
 
-/// Connects to the directory; called again whenever the connection is lost.
-pub type Connect = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
+/// Connects to the directory. It is called again when the connection is lost.
+pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
 
-/// How a node is set up.
+/// Options of a node.
 pub struct NodeOptions {
-    /// Its number in the cluster.
+    /// The node's number in the cluster.
     pub id: u16,
-    /// How much it lends, rounded down to 2 MiB; the metadata comes on top (0.5 %, and up to 2 MiB more).
+    /// Memory to lend, rounded down to 2 MiB. Metadata takes 0.5 % and up to 2 MiB in addition.
     pub memory_bytes: u64,
-    /// The most that it may be asked to lend at run time. Over verbs all memory is pinned: it lends what it lends.
+    /// The most memory that can be requested at run time. Over verbs it must be `memory_bytes`,
+    /// because all memory is pinned.
     pub memory_bytes_max: u64,
-    /// It lends less, as far as nobody uses it, when its machine has less than so much available; and more again when there is more. `None`: it lends what it is told.
+    /// Memory that stays available to the machine: the node lends less of its free memory when less
+    /// is available, and more again later. `None`: it lends what is requested.
     pub keep_free_bytes: Option<u64>,
-    /// Where the fabric listens.
-    pub listen: Listen,
-    /// Where others reach it over TCP, if that is not where it listens: behind a relay, or listening at every address.
+    /// Address at which the fabric listens.
+    pub listen: ListenAddress,
+    /// Address at which hosts reach the node, if it differs from `listen`: behind a relay, or if
+    /// the node listens at all addresses.
     pub advertise: Option<SocketAddr>,
-    /// The directory.
-    pub connect: Connect,
-    /// How long it counts as alive when it says nothing; [`LEASE_TTL`] as a rule.
+    /// Connects to the directory.
+    pub connect: ConnectDirectory,
+    /// Lifetime of the lease without a keep-alive; usually [`LEASE_TTL`].
     pub lease_ttl: Duration,
-    /// Where its figures are served, if anywhere.
+    /// Address at which metrics are served, if any.
     pub metrics: Option<MetricsAddress>,
-    /// Where its memory is kept when its process ends, if anywhere.
-    pub keep: Option<Keep>,
+    /// The keeper that holds the memory when the process ends, if any.
+    pub keep: Option<KeepOptions>,
 }
 
-/// How the fabric listens.
+/// A fabric, and the address at which it listens.
 #[derive(Clone, Debug)]
-pub enum Listen {
-    /// For this machine, at a Unix socket.
+pub enum ListenAddress {
+    /// Shared memory of this machine, at a Unix socket.
     Shm(PathBuf, shm::Options),
-    /// For all who have the cluster's key, at an address of this machine.
+    /// TCP, for hosts that have the cluster key.
     Tcp(SocketAddr, ClusterKey, Box<tcp::Options>),
-    /// The same, on a socket that listens already.
+    /// TCP, on a socket that already listens.
     TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::Options>),
-    /// For all who have the cluster's key, over the RDMA device with that address.
+    /// The RDMA device with this address, for hosts that have the cluster key.
     Verbs(SocketAddr, ClusterKey),
 }
 
-impl Listen {
+impl ListenAddress {
+    /// Starts a target. Returns it with the address at which hosts reach it.
     fn start(&self) -> Result<(Arc<dyn Target>, FabricAddress), TargetError> {
         Ok(match self {
             Self::Shm(path, options) => {
                 (Arc::new(ShmTarget::listen(path, options.clone())?), FabricAddress::Shm(path.clone()))
             }
             Self::Tcp(address, key, options) => {
-                reached(TcpTarget::listen(*address, key, (**options).clone())?)
+                with_address(TcpTarget::listen(*address, key, (**options).clone())?)
             }
             Self::TcpOn(listener, key, options) => {
                 let listener = listener
                     .try_clone()
                     .map_err(|source| TargetError::System { what: "cannot listen", source })?;
-                reached(TcpTarget::listen_on(listener, key, (**options).clone())?)
+                with_address(TcpTarget::listen_on(listener, key, (**options).clone())?)
             }
             Self::Verbs(address, key) => {
                 let verbs = VerbsProvider::installed().ok_or_else(|| TargetError::System {
@@ -99,10 +102,8 @@ impl Listen {
             }
         })
     }
-}
 
-impl Listen {
-    /// What whoever connects must prove to have.
+    /// The key that a host must prove to have.
     const fn key(&self) -> Option<&ClusterKey> {
         match self {
             Self::Shm(..) => None,
@@ -111,9 +112,9 @@ impl Listen {
     }
 }
 
-fn reached(target: TcpTarget) -> (Arc<dyn Target>, FabricAddress) {
-    let reach = FabricAddress::Tcp(target.address());
-    (Arc::new(target), reach)
+fn with_address(target: TcpTarget) -> (Arc<dyn Target>, FabricAddress) {
+    let address = FabricAddress::Tcp(target.address());
+    (Arc::new(target), address)
 }
 
 impl fmt::Debug for NodeOptions {
@@ -133,9 +134,9 @@ impl fmt::Debug for NodeOptions {
 }
 
 impl NodeOptions {
-    /// A node with the usual lease and limits.
+    /// Options with default values for all but the arguments.
     #[must_use]
-    pub fn new(id: u16, memory_bytes: u64, listen: Listen, connect: Connect) -> Self {
+    pub fn new(id: u16, memory_bytes: u64, listen: ListenAddress, connect: ConnectDirectory) -> Self {
         let memory_bytes_max = memory_bytes;
         Self {
             id,
@@ -152,175 +153,281 @@ impl NodeOptions {
     }
 }
 
-/// What a node tells when it serves.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Ready {
-    /// Its record in the directory.
-    pub record: NodeRecord,
-}
-
-/// Serve until the end is asked for. `ready` is called once, when the node is in the directory and can be used.
-/// A directory that fails later on is connected to again and again; the memory is served all the while.
+/// Serves until `shutdown`.
+///
+/// `ready` is called once, with the node's record, when the node is in the directory and can be
+/// used. If the directory fails later, the node keeps serving and reconnects to it.
 ///
 /// # Errors
-/// If the node cannot begin to serve.
+/// If the node cannot start.
 pub fn serve(
     options: &NodeOptions,
     shutdown: &Shutdown,
-    ready: impl FnOnce(&Ready),
+    ready: impl FnOnce(&NodeRecord),
 ) -> Result<(), NodeError> {
-    if options.memory_bytes > options.memory_bytes_max {
-        let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
+    let mut node = RunningNode::start(options)?;
+    ready(node.membership.record());
+    node.follow_directory(options, shutdown);
+    node.stop();
+    Ok(())
+}
+
+/// A node that is in the directory.
+struct RunningNode {
+    target: Arc<dyn Target>,
+    node_memory: NodeMemory,
+    membership: NodeMembership,
+    maintenance: MaintenanceThread,
+    _metrics: Option<MetricsServer>,
+    keeper: Option<Arc<MemoryKeeper>>,
+}
+
+/// The memory of a node that starts.
+struct OpenedMemory {
+    node_memory: NodeMemory,
+    /// The epoch of the memory's life.
+    epoch: u64,
+    /// True if an earlier process has left the memory.
+    is_restored: bool,
+}
+
+impl RunningNode {
+    fn start(options: &NodeOptions) -> Result<Self, NodeError> {
+        check_options(options)?;
+        let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
+        let (keeper, restored) = match &options.keep {
+            Some(keep) => {
+                let (keeper, restored) = MemoryKeeper::connect(keep, options.id)?;
+                (Some(Arc::new(keeper)), restored)
+            }
+            None => (None, None),
+        };
+        // Determined before there is anything to undo.
+        let lent_bytes = if restored.is_some() { None } else { Some(initial_lent_bytes(options)?) };
+        // The directory comes first: without it no host would find the memory.
+        let directory = (options.connect)()?;
+        let (target, own_address) = options.listen.start().map_err(NodeError::Listen)?;
+        let (restored, epochs) = match restored {
+            Some(RestoredMemory { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
+            None => (None, HostEpochs::new().map_err(NodeError::HostEpochs)?),
+        };
+        let epochs = Arc::new(epochs);
+        // Hosts are fenced before the memory is opened, so that a fenced host cannot access what
+        // was kept.
+        let joining = JoiningNode::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
+        let keeper_ref = keeper.as_deref();
+        let opened =
+            match restored.and_then(|restored| reopen(options, restored, keeper_ref, &epochs, &*target)) {
+                Some(opened) => opened,
+                None => create(options, lent_bytes, joining.epoch(), keeper_ref, &epochs, &*target)?,
+            };
+        let address = match options.advertise {
+            Some(advertised) => own_address.clone().at(advertised),
+            None => own_address.clone(),
+        };
+        let (membership, lending) = join_cluster(options, joining, &address, &opened)?;
+        tracing::info!(
+            node = options.id,
+            bytes = opened.node_memory.lent_bytes(),
+            is_restored = opened.is_restored,
+            address = address.address(),
+            "lending memory"
+        );
+        let own = SelfAddress { address: own_address, key: options.listen.key().cloned() };
+        let maintenance =
+            start_maintenance(options, own, &opened, &target, &lending, &membership, keeper.clone())
+                .map_err(NodeError::Maintenance)
+                .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
+        let node_memory = opened.node_memory;
+        let serve_metrics = |listener| {
+            let counters = Arc::clone(membership.counters());
+            metrics::serve(listener, node_memory.clone(), Arc::clone(&target), lending, counters)
+        };
+        let metrics = listener
+            .map(serve_metrics)
+            .transpose()
+            .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
+        Ok(Self { target, node_memory, membership, maintenance, _metrics: metrics, keeper })
+    }
+
+    /// Follows the directory until `shutdown`, and reconnects to it when it fails.
+    fn follow_directory(&mut self, options: &NodeOptions, shutdown: &Shutdown) {
+        let (mut failure_log, mut connect_failure_log) = (FailureLog::default(), FailureLog::default());
+        while !shutdown.is_requested() {
+            let Err(error) = self.membership.watch(&*self.target, shutdown) else {
+                break;
+            };
+            if let Some(failures) = failure_log.record(Instant::now()) {
+                tracing::warn!(
+                    node = options.id,
+                    %error,
+                    failures,
+                    "connection to the directory failed; reconnecting"
+                );
+            }
+            if shutdown.wait(options.lease_ttl / 10) {
+                break;
+            }
+            match (options.connect)() {
+                Ok(directory) => self.membership.set_directory(directory),
+                Err(error) => {
+                    if let Some(failures) = connect_failure_log.record(Instant::now()) {
+                        tracing::warn!(
+                            node = options.id,
+                            %error,
+                            failures,
+                            "reconnecting to the directory failed; retrying"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    /// Leaves the cluster, for good unless a keeper holds memory that is lent.
+    fn stop(self) {
+        let Some(keeper) = self.keeper else {
+            self.membership.leave();
+            return;
+        };
+        // After this no more sections can come online.
+        drop(self.maintenance);
+        if self.node_memory.lent_bytes() > 0 {
+            self.membership.end_lease();
+        } else {
+            // No host can allocate any of it, so it need not be kept.
+            keeper.release();
+            self.membership.leave();
+        }
+    }
+}
+
+/// True if the fabric pins memory, so that the lent memory cannot change.
+const fn is_pinned(options: &NodeOptions) -> bool {
+    matches!(options.listen, ListenAddress::Verbs(..))
+}
+
+fn check_options(options: &NodeOptions) -> Result<(), NodeError> {
+    let (bytes, bytes_max) = (options.memory_bytes, options.memory_bytes_max);
+    if bytes > bytes_max {
         return Err(NodeMemoryError::AboveMax { bytes, bytes_max }.into());
     }
-    let is_pinned = matches!(options.listen, Listen::Verbs(..));
-    if is_pinned && (options.memory_bytes_max != options.memory_bytes || options.keep_free_bytes.is_some()) {
+    if is_pinned(options) && (bytes_max != bytes || options.keep_free_bytes.is_some()) {
         return Err(NodeError::Pinned { fabric: "verbs" });
-    }
-    let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
-    let (kept, before) = match &options.keep {
-        Some(keep) => {
-            let (kept, before) = Kept::open(keep, options.id)?;
-            (Some(Arc::new(kept)), before)
-        }
-        None => (None, None),
-    };
-    // Found out before there is anything to be undone.
-    let lent_bytes = if before.is_some() { None } else { Some(begin_with(options)?) };
-    // Connected first: without a directory nobody would ever find the memory.
-    let directory = (options.connect)()?;
-    let (target, reach) = options.listen.start().map_err(NodeError::Listen)?;
-    let (before, epochs) = match before {
-        Some(Before { memory, key, epoch, epochs }) => (Some((memory, key, epoch)), epochs),
-        None => (None, Epochs::new().map_err(NodeError::Epochs)?),
-    };
-    let epochs = Arc::new(epochs);
-    // Before there is anything to be reached: who is shut out must not get at what was kept.
-    let newcomer = Newcomer::new(directory, options.lease_ttl, Arc::clone(&epochs), &*target)?;
-    let own = Own { reach: reach.clone(), key: options.listen.key().cloned() };
-    let reach = match options.advertise {
-        Some(address) => reach.at(address),
-        None => reach,
-    };
-    let node = NodeId(options.id);
-    let again = before.and_then(|(memory, key, epoch)| {
-        if let Some(kept) = &kept {
-            // First: whoever opens it after us must know of our peers, too.
-            kept.keep(&memory, key, &epochs, &*target, epoch);
-        }
-        NodeMemory::reopen(&*target, node, memory, key)
-            .inspect_err(|error| tracing::error!(node = options.id, %error, "what was in it is lost"))
-            .map(|node_memory| (node_memory, epoch))
-            .ok()
-    });
-    let is_again = again.is_some();
-    let (node_memory, epoch) = match again {
-        Some(again) => again,
-        None => {
-            let lent_bytes = lent_bytes.map_or_else(|| begin_with(options), Ok)?;
-            let lent_bytes = lent_bytes / SECTION_BYTES * SECTION_BYTES;
-            let node_memory =
-                NodeMemory::create_resizable(&*target, node, lent_bytes, options.memory_bytes_max)?;
-            let epoch = newcomer.epoch();
-            if let Some(kept) = &kept {
-                kept.keep(&node_memory.memory, node_memory.region.key, &epochs, &*target, epoch);
-            }
-            (node_memory, epoch)
-        }
-    };
-    let memory_bytes_max = node_memory.layout.data_bytes();
-    let lent_bytes = node_memory.lent_bytes();
-    let wanted_bytes = (options.memory_bytes / SECTION_BYTES * SECTION_BYTES).min(memory_bytes_max);
-    let grace = options.keep.as_ref().map_or(Duration::ZERO, |keep| keep.grace);
-    let record = NodeRecord {
-        id: options.id,
-        fabric: reach.provider().to_owned(),
-        address: reach.address(),
-        memory_bytes: lent_bytes,
-        memory_bytes_max,
-        requested_memory_bytes: wanted_bytes,
-        resize_blocker: None,
-        kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
-        epoch,
-    };
-    let lending = Arc::new(Lending::new(lent_bytes, wanted_bytes));
-    let mut member = newcomer.join(record, Arc::clone(&lending))?;
-    // What was wished of this life before counts from the beginning.
-    let heard = member.learn_wanted().map_err(NodeError::from).inspect_err(|_| member.go());
-    heard?;
-    if is_again {
-        tracing::info!(node = options.id, bytes = lent_bytes, "goes on with the memory that was kept");
-    } else {
-        tracing::info!(node = options.id, bytes = lent_bytes, "memory is lent");
-    }
-    let cleared_bytes = Arc::clone(&member.events().cleared_bytes);
-    let clearer = Clearer::new(node_memory.clone(), Arc::clone(&target), cleared_bytes);
-    let resizer = Resizer::new(
-        node_memory.clone(),
-        Arc::clone(&target),
-        Arc::clone(&lending),
-        is_pinned,
-        options.keep_free_bytes,
-        !is_again,
-    );
-    let unsure = if is_again { 0..node_memory.layout.sections() } else { 0..0 };
-    let caretaker = Caretaker::start(OwnPool::new(own, node, unsure), clearer, resizer, kept.clone())
-        .map_err(NodeError::Caretaker)
-        .inspect_err(|_| give_up(&member, kept.as_deref()))?;
-    let figures = |listener| {
-        metrics::serve(
-            listener,
-            node_memory.clone(),
-            Arc::clone(&target),
-            lending,
-            Arc::clone(member.events()),
-        )
-    };
-    let served = listener.map(figures).transpose();
-    let _metrics = served.inspect_err(|_| give_up(&member, kept.as_deref()))?;
-    ready(&Ready { record: member.record().clone() });
-    while !shutdown.is_requested() {
-        let Err(error) = member.watch(&*target, shutdown) else {
-            break;
-        };
-        tracing::warn!(node = options.id, %error, "lost the directory; trying again");
-        if shutdown.wait(options.lease_ttl / 10) {
-            break;
-        }
-        match (options.connect)() {
-            Ok(directory) => member.reconnected(directory),
-            Err(error) => {
-                tracing::warn!(node = options.id, %error, "the directory is still out of reach")
-            }
-        }
-    }
-    let Some(kept) = kept else {
-        member.leave();
-        return Ok(());
-    };
-    // It lends nothing more meanwhile.
-    drop(caretaker);
-    if node_memory.lent_bytes() > 0 {
-        member.go();
-    } else {
-        // Nobody can be about to take any of it.
-        kept.forget();
-        member.leave();
     }
     Ok(())
 }
 
-/// The node ends. What is kept may come back.
-fn give_up(member: &Member, kept: Option<&Kept>) {
-    match kept {
-        Some(_) => member.go(),
-        None => member.leave(),
+/// Opens the memory of an earlier process again; `None` if it is damaged.
+fn reopen(
+    options: &NodeOptions,
+    (memory, key, epoch): (Arc<Memory>, Key, u64),
+    keeper: Option<&MemoryKeeper>,
+    epochs: &HostEpochs,
+    target: &dyn Target,
+) -> Option<OpenedMemory> {
+    if let Some(keeper) = keeper {
+        // Before the memory is opened: the next process must know this process's peers, too.
+        keeper.hold(&memory, key, epochs, target, epoch);
+    }
+    NodeMemory::reopen(target, NodeId(options.id), memory, key)
+        .inspect_err(|error| {
+            tracing::error!(node = options.id, %error, "kept memory is damaged; what was on it is lost");
+        })
+        .map(|node_memory| OpenedMemory { node_memory, epoch, is_restored: true })
+        .ok()
+}
+
+/// Creates the memory of a new life with this epoch.
+fn create(
+    options: &NodeOptions,
+    lent_bytes: Option<u64>,
+    epoch: u64,
+    keeper: Option<&MemoryKeeper>,
+    epochs: &HostEpochs,
+    target: &dyn Target,
+) -> Result<OpenedMemory, NodeError> {
+    let lent_bytes = lent_bytes.map_or_else(|| initial_lent_bytes(options), Ok)?;
+    let lent_bytes = lent_bytes / SECTION_BYTES * SECTION_BYTES;
+    let node_memory =
+        NodeMemory::create_resizable(target, NodeId(options.id), lent_bytes, options.memory_bytes_max)?;
+    if let Some(keeper) = keeper {
+        keeper.hold(&node_memory.memory, node_memory.region.key, epochs, target, epoch);
+    }
+    Ok(OpenedMemory { node_memory, epoch, is_restored: false })
+}
+
+/// Puts the node's record into the directory, and reads what is requested of the node.
+fn join_cluster(
+    options: &NodeOptions,
+    joining: JoiningNode,
+    address: &FabricAddress,
+    opened: &OpenedMemory,
+) -> Result<(NodeMembership, Arc<Lending>), NodeError> {
+    let record = record(options, address, opened);
+    let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
+    let membership = joining.join(record, Arc::clone(&lending))?;
+    // A request of this life that was made before a restart counts from the beginning.
+    membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
+    Ok((membership, lending))
+}
+
+/// Starts the thread that clears memory and changes how much is lent.
+fn start_maintenance(
+    options: &NodeOptions,
+    own: SelfAddress,
+    opened: &OpenedMemory,
+    target: &Arc<dyn Target>,
+    lending: &Arc<Lending>,
+    membership: &NodeMembership,
+    keeper: Option<Arc<MemoryKeeper>>,
+) -> io::Result<MaintenanceThread> {
+    let OpenedMemory { node_memory, is_restored, .. } = opened;
+    let uncertain = if *is_restored { 0..node_memory.layout.sections() } else { 0..0 };
+    let client = SelfClient::new(own, NodeId(options.id), uncertain);
+    let cleared_bytes = Arc::clone(&membership.counters().cleared_bytes);
+    let clearer = Clearer::new(node_memory.clone(), Arc::clone(target), cleared_bytes);
+    let resizer = Resizer::new(
+        node_memory.clone(),
+        Arc::clone(target),
+        Arc::clone(lending),
+        is_pinned(options),
+        options.keep_free_bytes,
+        !is_restored,
+    );
+    MaintenanceThread::start(client, clearer, resizer, keeper)
+}
+
+/// The node's first record.
+fn record(options: &NodeOptions, address: &FabricAddress, opened: &OpenedMemory) -> NodeRecord {
+    let memory_bytes_max = opened.node_memory.layout.data_bytes();
+    let requested_bytes = options.memory_bytes / SECTION_BYTES * SECTION_BYTES;
+    let grace = options.keep.as_ref().map_or(Duration::ZERO, |keep| keep.grace);
+    NodeRecord {
+        id: options.id,
+        fabric: address.provider().to_owned(),
+        address: address.address(),
+        memory_bytes: opened.node_memory.lent_bytes(),
+        memory_bytes_max,
+        requested_memory_bytes: requested_bytes.min(memory_bytes_max),
+        resize_blocker: None,
+        kept_ms: u64::try_from(grace.as_millis()).unwrap_or(u64::MAX),
+        epoch: opened.epoch,
     }
 }
 
-/// What a node lends at first: what it was told, or, if it looks after its machine, what there is of it.
-fn begin_with(options: &NodeOptions) -> Result<u64, NodeError> {
-    let available = available_bytes().map_err(NodeError::Unknown)?;
+/// Leaves the cluster after a failure. Kept memory may return.
+fn abandon(membership: &NodeMembership, keeper: Option<&MemoryKeeper>) {
+    match keeper {
+        Some(_) => membership.end_lease(),
+        None => membership.leave(),
+    }
+}
+
+/// The memory that a node lends at first: what it is configured to, or, with `keep_free_bytes`, as
+/// much of it as the machine can spare.
+fn initial_lent_bytes(options: &NodeOptions) -> Result<u64, NodeError> {
+    let available = available_bytes().map_err(NodeError::AvailableMemory)?;
     match options.keep_free_bytes {
         Some(keep_free) => Ok(options.memory_bytes.min(affordable_bytes(0, available, keep_free))),
         None if options.memory_bytes > available => {

@@ -1,34 +1,34 @@
-//! How a daemon is told to stop.
+//! Requests to stop a daemon or a thread.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Asks a running service to end. Clones are handles to the same one.
+/// A request to stop. Clones are handles of the same request.
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     shared: Arc<(Mutex<bool>, Condvar)>,
 }
 
 impl Shutdown {
-    /// Not yet requested.
+    /// Creates a request that is not made yet.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Ask for the end.
+    /// Makes the request.
     pub fn request(&self) {
         *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.shared.1.notify_all();
     }
 
-    /// Whether the end was asked for.
+    /// True if the request was made.
     #[must_use]
     pub fn is_requested(&self) -> bool {
         *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wait until the end is asked for, but no longer than this; whether it was.
+    /// Waits until the request is made, for at most `timeout`. Returns true if it was made.
     #[must_use]
     pub fn wait(&self, timeout: Duration) -> bool {
         let requested = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -59,7 +59,7 @@ pub enum PageState {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PageWord(pub u64);
 
-const KIND_MASK: u64 = 0xf;
+const STATE_MASK: u64 = 0xf;
 const HELD: u64 = 1;
 const LEAVING: u64 = 2;
 /// Held or leaving, with the location of a clean copy as payload.
@@ -83,7 +83,7 @@ impl PageWord {
     /// A word without flags.
     #[must_use]
     pub fn new(state: PageState) -> Self {
-        let (kind, payload) = match state {
+        let (number, payload) = match state {
             PageState::Zero => (0, 0),
             PageState::Held => (HELD, 0),
             PageState::Leaving => (LEAVING, 0),
@@ -93,7 +93,7 @@ impl PageWord {
             PageState::Doubtful => (6, 0),
             PageState::Lost => (7, 0),
         };
-        Self(kind | u64::from(payload) << PAYLOAD_SHIFT)
+        Self(number | u64::from(payload) << PAYLOAD_SHIFT)
     }
 
     /// Where the page is.
@@ -103,7 +103,7 @@ impl PageWord {
     #[must_use]
     pub fn state(self) -> PageState {
         let payload = u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain");
-        match self.0 & KIND_MASK {
+        match self.0 & STATE_MASK {
             0 => PageState::Zero,
             HELD | HELD_WITH_COPY => PageState::Held,
             LEAVING | LEAVING_WITH_COPY => PageState::Leaving,
@@ -112,7 +112,7 @@ impl PageWord {
             5 => PageState::Remote(Location(payload)),
             6 => PageState::Doubtful,
             7 => PageState::Lost,
-            kind => panic!("the page table holds a word of unknown kind {kind}: {:#x}", self.0),
+            state => panic!("the page table has a word with unknown state {state}: {:#x}", self.0),
         }
     }
 
@@ -123,21 +123,21 @@ impl PageWord {
     #[must_use]
     pub fn clean_copy(self) -> Option<Location> {
         let location = Location(u32::try_from(self.0 >> PAYLOAD_SHIFT).expect("32 bits remain"));
-        matches!(self.0 & KIND_MASK, HELD_WITH_COPY | LEAVING_WITH_COPY).then_some(location)
+        matches!(self.0 & STATE_MASK, HELD_WITH_COPY | LEAVING_WITH_COPY).then_some(location)
     }
 
     /// The word of a held or leaving page with this clean copy, or without one.
     #[must_use]
     pub fn with_clean_copy(self, copy: Option<Location>) -> Self {
-        let kind = match (self.0 & KIND_MASK, copy.is_some()) {
+        let number = match (self.0 & STATE_MASK, copy.is_some()) {
             (HELD | HELD_WITH_COPY, false) => HELD,
             (HELD | HELD_WITH_COPY, true) => HELD_WITH_COPY,
             (LEAVING | LEAVING_WITH_COPY, false) => LEAVING,
             (LEAVING | LEAVING_WITH_COPY, true) => LEAVING_WITH_COPY,
-            (kind, _) => panic!("a page of kind {kind} has no copy beside it"),
+            (state, _) => panic!("a page in state {state} cannot have a clean copy"),
         };
-        let flags = self.0 & !(u64::MAX << PAYLOAD_SHIFT | KIND_MASK);
-        Self(kind | flags | copy.map_or(0, |location| u64::from(location.0) << PAYLOAD_SHIFT))
+        let flags = self.0 & !(u64::MAX << PAYLOAD_SHIFT | STATE_MASK);
+        Self(number | flags | copy.map_or(0, |location| u64::from(location.0) << PAYLOAD_SHIFT))
     }
 
     /// The word with another state and without a clean copy.

@@ -101,7 +101,9 @@ impl Endpoint for CountingEndpoint {
         polled
     }
 
-    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
+    forward_endpoint!(
+        inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle
+    );
 }
 
 fn run(sender: &mut Sender, agent: &KillableAgent) -> Vec<WrittenBatch> {

@@ -14,6 +14,7 @@ use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS, SizeClass};
 use crate::word::{AlignedRun, IllegalWord, SectionWord, SpanState, SpanWord, record_of};
 pub use random::{NumberFns, NumberSource};
 
+/// Spans of a section, as an index.
 const SPANS: usize = SECTION_SPANS as usize;
 
 /// A record that no word has: the record is not known.
@@ -388,6 +389,7 @@ pub fn search_start(host: Host, client: u64) -> u64 {
     of_host.wrapping_add(client.wrapping_mul(0x6a09_e667_f3bc_c909))
 }
 
+/// The section at a search start, in units of 2^-64 of the node.
 fn section_at(start: u64, sections: u32) -> u32 {
     u32::try_from(((start >> 32) * u64::from(sections)) >> 32).unwrap_or(0)
 }

@@ -226,10 +226,12 @@ impl Layout {
     }
 }
 
+/// Rounds an offset up to a page.
 const fn page_up(offset: u64) -> u64 {
     offset.next_multiple_of(CHUNK_BYTES)
 }
 
+/// Reads a little-endian integer of the header page.
 fn u32_at(page: &[u8; HEADER_BYTES], at: usize) -> u32 {
     u32::from_le_bytes([page[at], page[at + 1], page[at + 2], page[at + 3]])
 }

@@ -8,10 +8,12 @@
 //!   [`PoolClient`] drive the same ones.
 //! - [`cache`]: the words of a node as a client saw them last.
 //! - [`client`]: the edge, which runs the state machines over fabric endpoints.
-//! - [`leaks`]: leak detection over all clients of a host.
-//! - [`node_memory`]: the node's side, which creates the region and opens it to hosts.
+//! - `leaks`: leak detection over all clients of a host.
+//! - `node_memory`: the node's side, which creates the region and opens it to hosts.
 //!
 //! This crate does not know what an extent is used for, nor which process serves the node's memory.
+
+#![forbid(unsafe_code)]
 
 pub mod cache;
 pub mod client;
@@ -19,8 +21,8 @@ mod error;
 #[cfg(test)]
 mod golden_tests;
 pub mod layout;
-pub mod leaks;
-pub mod node_memory;
+mod leaks;
+mod node_memory;
 pub mod op;
 mod shared_endpoint;
 pub mod size;
@@ -29,5 +31,5 @@ pub mod word;
 pub use client::{Extent, NodeId, POOL_WORK_ID, PoolClient, Stretch, recover_node};
 pub use error::{FormatError, PoolError};
 pub use leaks::{LeakDetector, Ledger, OperationGuard, ScanProgress};
-pub use node_memory::NodeMemory;
+pub use node_memory::{NodeMemory, NodeMemoryError};
 pub use size::SizeClass;

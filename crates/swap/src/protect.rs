@@ -16,7 +16,8 @@ const OOM_SCORE_MIN: &str = "-1000";
 pub enum ProtectError {
     /// Memory cannot be locked.
     #[error(
-        "the swap server cannot lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l unlimited"
+        "the swap server cannot lock its memory (mlockall: {0}): run as root, or allow it with ulimit -l \
+         unlimited"
     )]
     Lock(io::Error),
 }
@@ -24,8 +25,8 @@ pub enum ProtectError {
 /// Protects this process, which serves memory of other processes.
 ///
 /// All its memory, present and future, is locked as it is touched. The out-of-memory killer spares
-/// it. The kernel is notified (`PR_SET_IO_FLUSHER`) that other processes' memory waits for this one,
-/// so that its own allocations do not wait for that memory.
+/// it. The kernel is notified (`PR_SET_IO_FLUSHER`) that other processes' memory waits for this
+/// one, so that its own allocations do not wait for that memory.
 ///
 /// # Errors
 /// If memory cannot be locked.
@@ -41,15 +42,18 @@ pub fn protect() -> Result<(), ProtectError> {
     }
     // Threads that are started later inherit the priority.
     set_niceness(URGENT);
-    // SAFETY: the call takes flags only. MCL_ONFAULT locks pages when they are touched, so that large
-    // sparse tables need no more memory than before.
+    // SAFETY: the call takes flags only. MCL_ONFAULT locks pages when they are touched, so that
+    // large sparse tables need no more memory than before.
     if unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) } != 0 {
         return Err(ProtectError::Lock(io::Error::last_os_error()));
     }
     // SAFETY: the call takes numbers only. Threads that are started later inherit the flag.
     if unsafe { libc::prctl(PR_SET_IO_FLUSHER, 1, 0, 0, 0) } != 0 {
         let error = io::Error::last_os_error();
-        tracing::warn!(%error, "PR_SET_IO_FLUSHER failed; this swap server may wait for memory that waits for it");
+        tracing::warn!(
+            %error,
+            "PR_SET_IO_FLUSHER failed; this swap server may wait for memory that waits for it"
+        );
     }
     Ok(())
 }

@@ -20,7 +20,7 @@ use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
-use aquifer_host::cluster_access::{ClusterAccessError, MalformedKey, request_cluster_access};
+use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedKey, request_cluster_access};
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
 use aquifer_host::nodes::NodeRegistry;
@@ -57,13 +57,19 @@ const SIZE_BYTES_MIN: u64 = 1 << 20;
 #[derive(Debug, thiserror::Error)]
 enum SwapError {
     #[error(
-        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} (--local 8M)"
+        "a limit of {limit_bytes} bytes is too small for any program: give at least {LIMIT_BYTES_MIN} \
+         (--local 8M)"
     )]
     TooSmall { limit_bytes: u64 },
-    #[error("a swap device of {0} is not between {min} and {max}: choose another --swap-size", min = ByteSize(SIZE_BYTES_MIN), max = ByteSize(VOLUME_BYTES_MAX))]
+    #[error(
+        "a swap device of {0} is not between {min} and {max}: choose another --swap-size",
+        min = ByteSize(SIZE_BYTES_MIN),
+        max = ByteSize(VOLUME_BYTES_MAX)
+    )]
     Size(ByteSize),
     #[error(
-        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up --memory)"
+        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up \
+         --memory)"
     )]
     Full(ByteSize),
     #[error(
@@ -162,18 +168,7 @@ impl DeviceServer {
         protect()?;
         let path = options.agent_socket.clone();
         let (socket, access) = request_cluster_access(&path)?;
-        let name = format!("swap of {}", options.name);
-        let directory = connect(&access.directory).map_err(SwapError::Directory)?;
-        let mut membership =
-            Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
-        let tenant = Tenant(rustix::process::geteuid().as_raw());
-        let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
-        let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
-        let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
-        membership.watch_nodes(&nodes)?;
-        if nodes.require(1).is_err() {
-            return Err(SwapError::NoNodes);
-        }
+        let (membership, nodes, tenant) = join_cluster(options, connect, &access)?;
         let mut pool = nodes.pool_client(tenant.0);
         let bytes = device_bytes(options, free_bytes(&mut pool))?;
         let budget = Arc::new(Budget::new(options.limit_bytes));
@@ -273,7 +268,8 @@ impl DeviceServer {
             return Some("the lease of its swap device has ended, and the memory nodes refuse it".into());
         }
         if let Some(reason) = self.volume.last_refusal() {
-            // The kernel keeps a page that it cannot write, so the program would do little but retry.
+            // The kernel keeps a page that it cannot write, so the program would do little but
+            // retry.
             return Some(format!(
                 "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
             ));
@@ -302,8 +298,8 @@ impl DeviceServer {
         let mut frames = Vec::new();
         if self.cgroup.usage().is_ok_and(|usage| usage.oom_kills > 0) {
             frames.push(Frame::Ended(format!(
-                "it needed more memory than its limit and its swap device of {} have, and the kernel killed it: give it a larger \
-                 --local or --swap-size",
+                "it needed more memory than its limit and its swap device of {} have, and the kernel killed \
+                 it: give it a larger --local or --swap-size",
                 ByteSize(self.volume.bytes())
             )));
         }
@@ -366,6 +362,26 @@ impl DeviceServer {
             fault_latency_us: LatencyUs { p50, p99, p999 },
         }
     }
+}
+
+/// Joins the cluster as a host of its own, and finds the memory nodes.
+fn join_cluster(
+    options: &SwapDeviceOptions,
+    connect: impl FnOnce(&str) -> Result<Arc<dyn Directory>, DirectoryConnectError>,
+    access: &ClusterAccess,
+) -> Result<(Membership, Arc<NodeRegistry>, Tenant), SwapError> {
+    let name = format!("swap of {}", options.name);
+    let directory = connect(&access.directory).map_err(SwapError::Directory)?;
+    let mut membership = Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
+    let tenant = Tenant(rustix::process::geteuid().as_raw());
+    let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
+    let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
+    let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
+    membership.watch_nodes(&nodes)?;
+    if nodes.require(1).is_err() {
+        return Err(SwapError::NoNodes);
+    }
+    Ok((membership, nodes, tenant))
 }
 
 /// Mounts the volume's file at `folder`, and serves it in a thread.

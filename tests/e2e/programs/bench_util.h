@@ -1,5 +1,6 @@
-// What faultbench.c and zerofloor.c share, so that their figures compare: the clock, the histogram, the
-// order of the pages, and the stamps. Header only: each program is built from one file by plain `cc`.
+// What faultbench.c and zerofloor.c share, so that their figures compare: the clock, the histogram,
+// the order of the pages, and the stamps. Header only: each program is built from one file by plain
+// `cc`.
 #ifndef AQUIFER_BENCH_UTIL_H
 #define AQUIFER_BENCH_UTIL_H
 
@@ -25,7 +26,7 @@ _Noreturn static inline void die(const char *what) {
     exit(2);
 }
 
-// ---- clock -------------------------------------------------------------------------------------------
+// ---- clock --------------------------------------------------------------------------------------
 
 static inline uint64_t now_ns(void) {
     struct timespec t;
@@ -33,8 +34,8 @@ static inline uint64_t now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-// The cycle counter costs some 20 ns in a virtual machine, the clock up to ten times that. The fence keeps
-// it from being read before the loads that come before it have ended.
+// The cycle counter costs some 20 ns in a virtual machine, the clock up to ten times that. The
+// fence keeps it from being read before the loads that come before it have ended.
 static inline uint64_t ticks(void) {
 #if defined(__x86_64__)
     __builtin_ia32_lfence();
@@ -54,7 +55,7 @@ static inline void calibrate_ticks(void) {
     ticks_per_us = (double)(end - start) * 1000.0 / (double)(end_ns - start_ns);
 }
 
-// ---- histogram: logarithmic, 32 steps to each doubling (an error of 3 % at most) -------------------------
+// ---- histogram: logarithmic, 32 steps to each doubling (an error of 3 % at most) ----------------
 
 enum { HISTOGRAM_STEP_BITS = 5, HISTOGRAM_SLOTS = 64 << HISTOGRAM_STEP_BITS };
 
@@ -97,7 +98,7 @@ static inline double histogram_mean_us(const struct histogram *h) {
     return h->count == 0 ? 0 : (double)h->sum_ticks / (double)h->count / ticks_per_us;
 }
 
-// ---- order of the pages ------------------------------------------------------------------------------
+// ---- order of the pages -------------------------------------------------------------------------
 
 static inline uint64_t mix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
@@ -134,10 +135,10 @@ static inline uint64_t order_at(const struct order *order, uint64_t step) {
     return value;
 }
 
-// ---- stamps: what a page holds, from its index and version -------------------------------------------
+// ---- stamps: what a page holds, from its index and version --------------------------------------
 
-// Half of each page is random and half repeats, so that a device that compresses gets about 2:1, neither
-// the gift of empty pages nor a worst case.
+// Half of each page is random and half repeats, so that a device that compresses gets about 2:1,
+// neither the gift of empty pages nor a worst case.
 enum { RANDOM_WORDS = PAGE_WORDS / 2 };
 
 static inline uint64_t stamp_word(uint64_t page, uint64_t version, unsigned word) {
@@ -159,7 +160,7 @@ static inline void stamp_samples(uint64_t page, unsigned samples[STAMP_SAMPLES])
     samples[3] = PAGE_WORDS - 1;
 }
 
-// ---- the rest ----------------------------------------------------------------------------------------
+// ---- the rest -----------------------------------------------------------------------------------
 
 // Moves the calling thread to one processor; -1 leaves it where it is.
 static inline void pin_to(int cpu) {
@@ -189,7 +190,8 @@ static inline uint64_t parse_bytes(const char *text) {
 
 // Anonymous memory in small pages: one huge page would hide 511 faults.
 static inline void *map_small_pages(uint64_t bytes, bool populate) {
-    void *area = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *area =
+        mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (area == MAP_FAILED) die("mmap of the working set");
     madvise(area, bytes, MADV_NOHUGEPAGE);
     if (populate) memset(area, 1, bytes);
@@ -197,9 +199,10 @@ static inline void *map_small_pages(uint64_t bytes, bool populate) {
 }
 
 static inline void print_latencies(const char *name, const struct histogram *h) {
-    printf(",\"%s\":{\"count\":%llu,\"mean_us\":%.3f,\"p50_us\":%.3f,\"p90_us\":%.3f,\"p99_us\":%.3f,\"p999_us\":%.3f}",
-           name, (unsigned long long)h->count, histogram_mean_us(h), histogram_us(h, 0.5), histogram_us(h, 0.9),
-           histogram_us(h, 0.99), histogram_us(h, 0.999));
+    printf(",\"%s\":{\"count\":%llu,\"mean_us\":%.3f,\"p50_us\":%.3f,\"p90_us\":%.3f,"
+           "\"p99_us\":%.3f,\"p999_us\":%.3f}",
+           name, (unsigned long long)h->count, histogram_mean_us(h), histogram_us(h, 0.5),
+           histogram_us(h, 0.9), histogram_us(h, 0.99), histogram_us(h, 0.999));
 }
 
 #endif

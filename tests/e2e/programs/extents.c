@@ -1,4 +1,5 @@
-/* A program with extents: extents check | hold COUNT BYTES | fill BYTES | read NODE ADDR KEY BYTES | guess COUNT */
+/* A program with extents:
+ * extents check | hold COUNT BYTES | fill BYTES | read NODE ADDR KEY BYTES | guess COUNT */
 #include <aquifer.h>
 
 #include <err.h>
@@ -56,7 +57,8 @@ static void check_sizes(void) {
     free(in);
 }
 
-/* Above 2 MiB: 33 MiB less a byte are 17 sections, which begin and end where reads and writes do not. */
+/* Above 2 MiB: 33 MiB less a byte are 17 sections, whose bounds are not those of the reads and
+ * writes. */
 static void check_large(void) {
     const size_t wanted = (33u << 20) - 1, section = 2u << 20;
     aquifer_extent extent, pair[2];
@@ -77,7 +79,8 @@ static void check_large(void) {
     must(aquifer_allocate_many(session, 2 * section, 2, pair));
     must(aquifer_free_many(session, pair, 2));
     /* A part that was given back is closed, the others are not. */
-    aquifer_extent part = {.addr = extent.addr + section, .bytes = section, .key = extent.key, .node = extent.node};
+    aquifer_extent part = {.addr = extent.addr + section, .bytes = section, .key = extent.key,
+        .node = extent.node};
     must(aquifer_free(session, &part));
     must_be(aquifer_read(session, &extent, section, in, 1), -EACCES);
     must(aquifer_read(session, &extent, 2 * section, in, section));
@@ -109,10 +112,13 @@ static void check_many(void) {
     if (memcmp(in, out, sizeof in))
         errx(1, "many parts are not what was written");
     must(aquifer_get_statistics(session, &after));
-    if (after.bytes - before.bytes != COUNT * 8192 || after.allocated - before.allocated != COUNT || after.freed != before.freed
-        || after.read_bytes - before.read_bytes != sizeof in || after.written_bytes - before.written_bytes != sizeof out
+    if (after.bytes - before.bytes != COUNT * 8192 || after.allocated - before.allocated != COUNT
+        || after.freed != before.freed
+        || after.read_bytes - before.read_bytes != sizeof in
+            || after.written_bytes - before.written_bytes != sizeof out
         || after.requests - before.requests != 3 * COUNT)
-        errx(1, "%llu bytes, %llu requests are counted", (unsigned long long)after.bytes, (unsigned long long)after.requests);
+        errx(1, "%llu bytes, %llu requests are counted", (unsigned long long)after.bytes,
+            (unsigned long long)after.requests);
     reads[7].offset = 8192;
     must_be(aquifer_read_many(session, reads, COUNT), -EINVAL);
     writes[7].from = NULL;

@@ -1,5 +1,6 @@
-// The program that `aquifer bench faults` measures: it fills memory, walks over it, times the first touch of
-// every page and checks what the page holds. It knows nothing of what pages it. One JSON line on stdout.
+// The program that `aquifer bench faults` measures: it fills memory, walks over it, times the first
+// touch of every page and checks what the page holds. It knows nothing of what pages it. One JSON
+// line on stdout.
 //
 //   cc -O2 -o faultbench faultbench.c
 //   faultbench --bytes 768M --pattern random --op read --passes 2 [--warm] [--cpu N] [--seed S]
@@ -29,13 +30,14 @@ static volatile uint64_t *page_at(const struct run *run, uint64_t page) {
 
 static void report_error(struct run *run, uint64_t page, unsigned word, uint64_t found) {
     if (run->errors++ >= 8) return;
-    fprintf(stderr, "page %llu word %u at %p: found %016llx, expected %016llx\n", (unsigned long long)page, word,
+    fprintf(stderr, "page %llu word %u at %p: found %016llx, expected %016llx\n", (unsigned long long)page,
+        word,
             (void *)(uintptr_t)(page_at(run, page) + word), (unsigned long long)found,
             (unsigned long long)stamp_word(page, run->version, word));
 }
 
-// Word 1 is for the timed store of a write pass. It is not sampled, so that a store into a page which was
-// not there must not spoil the other words: that is what the samples then show.
+// Word 1 is for the timed store of a write pass. It is not sampled, so that a store into a page
+// which was not there must not spoil the other words: that is what the samples then show.
 static uint64_t timed_touch(struct run *run, volatile uint64_t *at, uint64_t page) {
     uint64_t start = ticks();
     if (run->options.write)
@@ -78,8 +80,8 @@ static void pass(struct run *run, uint64_t number, bool measured) {
     if (run->options.write) run->version++;
 }
 
-// After the measured passes, every word of every page: the samples and word 1 at the last version, the
-// rest as first filled.
+// After the measured passes, every word of every page: the samples and word 1 at the last version,
+// the rest as first filled.
 static void verify_all(struct run *run) {
     for (uint64_t page = 0; page < run->pages; page++) {
         unsigned samples[STAMP_SAMPLES];
@@ -88,7 +90,8 @@ static void verify_all(struct run *run) {
             bool rewritten = word == 1;
             for (unsigned i = 0; i < STAMP_SAMPLES; i++) rewritten |= samples[i] == word;
             uint64_t found = page_at(run, page)[word];
-            if (found != stamp_word(page, rewritten ? run->version : 0, word)) report_error(run, page, word, found);
+            if (found != stamp_word(page, rewritten ? run->version : 0, word)) report_error(run, page,
+                word, found);
         }
     }
 }
@@ -99,12 +102,14 @@ static void report(const struct run *run) {
     printf("{\"bench\":\"faultbench\",\"pattern\":\"%s\",\"op\":\"%s\",\"bytes\":%llu,\"passes\":%llu",
            run->options.random ? "random" : "seq", run->options.write ? "write" : "read",
            (unsigned long long)run->options.bytes, (unsigned long long)run->options.passes);
-    printf(",\"ops\":%llu,\"seconds\":%.6f,\"mb_per_s\":%.2f", (unsigned long long)run->touches.count, seconds,
+    printf(",\"ops\":%llu,\"seconds\":%.6f,\"mb_per_s\":%.2f", (unsigned long long)run->touches.count,
+        seconds,
            seconds > 0 ? (double)bytes / 1e6 / seconds : 0);
     print_latencies("faults", &run->faults);
     print_latencies("touches", &run->touches);
     printf(",\"major_faults\":%ld,\"minor_faults\":%ld,\"verified_pages\":%llu,\"errors\":%llu}\n",
-           run->major_faults, run->minor_faults, (unsigned long long)run->verified, (unsigned long long)run->errors);
+           run->major_faults, run->minor_faults, (unsigned long long)run->verified,
+               (unsigned long long)run->errors);
 }
 
 _Noreturn static void usage(void) {
@@ -123,8 +128,10 @@ static struct options parse(int argc, char **argv) {
     for (int c; (c = getopt_long(argc, argv, "", names, NULL)) != -1;) {
         switch (c) {
         case 'b': o.bytes = parse_bytes(optarg); break;
-        case 'p': o.random = strcmp(optarg, "random") == 0; if (!o.random && strcmp(optarg, "seq")) usage(); break;
-        case 'o': o.write = strcmp(optarg, "write") == 0; if (!o.write && strcmp(optarg, "read")) usage(); break;
+        case 'p': o.random = strcmp(optarg, "random") == 0; if (!o.random && strcmp(optarg,
+            "seq")) usage(); break;
+        case 'o': o.write = strcmp(optarg, "write") == 0; if (!o.write && strcmp(optarg, "read")) usage();
+        break;
         case 'n': o.passes = strtoull(optarg, NULL, 10); break;
         case 'w': o.warm = true; break;
         case 'c': o.cpu = atoi(optarg); break;

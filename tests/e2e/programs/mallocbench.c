@@ -1,12 +1,15 @@
-// The usual malloc benchmarks, in small, after their well-known namesakes: mallocbench NAME BYTES OPERATIONS. Prints one line of JSON.
+// The usual malloc benchmarks, in small, after their well-known namesakes: mallocbench NAME BYTES
+// OPERATIONS. Prints one line of JSON.
 //
-// larson:  a server: threads replace random blocks of a set of BYTES by others of random size, then hand the set over to fresh threads.
-// random:  alloc-test: blocks of many sizes, short-lived and long-lived, in a set of BYTES.
-// xmalloc: one half of the threads allocates, the other frees.
-// thrash:  cache-scratch: each thread frees a block that another has allocated, then allocates, writes and frees one of its own, over and over.
-// zipf:    BYTES of blocks, touched by Zipf's law: few of them most of the time.
+// larson:  a server: threads replace random blocks of a set of BYTES by others of random size, then
+// hand the set over to fresh threads. random:  alloc-test: blocks of many sizes, short-lived and
+// long-lived, in a set of BYTES. xmalloc: one half of the threads allocates, the other frees.
+// thrash:  cache-scratch: each thread frees a block that another has allocated, then allocates,
+// writes and frees one of its own, over and over. zipf:    BYTES of blocks, touched by Zipf's law:
+// few of them most of the time.
 //
-// Every block carries a word known from its place and size, at both ends; they are checked when it is touched and when it is freed.
+// Every block carries a word known from its place and size, at both ends; they are checked when it
+// is touched and when it is freed.
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>

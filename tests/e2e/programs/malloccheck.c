@@ -1,8 +1,9 @@
 // Checks an allocator: malloccheck torture BYTES THREADS | functions | giveback BYTES
 //
-// torture: threads that together hold about BYTES allocate, grow, shrink, pass on and free blocks at random; each word of each block is known from
-//   its place and its block. Then the process forks, and both sides check all that they have and go on.
-// functions: what the manual promises of each function.
+// torture: threads that together hold about BYTES allocate, grow, shrink, pass on and free blocks
+// at random; each word of each block is known from
+// its place and its block. Then the process forks, and both sides check all that they have and go
+// on. functions: what the manual promises of each function.
 // giveback: holds BYTES, then frees all; says so each time, and waits for a line before it goes on.
 #define _GNU_SOURCE
 #include <errno.h>

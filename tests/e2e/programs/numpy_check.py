@@ -82,8 +82,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     random = np.random.Generator(np.random.PCG64(options.seed))
-    # At the peak, the sort has three arrays and a scratch array of this many 8-byte numbers; Python and
-    # NumPy themselves take some 40 MB.
+    # At the peak, the sort has three arrays and a scratch array of this many 8-byte numbers.
+    # Python and NumPy themselves take some 40 MB.
     count = (options.bytes - (40 << 20)) // 8 // 4
     indexing(random, sorts(random, count))
     # Small beside the rest: without a fast BLAS the product would take most of the time.

@@ -1,10 +1,12 @@
-"""Loads a running redis-server over a socket, reads everything back, changes a part, saves, and prints a digest.
+"""Fills a running redis-server, reads all data back, changes a part, saves, and prints a digest.
 
-    redis_check.py --port P load [--bytes 150M]   fill it, read all back, BGSAVE and wait for it, print the digest
-    redis_check.py --port P verify [--bytes …]    read all back from a server that has loaded the dump; same digest
+    redis_check.py --port P load [--bytes 150M]
+        fill the server, read all back, BGSAVE and wait for it, print the digest
+    redis_check.py --port P verify [--bytes …]
+        read all back from a server that has loaded the dump; the digest is the same
 
-Both print the same lines, so that the outputs compare. `--bytes` is the memory that the server ends up with, about.
-Speaks the protocol itself: needs nothing but Python.
+Both print the same lines, so that the outputs can be compared. `--bytes` is roughly the memory of
+the filled server. Implements the protocol itself, so it needs only Python.
 """
 
 import argparse
@@ -76,7 +78,8 @@ def fill(redis, seed, count):
     for keys in batches(count):
         redis.pipeline([("SET", f"key:{key}", value(seed, key, 0)) for key in keys])
         redis.pipeline([("HSET", f"hash:{key % 97}", key, key * key) for key in keys if key % 5 == 0])
-        redis.pipeline([("ZADD", "ranking", key * 7919 % 100003, f"member:{key}") for key in keys if key % 9 == 0])
+        ranked = [key for key in keys if key % 9 == 0]
+        redis.pipeline([("ZADD", "ranking", key * 7919 % 100003, f"member:{key}") for key in ranked])
 
 
 def check_values(redis, seed, count, version_of_key):
@@ -89,7 +92,8 @@ def check_values(redis, seed, count, version_of_key):
             if data != expected:
                 wrong += 1
                 if wrong <= 5:
-                    print(f"key:{key} is wrong: {data and data[:16]!r}, expected {expected and expected[:16]!r}")
+                    start, expected_start = data and data[:16], expected and expected[:16]
+                    print(f"key:{key} is wrong: {start!r}, expected {expected_start!r}")
     if wrong:
         raise SystemExit(f"{wrong} of {count} values are wrong")
 
@@ -139,7 +143,8 @@ def parse_size(text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("step", choices=["load", "verify"])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--bytes", type=parse_size, default=150 << 20)

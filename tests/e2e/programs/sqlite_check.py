@@ -1,12 +1,14 @@
-"""Fills an SQLite database in memory, indexes, joins and changes it, with a peak of about --bytes. It prints digests
-that are the same on every run. Needs nothing but Python."""
+"""Fills an SQLite database in memory, indexes, joins and changes it, with a peak of about --bytes.
+Prints digests that are the same on every run. Needs only Python."""
 
 import argparse
 import hashlib
 import random
 import sqlite3
 
-WORDS = "amber basalt cedar delta ember fjord garnet harbour indigo jasper kelp lagoon marble nectar onyx".split()
+WORDS = (
+    "amber basalt cedar delta ember fjord garnet harbour indigo jasper kelp lagoon marble nectar onyx"
+).split()
 
 
 def rows(numbers, count):
@@ -38,11 +40,13 @@ def look(database, numbers, count):
     digest(
         database,
         "joined",
-        "SELECT a.id, count(b.id), min(b.text) FROM item a JOIN item b ON b.parent = a.id GROUP BY a.id LIMIT 20000",
+        "SELECT a.id, count(b.id), min(b.text) FROM item a JOIN item b ON b.parent = a.id"
+        " GROUP BY a.id LIMIT 20000",
     )
     sha = hashlib.sha256()
     for _ in range(20000):
-        sha.update(database.execute("SELECT data FROM item WHERE id = ?", (numbers.randrange(count),)).fetchone()[0])
+        number = (numbers.randrange(count),)
+        sha.update(database.execute("SELECT data FROM item WHERE id = ?", number).fetchone()[0])
     print("looked up", sha.hexdigest()[:32], flush=True)
 
 
@@ -55,7 +59,11 @@ def change(database, count):
     database.rollback()
     digest(database, "changed", "SELECT id, parent, text FROM item WHERE id % 11 = 0 ORDER BY id")
     database.execute("VACUUM")
-    digest(database, "by start", "SELECT substr(text, 1, 8) AS start, count(*) FROM item GROUP BY start ORDER BY start")
+    digest(
+        database,
+        "by start",
+        "SELECT substr(text, 1, 8) AS start, count(*) FROM item GROUP BY start ORDER BY start",
+    )
     digest(database, "whole", "SELECT * FROM item ORDER BY id")
     print("integrity", database.execute("PRAGMA integrity_check").fetchone()[0])
 
@@ -66,9 +74,10 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     numbers = random.Random(options.seed)
-    # A row takes about 1080 bytes at the peak: with its share of the indexes, and once more while VACUUM copies it.
+    # A row takes about 1080 bytes at the peak: with its share of the indexes, and a
+    # second time while VACUUM copies it.
     count = options.bytes // 1080
-    # Transactions by hand: the module would otherwise begin some by itself, differently from version to version.
+    # Explicit transactions: when the module begins some itself depends on its version.
     database = sqlite3.connect(":memory:", isolation_level=None)
     database.execute("PRAGMA temp_store = MEMORY")
     database.execute("BEGIN")

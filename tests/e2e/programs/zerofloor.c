@@ -1,12 +1,14 @@
-// The floors that `aquifer bench faults` compares with: what a page fault costs before anything is stored
-// anywhere. `plain` is the kernel's own fault on fresh anonymous memory. The others serve missing faults
-// of a userfaultfd from memory that is resident in the server, in the cheapest way there is:
+// The floors that `aquifer bench faults` compares with: what a page fault costs before anything is
+// stored anywhere. `plain` is the kernel's own fault on fresh anonymous memory. The others serve
+// missing faults of a userfaultfd from memory that is resident in the server, in the cheapest way
+// there is:
 //
 //   --mode plain            the kernel gives a zero page
 //   --mode uffd             a server reads the fault and answers with UFFDIO_COPY
 //   --mode sigbus           the faulting thread copies the page in itself, in a signal handler
 //   --who thread|process    the server is a thread of this process, or another process
-//   --place same|other      the server is pinned to the processor of the faulting thread, or to the next
+// --place same|other      the server is pinned to the processor of the faulting thread, or to the
+//   next
 //   --wait block|spin       the server sleeps in read(), or asks again and again
 //   --source pages|one      each page has its own source (cold), or one page serves all (hot)
 //
@@ -39,7 +41,7 @@ static struct options options;
 static int uffd = -1;
 static unsigned char *area, *source;
 
-// ---- the server --------------------------------------------------------------------------------------
+// ---- the server ---------------------------------------------------------------------------------
 
 static const unsigned char *source_of(uint64_t address) {
     return options.one_source ? source : source + (address - (uint64_t)(uintptr_t)area);
@@ -48,14 +50,16 @@ static const unsigned char *source_of(uint64_t address) {
 static void copy_in(uint64_t address) {
     struct uffdio_copy copy = {
         .dst = address, .src = (uint64_t)(uintptr_t)source_of(address), .len = PAGE_BYTES};
-    // EEXIST: the page came in another way. ESRCH: the faulting process is gone, and so is our work.
+    // EEXIST: the page came in another way. ESRCH: the faulting process is gone, and so is our
+    // work.
     if (ioctl(uffd, UFFDIO_COPY, &copy) != 0 && errno != EEXIST && errno != ESRCH) {
         perror("UFFDIO_COPY");
         _exit(2);
     }
 }
 
-// Serves until the process ends: a blocking read on a userfaultfd cannot be called off in a clean way.
+// Serves until the process ends: a blocking read on a userfaultfd cannot be called off in a clean
+// way.
 _Noreturn static void serve(void) {
     int cpus = (int)sysconf(_SC_NPROCESSORS_ONLN);
     pin_to(options.other_cpu ? (options.cpu + 1) % cpus : options.cpu);
@@ -82,7 +86,8 @@ static void open_uffd(void) {
     bool blocking = options.mode == MODE_UFFD && !options.spin;
     uffd = (int)syscall(SYS_userfaultfd, O_CLOEXEC | (blocking ? 0 : O_NONBLOCK));
     if (uffd < 0) die("userfaultfd (root, or sysctl vm.unprivileged_userfaultfd=1, is needed)");
-    struct uffdio_api api = {.api = UFFD_API, .features = options.mode == MODE_SIGBUS ? UFFD_FEATURE_SIGBUS : 0};
+    struct uffdio_api api = {.api = UFFD_API, .features = options.mode == MODE_SIGBUS ? UFFD_FEATURE_SIGBUS
+        : 0};
     if (ioctl(uffd, UFFDIO_API, &api) != 0) die("UFFDIO_API");
     struct uffdio_register range = {.range = {(uint64_t)(uintptr_t)area, options.bytes},
                                     .mode = UFFDIO_REGISTER_MODE_MISSING};
@@ -113,7 +118,7 @@ static void start_server(void) {
     }
 }
 
-// ---- the measured walk -------------------------------------------------------------------------------
+// ---- the measured walk --------------------------------------------------------------------------
 
 static uint64_t expected(uint64_t page, unsigned word) {
     if (options.mode == MODE_PLAIN) return 0;
@@ -148,8 +153,10 @@ static void report(const struct histogram *faults, double seconds, uint64_t erro
         printf(",\"who\":\"%s\",\"place\":\"%s\",\"wait\":\"%s\"", options.process ? "process" : "thread",
                options.other_cpu ? "other" : "same", options.spin ? "spin" : "block");
     if (options.mode != MODE_PLAIN) printf(",\"source\":\"%s\"", options.one_source ? "one" : "pages");
-    printf(",\"pattern\":\"%s\",\"op\":\"%s\",\"bytes\":%llu,\"passes\":%llu,\"ops\":%llu,\"seconds\":%.6f,\"mb_per_s\":%.2f",
-           options.random ? "random" : "seq", options.write ? "write" : "read", (unsigned long long)options.bytes,
+    printf(",\"pattern\":\"%s\",\"op\":\"%s\",\"bytes\":%llu,\"passes\":%llu,\"ops\":%llu,"
+           "\"seconds\":%.6f,\"mb_per_s\":%.2f",
+           options.random ? "random" : "seq", options.write ? "write" : "read",
+           (unsigned long long)options.bytes,
            (unsigned long long)options.passes, (unsigned long long)faults->count, seconds,
            (double)faults->count * PAGE_BYTES / 1e6 / seconds);
     print_latencies("faults", faults);
@@ -198,7 +205,8 @@ static void parse(int argc, char **argv) {
     }
     if (optind != argc || options.passes == 0 || options.cpu < 0) usage();
     if (options.spin && !options.other_cpu) {
-        fputs("a server that spins on the faulting thread's own processor only takes its time: use --place other\n", stderr);
+        fputs("a server that spins on the faulting thread's own processor only takes its time: use "
+            "--place other\n", stderr);
         exit(2);
     }
 }

@@ -1,4 +1,4 @@
-//! The agent's socket, spoken to directly.
+//! Direct connections to the agent's socket.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::OwnedFd;
@@ -12,29 +12,29 @@ use rustix::net::{
     socket_with,
 };
 
-/// An agent that is silent for so long will say nothing.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// Time to wait for an answer of the agent.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// One connection.
+/// A connection to the agent.
 #[derive(Debug)]
 pub struct Connection(OwnedFd);
 
 impl Connection {
-    /// Connect to a Unix socket of packets.
+    /// Connects to a sequenced-packet Unix socket.
     ///
     /// # Errors
-    /// If nobody listens.
+    /// If no process listens.
     pub fn open(path: &Path) -> io::Result<Self> {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         connect(&socket, &SocketAddrUnix::new(path)?)?;
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE))?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
         Ok(Self(socket))
     }
 
-    /// Send bytes as they are.
+    /// Sends bytes as one packet.
     ///
     /// # Errors
-    /// If the other end is gone.
+    /// If the other end has closed the connection.
     pub fn send(&self, bytes: &[u8]) -> io::Result<()> {
         sendmsg(
             &self.0,
@@ -45,20 +45,20 @@ impl Connection {
         Ok(())
     }
 
-    /// Send a frame.
+    /// Sends a frame.
     ///
     /// # Errors
-    /// If the other end is gone.
+    /// If the other end has closed the connection.
     pub fn send_frame(&self, frame: &Frame) -> io::Result<()> {
         let mut bytes = Vec::new();
         frame.write(&mut bytes);
         self.send(&bytes)
     }
 
-    /// The next answer; `None` if the other end has hung up.
+    /// Receives a frame; `None` if the other end has closed the connection.
     ///
     /// # Errors
-    /// If there is none in time, or it is no frame.
+    /// If none arrives in time, or the packet is not a valid frame.
     pub fn receive(&self) -> io::Result<Option<Frame>> {
         let mut bytes = vec![0; FRAME_BYTES_MAX + 1];
         let mut part = [IoSliceMut::new(&mut bytes)];

@@ -1,4 +1,4 @@
-//! The programs: Aquifer, and the test programs in C.
+//! Builds of Aquifer and of the test programs in C.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -7,20 +7,21 @@ use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
 
-/// Names the `aquifer` to test. If it is not set, the one beside this test program is brought up to date and used.
+/// Variable with the path of the `aquifer` to test. If it is not set, the workspace is built and
+/// its binary is used.
 pub const BINARY_VARIABLE: &str = "AQUIFER_BIN";
 
-/// The root of the project.
+/// Root folder of the workspace.
 #[must_use]
 pub fn root() -> PathBuf {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    path.canonicalize().expect("the tests lie in the project")
+    path.canonicalize().expect("the tests are in the workspace")
 }
 
-/// A lock that all test programs share.
+/// Takes a lock that all test programs share.
 ///
 /// # Panics
-/// If the file cannot be made.
+/// If the file cannot be created.
 #[must_use]
 pub fn lock(name: &str) -> File {
     let folder = root().join("target");
@@ -30,7 +31,7 @@ pub fn lock(name: &str) -> File {
     file
 }
 
-/// The `aquifer` under test.
+/// Path of the `aquifer` under test.
 ///
 /// # Panics
 /// If it cannot be built.
@@ -42,7 +43,7 @@ pub fn binary() -> &'static Path {
             return PathBuf::from(given);
         }
         let _lock = lock("e2e-build.lock");
-        // Of some packages alone it would be another build, with other features of what they share.
+        // The whole workspace: a build of some packages would select other features.
         run_to_end(
             Command::new(env!("CARGO")).args(["build", "--workspace", "--all-targets"]).current_dir(root()),
         );
@@ -50,7 +51,7 @@ pub fn binary() -> &'static Path {
     })
 }
 
-/// The folder of the C programs, built.
+/// Folder of the built C programs.
 ///
 /// # Panics
 /// If they cannot be built.
@@ -61,20 +62,20 @@ pub fn programs() -> &'static Path {
         let _lock = lock("e2e-build.lock");
         let out = root().join("target/e2e-programs");
         std::fs::create_dir_all(&out).expect("a folder for programs can be made");
-        let mut out_is = std::ffi::OsString::from("OUT=");
-        out_is.push(&out);
-        run_to_end(Command::new("make").arg("-s").arg("-C").arg(sources()).arg(out_is));
+        let mut out_argument = std::ffi::OsString::from("OUT=");
+        out_argument.push(&out);
+        run_to_end(Command::new("make").arg("-s").arg("-C").arg(sources()).arg(out_argument));
         out
     })
 }
 
-/// The folder of the programs' sources, and of those in Python.
+/// Folder of the C sources and of the Python programs.
 #[must_use]
 pub fn sources() -> PathBuf {
     root().join("tests/e2e/programs")
 }
 
-/// A C program of a few lines, built with these options into `folder`.
+/// Builds a C program from a text into `folder`.
 ///
 /// # Panics
 /// If it cannot be built.

@@ -1,4 +1,4 @@
-//! A session whose extents are looked after: what is read is what was written last.
+//! A session that checks its extents: reads must return the data of the last write.
 
 use std::collections::HashMap;
 
@@ -6,20 +6,21 @@ use aquifer_client::{Extent, Session};
 
 use crate::Cluster;
 
-/// It takes more while it has fewer than so many extents.
+/// The session allocates while it has fewer extents than this.
 const HELD_MAX: usize = 40;
-/// And less than so much: with what it takes then it stays below 64 MiB, the least that a test lets a user have.
+/// The session allocates while it has fewer bytes than this. With one more allocation it stays
+/// below 64 MiB, the smallest quota that a test gives a user.
 const HELD_BYTES_MAX: u64 = 32 << 20;
 
-/// Numbers that look random.
+/// A generator of pseudorandom numbers (xorshift).
 #[derive(Debug)]
 pub struct Random(pub u64);
 
 impl Random {
-    /// One of so many.
+    /// A number below `bound`.
     ///
     /// # Panics
-    /// Not with 64-bit addresses.
+    /// Only where `usize` has less than 31 bits.
     pub fn below(&mut self, bound: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
@@ -28,10 +29,10 @@ impl Random {
     }
 }
 
-/// What an extent holds: a stamp at the start of each of its pages, and at its end.
+/// The data of an extent: a stamp at the start and at the end of each page.
 ///
 /// # Panics
-/// Not for extents.
+/// If the extent's size is not a multiple of a page.
 #[must_use]
 pub fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
     let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
@@ -43,22 +44,22 @@ pub fn stamped(extent: &Extent, stamp: u64) -> Vec<u8> {
     bytes
 }
 
-/// A session with what it must have.
+/// A session, and the expected data of its extents.
 #[derive(Debug)]
 pub struct Checked {
     /// The session.
     pub session: Session,
-    /// What each of its extents holds.
+    /// The stamp in each extent.
     pub held: HashMap<Extent, u64>,
     random: Random,
     stamp: u64,
 }
 
 impl Checked {
-    /// A session at a cluster's agent; `seed` decides what it does.
+    /// Opens a session at a cluster's agent. `seed` determines its operations.
     ///
     /// # Panics
-    /// If the agent opens none.
+    /// If the agent refuses it.
     #[must_use]
     pub fn open(cluster: &Cluster, seed: u64) -> Self {
         let session = Session::open_at(cluster.agent_socket()).expect("a session");
@@ -69,10 +70,10 @@ impl Checked {
         self.held.keys().map(Extent::bytes).sum()
     }
 
-    /// Take, write, read or give back something.
+    /// Allocates, writes, or reads and frees extents.
     ///
     /// # Panics
-    /// If that fails, or something is not what was written last.
+    /// If an operation fails, or data differ from those of the last write.
     pub fn turn(&mut self) {
         match self.random.below(8) {
             0..=3 if self.held.len() < HELD_MAX && self.held_bytes() < HELD_BYTES_MAX => {
@@ -84,7 +85,7 @@ impl Checked {
                 };
                 let count = 1 + self.random.below(3);
                 for extent in self.session.allocate_many(bytes, count).expect("there is room") {
-                    assert!(!self.held.contains_key(&extent), "{extent:?} was given twice");
+                    assert!(!self.held.contains_key(&extent), "{extent:?} was allocated twice");
                     self.write(extent);
                 }
             }
@@ -118,13 +119,13 @@ impl Checked {
     fn verify(&mut self, extent: Extent, stamp: u64) {
         let mut bytes = vec![0; usize::try_from(extent.bytes()).expect("small")];
         self.session.read(&extent, 0, &mut bytes).expect("it is ours");
-        assert!(bytes == stamped(&extent, stamp), "{extent:?} is not what was written last");
+        assert!(bytes == stamped(&extent, stamp), "{extent:?} differs from the last write");
     }
 
-    /// Read everything.
+    /// Reads and checks all extents.
     ///
     /// # Panics
-    /// If something is not what was written last.
+    /// If data differ from those of the last write.
     pub fn verify_all(&mut self) {
         for (extent, stamp) in self.held.clone() {
             self.verify(extent, stamp);

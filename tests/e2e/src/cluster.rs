@@ -1,4 +1,4 @@
-//! A cluster of the built program, in a folder of its own.
+//! Clusters of the built program, each in a folder of its own.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::run::Running;
 use crate::{build, eventually, processes};
 
-/// A cluster that is up. It goes down when it is dropped.
+/// A running cluster. It is stopped when it is dropped.
 #[derive(Debug)]
 pub struct Cluster {
     state: TempDir,
@@ -21,23 +21,24 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Start one. `memory` is each node's.
+    /// Starts a cluster. Each node lends `memory`.
     ///
     /// # Panics
-    /// If it does not come up.
+    /// If it does not start.
     #[must_use]
     pub fn up(nodes: usize, memory: &str) -> Self {
         Self::up_with(nodes, memory, &[])
     }
 
-    /// Start one with further options of `aquifer up`.
+    /// Starts a cluster with further options of `aquifer up`.
     ///
     /// # Panics
-    /// If it does not come up.
+    /// If it does not start.
     #[must_use]
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        // As `aquifer up` would make it for root: programs that become somebody else still reach their agent.
+        // As `aquifer up` creates it for root: programs that change their user must still reach
+        // their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
         let mut cluster = Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new() };
         let mut up = cluster.command();
@@ -48,14 +49,14 @@ impl Cluster {
         cluster
     }
 
-    /// What a program on the pool is told.
+    /// The agent's socket, as a program on the pool gets it.
     fn find_agent_socket(&self) -> PathBuf {
         let output = self.run("64M", &["printenv", aquifer_ipc::SOCKET_VARIABLE]);
         assert!(output.status.success(), "a first program failed: {}", text(&output.stderr));
         PathBuf::from(text(&output.stdout).trim())
     }
 
-    /// `aquifer --state …`.
+    /// The command `aquifer --state …`.
     #[must_use]
     pub fn command(&self) -> Command {
         let mut command = Command::new(build::binary());
@@ -63,7 +64,7 @@ impl Cluster {
         command
     }
 
-    /// `aquifer run --local LIMIT -- …`, not started yet.
+    /// The command `aquifer run --local LIMIT -- …`.
     #[must_use]
     pub fn run_command(&self, limit: &str, program: &[&str]) -> Command {
         let mut command = self.command();
@@ -71,18 +72,18 @@ impl Cluster {
         command
     }
 
-    /// What every `aquifer run` is told from now on.
+    /// Sets options for each later `aquifer run`.
     pub fn set_run_options(&mut self, options: &[&str]) {
         self.run_options = options.iter().map(ToString::to_string).collect();
     }
 
-    /// See [`Self::set_run_options`].
+    /// The options of [`Self::set_run_options`].
     #[must_use]
     pub fn run_options(&self) -> &[String] {
         &self.run_options
     }
 
-    /// Run a program to its end, without input.
+    /// Runs a program to its end, without input.
     ///
     /// # Panics
     /// If `aquifer` cannot be started, or the program does not end.
@@ -93,22 +94,22 @@ impl Cluster {
         Output { status: outcome.status, stdout: outcome.stdout, stderr: outcome.stderr.into_bytes() }
     }
 
-    /// The folder of its state.
+    /// The state folder.
     #[must_use]
     pub fn state(&self) -> &Path {
         self.state.path()
     }
 
-    /// Where its agent listens.
+    /// The agent's socket.
     #[must_use]
     pub fn agent_socket(&self) -> &Path {
         &self.agent_socket
     }
 
-    /// `aquifer status --json`.
+    /// The output of `aquifer status --json`.
     ///
     /// # Panics
-    /// If it fails or is no JSON.
+    /// If it is not JSON.
     #[must_use]
     pub fn status(&self) -> Value {
         let output = self.command().args(["status", "--json"]).output().expect("aquifer can be started");
@@ -117,53 +118,54 @@ impl Cluster {
         })
     }
 
-    /// The process that plays a part: `agent`, `keeper`, `directory`, or `node` with a number.
+    /// Process number of a daemon: `agent`, `keeper`, `directory`, or `node` with a number.
     ///
     /// # Panics
-    /// If there is none.
+    /// If it does not run.
     #[must_use]
-    pub fn part(&self, part: &str, number: Option<usize>) -> u32 {
-        let mut playing = self.parts();
-        playing.retain(|pid| {
+    pub fn daemon(&self, name: &str, number: Option<usize>) -> u32 {
+        let mut candidates = self.daemons();
+        candidates.retain(|pid| {
             let arguments = processes::arguments(*pid);
             let is_number = |wanted: usize| arguments.iter().any(|word| *word == wanted.to_string());
-            arguments.iter().any(|word| word == part) && number.is_none_or(is_number)
+            arguments.iter().any(|word| word == name) && number.is_none_or(is_number)
         });
-        // The agent's shadow looks like it, and may have the lower number.
-        let is_shadow = |pid: u32| playing.iter().any(|other| processes::descendants(*other).contains(&pid));
-        let found = playing.iter().copied().find(|pid| !is_shadow(*pid));
-        found.unwrap_or_else(|| panic!("no process plays the part of {part} {number:?}"))
+        // The agent's shadow has the same arguments.
+        let is_shadow =
+            |pid: u32| candidates.iter().any(|other| processes::descendants(*other).contains(&pid));
+        let found = candidates.iter().copied().find(|pid| !is_shadow(*pid));
+        found.unwrap_or_else(|| panic!("{name} {number:?} does not run"))
     }
 
-    /// All its daemons: they name its folder.
+    /// Process numbers of all daemons: those with the state folder among their arguments.
     #[must_use]
-    pub fn parts(&self) -> Vec<u32> {
+    pub fn daemons(&self) -> Vec<u32> {
         let state = self.state.path().to_str().expect("temporary folders have plain names");
-        let names_us = |pid: &u32| {
+        let is_of_cluster = |pid: &u32| {
             let arguments = processes::arguments(*pid);
             let is_daemon = |word: &str| ["agent", "keeper", "directory", "node"].contains(&word);
             arguments.iter().any(|word| word.contains(state))
                 && arguments.iter().any(|word| is_daemon(word))
                 && !arguments.iter().any(|word| word == "run")
         };
-        processes::all().into_iter().filter(names_us).collect()
+        processes::all().into_iter().filter(is_of_cluster).collect()
     }
 
-    /// Wait until the directory knows of so many nodes.
+    /// Waits until the directory has this number of nodes.
     ///
     /// # Panics
-    /// If it does not come to that.
+    /// If that takes too long.
     pub fn await_nodes(&self, count: usize) {
-        eventually("nodes to come or to go", || {
+        eventually("the number of nodes to change", || {
             let status = self.status();
             (find(&status, "nodes")?.as_array()?.len() == count).then_some(())
         });
     }
 
-    /// Wait until no run is left and everything lent has come back: to nodes and mempool.
+    /// Waits until there is no run, and all memory of nodes and mempool is free.
     ///
     /// # Panics
-    /// If something is not given back.
+    /// If memory is not freed.
     pub fn assert_all_free(&self) {
         let mut last = Value::Null;
         let what = format!("all memory to be free again in {}", self.state.path().display());
@@ -187,9 +189,9 @@ impl Cluster {
 impl Drop for Cluster {
     fn drop(&mut self) {
         let output = self.command().arg("down").output();
-        let parts = self.parts();
-        for part in &parts {
-            processes::signal(*part, rustix::process::Signal::KILL);
+        let daemons = self.daemons();
+        for daemon in &daemons {
+            processes::signal(*daemon, rustix::process::Signal::KILL);
         }
         if std::thread::panicking() {
             eprintln!("the cluster's logs are:\n{}", self.logs());
@@ -197,12 +199,12 @@ impl Drop for Cluster {
         }
         let output = output.expect("aquifer can be started");
         assert!(output.status.success(), "aquifer down failed: {}", text(&output.stderr));
-        assert!(parts.is_empty(), "aquifer down left processes: {parts:?}");
+        assert!(daemons.is_empty(), "aquifer down left processes: {daemons:?}");
     }
 }
 
 impl Cluster {
-    /// The ends of its daemons' logs.
+    /// The last lines of the daemons' logs.
     #[must_use]
     pub fn logs(&self) -> String {
         let mut all = String::new();
@@ -216,7 +218,7 @@ impl Cluster {
     }
 }
 
-/// The value of a key, wherever in a JSON value it is.
+/// Finds the value of a key in a JSON value, at any depth.
 #[must_use]
 pub fn find<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     match value {
@@ -226,7 +228,7 @@ pub fn find<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
     }
 }
 
-/// Bytes for people.
+/// Bytes as text.
 #[must_use]
 pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()

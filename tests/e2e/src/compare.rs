@@ -1,4 +1,5 @@
-//! The chief claim: a program in a quarter of its memory does what it does plainly. Its limit is judged elsewhere: [`crate::steps`].
+//! Comparison of a program on the pool, with a quarter of its memory, with a plain run.
+//! [`crate::steps`] tests that a program stays within its limit.
 
 use serde_json::Value;
 
@@ -12,14 +13,15 @@ const MIB: u64 = 1 << 20;
 pub struct Case<'a> {
     /// The program and its arguments.
     pub program: &'a [&'a str],
-    /// Whether it forks.
+    /// Whether the program forks.
     pub forks: bool,
 }
 
-/// Run it plainly, then with a quarter of the peak that was seen, and compare. Returns the statistics of the paged run.
+/// Runs a program plainly, then with a quarter of its peak memory, and compares the outputs.
+/// Returns the statistics of the paged run.
 ///
 /// # Panics
-/// If it fails, its output differs, or memory is not given back.
+/// If a run fails, the outputs differ, or memory is not freed.
 pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     let plain = run_plainly(case.program, case.forks);
     plain.assert_success("the plain run");
@@ -44,9 +46,9 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     );
     let stats = std::fs::read(&stats).expect("the statistics were written");
     let stats = serde_json::from_slice(&stats).expect("the statistics are JSON");
-    assert_honest(&stats, plain.peak.anonymous_bytes, limit);
+    assert_statistics(&stats, plain.peak.anonymous_bytes, limit);
     println!(
-        "{:?}: plainly {} MiB, limit {} MiB, seen {} MiB",
+        "{:?}: plainly {} MiB, limit {} MiB, measured {} MiB",
         case.program,
         plain.peak.anonymous_bytes / MIB,
         limit / MIB,
@@ -56,8 +58,8 @@ pub fn compare(cluster: &Cluster, case: Case<'_>) -> Value {
     stats
 }
 
-/// The rest of the program must have been somewhere: on memory nodes.
-fn assert_honest(stats: &Value, peak: u64, limit: u64) {
+/// Asserts that the statistics have all fields, and that the program's memory was on memory nodes.
+fn assert_statistics(stats: &Value, peak: u64, limit: u64) {
     let figure = |name: &str| {
         find(stats, name)
             .and_then(Value::as_u64)
@@ -69,7 +71,7 @@ fn assert_honest(stats: &Value, peak: u64, limit: u64) {
     assert!(figure("evictions") > 0 && figure("remote_writes") > 0, "nothing was paged: {stats:#}");
     assert_eq!(figure("lost_pages"), 0, "pages were lost: {stats:#}");
     assert!(figure("resident_peak_bytes") > 0, "{stats:#}");
-    // Pages of zeros, and what was freed before it had to leave, need no room there.
+    // Pages of zeros, and pages that were freed before they were evicted, use no memory there.
     let least = (peak - limit) / 4;
     assert!(
         figure("remote_peak_bytes") >= least,

@@ -2,24 +2,24 @@
 
 use std::time::{Duration, Instant};
 
-/// Between two looks.
+/// Pause between two checks of a condition.
 const PAUSE: Duration = Duration::from_millis(5);
-/// Long enough for the slowest machine; a condition that holds is noticed at once.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+/// Time after which a condition that does not hold fails the test.
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Look until there is something; fails with `what` was waited for if there is nothing within [`PATIENCE`].
+/// Calls `check` until it returns a value.
 ///
 /// # Panics
-/// At the deadline.
-pub fn eventually<T>(what: &str, look: impl FnMut() -> Option<T>) -> T {
-    eventually_within(PATIENCE, look).unwrap_or_else(|| panic!("waited {PATIENCE:?} in vain for: {what}"))
+/// After [`TIMEOUT`], with `what` the test waited for.
+pub fn eventually<T>(what: &str, check: impl FnMut() -> Option<T>) -> T {
+    eventually_within(TIMEOUT, check).unwrap_or_else(|| panic!("did not happen within {TIMEOUT:?}: {what}"))
 }
 
-/// Look until there is something; `None` if there is nothing within `patience`.
-pub fn eventually_within<T>(patience: Duration, mut look: impl FnMut() -> Option<T>) -> Option<T> {
-    let deadline = Instant::now() + patience;
+/// Calls `check` until it returns a value; returns `None` after the timeout.
+pub fn eventually_within<T>(timeout: Duration, mut check: impl FnMut() -> Option<T>) -> Option<T> {
+    let deadline = Instant::now() + timeout;
     loop {
-        let found = look();
+        let found = check();
         if found.is_some() || Instant::now() >= deadline {
             return found;
         }

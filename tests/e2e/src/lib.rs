@@ -1,21 +1,21 @@
-//! What the end-to-end tests share: clusters of the built program in folders of their own, unmodified programs run plainly and on the
-//! pool, and a sampler that looks at their memory from outside.
+//! Support for the end-to-end tests: clusters, programs that run plainly and on the pool, and a
+//! sampler of their memory.
 //!
-//! - [`build`]: the program under test and the C programs.
-//! - [`cluster`]: `aquifer up` … `down`.
-//! - [`run`]: a program plainly, and by `aquifer run`.
-//! - [`compare()`]: both, with equal output.
-//! - [`steps`]: whether a program stays within its limit.
+//! - [`build`]: builds of Aquifer and of the C programs.
+//! - [`cluster`]: clusters from `aquifer up` to `aquifer down`.
+//! - [`run`]: programs, plainly and by `aquifer run`.
+//! - [`compare()`]: comparison of both outputs.
+//! - [`steps`]: tests that a program stays within its limit.
 //! - [`sampler`], [`processes`]: `/proc`.
-//! - [`agent`]: the agent's socket, for what only a hostile program would send.
-//! - [`house`]: a cluster for all users.
-//! - [`checked`]: a session that knows what its extents hold.
+//! - [`agent`]: direct connections to the agent's socket.
+//! - [`shared_cluster`]: a cluster that serves all users.
+//! - [`checked`]: a session that checks its extents.
 //! - [`postgres`]: a PostgreSQL on the pool.
 //! - [`redis`]: a redis-server, plainly and on the pool.
-//! - [`network`]: machines in network namespaces.
-//! - [`restart`]: agents that die under programs.
-//! - [`swap`]: what `aquifer run --swap` has made on this machine.
-//! - [`eventually()`]: waiting for a condition.
+//! - [`network`]: hosts in network namespaces.
+//! - [`restart`]: restarts of agents and nodes under programs.
+//! - [`swap`]: swap devices of `aquifer run --swap` on this machine.
+//! - [`eventually()`]: waits for a condition.
 //!
 //! Two tests run side by side, each with a cluster of its own (`.config/nextest.toml`).
 
@@ -27,7 +27,6 @@ pub mod checked;
 pub mod cluster;
 pub mod compare;
 pub mod eventually;
-pub mod house;
 pub mod network;
 pub mod postgres;
 pub mod processes;
@@ -35,10 +34,11 @@ pub mod redis;
 pub mod restart;
 pub mod run;
 pub mod sampler;
+pub mod shared_cluster;
 pub mod steps;
 pub mod swap;
 
 pub use cluster::Cluster;
 pub use compare::{Case, compare};
 pub use eventually::eventually;
-pub use house::House;
+pub use shared_cluster::SharedCluster;

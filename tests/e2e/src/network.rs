@@ -1,6 +1,7 @@
-//! Machines in network namespaces, on a bridge: what needs a network of its own, and root.
+//! Hosts in network namespaces on a bridge; needs root.
 //!
-//! Names have this process' number in them. All goes when it is dropped, and what a killed test left is removed by the next.
+//! The namespaces have this process's number in their names. They are removed when the network is
+//! dropped, and those of a killed test by the next test.
 
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr};
@@ -13,17 +14,17 @@ use rustix::process::{Pid, Signal};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 const PREFIX: &str = "aquifer-e2e";
-/// The bridge is in this namespace, and whoever has no machine.
+/// Name of the namespace with the bridge.
 const HUB: &str = "hub";
 const HUB_HOST: u8 = 254;
 
-/// A bridge, and machines on it.
+/// A bridge, and the hosts on it.
 #[derive(Debug)]
 pub struct Network {
     machines: Vec<String>,
 }
 
-/// A machine: a namespace with an address.
+/// A host: a namespace with an address.
 #[derive(Clone, Debug)]
 pub struct Machine {
     namespace: String,
@@ -48,13 +49,13 @@ fn address(host: u8) -> IpAddr {
 }
 
 impl Network {
-    /// A bridge with nobody on it.
+    /// Creates a bridge without hosts.
     ///
     /// # Panics
     /// Without root, or without ip.
     #[must_use]
     pub fn new() -> Self {
-        remove_left_behind();
+        remove_abandoned();
         let mut network = Self { machines: Vec::new() };
         let hub = name(HUB);
         ip(&["netns", "add", &hub]);
@@ -66,10 +67,10 @@ impl Network {
         network
     }
 
-    /// One more machine, with the address 10.77.0.`host`.
+    /// Adds a host with the address 10.77.0.`host`.
     ///
     /// # Panics
-    /// If it cannot be had.
+    /// If its namespace cannot be created.
     pub fn add(&mut self, machine: &str, host: u8) -> Machine {
         let (namespace, hub, port) = (name(machine), name(HUB), format!("p{host}"));
         ip(&["netns", "add", &namespace]);
@@ -82,7 +83,7 @@ impl Network {
         Machine { namespace, address: address(host) }
     }
 
-    /// The machine that the bridge is in.
+    /// The namespace with the bridge, as a host.
     #[must_use]
     pub fn hub(&self) -> Machine {
         Machine { namespace: name(HUB), address: address(HUB_HOST) }
@@ -109,8 +110,8 @@ fn delete(namespace: &str) {
     }
 }
 
-/// Namespaces of tests that were killed.
-fn remove_left_behind() {
+/// Removes the namespaces of killed tests.
+fn remove_abandoned() {
     let output = Command::new("ip").args(["netns", "list"]).output().expect("ip is installed");
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let names = text.lines().filter_map(|line| line.split(' ').next());
@@ -123,16 +124,17 @@ fn remove_left_behind() {
 }
 
 impl Machine {
-    /// What starts a program on it.
+    /// The words of a command line that start a program on this host.
     #[must_use]
     pub fn wrapper(&self) -> Vec<String> {
         ["ip", "netns", "exec", &self.namespace].map(str::to_owned).to_vec()
     }
 
-    /// Do something as a thread of this machine: sockets that it makes, and threads that it starts, are there too.
+    /// Runs `act` on a thread in this host's namespace. Its sockets and threads are in the
+    /// namespace, too.
     ///
     /// # Panics
-    /// If `act` does, or there is no such machine any more.
+    /// If `act` panics, or the namespace does not exist any more.
     pub fn inside<T: Send>(&self, act: impl FnOnce() -> T + Send) -> T {
         let namespace = File::open(format!("/run/netns/{}", self.namespace)).expect("the namespace is there");
         std::thread::scope(|scope| {
@@ -146,18 +148,19 @@ impl Machine {
     }
 }
 
-/// A part of a cluster, on one of the machines or on this one. It ends when it is dropped.
+/// A daemon of a cluster, on a host of the network or on this machine. It is stopped when it is
+/// dropped.
 #[derive(Debug)]
-pub struct Part {
+pub struct RunningDaemon {
     process: Child,
     log: PathBuf,
 }
 
-impl Part {
-    /// Start a part, and wait until it serves.
+impl RunningDaemon {
+    /// Starts a daemon on a host, and waits until it serves.
     ///
     /// # Panics
-    /// If it does not.
+    /// If it does not serve.
     #[must_use]
     pub fn start(machine: &Machine, state: &Path, arguments: &[&str]) -> Self {
         let wrapper = machine.wrapper();
@@ -166,7 +169,7 @@ impl Part {
         Self::start_by(command, state, arguments)
     }
 
-    /// The same, on this machine.
+    /// Starts a daemon on this machine, and waits until it serves.
     ///
     /// # Panics
     /// If it does not serve.
@@ -176,7 +179,7 @@ impl Part {
     }
 
     fn start_by(mut command: Command, state: &Path, arguments: &[&str]) -> Self {
-        let log = state.join(format!("{}.said", arguments[0]));
+        let log = state.join(format!("{}.stderr", arguments[0]));
         let mut process = command
             .arg("--state")
             .arg(state)
@@ -188,24 +191,24 @@ impl Part {
             .spawn()
             .expect("it can be started");
         let said = std::io::read_to_string(process.stdout.take().expect("it is piped"));
-        let part = Self { process, log };
+        let daemon = Self { process, log };
         assert_eq!(said.expect("a pipe can be read"), "ready\n", "{arguments:?} does not serve");
-        part
+        daemon
     }
 }
 
-impl Part {
-    /// Kill it, and wait until it is gone.
+impl RunningDaemon {
+    /// Kills the daemon and waits for its end.
     ///
     /// # Panics
-    /// If it cannot be.
+    /// If it has ended before.
     pub fn kill(mut self) {
         self.process.kill().expect("it is ours");
         self.process.wait().expect("it is ours");
     }
 }
 
-impl Drop for Part {
+impl Drop for RunningDaemon {
     fn drop(&mut self) {
         let _ended = rustix::process::kill_process(Pid::from_child(&self.process), Signal::TERM);
         let ended = crate::eventually::eventually_within(Duration::from_secs(20), || {

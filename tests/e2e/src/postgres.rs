@@ -1,27 +1,27 @@
-//! A PostgreSQL of Debian's, in a folder of a user without rights, plainly or on the pool.
+//! PostgreSQL on the pool, as an unprivileged user.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::cluster::text;
 use crate::run::{Outcome, Running};
-use crate::{House, eventually, processes};
+use crate::{SharedCluster, eventually, processes};
 
-/// Debian's nobody: PostgreSQL wants a user with a name, and not root.
-pub const NOBODY: u32 = 65_534;
+/// Debian's unprivileged user: PostgreSQL refuses root, and users without a name.
+pub const UNPRIVILEGED_UID: u32 = 65_534;
 
-/// A server. It must be stopped.
+/// A running server. [`Postgres::stop`] must be called.
 #[derive(Debug)]
 pub struct Postgres {
     server: Running,
     folder: PathBuf,
 }
 
-/// A program of PostgreSQL's newest version here.
+/// Path of a program of the newest installed PostgreSQL.
 fn tool(name: &str) -> PathBuf {
     let versions = std::fs::read_dir("/usr/lib/postgresql").into_iter().flatten().flatten();
     let newest = versions.map(|entry| entry.path().join("bin").join(name)).filter(|path| path.exists()).max();
-    newest.expect("there is no PostgreSQL: scripts/install-deps.sh long installs it")
+    newest.expect("PostgreSQL is not installed: scripts/install-deps.sh long installs it")
 }
 
 fn plain(path: &Path) -> &str {
@@ -29,21 +29,21 @@ fn plain(path: &Path) -> &str {
 }
 
 impl Postgres {
-    /// Make a database in a new folder, and start a server on the pool that answers when this returns.
+    /// Creates a database in a new folder, starts a server on the pool, and waits until it answers.
     ///
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn start(house: &House, limit: &str) -> Self {
-        let folder = house.room("postgres", NOBODY);
+    pub fn start(cluster: &SharedCluster, limit: &str) -> Self {
+        let folder = cluster.private_folder("postgres", UNPRIVILEGED_UID);
         let data = folder.join("data");
-        let mut make = house.plain_command(NOBODY, &tool("initdb"));
+        let mut make = cluster.plain_command(UNPRIVILEGED_UID, &tool("initdb"));
         let made = make.args(["-N", "-A", "trust", "-U", "test", "--locale=C", "-D", plain(&data)]).output();
         let made = made.expect("setpriv can be started");
         assert!(made.status.success(), "initdb: {}", text(&made.stderr));
         let server = tool("postgres");
         let mut words = vec!["run"];
-        words.extend(house.cluster.run_options().iter().map(String::as_str));
+        words.extend(cluster.cluster.run_options().iter().map(String::as_str));
         words.extend([
             "--local",
             limit,
@@ -64,7 +64,7 @@ impl Postgres {
             "-c",
             "max_parallel_workers_per_gather=0",
         ]);
-        let mut command = house.command(NOBODY, &words);
+        let mut command = cluster.command(UNPRIVILEGED_UID, &words);
         command.env_remove("PGDATA");
         let mut postgres = Self { server: Running::start(&mut command, true, Box::new(|| 0)), folder };
         eventually("PostgreSQL to answer", || {
@@ -74,7 +74,7 @@ impl Postgres {
         postgres
     }
 
-    /// One of PostgreSQL's clients, which is told where the server is.
+    /// The command of a PostgreSQL client that connects to the server.
     #[must_use]
     pub fn command(&self, client: &str) -> Command {
         let mut command = Command::new(tool(client));
@@ -82,7 +82,7 @@ impl Postgres {
         command
     }
 
-    /// What a client says.
+    /// Runs a client and returns its output.
     ///
     /// # Panics
     /// If it fails.
@@ -93,28 +93,28 @@ impl Postgres {
         text(&output.stdout)
     }
 
-    /// The answer to a query.
+    /// Runs a query and returns its result.
     ///
     /// # Panics
-    /// If there is none.
+    /// If it fails.
     #[must_use]
     pub fn query(&self, query: &str) -> String {
         self.ask("psql", &["-X", "-A", "-t", "-q", "-v", "ON_ERROR_STOP=1", "-c", query]).trim().to_owned()
     }
 
-    /// Fill the tables of pgbench.
+    /// Fills the tables of pgbench.
     ///
     /// # Panics
     /// If that fails.
-    pub fn open_books(&self) {
+    pub fn fill_tables(&self) {
         let _ = self.ask("pgbench", &["-i", "-q", "-s", "2"]);
     }
 
-    /// After so many transactions of pgbench all its books must say the same.
+    /// Asserts that the balances of pgbench's tables agree after this number of transactions.
     ///
     /// # Panics
     /// If they do not.
-    pub fn assert_books(&self, transactions: usize) {
+    pub fn assert_balances(&self, transactions: usize) {
         let sums = self.query(
             "SELECT count(*), sum(delta) = (SELECT sum(abalance) FROM pgbench_accounts), \
              sum(delta) = (SELECT sum(bbalance) FROM pgbench_branches), \
@@ -123,7 +123,7 @@ impl Postgres {
         assert_eq!(sums, format!("{transactions}|t|t|t"));
     }
 
-    /// Stop it.
+    /// Stops the server.
     ///
     /// # Panics
     /// If it does not end.

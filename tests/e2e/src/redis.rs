@@ -1,4 +1,4 @@
-//! A redis-server, plainly or on the pool, and the client that checks it.
+//! A redis-server, plainly or on the pool, and a client that checks its data.
 
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
@@ -8,10 +8,10 @@ use crate::cluster::text;
 use crate::run::{Outcome, Running, mempool_share, plain_command};
 use crate::{Cluster, build, eventually};
 
-/// Debian's own: it has Debian's NumPy.
+/// Debian's Python, which has Debian's NumPy.
 pub const PYTHON: &str = "/usr/bin/python3";
 
-/// One redis-server with a folder of its own. It must be stopped.
+/// A running redis-server. [`Redis::stop`] must be called.
 #[derive(Debug)]
 pub struct Redis {
     port: u16,
@@ -28,7 +28,7 @@ impl Redis {
             assert!(!server.has_ended(), "redis-server ended while it started");
             TcpStream::connect(("127.0.0.1", port)).ok()
         };
-        // It loads its dump after it listens, and tells those who ask meanwhile that it does.
+        // The server listens before it has loaded its dump.
         eventually("redis-server to listen", || answers(&mut server));
         eventually("redis-server to have loaded its dump", || {
             let output = cli(port, &["PING"]);
@@ -62,10 +62,10 @@ impl Redis {
         words.map(str::to_owned).to_vec()
     }
 
-    /// Start one plainly.
+    /// Starts a server plainly.
     ///
     /// # Panics
-    /// If it does not come up.
+    /// If it does not start.
     #[must_use]
     pub fn plain(folder: &Path) -> Self {
         let port = free_port();
@@ -73,10 +73,10 @@ impl Redis {
         Self::start(plain_command(&[]), &arguments, port, None)
     }
 
-    /// Start one on the pool.
+    /// Starts a server on the pool.
     ///
     /// # Panics
-    /// If it does not come up.
+    /// If it does not start.
     #[must_use]
     pub fn paged(cluster: &Cluster, folder: &Path, limit: u64) -> Self {
         let port = free_port();
@@ -84,10 +84,10 @@ impl Redis {
         Self::start(cluster.run_command(&limit.to_string(), &[]), &arguments, port, Some(cluster))
     }
 
-    /// What the checking client prints, which loads or verifies so much.
+    /// Loads or verifies data of the given size, and returns the output of the client.
     ///
     /// # Panics
-    /// If it finds something wrong.
+    /// If data are wrong.
     #[must_use]
     pub fn check(&self, step: &str, bytes: &str) -> String {
         let script = build::sources().join("redis_check.py");
@@ -100,7 +100,7 @@ impl Redis {
         text(&output.stdout)
     }
 
-    /// Stop it.
+    /// Stops the server.
     ///
     /// # Panics
     /// If it does not end.

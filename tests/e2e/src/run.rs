@@ -1,4 +1,4 @@
-//! A program's whole life, watched: plainly and on the pool.
+//! Programs that run plainly or on the pool, with their output and peak memory.
 
 use std::io::Read;
 use std::path::Path;
@@ -15,24 +15,24 @@ use crate::eventually::eventually_within;
 use crate::processes;
 use crate::sampler::{MempoolShare, Peak, Sampler};
 
-/// No program here takes longer, unless it hangs.
+/// Time after which a program that has not ended is killed.
 const RUN_TIME_MAX: Duration = Duration::from_secs(300);
 
-/// What became of a program.
+/// Exit status, output and peak memory of a program.
 #[derive(Debug)]
 pub struct Outcome {
-    /// How it ended.
+    /// Exit status.
     pub status: ExitStatus,
-    /// What it wrote.
+    /// Standard output.
     pub stdout: Vec<u8>,
-    /// What it, or `aquifer run`, complained of.
+    /// Standard error of the program and of `aquifer run`.
     pub stderr: String,
-    /// The most memory that was seen.
+    /// Peak memory.
     pub peak: Peak,
 }
 
 impl Outcome {
-    /// Fails unless it ended well.
+    /// Asserts that the program succeeded.
     ///
     /// # Panics
     /// If it did not.
@@ -41,7 +41,7 @@ impl Outcome {
     }
 }
 
-/// A program that runs, its output being collected.
+/// A running program, whose output is collected.
 #[derive(Debug)]
 pub struct Running {
     child: Child,
@@ -51,7 +51,7 @@ pub struct Running {
 }
 
 impl Running {
-    /// Start a command and watch its descendants; a plain program is started under a shell that has none of its own memory.
+    /// Starts a command and samples the memory of its descendants.
     ///
     /// # Panics
     /// If it cannot be started.
@@ -64,52 +64,49 @@ impl Running {
             .spawn()
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let sampler = Sampler::start(child.id(), forks, mempool);
-        let stdout = collect(child.stdout.take().expect("it was asked for"));
-        let stderr = collect(child.stderr.take().expect("it was asked for"));
+        let stdout = collect(child.stdout.take().expect("it is a pipe"));
+        let stderr = collect(child.stderr.take().expect("it is a pipe"));
         Self { child, stdout, stderr, sampler }
     }
 
-    /// The process that was started.
+    /// Process number of the started process.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it has ended.
+    /// Whether the process has ended.
     ///
     /// # Panics
-    /// If that cannot be told.
+    /// If it was waited for before.
     pub fn has_ended(&mut self) -> bool {
-        self.child.try_wait().expect("our own child can be asked").is_some()
+        self.child.try_wait().expect("it was not waited for").is_some()
     }
 
-    /// Wait for its end.
+    /// Waits for the end of the program.
     ///
     /// # Panics
-    /// If it does not end; then it is killed with all that it started.
+    /// If it does not end in time; then it is killed with its descendants.
     #[must_use]
     pub fn wait(self) -> Outcome {
         self.wait_for(RUN_TIME_MAX)
     }
 
-    /// The same, of a program that may take so long.
+    /// Waits for the end of the program, at most for `timeout`.
     ///
     /// # Panics
-    /// As [`Self::wait`].
+    /// If it does not end in time; then it is killed with its descendants.
     #[must_use]
-    pub fn wait_for(mut self, patience: Duration) -> Outcome {
-        let status =
-            eventually_within(patience, || self.child.try_wait().expect("our own child can be asked"));
+    pub fn wait_for(mut self, timeout: Duration) -> Outcome {
+        let status = eventually_within(timeout, || self.child.try_wait().expect("it was not waited for"));
         let Some(status) = status else {
-            let of_it: Vec<u32> =
+            let tree: Vec<u32> =
                 [self.child.id()].into_iter().chain(processes::descendants(self.child.id())).collect();
             let is_agent = |pid: &u32| processes::arguments(*pid).iter().any(|word| word == "agent");
             let agents = processes::all().into_iter().filter(is_agent);
-            let reports: String = of_it.iter().copied().chain(agents).map(processes::report).collect();
-            of_it.iter().for_each(|pid| processes::signal(*pid, Signal::KILL));
-            panic!(
-                "a program did not end within {patience:?} and was killed; it, and the agents, were:\n{reports}"
-            );
+            let reports: String = tree.iter().copied().chain(agents).map(processes::report).collect();
+            tree.iter().for_each(|pid| processes::signal(*pid, Signal::KILL));
+            panic!("a program did not end within {timeout:?} and was killed; it and the agents:\n{reports}");
         };
         let peak = self.sampler.stop();
         Outcome {
@@ -129,23 +126,24 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     })
 }
 
-/// A command that runs `program` plainly, as the child of a shell, so that the sampler sees it as it sees a paged one: as a descendant.
+/// A command that runs a program plainly, as the child of a shell: the sampler reads descendants
+/// only.
 #[must_use]
 pub fn plain_command(program: &[&str]) -> Command {
     let mut command = Command::new("sh");
-    // Without the last words the shell would become the program.
+    // Without `exit` the shell would execute the program in its own process.
     command.args(["-c", "\"$@\"; exit $?", "sh"]).args(program);
     command
 }
 
-/// Run it plainly.
+/// Runs a program plainly.
 #[must_use]
 pub fn run_plainly(program: &[&str], forks: bool) -> Outcome {
     Running::start(&mut plain_command(program), forks, Box::new(|| 0)).wait()
 }
 
-/// The mempool's share of the only run that the agent at `socket` has. Asked anew only now and then: it changes slowly, and
-/// asking takes the agent's time.
+/// Function that returns the mempool's bytes of the agent's runs. It asks the agent at every tenth
+/// call only, since an answer takes processor time of the agent.
 #[must_use]
 pub fn mempool_share(socket: &Path) -> MempoolShare {
     const ASK_EVERY: u32 = 10;
@@ -163,7 +161,7 @@ pub fn mempool_share(socket: &Path) -> MempoolShare {
     })
 }
 
-/// What the agent says of itself, without the detour by `aquifer status`.
+/// The agent's status, read from its socket; `None` if it does not answer.
 #[must_use]
 pub fn status(socket: &Path) -> Option<Value> {
     let connection = Connection::open(socket).ok()?;

@@ -1,4 +1,4 @@
-//! Watches a process tree's memory from outside, every few milliseconds.
+//! Samples the memory of a process tree every few milliseconds.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -6,22 +6,24 @@ use std::time::Duration;
 
 use crate::processes::{descendants, proportional_anonymous_bytes, resident_anonymous_bytes};
 
+/// Time between two samples.
 const TICK: Duration = Duration::from_millis(4);
-/// To sum up what is shared takes the kernel a walk through all pages.
+/// Time between two samples of shared memory, for which the kernel walks through all pages.
 const SHARED_TICK: Duration = Duration::from_millis(20);
 
-/// The most that was seen.
+/// The maxima of all samples.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Peak {
     /// Resident anonymous memory of all processes together, in bytes.
     pub anonymous_bytes: u64,
-    /// That, and the share of the mempool at the same moment.
+    /// The same plus the run's part of the mempool, in bytes.
     pub total_bytes: u64,
-    /// How often was looked.
+    /// Number of samples.
     pub samples: u64,
 }
 
-/// Resident anonymous memory of these processes together, in bytes; what they share by `fork` is counted once if `forks`.
+/// Resident anonymous memory of processes together, in bytes. Memory that they share after a fork
+/// is counted once if `forks`.
 #[must_use]
 pub fn anonymous_bytes(pids: &[u32], forks: bool) -> u64 {
     let bytes = if forks { proportional_anonymous_bytes } else { resident_anonymous_bytes };
@@ -35,14 +37,14 @@ pub struct Sampler {
     thread: JoinHandle<Peak>,
 }
 
-/// Tells a run's share of the mempool, in bytes.
+/// Function that returns a run's part of the mempool, in bytes.
 pub type MempoolShare = Box<dyn FnMut() -> u64 + Send>;
 
 impl Sampler {
-    /// Watch all descendants of `pid`, but not itself; what it forks is counted once if `forks`.
+    /// Samples all descendants of `pid`, without `pid` itself.
     ///
     /// # Panics
-    /// If there is no thread.
+    /// If the thread cannot be started.
     #[must_use]
     pub fn start(pid: u32, forks: bool, mut mempool: MempoolShare) -> Self {
         let (stop, stopped) = channel();
@@ -52,7 +54,7 @@ impl Sampler {
             loop {
                 let before = descendants(pid);
                 let anonymous = anonymous_bytes(&before, forks);
-                // What a fork or an exit in between would count twice is no sample.
+                // A fork or an exit during the sample makes it invalid.
                 if !forks || descendants(pid) == before {
                     peak.anonymous_bytes = peak.anonymous_bytes.max(anonymous);
                     peak.total_bytes = peak.total_bytes.max(anonymous + mempool());
@@ -66,10 +68,10 @@ impl Sampler {
         Self { stop, thread }
     }
 
-    /// Stop, and tell the most that was seen.
+    /// Stops sampling and returns the maxima.
     ///
     /// # Panics
-    /// If sampling has failed.
+    /// If the thread panicked.
     #[must_use]
     pub fn stop(self) -> Peak {
         drop(self.stop);

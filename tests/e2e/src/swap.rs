@@ -1,4 +1,4 @@
-//! What `aquifer run --swap` makes on this machine, seen from outside.
+//! Swap devices of `aquifer run --swap`, as this machine shows them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 use crate::cluster::Cluster;
 use crate::processes;
 
-/// Names begin like this, of records and of all that they undo.
+/// Start of the names of records and of all that they undo.
 const PREFIX: &str = "aquifer-setup-";
 
-/// Whether this machine has what it takes; if not, says so.
+/// Whether this machine supports swap devices; prints what is missing.
 #[must_use]
 pub fn is_possible() -> bool {
     let missing: Vec<&str> =
         ["/dev/fuse", "/dev/loop-control"].into_iter().filter(|path| !Path::new(path).exists()).collect();
     if !missing.is_empty() {
-        eprintln!("this machine has no {}: nothing was tested", missing.join(" and no "));
+        eprintln!("skipped: this machine has no {}", missing.join(" and no "));
     }
     missing.is_empty()
 }
 
-/// The devices in use by a cluster's runs, by the names of their records.
+/// Names of the records of a cluster's swap devices.
 #[must_use]
 pub fn devices(cluster: &Cluster) -> Vec<String> {
     let entries = fs::read_dir(cluster.state()).into_iter().flatten().flatten();
@@ -30,7 +30,8 @@ pub fn devices(cluster: &Cluster) -> Vec<String> {
         .collect()
 }
 
-/// Everything on this machine that belongs to the record of this name.
+/// Everything on this machine that belongs to a record: cgroups, mounts, loop devices and the
+/// record.
 #[must_use]
 pub fn traces(name: &str) -> Vec<String> {
     let mut found = Vec::new();
@@ -53,7 +54,7 @@ pub fn traces(name: &str) -> Vec<String> {
     found
 }
 
-/// The servers of a cluster's swap devices.
+/// Process numbers of a cluster's swap servers.
 #[must_use]
 pub fn servers(cluster: &Cluster) -> Vec<u32> {
     let state = cluster.state().to_str().expect("temporary folders have plain names");
@@ -66,7 +67,7 @@ pub fn servers(cluster: &Cluster) -> Vec<u32> {
     processes::all().into_iter().filter(is_server).collect()
 }
 
-/// Bytes that the kernel has swapped out to the device of this record.
+/// Bytes that the kernel has swapped out for the cgroup of a record.
 #[must_use]
 pub fn swapped_bytes(name: &str) -> u64 {
     let field = |path: PathBuf, name: &str| -> Option<u64> {

@@ -1,4 +1,4 @@
-//! The agent is killed, again and again, under programs that check every byte of their own memory. They wait, and go on.
+//! Restarts of the agent under programs that check every byte of their own memory.
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent, start_missing};
@@ -8,12 +8,12 @@ use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 /// The checker's memory and its limit: a quarter.
 const BYTES: &str = "128M";
 const LIMIT: &str = "34M";
-/// Enough to meet the agent in the middle of many things; each takes a moment.
+/// Most restarts of the agent under one program.
 const RESTARTS_MAX: usize = 8;
 /// Faults that an agent serves before it is killed.
 const FAULTS: u64 = 300;
 
-/// Run the checker while agents die under it, and compare with a plain run.
+/// Runs the checker while its agents are killed, and compares with a plain run.
 fn check(fabric: &str, test: &str, options: &[&str]) {
     let checker = build::programs().join("checker");
     let mut program = vec![checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
@@ -25,10 +25,10 @@ fn check(fabric: &str, test: &str, options: &[&str]) {
     let mut restarts = 0;
     while restarts < RESTARTS_MAX {
         let wanted = FAULTS * (1 + restarts as u64 % 4);
-        let goes_on = await_time(&mut run, "faults to be served", || {
+        let is_running = await_time(&mut run, "faults to be served", || {
             figure(&cluster, "faults").is_some_and(|faults| faults >= wanted)
         });
-        if !goes_on {
+        if !is_running {
             break;
         }
         restart_agent(&cluster);
@@ -54,24 +54,24 @@ macro_rules! checks {
 }
 
 checks! {
-    pages_outlive_their_agent: "shm" "pages" ["--rounds", "3"];
-    pages_outlive_their_agent_over_tcp: "tcp" "pages" ["--rounds", "3"];
-    forks_outlive_their_agent: "shm" "fork" [];
-    moved_pages_outlive_their_agent: "shm" "mremap" [];
-    pages_given_up_stay_given_up: "shm" "madvise" [];
-    threads_outlive_their_agent: "shm" "threads" [];
-    the_heap_outlives_its_agent: "shm" "brk" ["--bytes", "512M"];
+    pages_survive_a_restart: "shm" "pages" ["--rounds", "3"];
+    pages_survive_a_restart_over_tcp: "tcp" "pages" ["--rounds", "3"];
+    forks_survive_a_restart: "shm" "fork" [];
+    moved_pages_survive_a_restart: "shm" "mremap" [];
+    discarded_pages_stay_discarded: "shm" "madvise" [];
+    threads_survive_a_restart: "shm" "threads" [];
+    the_heap_survives_a_restart: "shm" "brk" ["--bytes", "512M"];
 }
 
 #[test]
-fn a_program_that_comes_while_the_agent_is_away_waits_for_the_next() {
+fn a_program_that_starts_without_an_agent_waits_for_one() {
     let cluster = Cluster::up(2, "256M");
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("agent", None));
     let run = Running::start(&mut cluster.run_command("64M", &["echo", "here"]), false, Box::new(|| 0));
-    eventually("aquifer run to be there", || processes::is_alive(run.pid()).then_some(()));
+    eventually("aquifer run to start", || processes::is_alive(run.pid()).then_some(()));
     start_missing(&cluster, "Started agent");
     let outcome = run.wait();
-    outcome.assert_success("the run that came too early");
+    outcome.assert_success("the run that started without an agent");
     assert_eq!(outcome.stdout, b"here\n");
     cluster.assert_all_free();
 }

@@ -107,7 +107,7 @@ fn statistics_that_cannot_be_written_keep_the_programs_exit_code() {
 
 #[test]
 fn a_user_without_rights_to_userfaultfd_gets_instructions() {
-    const NOBODY: &str = "65534";
+    const UNPRIVILEGED_UID: &str = "65534";
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     if !rustix::process::geteuid().is_root() || sysctl.trim() == "1" {
         skip("needs root, and a machine on which other users may not use userfaultfd");
@@ -122,7 +122,7 @@ fn a_user_without_rights_to_userfaultfd_gets_instructions() {
     }
     let aquifer = |words: &[&str]| {
         let mut command = Command::new("setpriv");
-        command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups"]);
+        command.args(["--reuid", UNPRIVILEGED_UID, "--regid", UNPRIVILEGED_UID, "--clear-groups"]);
         command
             .arg(folder.path().join("aquifer"))
             .arg("--state")

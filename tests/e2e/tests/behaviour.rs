@@ -1,4 +1,5 @@
-//! To everyone who looks, `aquifer run PROGRAM` is the program.
+//! `aquifer run PROGRAM` behaves as the program: exit codes, signals, input, output and
+//! environment.
 
 use std::io::{Read, Write};
 use std::os::unix::process::ExitStatusExt;

@@ -1,5 +1,7 @@
-//! redis, PostgreSQL and the checker on one cluster over TCP, while its parts are killed, stopped and started: nothing may be lost.
-//! For as long as `AQUIFER_SOAK_S` says (`make test-long`); without it, every fault once.
+//! redis, PostgreSQL and the checker on one cluster over TCP, while its daemons are killed, stopped
+//! and started. No data may be lost.
+//!
+//! Runs for `AQUIFER_SOAK_S` seconds; without the variable, each fault is injected once.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -8,21 +10,21 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::postgres::Postgres;
 use aquifer_tests_e2e::redis::Redis;
 use aquifer_tests_e2e::restart::{figure, restart_agent, restart_node, start_missing};
-use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
 use aquifer_tests_support::EtcdCluster;
 use rustix::process::Signal;
 
 const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
-/// One more than there are copies, so that a missing one can be made anew.
+/// Number of nodes: one more than replicas, so that a lost replica can be made again.
 const NODES: usize = 3;
 const REDIS_BYTES: &str = "32M";
 const REDIS_LIMIT: u64 = 12 << 20;
 const TRANSACTIONS: usize = 50;
-/// Faults that are served between two that are made.
+/// Page faults that are served between two injected faults.
 const SERVED: u64 = 500;
 
-/// Goes on until it is told to stop; returns how often it did it.
-fn again_and_again(stop: &AtomicBool, mut once: impl FnMut()) -> usize {
+/// Calls `once` until `stop` is set; returns the number of calls.
+fn repeat(stop: &AtomicBool, mut once: impl FnMut()) -> usize {
     let mut times = 0;
     loop {
         once();
@@ -40,12 +42,12 @@ fn check_once(cluster: &Cluster) {
     assert!(output.status.success(), "the checker: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Wait until programs have been served again.
+/// Waits until page faults are served again.
 fn await_service(cluster: &Cluster) {
     let mut before = None;
     eventually("programs to be served", || {
         let faults = figure(cluster, "faults")?;
-        // Runs that end take their figures with them.
+        // The statistics of a run end with it.
         let least = *before.get_or_insert(faults);
         before = Some(least.min(faults));
         (faults >= least.min(faults) + SERVED).then_some(())
@@ -54,9 +56,9 @@ fn await_service(cluster: &Cluster) {
 
 type Fault = fn(&Cluster, &mut EtcdCluster, usize);
 
-/// What happens to nodes whose memory dies with them, one after the other.
+/// Faults for nodes whose memory is lost with their processes.
 const FAULTS: [Fault; 6] = [kill_agent, stop_node, kill_node, kill_etcd, stop_agent, kill_node];
-/// And to those whose memory is kept, so that one copy of a page will do.
+/// Faults for nodes whose memory is kept, so that one replica suffices.
 const FAULTS_OF_KEPT: [Fault; 5] =
     [restart_kept_node, kill_agent, restart_kept_node, kill_etcd, restart_kept_node_with_agent];
 
@@ -64,7 +66,7 @@ fn kill_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
     restart_agent(cluster);
 }
 
-/// What is stopped goes on when this is dropped.
+/// A stopped process, which is continued when this is dropped.
 struct Stopped(u32);
 
 impl Stopped {
@@ -80,7 +82,7 @@ impl Drop for Stopped {
     }
 }
 
-/// The node that a fault is for. Over the rounds it is each node's turn for everything.
+/// The node for a fault. Over the rounds, each node gets each fault.
 fn node_of(time: usize) -> usize {
     (time + time / FAULTS.len()) % NODES + 1
 }
@@ -90,27 +92,27 @@ fn restart_kept_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
 }
 
 fn restart_kept_node_with_agent(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
-    processes::kill(cluster.part("node", Some(node_of(time))));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(node_of(time))));
+    processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
 }
 
 fn stop_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
-    let _stopped = Stopped::new(cluster.part("node", Some(node_of(time))));
+    let _stopped = Stopped::new(cluster.daemon("node", Some(node_of(time))));
     await_service(cluster);
 }
 
-/// Nobody is served meanwhile; whoever asks for a status waits in vain.
+/// Meanwhile no fault is served, and requests for the status time out.
 fn stop_agent(cluster: &Cluster, _: &mut EtcdCluster, _: usize) {
-    let _stopped = Stopped::new(cluster.part("agent", None));
+    let _stopped = Stopped::new(cluster.daemon("agent", None));
     assert!(cluster.status().is_object());
 }
 
 fn kill_node(cluster: &Cluster, _: &mut EtcdCluster, time: usize) {
-    // Each page must be on another node, too.
+    // Each page must have a replica on another node.
     let is_whole = || (figure(cluster, "degraded_slabs")? == 0).then_some(());
     eventually("all pages to be on two nodes", is_whole);
-    processes::kill(cluster.part("node", Some(node_of(time))));
+    processes::kill(cluster.daemon("node", Some(node_of(time))));
     await_service(cluster);
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
@@ -125,35 +127,35 @@ fn kill_etcd(cluster: &Cluster, etcd: &mut EtcdCluster, _: usize) {
 }
 
 fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) {
-    assert!(rustix::process::geteuid().is_root(), "it takes root to start PostgreSQL as somebody else");
+    assert!(rustix::process::geteuid().is_root(), "needs root, to start PostgreSQL as another user");
     let seconds =
         std::env::var(SECONDS_VARIABLE).map_or(0, |text| text.parse().expect("a number of seconds"));
     let mut etcd = EtcdCluster::start();
     let address = etcd.address();
     let options = [&["--fabric", "tcp", "--directory", &address], cluster_options].concat();
-    let mut house = House::build_with(NODES, &options);
-    house.cluster.set_run_options(run_options);
-    let cluster = &house.cluster;
-    let postgres = Postgres::start(&house, "24M");
-    postgres.open_books();
+    let mut shared = SharedCluster::up_with(NODES, &options);
+    shared.cluster.set_run_options(run_options);
+    let cluster = &shared.cluster;
+    let postgres = Postgres::start(&shared, "24M");
+    postgres.fill_tables();
     let redis = Redis::paged(cluster, cluster.state(), REDIS_LIMIT);
     let expected = redis.check("load", REDIS_BYTES);
     let stop = AtomicBool::new(false);
     let (faults, transactions) = std::thread::scope(|scope| {
         let books = scope.spawn(|| {
             let transactions = TRANSACTIONS.to_string();
-            again_and_again(&stop, || {
+            repeat(&stop, || {
                 let _ = postgres.ask("pgbench", &["-n", "-c", "2", "-t", &transactions]);
             })
         });
         scope.spawn(|| {
-            again_and_again(&stop, || assert_eq!(redis.check("load", REDIS_BYTES), expected));
+            repeat(&stop, || assert_eq!(redis.check("load", REDIS_BYTES), expected));
         });
-        scope.spawn(|| again_and_again(&stop, || check_once(cluster)));
+        scope.spawn(|| repeat(&stop, || check_once(cluster)));
         let started = Instant::now();
         let mut faults: usize = 0;
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            // Whole rounds: every fault as often as every other.
+            // Whole rounds: each fault occurs equally often.
             while faults == 0
                 || !faults.is_multiple_of(what_happens.len())
                 || started.elapsed() < Duration::from_secs(seconds)
@@ -171,7 +173,7 @@ fn play(cluster_options: &[&str], run_options: &[&str], what_happens: &[Fault]) 
         (faults, times * 2 * TRANSACTIONS)
     });
     println!("{faults} faults, {transactions} transactions");
-    postgres.assert_books(transactions);
+    postgres.assert_balances(transactions);
     assert_eq!(redis.check("verify", REDIS_BYTES), expected);
     redis.stop().assert_success("redis-server on the pool");
     postgres.stop().assert_success("PostgreSQL on the pool");
@@ -182,12 +184,12 @@ mod long {
     use super::*;
 
     #[test]
-    fn nothing_is_lost_while_parts_die_and_stop() {
+    fn nothing_is_lost_while_daemons_die_and_stop() {
         play(&[], &["--replicas", "2"], &FAULTS);
     }
 
     #[test]
-    fn nothing_is_lost_while_nodes_come_back_with_their_memory() {
+    fn nothing_is_lost_while_nodes_restart_with_their_memory() {
         play(&["--keep-memory"], &[], &FAULTS_OF_KEPT);
     }
 }

@@ -1,10 +1,11 @@
-//! A program that checks every byte of its own memory, in a quarter of it, whatever it does to that memory.
+//! The checker, which checks every byte of its own memory, with a quarter of that memory.
 
 use aquifer_tests_e2e::restart::{await_time, figure};
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Case, Cluster, build, compare};
 
-/// Under a quarter of this each test takes a few seconds; the limit is still far above what cannot be paged.
+/// Memory of the checker: a test takes a few seconds, and a quarter is far more than what cannot be
+/// paged.
 const BYTES: &str = "128M";
 
 fn check(test: &str, options: &[&str], forks: bool) {
@@ -19,9 +20,10 @@ fn check_on(fabric: &str, test: &str, options: &[&str], forks: bool) {
     compare(&cluster, Case { program: &program, forks });
 }
 
-/// A copy that is kept is worth something only if the page is as it was: the program changes pages, too, and finds each as it left it.
+/// Pages that were only read are not written again when they are evicted. The program also changes
+/// pages, and must find all of them unchanged since.
 #[test]
-fn what_is_only_read_is_not_written_again() {
+fn pages_that_were_only_read_are_not_written_again() {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "4"];
     let cluster = Cluster::up(3, "512M");
@@ -48,7 +50,7 @@ macro_rules! checks {
 checks! {
     pages_keep_their_bytes: "pages" [], forks: false;
     pages_keep_their_bytes_with_one_thread: "pages" ["--threads", "1", "--seed", "8"], forks: false;
-    pages_keep_their_bytes_with_more_threads_than_processors: "pages" ["--threads", "16", "--seed", "7"], forks: false;
+    pages_keep_their_bytes_with_many_threads: "pages" ["--threads", "16", "--seed", "7"], forks: false;
     moved_pages_keep_their_bytes: "mremap" [], forks: false;
     pages_moved_without_unmapping_keep_their_bytes: "dontunmap" [], forks: false;
     the_heaps_end_moves: "brk" ["--bytes", "512M"], forks: false;

@@ -1,30 +1,32 @@
-//! Children made in every way, by a program whose memory is of every kind and was partly paged out: parent and child check and
-//! rewrite every page of theirs, while the agent lives, and while agents die at every stage of a child's coming.
+//! Children that a partly evicted program creates in every way, with memory of every kind.
+//!
+//! Parent and child check and rewrite all their pages, with a running agent, and with agents that
+//! are killed at each stage of a child's creation.
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build};
 
-/// The checker's memory and its limit. Three processes have it at times.
+/// The checker's memory and its limit. At times three processes have that memory.
 const BYTES: &str = "32M";
 const LIMIT: &str = "12M";
-/// Agents that die under one program, where they die one after the other.
+/// Most agents that are killed under one program.
 const STORM_MAX: usize = 6;
 
-/// Children have memory of their own, as libc makes them and as libc does not.
+/// Ways to create a child with its own memory, with libc and without.
 const FORKED: [&str; 5] = ["by-fork", "by-fork-alone", "by-clone", "by-raw-clone", "by-raw-clone3"];
-/// Children have their parent's memory, until they execute a program.
+/// Ways to create a child that shares its parent's memory until it executes a program.
 const EXECUTED: [&str; 3] = ["by-vfork", "by-clone-vm", "by-spawn"];
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum AgentDies {
     Never,
-    /// Pages have left, and there is no child.
+    /// Pages are evicted, and there is no child.
     BeforeTheChild,
-    /// Again and again, as soon as another is there.
+    /// Repeatedly, as soon as another agent runs.
     AllTheTime,
-    /// A child is served.
+    /// Faults of a child are served.
     AfterTheChild,
 }
 
@@ -44,7 +46,7 @@ fn check(cluster: &Cluster, way: &str, dies: AgentDies) {
     cluster.assert_all_free();
 }
 
-/// Tells how many died.
+/// Kills agents; returns their number.
 fn kill_agents(cluster: &Cluster, run: &mut Running, way: &str, dies: AgentDies) -> usize {
     let figure = |name| figure(cluster, name).unwrap_or(0);
     let has_child = || figure("processes") > 1;
@@ -90,19 +92,19 @@ mod long {
     use super::*;
 
     #[test]
-    fn children_come_while_agents_die() {
+    fn children_are_created_while_agents_die() {
         check_all(&FORKED, AgentDies::AllTheTime);
         check_all(&EXECUTED, AgentDies::AllTheTime);
     }
 
     #[test]
-    fn children_outlive_the_agent_that_took_them_in() {
+    fn children_survive_the_agent_that_adopted_them() {
         check_all(&FORKED, AgentDies::AfterTheChild);
         check_all(&EXECUTED, AgentDies::AfterTheChild);
     }
 
     #[test]
-    fn children_come_to_a_parent_whose_agent_has_died() {
+    fn children_are_created_after_the_parents_agent_has_died() {
         check_all(&FORKED, AgentDies::BeforeTheChild);
         check_all(&EXECUTED, AgentDies::BeforeTheChild);
     }

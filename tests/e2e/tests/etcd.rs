@@ -1,4 +1,4 @@
-//! Clusters whose directory is a real etcd, which dies under them.
+//! Clusters with etcd as their directory, which is killed.
 
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
@@ -18,7 +18,7 @@ fn checker(cluster: &Cluster, rounds: &str) -> Running {
     Running::start(&mut cluster.run_command(LIMIT, &program), false, mempool_share(cluster.agent_socket()))
 }
 
-/// Wait until much of the program is on memory nodes.
+/// Waits until much of the program is on memory nodes.
 fn await_paging(cluster: &Cluster) {
     eventually("a program to be paged", || {
         let status = status(cluster.agent_socket())?;
@@ -28,7 +28,7 @@ fn await_paging(cluster: &Cluster) {
     });
 }
 
-/// Who is in the directory: the agent's number and epoch, and the nodes.
+/// The records in the directory: the agent's number and epoch, and the nodes.
 fn members(cluster: &Cluster) -> (Value, Vec<u64>) {
     let status = cluster.status();
     let nodes = status["nodes"].as_array().cloned().unwrap_or_default();
@@ -36,10 +36,10 @@ fn members(cluster: &Cluster) -> (Value, Vec<u64>) {
 }
 
 #[test]
-fn nodes_and_agent_give_their_places_back_when_they_go() {
+fn nodes_and_agent_remove_their_records_when_they_stop() {
     let etcd = EtcdCluster::start();
     drop(up(&etcd));
-    // The same numbers are free at once, and the next agent has a greater epoch.
+    // The numbers are free at once, and the next agent has a greater epoch.
     let second = up(&etcd);
     let (agents, nodes) = members(&second);
     assert_eq!(nodes, [1, 2, 3]);
@@ -47,7 +47,7 @@ fn nodes_and_agent_give_their_places_back_when_they_go() {
 }
 
 #[test]
-fn an_etcd_that_is_not_there_is_said_before_anything_starts() {
+fn an_unreachable_etcd_is_reported_before_anything_starts() {
     let held = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = format!("etcd://{}", held.local_addr().expect("it is bound"));
     drop(held);
@@ -72,7 +72,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn an_etcd_that_is_killed_and_started_again_costs_a_program_nothing() {
+    fn programs_continue_while_etcd_is_restarted() {
         let mut etcd = EtcdCluster::start();
         let cluster = up(&etcd);
         let status = cluster.status();
@@ -87,7 +87,7 @@ mod long {
         let run = checker(&cluster, "12");
         await_paging(&cluster);
         etcd.member(0).kill();
-        // Without a directory nothing is missed: another program begins and ends meanwhile.
+        // Programs start and end without the directory.
         let other = build::programs().join("checker");
         let other = cluster.run(LIMIT, &[other.to_str().expect("a plain path"), "pages", "--bytes", "64M"]);
         assert!(other.status.success(), "{}", text(&other.stderr));
@@ -102,9 +102,9 @@ mod long {
 
         run.wait().assert_success("the checker, while etcd died and came back");
         cluster.assert_all_free();
-        // Nobody lost its lease: the same agent, of the same epoch.
+        // No lease was lost: the agent has the same epoch.
         eventually("everyone to be in the directory", || (members(&cluster) == before).then_some(()));
-        // The shape is remembered.
+        // The configuration is stored.
         let again = cluster.command().arg("up").output().expect("aquifer can be started");
         assert!(
             again.status.success() && text(&again.stdout).contains("up already"),

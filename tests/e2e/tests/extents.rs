@@ -1,4 +1,5 @@
-//! Programs with extents of the pool: every size, over each fabric; agents, nodes and programs that die; users that try what they may not.
+//! Programs with extents: each size, over each fabric; with agents, nodes and programs that die;
+//! and users that access extents of others.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +13,7 @@ use aquifer_ipc::ring::{DATA_AT, RingRequest, RingWords, SessionRing};
 use aquifer_tests_e2e::checked::{Checked, Random, stamped};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
-use aquifer_tests_e2e::{Cluster, House, build, eventually, processes};
+use aquifer_tests_e2e::{Cluster, SharedCluster, build, eventually, processes};
 use aquifer_tests_support::skip;
 use tempfile::TempDir;
 
@@ -23,7 +24,7 @@ const EACCES: &str = "13";
 /// The one beside it, whatever cargo has put into LD_LIBRARY_PATH: that may be of another build.
 const OWN_LIBRARY: [&str; 2] = ["-Wl,--disable-new-dtags", "-Wl,-rpath,$ORIGIN"];
 
-/// The program in C, in a folder where everybody finds it.
+/// Builds the C program in a folder that all users can enter.
 fn program(folder: &Path) -> PathBuf {
     let library = build::binary().with_file_name("libaquifer.so");
     std::fs::copy(&library, folder.join("libaquifer.so")).expect("the library can be copied");
@@ -36,7 +37,7 @@ fn program(folder: &Path) -> PathBuf {
     program
 }
 
-/// A program that waits for its end after it has said something.
+/// A program that prints a line and then waits for its end.
 struct Holder {
     child: Child,
     said: String,
@@ -85,23 +86,24 @@ fn sessions_side_by_side(fabric: &str) {
 }
 
 #[test]
-fn sessions_keep_what_is_theirs() {
+fn sessions_keep_their_extents() {
     sessions_side_by_side("shm");
 }
 
 #[test]
-fn sessions_keep_what_is_theirs_over_tcp() {
+fn sessions_keep_their_extents_over_tcp() {
     sessions_side_by_side("tcp");
 }
 
-/// What was given back is cleared before it is anybody's again. Meanwhile most of the node is not to be had, and that is no reason to refuse anything.
+/// A freed span is cleared before another tenant can allocate it. Meanwhile most of the node is not
+/// free, but no allocation is refused.
 #[test]
-fn most_of_a_node_is_to_be_had_again_at_once() {
+fn most_of_a_node_can_be_allocated_again_at_once() {
     const BYTES: u64 = 400 << 20;
     let cluster = Cluster::up_with(1, "512M", &["--extents-per-user", "512M"]);
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
     for round in 0..12_u64 {
-        // The node looks ten times a second for what is to be cleared, and clears what nobody has touched since.
+        // Ten times a second the node clears spans that have not been used since its last check.
         (0..40 + 3 * round).for_each(|_| drop(output(cluster.command().arg("status"))));
         let extent = session.allocate(BYTES).expect("what was there a moment ago");
         let stamp = round.to_le_bytes();
@@ -115,7 +117,7 @@ fn most_of_a_node_is_to_be_had_again_at_once() {
     cluster.assert_all_free();
 }
 
-fn sessions_outlive_agents(fabric: &str) {
+fn sessions_survive_agents(fabric: &str) {
     let cluster = Cluster::up_with(2, "512M", &["--fabric", fabric]);
     let stop = std::sync::atomic::AtomicBool::new(false);
     let turns = [const { std::sync::atomic::AtomicU64::new(0) }; 2];
@@ -145,13 +147,13 @@ fn sessions_outlive_agents(fabric: &str) {
 }
 
 #[test]
-fn sessions_go_on_when_the_agent_is_killed() {
-    sessions_outlive_agents("shm");
+fn sessions_continue_when_the_agent_is_killed() {
+    sessions_survive_agents("shm");
 }
 
 #[test]
-fn sessions_go_on_when_the_agent_is_killed_over_tcp() {
-    sessions_outlive_agents("tcp");
+fn sessions_continue_when_the_agent_is_killed_over_tcp() {
+    sessions_survive_agents("tcp");
 }
 
 #[test]
@@ -164,7 +166,7 @@ fn a_program_in_c_has_every_size_and_forks() {
 }
 
 #[test]
-fn what_a_killed_program_had_comes_back() {
+fn extents_of_a_killed_program_are_freed() {
     let cluster = Cluster::up(2, "256M");
     let folder = TempDir::new().expect("a folder");
     let program = program(folder.path());
@@ -180,13 +182,13 @@ fn what_a_killed_program_had_comes_back() {
 }
 
 #[test]
-fn what_a_program_had_comes_back_though_it_was_killed_while_there_was_no_agent() {
+fn extents_of_a_program_that_was_killed_without_an_agent_are_freed() {
     let cluster = Cluster::up(2, "256M");
     let folder = TempDir::new().expect("a folder");
     let mut command = Command::new(program(folder.path()));
     let command = command.args(["hold", "3000", "4096"]).env("AQUIFER_AGENT", cluster.agent_socket());
     let holder = Holder::start(command);
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("agent", None));
     holder.kill();
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
@@ -194,14 +196,14 @@ fn what_a_program_had_comes_back_though_it_was_killed_while_there_was_no_agent()
 }
 
 #[test]
-fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
+fn a_dead_node_loses_only_its_own_extents() {
     let cluster = Cluster::up(2, "256M");
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
     let extents = session.allocate_many(64 << 10, 64).expect("there is room");
     for (extent, stamp) in extents.iter().zip(0..) {
         session.write(extent, 0, &stamped(extent, stamp)).expect("it is ours");
     }
-    processes::kill(cluster.part("node", Some(1)));
+    processes::kill(cluster.daemon("node", Some(1)));
     let read = |session: &mut Session, extent: &Extent, stamp| {
         let mut bytes = vec![0; 64 << 10];
         session
@@ -212,7 +214,8 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
     for (extent, stamp) in extents.iter().zip(0..) {
         match (extent.node(), read(&mut session, extent, stamp)) {
             (1, Err(Error::DataLost)) => counts[0] += 1,
-            // The memory is still mapped, and right, until the agent has heard of the node's end.
+            // Until the agent learns of the node's end, the memory is mapped and has the right
+            // data.
             (1, Ok(())) => {
                 eventually("the end of node 1 to be known", || {
                     let outcome = read(&mut session, extent, stamp);
@@ -226,13 +229,13 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
         }
     }
     assert!(counts.iter().all(|count| *count > 0), "both nodes were used: {counts:?}");
-    session.free_many(&extents).expect("what is lost can be given back, too");
+    session.free_many(&extents).expect("a lost extent can be freed");
     let more = session.allocate_many(64 << 10, 8).expect("the other node has room");
     assert!(more.iter().all(|extent| extent.node() == 2));
-    // It comes back without what it had.
+    // The node restarts with new memory.
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
-    // All of it is held meanwhile: what was given back would be taken again, of the other node.
+    // All extents are kept until the end: freed ones would be allocated again, on the other node.
     let mut held = Vec::new();
     eventually("the node to be used again", || {
         held.extend(session.allocate_many(2 << 20, 8).ok()?);
@@ -244,7 +247,7 @@ fn a_dead_node_takes_what_was_on_it_and_nothing_else() {
 }
 
 #[test]
-fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
+fn vectored_access_works_and_errors_name_the_piece() {
     let cluster = Cluster::up(2, "256M");
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
     let extents = session.allocate_many(8 << 10, 1000).expect("there is room");
@@ -278,7 +281,7 @@ fn many_pieces_go_at_once_and_errors_name_what_is_wrong() {
 }
 
 #[test]
-fn a_session_ends_with_a_sentence_when_the_agent_stops() {
+fn a_session_ends_with_a_message_when_the_agent_stops() {
     let cluster = Cluster::up(1, "64M");
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
     let extent = session.allocate(4096).expect("there is room");
@@ -292,9 +295,9 @@ fn a_session_ends_with_a_sentence_when_the_agent_stops() {
     assert!(Session::open_at(cluster.agent_socket()).is_err());
 }
 
-/// Whatever a program writes into its ring, it ends its own session at most.
+/// A program that writes random data into its ring can only end its own session.
 #[test]
-fn a_ring_of_noise_disturbs_nobody_else() {
+fn a_ring_of_noise_does_not_disturb_other_sessions() {
     let cluster = Cluster::up(2, "256M");
     let mut checked = Checked::open(&cluster, 77);
     let mut random = Random(99);
@@ -305,7 +308,7 @@ fn a_ring_of_noise_disturbs_nobody_else() {
         assert_eq!(frame, Frame::SessionOpened);
         let ring = RingMapping::new(&fds[0]).expect("memory");
         for _ in 0..200 {
-            // Requests whose kind is possible, and a counter that is believed now and then.
+            // Requests with valid kinds, and counters that are plausible from time to time.
             let at = 64 + random.below(DATA_AT / 8 - 8) * 8;
             let noise = (random.below(1 << 31) as u64) << 33 ^ random.below(1 << 31) as u64;
             ring.word_u64(at).store(noise & !0xf8, std::sync::atomic::Ordering::Relaxed);
@@ -322,7 +325,7 @@ fn a_ring_of_noise_disturbs_nobody_else() {
     cluster.assert_all_free();
 }
 
-/// What a program has is written down where it cannot write.
+/// The book of a session is in memory that the program cannot write.
 #[test]
 fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     let cluster = Cluster::up(2, "256M");
@@ -346,8 +349,8 @@ fn a_damaged_ring_loses_nothing_when_the_agent_is_killed() {
     cluster.assert_all_free();
 }
 
-/// Only root can be somebody else.
-fn can_be_others() -> bool {
+/// Whether this process can start programs of other users, which needs root.
+fn can_change_user() -> bool {
     let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
     if !can {
         skip("only root can be another user");
@@ -357,15 +360,15 @@ fn can_be_others() -> bool {
 
 #[test]
 fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
-    if !can_be_others() {
+    if !can_change_user() {
         return;
     }
-    let house = House::build_with(2, &["--extents-per-user", "96M"]);
-    let folder = house.path("");
+    let shared = SharedCluster::up_with(2, &["--extents-per-user", "96M"]);
+    let folder = shared.path("");
     program(&folder);
     let command = |uid: u32, words: &[&str]| {
-        let mut command = house.plain_command(uid, &folder.join("extents"));
-        command.args(words).env("AQUIFER_AGENT", house.path("agent.sock"));
+        let mut command = shared.plain_command(uid, &folder.join("extents"));
+        command.args(words).env("AQUIFER_AGENT", shared.path("agent.sock"));
         command
     };
     let anne = Holder::start(&mut command(ANNE, &["hold", "10", "65536"]));
@@ -374,7 +377,7 @@ fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
     assert_eq!(output(&mut command(ANNE, &read)), "0", "another program of hers reads it");
     assert_eq!(output(&mut command(BERT, &read)), EACCES, "he has the key, and it is not his");
     assert_eq!(output(&mut command(BERT, &["guess", "200"])), "fine");
-    // Bert takes all that he may have. Anne has hers all the same.
+    // Bert exhausts his quota. Anne's quota is not affected.
     let bert = Holder::start(&mut command(BERT, &["fill", "1048576"]));
     let (taken, why) = bert.said.split_once(' ').expect("two numbers");
     assert_eq!(why, EDQUOT);
@@ -383,27 +386,28 @@ fn one_users_extents_are_closed_to_another_and_its_quota_is_its_own() {
     let more = Holder::start(&mut command(BERT, &["fill", "1048576"]));
     assert!(more.said.ends_with(EDQUOT), "sessions of one user count together: {}", more.said);
     let hers = Holder::start(&mut command(ANNE, &["hold", "40", "2097152"]));
-    let status = house.command(ANNE, &["status", "--json"]).output().expect("setpriv can be started");
+    let status = shared.command(ANNE, &["status", "--json"]).output().expect("setpriv can be started");
     let status: serde_json::Value = serde_json::from_slice(&status.stdout).expect("it is JSON");
     let sessions = status["agent"]["sessions"].as_array().expect("sessions");
     assert!(sessions.len() == 2 && sessions.iter().all(|of| of["tenant"] == ANNE), "{sessions:?}");
     for holder in [anne, bert, more, hers] {
         holder.kill();
     }
-    house.cluster.assert_all_free();
+    shared.cluster.assert_all_free();
 }
 
 mod long {
     use super::*;
 
-    /// What a session had on a node that was away when it ended is given back when that returns.
+    /// The extents of a session on a node that was unreachable when the session ended are freed
+    /// when the node returns.
     #[test]
-    fn a_node_that_was_away_gives_back_what_a_session_had() {
+    fn extents_on_an_unreachable_node_are_freed_later() {
         let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
         let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
         let held = session.allocate_many(1 << 20, 40).expect("there is room");
         assert!(held.iter().any(|extent| extent.node() == 2), "both nodes are used");
-        let node = cluster.part("node", Some(2));
+        let node = cluster.daemon("node", Some(2));
         processes::signal(node, rustix::process::Signal::STOP);
         cluster.await_nodes(1);
         drop(session);

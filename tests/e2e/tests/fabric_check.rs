@@ -1,4 +1,4 @@
-//! `aquifer fabric check`, over TCP: RDMA devices are checked in guests.
+//! `aquifer fabric check` over TCP. `tests/guests` has the tests over RDMA devices.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -51,7 +51,7 @@ fn write_key(path: &std::path::Path, digit: char) {
 }
 
 #[test]
-fn a_sound_pair_of_hosts_is_found_sound() {
+fn two_working_hosts_pass_the_check() {
     let lender = Lender::start();
     let output = lender.check(&lender.key);
     let text = String::from_utf8_lossy(&output.stdout);
@@ -61,7 +61,7 @@ fn a_sound_pair_of_hosts_is_found_sound() {
         "fetch-and-add",
         "message and answer",
         "WRITEs of 16 KiB",
-        "what is written is read",
+        "a READ returns the written bytes",
     ] {
         assert!(text.contains(line), "{line}: {text}");
     }
@@ -71,7 +71,7 @@ fn a_sound_pair_of_hosts_is_found_sound() {
 }
 
 #[test]
-fn whoever_has_another_key_is_told() {
+fn another_key_is_reported() {
     let lender = Lender::start();
     let other = lender.key.with_file_name("other.key");
     write_key(&other, '8');

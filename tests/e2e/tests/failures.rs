@@ -1,4 +1,5 @@
-//! What dies takes nobody else with it, gives everything back, and nobody ever reads a wrong byte.
+//! Deaths of programs and daemons: others are not affected, all memory is freed, and no wrong byte
+//! is read.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -10,7 +11,7 @@ use rustix::process::Signal;
 
 const LIMIT: &str = "32M";
 
-/// A checker that goes on until it is ended.
+/// A checker that runs until it is ended.
 fn endless(cluster: &Cluster, limit: &str, bytes: &str) -> Running {
     start_checker(cluster, limit, &["pages", "--bytes", bytes, "--rounds", "1000000"])
 }
@@ -22,7 +23,7 @@ fn start_checker(cluster: &Cluster, limit: &str, arguments: &[&str]) -> Running 
     Running::start(&mut cluster.run_command(limit, &program), false, mempool_share(cluster.agent_socket()))
 }
 
-/// Wait until so many bytes of the pool are taken.
+/// Waits until this many bytes of the pool are allocated.
 fn await_paging(cluster: &Cluster, bytes: u64) {
     eventually("a program to be paged", || {
         let status = status(cluster.agent_socket())?;
@@ -36,13 +37,13 @@ fn program_of(run: &Running) -> u32 {
     eventually("the program to be there", || processes::descendants(run.pid()).first().copied())
 }
 
-/// The checker complains when a byte is wrong; ended by others it has nothing to say.
+/// Asserts that the checker, which was killed, has reported no wrong byte.
 fn assert_no_wrong_byte(stderr: &str) {
     assert!(!stderr.contains("FAILED"), "the program saw wrong memory: {stderr}");
 }
 
 #[test]
-fn a_killed_programs_memory_is_given_back() {
+fn a_killed_programs_memory_is_freed() {
     let cluster = Cluster::up(3, "128M");
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
@@ -59,13 +60,13 @@ fn a_killed_programs_memory_is_given_back() {
 }
 
 #[test]
-fn a_killed_run_leaves_its_program_under_its_limit_and_then_nothing() {
+fn a_program_keeps_its_limit_after_its_run_was_killed() {
     let cluster = Cluster::up(3, "128M");
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     let program = program_of(&run);
     processes::signal(run.pid(), Signal::KILL);
-    assert!(processes::is_alive(program), "the program outlives who started it, as under a shell");
+    assert!(processes::is_alive(program), "the program survives `aquifer run`, as under a shell");
     processes::signal(program, Signal::KILL);
     let _ = run.wait();
     cluster.assert_all_free();
@@ -87,9 +88,9 @@ fn two_runs_side_by_side_do_not_harm_each_other() {
 }
 
 #[test]
-fn a_full_pool_ends_who_filled_it_and_nobody_else() {
+fn a_full_pool_ends_only_the_program_that_filled_it() {
     let cluster = Cluster::up(1, "32M");
-    // It fits into its limit and needs nothing of the pool.
+    // This program fits into its limit and uses no memory of the pool.
     let modest = endless(&cluster, "128M", "32M");
     let modest_program = program_of(&modest);
     let greedy = start_checker(&cluster, LIMIT, &["pages", "--bytes", "256M"]).wait();
@@ -112,12 +113,12 @@ fn kill_the_node(fabric: &str) {
     let cluster = Cluster::up_with(1, "256M", &["--fabric", fabric]);
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
-    processes::signal(cluster.part("node", None), Signal::KILL);
+    processes::signal(cluster.daemon("node", None), Signal::KILL);
     let outcome = run.wait();
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("memory node"), "it should name the node: {}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
-    // What died is brought back, and works.
+    // The node is started again, and works.
     let up = cluster
         .command()
         .args(["up", "--nodes", "1", "--memory", "256M"])
@@ -130,26 +131,26 @@ fn kill_the_node(fabric: &str) {
     cluster.assert_all_free();
 }
 
-/// A node that stands still is waited for, as long as its host acknowledges what it is sent.
+/// Programs wait for a stopped node, as long as its machine acknowledges packets.
 #[test]
 fn a_stopped_node_is_waited_for() {
     const LOOKS: usize = 40;
     let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 64 << 20);
-    let node = cluster.part("node", Some(1));
+    let node = cluster.daemon("node", Some(1));
     processes::signal(node, Signal::STOP);
     let program = program_of(&run);
     let (mut last, mut looks) = (0, 0);
-    eventually("the program to stand still too", || {
+    eventually("the program to wait, too", || {
         let faults = processes::faults(program);
         looks = if faults == last { looks + 1 } else { 0 };
         last = faults;
         (looks >= LOOKS).then_some(())
     });
-    assert!(processes::is_alive(program), "a node that only stands still has cost a program its life");
+    assert!(processes::is_alive(program), "a stopped node must not end a program");
     processes::signal(node, Signal::CONT);
-    run.wait().assert_success("the run beside a node that stood still");
+    run.wait().assert_success("the run with a node that was stopped");
     cluster.assert_all_free();
 }
 
@@ -159,7 +160,7 @@ fn without_its_agent_a_program_waits_and_ends_with_a_message() {
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     let program = program_of(&run);
-    processes::signal(cluster.part("agent", None), Signal::KILL);
+    processes::signal(cluster.daemon("agent", None), Signal::KILL);
     let outcome = run.wait();
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("agent"), "it should say why: {}", outcome.stderr);
@@ -172,7 +173,7 @@ fn without_its_agent_a_program_waits_and_ends_with_a_message() {
 }
 
 #[test]
-fn going_down_ends_programs_with_a_message() {
+fn aquifer_down_ends_programs_with_a_message() {
     let cluster = Cluster::up(1, "256M");
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
@@ -182,15 +183,15 @@ fn going_down_ends_programs_with_a_message() {
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
-    assert_eq!(cluster.parts(), Vec::<u32>::new());
+    assert_eq!(cluster.daemons(), Vec::<u32>::new());
 }
 
 #[test]
-fn a_restarted_keeper_is_given_everything_again() {
+fn a_restarted_keeper_gets_all_items_again() {
     let cluster = Cluster::up(1, "256M");
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 32 << 20);
-    processes::signal(cluster.part("keeper", None), Signal::KILL);
+    processes::signal(cluster.daemon("keeper", None), Signal::KILL);
     let up = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(up.status.success(), "{}", text(&up.stderr));
     run.wait().assert_success("a run whose keeper was replaced");
@@ -220,14 +221,15 @@ fn clusters_live_side_by_side() {
 mod long {
     use super::*;
 
-    /// Nobody is left who knows what the host held, but the memory nodes' logs: the next agent reads it there, when the lease is over.
+    /// Agent and keeper are dead, and only the nodes' logs record the host's memory. The next agent
+    /// frees it from there once the lease has ended.
     #[test]
-    fn what_a_host_held_that_died_for_good_is_given_back() {
+    fn memory_of_a_dead_host_is_freed() {
         let cluster = Cluster::up_with(2, "128M", &["--grace", "1s"]);
         let run = endless(&cluster, LIMIT, "128M");
         await_paging(&cluster, 64 << 20);
-        let parts = ["keeper", "agent"].map(|part| cluster.part(part, None));
-        // It does not go on when nobody holds its memory any more, and so ends by no other than this.
+        let parts = ["keeper", "agent"].map(|part| cluster.daemon(part, None));
+        // The program waits for its memory for ever, so the test kills it.
         processes::signal(program_of(&run), Signal::STOP);
         for process in parts.into_iter().chain([program_of(&run), run.pid()]) {
             processes::signal(process, Signal::KILL);
@@ -238,7 +240,7 @@ mod long {
         cluster.assert_all_free();
         start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "1"])
             .wait()
-            .assert_success("a run in the memory that was given back");
+            .assert_success("a run in the freed memory");
         cluster.assert_all_free();
     }
 

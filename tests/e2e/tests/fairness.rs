@@ -1,6 +1,7 @@
-//! A program that asks for as many pages as it can beside one that asks for few: in the same agent, from the same memory nodes.
+//! A program with as many page faults as possible beside one with few, on the same agent and nodes.
 //!
-//! How their faults divide depends on the machine's scheduler, and is a figure of the benches. What each gets of the mempool is `aquifer_pager::share`'s.
+//! The division of faults depends on the machine's scheduler; benches measure it. The division of
+//! the mempool is tested in `aquifer_pager`.
 
 use aquifer_tests_e2e::run::{Running, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};

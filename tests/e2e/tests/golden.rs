@@ -1,4 +1,4 @@
-//! Golden names: the metrics of a node and of an agent, with every value struck out.
+//! Golden names: the metrics of a node and of an agent, without their values.
 //! A changed golden file needs a line in CHANGELOG: dashboards depend on names and labels.
 //!
 //! Golden descriptors of `docs/formats/ipc.md`: which ones the keeper holds, in which order.
@@ -10,13 +10,14 @@ use std::process::Stdio;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_client::Session;
 use aquifer_ipc::{Frame, HeldKind, KeeperShare};
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::golden;
 use aquifer_tests_support::openmetrics::send_request;
 
-/// The text, with `*` for each value, and for each value of a label but the bounds of histograms.
-fn struck_out(place: &str) -> String {
+/// The metrics, with `*` for each value, and for each value of a label except the bounds of
+/// histograms.
+fn without_values(place: &str) -> String {
     let answer = send_request(place, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it answers");
     let mut lines = Vec::new();
     for line in answer.body.lines() {
@@ -33,7 +34,7 @@ fn struck_out(place: &str) -> String {
         }
         struck.pop();
         let line = struck + " *";
-        // Rows that differ in values alone are one.
+        // Rows that differ only in values become one.
         if lines.last() != Some(&line) {
             lines.push(line);
         }
@@ -42,16 +43,16 @@ fn struck_out(place: &str) -> String {
 }
 
 #[test]
-fn golden_figures_of_a_node_and_an_agent() {
+fn golden_metrics_of_a_node_and_an_agent() {
     let cluster = Cluster::up_with(1, "64M", &["--fabric", "tcp"]);
     let [node_place, agent_place] = ["node", "agent"]
         .map(|part| format!("unix:{}", cluster.state().join(part).with_extension("metrics").display()));
     let words = ["node", "--id", "2", "--memory", "64M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
-    let node = Part::start_here(cluster.state(), &words);
-    processes::kill(cluster.part("agent", None));
-    let agent = Part::start_here(cluster.state(), &["agent", "--metrics", &agent_place]);
+    let node = RunningDaemon::start_here(cluster.state(), &words);
+    processes::kill(cluster.daemon("agent", None));
+    let agent = RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", &agent_place]);
 
-    // A run and a session, so that rows of both are there.
+    // A run and a session, so that both have rows.
     let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
     let _extents = session.allocate_many(2 << 20, 20).expect("there is room");
     let checker = build::programs().join("checker");
@@ -59,12 +60,12 @@ fn golden_figures_of_a_node_and_an_agent() {
     let mut run = cluster.run_command("16M", &program).stdout(Stdio::null()).spawn().expect("it starts");
     let mut agent_text = String::new();
     eventually("rows of the run, and operations at the node", || {
-        agent_text = struck_out(&agent_place);
+        agent_text = without_values(&agent_place);
         let has_run = agent_text.contains("aquifer_agent_faults_total{");
-        let has_served = struck_out(&node_place).contains("aquifer_node_served_bytes_total{");
+        let has_served = without_values(&node_place).contains("aquifer_node_served_bytes_total{");
         (has_run && has_served).then_some(())
     });
-    let node_text = struck_out(&node_place);
+    let node_text = without_values(&node_place);
     run.kill().and_then(|()| run.wait()).expect("it is ours");
 
     let mut golden = golden!("metrics-node");
@@ -76,7 +77,7 @@ fn golden_figures_of_a_node_and_an_agent() {
     drop((session, agent, node));
 }
 
-/// The kind of a descriptor; of memory also its size.
+/// The kind of a descriptor, and the size of memory.
 fn kind_of(fd: &OwnedFd) -> String {
     let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).expect("it is open");
     let link = link.to_str().expect("the kernel writes ASCII");
@@ -112,12 +113,12 @@ fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
             HeldKind::Session => "session",
             HeldKind::Node => "node",
         };
-        // Orphans come from the shadow of the dead agent, sooner or later.
+        // The shadow of the dead agent sends orphans at any time.
         if put.kind != HeldKind::Orphan {
             let fds: Vec<String> = fds.iter().map(kind_of).collect();
             lines.push(format!("{kind}: {}", fds.join(", ")));
         }
-        next = receive_frame(&socket).expect("the keeper goes on");
+        next = receive_frame(&socket).expect("the keeper continues");
     }
     assert!(matches!(next.0, Frame::Sync), "{:?}", next.0);
     lines
@@ -135,8 +136,8 @@ fn golden_descriptors_that_the_keeper_holds() {
         let status = cluster.status();
         (status["agent"]["runs"][0]["faults"].as_u64()? > 0).then_some(())
     });
-    processes::kill(cluster.part("node", Some(1)));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(1)));
+    processes::kill(cluster.daemon("agent", None));
     let mut lines = held(&cluster, KeeperShare::Agent);
     lines.extend(held(&cluster, KeeperShare::Node(1)));
     for pid in processes::descendants(run.id()) {

@@ -1,4 +1,4 @@
-//! The agent's socket against those who speak nonsense, old versions and other people's tokens, while a program runs.
+//! Invalid frames, old versions and forged tokens at the agent's socket, while a program runs.
 
 use std::os::unix::process::ExitStatusExt;
 
@@ -31,10 +31,10 @@ fn bytes_of(frame: &Frame) -> Vec<u8> {
     bytes
 }
 
-/// What the agent answers to one packet.
+/// The agent's answer to one packet.
 fn answer(cluster: &Cluster, bytes: &[u8]) -> Option<Frame> {
     let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
-    // An agent may hang up before it has read everything.
+    // The agent may close the connection before it has read the packet.
     let _ = connection.send(bytes);
     connection.receive().expect("an answer or an end")
 }
@@ -50,8 +50,8 @@ fn assert_serves(cluster: &Cluster) {
     assert!(status(cluster.agent_socket()).is_some(), "the agent answers no more");
 }
 
-/// A program that must not notice any of it.
-fn bystander(cluster: &Cluster) -> Running {
+/// A program that must not be affected.
+fn unaffected_program(cluster: &Cluster) -> Running {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "96M", "--rounds", "2"];
     Running::start(&mut cluster.run_command("24M", &program), false, mempool_share(cluster.agent_socket()))
@@ -60,7 +60,7 @@ fn bystander(cluster: &Cluster) -> Running {
 #[test]
 fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     let cluster = Cluster::up(1, "256M");
-    let program = bystander(&cluster);
+    let program = unaffected_program(&cluster);
     let open = bytes_of(&Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 1, name: "name".into() }));
     for end in 1..open.len() {
         refusal(&cluster, &open[..end]);
@@ -100,7 +100,7 @@ fn the_corpus_of_the_parser_does_no_harm_to_the_agent() {
         let bytes = std::fs::read(path).expect("a file of the corpus can be read");
         let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
         let _ = connection.send(&bytes);
-        // A frame that opens a run is answered and then waited on: hanging up ends it.
+        // A frame that opens a run keeps the connection open; closing it ends the run.
         drop(connection);
         files += 1;
     }
@@ -116,7 +116,7 @@ fn a_forged_token_opens_nothing() {
         let reason = refusal(&cluster, &bytes_of(&hello(RunToken([7; 16]), is_child)));
         assert!(reason.contains("no such run"), "{reason}");
     }
-    // A program that was given somebody's guess refuses to run unpaged.
+    // A program with a forged token does not run without paging.
     let path = cluster.agent_socket().to_str().expect("a plain path");
     let mut command = std::process::Command::new("true");
     command.env("LD_PRELOAD", build::binary().with_file_name("libaquifer_shim.so"));
@@ -148,7 +148,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
 }
 
 #[test]
-fn those_who_connect_and_say_nothing_keep_nobody_waiting() {
+fn silent_connections_do_not_delay_others() {
     let cluster = Cluster::up(1, "64M");
     let silent: Vec<_> =
         (0..200).map(|_| Connection::open(cluster.agent_socket()).expect("the agent listens")).collect();

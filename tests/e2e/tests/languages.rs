@@ -1,4 +1,4 @@
-//! Programs in languages that manage memory in their own ways, in a part of what they take.
+//! Programs in languages with their own memory management, with a part of their memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,7 +22,7 @@ fn check_java(collector: &str) {
     compare(&cluster, Case { program: &program, forks: false });
 }
 
-/// Built in a folder, without a network.
+/// Builds a Go program in a folder, without a network.
 fn build_go(folder: &Path, name: &str, cgo: &str, sources: &[&str]) -> PathBuf {
     let program = folder.join(name);
     let mut compiler = Command::new("go");
@@ -46,7 +46,7 @@ mod long {
     }
 
     #[test]
-    fn go_that_is_linked_with_libc() {
+    fn go_linked_with_libc() {
         let cluster = Cluster::up(2, "512M");
         let program = build_go(cluster.state(), "check-cgo", "1", &["check.go", "check_cgo.go"]);
         let program = [program.to_str().expect("a plain path"), "128"];
@@ -54,7 +54,7 @@ mod long {
     }
 
     #[test]
-    fn go_that_is_static_is_refused_with_the_way_out() {
+    fn a_static_go_program_is_refused_with_instructions() {
         let cluster = Cluster::up(1, "64M");
         let program = build_go(cluster.state(), "check-static", "0", &["check.go"]);
         let output = cluster.run("64M", &[program.to_str().expect("a plain path"), "16"]);

@@ -1,4 +1,4 @@
-//! One large run: what only shows with millions of pages.
+//! A run with millions of pages.
 
 use std::time::Duration;
 
@@ -12,7 +12,8 @@ const GIB: u64 = 1 << 30;
 mod long {
     use super::*;
 
-    /// Two copies of 7 GiB on three nodes of 6 GiB; when one of them has died, what is left holds each page once at least.
+    /// Two replicas of 7 GiB on three nodes of 6 GiB. After the death of a node, the others hold at
+    /// least one replica of each page.
     #[test]
     fn eight_gib_in_one_with_two_copies_survive_a_node() {
         let mut cluster = Cluster::up_with(3, "6G", &["--mempool", "512M"]);
@@ -24,7 +25,7 @@ mod long {
             let status = status(cluster.agent_socket())?;
             (find(&status, "remote_bytes")?.as_u64()? >= 10 * GIB).then_some(())
         });
-        processes::signal(cluster.part("node", Some(2)), Signal::KILL);
+        processes::signal(cluster.daemon("node", Some(2)), Signal::KILL);
         run.wait_for(Duration::from_secs(1500)).assert_success("the checker of 8 GiB");
     }
 }

@@ -1,4 +1,4 @@
-//! A node lends more and less while a program that checks every byte of its memory has most of it there.
+//! A node lends more and less while a program has most of its memory there and checks every byte.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -18,9 +18,9 @@ fn node(cluster: &Cluster, name: &str) -> u64 {
     cluster.status()["nodes"][0][name].as_u64().expect("a figure")
 }
 
-/// What the system has given the node's memory.
+/// Bytes of the node's memory that the system has allocated.
 fn allocated_bytes(cluster: &Cluster) -> u64 {
-    let folder = format!("/proc/{}/fd", cluster.part("node", Some(1)));
+    let folder = format!("/proc/{}/fd", cluster.daemon("node", Some(1)));
     let files = std::fs::read_dir(folder).expect("it lives").map(|file| file.expect("it is listed").path());
     let is_memory = |path: &std::path::PathBuf| {
         std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().contains("memfd:aquifer-pool"))
@@ -36,7 +36,7 @@ fn await_run(cluster: &Cluster, what: &str, mut fits: impl FnMut(&Value) -> bool
     });
 }
 
-fn a_program_goes_on_while_its_node_changes(fabric: &str) {
+fn a_program_continues_while_its_node_is_resized(fabric: &str) {
     let options = ["--memory-max", "256M", "--mempool", "16M", "--fabric", fabric];
     let cluster = Cluster::up_with(1, "128M", &options);
     let checker = build::programs().join("checker");
@@ -46,7 +46,7 @@ fn a_program_goes_on_while_its_node_changes(fabric: &str) {
         run["remote_bytes"].as_u64().is_some_and(|bytes| bytes >= 60 * MIB)
     });
     lend(&cluster, &["2M", "--no-wait"]);
-    // It takes what is free, and nothing else.
+    // The node takes free memory only.
     eventually("it to have taken what is free", || {
         (node(&cluster, "memory_bytes") < 128 * MIB).then_some(())
     });
@@ -67,7 +67,7 @@ fn a_program_goes_on_while_its_node_changes(fabric: &str) {
     processes::kill(program);
     let outcome = run.wait();
     assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
-    // Now that nobody uses it all is given back to the system, but for the metadata.
+    // All memory is free now, so the node returns it to the system, except the metadata.
     lend(&cluster, &["0"]);
     assert!(allocated_bytes(&cluster) < 8 * MIB);
     lend(&cluster, &["64M"]);
@@ -75,11 +75,11 @@ fn a_program_goes_on_while_its_node_changes(fabric: &str) {
 }
 
 #[test]
-fn a_program_goes_on_while_its_node_lends_less_and_more() {
-    a_program_goes_on_while_its_node_changes("shm");
+fn a_program_continues_while_its_node_lends_less_and_more() {
+    a_program_continues_while_its_node_is_resized("shm");
 }
 
 #[test]
-fn a_program_goes_on_while_its_node_lends_less_and_more_over_tcp() {
-    a_program_goes_on_while_its_node_changes("tcp");
+fn a_program_continues_while_its_node_lends_less_and_more_over_tcp() {
+    a_program_continues_while_its_node_is_resized("tcp");
 }

@@ -1,10 +1,11 @@
-//! Programs stay within their limit; and the limit of a running program is changed while it checks every byte of its own memory.
+//! Limits of programs, and changes of the limit while a program checks every byte of its own
+//! memory.
 
 use std::fs::OpenOptions;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, status};
-use aquifer_tests_e2e::steps::{Steps, judge, judge_all};
+use aquifer_tests_e2e::steps::{Steps, assert_all_within_limit, assert_within_limit};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use serde_json::Value;
 
@@ -40,7 +41,7 @@ fn judge_checker(limit: u64, options: &[&str]) {
         vec![checker.to_str().expect("a plain path"), "steps", "--bytes", "128M", "--rounds", "1"];
     program.extend(options);
     let cluster = Cluster::up(2, "256M");
-    judge(&cluster, &mut cluster.run_command(&limit.to_string(), &program), limit);
+    assert_within_limit(&cluster, &mut cluster.run_command(&limit.to_string(), &program), limit);
     cluster.assert_all_free();
 }
 
@@ -64,7 +65,7 @@ fn the_processes_of_a_run_share_one_limit() {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, &path, rustix::fs::FileType::Fifo, mode, 0)
             .expect("a pipe with a name");
-        // Both ends at once: opening does not wait for the program.
+        // Opened for reading and writing, so that opening does not wait for the program.
         OpenOptions::new().read(true).write(true).open(&path).expect("our own pipe")
     };
     let mut checkers = [1, 2].map(|n| Steps::new(pipe(&format!("to{n}")), pipe(&format!("from{n}"))));
@@ -73,14 +74,14 @@ fn the_processes_of_a_run_share_one_limit() {
     let folder = cluster.state().to_str().expect("a plain path");
     let program = ["sh", "-c", script, checker.to_str().expect("a plain path"), folder];
     let mut run = cluster.run_command(&LIMIT.to_string(), &program).spawn().expect("aquifer can be started");
-    judge_all(&cluster, run.id(), &mut checkers, LIMIT);
+    assert_all_within_limit(&cluster, run.id(), &mut checkers, LIMIT);
     let status = run.wait().expect("our own child can be waited for");
     assert!(status.success(), "the checkers ended with {status}");
     cluster.assert_all_free();
 }
 
 #[test]
-fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
+fn a_limit_can_be_lowered_to_a_few_pages_and_raised_again() {
     let cluster = Cluster::up(2, "256M");
     let run = start(&cluster);
     await_run(&cluster, "the program to be whole in memory", |run| figure(run, "resident_bytes") >= 90 * MIB);
@@ -92,7 +93,7 @@ fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
     set(&cluster, run.pid(), "64K");
     let held = |run: &Value| run["programs"][0]["held_bytes"].as_u64();
     await_run(&cluster, "it to have a few pages", |run| held(run).is_some_and(|held| held <= MIB / 2));
-    // It goes on even so.
+    // The program continues with few pages.
     let mut faults = None;
     await_run(&cluster, "faults to be served", |run| {
         let now = figure(run, "faults");
@@ -107,7 +108,7 @@ fn a_limit_follows_the_wish_down_to_a_few_pages_and_up_again() {
 }
 
 #[test]
-fn who_does_not_run_on_the_pool_has_no_limit() {
+fn a_process_outside_the_pool_has_no_limit() {
     let cluster = Cluster::up(1, "64M");
     let output = cluster.command().args(["limit", "1", "64M"]).output().expect("it can be started");
     assert!(!output.status.success());

@@ -1,4 +1,6 @@
-//! Real programs on real clusters. One module for each subject; those in a module `long` are for `make test-long`.
+//! End-to-end tests: real programs on real clusters.
+//!
+//! Each subject has a module. Tests in a module `long` run in `make test-long` only.
 
 mod agent_restart;
 mod bad_input;

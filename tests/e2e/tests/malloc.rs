@@ -1,5 +1,5 @@
-//! Programs whose allocator alone is on the pool, linked or preloaded: nothing is lost, the limit holds, what is freed comes back, agents die under
-//! them; and what cannot be is said.
+//! Programs with `libaquifer-malloc`, linked or preloaded: data, limit, freed memory, restarts of
+//! the agent, and error messages.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::redis::PYTHON;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, run_plainly, status};
-use aquifer_tests_e2e::steps::judge;
+use aquifer_tests_e2e::steps::assert_within_limit;
 use aquifer_tests_e2e::{Cluster, build, eventually};
 
 const MIB: u64 = 1 << 20;
 const LIMIT: u64 = 32 * MIB;
-/// What the program has beside what it allocates: its own memory, and the shim's.
+/// Memory of the program that its allocator has not allocated.
 const BESIDE: u64 = 16 * MIB;
 const THREADS: &str = "4";
 const EXIT_FAILED: i32 = aquifer_ipc::EXIT_FAILED;
@@ -28,12 +28,13 @@ fn checker() -> PathBuf {
     build::programs().join("malloccheck")
 }
 
-/// A program with the library, not started yet. It is started by a shell without it, as others that are watched are.
+/// A command that runs a program with the library preloaded, as the child of a shell without it:
+/// the sampler reads descendants only.
 fn preloaded(socket: &Path, local: Option<&str>, program: &[&str]) -> Command {
     let mut preload = std::ffi::OsString::from("LD_PRELOAD=");
     preload.push(library());
     let mut command = Command::new("sh");
-    // Without the last words the shell would become the program.
+    // Without `exit` the shell would execute the program in its own process.
     command.args(["-c", "\"$@\"; exit $?", "sh", "env"]).arg(preload);
     if let Some(local) = local {
         command.arg(format!("{LOCAL_VARIABLE}={local}"));
@@ -46,7 +47,7 @@ fn output(command: &mut Command) -> Output {
     command.stdin(Stdio::null()).output().expect("it can be started")
 }
 
-/// Run it within the limit.
+/// Runs a program with the library, within the limit.
 fn run_within(cluster: &Cluster, program: &[&str]) -> Outcome {
     let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), program);
     let outcome = Running::start(&mut command, true, mempool_share(cluster.agent_socket())).wait();
@@ -66,7 +67,7 @@ fn the_arena_stays_within_the_limit_as_it_grows() {
     let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "192M", "--rounds", "1"];
     let cluster = Cluster::up(2, "256M");
     let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
-    judge(&cluster, &mut command, LIMIT + BESIDE);
+    assert_within_limit(&cluster, &mut command, LIMIT + BESIDE);
     cluster.assert_all_free();
 }
 
@@ -83,7 +84,7 @@ fn functions_do_what_the_manual_says() {
     cluster.assert_all_free();
 }
 
-/// A program that stops at some places, and says where.
+/// A program that prints a line at some places and waits there.
 struct Stopping {
     child: Child,
     stdin: ChildStdin,
@@ -105,13 +106,13 @@ impl Stopping {
         assert_eq!(line.trim(), place);
     }
 
-    fn go_on(&mut self) {
+    fn proceed(&mut self) {
         self.stdin.write_all(b"\n").expect("it reads");
     }
 }
 
 #[test]
-fn what_is_freed_goes_back_to_the_nodes() {
+fn freed_memory_is_freed_on_the_nodes() {
     let cluster = Cluster::up(1, "512M");
     let (checker, bytes) = (checker(), (6 * LIMIT).to_string());
     let program = [checker.to_str().expect("a plain path"), "giveback", &bytes];
@@ -120,15 +121,15 @@ fn what_is_freed_goes_back_to_the_nodes() {
     let remote_bytes = || figure(&cluster, "remote_bytes").expect("the agent answers");
     program.await_place("held");
     eventually("most of it to be on the node", || (remote_bytes() > 4 * LIMIT).then_some(()));
-    program.go_on();
+    program.proceed();
     program.await_place("freed");
-    eventually("it to be given back", || (remote_bytes() < LIMIT / 2).then_some(()));
-    program.go_on();
+    eventually("the memory to be freed", || (remote_bytes() < LIMIT / 2).then_some(()));
+    program.proceed();
     assert!(program.child.wait().expect("it ends").success());
     cluster.assert_all_free();
 }
 
-/// Objects by the hundred thousand, a database in memory, and a child that checks all.
+/// A Python program with 100,000s of objects, a database in memory, and a child that checks all.
 const PYTHON_WORK: &str = r#"
 import hashlib, os, sqlite3, sys
 def value(i): return hashlib.sha256(str(i).encode()).digest() * 20
@@ -148,7 +149,7 @@ print("all is there")
 "#;
 
 #[test]
-fn an_unmodified_program_does_the_same_as_ever() {
+fn an_unmodified_program_has_the_same_output() {
     let plain = run_plainly(&["env", "PYTHONMALLOC=malloc", PYTHON, "-c", PYTHON_WORK], true);
     plain.assert_success("the plain run");
     let cluster = Cluster::up_with(2, "512M", &["--fabric", "tcp"]);
@@ -157,7 +158,7 @@ fn an_unmodified_program_does_the_same_as_ever() {
     cluster.assert_all_free();
 }
 
-/// Memory that a program maps by itself is not the allocator's: it is not paged, and does not count.
+/// Memory that a program maps itself is not paged, and does not count towards the limit.
 #[test]
 fn other_memory_of_the_program_neither_counts_nor_is_paged() {
     let cluster = Cluster::up(1, "512M");
@@ -167,7 +168,8 @@ fn other_memory_of_the_program_neither_counts_nor_is_paged() {
                 blocks = [bytes([i & 255]) * 100000 for i in range(1000)]\n\
                 assert all(block == bytes([i & 255]) * 100000 for i, block in enumerate(blocks))\n\
                 assert all(m[at] == at >> 12 & 255 for at in range(0, 200 << 20, 4096))\n\
-                resident = next(int(l.split()[1]) >> 10 for l in open('/proc/self/status') if l.startswith('RssAnon'))\n\
+                resident = next(int(l.split()[1]) >> 10 for l in open('/proc/self/status') if \
+                l.startswith('RssAnon'))\n\
                 assert 200 <= resident < 300, resident\n\
                 print('both are there')\n";
     let program = ["PYTHONMALLOC=malloc", PYTHON, "-c", work];
@@ -178,7 +180,7 @@ fn other_memory_of_the_program_neither_counts_nor_is_paged() {
 }
 
 #[test]
-fn a_child_outlives_the_parent_that_opened_the_run() {
+fn a_child_survives_the_parent_that_opened_the_run() {
     let cluster = Cluster::up(1, "512M");
     let work = "import os\n\
                 blocks = [bytes([i & 255]) * 50000 for i in range(3000)]\n\
@@ -191,14 +193,14 @@ fn a_child_outlives_the_parent_that_opened_the_run() {
                 assert all(block == bytes([i & 255]) * 50001 for i, block in enumerate(more))\n\
                 print('it went on')\n";
     let program = ["PYTHONMALLOC=malloc", PYTHON, "-c", work];
-    // The output ends when the child has.
+    // The output ends with the child.
     let output = output(&mut preloaded(cluster.agent_socket(), Some("24M"), &program));
     assert_eq!(text(&output.stdout), "it went on\n", "{}", text(&output.stderr));
     cluster.assert_all_free();
 }
 
 #[test]
-fn what_cannot_be_is_said_and_ends_the_program() {
+fn an_error_is_printed_and_ends_the_program() {
     let nowhere = Path::new("/nowhere/agent.sock");
     let checker = checker();
     let program = [checker.to_str().expect("a plain path"), "functions"];
@@ -225,7 +227,7 @@ fn what_cannot_be_is_said_and_ends_the_program() {
 fn without_a_limit_it_is_an_ordinary_allocator() {
     let checker = checker();
     let program = [checker.to_str().expect("a plain path"), "torture", "60000000", THREADS];
-    // There is no agent, and it asks for none.
+    // There is no agent, and the library does not connect to one.
     let output = output(&mut preloaded(Path::new("/nowhere/agent.sock"), None, &program));
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(
@@ -238,7 +240,7 @@ mod long {
     use super::*;
 
     #[test]
-    fn agents_that_die_lose_nothing() {
+    fn nothing_is_lost_when_agents_die() {
         let cluster = Cluster::up(2, "512M");
         let mut run = Running::start(&mut torture(&cluster), true, Box::new(|| 0));
         let mut restarts = 0;
@@ -260,7 +262,7 @@ mod long {
     }
 
     #[test]
-    fn four_times_the_limit_is_as_it_was_written_in_parent_and_child() {
+    fn parent_and_child_keep_four_times_the_limit() {
         let cluster = Cluster::up(2, "512M");
         let (checker, bytes) = (checker(), (4 * LIMIT).to_string());
         run_within(&cluster, &[checker.to_str().expect("a plain path"), "torture", &bytes, THREADS]);
@@ -281,10 +283,10 @@ mod long {
     }
 
     #[test]
-    fn a_linked_program_is_as_a_preloaded_one() {
+    fn a_linked_program_works_like_a_preloaded_one() {
         let cluster = Cluster::up(1, "512M");
         let folder = tempfile::tempdir().expect("a folder");
-        // As it is installed.
+        // The name of the installed library.
         std::fs::copy(library(), folder.path().join("libaquifer-malloc.so"))
             .expect("the library can be copied");
         let source = std::fs::read_to_string(build::sources().join("malloccheck.c")).expect("its source");
@@ -307,7 +309,7 @@ mod long {
             let output = output(&mut command);
             assert!(output.status.success(), "{}", text(&output.stderr));
         };
-        // Of all runs of this user, those that the agent has closed.
+        // The sum over this user's runs, closed ones included.
         let faults = || {
             eventually("the run to be closed", || {
                 let status = status(cluster.agent_socket()).expect("the agent answers");

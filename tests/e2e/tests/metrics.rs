@@ -1,17 +1,17 @@
-//! Figures are fetched as a scraper does, from an agent and a node that page a program.
+//! Metrics of an agent and a node that page a program, fetched as Prometheus does.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::openmetrics::{MetricSamples, scrape, send_request};
 
 const LIMIT: &str = "32M";
-/// What is on the cluster's own node at most; the rest is on the one that is scraped.
+/// Memory of the cluster's own node. The rest of the program is on the node that is scraped.
 const OWN: &str = "64M";
 const FAULTS: &str = "aquifer_agent_faults_total";
 
@@ -26,7 +26,7 @@ fn free_port() -> String {
     held.local_addr().expect("it is bound").to_string()
 }
 
-/// Scrape until the sum of a name is more than `than`; all that was told then.
+/// Scrapes until the sum of a metric exceeds `than`, and returns that scrape.
 fn until_more(place: &str, name: &str, than: f64) -> MetricSamples {
     eventually(&format!("{name} above {than}"), || {
         let samples = scrape(place).unwrap_or_else(|why| panic!("{why}"));
@@ -34,11 +34,11 @@ fn until_more(place: &str, name: &str, than: f64) -> MetricSamples {
     })
 }
 
-fn agent(cluster: &Cluster, place: &str) -> Part {
-    Part::start_here(cluster.state(), &["agent", "--metrics", place])
+fn agent(cluster: &Cluster, place: &str) -> RunningDaemon {
+    RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", place])
 }
 
-/// Nothing that is said to the agent's figures harms the agent.
+/// Sends invalid requests to the metrics server of the agent.
 fn hostile(place: &str) {
     let mut open = Vec::new();
     for said in [
@@ -62,7 +62,7 @@ fn hostile(place: &str) {
 }
 
 #[test]
-fn figures_are_for_this_machine_alone() {
+fn metrics_are_served_on_this_machine_only() {
     let state = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
     let said = |words: &[&str]| {
         let mut command = Command::new(build::binary());
@@ -79,7 +79,7 @@ fn figures_are_for_this_machine_alone() {
         let why = said(&[part, &["--config", file.to_str().expect("a plain path")]].concat());
         assert!(why.contains("settings.toml") && why.contains("other machines"), "{why}");
     }
-    // A place that is taken is said before anything is lent.
+    // An address in use is reported before the node lends memory.
     let held = TcpListener::bind("127.0.0.1:0").expect("a free port");
     let place = held.local_addr().expect("it is bound").to_string();
     let why = said(&["node", "--id", "1", "--memory", "8M", "--metrics", &place]);
@@ -90,14 +90,14 @@ mod long {
     use super::*;
 
     #[test]
-    fn figures_of_a_program_grow_at_the_agent_and_at_the_node() {
+    fn metrics_of_a_program_grow_at_the_agent_and_at_the_node() {
         let cluster = Cluster::up_with(1, OWN, &["--fabric", "tcp"]);
         let socket = cluster.state().join("node.metrics");
         let node_place = format!("unix:{}", socket.display());
         let words =
             ["node", "--id", "2", "--memory", "256M", "--listen", "127.0.0.1:0", "--metrics", &node_place];
-        let node = Part::start_here(cluster.state(), &words);
-        processes::kill(cluster.part("agent", None));
+        let node = RunningDaemon::start_here(cluster.state(), &words);
+        processes::kill(cluster.daemon("agent", None));
         let place = free_port();
         let first = agent(&cluster, &place);
         let idle = scrape(&place).expect("they are right");
@@ -129,7 +129,7 @@ mod long {
         let bytes = sum("aquifer_node_served_bytes_total");
         until_more(&node_place, "aquifer_node_served_bytes_total", bytes);
 
-        // The next agent serves figures at the same place, from 0 on, of the same run.
+        // The next agent serves metrics of the same run at the same address, counted from 0.
         let runs = |samples: &MetricSamples| {
             samples.of(FAULTS, &[]).filter_map(|sample| sample.labels.get("run").cloned()).collect::<Vec<_>>()
         };
@@ -141,7 +141,7 @@ mod long {
         run.wait().assert_success("the checker that was watched");
 
         until_more(&place, "aquifer_agent_lease_renewals_total", 0.0);
-        // What is over is counted for its tenant, and no run is left.
+        // The counters of ended runs are those of their tenant, and there is no run.
         let after = eventually("the run to be gone", || {
             scrape(&place).ok().filter(|samples| samples.sum(FAULTS, &[]).is_none())
         });
@@ -149,7 +149,7 @@ mod long {
             after.sum("aquifer_agent_tenant_faults_total", &[("tenant", &own)]).is_some_and(|sum| sum > 0.0)
         );
         assert_eq!(after.sum("aquifer_agent_tenant_runs", &[]), Some(0.0));
-        // What it had is cleared by its node, over its own fabric.
+        // The node clears the freed memory over its own fabric.
         until_more(&node_place, "aquifer_node_cleared_bytes_total", 0.0);
         let status = cluster.status();
         let tenant = &status["agent"]["tenants"][0];
@@ -158,7 +158,7 @@ mod long {
         drop(second);
         drop(node);
         assert!(!socket.exists() && scrape(&place).is_err());
-        // The cluster goes down with all its parts.
+        // All daemons of the cluster are stopped.
         let up = cluster.command().arg("up").output().expect("aquifer can be started");
         assert!(up.status.success(), "{}", text(&up.stderr));
     }

@@ -1,40 +1,40 @@
-//! A cluster as on real hosts: each part in a network namespace with an address of its own, wires with delays, a real etcd.
+//! A cluster on hosts in network namespaces, with delays on the network and with etcd.
 
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use aquifer_tests_e2e::network::{Machine, Network, Part};
+use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually};
 use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use tempfile::TempDir;
 
-/// One way, to a node and to etcd.
+/// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
 const LIMIT: &str = "8M";
 const BYTES: &str = "16M";
 const NODES: u8 = 3;
 
-/// A node, and the relays between it and the rest.
+/// A node, and the relays between it and the other hosts.
 struct Node {
-    // It ends while it can still say goodbye.
-    _part: Part,
+    // Dropped first: the node ends its lease through a relay.
+    _part: RunningDaemon,
     relay: TcpRelay,
     to_etcd: TcpRelay,
     _state: TempDir,
 }
 
-/// A host that borrows.
+/// A host with an agent.
 struct Host {
-    // The agent ends before its keeper.
-    _agent: Part,
-    _keeper: Part,
+    // Dropped before the keeper.
+    _agent: RunningDaemon,
+    _keeper: RunningDaemon,
     state: TempDir,
 }
 
-/// Dropped from the first to the last: the network goes when nobody is left in it.
+/// A cluster. Fields are dropped in their order, and the network is last.
 struct Cluster {
     hosts: Vec<Host>,
     nodes: Vec<Node>,
@@ -65,7 +65,7 @@ fn write_private(path: &Path, text: &str) {
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).expect("it is ours");
 }
 
-/// A relay at the hub, for which nobody stands in the way.
+/// A relay in the namespace of the bridge.
 fn relay(hub: &Machine, to: SocketAddr) -> TcpRelay {
     hub.inside(|| TcpRelay::start(SocketAddr::new(hub.address, 0), to, DELAY))
         .expect("the hub has free ports")
@@ -81,7 +81,8 @@ impl Node {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let config = state.path().join("node.toml");
         let text = format!(
-            "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \"{}\"\nencrypt = true\n\
+            "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \
+                \"{}\"\nencrypt = true\n\
              [directory]\naddress = \"etcd://{}/net\"\n",
             relay_to_node.address(),
             key.display(),
@@ -89,17 +90,17 @@ impl Node {
         );
         std::fs::write(&config, text).expect("a temporary file can be written");
         let config = config.to_str().expect("a plain path").to_owned();
-        let part = Part::start(&machine, state.path(), &["node", "--config", &config]);
+        let part = RunningDaemon::start(&machine, state.path(), &["node", "--config", &config]);
         Self { _part: part, relay: relay_to_node, to_etcd, _state: state }
     }
 
-    /// Nothing comes through to it or from it, and nobody is told.
+    /// Discards all packets to and from the node, without an error to either end.
     fn cut_off(&self) {
         self.relay.stop();
         self.to_etcd.stop();
     }
 
-    fn let_back(&self) {
+    fn reconnect(&self) {
         self.relay.resume();
         self.to_etcd.resume();
     }
@@ -109,15 +110,15 @@ impl Host {
     fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, key: &Path) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        let keeper = Part::start(&machine, state.path(), &["keeper"]);
+        let keeper = RunningDaemon::start(&machine, state.path(), &["keeper"]);
         let directory = format!("{}/net", etcd.address());
         let key = key.to_str().expect("a plain path");
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
-        let agent = Part::start(&machine, state.path(), &words);
+        let agent = RunningDaemon::start(&machine, state.path(), &words);
         Self { _agent: agent, _keeper: keeper, state }
     }
 
-    /// Wait until its agent sees so many nodes that it can use.
+    /// Waits until its agent has this number of usable nodes.
     fn await_nodes(&self, count: usize) {
         eventually(&format!("the agent to see {count} nodes"), || {
             let nodes = status(&self.state.path().join("agent.sock"))?["nodes"].as_array()?.len();
@@ -150,18 +151,18 @@ fn assert_no_wrong_byte(outcome: &Outcome) {
 #[test]
 fn hosts_and_nodes_on_a_network_of_their_own() {
     let cluster = Cluster::up();
-    // Both hosts at once, in half of the memory.
+    // Both hosts at the same time, with half of the memory.
     let runs: Vec<_> = cluster.hosts.iter().map(|host| host.checker("1")).collect();
     for run in runs {
         run.wait().assert_success("the checker on a host of its own");
     }
-    // An etcd that is out of reach of one node for a while costs nothing but its place in the directory.
+    // A node that cannot reach etcd for a while loses only its record in the directory.
     cluster.nodes[0].to_etcd.stop();
     cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES) - 1));
     cluster.nodes[0].to_etcd.resume();
     cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
     cluster.hosts[1].checker("1").wait().assert_success("the checker after a node has come back");
-    // Nobody ran `aquifer up` there.
+    // This host has no cluster of `aquifer up`.
     let mut status = Command::new(build::binary());
     let told = status.arg("--state").arg(cluster.hosts[0].state.path()).arg("status").output();
     let told = String::from_utf8(told.expect("aquifer can be started").stdout).expect("text");
@@ -171,7 +172,8 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
 mod long {
     use super::*;
 
-    /// As docs/guide/cluster.md has it: its lease ends, who reads a page of it is told, and never gets a wrong one; others go on without it.
+    /// As docs/guide/cluster.md says: the node's lease ends, programs with pages on it are ended
+    /// with a message, and others continue.
     #[test]
     fn a_node_that_is_cut_off_costs_its_readers_a_message_and_no_wrong_byte() {
         let cluster = Cluster::up();
@@ -185,7 +187,7 @@ mod long {
         first.await_nodes(usize::from(NODES) - 1);
         second.await_nodes(usize::from(NODES) - 1);
         second.checker("1").wait().assert_success("the checker on the nodes that are left");
-        cluster.nodes[2].let_back();
+        cluster.nodes[2].reconnect();
         first.await_nodes(usize::from(NODES));
         first.checker("1").wait().assert_success("the checker when the node is back");
     }

@@ -1,11 +1,11 @@
-//! Nodes whose memory is kept are killed, or stopped, and started again under programs that check every byte of their own memory. They wait, and go on. Where nobody
-//! kept it, they are told.
+//! Restarts of nodes whose memory is kept, under programs that check every byte of their own
+//! memory. Programs end with a message if the memory was not kept.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use aquifer_tests_e2e::checked::Checked;
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::network::Part;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_node, start_missing};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
@@ -14,9 +14,9 @@ use rustix::process::Signal;
 /// The checker's memory and its limit: a quarter.
 const BYTES: &str = "64M";
 const LIMIT: &str = "18M";
-/// Enough to meet the nodes in the middle of many things.
+/// Most restarts of nodes under one program.
 const RESTARTS_MAX: usize = 8;
-/// Faults that the agent serves before the next node goes.
+/// Faults that the agent serves before the next restart.
 const FAULTS: u64 = 300;
 const NODES: usize = 2;
 
@@ -24,8 +24,8 @@ fn cluster(fabric: &str) -> Cluster {
     Cluster::up_with(NODES, "512M", &["--fabric", fabric, "--keep-memory"])
 }
 
-/// Run the checker while nodes go away under it and come back, and compare with a plain run.
-fn check(fabric: &str, options: &[&str], test: &[&str], go_and_come: impl Fn(&Cluster, usize)) {
+/// Runs the checker while nodes are restarted, and compares with a plain run.
+fn check(fabric: &str, options: &[&str], test: &[&str], restart: impl Fn(&Cluster, usize)) {
     let checker = build::programs().join("checker");
     let mut program = vec![checker.to_str().expect("a plain path")];
     program.extend(test);
@@ -39,7 +39,7 @@ fn check(fabric: &str, options: &[&str], test: &[&str], go_and_come: impl Fn(&Cl
     while restarts < RESTARTS_MAX {
         let goes_on = await_time(&mut run, "faults to be served", || {
             figure(&cluster, "faults").is_some_and(|faults| {
-                // Those of an agent that is new are counted from nothing.
+                // A new agent counts from 0.
                 seen = seen.min(faults);
                 faults >= seen + FAULTS
             })
@@ -48,7 +48,7 @@ fn check(fabric: &str, options: &[&str], test: &[&str], go_and_come: impl Fn(&Cl
             break;
         }
         seen = figure(&cluster, "faults").unwrap_or(0);
-        go_and_come(&cluster, 1 + restarts % NODES);
+        restart(&cluster, 1 + restarts % NODES);
         restarts += 1;
     }
     let outcome = run.wait();
@@ -70,18 +70,18 @@ macro_rules! checks {
     };
 }
 
-/// Asked to end, as a supervisor does before it starts an upgraded one.
+/// Stops a node with SIGTERM, as an upgrade does, and starts it again.
 fn stop_and_start(cluster: &Cluster, number: usize) {
-    let node = cluster.part("node", Some(number));
+    let node = cluster.daemon("node", Some(number));
     processes::signal(node, Signal::TERM);
     eventually("the node to end", || (!processes::is_alive(node)).then_some(()));
     start_missing(cluster, &format!("Started node-{number}"));
 }
 
-/// The agent dies while the node is away, and its next one has to wait for it.
+/// Kills the agent while the node is down, so that the next agent has to wait for the node.
 fn restart_with_agent(cluster: &Cluster, number: usize) {
-    processes::kill(cluster.part("node", Some(number)));
-    processes::kill(cluster.part("agent", None));
+    processes::kill(cluster.daemon("node", Some(number)));
+    processes::kill(cluster.daemon("agent", None));
     start_missing(cluster, "Started");
 }
 
@@ -97,8 +97,8 @@ checks! {
     pages_outlive_node_and_agent_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_with_agent;
 }
 
-/// Sessions do all that sessions do while nodes go away and come back.
-fn extents_outlive_nodes(fabric: &str) {
+/// Uses sessions while nodes are restarted.
+fn extents_survive_nodes(fabric: &str) {
     let cluster = cluster(fabric);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -125,16 +125,16 @@ fn extents_outlive_nodes(fabric: &str) {
 }
 
 #[test]
-fn extents_outlive_a_nodes_process() {
-    extents_outlive_nodes("shm");
+fn extents_survive_a_restart() {
+    extents_survive_nodes("shm");
 }
 
 #[test]
-fn extents_outlive_a_nodes_process_over_tcp() {
-    extents_outlive_nodes("tcp");
+fn extents_survive_a_restart_over_tcp() {
+    extents_survive_nodes("tcp");
 }
 
-/// A program that goes on until it is ended, most of whose memory is on one node.
+/// A program that runs until it is ended, with most of its memory on one node.
 fn endless(cluster: &Cluster) -> Running {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", BYTES, "--rounds", "1000000"];
@@ -143,9 +143,10 @@ fn endless(cluster: &Cluster) -> Running {
     run
 }
 
-/// Node and agent are gone, and the agent is back first: by the directory the node is still there.
+/// Node and agent are killed, and the agent is started first, while the directory still has the
+/// node.
 #[test]
-fn an_agent_waits_for_a_node_before_it_goes_on() {
+fn an_agent_waits_for_a_node_before_it_resumes() {
     for fabric in ["shm", "tcp"] {
         let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
         let checker = build::programs().join("checker");
@@ -153,11 +154,12 @@ fn an_agent_waits_for_a_node_before_it_goes_on() {
         let mut run = Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0));
         let is_paged = || figure(&cluster, "remote_bytes").is_some_and(|bytes| bytes >= 32 << 20);
         assert!(await_time(&mut run, "a program to be paged", is_paged), "it has ended");
-        processes::kill(cluster.part("node", Some(1)));
-        processes::kill(cluster.part("agent", None));
+        processes::kill(cluster.daemon("node", Some(1)));
+        processes::kill(cluster.daemon("agent", None));
         let agent = std::thread::scope(|scope| {
-            let agent = scope.spawn(|| Part::start_here(cluster.state(), &["agent", "--grace", "30s"]));
-            // Only then does `aquifer up` know of it.
+            let agent =
+                scope.spawn(|| RunningDaemon::start_here(cluster.state(), &["agent", "--grace", "30s"]));
+            // Then `aquifer up` knows that it runs.
             eventually("the agent to have its lock", || {
                 let holder = std::fs::read_to_string(cluster.state().join("agent.lock")).ok()?;
                 holder.trim().parse().is_ok_and(processes::is_alive).then_some(())
@@ -173,7 +175,7 @@ fn an_agent_waits_for_a_node_before_it_goes_on() {
     }
 }
 
-fn assert_told(run: Running) {
+fn assert_ended_with_message(run: Running) {
     let outcome = run.wait();
     assert!(!outcome.status.success(), "it cannot have gone on");
     assert!(!outcome.stderr.contains("FAILED"), "it saw wrong memory: {}", outcome.stderr);
@@ -181,14 +183,14 @@ fn assert_told(run: Running) {
 }
 
 #[test]
-fn a_node_that_comes_back_without_its_memory_says_so() {
+fn a_node_that_restarts_without_its_memory_ends_programs() {
     for fabric in ["shm", "tcp"] {
         let cluster = Cluster::up_with(1, "512M", &["--fabric", fabric, "--keep-memory"]);
         let run = endless(&cluster);
-        processes::kill(cluster.part("keeper", None));
-        processes::kill(cluster.part("node", Some(1)));
+        processes::kill(cluster.daemon("keeper", None));
+        processes::kill(cluster.daemon("node", Some(1)));
         start_missing(&cluster, "Started");
-        assert_told(run);
+        assert_ended_with_message(run);
         cluster.assert_all_free();
     }
 }
@@ -197,17 +199,17 @@ mod long {
     use super::*;
 
     #[test]
-    fn a_node_that_does_not_come_back_is_given_up() {
+    fn a_node_that_does_not_restart_ends_programs() {
         let cluster = Cluster::up_with(1, "512M", &["--fabric", "tcp", "--keep-memory", "--grace", "3s"]);
         let run = endless(&cluster);
-        processes::kill(cluster.part("node", Some(1)));
-        assert_told(run);
+        processes::kill(cluster.daemon("node", Some(1)));
+        assert_ended_with_message(run);
         start_missing(&cluster, "Started node-1");
         cluster.assert_all_free();
     }
 
     #[test]
-    fn swap_devices_outlive_a_nodes_process() {
+    fn swap_devices_survive_a_restart() {
         if !swap::is_possible() {
             return;
         }

@@ -1,4 +1,4 @@
-//! Real programs of many people's making, in a quarter of their memory.
+//! Common programs with a quarter of their memory.
 
 use aquifer_tests_e2e::redis::{PYTHON, Redis};
 use aquifer_tests_e2e::{Case, Cluster, build, compare};

@@ -1,4 +1,4 @@
-//! With replicas a memory node may die, or stand still, and no program notices.
+//! Deaths and stops of nodes under programs with replicas.
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
@@ -18,7 +18,7 @@ fn start_checker(cluster: &Cluster, rounds: &str) -> Running {
     Running::start(&mut command, false, mempool_share(cluster.agent_socket()))
 }
 
-/// The figures of the one run there is.
+/// The statistics of the only run.
 fn figures(cluster: &Cluster) -> Option<Value> {
     status(cluster.agent_socket())?["runs"].as_array()?.first().cloned()
 }
@@ -27,7 +27,7 @@ fn figure(cluster: &Cluster, name: &str) -> Option<u64> {
     figures(cluster)?[name].as_u64()
 }
 
-/// Wait until the program was paged, each page to two nodes.
+/// Waits until pages of the program are on two nodes.
 fn await_paging(cluster: &Cluster) {
     eventually("a program to be paged", || {
         (figure(cluster, "remote_bytes")? >= 96 << 20 && figure(cluster, "degraded_slabs")? == 0)
@@ -35,7 +35,7 @@ fn await_paging(cluster: &Cluster) {
     });
 }
 
-/// Wait until the program has had so many more faults served.
+/// Waits until this many more faults of the program are served.
 fn await_faults(cluster: &Cluster, more: u64) {
     let before = figure(cluster, "faults").expect("the program runs");
     eventually("the program to go on", || (figure(cluster, "faults")? >= before + more).then_some(()));
@@ -64,22 +64,22 @@ fn kill_a_node(fabric: &str, rounds: &str) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", fabric]);
     let run = start_checker(&cluster, rounds);
     await_paging(&cluster);
-    processes::signal(cluster.part("node", Some(2)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(2)), Signal::KILL);
     let outcome = run.wait();
     outcome.assert_success("the run beside a node that died");
     assert_eq!(outcome.stderr, "", "it should not have noticed");
 }
 
 #[test]
-fn copies_are_made_anew_so_that_another_node_may_die() {
+fn replicas_are_made_again_so_that_another_node_may_die() {
     let cluster = Cluster::up(3, "256M");
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    processes::signal(cluster.part("node", Some(3)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(3)), Signal::KILL);
     eventually("all pages to be on two nodes again", || {
         (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
     });
-    processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+    processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
     eventually("the second death to be seen", || (figure(&cluster, "degraded_slabs")? > 0).then_some(()));
     let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
     assert!(said.contains("degraded"), "people should see it: {said}");
@@ -87,7 +87,8 @@ fn copies_are_made_anew_so_that_another_node_may_die() {
     end(&cluster, run);
 }
 
-/// Nodes are replaced one after the other, as at an upgrade: whoever comes back is used again, by runs that began before.
+/// Replaces the nodes one after the other, as an upgrade does. Runs that began before use the new
+/// nodes.
 #[test]
 fn all_nodes_may_be_replaced_under_a_program() {
     for fabric in ["shm", "tcp"] {
@@ -96,7 +97,7 @@ fn all_nodes_may_be_replaced_under_a_program() {
         await_paging(&cluster);
         for node in [3, 1, 2] {
             let before = figure(&cluster, "copied_slabs").expect("the program runs");
-            processes::kill(cluster.part("node", Some(node)));
+            processes::kill(cluster.daemon("node", Some(node)));
             let output = cluster.command().arg("up").output().expect("aquifer can be started");
             assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
             eventually("all pages to be on two nodes again", || {
@@ -110,30 +111,30 @@ fn all_nodes_may_be_replaced_under_a_program() {
     }
 }
 
-/// The next agent finds a node under the old number that has nothing of what was there.
+/// The next agent finds a node with the same number and new memory.
 #[test]
 fn a_node_may_be_replaced_while_there_is_no_agent() {
     let cluster = Cluster::up(3, "256M");
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    processes::kill(cluster.part("agent", None));
-    processes::kill(cluster.part("node", Some(2)));
+    processes::kill(cluster.daemon("agent", None));
+    processes::kill(cluster.daemon("node", Some(2)));
     let output = cluster.command().arg("up").output().expect("aquifer can be started");
     assert!(output.status.success(), "aquifer up failed: {}", text(&output.stderr));
     eventually("all pages to be on two nodes again", || {
         (figure(&cluster, "copied_slabs")? > 0 && figure(&cluster, "degraded_slabs")? == 0).then_some(())
     });
-    processes::kill(cluster.part("node", Some(1)));
+    processes::kill(cluster.daemon("node", Some(1)));
     await_faults(&cluster, 50_000);
     end(&cluster, run);
 }
 
-/// The next agent does without what is on a node that does not answer, and gives it back when it does.
-fn take_over_without_a_node(is_away: bool) {
+/// The next agent resumes without a node that does not answer, and frees the memory there later.
+fn resume_without_a_node(is_away: bool) {
     let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, "1000000");
     await_paging(&cluster);
-    let node = cluster.part("node", Some(2));
+    let node = cluster.daemon("node", Some(2));
     processes::signal(node, Signal::STOP);
     if is_away {
         cluster.await_nodes(2);
@@ -165,17 +166,17 @@ fn more_replicas_than_nodes_are_refused() {
 mod long {
     use super::*;
 
-    /// Reads go to the other copies at once; writes wait until the node is given up.
+    /// Reads use the other replicas at once; writes wait until the node counts as dead.
     #[test]
     fn a_stopped_node_is_waited_for_no_longer_than_it_must() {
         let cluster = Cluster::up_with(3, "256M", &["--fabric", "tcp"]);
         let run = start_checker(&cluster, "1000000");
         await_paging(&cluster);
-        let node = cluster.part("node", Some(2));
+        let node = cluster.daemon("node", Some(2));
         processes::signal(node, Signal::STOP);
         eventually("the node to be given up", || (figure(&cluster, "copied_slabs")? > 0).then_some(()));
         await_faults(&cluster, 20_000);
-        // What it still has of the run is old, and never read again; it goes back.
+        // The node's replicas are out of date: they are not read, and are freed.
         processes::signal(node, Signal::CONT);
         await_faults(&cluster, 20_000);
         end(&cluster, run);
@@ -183,13 +184,14 @@ mod long {
     }
 
     #[test]
-    fn a_node_may_stand_still_while_an_agent_takes_over() {
-        take_over_without_a_node(false);
+    fn a_node_may_be_stopped_while_an_agent_takes_over() {
+        resume_without_a_node(false);
     }
 
-    /// It is no node at all meanwhile: nobody can tell that it will come back with its memory.
+    /// The node has no record meanwhile, so the agent does not know that it will return with its
+    /// memory.
     #[test]
-    fn a_node_may_be_away_while_an_agent_takes_over() {
-        take_over_without_a_node(true);
+    fn a_node_may_be_down_while_an_agent_takes_over() {
+        resume_without_a_node(true);
     }
 }

@@ -1,4 +1,4 @@
-//! Random programs under random limits, for as long as `AQUIFER_SOAK_S` says (`make test-long`); without it, once.
+//! Random programs with random limits, for `AQUIFER_SOAK_S` seconds; without the variable, once.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Slabs that have become sparse are emptied into others, and the pool gets their memory back; the program finds every page as it left it.
+//! Sparse slabs are emptied and freed, and the program finds all pages unchanged.
 
 use aquifer_tests_e2e::restart::{figure, restart_agent};
 use aquifer_tests_e2e::run::Running;
@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 const BYTES: &str = "128M";
 const LIMIT: &str = "32M";
-/// An eighth of the program's pages are left, 16 MiB; slabs that hold them well have little more.
+/// An eighth of the program's pages remain, 16 MiB. Well filled slabs for them have little more.
 const SPARSE_BYTES: u64 = 24 << 20;
 const FULL_BYTES: u64 = 64 << 20;
 
@@ -17,8 +17,8 @@ fn start(cluster: &Cluster) -> Running {
     Running::start(&mut cluster.run_command(LIMIT, &program), false, Box::new(|| 0))
 }
 
-/// The program may verify what it has.
-fn go_on(run: &Running) {
+/// Lets the program verify its pages.
+fn proceed(run: &Running) {
     let of_it = processes::descendants(run.pid());
     of_it.into_iter().for_each(|pid| processes::signal(pid, Signal::USR1));
 }
@@ -33,18 +33,18 @@ fn check(fabric: &str, replicas: u64) {
         let has_moved = figure(&cluster, "vacated_slabs")? > 0 && figure(&cluster, "repacked_pages")? > 0;
         (peak > FULL_BYTES * replicas && is_small && has_moved).then_some(())
     });
-    go_on(&run);
+    proceed(&run);
     run.wait().assert_success("the checker");
     cluster.assert_all_free();
 }
 
 #[test]
-fn what_a_program_gave_up_here_and_there_goes_back_to_the_pool() {
+fn scattered_freed_pages_are_freed_in_the_pool() {
     check("shm", 1);
 }
 
 #[test]
-fn and_over_tcp_with_copies() {
+fn scattered_freed_pages_are_freed_over_tcp_with_replicas() {
     check("tcp", 2);
 }
 
@@ -57,7 +57,7 @@ fn an_agent_that_is_killed_while_pages_are_moved_loses_none() {
     eventually("the pool to get its memory back all the same", || {
         (figure(&cluster, "remote_bytes")? < SPARSE_BYTES).then_some(())
     });
-    go_on(&run);
+    proceed(&run);
     run.wait().assert_success("the checker");
     cluster.assert_all_free();
 }

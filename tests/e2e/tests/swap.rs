@@ -1,5 +1,5 @@
-//! `aquifer run --swap`: what nothing can be loaded into runs in a quarter of its memory all the same, and whatever dies takes nobody else with
-//! it and leaves nothing behind.
+//! `aquifer run --swap`: programs without the shim run with a quarter of their memory, and deaths
+//! of programs and daemons affect no others and leave nothing behind.
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 
 const LIMIT: &str = "34M";
 const BYTES: &str = "128M";
-/// `aquifer` could not run the program, or had to end it.
+/// Exit code if `aquifer run` failed or ended the program.
 const EXIT_FAILED: i32 = 125;
 const EXIT_NOT_EXECUTABLE: i32 = 126;
 
@@ -19,7 +19,7 @@ fn checker() -> String {
     build::programs().join("checker-static").to_str().expect("a plain path").to_owned()
 }
 
-/// `aquifer run --swap` with further options.
+/// Starts `aquifer run --swap` with further options.
 fn start(cluster: &Cluster, options: &[&str], program: &[&str]) -> Running {
     let mut command = cluster.command();
     command.args(["run", "--swap", "--local", LIMIT]).args(options).arg("--").args(program);
@@ -30,7 +30,7 @@ fn endless(cluster: &Cluster) -> Running {
     start(cluster, &[], &[&checker(), "pages", "--bytes", BYTES, "--rounds", "1000000"])
 }
 
-/// The name of the one device there is, when so much is swapped to it that the program cannot go on without.
+/// Waits until much of the program is swapped out, and returns the name of the only device.
 fn await_swapping(cluster: &Cluster) -> String {
     eventually("a program to be swapped", || {
         let devices = swap::devices(cluster);
@@ -38,14 +38,14 @@ fn await_swapping(cluster: &Cluster) -> String {
     })
 }
 
-/// Nothing is left: not on this machine, and not of the pool.
+/// Asserts that nothing is left of the device on this machine, and that the pool is free.
 fn assert_nothing_left(cluster: &Cluster, name: &str) {
     eventually("all traces to be gone", || swap::traces(name).is_empty().then_some(()));
     eventually("the server to be gone", || swap::servers(cluster).is_empty().then_some(()));
     assert!(swap::devices(cluster).is_empty(), "folders are left in {}", cluster.state().display());
 }
 
-/// The checker complains when a byte is wrong; ended by others it has nothing to say.
+/// Asserts that the checker, which was killed, has reported no wrong byte.
 fn assert_no_wrong_byte(stderr: &str) {
     assert!(!stderr.contains("FAILED"), "the program saw wrong memory: {stderr}");
 }
@@ -85,7 +85,7 @@ fn a_static_program_keeps_its_bytes() {
 }
 
 #[test]
-fn a_program_is_itself_to_whoever_looks() {
+fn a_program_keeps_its_name_arguments_and_exit_code() {
     if !swap::is_possible() {
         return;
     }
@@ -99,7 +99,8 @@ fn a_program_is_itself_to_whoever_looks() {
     assert_eq!(missing.status.code(), Some(127));
     let folder = start(&cluster, &[], &["/tmp"]).wait();
     assert_eq!(folder.status.code(), Some(EXIT_NOT_EXECUTABLE), "{}", folder.stderr);
-    // What is left in the background keeps its limit and its device until it ends; the run does not wait for it.
+    // A program in the background keeps limit and device until it ends; `aquifer run` does not wait
+    // for it.
     let outcome = run("sleep 600 >/dev/null 2>&1 & echo $!");
     let pid: u32 = text(&outcome.stdout).trim().parse().expect("a process number");
     let name = swap::devices(&cluster).pop().expect("the device is still there");
@@ -128,7 +129,7 @@ fn a_killed_server_ends_its_program_with_a_message() {
 }
 
 #[test]
-fn what_cannot_be_is_refused_with_the_reason() {
+fn refusals_have_a_reason() {
     let nowhere = tempfile::tempdir().expect("a temporary folder can be made");
     let run = |options: &[&str]| {
         let mut command = std::process::Command::new(build::binary());
@@ -143,13 +144,13 @@ fn what_cannot_be_is_refused_with_the_reason() {
     assert_eq!(code, Some(EXIT_FAILED));
     assert!(message.contains("--local 8M"), "{message}");
 
-    // Another user has no rights; the program lies where everybody can read it.
+    // Another user, who has no rights, but can read the program.
     let public = tempfile::tempdir().expect("a temporary folder can be made");
     std::fs::set_permissions(public.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let copy = public.path().join("aquifer");
     std::fs::copy(build::binary(), &copy).expect("a program can be copied");
     let mut command = std::process::Command::new(&copy);
-    command.args(["--state", "/tmp/aquifer-nobody", "run", "--swap", "--local", "64M", "--", "true"]);
+    command.args(["--state", "/tmp/aquifer-unprivileged", "run", "--swap", "--local", "64M", "--", "true"]);
     command.uid(65_534).gid(65_534).current_dir(Path::new("/"));
     let output = command.output().expect("aquifer can be started as another user");
     assert_eq!(output.status.code(), Some(EXIT_FAILED));
@@ -157,7 +158,7 @@ fn what_cannot_be_is_refused_with_the_reason() {
 }
 
 #[test]
-fn without_swap_a_static_program_is_told_of_it() {
+fn the_refusal_of_a_static_program_names_swap() {
     let cluster = Cluster::up(1, "64M");
     let outcome =
         Running::start(&mut cluster.run_command(LIMIT, &[&checker()]), false, Box::new(|| 0)).wait();
@@ -181,7 +182,7 @@ mod long {
     }
 
     #[test]
-    fn a_program_too_large_for_its_device_is_told_so() {
+    fn a_program_too_large_for_its_device_ends_with_a_message() {
         if !swap::is_possible() {
             return;
         }
@@ -197,7 +198,7 @@ mod long {
     }
 
     #[test]
-    fn a_full_pool_ends_who_filled_it_and_says_so() {
+    fn a_full_pool_ends_the_program_that_filled_it() {
         if !swap::is_possible() {
             return;
         }
@@ -219,7 +220,7 @@ mod long {
     }
 
     #[test]
-    fn an_agent_that_dies_and_comes_back_costs_nothing() {
+    fn a_restart_of_the_agent_does_not_affect_a_device() {
         if !swap::is_possible() {
             return;
         }
@@ -227,7 +228,7 @@ mod long {
         let checker = checker();
         let run = start(&cluster, &[], &[&checker, "pages", "--bytes", BYTES, "--rounds", "4"]);
         let name = await_swapping(&cluster);
-        processes::kill(cluster.part("agent", None));
+        processes::kill(cluster.daemon("agent", None));
         let up = cluster.command().arg("up").output().expect("aquifer can be started");
         assert!(up.status.success(), "{}", text(&up.stderr));
         run.wait().assert_success("a program whose agent was killed");
@@ -255,7 +256,7 @@ mod long {
     }
 
     #[test]
-    fn a_killed_run_leaves_its_program_and_then_nothing() {
+    fn a_program_keeps_its_device_after_its_run_was_killed() {
         if !swap::is_possible() {
             return;
         }
@@ -264,7 +265,7 @@ mod long {
         let name = await_swapping(&cluster);
         let program = program_of(&run);
         processes::signal(run.pid(), Signal::KILL);
-        assert!(processes::is_alive(program), "the program outlives who started it, as under a shell");
+        assert!(processes::is_alive(program), "the program survives `aquifer run`, as under a shell");
         processes::signal(program, Signal::KILL);
         let _ = run.wait();
         assert_nothing_left(&cluster, &name);
@@ -279,7 +280,7 @@ mod long {
         let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
         let run = endless(&cluster);
         let name = await_swapping(&cluster);
-        processes::signal(cluster.part("node", Some(1)), Signal::KILL);
+        processes::signal(cluster.daemon("node", Some(1)), Signal::KILL);
         let outcome = run.wait();
         assert!(!outcome.status.success());
         assert!(outcome.stderr.contains("cannot be read back: memory node 1"), "{}", outcome.stderr);
@@ -288,7 +289,7 @@ mod long {
     }
 
     #[test]
-    fn what_run_and_server_leave_the_next_run_cleans_up() {
+    fn the_next_run_cleans_up_after_killed_ones() {
         if !swap::is_possible() {
             return;
         }
@@ -299,7 +300,7 @@ mod long {
         for server in swap::servers(&cluster) {
             processes::signal(server, Signal::KILL);
         }
-        // Its program may wait for memory until then, which nobody sees to any more.
+        // Until then the program may wait for memory that no process provides.
         let next = start(&cluster, &[], &["true"]).wait();
         next.assert_success("the next run");
         assert_no_wrong_byte(&run.wait().stderr);

@@ -1,5 +1,5 @@
-//! One tenant against another: with all that a hostile one could know, and everything that it can do, while the other works. Nothing of it succeeds, and nobody
-//! else is disturbed.
+//! Attacks of one tenant on another, which works meanwhile. No attack succeeds, and no other tenant
+//! is disturbed.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -10,30 +10,30 @@ use aquifer_channel::{RingMapping, connect, receive_frame, send_frame, wakeup};
 use aquifer_client::{Error, Extent, Session};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{DATA_AT, RingWords};
-use aquifer_tests_e2e::House;
+use aquifer_tests_e2e::SharedCluster;
 use aquifer_tests_e2e::checked::{Checked, Random};
 use aquifer_tests_support::skip;
 use rustix::process::geteuid;
 
-/// The hostile users: one for each attack, so that none is refused for the guesses that another has used up.
+/// The hostile users, one for each attack: guesses of keys are limited for each user.
 const FIRST_HOSTILE: u32 = 65_400;
 const QUOTA_BYTES: u64 = 64 << 20;
-/// Set for the hostile process: the agent's socket.
+/// Environment variable of the hostile process, with the agent's socket.
 const HOSTILE_VARIABLE: &str = "AQUIFER_TEST_HOSTILE";
-/// Where a node's first region begins, with more than a MiB of words, keys and logs for what it lends here.
+/// Start of a node's first region, whose words, keys and logs have more than 1 MiB here.
 const METADATA_AT: u64 = 2 << 20;
-/// What the victim does between two attacks.
+/// Operations of the victim between two attacks.
 const TURNS: usize = 150;
-/// A user may try so many keys at once; what it tries beyond is refused whatever it is. Each attack but the storm of guesses stays below.
+/// Number of keys that a user may try at once. Only the attack `a_storm_of_guesses` exceeds it.
 const TRIES_MAX: usize = 32;
 const STORM: usize = 400;
 const NOISES: usize = 20;
 const SESSIONS_MAX: usize = 64;
 
-/// What the hostile process is told of the victim's, for the attack on it.
+/// Extents of the victim, as the hostile process knows them.
 type Names = Vec<Extent>;
 
-/// Each returns a sentence of what was tried, or panics: then it has succeeded.
+/// An attack. Returns a text about its attempts; panics if it succeeds.
 const ATTACKS: [fn(&Path, &Names, &mut Random) -> String; 11] = [
     foreign_names,
     stale_names,
@@ -49,10 +49,10 @@ const ATTACKS: [fn(&Path, &Names, &mut Random) -> String; 11] = [
 ];
 
 fn open(agent: &Path) -> Session {
-    Session::open_at(agent).expect("whoever is a user has a session")
+    Session::open_at(agent).expect("each user can open a session")
 }
 
-/// Neither read nor written, which are two tries, nor given back.
+/// Asserts that an extent cannot be read, written or freed. That takes two tries of keys.
 fn assert_closed(session: &mut Session, extent: &Extent) {
     let mut bytes = vec![0; 4096];
     let read = session.read(extent, 0, &mut bytes);
@@ -63,14 +63,14 @@ fn assert_closed(session: &mut Session, extent: &Extent) {
         "{extent:?} was written: {written:?}"
     );
     let freed = session.free(*extent);
-    assert!(freed.is_err(), "{extent:?} was given back");
+    assert!(freed.is_err(), "{extent:?} was freed");
 }
 
 fn renamed(extent: &Extent, addr: u64, bytes: u64) -> Extent {
     Extent::from_parts(extent.node(), addr, extent.key(), bytes).expect("it could be one")
 }
 
-/// The victim's extents, by their right names and keys.
+/// The victim's extents, with the right addresses and keys.
 fn foreign_names(agent: &Path, names: &Names, _: &mut Random) -> String {
     let mut session = open(agent);
     let tried = &names[..names.len().min(TRIES_MAX / 2)];
@@ -78,7 +78,7 @@ fn foreign_names(agent: &Path, names: &Names, _: &mut Random) -> String {
     format!("{} foreign names", tried.len())
 }
 
-/// What was its own, by the names of then, once it is the pool's again; another may have it by now.
+/// Own extents after they were freed. Another tenant may have the memory by now.
 fn stale_names(agent: &Path, _: &Names, _: &mut Random) -> String {
     let mut before = open(agent);
     let held: Vec<Extent> = (0..10).map(|k| before.allocate(4096 << k).expect("within its quota")).collect();
@@ -87,7 +87,8 @@ fn stale_names(agent: &Path, _: &Names, _: &mut Random) -> String {
     drop(before);
     let mut session = open(agent);
     for extent in &held {
-        // Until the agent has given back what the session had ready, its user may; that costs no try.
+        // Until the agent has freed the session's stock the user may access it, and no try is
+        // counted.
         while session.read(extent, 0, &mut [0; 8]).is_ok() {
             std::thread::yield_now();
         }
@@ -96,7 +97,7 @@ fn stale_names(agent: &Path, _: &Names, _: &mut Random) -> String {
     format!("{} stale names", held.len())
 }
 
-/// What lies beside its own, with the key of its own.
+/// Memory beside an own extent, with the key of that extent.
 fn neighbours(agent: &Path, beside: fn(u64, u64) -> u64) -> String {
     let mut session = open(agent);
     for k in 0..10 {
@@ -119,7 +120,7 @@ fn neighbours_elsewhere(agent: &Path, _: &Names, _: &mut Random) -> String {
     neighbours(agent, |addr, _| addr ^ 1 << 21)
 }
 
-/// Its own, as if it were larger.
+/// Own extents with a larger size.
 fn larger_sizes(agent: &Path, _: &Names, _: &mut Random) -> String {
     let mut session = open(agent);
     let own = session.allocate(4096).expect("within its quota");
@@ -129,7 +130,7 @@ fn larger_sizes(agent: &Path, _: &Names, _: &mut Random) -> String {
     "larger sizes".into()
 }
 
-/// Where nodes keep their words, keys and logs.
+/// The words, keys and logs of the nodes.
 fn metadata(agent: &Path, _: &Names, random: &mut Random) -> String {
     let mut session = open(agent);
     let own = session.allocate(4096).expect("within its quota");
@@ -144,7 +145,7 @@ fn metadata(agent: &Path, _: &Names, random: &mut Random) -> String {
     "metadata".into()
 }
 
-/// The victim's places, with any key.
+/// The victim's addresses, with random keys.
 fn a_storm_of_guesses(agent: &Path, names: &Names, random: &mut Random) -> String {
     let mut session = open(agent);
     for _ in 0..STORM {
@@ -198,7 +199,8 @@ fn more_sessions_than_it_may(agent: &Path, _: &Names, _: &mut Random) -> String 
     format!("{} sessions and no more", sessions.len())
 }
 
-/// Not a test by itself: what a hostile user runs. A line from its parent is the attack, and the names that it may use for it.
+/// The main function of the hostile process; not a test by itself. A line from its parent names the
+/// attack and the victim's extents.
 #[test]
 fn be_hostile() {
     let Some(agent) = std::env::var_os(HOSTILE_VARIABLE) else { return };
@@ -223,17 +225,17 @@ fn extent_of(name: &str) -> Extent {
     Extent::from_parts(node, parts[1], small(2), parts[3]).expect("an extent")
 }
 
-fn start_hostile(house: &House, uid: u32) -> Child {
-    let mut command = house.plain_command(uid, &house.path("hostile"));
+fn start_hostile(shared: &SharedCluster, uid: u32) -> Child {
+    let mut command = shared.plain_command(uid, &shared.path("hostile"));
     command.args(["--exact", "tenants::be_hostile", "--nocapture"]);
-    command.env(HOSTILE_VARIABLE, house.path("agent.sock"));
+    command.env(HOSTILE_VARIABLE, shared.path("agent.sock"));
     command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
     command.spawn().expect("setpriv can be started")
 }
 
-/// An attack by a user of its own, while the victim works; what it says that it did.
-fn attack_once(house: &House, victim: &mut Checked, attack: usize, uid: u32) -> String {
-    let mut hostile = start_hostile(house, uid);
+/// Runs an attack by a user of its own while the victim works; returns the text of the attack.
+fn attack_once(shared: &SharedCluster, victim: &mut Checked, attack: usize, uid: u32) -> String {
+    let mut hostile = start_hostile(shared, uid);
     let names: Vec<String> = victim.held.keys().map(name_of).collect();
     let mut orders = hostile.stdin.take().expect("it is a pipe");
     writeln!(orders, "{attack} {}", names.join(" ")).expect("it listens");
@@ -250,40 +252,40 @@ fn attack_once(house: &House, victim: &mut Checked, attack: usize, uid: u32) -> 
     outcome.trim().to_owned()
 }
 
-/// The victim works, an attack is made, the victim works on; and so on.
+/// Runs all attacks while the victim works.
 fn play(fabric: &str) {
     if !geteuid().is_root() || !Path::new("/usr/bin/setpriv").exists() {
         skip("only root can be another user");
         return;
     }
     let quota = QUOTA_BYTES.to_string();
-    let house = House::build_with(2, &["--fabric", fabric, "--extents-per-user", &quota]);
-    let mut victim = Checked::open(&house.cluster, 7);
+    let shared = SharedCluster::up_with(2, &["--fabric", fabric, "--extents-per-user", &quota]);
+    let mut victim = Checked::open(&shared.cluster, 7);
     let this = std::env::current_exe().expect("this test");
-    std::fs::copy(this, house.path("hostile")).expect("our own folder");
+    std::fs::copy(this, shared.path("hostile")).expect("our own folder");
     for (attack, uid) in (0..ATTACKS.len()).zip(FIRST_HOSTILE..) {
         (0..TURNS).for_each(|_| victim.turn());
-        let outcome = attack_once(&house, &mut victim, attack, uid);
+        let outcome = attack_once(&shared, &mut victim, attack, uid);
         println!("{fabric}: {outcome}");
         victim.verify_all();
     }
-    // Whoever tries keys is counted, and named in the log.
-    let status = house.cluster.status();
+    // The agent counts wrong keys for each user, and logs the user.
+    let status = shared.cluster.status();
     let users = status["agent"]["users"].as_array().expect("users");
     let hostile = users.iter().find(|user| user["tenant"] == FIRST_HOSTILE);
     assert!(hostile.is_some_and(|user| user["refused"].as_u64() > Some(0)), "{users:?}");
-    assert!(house.cluster.logs().contains("use keys that open nothing"), "{}", house.cluster.logs());
+    assert!(shared.cluster.logs().contains("use keys that open nothing"), "{}", shared.cluster.logs());
     victim.verify_all();
     drop(victim);
-    house.cluster.assert_all_free();
+    shared.cluster.assert_all_free();
 }
 
 #[test]
-fn a_hostile_tenant_gets_nothing_and_disturbs_nobody() {
+fn attacks_of_a_tenant_fail_and_disturb_no_other() {
     play("shm");
 }
 
 #[test]
-fn a_hostile_tenant_gets_nothing_and_disturbs_nobody_over_tcp() {
+fn attacks_of_a_tenant_fail_and_disturb_no_other_over_tcp() {
     play("tcp");
 }

@@ -1,4 +1,4 @@
-//! What few programs do, and some must. The checker does it in a quarter of its memory; others look at it from outside.
+//! Rare operations of programs, which the checker performs with a quarter of its memory.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -41,7 +41,7 @@ fn check_with(test: &str, preload: Option<&str>) {
 }
 
 #[test]
-fn a_daemon_that_closes_all_descriptors_goes_on_being_paged() {
+fn a_daemon_that_closes_all_descriptors_stays_paged() {
     check("daemon");
 }
 
@@ -60,32 +60,33 @@ fn memory_may_be_populated_at_once() {
 }
 
 #[test]
-fn unbuffered_files_are_written_from_and_read_to_pages_that_are_away() {
+fn direct_io_works_with_evicted_pages() {
     check("direct");
 }
 
 #[test]
-fn signals_are_handled_on_a_stack_that_may_be_away() {
+fn signals_are_handled_on_a_stack_that_may_be_evicted() {
     check("signal-stack");
 }
 
 #[test]
-fn a_robust_mutex_outlives_its_owner() {
+fn a_robust_mutex_survives_its_owner() {
     check("robust");
 }
 
 #[test]
-fn jemalloc_may_stand_in_for_malloc() {
+fn jemalloc_can_replace_malloc() {
     assert!(Path::new(JEMALLOC).exists(), "there is no jemalloc: scripts/install-deps.sh test installs it");
     check_with("pages", Some(JEMALLOC));
     check_with("fork", Some(JEMALLOC));
 }
 
 #[test]
-fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
+fn a_static_program_runs_unpaged_in_a_run_and_is_refused_as_one() {
     let cluster = Cluster::up(1, "64M");
     let source = "#include <stdio.h>\n#include <stdlib.h>\n#include <string.h>\n\
-                  int main(void) { char *p = malloc(64 << 20); memset(p, 7, 64 << 20); printf(\"%d\\n\", p[12345]); return 3; }\n";
+                  int main(void) { char *p = malloc(64 << 20); memset(p, 7, 64 << 20); printf(\"%d\\n\", \
+                  p[12345]); return 3; }\n";
     let program = build::compile(cluster.state(), "static", source, &["-static"]);
     let program = program.to_str().expect("a plain path");
     let inside = cluster.run("16M", &["sh", "-c", &format!("{program}; echo $?")]);
@@ -96,7 +97,7 @@ fn a_static_program_is_left_alone_in_a_run_and_refused_as_one() {
     cluster.assert_all_free();
 }
 
-/// The processes of all runs, as the agent knows them; 0 for those that it does not know yet.
+/// Process numbers of all runs, as the agent reports them; 0 for unknown ones.
 fn pids(cluster: &Cluster) -> Vec<u64> {
     let Some(status) = status(cluster.agent_socket()) else { return Vec::new() };
     let runs = status["runs"].as_array().into_iter().flatten();
@@ -104,12 +105,12 @@ fn pids(cluster: &Cluster) -> Vec<u64> {
     programs.filter_map(|program| program["pid"].as_u64()).collect()
 }
 
-/// Those of a new name space begin with 1. Outside, the kernel begins again after its last number, but leaves these out.
+/// Process numbers below this are used only in a new PID namespace.
 const FIRST_NUMBERS: u64 = 300;
 
-/// Numbers that such a program's kernel gives are not those of the agent's.
+/// Process numbers in a PID namespace differ from those that the agent sees.
 #[test]
-fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
+fn children_in_a_pid_namespace_are_known_by_their_outer_numbers() {
     if !rustix::process::geteuid().is_root() {
         skip("only root can make name spaces");
         return;
@@ -135,7 +136,7 @@ fn children_in_a_name_space_of_processes_are_known_by_the_numbers_outside() {
 mod long {
     use super::*;
 
-    /// The kernel moves pages about in memory to have large pieces of it free. One that is taken just then is taken or kept, not lost.
+    /// The kernel migrates pages to compact memory. A page that is evicted meanwhile is not lost.
     #[test]
     fn pages_that_the_kernel_migrates_meanwhile_are_kept() {
         const COMPACT: &str = "/proc/sys/vm/compact_memory";
@@ -171,7 +172,7 @@ mod long {
         cluster.assert_all_free();
     }
 
-    /// What gdb can do and what it cannot: it stops and continues, but does not see pages that are away.
+    /// gdb can stop and continue a program, but cannot read evicted pages.
     #[test]
     fn gdb_comes_and_goes() {
         const VISITS: usize = 3;

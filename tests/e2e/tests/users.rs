@@ -1,4 +1,5 @@
-//! Ordinary users on the agent of root: what the kernel denies them the agent obtains, and what one of them has is closed to the other.
+//! Unprivileged users on the agent of root. The agent uses kernel features that the users may not
+//! use, and users cannot access runs of each other.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -7,15 +8,15 @@ use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::Running;
-use aquifer_tests_e2e::{House, eventually, processes};
+use aquifer_tests_e2e::{SharedCluster, eventually, processes};
 use aquifer_tests_support::skip;
 use serde_json::Value;
 
 const ANNE: u32 = 65_533;
 const BERT: u32 = 65_532;
 
-/// What the tests do in it.
-struct Guests(House);
+/// A cluster with helpers for runs of users.
+struct Guests(SharedCluster);
 
 impl Guests {
     fn start(&self, uid: u32, limit: &str, test: &[&str]) -> Running {
@@ -33,8 +34,8 @@ impl Guests {
     }
 }
 
-/// Only root can be somebody else.
-fn can_be_others() -> bool {
+/// Whether this process can start programs of other users, which needs root.
+fn can_change_user() -> bool {
     let can = rustix::process::geteuid().is_root() && Path::new("/usr/bin/setpriv").exists();
     if !can {
         skip("only root can be another user");
@@ -44,33 +45,33 @@ fn can_be_others() -> bool {
 
 #[test]
 fn users_without_rights_run_on_roots_agent_and_fork() {
-    if !can_be_others() {
+    if !can_change_user() {
         return;
     }
-    let house = Guests(House::build());
+    let shared = Guests(SharedCluster::up());
     for test in ["pages", "fork"] {
-        let outcome = house.start(ANNE, "24M", &[test, "--bytes", "64M"]).wait();
+        let outcome = shared.start(ANNE, "24M", &[test, "--bytes", "64M"]).wait();
         outcome.assert_success("a user's run on root's agent");
     }
-    house.0.cluster.assert_all_free();
+    shared.0.cluster.assert_all_free();
 }
 
 #[test]
-fn what_one_user_runs_is_closed_to_another() {
-    if !can_be_others() {
+fn a_users_runs_are_closed_to_another_user() {
+    if !can_change_user() {
         return;
     }
-    let house = Guests(House::build());
-    let run = house.start(ANNE, "24M", &["pages", "--bytes", "64M", "--rounds", "1000000"]);
+    let shared = Guests(SharedCluster::up());
+    let run = shared.start(ANNE, "24M", &["pages", "--bytes", "64M", "--rounds", "1000000"]);
     eventually("Anne to see her run", || {
-        let runs = house.runs(ANNE);
+        let runs = shared.runs(ANNE);
         (runs.len() == 1 && runs[0]["evictions"].as_u64()? > 0).then_some(())
     });
-    assert_eq!(house.runs(BERT), Vec::<Value>::new(), "Bert sees nothing of it");
+    assert_eq!(shared.runs(BERT), Vec::<Value>::new(), "Bert sees nothing of it");
     let pid = run.pid().to_string();
-    let refused = house.0.command(BERT, &["limit", &pid, "8M"]).output().expect("setpriv can be started");
+    let refused = shared.0.command(BERT, &["limit", &pid, "8M"]).output().expect("setpriv can be started");
     assert!(!refused.status.success() && text(&refused.stderr).contains("does not run on the pool"));
-    let changed = house.0.command(ANNE, &["limit", &pid, "32M"]).output().expect("setpriv can be started");
+    let changed = shared.0.command(ANNE, &["limit", &pid, "32M"]).output().expect("setpriv can be started");
     assert!(changed.status.success(), "{}", text(&changed.stderr));
     let program = processes::descendants(run.pid()).pop().expect("the program");
     let environ = Command::new("setpriv")
@@ -82,34 +83,36 @@ fn what_one_user_runs_is_closed_to_another() {
     processes::kill(program);
     let outcome = run.wait();
     assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
-    house.0.cluster.assert_all_free();
+    shared.0.cluster.assert_all_free();
 }
 
 #[test]
-fn an_agent_serves_only_its_own_user_unless_it_is_told() {
-    if !can_be_others() {
+fn an_agent_serves_only_its_own_user_by_default() {
+    if !can_change_user() {
         return;
     }
-    let house = Guests(House::build());
-    let own = house.0.cluster.state().join("agent.sock");
+    let shared = Guests(SharedCluster::up());
+    let own = shared.0.cluster.state().join("agent.sock");
     std::fs::set_permissions(&own, Permissions::from_mode(0o666)).expect("our own socket");
-    std::fs::set_permissions(house.0.cluster.state(), Permissions::from_mode(0o755)).expect("our own folder");
+    std::fs::set_permissions(shared.0.cluster.state(), Permissions::from_mode(0o755))
+        .expect("our own folder");
     let output =
-        house.0.command(ANNE, &["run", "--local", "24M", "--", "true"]).env("AQUIFER_AGENT", &own).output();
-    std::fs::set_permissions(house.0.cluster.state(), Permissions::from_mode(0o700)).expect("our own folder");
+        shared.0.command(ANNE, &["run", "--local", "24M", "--", "true"]).env("AQUIFER_AGENT", &own).output();
+    std::fs::set_permissions(shared.0.cluster.state(), Permissions::from_mode(0o700))
+        .expect("our own folder");
     assert!(!output.expect("setpriv can be started").status.success(), "the private socket is no way in");
 }
 
-/// Programs of root's may come by it as somebody else, so others can reach it.
+/// Programs of root that change their user use root's own socket, so all users can connect to it.
 #[test]
-fn roots_own_door_is_for_programs_of_its_runs() {
-    if !can_be_others() {
+fn roots_own_socket_serves_only_programs_of_its_runs() {
+    if !can_change_user() {
         return;
     }
-    let house = Guests(House::build());
+    let shared = Guests(SharedCluster::up());
     for words in [&["status"][..], &["limit", "1", "64M"], &["run", "--local", "64M", "--", "true"]] {
-        let mut command = house.0.command(ANNE, words);
-        command.env("AQUIFER_AGENT", house.0.cluster.agent_socket());
+        let mut command = shared.0.command(ANNE, words);
+        command.env("AQUIFER_AGENT", shared.0.cluster.agent_socket());
         let output = command.output().expect("setpriv can be started");
         let said = text(&output.stderr) + &text(&output.stdout);
         assert!(said.contains("another user's"), "{words:?}: {said}");

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In the first of two guests: run the conformance suite with endpoints in the other.
+# In the first of two guests: runs the conformance suite with its endpoints in the second guest.
 #
 #   afar.sh SUITE
 # shellcheck source=tests/guests/scripts/pool.sh

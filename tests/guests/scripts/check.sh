@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In a guest: both ends of a check of its RDMA device.
+# In a guest: both ends of `aquifer fabric check` over its RDMA device.
 #
 #   check.sh AQUIFER
 aquifer=$1

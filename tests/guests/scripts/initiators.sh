@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# In the second of two guests: hold endpoints for the conformance suite of the other, until somebody connects to port 9001.
+# In the second of two guests: runs the endpoints for the conformance suite in the first guest,
+# until a connection to port 9001 arrives.
 #
 #   initiators.sh PROGRAM
 "$1" &

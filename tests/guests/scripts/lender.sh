@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# In the first of two guests: a directory, and two memory nodes over its RDMA device, for the other. Whoever connects to port 9000 has the second node
-# killed; whoever connects once more ends it all.
+# In the first of two guests: starts a directory, and two memory nodes over its RDMA device. The
+# first connection to port 9000 kills the second node, and the second one ends the script.
 #
 #   lender.sh AQUIFER
 aquifer=$1
 # shellcheck source=tests/guests/scripts/pool.sh
 . "$(dirname "$0")/pool.sh"
-etcd --data-dir "$state/etcd" --listen-client-urls http://10.9.0.1:2379 --advertise-client-urls http://10.9.0.1:2379 \
+etcd --data-dir "$state/etcd" --listen-client-urls http://10.9.0.1:2379 \
+    --advertise-client-urls http://10.9.0.1:2379 \
     --listen-peer-urls http://127.0.0.1:2380 >"$state/etcd.log" 2>&1 &
 etcd=$!
 await_port 10.9.0.1 2379
 for node in 1 2; do
-    part "node-$node" node --id "$node" --memory 128M --fabric verbs --listen "10.9.0.1:740$node" \
+    daemon "node-$node" node --id "$node" --memory 128M --fabric verbs --listen "10.9.0.1:740$node" \
         --directory etcd://10.9.0.1:2379
-    last=$part
+    last=$daemon
 done
-called() {
+await_connection() {
     python3 -c 'import socket; socket.create_server(("10.9.0.1", 9000)).accept()'
 }
-echo 'it lends'
-called
+echo 'the nodes lend'
+await_connection
 kill -KILL "$last"
 wait "$last"
 echo "a node ended with $?"
-called
+await_connection
 kill "$etcd"

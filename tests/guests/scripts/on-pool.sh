@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# In a guest: a cluster over its RDMA device, and a command on it.
+# In a guest: starts a cluster over its RDMA device, and runs a command on it.
 #
 #   on-pool.sh AQUIFER LIMIT COMMAND…
 aquifer=$1

@@ -8,17 +8,17 @@ use rustix::fs::{FlockOperation, flock};
 
 use crate::{GuestError, is_success, workspace};
 
-/// Programs without which there is no guest.
+/// Programs that a guest needs.
 const PROGRAMS: [&str; 4] = ["qemu-system-x86_64", "busybox", "cpio", "depmod"];
 
-/// A kernel with its modules, and the initramfs made for it.
+/// An unpacked kernel with its modules, and its initramfs.
 #[derive(Clone, Debug)]
 pub struct Kernel {
     folder: PathBuf,
 }
 
 impl Kernel {
-    /// The newest that Debian has, fetched if it is not here: some 100 MB.
+    /// Unpacks Debian's newest kernel, and downloads it first if needed: about 100 MB.
     ///
     /// # Errors
     /// If a program is missing, or there is no such package.
@@ -26,21 +26,21 @@ impl Kernel {
         Self::prepare_of(None)
     }
 
-    /// The newest that a certain suite of Debian's has, whatever this machine's sources are.
+    /// Unpacks the newest kernel of a suite of Debian, or of this machine's sources.
     ///
     /// # Errors
-    /// As [`Self::prepare`].
+    /// If a program is missing, or there is no such package.
     pub fn prepare_of(suite: Option<&str>) -> Result<Self, GuestError> {
         for program in PROGRAMS {
             let mut found = Command::new("sh");
             found.args(["-c", &format!("command -v {program}")]).stdout(Stdio::null());
             if !is_success(found.status()) {
-                return Err(GuestError::Lacking(format!("there is no {program} here")));
+                return Err(GuestError::Missing(format!("{program} is not installed")));
             }
         }
         let cache = workspace().join("target/guests");
-        std::fs::create_dir_all(&cache).map_err(|error| GuestError::System("make target/guests", error))?;
-        // Whoever comes second waits, and finds it made.
+        std::fs::create_dir_all(&cache).map_err(|error| GuestError::System("create target/guests", error))?;
+        // A second test waits, and finds the kernel unpacked.
         let lock = File::create(cache.join("lock"))
             .map_err(|error| GuestError::System("lock target/guests", error))?;
         flock(&lock, FlockOperation::LockExclusive)
@@ -49,8 +49,8 @@ impl Kernel {
         script.arg(&cache).args(suite);
         let output = script.output().map_err(|error| GuestError::System("run kernel.sh", error))?;
         if !output.status.success() {
-            return Err(GuestError::Lacking(format!(
-                "no kernel: {}",
+            return Err(GuestError::Missing(format!(
+                "the kernel cannot be unpacked: {}",
                 String::from_utf8_lossy(&output.stderr)
             )));
         }
@@ -65,7 +65,7 @@ impl Kernel {
         self.folder.join("initrd")
     }
 
-    /// The folder of its modules, by its version.
+    /// Folder of its modules, named by its version.
     ///
     /// # Errors
     /// If the package has none.
@@ -78,7 +78,7 @@ impl Kernel {
             .flatten();
         let entry = found
             .next()
-            .ok_or_else(|| GuestError::Lacking(format!("no modules in {}", self.folder.display())))?;
+            .ok_or_else(|| GuestError::Missing(format!("no modules in {}", self.folder.display())))?;
         Ok(entry.path())
     }
 }

@@ -1,7 +1,8 @@
-//! Virtual machines to run a command in: a kernel of Debian's with what this machine's lacks, on this machine's own files.
+//! Virtual machines that run a command with a kernel from Debian's packages.
 //!
-//! A guest sees the host's file system, and keeps what it writes in memory. It has a Soft-RoCE device on a network of its own, or on one that two
-//! guests share. Processors are emulated, so that no times mean anything there.
+//! A guest sees the host's file system, and keeps its writes in memory. It has a Soft-RoCE device
+//! on a network of its own, or on one that two guests share. Processors are emulated, so times
+//! measured in a guest have no meaning.
 
 #![forbid(unsafe_code)]
 
@@ -19,64 +20,64 @@ pub use kernel::Kernel;
 pub use programs::test_program;
 pub use qemu::Running;
 
-/// Why there is no guest, or none any more.
+/// Why a guest did not complete its command.
 #[derive(Debug)]
 pub enum GuestError {
-    /// A program or a file that it takes is not to be had.
-    Lacking(String),
-    /// The system refused.
+    /// A program or file that guests need is missing.
+    Missing(String),
+    /// A system call failed.
     System(&'static str, io::Error),
-    /// Time was up before the command had ended; what the console, and the command's two outputs, had said by then.
+    /// The command did not end within the time limit. Has its output so far.
     TimedOut(Box<Outcome>),
-    /// The guest ended, and the command had not; likewise.
+    /// The guest ended before the command. Has the command's output so far.
     Crashed(Box<Outcome>),
 }
 
-/// What a command has left.
+/// Exit code and output of a command.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// As a shell has it: 128 and the signal's number if a signal ended it.
+    /// Exit code, as of a shell: 128 + the signal's number if a signal ended the command.
     pub exit_code: i32,
-    /// What it wrote.
+    /// Standard output.
     pub stdout: String,
-    /// What it complained of.
+    /// Standard error.
     pub stderr: String,
-    /// What the guest's kernel and its start said.
+    /// Output of the guest's kernel and of its start.
     pub console: String,
 }
 
-/// How a guest's network goes on.
+/// The other end of a guest's network.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Link {
-    /// It is alone.
+    /// There is none.
     #[default]
     None,
-    /// To another guest: where this one's frames come in, and the other's.
+    /// Another guest. Each receives frames at a Unix socket.
     Pair {
-        /// A Unix socket that it makes.
+        /// Socket of this guest.
         own: PathBuf,
-        /// The other's.
+        /// Socket of the other guest.
         other: PathBuf,
     },
 }
 
-/// A machine to be started.
+/// Settings of a virtual machine.
 #[derive(Clone, Debug)]
 pub struct Guest {
-    /// Bytes of memory, in MiB.
+    /// Memory in MiB.
     pub memory_mib: u32,
-    /// How long it may live.
+    /// Time after which the machine is ended.
     pub time_limit: Duration,
-    /// Its address on the network that Soft-RoCE is on.
+    /// Address on the network with Soft-RoCE.
     pub address: Ipv4Addr,
-    /// The folder in which its command begins.
+    /// Working directory of the command.
     pub folder: PathBuf,
-    /// What is at the other end of its network.
+    /// The other end of its network.
     pub link: Link,
 }
 
 impl Default for Guest {
-    /// Enough for a suite of tests.
+    /// Settings for a suite of tests.
     fn default() -> Self {
         Self {
             memory_mib: 2048,
@@ -89,7 +90,8 @@ impl Default for Guest {
 }
 
 impl Guest {
-    /// Two on one network, at 10.9.0.1 and 10.9.0.2. `folder` is where their frames pass; it must outlive them.
+    /// Two guests on one network, at 10.9.0.1 and 10.9.0.2. Their sockets are in `folder`, which
+    /// must outlive them.
     #[must_use]
     pub fn pair(folder: &Path) -> [Self; 2] {
         let paths = [folder.join("link-1"), folder.join("link-2")];
@@ -101,28 +103,28 @@ impl Guest {
         [guest(0), guest(1)]
     }
 
-    /// Boot, and run a command.
+    /// Boots, and runs a command.
     ///
     /// # Errors
-    /// If it cannot be started at all.
+    /// If the guest cannot be started.
     pub fn start(&self, kernel: &Kernel, command: &[&str]) -> Result<Running, GuestError> {
         Running::start(self, kernel, command)
     }
 
-    /// Boot, run a command, and wait for its end.
+    /// Boots, runs a command, and waits for its end.
     ///
     /// # Errors
-    /// Everything but a command that fails.
+    /// If the guest cannot be started or ends too early. A command that fails is no error.
     pub fn run(&self, kernel: &Kernel, command: &[&str]) -> Result<Outcome, GuestError> {
         self.start(kernel, command)?.wait()
     }
 }
 
 impl Outcome {
-    /// The statistics of a run, which it wrote last.
+    /// The statistics of a run: the first JSON value in the output.
     ///
     /// # Panics
-    /// If there are none.
+    /// If there is none.
     #[must_use]
     pub fn statistics(&self) -> serde_json::Value {
         let at = self.stdout.find('{').unwrap_or_else(|| panic!("no statistics: {self}"));
@@ -131,10 +133,10 @@ impl Outcome {
         value.unwrap_or_else(|error| panic!("{error}: {self}"))
     }
 
-    /// It must have ended well.
+    /// Asserts that the command succeeded.
     ///
     /// # Panics
-    /// If it has not, with all that is known.
+    /// If it did not, with its exit code and output.
     #[must_use]
     pub fn success(self) -> Self {
         assert!(self.exit_code == 0, "{self}");
@@ -152,11 +154,11 @@ impl std::fmt::Display for Outcome {
 impl std::fmt::Display for GuestError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Lacking(what) => {
+            Self::Missing(what) => {
                 write!(f, "{what}; scripts/install-deps.sh long installs what guests need")
             }
             Self::System(what, error) => write!(f, "cannot {what}: {error}"),
-            Self::TimedOut(outcome) => write!(f, "time was up\n{outcome}"),
+            Self::TimedOut(outcome) => write!(f, "the time limit was reached\n{outcome}"),
             Self::Crashed(outcome) => write!(f, "the guest ended before its command did\n{outcome}"),
         }
     }
@@ -164,22 +166,22 @@ impl std::fmt::Display for GuestError {
 
 impl std::error::Error for GuestError {}
 
-/// One of `tests/guests/scripts`.
+/// Path of a script in `tests/guests/scripts`.
 #[must_use]
 pub fn script(name: &str) -> PathBuf {
     workspace().join("tests/guests/scripts").join(name)
 }
 
-/// Where the sources are.
+/// Root folder of the workspace.
 #[must_use]
 pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap_or(Path::new("/")).to_owned()
 }
 
-/// The kernel for this run of the tests.
+/// The kernel that tests boot.
 ///
 /// # Panics
-/// If there is none: nothing is skipped in silence.
+/// If there is none: these tests are never skipped.
 #[must_use]
 pub fn kernel() -> Kernel {
     Kernel::prepare().unwrap_or_else(|error| panic!("{error}"))

@@ -1,4 +1,4 @@
-//! Runs a command in a guest, and ends as it did.
+//! Runs a command in a guest, and exits with its exit code.
 
 #![forbid(unsafe_code)]
 
@@ -8,20 +8,21 @@ use std::time::Duration;
 use aquifer_tests_guests::{Guest, Kernel};
 use clap::Parser;
 
-/// Run a command in a virtual machine with a kernel of its own, Soft-RoCE at 10.9.0.1, and this machine's files.
+/// Runs a command in a virtual machine with a Debian kernel, Soft-RoCE at 10.9.0.1, and this
+/// machine's files
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// Memory of the machine
+    /// Memory of the virtual machine
     #[arg(long, value_name = "MIB", default_value_t = 2048)]
     memory: u32,
-    /// The machine ends after so long, come what may
+    /// Time after which the virtual machine is ended
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     time_limit: u64,
-    /// Show what its kernel says, too
+    /// Also print the output of the kernel
     #[arg(long)]
     console: bool,
-    /// The command, as a shell's argument list
+    /// The command and its arguments
     #[arg(required = true, trailing_var_arg = true)]
     command: Vec<String>,
 }

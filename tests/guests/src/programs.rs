@@ -1,18 +1,18 @@
-//! Test programs of other crates, to be run in a guest.
+//! Test programs of other crates that run in a guest.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use crate::workspace;
 
-/// The test program `name` of a package; built if need be.
+/// Path of the test program `name` of a package. Builds it first if needed.
 ///
 /// # Panics
 /// If it cannot be built.
 #[must_use]
 pub fn test_program(package: &str, name: &str) -> PathBuf {
     let mut cargo = Command::new(env!("CARGO"));
-    // Of one package alone it would be another build, with other features of what they share.
+    // The whole workspace: a build of one package alone would select other features.
     cargo.args(["test", "--workspace", "--test", name, "--no-run", "--message-format=json"]);
     let output = cargo.current_dir(workspace()).stderr(Stdio::inherit()).output().expect("cargo can be run");
     assert!(output.status.success(), "{package}'s test {name} cannot be built");
@@ -21,5 +21,5 @@ pub fn test_program(package: &str, name: &str) -> PathBuf {
     let path = built
         .filter(|message| message["target"]["name"] == name)
         .find_map(|message| message["executable"].as_str().map(PathBuf::from));
-    path.expect("cargo names what it has built")
+    path.expect("cargo names the test program")
 }

@@ -1,4 +1,4 @@
-//! One guest, running.
+//! A running guest.
 
 use std::fs;
 use std::path::Path;
@@ -8,11 +8,11 @@ use tempfile::TempDir;
 
 use crate::{Guest, GuestError, Kernel, Link, Outcome};
 
-/// What `timeout` says of a command whose time was up.
+/// Exit code of `timeout` if the time limit was reached.
 const TIMED_OUT: i32 = 124;
-/// Killed so long after it was asked to end.
-const GRACE: &str = "5";
-/// By emulation: there may be no other way here, and it is the same everywhere.
+/// Seconds between SIGTERM and SIGKILL.
+const KILL_AFTER: &str = "5";
+/// Options of QEMU. Processors are emulated, since a test machine may not support virtualisation.
 const MACHINE: [&str; 16] = [
     "-machine",
     "q35",
@@ -32,11 +32,11 @@ const MACHINE: [&str; 16] = [
     "none",
 ];
 
-/// A guest with its command; killed if it is dropped.
+/// A running guest with its command. It is killed when this is dropped.
 #[derive(Debug)]
 pub struct Running {
     qemu: Option<Child>,
-    /// What host and guest share: the command, and what comes of it.
+    /// Folder that host and guest share: the command and its results.
     job: TempDir,
 }
 
@@ -57,14 +57,15 @@ impl Running {
     pub(crate) fn start(guest: &Guest, kernel: &Kernel, command: &[&str]) -> Result<Self, GuestError> {
         let system = |what| move |error| GuestError::System(what, error);
         let job =
-            tempfile::Builder::new().prefix("aquifer-guest-").tempdir().map_err(system("make a folder"))?;
+            tempfile::Builder::new().prefix("aquifer-guest-").tempdir().map_err(system("create a folder"))?;
         fs::write(job.path().join("job.sh"), job_script(guest, command))
             .map_err(system("write the command"))?;
         let console = fs::File::create(job.path().join("console")).map_err(system("write the console"))?;
         let errors = console.try_clone().map_err(system("write the console"))?;
         let start = crate::workspace().join("tests/guests/guest/start");
         let append = format!(
-            "console=ttyS0 quiet panic=-1 mitigations=off tsc=unstable aquifer.start={} aquifer.modules={} aquifer.workspace={} aquifer.address={} aquifer.link={}",
+            "console=ttyS0 quiet panic=-1 mitigations=off tsc=unstable aquifer.start={} \
+                aquifer.modules={} aquifer.workspace={} aquifer.address={} aquifer.link={}",
             start.display(),
             kernel.modules()?.display(),
             crate::workspace().display(),
@@ -72,7 +73,8 @@ impl Running {
             if guest.link == Link::None { "no" } else { "yes" }
         );
         let mut qemu = Command::new("timeout");
-        qemu.args(["-k", GRACE, &guest.time_limit.as_secs().to_string(), "qemu-system-x86_64"]).args(MACHINE);
+        qemu.args(["-k", KILL_AFTER, &guest.time_limit.as_secs().to_string(), "qemu-system-x86_64"])
+            .args(MACHINE);
         qemu.args(["-m", &format!("{}M", guest.memory_mib)]);
         qemu.arg("-kernel")
             .arg(kernel.image())
@@ -96,21 +98,21 @@ impl Running {
         Ok(Self { qemu: Some(qemu), job })
     }
 
-    /// What the command has written so far.
+    /// Standard output of the command so far.
     #[must_use]
     pub fn stdout(&self) -> String {
         self.file("stdout")
     }
 
-    /// Kill the machine, as if its power failed.
+    /// Kills the machine, as a power failure does.
     pub fn kill(mut self) {
         self.end();
     }
 
-    /// Wait for the command's end, or the guest's.
+    /// Waits for the end of the command.
     ///
     /// # Errors
-    /// If time was up, or the guest ended first.
+    /// If the time limit was reached, or the guest ended first.
     pub fn wait(mut self) -> Result<Outcome, GuestError> {
         let status = self.qemu.take().map(|mut qemu| qemu.wait());
         let exit_code = self.file("status").trim().parse().ok();
@@ -136,7 +138,7 @@ impl Running {
 
     fn end(&mut self) {
         let Some(mut qemu) = self.qemu.take() else { return };
-        // `timeout` passes it on to QEMU.
+        // `timeout` forwards the signal to QEMU.
         if let Some(pid) = i32::try_from(qemu.id()).ok().and_then(rustix::process::Pid::from_raw) {
             let _gone = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         }

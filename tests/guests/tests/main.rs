@@ -1,4 +1,4 @@
-//! What runs in virtual machines: over RDMA devices, and between two machines. `make test-long` runs it.
+//! Tests in virtual machines: over RDMA devices, and between two machines; run by `make test-long`.
 
 mod runner;
 mod two_machines;

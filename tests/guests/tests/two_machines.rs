@@ -1,4 +1,4 @@
-//! Two machines, and what takes longest in one.
+//! Tests with two guests, and long tests with one.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use aquifer_tests_e2e::build;
 use aquifer_tests_guests::{Guest, GuestError, Kernel, Outcome, kernel, script, test_program};
 
-/// For redis, and for two guests at a time on a machine of two processors.
+/// Time limit of a guest with redis, and of two guests at a time on two processors.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
-/// Each of more than a thousand deaths is a process and a connection.
+/// Time limit of a test that kills more than a thousand processes, each with a connection.
 const EVERY_STEP_TIME_LIMIT: Duration = Duration::from_secs(3600);
 
 /// A path as an argument.
@@ -23,7 +23,7 @@ fn assert_paged(outcome: &Outcome) {
 }
 
 #[test]
-fn time_is_up_at_the_limit() {
+fn a_guest_ends_at_its_time_limit() {
     let kernel = kernel();
     let guest = Guest { time_limit: Duration::from_secs(60), ..Guest::default() };
     let error = guest.run(&kernel, &["sh", "-c", "echo here; exec sleep infinity"]).unwrap_err();
@@ -49,14 +49,14 @@ fn the_conformance_suite_passes_between_two_guests() {
     let [mut tests, mut initiators] = Guest::pair(folder.path());
     (tests.time_limit, initiators.time_limit) = (TIME_LIMIT, TIME_LIMIT);
     let suite = test_program("aquifer-fabric", "conformance-verbs");
-    let where_they_are = "AQUIFER_INITIATORS=10.9.0.2:9000";
-    // It serves until somebody who has heard the end of the tests says so.
+    let initiators_at = "AQUIFER_INITIATORS=10.9.0.2:9000";
+    // The initiators serve until the other guest reports the end of the tests.
     let serve = script("initiators.sh");
     let holder = test_program("aquifer-fabric", "initiators-verbs");
-    let served = initiators.start(&kernel, &["env", where_they_are, word(&serve), word(&holder)]).unwrap();
+    let served = initiators.start(&kernel, &["env", initiators_at, word(&serve), word(&holder)]).unwrap();
     let run = script("afar.sh");
     let address = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
-    let outcome = tests.run(&kernel, &["env", where_they_are, address, word(&run), word(&suite)]);
+    let outcome = tests.run(&kernel, &["env", initiators_at, address, word(&run), word(&suite)]);
     let served = served.wait().map_or_else(|error| error.to_string(), |served| served.to_string());
     let outcome = outcome.unwrap_or_else(|error| panic!("{error}{served}")).success();
     assert!(outcome.stdout.contains("38 passed"), "{outcome}{served}");
@@ -85,7 +85,7 @@ fn redis_is_paged_over_verbs() {
 }
 
 #[test]
-fn a_node_in_another_guest_is_killed_and_the_program_goes_on() {
+fn a_program_survives_the_death_of_a_node_in_another_guest() {
     let kernel = kernel();
     let folder = tempfile::tempdir().unwrap();
     let [mut lender, mut borrower] = Guest::pair(folder.path());
@@ -98,13 +98,13 @@ fn a_node_in_another_guest_is_killed_and_the_program_goes_on() {
     let borrowed = borrower.run(&kernel, &command).unwrap_or_else(|error| panic!("{error}"));
     let lent = lender.wait().unwrap_or_else(|error| panic!("{error}{borrowed}"));
     let (borrowed, lent) = (borrowed.success(), lent.success());
-    assert!(borrowed.stdout.contains("it runs, and a node is killed"), "{borrowed}");
+    assert!(borrowed.stdout.contains("the command runs; a node is killed"), "{borrowed}");
     assert!(lent.stdout.contains("a node ended with 137"), "{lent}");
     assert_paged(&borrowed);
 }
 
 #[test]
-fn a_pair_of_hosts_is_checked_and_what_soft_roce_lacks_is_found() {
+fn the_check_of_two_hosts_finds_what_soft_roce_lacks() {
     let kernel = kernel();
     let command = script("check.sh");
     let outcome = Guest::default().run(&kernel, &[word(&command), word(build::binary())]);
@@ -112,16 +112,16 @@ fn a_pair_of_hosts_is_checked_and_what_soft_roce_lacks_is_found() {
     assert_eq!(outcome.exit_code, 1, "{outcome}");
     for found in [
         "READ of 4 KiB",
-        "a window is held to its rights",
-        "Soft-RoCE is known for this",
-        "it is remapped by",
-        "Found wanting: 1",
+        "a window enforces its rights",
+        "a known defect of Soft-RoCE",
+        "remapped by",
+        "failed tests: 1",
     ] {
         assert!(outcome.stdout.contains(found), "{found}: {outcome}");
     }
 }
 
-/// A suite of Debian's whose kernel pages on demand over Soft-RoCE.
+/// Suite of Debian whose kernel supports on-demand paging for Soft-RoCE.
 const PAGING: &str = "trixie-backports";
 
 #[test]

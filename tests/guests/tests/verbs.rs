@@ -1,25 +1,26 @@
-//! The verbs provider over Soft-RoCE: by itself, and under programs.
+//! The fabric's provider `verbs` over Soft-RoCE: its tests, and programs that are paged over it.
 
 use std::io::Write;
 
 use aquifer_tests_e2e::build;
 use aquifer_tests_guests::{Guest, Kernel, Outcome, kernel, script, test_program};
 
-/// Where conformance tests of verbs listen.
-const VARIABLE: &str = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
+/// Address at which conformance tests of verbs listen.
+const ADDRESS_VARIABLE: &str = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
 
 fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
     Guest::default().run(kernel, command).unwrap_or_else(|error| panic!("{error}")).success()
 }
 
-/// Tests of the conformance suite, and those of devices alone.
+/// Summary of the conformance suite and of tests of devices alone.
 const CONFORMANCE: &str = "38 passed";
 
-/// Tests of the pool's client.
+/// Summary of the tests of the pool's client.
 const POOL: &str = "21 passed";
 
-/// Tests of hosts that die; at these of their steps.
+/// Summary of the tests with killed hosts.
 const KILLED: &str = "5 passed";
+/// The tests kill hosts at every 31st step.
 const STRIDE: &str = "AQUIFER_KILLED_STRIDE=31";
 
 /// The lines of a text that have these words.
@@ -32,25 +33,25 @@ fn the_conformance_suite_passes() {
     let kernel = kernel();
     let suite = test_program("aquifer-fabric", "conformance-verbs");
     let suite = suite.to_str().expect("a plain path");
-    let outcome = run(&kernel, &["env", VARIABLE, suite, "--nocapture"]);
+    let outcome = run(&kernel, &["env", ADDRESS_VARIABLE, suite, "--nocapture"]);
     assert!(outcome.stdout.contains(CONFORMANCE), "{outcome}");
     let failed = lines_with(&outcome.stdout, "expected to fail");
     assert!(
         !failed.is_empty(),
-        "Soft-RoCE looks at the bounds of windows by now: let the test demand it. {outcome}"
+        "Soft-RoCE checks the bounds of windows now: change the test so that it requires the check. {outcome}"
     );
-    // Without on-demand paging by this kernel.
+    // This kernel has no on-demand paging for Soft-RoCE.
     let remapped = lines_with(&outcome.stdout, "memory is remapped by re-registration");
     assert!(!remapped.is_empty(), "{outcome}");
-    // Not held back as what a test prints is.
-    std::io::stderr().write_all((failed + &remapped).as_bytes()).expect("there is a place for messages");
+    // Standard error itself: the test runner would hold back what a macro prints.
+    std::io::stderr().write_all((failed + &remapped).as_bytes()).expect("standard error can be written");
 }
 
 #[test]
-fn a_pools_clients_do_over_verbs_what_they_do_over_shared_memory() {
+fn the_tests_of_the_pools_client_pass_over_verbs() {
     let kernel = kernel();
     let suite = test_program("aquifer-pool", "client-verbs");
-    let outcome = run(&kernel, &["env", VARIABLE, suite.to_str().expect("a plain path")]);
+    let outcome = run(&kernel, &["env", ADDRESS_VARIABLE, suite.to_str().expect("a plain path")]);
     assert!(outcome.stdout.contains(POOL), "{outcome}");
 }
 
@@ -59,7 +60,7 @@ fn hosts_are_killed_and_stopped_over_verbs() {
     let kernel = kernel();
     let suite = test_program("aquifer-pool", "killed-verbs");
     let suite = suite.to_str().expect("a plain path");
-    let outcome = run(&kernel, &["env", VARIABLE, STRIDE, suite, "--test-threads=1"]);
+    let outcome = run(&kernel, &["env", ADDRESS_VARIABLE, STRIDE, suite, "--test-threads=1"]);
     assert!(outcome.stdout.contains(KILLED), "{outcome}");
 }
 
@@ -75,7 +76,7 @@ fn a_program_that_checks_its_memory_is_paged_over_verbs() {
 }
 
 #[test]
-fn what_a_device_can_do_is_listed() {
+fn devices_are_listed() {
     let kernel = kernel();
     let binary = build::binary().to_str().expect("a plain path");
     let outcome = run(&kernel, &[binary, "fabric", "info"]);

@@ -189,7 +189,7 @@ fn members(count: usize, options: &EtcdOptions) -> Vec<EtcdServer> {
 fn free_ports(count: usize) -> Vec<u16> {
     let listeners: Vec<_> =
         (0..count).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port")).collect();
-    listeners.iter().map(|listener| listener.local_addr().expect("it is bound").port()).collect()
+    listeners.iter().map(|listener| listener.local_addr().expect("the listener is bound").port()).collect()
 }
 
 /// Reads the output of a member until it serves; returns false if it ends before.

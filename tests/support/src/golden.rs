@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[repr(C)]
-    struct Pair {
+    struct GoldenPair {
         first: u8,
         second: u32,
     }
@@ -179,7 +179,7 @@ mod tests {
         let mut golden = Golden::at(path.to_str().expect("the path is UTF-8"));
         golden.bytes("bytes", &[1, 2, 3, 4, 5, 6, 7, 8, byte]);
         golden.text("text", "{}");
-        crate::golden_layout!(golden, "pair", Pair { first, second });
+        crate::golden_layout!(golden, "pair", GoldenPair { first, second });
         golden.compare(&(golden.lines.join("\n") + "\n"));
     }
 

@@ -1,4 +1,4 @@
-//! What tests of several crates share.
+//! Shared parts of the tests of several crates.
 //!
 //! - [`etcd`]: a real etcd of one or more members, which can be killed and restarted.
 //! - [`golden`]: golden files, which fix the bytes of a format.

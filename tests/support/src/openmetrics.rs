@@ -167,11 +167,11 @@ fn parse_value(text: &str) -> Result<(String, &str), String> {
 }
 
 /// The name of a histogram and its labels.
-type Series = (String, BTreeMap<String, String>);
+type HistogramSeries = (String, BTreeMap<String, String>);
 
 /// Checks that the buckets of each histogram increase, and that the last has all observations.
 fn check_histograms(samples: &MetricSamples) -> Result<(), String> {
-    let mut last: BTreeMap<Series, (f64, f64)> = BTreeMap::new();
+    let mut last: BTreeMap<HistogramSeries, (f64, f64)> = BTreeMap::new();
     for sample in &samples.0 {
         let Some(name) = sample.name.strip_suffix("_bucket") else { continue };
         let mut labels = sample.labels.clone();

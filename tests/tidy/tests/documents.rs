@@ -13,8 +13,8 @@ use aquifer_tests_tidy::{
 use crate::assert_no_violations;
 
 /// Folders whose paths are checked wherever a document names one.
-const TOP_FOLDERS: [&str; 7] =
-    ["bench/", "bindings/", "crates/", "docs/", "packaging/", "scripts/", "tests/"];
+const TOP_FOLDERS: [&str; 8] =
+    ["bench/", "bindings/", "crates/", "docs/", "examples/", "packaging/", "scripts/", "tests/"];
 const DECISIONS: &str = "docs/decisions/";
 /// The parts of a decision record, in order.
 const DECISION_PARTS: [&str; 6] = ["Status", "Date", "Context", "Decision", "Consequences", "Alternatives"];

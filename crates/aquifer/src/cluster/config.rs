@@ -1,4 +1,5 @@
-//! Configuration of a local cluster, stored so that `aquifer up` can restart daemons with the same settings.
+//! Configuration of a local cluster, stored so that `aquifer up` can restart daemons with the same
+//! settings.
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -24,7 +25,8 @@ const FILE_BYTES_MAX: u64 = 64 << 10;
 #[derive(Debug, thiserror::Error)]
 pub enum ClusterConfigError {
     /// The file cannot be read, or is not a configuration.
-    #[error("cluster configuration {path} cannot be used: {why}; remove it with `aquifer down`", path = path.display())]
+    #[error("cluster configuration {path} cannot be used: {why}; remove it with `aquifer \
+        down`", path = path.display())]
     Unusable {
         /// The file.
         path: PathBuf,
@@ -41,7 +43,8 @@ pub enum ClusterConfigError {
     },
     /// A cluster with other settings runs in this state folder.
     #[error(
-        "a cluster with other settings runs here: {running}; stop it with `aquifer down`, or choose another state folder with --state"
+        "a cluster with other settings runs here: {running}; stop it with `aquifer down`, or choose \
+            another state folder with --state"
     )]
     Differs {
         /// The settings of the cluster that runs.
@@ -113,7 +116,8 @@ impl ClusterConfig {
         Ok(())
     }
 
-    /// The cluster's daemons. The directory is one of them only if it is the embedded one of the cluster.
+    /// The cluster's daemons. The directory is one of them only if it is the embedded one of the
+    /// cluster.
     pub fn daemons(&self) -> Vec<Daemon> {
         let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
         Daemon::all(self.nodes).into_iter().filter(|daemon| is_own || *daemon != Daemon::Directory).collect()
@@ -188,7 +192,8 @@ impl ClusterConfig {
         let text = serde_json::to_string_pretty(self).expect("the configuration can be written as JSON");
         // Renamed into place when it is complete.
         let new = path.with_extension("new");
-        // Other users can enter root's state folder, and must neither read nor change its configuration.
+        // Other users can enter root's state folder, and must neither read nor change its
+        // configuration.
         let mut options = std::fs::OpenOptions::new();
         let file = options.write(true).create(true).truncate(true).mode(0o600).open(&new);
         let written = file.and_then(|mut file| file.write_all(text.as_bytes()));

@@ -14,14 +14,14 @@ use crate::state::StateDir;
 /// Name of the lock that `aquifer up` and `aquifer down` hold while they change the cluster.
 pub const CLUSTER_LOCK: &str = ".cluster";
 
-/// Time that an agent or a node has to stop. An agent ends its programs and frees their memory first.
-/// Both then end their leases, and the directory may not answer.
+/// Time that an agent or a node has to stop. An agent ends its programs and frees their memory
+/// first. Both then end their leases, and the directory may not answer.
 const LONG_STOP_TIMEOUT: Duration = Duration::from_secs(15);
 /// Time that a keeper or a directory has to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's file
-/// stay.
+/// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's
+/// file stay.
 pub fn down(state: &StateDir) -> Outcome {
     if !state.path().exists() {
         say_line!("No cluster is up in {}", state.path().display());
@@ -68,8 +68,8 @@ fn known_daemons(state: &StateDir) -> io::Result<Vec<Daemon>> {
 
 /// Stops those of the daemons that run, and removes the sockets of all.
 ///
-/// The agent is first, because it frees memory on the nodes. The directory is last, because agent and
-/// nodes end their leases there. A socket is removed only after its daemon has ended.
+/// The agent is first, because it frees memory on the nodes. The directory is last, because agent
+/// and nodes end their leases there. A socket is removed only after its daemon has ended.
 ///
 /// # Errors
 /// If a daemon cannot be stopped.

@@ -1,6 +1,6 @@
 //! Golden names and bytes of a local cluster's folder.
-//! A changed golden file needs a new version of the configuration: the next build must still recognise
-//! a running cluster, or refuse it.
+//! A changed golden file needs a new version of the configuration: the next build must still
+//! recognise a running cluster, or refuse it.
 
 use std::path::Path;
 

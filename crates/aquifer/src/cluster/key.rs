@@ -20,13 +20,15 @@ pub enum KeyError {
         source: io::Error,
     },
     /// Users other than the owner can read the file.
-    #[error("cluster key {path} can be read by other users: run chmod 600 {path}, and replace the key if other users may have read it", path = path.display())]
+    #[error("cluster key {path} can be read by other users: run chmod 600 {path}, and replace the key if \
+        other users may have read it", path = path.display())]
     ReadableByOthers {
         /// The file.
         path: PathBuf,
     },
     /// The file has no key in it.
-    #[error("{path} is not a cluster key: expected 64 hexadecimal digits, as `aquifer up` writes them", path = path.display())]
+    #[error("{path} is not a cluster key: expected 64 hexadecimal digits, as `aquifer up` writes \
+        them", path = path.display())]
     NotAKey {
         /// The file.
         path: PathBuf,

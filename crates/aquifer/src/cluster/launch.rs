@@ -49,7 +49,8 @@ pub enum LaunchError {
         tail: String,
     },
     /// The daemon did not serve in time.
-    #[error("{daemon} did not serve within {} s and was killed; the end of its log {log}:\n{tail}", READY_TIMEOUT.as_secs(), log = log.display())]
+    #[error("{daemon} did not serve within {} s and was killed; the end of its log \
+        {log}:\n{tail}", READY_TIMEOUT.as_secs(), log = log.display())]
     Late {
         /// The daemon.
         daemon: Daemon,
@@ -231,7 +232,8 @@ pub fn stop(
     Ok(ended)
 }
 
-/// Waits until the descriptor is readable, or its process has ended; returns false after the timeout.
+/// Waits until the descriptor is readable, or its process has ended; returns false after the
+/// timeout.
 fn wait_readable(descriptor: &impl AsFd, timeout: Duration) -> io::Result<bool> {
     let end = Instant::now() + timeout;
     loop {

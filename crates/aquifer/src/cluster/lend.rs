@@ -134,7 +134,8 @@ fn wait(
 }
 
 impl LendProgress<'_> {
-    /// Whether the node lends the requested size. `initial_bytes` is what it lent before the request.
+    /// Whether the node lends the requested size. `initial_bytes` is what it lent before the
+    /// request.
     fn is_done(
         &mut self,
         entry: Option<&DirectoryEntry>,

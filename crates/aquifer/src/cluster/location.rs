@@ -24,7 +24,8 @@ pub enum LocationError {
     NoEtcd(String),
     /// The address has no known form.
     #[error(
-        "\"{0}\" is not the address of a directory: write embedded, unix:PATH, or etcd://HOST:PORT[,HOST:PORT...][/CLUSTER]"
+        "\"{0}\" is not the address of a directory: write embedded, unix:PATH, or \
+            etcd://HOST:PORT[,HOST:PORT...][/CLUSTER]"
     )]
     Unknown(String),
     /// Certificates for a directory that does not use TLS.

@@ -29,8 +29,8 @@ pub struct FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // Closing the descriptor is not enough: a child that another thread is starting has a copy of
-        // it until its exec.
+        // Closing the descriptor is not enough: a child that another thread is starting has a copy
+        // of it until its exec.
         let _ = self.file.unlock();
     }
 }
@@ -122,7 +122,8 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
         if let (Some(number), Some(pid)) = (number, pid)
             && let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
-            // The lock is still held: the number was that of its holder when the descriptor was opened.
+            // The lock is still held: the number was that of its holder when the descriptor was
+            // opened.
             && is_held(&file)?
             // A killed process holds its lock until the kernel has released all its resources.
             && !has_ended(&pidfd)

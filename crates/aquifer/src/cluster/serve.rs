@@ -13,7 +13,7 @@ use aquifer_directory::embedded;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
-use aquifer_node::{Keep, Listen, NodeOptions, Shutdown};
+use aquifer_node::{KeepOptions, ListenAddress, NodeOptions, Shutdown};
 use rustix::net::SocketType;
 
 use super::daemon::Daemon;
@@ -86,7 +86,8 @@ impl ReadyNotifier {
             let mut stdout = std::io::stdout();
             // `aquifer up` may have ended; the daemon serves nevertheless.
             let _gone = stdout.write_all(READY).and_then(|()| stdout.flush());
-            // A reader of this output that waits for its end must not wait for the end of the daemon.
+            // A reader of this output that waits for its end must not wait for the end of the
+            // daemon.
             let null = std::fs::File::options().write(true).open("/dev/null");
             let _kept = null.map(|null| rustix::stdio::dup2_stdout(&null));
         }
@@ -146,7 +147,10 @@ fn node(
     stop: StopSignal,
     ready: ReadyNotifier,
 ) -> Result<(), Box<dyn Error>> {
-    let memory = settings.memory.ok_or("the node has no size: give the memory that it lends with --memory SIZE, or as `memory` in its settings file")?;
+    let memory = settings.memory.ok_or(
+        "the node has no size: give the memory that it lends with --memory \
+        SIZE, or as `memory` in its settings file",
+    )?;
     let shutdown = Shutdown::new();
     let for_signal = shutdown.clone();
     stop.on_stop(move || for_signal.request())?;
@@ -157,18 +161,19 @@ fn node(
     options.memory_bytes_max = settings.memory_max.unwrap_or(memory);
     options.advertise = settings.advertise;
     options.metrics.clone_from(&settings.metrics);
-    options.keep = settings.grace.map(|grace_ms| Keep {
+    options.keep = settings.grace.map(|grace_ms| KeepOptions {
         keeper: state.socket(&Daemon::Keeper.to_string()),
         grace: Duration::from_millis(grace_ms),
     });
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
 }
 
-/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared memory.
+/// Where a node listens: on a socket from systemd, at an address, or on this machine's shared
+/// memory.
 ///
 /// # Errors
 /// If the settings contradict each other.
-fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, Box<dyn Error>> {
+fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<ListenAddress, Box<dyn Error>> {
     let NodeSettings { encrypt, threads, rate_bytes, rate_operations, .. } = settings;
     let from_systemd = systemd::listener("node", SocketType::STREAM)?.map(TcpListener::from);
     if from_systemd.is_none() && settings.listen.is_none() {
@@ -179,11 +184,12 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             || rate_bytes.is_some()
             || rate_operations.is_some()
         {
-            let why = "--fabric, --encrypt, --threads, --rate-bytes, --rate-operations and --advertise need a node that lends over a network: give its address with --listen ADDRESS";
+            let why = "--fabric, --encrypt, --threads, --rate-bytes, --rate-operations and --advertise \
+                need a node that lends over a network: give its address with --listen ADDRESS";
             return Err(why.into());
         }
         let socket = state.socket(&Daemon::Node(id).to_string());
-        return Ok(Listen::Shm(socket, shm::Options::default()));
+        return Ok(ListenAddress::Shm(socket, shm::Options::default()));
     }
     let is_over_verbs = settings.fabric == Some(Network::Verbs);
     let mut options = tcp::Options::default();
@@ -197,7 +203,8 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
     };
     if settings.advertise.unwrap_or(address).ip().is_unspecified() {
         let why = format!(
-            "hosts cannot connect to the unspecified address {address}: give the address at which they reach this node with --advertise ADDRESS"
+            "hosts cannot connect to the unspecified address {address}: give the address at which they \
+                reach this node with --advertise ADDRESS"
         );
         return Err(why.into());
     }
@@ -207,14 +214,15 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<Listen, 
             || rate_bytes.is_some()
             || rate_operations.is_some();
         if has_tcp_settings || from_systemd.is_some() {
-            let why = "--fabric verbs does not support --encrypt, --threads, --rate-bytes, --rate-operations or a socket from systemd: the RDMA device does the transfers";
+            let why = "--fabric verbs does not support --encrypt, --threads, --rate-bytes, \
+                --rate-operations or a socket from systemd: the RDMA device does the transfers";
             return Err(why.into());
         }
-        return Ok(Listen::Verbs(address, key));
+        return Ok(ListenAddress::Verbs(address, key));
     }
     Ok(match from_systemd {
-        Some(listener) => Listen::TcpOn(Arc::new(listener), key, Box::new(options)),
-        None => Listen::Tcp(address, key, Box::new(options)),
+        Some(listener) => ListenAddress::TcpOn(Arc::new(listener), key, Box::new(options)),
+        None => ListenAddress::Tcp(address, key, Box::new(options)),
     })
 }
 
@@ -232,7 +240,8 @@ fn agent(
         Some(mempool) if mempool > available => {
             let (mempool, available) = (ByteSize(mempool), ByteSize(available));
             return Err(format!(
-                "a mempool of {mempool} does not fit: only {available} of memory are available; give a smaller --mempool"
+                "a mempool of {mempool} does not fit: only {available} of memory are available; give a \
+                    smaller --mempool"
             )
             .into());
         }
@@ -268,14 +277,15 @@ fn agent(
     Ok(())
 }
 
-/// Raises the limit of open files to the hard limit: each paged program needs about a dozen descriptors
-/// in the agent and in the keeper.
+/// Raises the limit of open files to the hard limit: each paged program needs about a dozen
+/// descriptors in the agent and in the keeper.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let limit = getrlimit(Resource::Nofile);
     let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
     if let Err(error) = setrlimit(Resource::Nofile, wanted) {
-        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged programs");
+        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged \
+            programs");
     }
 }
 

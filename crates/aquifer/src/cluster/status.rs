@@ -224,7 +224,8 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
     for tenant in &agent.tenants {
         writeln!(
             text,
-            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} faults",
+            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} \
+                faults",
             tenant.tenant,
             tenant.runs,
             tenant.processes,

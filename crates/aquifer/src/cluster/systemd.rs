@@ -18,12 +18,12 @@ const SOCKETS_MAX: usize = 16;
 
 /// The listening socket that systemd passes to a daemon, if any.
 ///
-/// It is the socket with the daemon's name, or the only one if systemd gives no names. Must be called
-/// at most once in a process.
+/// It is the socket with the daemon's name, or the only one if systemd gives no names. Must be
+/// called at most once in a process.
 ///
 /// # Errors
-/// If the environment variables are not valid, if sockets are passed and none has the name, or if the
-/// socket does not listen or is of another kind.
+/// If the environment variables are not valid, if sockets are passed and none has the name, or if
+/// the socket does not listen or is of another kind.
 pub fn listener(name: &str, kind: SocketType) -> io::Result<Option<OwnedFd>> {
     let variable = |name: &str| std::env::var(name).ok();
     let names = parse(
@@ -38,7 +38,8 @@ pub fn listener(name: &str, kind: SocketType) -> io::Result<Option<OwnedFd>> {
             return Ok(None);
         }
         return Err(io::Error::other(format!(
-            "systemd passed sockets named {}, but none named {name}: set FileDescriptorName={name} in the socket unit",
+            "systemd passed sockets named {}, but none named {name}: set FileDescriptorName={name} in the \
+                socket unit",
             names.join(", ")
         )));
     };
@@ -65,7 +66,8 @@ fn own_descriptor(descriptor: RawFd) -> io::Result<OwnedFd> {
     if unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: it is open, was opened by systemd, and `listener` is called once: it has no other owner.
+    // SAFETY: it is open, was opened by systemd, and `listener` is called once: it has no other
+    // owner.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 

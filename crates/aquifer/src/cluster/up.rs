@@ -76,7 +76,8 @@ fn watch_exits(state: &StateDir, config: &ClusterConfig) {
     }
 }
 
-/// The stored configuration; or a new one if there is none, or if it differs and no daemon of it runs.
+/// The stored configuration; or a new one if there is none, or if it differs and no daemon of it
+/// runs.
 fn config(state: &StateDir, arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
     let Some(stored) = ClusterConfig::load(state)? else { return new_config(state, arguments) };
     match stored.check(arguments) {
@@ -110,8 +111,8 @@ fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, Laun
 
 /// Checks that the machine has the memory that the nodes are to lend.
 ///
-/// Nodes allocate their memory as it is used. Without the check, the machine would run out of memory
-/// while programs run.
+/// Nodes allocate their memory as it is used. Without the check, the machine would run out of
+/// memory while programs run.
 fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
     let nodes = missing.iter().filter(|daemon| matches!(daemon, Daemon::Node(_))).count();
     let needed = config.memory_bytes.saturating_mul(u64::try_from(nodes)?);

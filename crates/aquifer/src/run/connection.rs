@@ -53,8 +53,8 @@ impl RunConnection {
 
     /// Starts the thread that receives notices, the reason for an end, and statistics.
     ///
-    /// If the other end closes the connection, the thread calls `on_gone`, which returns the reason for the
-    /// end of the program.
+    /// If the other end closes the connection, the thread calls `on_gone`, which returns the reason
+    /// for the end of the program.
     pub(super) fn listen(&mut self, on_gone: impl FnOnce() -> String + Send + 'static) {
         let (sender, receiver) = channel();
         self.statistics = Some(receiver);
@@ -76,7 +76,8 @@ impl RunConnection {
         self.statistics.as_ref()?.recv_timeout(STATISTICS_TIMEOUT).ok()
     }
 
-    /// Waits for the end of the thread, which calls `on_gone` if the other end has closed the connection.
+    /// Waits for the end of the thread, which calls `on_gone` if the other end has closed the
+    /// connection.
     pub(super) fn join_listener(&mut self) {
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -91,12 +92,13 @@ impl RunConnection {
     }
 }
 
-/// The function to call if the agent closes the connection: it prints a message, and returns the reason
-/// for the end of the program, in case no agent takes over.
+/// The function to call if the agent closes the connection: it prints a message, and returns the
+/// reason for the end of the program, in case no agent takes over.
 pub(super) fn on_agent_gone(name: String) -> impl FnOnce() -> String + Send {
     move || {
         crate::say::say_error!(
-            "connection to the agent lost. {name} waits for a new agent, and is ended if none starts within the grace time"
+            "connection to the agent lost. {name} waits for a new agent, and is ended if none starts \
+                within the grace time"
         );
         "its agent died, and no agent took over within the grace time".to_owned()
     }

@@ -53,7 +53,8 @@ pub enum ExecutableError {
     },
     /// The program has a set-user-ID or set-group-ID bit, so the dynamic linker ignores LD_PRELOAD.
     #[error("{0} is a set-user-ID or set-group-ID program, so the shim cannot be loaded into it: \
-             run it as its target user, or page it by kernel swap: aquifer run --swap, as root", program.display())]
+             run it as its target user, or page it by kernel swap: aquifer run --swap, as \
+             root", program.display())]
     SetId {
         /// The file.
         program: PathBuf,
@@ -142,7 +143,8 @@ enum Elf {
     Damaged,
 }
 
-/// Classifies an ELF file by its first bytes and its program headers, which `read` reads at an offset.
+/// Classifies an ELF file by its first bytes and its program headers, which `read` reads at an
+/// offset.
 fn parse_elf(head: &[u8], read: impl Fn(u64, &mut [u8]) -> bool) -> Elf {
     let half = |at: usize| Some(u16::from_le_bytes(head.get(at..at + 2)?.try_into().ok()?));
     if !head.starts_with(&ELF_64_LITTLE) || half(18) != Some(MACHINE_X86_64) {

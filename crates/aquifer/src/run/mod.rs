@@ -1,4 +1,5 @@
-//! `aquifer run`: runs an unmodified program on the pool, with its exit code, signals, input and output.
+//! `aquifer run`: runs an unmodified program on the pool, with its exit code, signals, input and
+//! output.
 
 mod connection;
 mod executable;
@@ -50,7 +51,8 @@ pub enum RunError {
     #[error(transparent)]
     Executable(#[from] ExecutableError),
     /// No agent listens at the socket.
-    #[error("no cluster is up (nothing answers at {path}): start one with `aquifer up`", path = path.display())]
+    #[error("no cluster is up (nothing answers at {path}): start one with `aquifer \
+        up`", path = path.display())]
     NoCluster {
         /// The socket.
         path: PathBuf,
@@ -62,14 +64,16 @@ pub enum RunError {
     #[error("connection to the agent failed: {0}")]
     Agent(std::io::Error),
     /// The shim is missing.
-    #[error("{path} is missing: it must be in the folder of the aquifer binary (cargo build --release makes both)", path = path.display())]
+    #[error("{path} is missing: it must be in the folder of the aquifer binary (cargo build --release \
+        makes both)", path = path.display())]
     NoShim {
         /// The expected path.
         path: PathBuf,
     },
     /// `--swap` without root.
     #[error(
-        "--swap needs root, since it creates a cgroup and a swap device: run as root, or without --swap if the program is dynamically linked"
+        "--swap needs root, since it creates a cgroup and a swap device: run as root, or without --swap \
+            if the program is dynamically linked"
     )]
     SwapNeedsRoot,
     /// The swap server cannot be started, or failed.

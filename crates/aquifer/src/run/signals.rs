@@ -7,7 +7,8 @@ static CHILD: AtomicU32 = AtomicU32::new(0);
 
 /// Signals that are forwarded: those that a user or a service manager sends.
 ///
-/// The terminal sends INT, QUIT and TSTP to the program as well, so those from it are not forwarded.
+/// The terminal sends INT, QUIT and TSTP to the program as well, so those from it are not
+/// forwarded.
 const FORWARDED: [i32; 7] =
     [libc::SIGTERM, libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM];
 

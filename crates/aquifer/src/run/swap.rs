@@ -1,7 +1,7 @@
 //! `aquifer run --swap`: runs a program that the shim cannot be loaded into.
 //!
-//! The program runs in a cgroup with a memory limit, and the kernel swaps to a device in the pool. The
-//! swap server, a process of its own, owns the cgroup and the device.
+//! The program runs in a cgroup with a memory limit, and the kernel swaps to a device in the pool.
+//! The swap server, a process of its own, owns the cgroup and the device.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -113,8 +113,8 @@ impl SwapServer {
         Ok(cgroup::command(program.as_os_str(), procs))
     }
 
-    /// The function to call if the server dies while the program runs: it removes the device, and returns
-    /// the reason for the end of the program, whose swapped pages are lost.
+    /// The function to call if the server dies while the program runs: it removes the device, and
+    /// returns the reason for the end of the program, whose swapped pages are lost.
     pub(super) fn on_gone(&self) -> impl FnOnce() -> String + Send + use<> {
         let record = self.record.clone();
         move || {
@@ -125,7 +125,8 @@ impl SwapServer {
         }
     }
 
-    /// Reaps the server if it has ended. It ends when its cgroup is empty, perhaps later than this process.
+    /// Reaps the server if it has ended. It ends when its cgroup is empty, perhaps later than this
+    /// process.
     pub(super) fn reap(mut self) {
         let _ = self.process.try_wait();
     }

@@ -1,178 +1,189 @@
-//! Why a bench or the demo could not do its work.
+//! Errors of benches and of the demo.
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use aquifer_swap::setup::SetupError;
 
-/// Why a bench or the demo could not do its work.
+/// Why a bench or the demo failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BenchError {
-    /// No such bench.
-    #[error("there is no bench {name:?}; `aquifer bench list` names them all")]
+    /// There is no bench with this name.
+    #[error("there is no bench {name:?}; `aquifer bench list` lists the benches")]
     NoSuchBench {
-        /// What was asked for.
+        /// The given name.
         name: String,
     },
-    /// A flag that is for others.
-    #[error("`aquifer bench {name}` takes no {flag}: {} takes it", takers.join(" or "))]
-    NotTaken {
-        /// Which bench.
+    /// The bench does not have this option.
+    #[error("`aquifer bench {name}` has no option {option}; {} has it", benches.join(" or "))]
+    NoSuchOption {
+        /// The bench.
         name: &'static str,
-        /// The flag.
-        flag: &'static str,
-        /// The commands that take it.
-        takers: Vec<String>,
+        /// The option.
+        option: &'static str,
+        /// The commands that have it.
+        benches: Vec<String>,
     },
-    /// A trace says something else than when which size is wanted.
-    #[error("the trace {path} cannot be replayed: {reason}", path = path.display())]
+    /// A trace is not valid.
+    #[error("trace {path} cannot be replayed: {reason}", path = path.display())]
     Trace {
         /// The file.
         path: PathBuf,
-        /// In which line, and what is wrong with it.
+        /// The line, and what is wrong with it.
         reason: String,
     },
-    /// No compiler.
+    /// The measured programs cannot be compiled.
     #[error(
-        "the bench's programs cannot be built: {reason}; install a C compiler (scripts/install-deps.sh bench)"
+        "the measured programs cannot be compiled: {reason}; install a C compiler with \
+            scripts/install-deps.sh bench"
     )]
     Build {
-        /// What the compiler said.
+        /// The compiler's output.
         reason: String,
     },
-    /// A command that belongs to the cluster failed.
+    /// A command that manages the bench's cluster failed.
     #[error("`aquifer {what}` failed ({status}): {message}")]
     Cluster {
-        /// Which command.
+        /// The command.
         what: &'static str,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its output.
         message: String,
     },
     /// A measured program failed.
-    #[error("{program} failed {way} ({status}): {message}")]
+    #[error("{program} failed ({way}; {status}): {message}")]
     Program {
         /// The program.
         program: String,
-        /// How it was run.
+        /// The way in which it ran.
         way: String,
-        /// How it ended.
+        /// Its exit status.
         status: String,
-        /// What it said.
+        /// Its output.
         message: String,
     },
-    /// A measured program said something else than a line of figures.
-    #[error("{program} printed no figures that hold ({way}): {text:?}")]
+    /// A measured program printed no valid results.
+    #[error("{program} printed no valid results ({way}): {text:?}")]
     Figures {
         /// The program.
         program: String,
-        /// How it was run.
+        /// The way in which it ran.
         way: String,
-        /// What it printed.
+        /// Its output.
         text: String,
     },
-    /// A measured server cannot be worked with.
-    #[error("cannot work with {program}: {reason}")]
+    /// A measured server does not work.
+    #[error("server {program} failed: {reason}")]
     Server {
-        /// The server's program.
+        /// The server.
         program: String,
-        /// What happened.
+        /// The reason.
         reason: String,
     },
-    /// A measured program computed or kept something wrong.
-    #[error("{program} gave a wrong result ({way}): {what}")]
+    /// A measured program returned wrong data.
+    #[error("{program} returned wrong data ({way}): {what}")]
     Wrong {
         /// The program.
         program: String,
-        /// How it was run.
+        /// The way in which it ran.
         way: String,
-        /// What was found, and what should have been.
+        /// The found and the expected data.
         what: String,
     },
-    /// No program to be measured.
+    /// No program of the bench is installed.
     #[error(
-        "none of the programs of `aquifer bench apps` is installed; scripts/install-deps.sh bench installs them"
+        "no program of `aquifer bench apps` is installed; install them with scripts/install-deps.sh bench"
     )]
     NoApps,
-    /// No program of that name is there.
+    /// No installed program has this name.
     #[error(
-        "no program of `aquifer bench apps` that is installed has {name:?} in its name; it measures redis, PostgreSQL and k-means"
+        "--only {name:?}: no installed program of `aquifer bench apps` has this in its name; the bench \
+            measures redis, PostgreSQL and k-means"
     )]
     NoSuchApp {
-        /// What was asked for.
+        /// The given name.
         name: String,
     },
-    /// No blocks of that size are measured.
-    #[error("--only {name:?} names no size of blocks that is measured; choose one of {}", sizes.join(", "))]
+    /// This block size is not measured.
+    #[error("--only {name:?} is not a measured block size; give one of {}", sizes.join(", "))]
     NoSuchSize {
-        /// What was asked for.
+        /// The given name.
         name: String,
-        /// What there is.
+        /// The measured sizes.
         sizes: Vec<&'static str>,
     },
-    /// So much of a program's memory is not measured.
-    #[error("--fit {percent} is not measured; choose one of {}", list(fits))]
+    /// This percentage of a program's memory is not measured.
+    #[error("--fit {percent} is not measured; give one of {}", list(fits))]
     NoSuchFit {
-        /// What was asked for.
+        /// The given percentage.
         percent: u64,
-        /// What there is.
+        /// The measured percentages.
         fits: &'static [u64],
     },
-    /// The demo's program or its corpus.
-    #[error("the demo needs {what}, which is not installed; run scripts/install-deps.sh demo")]
+    /// The demo's program or its input is not installed.
+    #[error("the demo needs {what}, which is not installed; install it with scripts/install-deps.sh demo")]
     Missing {
         /// What is missing.
         what: &'static str,
     },
-    /// Outputs differ.
-    #[error("the output {way} differs from the plain run's; both are kept: {plain} and {other}",
+    /// The output of a run differs from that of the plain run.
+    #[error("the output ({way}) differs from that of the plain run; compare {plain} with {other}",
         plain = plain.display(), other = other.display())]
     OutputDiffers {
-        /// How it was run.
+        /// The way in which it ran.
         way: String,
-        /// The plain output.
+        /// The plain run's output.
         plain: PathBuf,
-        /// The other.
+        /// The other output.
         other: PathBuf,
     },
-    /// An allocator that is compared.
-    #[error("an allocator failed: {reason}")]
+    /// A measured allocator failed.
+    #[error("allocator failed: {reason}")]
     Allocator {
-        /// How.
+        /// The reason.
         reason: String,
     },
-    /// The allocation service.
-    #[error("the allocation service failed: {0}")]
+    /// The agent's allocation service failed.
+    #[error("allocation service failed: {0}")]
     Service(#[from] aquifer_client::Error),
-    /// The fabric.
-    #[error("the fabric bench failed: {reason}")]
+    /// An operation of the fabric failed.
+    #[error("fabric failed: {reason}")]
     Fabric {
-        /// What happened.
+        /// The reason.
         reason: String,
     },
-    /// The picture.
+    /// The serving process of a bench did not start.
+    #[error(
+        "the serving process of the bench ended before it served ({status}); it needs up to 512 MiB of \
+            memory, and prints other errors itself"
+    )]
+    ServingProcess {
+        /// Its exit status.
+        status: String,
+    },
+    /// A picture cannot be drawn.
     #[error("cannot draw {path}: {reason}", path = path.display())]
     Picture {
         /// The file.
         path: PathBuf,
-        /// What went wrong.
+        /// The reason.
         reason: String,
     },
-    /// Ctrl-C and its like.
-    #[error("stopped by a signal; everything that was started has been ended")]
+    /// A signal asked to stop.
+    #[error("stopped by a signal; all started processes were ended")]
     Interrupted,
-    /// Kernel swap.
+    /// Kernel swap cannot be set up.
     #[error(transparent)]
     Peer(#[from] SetupError),
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot {what} {path}: {source}", path = path.display())]
     Io {
-        /// What was tried.
+        /// The attempted action.
         what: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -182,7 +193,7 @@ fn list(fits: &[u64]) -> String {
 }
 
 impl BenchError {
-    /// For `map_err`.
+    /// Converts an error of the system; for `map_err`.
     pub fn io(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self::Io { what, path, source }

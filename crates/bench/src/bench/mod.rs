@@ -1,8 +1,8 @@
-//! `aquifer bench`: measurements beside their peers and floors, in one run, on one machine.
+//! `aquifer bench`: measures Aquifer beside its peers and lower bounds, in one run, on one machine.
 //!
-//! Machines are noisy, so a bench runs what it compares in alternation, takes ratios within one round, and
-//! says how far they spread over the rounds. A missed target is printed as missed, and is no failure of the
-//! command: it ends with 0 when everything could be measured and every page was right.
+//! Machines are noisy, so a bench runs the compared ways in alternation, takes ratios within one
+//! round, and reports their spread over the rounds. A missed target is printed as missed. The
+//! command fails only if something could not be measured, or data were wrong.
 
 mod alloc;
 mod apps;
@@ -26,34 +26,36 @@ use support::report::Report;
 
 use aquifer::Fabric;
 
-/// The arguments of `aquifer bench`.
+/// Arguments of `aquifer bench`.
 #[derive(Args, Clone, Debug)]
 pub struct BenchArgs {
-    /// Which bench; `list` names them all
+    /// The bench; `list` lists all
     pub name: String,
-    /// Less memory and fewer rounds: under a minute, and less to be trusted
+    /// Use less memory and fewer rounds: takes less than a minute, with less reliable results
     #[arg(long)]
     pub quick: bool,
-    /// Write all figures to this file
+    /// Write the report as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub json: Option<PathBuf>,
-    /// Draw pictures into this folder
+    /// Draw pictures as SVG into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// How memory nodes are reached, in `bench faults` [default: shm] and `bench dilemma` [default: both ways]
+    /// Fabric between agent and nodes, for `bench faults` [default: shm] and `bench dilemma`
+    /// [default: both]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
-    /// A trace for `bench alloc` to be replayed: lines MICROSECONDS SIZE_CLASS (class k is 4 KiB·2^k)
+    /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
+    /// KiB·2^k
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Only programs of `bench apps` whose name contains this, as in `--only postgres`; only blocks of this size in `bench dilemma`, beside the
-    /// largest, as in `--only "4 KiB"`
+    /// For `bench apps`, measure only programs with this in their names, such as postgres; for
+    /// `bench dilemma`, only this block size and the largest, such as "4 KiB"
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
-    /// Only with so many per cent of a program's memory, in `bench apps`
+    /// For `bench apps`, measure only with this percentage of a program's memory
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(1..=100))]
     pub fit: Option<u64>,
-    /// Where the other process of `bench fabric` or `bench alloc` listens; it is that process, if this is given
+    /// Be the serving process of `bench fabric` or `bench alloc`, at this path
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
 }
@@ -64,27 +66,28 @@ const ONLY: &str = "--only";
 const FIT: &str = "--fit";
 
 impl BenchArgs {
-    /// The flags that were given, of those that not every bench takes.
-    fn flags(&self) -> impl Iterator<Item = &'static str> {
+    /// The given options, of those that only some benches have.
+    fn options(&self) -> impl Iterator<Item = &'static str> {
         let given = [
             (FABRIC, self.fabric.is_some()),
             (TRACE, self.trace.is_some()),
             (ONLY, self.only.is_some()),
             (FIT, self.fit.is_some()),
         ];
-        given.into_iter().filter(|(_, is_given)| *is_given).map(|(flag, _)| flag)
+        given.into_iter().filter(|(_, is_given)| *is_given).map(|(option, _)| option)
     }
 }
 
-/// The other process of a bench: serves at a path, without end.
+/// Main function of a serving process: serves at a path until the process is ended.
 type Serve = fn(&Path) -> Result<(), BenchError>;
 
+/// A bench in the list.
 struct Bench {
     name: &'static str,
     about: &'static str,
     targets: &'static str,
-    /// Flags that not every bench has a use for.
-    takes: &'static [&'static str],
+    /// The options it has, of those that only some benches have.
+    options: &'static [&'static str],
     serve_at: Option<Serve>,
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
@@ -92,33 +95,34 @@ struct Bench {
 const BENCHES: [Bench; 7] = [
     Bench {
         name: "alloc",
-        about: "taking extents, beside RPC and a one-sided array: under a cost model of RDMA, over TCP and shared memory",
+        about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
+            TCP and over shared memory",
         targets: alloc::TARGETS,
-        takes: &[TRACE],
+        options: &[TRACE],
         serve_at: Some(alloc::serve_at),
         run: alloc::run,
     },
     Bench {
         name: "apps",
-        about: "redis, PostgreSQL and k-means in a part of their memory, on the pool and on kernel swap",
+        about: "redis, PostgreSQL and k-means with a part of their memory, on the pool and on kernel swap",
         targets: apps::TARGETS,
-        takes: &[ONLY, FIT],
+        options: &[ONLY, FIT],
         serve_at: None,
         run: apps::run,
     },
     Bench {
         name: "dilemma",
-        about: "throughput and memory held against the size of blocks, for a load of page writes and frees",
+        about: "throughput and allocated memory by block size, for a load of page writes and frees",
         targets: dilemma::TARGETS,
-        takes: &[FABRIC, ONLY],
+        options: &[FABRIC, ONLY],
         serve_at: None,
         run: dilemma::run,
     },
     Bench {
         name: "faults",
-        about: "a program's memory on the pool, beside kernel swap and a bare userfaultfd",
+        about: "page faults on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
-        takes: &[FABRIC],
+        options: &[FABRIC],
         serve_at: None,
         run: faults::run,
     },
@@ -126,32 +130,33 @@ const BENCHES: [Bench; 7] = [
         name: "fabric",
         about: "shared-memory READ, WRITE, atomics and messages, beside memcpy and bare atomics",
         targets: fabric::TARGETS,
-        takes: &[],
+        options: &[],
         serve_at: Some(fabric::serve_at),
         run: fabric::run,
     },
     Bench {
         name: "malloc",
-        about: "the usual malloc benchmarks on the paged allocator, beside glibc's on the pool and on kernel swap",
+        about: "malloc benchmarks on the paged allocator, beside glibc on the pool and on kernel swap",
         targets: malloc::TARGETS,
-        takes: &[],
+        options: &[],
         serve_at: None,
         run: malloc::run,
     },
     Bench {
         name: "packing",
-        about: "how well jobs that swap use a pool, with memory mapped beforehand and taken as pages leave; simulated over the real allocator",
+        about: "use of a pool by jobs that swap, with memory allocated in advance or at eviction; \
+            simulated with the real allocator",
         targets: packing::TARGETS,
-        takes: &[],
+        options: &[],
         serve_at: None,
         run: packing::run,
     },
 ];
 
-/// Runs a bench, prints its report, and writes what was asked for.
+/// Runs a bench, prints its report, and writes the JSON and pictures.
 ///
 /// # Errors
-/// If there is no such bench, or it could not measure what it should.
+/// If there is no such bench, it does not have a given option, or it could not measure.
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     if args.name == "list" {
         say!("{}", list());
@@ -161,10 +166,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         .iter()
         .find(|bench| bench.name == args.name)
         .ok_or_else(|| BenchError::NoSuchBench { name: args.name.clone() })?;
-    if let Some(flag) = args.flags().find(|flag| !bench.takes.contains(flag)) {
-        let takers = BENCHES.iter().filter(|other| other.takes.contains(&flag));
-        let takers = takers.map(|other| format!("`aquifer bench {}`", other.name)).collect();
-        return Err(BenchError::NotTaken { name: bench.name, flag, takers });
+    if let Some(option) = args.options().find(|option| !bench.options.contains(option)) {
+        let benches = BENCHES.iter().filter(|other| other.options.contains(&option));
+        let benches = benches.map(|other| format!("`aquifer bench {}`", other.name)).collect();
+        return Err(BenchError::NoSuchOption { name: bench.name, option, benches });
     }
     if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
         serve_at(path)?;
@@ -178,12 +183,12 @@ fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let report = (bench.run)(args)?;
     say!("{}", report.to_text());
     if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&report).expect("figures can be written");
+        let text = serde_json::to_string_pretty(&report).expect("numbers and texts can be written");
         std::fs::write(path, text + "\n").map_err(BenchError::io("write", path))?;
-        say_line!("figures: {}", path.display());
+        say_line!("report: {}", path.display());
     }
     if let Some(folder) = &args.out {
-        std::fs::create_dir_all(folder).map_err(BenchError::io("create the folder", folder))?;
+        std::fs::create_dir_all(folder).map_err(BenchError::io("create folder", folder))?;
         let path = folder.join(format!("{}.svg", report.bench));
         report.draw(&path)?;
         say_line!("picture: {}", path.display());
@@ -228,20 +233,20 @@ mod tests {
     }
 
     #[test]
-    fn a_bench_of_all_fabrics_takes_none() {
+    fn a_bench_without_the_option_fabric_refuses_it() {
         let error = run(&args("fabric", Some(Fabric::Tcp))).unwrap_err().to_string();
         assert!(error.contains("bench fabric") && error.contains("--fabric"), "{error}");
     }
 
     #[test]
-    fn only_one_bench_takes_a_trace() {
+    fn a_bench_without_the_option_trace_refuses_it() {
         let args = BenchArgs { trace: Some("x.trace".into()), ..args("fabric", None) };
         let error = run(&args).unwrap_err().to_string();
         assert!(error.contains("bench fabric") && error.contains("--trace"), "{error}");
     }
 
     #[test]
-    fn what_there_is_nothing_to_choose_from_is_refused() {
+    fn a_bench_without_the_options_only_and_fit_refuses_them() {
         for (chosen, flag) in [
             (BenchArgs { only: Some("redis".into()), ..args("fabric", None) }, "--only"),
             (BenchArgs { fit: Some(25), ..args("fabric", None) }, "--fit"),

@@ -1,5 +1,5 @@
-//! `aquifer demo`: a real program three ways, plainly, on the pool with a quarter of the memory that it takes, and
-//! under the same limit on kernel swap; outputs compared byte for byte.
+//! `aquifer demo`: runs a real program plainly, then with a quarter of its memory on the pool, then
+//! with the same limit on kernel swap, and compares the outputs byte by byte.
 
 mod picture;
 mod program;
@@ -13,6 +13,7 @@ use clap::Args;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, show_bytes};
 use crate::bench::support::cluster::Cluster;
+use crate::bench::support::folder;
 use crate::bench::support::interrupt;
 use aquifer::Fabric;
 use aquifer::say::{say, say_line};
@@ -20,24 +21,24 @@ use aquifer_swap::setup::cleanup_stale;
 use program::Program;
 use ways::{Stage, Way};
 
-/// The part of the plain run's peak that the others get.
-const LOCAL_SHARE: u64 = 4;
-/// What each memory node lends at least.
+/// The limit of the other runs is the plain run's peak divided by this.
+const LIMIT_DIVISOR: u64 = 4;
+/// Least memory that the nodes lend together.
 const NODE_BYTES_MIN: u64 = 1 << 30;
 
-/// The arguments of `aquifer demo`.
+/// Arguments of `aquifer demo`.
 #[derive(Args, Clone, Debug)]
 pub struct DemoArgs {
-    /// Where to draw the picture
+    /// File for the picture, an SVG
     #[arg(long, value_name = "FILE", default_value = "aquifer-demo.svg")]
     pub picture: PathBuf,
 }
 
-/// Plays the demo. Whatever it starts is stopped when it returns, for whatever reason.
+/// Runs the demo. All processes that it starts have ended when it returns.
 ///
 /// # Errors
-/// If something is missing, a run plainly or on the pool fails, their outputs differ, or a signal asks to stop. What happens to the
-/// peer is a row of the table.
+/// If something is not installed, the plain run or the run on the pool fails, their outputs differ,
+/// or a signal asks to stop. A failure of kernel swap is shown in the table and is no error.
 pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     interrupt::install();
     interrupt::outcome(play(args))
@@ -45,16 +46,16 @@ pub fn run(args: &DemoArgs) -> Result<ExitCode, BenchError> {
 
 fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     if let Err(error) = cleanup_stale() {
-        aquifer::say::say_error!("left from an earlier demo: {error}");
+        aquifer::say::say_error!("cleanup after an earlier demo failed: {error}");
     }
-    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let folder = folder::temporary()?;
     let program = Program::find(folder.path())?;
     say_line!("{}\n", program.about());
     let mut stage = Stage::new(program, folder.path().to_owned());
     let plain = stage.run(Way::Plain)?;
     say_line!("{}", plain.line());
-    let limit_bytes = (plain.resident_peak_bytes / LOCAL_SHARE / MIB).max(8) * MIB;
-    say_line!("{:<12} {} of memory, a quarter of that peak, from here on", "", show_bytes(limit_bytes));
+    let limit_bytes = (plain.resident_peak_bytes / LIMIT_DIVISOR / MIB).max(8) * MIB;
+    say_line!("{:<12} the limit of the next runs is {}, a quarter of that peak", "", show_bytes(limit_bytes));
     let mut played = vec![plain];
 
     let cluster = Cluster::up(played[0].resident_peak_bytes.max(NODE_BYTES_MIN), Fabric::Shm, None)?;
@@ -73,7 +74,7 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     say_line!("{}", swap.line());
     played.push(swap);
     say_line!(
-        "\nthe outputs of the plain run and ours are equal, byte for byte: {}\n",
+        "\nthe outputs of the plain run and of the run on the pool are equal: {}\n",
         show_bytes(played[0].output_bytes)
     );
     say!("{}", picture::table(&played));
@@ -83,7 +84,11 @@ fn play(args: &DemoArgs) -> Result<ExitCode, BenchError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Compares the last output with the plain one; if they differ both are kept beside the temporary folder.
+/// Compares an output with that of the plain run. If they differ, copies both to the system's
+/// temporary folder.
+///
+/// # Errors
+/// If they differ, or the plain output is empty.
 fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), BenchError> {
     let path = |name: &str| folder.join(name);
     let read = |path: &Path| std::fs::read(path).map_err(BenchError::io("read", path));
@@ -93,7 +98,7 @@ fn compare(folder: &Path, way: &str, played: &[ways::Played]) -> Result<(), Benc
     }
     let keep = |from: &Path, name: &str| {
         let to = std::env::temp_dir().join(format!("aquifer-demo-{}-{name}.txt", std::process::id()));
-        std::fs::copy(from, &to).map_err(BenchError::io("keep", &to))?;
+        std::fs::copy(from, &to).map_err(BenchError::io("copy an output to", &to))?;
         Ok::<_, BenchError>(to)
     };
     Err(BenchError::OutputDiffers {
@@ -108,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_single_differing_byte_is_found_and_both_outputs_are_kept() {
+    fn a_differing_byte_is_found_and_both_outputs_are_kept() {
         let folder = tempfile::tempdir().unwrap();
         let played = [ways::Played { output_bytes: 3, ..ways::Played::default() }];
         let write = |name: &str, text: &str| std::fs::write(folder.path().join(name), text).unwrap();

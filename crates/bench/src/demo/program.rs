@@ -1,5 +1,5 @@
-//! The demo's program: Debian's sqlite3 builds a search index of the Linux kernel's documentation in memory, and asks
-//! it. Nothing of it knows of Aquifer.
+//! The demo's program: Debian's sqlite3 builds a search index of the Linux kernel's documentation
+//! in memory, and asks it. Nothing of it knows of Aquifer.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

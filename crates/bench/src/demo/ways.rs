@@ -13,7 +13,8 @@ use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// How often cluster or kernel are asked what they hold; asking costs processor time that the program wants.
+/// How often cluster or kernel are asked what they hold; asking costs processor time that the
+/// program wants.
 const ASK: Duration = Duration::from_millis(500);
 /// How often a point of the curve is kept.
 const POINT: Duration = Duration::from_millis(100);

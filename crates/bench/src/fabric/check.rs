@@ -1,4 +1,4 @@
-//! The end of a check that tries everything, measures, and reports.
+//! The end of a check that tests, measures and reports.
 
 use std::fmt::Write;
 use std::hash::{BuildHasher, RandomState};
@@ -11,9 +11,9 @@ use aquifer_fabric::{
 };
 use aquifer_fabric_verbs::{RemapMethod, VerbsEndpoint, devices};
 
-use super::End;
+use super::CheckEnd;
 use super::info::describe;
-use super::talk::{MESSAGE_BYTES, Moved, Opened, Request};
+use super::messages::{MESSAGE_BYTES, Moved, Opened, Request};
 use crate::bench::BenchError;
 use crate::bench::fabric::link::Link;
 use crate::bench::support::spread::short;
@@ -21,27 +21,27 @@ use aquifer::Outcome;
 use aquifer::say::say;
 use aquifer::settings::Network;
 
-/// One measurement takes so long, or so many operations.
-const PATIENCE: Duration = Duration::from_millis(500);
+/// Time of one measurement, unless it has done `OPERATIONS_MAX` operations before.
+const MEASURE_TIME: Duration = Duration::from_millis(500);
 const OPERATIONS_MAX: usize = 20_000;
-/// Operations under way at once, for bandwidth.
+/// Operations in flight when bandwidth is measured.
 const DEPTH: usize = 32;
-/// An answer in words may take so long.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
-/// Memory is remapped so many times.
+/// Time to wait for an answer message.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of times that memory is remapped.
 const REMAPS: usize = 9;
 const PAGE_BYTES: u64 = 4096;
-/// Where the lent memory is written, away from its window.
+/// Offset in the lent memory at which the check writes, away from the window.
 const SCRATCH: usize = 1 << 20;
 const PATTERN_BYTES: u32 = 64 << 10;
-/// See [`Host`].
+/// Greatest host number; see [`Host`].
 const HOST_MAX: u16 = 4094;
 
-/// What was found.
+/// The report, and the number of failed tests.
 #[derive(Debug, Default)]
 struct Findings {
     text: String,
-    faults: usize,
+    failures: usize,
 }
 
 impl Findings {
@@ -50,18 +50,22 @@ impl Findings {
         let _ = writeln!(self.text, "  {what:<44} {value}");
     }
 
-    /// A property that must hold.
-    fn holds(&mut self, what: &str, holds: bool, otherwise: &str) {
-        self.line(what, if holds { "yes" } else { otherwise });
-        self.faults += usize::from(!holds);
+    /// Reports a test.
+    fn test(&mut self, what: &str, has_passed: bool, otherwise: &str) {
+        self.line(what, if has_passed { "yes" } else { otherwise });
+        self.failures += usize::from(!has_passed);
     }
 }
 
-/// Check the way to another host; 1 if something is not as it must be.
-pub fn check(end: &End) -> Outcome {
-    let who = who();
-    let mut link = Link::over(connect(end, who)?, 4096)?;
-    let mut findings = Findings { text: format!("{} over {}\n", end.address, end.network.name()), faults: 0 };
+/// Runs the check and prints its report; the exit code is 1 if a test failed.
+///
+/// # Errors
+/// If the other end cannot be reached, or an operation fails.
+pub fn check(end: &CheckEnd) -> Outcome {
+    let identity = identity();
+    let mut link = Link::new(connect(end, identity)?, 4096)?;
+    let mut findings =
+        Findings { text: format!("{} over {}\n", end.address, end.network.name()), failures: 0 };
     if end.network == Network::Verbs
         && let Ok(found) = devices()
     {
@@ -73,44 +77,46 @@ pub fn check(end: &End) -> Outcome {
     bytes_arrive(&mut findings, &mut link)?;
     windows(&mut findings, &mut link, end.network)?;
     if end.network == Network::Verbs {
-        remap(&mut findings, end, who)?;
+        remap(&mut findings, end, identity)?;
     }
-    if findings.faults > 0 {
-        let _ = writeln!(findings.text, "Found wanting: {}", findings.faults);
+    if findings.failures > 0 {
+        let _ = writeln!(findings.text, "failed tests: {}", findings.failures);
     }
     say!("{}", findings.text);
-    Ok(if findings.faults == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if findings.failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Of several who check at once each hears its own answers. An epoch shuts out those before it for as long as the other end lives, so each check has a later one.
-fn who() -> Identity {
+/// A random host number, so that concurrent checks get their own answers, with the time as epoch: a
+/// target refuses smaller epochs than the greatest that it has seen.
+fn identity() -> Identity {
     let host = RandomState::new().hash_one(0) % u64::from(HOST_MAX) + 1;
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     let epoch = u64::try_from(since.as_millis()).unwrap_or(1);
     Identity { host: Host(u16::try_from(host).expect("at most 4094")), epoch, tenant: Tenant(0) }
 }
 
-/// An endpoint that is not honest, where it is the device that must notice.
-fn connect(end: &End, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+/// Connects an endpoint that sends all operations, so that the target's device has to refuse
+/// invalid ones.
+fn connect(end: &CheckEnd, identity: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     match end.network {
-        Network::Tcp => tcp::connect(end.address, &end.key, who, tcp::ConnectOptions::default()),
+        Network::Tcp => tcp::connect(end.address, &end.key, identity, tcp::ConnectOptions::default()),
         Network::Verbs => {
-            let mut endpoint = VerbsEndpoint::connect(end.address, &end.key, who)?;
-            endpoint.leave_refusals_to_the_device();
+            let mut endpoint = VerbsEndpoint::connect(end.address, &end.key, identity)?;
+            endpoint.skip_local_checks();
             Ok(Box::new(endpoint))
         }
     }
 }
 
 fn limits(findings: &mut Findings, limits: &Limits) {
-    findings.text += "granted\n";
-    findings.line("operations under way", &limits.queue_depth.to_string());
+    findings.text += "limits\n";
+    findings.line("operations in flight", &limits.queue_depth.to_string());
     findings.line("bytes of one READ or WRITE", &limits.transfer_bytes_max.to_string());
-    findings.line("messages that may wait", &limits.receive_depth.to_string());
+    findings.line("queued messages", &limits.receive_depth.to_string());
 }
 
 fn latencies(findings: &mut Findings, link: &mut Link) -> Result<(), BenchError> {
-    findings.text += "latency of one at a time, µs: the median, and what 99 of 100 keep within\n";
+    findings.text += "latency of one operation at a time in µs: median and 99th percentile\n";
     let remote = link.remote(SCRATCH);
     let (word, page) = (link.slice(0, 8), link.slice(0, 4096));
     for (name, verb) in [
@@ -132,7 +138,7 @@ fn latencies(findings: &mut Findings, link: &mut Link) -> Result<(), BenchError>
 fn timed(mut once: impl FnMut() -> Result<(), BenchError>) -> Result<String, BenchError> {
     let mut times_us = Vec::with_capacity(OPERATIONS_MAX);
     let started = Instant::now();
-    while times_us.is_empty() || times_us.len() < OPERATIONS_MAX && started.elapsed() < PATIENCE {
+    while times_us.is_empty() || times_us.len() < OPERATIONS_MAX && started.elapsed() < MEASURE_TIME {
         let start = Instant::now();
         once()?;
         times_us.push(start.elapsed().as_secs_f64() * 1e6);
@@ -143,7 +149,7 @@ fn timed(mut once: impl FnMut() -> Result<(), BenchError>) -> Result<String, Ben
 }
 
 fn bandwidths(findings: &mut Findings, link: &mut Link) -> Result<(), BenchError> {
-    let _ = writeln!(findings.text, "throughput with {DEPTH} under way");
+    let _ = writeln!(findings.text, "throughput with {DEPTH} operations in flight");
     for (name, is_read, bytes) in [
         ("READs of 4 KiB", true, 4096),
         ("READs of 16 KiB", true, 16 << 10),
@@ -153,14 +159,14 @@ fn bandwidths(findings: &mut Findings, link: &mut Link) -> Result<(), BenchError
         let batch: Vec<Work> = (0..DEPTH).map(|at| nth(link, is_read, bytes, at)).collect();
         let started = Instant::now();
         let mut batches = 0_u32;
-        while batches == 0 || started.elapsed() < PATIENCE {
+        while batches == 0 || started.elapsed() < MEASURE_TIME {
             link.all(&batch)?;
             batches += 1;
         }
         let operations = f64::from(batches) * f64::from(u32::try_from(DEPTH).unwrap_or(u32::MAX));
         let per_second = operations / started.elapsed().as_secs_f64();
         let mib = per_second * f64::from(bytes) / f64::from(1 << 20);
-        findings.line(name, &format!("{:>8} MiB/s {:>8} a second", short(mib), short(per_second)));
+        findings.line(name, &format!("{:>8} MiB/s {:>8} operations/s", short(mib), short(per_second)));
     }
     Ok(())
 }
@@ -172,7 +178,7 @@ fn nth(link: &Link, is_read: bool, bytes: u32, at: usize) -> Work {
     Work { id: at as u64, verb, signalled: true }
 }
 
-/// What is written is read, by a READ that was posted behind the WRITE.
+/// Tests that a READ posted after a WRITE returns the written bytes, and that atomics work.
 fn bytes_arrive(findings: &mut Findings, link: &mut Link) -> Result<(), BenchError> {
     findings.text += "correctness\n";
     let len = PATTERN_BYTES as usize;
@@ -185,7 +191,7 @@ fn bytes_arrive(findings: &mut Findings, link: &mut Link) -> Result<(), BenchErr
     link.all(&[there, back].map(|verb| Work { id: 0, verb, signalled: true }))?;
     let mut found = vec![0; len];
     link.local().read(len, &mut found);
-    findings.holds("what is written is read", found == pattern, "NO: other bytes came back");
+    findings.test("a READ returns the written bytes", found == pattern, "NO: other bytes");
     let word = link.remote(SCRATCH + 8);
     let add = Work { id: 0, verb: Verb::FetchAdd { remote: word, add: 5 }, signalled: true };
     let before = link.all(&[add])?;
@@ -197,7 +203,7 @@ fn bytes_arrive(findings: &mut Findings, link: &mut Link) -> Result<(), BenchErr
     let is_sound = link.all(&[swap(before, 1)])? == before.wrapping_add(5)
         && link.all(&[swap(before.wrapping_add(5), 1)])? == before.wrapping_add(5)
         && link.all(&[add])? == 1;
-    findings.holds("atomics find and change what they should", is_sound, "NO");
+    findings.test("atomics return and change the right values", is_sound, "NO");
     Ok(())
 }
 
@@ -205,84 +211,88 @@ fn windows(findings: &mut Findings, link: &mut Link, network: Network) -> Result
     let refused = Err(WorkError::RemoteAccess);
     let Opened { key, addr, len } = ask(link, Request::Open)?;
     if key.0 == 0 {
-        findings.holds("a window can be bound", false, "NO: the other end has none left");
+        findings.test("a window can be bound", false, "NO: the other end has no free window");
         return Ok(());
     }
     let local = link.slice(0, 64);
     let at = |addr| RemoteAddr { addr, key };
     let read = |addr| Verb::Read { local, remote: at(addr) };
     let inside = one(link, read(addr))?.is_ok() && one(link, read(addr + len - 64))?.is_ok();
-    findings.holds("a window opens its range", inside, "NO");
+    findings.test("a window opens its range", inside, "NO");
     let rights = one(link, Verb::Write { local, remote: at(addr) })? == refused;
-    findings.holds("a window is held to its rights", rights, "NO: what may only be read was written");
+    findings.test("a window enforces its rights", rights, "NO: read-only memory was written");
     let mut bounds = true;
     for beyond in [addr + len, addr - 64, addr + len - 32] {
         bounds &= one(link, read(beyond))? == refused;
     }
     let otherwise = match network {
-        Network::Verbs => "NO: its whole region is open (Soft-RoCE is known for this; no real device may)",
+        Network::Verbs => {
+            "NO: it opens its whole region (a known defect of Soft-RoCE; other devices must not do that)"
+        }
         Network::Tcp => "NO",
     };
-    findings.holds("a window is held to its bounds", bounds, otherwise);
+    findings.test("a window enforces its bounds", bounds, otherwise);
     ask(link, Request::Close(key))?;
     let closed = one(link, read(addr))? == refused;
-    findings.holds("a window that was closed opens nothing", closed, "NO");
+    findings.test("a closed window opens nothing", closed, "NO");
     Ok(())
 }
 
-/// Other pages lie under the same addresses and key, and are found there at once. By an honest endpoint: where the device does not notice by itself, its
-/// windows are closed meanwhile, and it asks for the key again.
-fn remap(findings: &mut Findings, end: &End, who: Identity) -> Result<(), BenchError> {
-    // The later epoch shuts out the endpoint of before, which has done its work.
-    let later = Identity { epoch: who.epoch + 1, ..who };
+/// Tests that remapped memory has its new pages at once, under the same addresses and key.
+///
+/// Uses an ordinary endpoint: on a device without on-demand paging the target closes its windows
+/// meanwhile, and the endpoint requests them again.
+fn remap(findings: &mut Findings, end: &CheckEnd, identity: Identity) -> Result<(), BenchError> {
+    // The greater epoch fences the first endpoint, which is not used any more.
+    let later = Identity { epoch: identity.epoch + 1, ..identity };
     let endpoint = VerbsEndpoint::connect(end.address, &end.key, later)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
-    let mut link = Link::over(Box::new(endpoint), 4096)?;
-    let mut is_sound = true;
+    let mut link = Link::new(Box::new(endpoint), 4096)?;
+    let mut is_right = true;
     let mut how = None;
     let mut times_us = Vec::with_capacity(REMAPS);
     for _ in 0..REMAPS {
         let start = Instant::now();
-        let moved = Moved::parse(&say_and_hear(&mut link, Request::Move)?);
+        let moved = Moved::parse(&exchange(&mut link, Request::Move)?);
         let Some(moved) = moved.filter(|moved| moved.key.0 != 0) else {
-            findings.holds("memory can be remapped", false, "NO: the other end says why");
+            findings.test("memory can be remapped", false, "NO: see the output of the other end");
             return Ok(());
         };
         link.local().write(0, &[0; 64]);
         let remote = RemoteAddr { addr: moved.addr + PAGE_BYTES, key: moved.key };
         let local = link.slice(0, 64);
-        is_sound &= one(&mut link, Verb::Read { local, remote })? == Ok(64);
+        is_right &= one(&mut link, Verb::Read { local, remote })? == Ok(64);
         times_us.push(start.elapsed().as_secs_f64() * 1e6);
         let mut found = [0; 64];
         link.local().read(0, &mut found);
-        is_sound &= found == [moved.byte; 64];
+        is_right &= found == [moved.byte; 64];
         how = RemapMethod::ALL.get(usize::from(moved.how)).copied();
     }
-    findings.holds("remapped memory is found at once", is_sound, "NO: other bytes came back");
+    findings.test("remapped memory has its new pages at once", is_right, "NO: other bytes");
     times_us.sort_by(f64::total_cmp);
-    let how = how.map_or_else(|| "in a way that is not known here".into(), |how| how.to_string());
-    findings.line("it is remapped by", &how);
-    findings.line("asked for, done, and read, µs (median)", &short(times_us[REMAPS / 2]));
+    let how = how.map_or_else(|| "an unknown method".into(), |how| how.to_string());
+    findings.line("remapped by", &how);
+    findings.line("request, remapping and READ, µs (median)", &short(times_us[REMAPS / 2]));
     Ok(())
 }
 
-/// The outcome of one operation, whatever it is.
+/// Does one operation and returns its outcome.
 fn one(link: &mut Link, verb: Verb) -> Result<Result<u64, WorkError>, BenchError> {
     let done: &[Completion] = link.outcomes(&[Work { id: 0, verb, signalled: true }])?;
     let outcome = done[0].outcome;
     if let Err(WorkError::PeerGone) = outcome {
-        return Err(BenchError::Fabric { reason: "the other host is gone".into() });
+        return Err(BenchError::Fabric { reason: "connection to the other host lost".into() });
     }
     Ok(outcome)
 }
 
-/// Ask the other end for a window, and hear its answer.
+/// Sends a request and parses the answer.
 fn ask(link: &mut Link, request: Request) -> Result<Opened, BenchError> {
-    Opened::parse(&say_and_hear(link, request)?)
-        .ok_or_else(|| BenchError::Fabric { reason: "the other end answers what is not of a check".into() })
+    Opened::parse(&exchange(link, request)?)
+        .ok_or_else(|| BenchError::Fabric { reason: "invalid answer of the other end".into() })
 }
 
-fn say_and_hear(link: &mut Link, request: Request) -> Result<Vec<u8>, BenchError> {
+fn exchange(link: &mut Link, request: Request) -> Result<Vec<u8>, BenchError> {
     let failed = |reason: &str| BenchError::Fabric { reason: reason.into() };
     link.local().write(0, &request.bytes());
     let local = link.slice(0, u32::try_from(MESSAGE_BYTES).expect("a few bytes"));
@@ -290,7 +300,7 @@ fn say_and_hear(link: &mut Link, request: Request) -> Result<Vec<u8>, BenchError
     let mut answer = Vec::new();
     let asked = Instant::now();
     while !link.receive(&mut answer) {
-        if link.is_broken() || asked.elapsed() > ANSWER_PATIENCE {
+        if link.is_broken() || asked.elapsed() > ANSWER_TIMEOUT {
             return Err(failed(
                 "the other end does not answer: does `aquifer fabric check --listen` run there?",
             ));

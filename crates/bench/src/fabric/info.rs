@@ -1,4 +1,4 @@
-//! What this machine's RDMA devices can do.
+//! `aquifer fabric info`: lists RDMA devices.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use aquifer_fabric_verbs::{DeviceCaps, devices};
 
 use aquifer_ipc::size::ByteSize;
 
-/// Lists the devices; 1 if there are none, with the reason.
+/// Prints the devices. If there are none, prints the reason and returns 1.
 pub fn info() -> ExitCode {
     match devices() {
         Ok(found) => {
@@ -14,13 +14,13 @@ pub fn info() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(reason) => {
-            aquifer::say::say_error!("verbs is off here: {reason}; shared memory and TCP work without");
+            aquifer::say::say_error!("RDMA is not available: {reason}; shared memory and TCP do not need it");
             ExitCode::FAILURE
         }
     }
 }
 
-/// A device, for people.
+/// Description of a device.
 pub fn describe(caps: &DeviceCaps) -> String {
     let yes = |is_so: bool| if is_so { "yes" } else { "no" };
     let lacks = caps.lacks();
@@ -32,21 +32,21 @@ pub fn describe(caps: &DeviceCaps) -> String {
     let registration = if caps.registration_bytes < 1 << 56 {
         ByteSize(caps.registration_bytes).to_string()
     } else {
-        "no bound".into()
+        "unlimited".into()
     };
     let mut text = format!("{}: {fit}\n", caps.name);
     for (what, value) in [
         ("queue pairs", caps.pairs.to_string()),
-        ("operations under way on each", caps.queue_depth.to_string()),
+        ("operations in flight on each", caps.queue_depth.to_string()),
         (
-            "READs and atomics under way, as initiator and as target",
+            "READs and atomics in flight, as initiator and as target",
             format!("{} and {}", caps.reads_begun, caps.reads_served),
         ),
         ("shared receives", caps.shared_receives.to_string()),
         ("windows", format!("{}, bound to one queue pair: {}", caps.windows, yes(caps.has_bound_windows))),
         ("largest registration", registration),
         ("atomics", yes(caps.has_atomics).into()),
-        ("pages fetched on demand (ODP)", yes(caps.has_odp).into()),
+        ("on-demand paging (ODP)", yes(caps.has_odp).into()),
     ] {
         text += &format!("  {what}: {value}\n");
     }

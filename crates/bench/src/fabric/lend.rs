@@ -1,4 +1,4 @@
-//! The end of a check that lends memory and answers.
+//! The end of a check that lends memory and answers requests.
 
 use std::cell::Cell;
 use std::error::Error;
@@ -10,34 +10,38 @@ use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Host, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
 use aquifer_fabric_verbs::{self as verbs, RemapMethod, VerbsTarget};
 
-use super::End;
-use super::talk::{Moved, Opened, Request};
+use super::CheckEnd;
+use super::messages::{Moved, Opened, Request};
 use crate::bench::BenchError;
 use crate::bench::support::interrupt;
 use aquifer::say::say_line;
 use aquifer::settings::Network;
 
-/// Memory that is lent.
+/// Bytes of the lent memory.
 pub const REGION_BYTES: usize = 16 << 20;
-/// Memory that is remapped.
+/// Bytes of the memory that is remapped.
 const MOVABLE_BYTES: usize = 4 << 20;
-/// A window's place in it: with memory on both sides that it does not open.
+/// Offset of the window in the lent memory. There is memory on both sides that it does not open.
 const WINDOW_OFFSET: u64 = 8 << 20;
 const WINDOW_BYTES: u64 = 64 << 10;
-/// Windows of those who went away without closing theirs.
+/// Most windows. A check that is interrupted leaves its window open.
 const WINDOWS_MAX: usize = 64;
-/// After a message it looks for the next one without sleeping for so long.
-const AWAKE: Duration = Duration::from_millis(20);
-const NAP: Duration = Duration::from_millis(1);
+/// Time after a message for which the loop polls without sleeping.
+const BUSY_TIME: Duration = Duration::from_millis(20);
+/// Pause between two polls when idle.
+const IDLE_PAUSE: Duration = Duration::from_millis(1);
 
-/// Lend until a signal comes.
-pub fn lend(end: &End) -> Result<(), Box<dyn Error>> {
+/// Lends memory and answers requests until a signal arrives.
+///
+/// # Errors
+/// If it cannot listen, or memory cannot be registered.
+pub fn lend(end: &CheckEnd) -> Result<(), Box<dyn Error>> {
     let (address, key) = (end.address, &end.key);
     let windows_max = WINDOWS_MAX;
     let memory = Memory::create("aquifer-check", REGION_BYTES)
-        .map_err(BenchError::io("make", Path::new("a memfd")))?;
+        .map_err(BenchError::io("create", Path::new("a memfd")))?;
     let memory = Arc::new(memory);
-    // Before any other: the first region is what is measured.
+    // Registered first: the other end measures the first region.
     let register = |target: &dyn Target| target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone);
     let (lender, address, region) = match end.network {
         Network::Tcp => {
@@ -57,22 +61,22 @@ pub fn lend(end: &End) -> Result<(), Box<dyn Error>> {
     let network = end.network.name();
     say_line!("Lending to: aquifer fabric check --fabric {network} {address}");
     let mut message = Vec::new();
-    let mut heard = Instant::now();
+    let mut last_message = Instant::now();
     while !interrupt::asked() {
         message.clear();
         if let Some(from) = target.receive(&mut message) {
             answer(&lender, &region, from.host, &message);
-            heard = Instant::now();
-        } else if heard.elapsed() < AWAKE {
+            last_message = Instant::now();
+        } else if last_message.elapsed() < BUSY_TIME {
             std::thread::yield_now();
         } else {
-            std::thread::sleep(NAP);
+            std::thread::sleep(IDLE_PAUSE);
         }
     }
     Ok(())
 }
 
-/// Whose memory it is.
+/// The target of the check.
 enum Lender {
     Tcp(TcpTarget),
     Verbs(Movable),
@@ -86,7 +90,7 @@ impl Lender {
         }
     }
 
-    /// Put other pages under the same addresses, where that is done by a device.
+    /// Remaps the movable memory, if the target is an RDMA device.
     fn remap(&self) -> Moved {
         let none = Moved { key: Key(0), addr: 0, byte: 0, how: 0 };
         match self {
@@ -99,7 +103,8 @@ impl Lender {
     }
 }
 
-/// A target with a region whose pages change places: one half is full of 1, the other of 2, and the first addresses get one or the other.
+/// A target with a region that can be remapped. One half of its memory is filled with 1 and the
+/// other with 2; the start of the region is mapped to either half.
 struct Movable {
     target: VerbsTarget,
     region: Region,
@@ -110,7 +115,7 @@ impl Movable {
     fn new(target: VerbsTarget) -> Result<Self, Box<dyn Error>> {
         let half = MOVABLE_BYTES / 2;
         let memory = Memory::create("aquifer-check-movable", MOVABLE_BYTES)
-            .map_err(BenchError::io("make", Path::new("a memfd")))?;
+            .map_err(BenchError::io("create", Path::new("a memfd")))?;
         memory.write(0, &vec![1; half]);
         memory.write(half, &vec![2; half]);
         let region = target.register_movable(Arc::new(memory), Access::READ, Scope::Anyone)?;
@@ -133,7 +138,7 @@ impl Movable {
     }
 }
 
-/// Do what was asked. Who asks for nonsense hears nothing.
+/// Handles a request and sends the answer. Invalid requests are ignored.
 fn answer(lender: &Lender, region: &Region, from: Host, message: &[u8]) {
     let target = lender.target();
     let reply = match Request::parse(message) {
@@ -144,7 +149,7 @@ fn answer(lender: &Lender, region: &Region, from: Host, message: &[u8]) {
             let window = WindowSpec { range, access: Access::READ, scope: Scope::Anyone };
             Opened { key: target.bind(&window).unwrap_or(Key(0)), addr, len: WINDOW_BYTES }
         }
-        // Nobody may close what is no window: the region has a key, too.
+        // The key of the region itself must not be closed.
         Some(Request::Close(key)) if key != region.key => match target.invalidate(key) {
             Ok(()) => Opened { key, addr: 0, len: 0 },
             Err(_) => Opened { key: Key(0), addr: 0, len: 0 },

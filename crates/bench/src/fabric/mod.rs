@@ -1,13 +1,14 @@
-//! `aquifer fabric`: what this machine's RDMA devices can do, and whether two hosts can lend to one another over them.
+//! `aquifer fabric`: lists RDMA devices, and tests whether two hosts can lend memory to each other.
 //!
 //! - `info` lists devices.
-//! - `check` measures and tries everything over a connection to another host, where `lend` answers; `talk` is what both say.
+//! - `check` tests and measures operations over a connection to another host, where `lend` serves.
+//! - `messages` has the messages between both.
 
 pub mod arguments;
 mod check;
 mod info;
 mod lend;
-mod talk;
+mod messages;
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -22,28 +23,28 @@ use aquifer::settings::Network;
 use aquifer::state::StateDir;
 use arguments::{CheckArguments, FabricCommand};
 
-/// One end of a check.
+/// Address, network and key of a check.
 #[derive(Debug)]
-struct End {
+struct CheckEnd {
     address: SocketAddr,
     network: Network,
     key: ClusterKey,
 }
 
-/// Does it.
+/// Runs a command of `aquifer fabric`.
 pub fn run(state: &Option<PathBuf>, command: FabricCommand) -> Outcome {
     match command {
         FabricCommand::Info => Ok(info::info()),
-        FabricCommand::Check(arguments) => both_ends(state, &arguments),
+        FabricCommand::Check(arguments) => run_check(state, &arguments),
     }
 }
 
-fn both_ends(state: &Option<PathBuf>, arguments: &CheckArguments) -> Outcome {
+fn run_check(state: &Option<PathBuf>, arguments: &CheckArguments) -> Outcome {
     let key = match &arguments.key {
         Some(path) => key::load(path)?,
         None => key::load(&StateDir::locate(state.as_deref())?.key_file())?,
     };
-    let end = |address| End { address, network: arguments.fabric, key: key.clone() };
+    let end = |address| CheckEnd { address, network: arguments.fabric, key: key.clone() };
     match (arguments.listen, arguments.host) {
         (Some(address), _) => {
             interrupt::install();
@@ -51,6 +52,6 @@ fn both_ends(state: &Option<PathBuf>, arguments: &CheckArguments) -> Outcome {
             Ok(ExitCode::SUCCESS)
         }
         (None, Some(address)) => check::check(&end(address)),
-        (None, None) => unreachable!("one of them is required"),
+        (None, None) => unreachable!("the command line requires one of them"),
     }
 }

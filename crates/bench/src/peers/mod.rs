@@ -1,10 +1,12 @@
-//! Kernel swap as a peer: runs a program with little memory and a swap device, the way an operator would
-//! without Aquifer, so that demo and benches can show both side by side.
+//! Kernel swap as a peer: runs a program with little memory and a swap device, the way an operator
+//! would without Aquifer, so that demo and benches can show both side by side.
 //!
-//! A [`PeerSetup`] makes a memory cgroup and a swap device of its own and undoes both when it is dropped.
+//! A [`PeerSetup`] makes a memory cgroup and a swap device of its own and undoes both when it is
+//! dropped.
 //!
-//! Swap devices belong to the whole machine: while a setup lives, other programs under memory pressure may
-//! swap to its device, too. Its priority is the highest, so that the program under test gets no other.
+//! Swap devices belong to the whole machine: while a setup lives, other programs under memory
+//! pressure may swap to its device, too. Its priority is the highest, so that the program under
+//! test gets no other.
 
 #[cfg(test)]
 mod tests;
@@ -31,13 +33,14 @@ pub enum Peer {
     SwapFile,
     /// Compressed memory.
     ///
-    /// The compressed pages are this machine's memory, but the kernel counts them against no cgroup: the
-    /// program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says how much that was;
-    /// a report must show it, or grant a limit that is smaller by as much.
+    /// The compressed pages are this machine's memory, but the kernel counts them against no
+    /// cgroup: the program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says
+    /// how much that was; a report must show it, or grant a limit that is smaller by as much.
     Zram,
 }
 
-/// How many pages the kernel reads at once when one is needed; it holds for all swap on the machine.
+/// How many pages the kernel reads at once when one is needed; it holds for all swap on the
+/// machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadAhead {
     /// Only the page itself: best for random access.
@@ -55,8 +58,8 @@ pub struct PeerSetup {
 }
 
 impl PeerSetup {
-    /// Sets up `peer` with `swap_bytes` of swap, for programs with `limit_bytes` of memory (anonymous memory
-    /// and page cache together).
+    /// Sets up `peer` with `swap_bytes` of swap, for programs with `limit_bytes` of memory
+    /// (anonymous memory and page cache together).
     ///
     /// Nothing is left behind when this fails.
     pub fn new(peer: Peer, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
@@ -100,9 +103,10 @@ impl PeerSetup {
         Ok(cgroup::command(program.as_ref(), self.cgroup.procs()?))
     }
 
-    /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which the kernel else kills them, even with
-    /// swap left. If they cannot wait here, it still does. Says whether they were in want: then a program may have failed because of it, in a
-    /// system call that got no memory.
+    /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which
+    /// the kernel else kills them, even with swap left. If they cannot wait here, it still does.
+    /// Says whether they were in want: then a program may have failed because of it, in a system
+    /// call that got no memory.
     pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
         self.cgroup.set_oom_waits(true)?;
         let (done, is_done) = mpsc::channel::<()>();

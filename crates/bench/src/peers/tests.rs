@@ -112,7 +112,7 @@ fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
         assert!(child.try_wait().unwrap().is_none(), "it ended before it was in want");
         std::thread::yield_now();
     }
-    // Nobody gives anything back: without being woken it would not try again.
+    // No memory is freed, so the program retries only if it is woken.
     let tries = || setup.cgroup.limit_hits().unwrap();
     let before = tries();
     let mut woken = 0;
@@ -205,7 +205,7 @@ fn sizes_are_bounded() {
 fn every_error_is_a_sentence() {
     let message =
         SetupError::io("open", Path::new("/x"))(std::io::Error::from_raw_os_error(libc::ENOENT)).to_string();
-    assert!(message.starts_with("could not open /x: No such file"), "{message}");
+    assert!(message.starts_with("cannot open /x: No such file"), "{message}");
     assert!(SetupError::NoSwapFolder { tried: "/tmp".into() }.to_string().contains("/tmp"));
 }
 

@@ -129,8 +129,8 @@ impl Watch for ClientWatch {
                     _ => Err(unexpected()),
                 };
             }
-            let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-            match socket::wait_readable([self.stream.as_fd()], left) {
+            let remaining = end.map(|end| end.saturating_duration_since(Instant::now()));
+            match socket::wait_readable([self.stream.as_fd()], remaining) {
                 Ok([true]) => self.receive()?,
                 Ok([false]) => return Ok(None),
                 Err(error) => return Err(unavailable(&self.path, &error)),

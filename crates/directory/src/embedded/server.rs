@@ -22,7 +22,8 @@ use crate::{Directory, DirectoryError, Watch};
 pub struct DirectoryServerOptions {
     /// Most connections at a time; further ones are refused. Each watch has its own connection.
     pub connections_max: usize,
-    /// How long a client may take to complete a frame, and to read an answer.
+    /// How long the server waits for the next bytes of an incomplete frame, and for a client to
+    /// read an answer.
     pub stall_timeout: Duration,
 }
 
@@ -51,7 +52,7 @@ struct ServerShared {
 #[derive(Debug, Default)]
 struct OpenConnections {
     next: u64,
-    stopping: bool,
+    is_stopping: bool,
     open: HashMap<u64, UnixStream>,
 }
 
@@ -108,7 +109,7 @@ impl Drop for DirectoryServer {
             let _panicked = acceptor.join();
         }
         let mut connections = self.shared.lock();
-        connections.stopping = true;
+        connections.is_stopping = true;
         for stream in connections.open.values() {
             let _gone = stream.shutdown(std::net::Shutdown::Both);
         }
@@ -126,6 +127,7 @@ impl ServerShared {
     }
 }
 
+/// Accepts connections until the server stops.
 fn accept(shared: &Arc<ServerShared>, directory: &EmbeddedDirectory, listener: &UnixListener) {
     // Without free descriptors, `accept` fails and the listener stays readable: pause before the
     // next attempt.
@@ -158,10 +160,11 @@ fn start_connection(shared: &Arc<ServerShared>, directory: EmbeddedDirectory, mu
         return;
     }
     let mut connections = shared.lock();
-    let most = shared.options.connections_max;
-    if connections.stopping || connections.open.len() >= most {
+    let connections_max = shared.options.connections_max;
+    if connections.is_stopping || connections.open.len() >= connections_max {
         drop(connections);
-        let why = format!("it has {most} connections, which is its limit; retry when some have ended");
+        let why =
+            format!("it has {connections_max} connections, which is its limit; retry when some have ended");
         let _gone = frame::write(&mut stream, &wire::hello(Some(&why)));
         return;
     }
@@ -193,6 +196,7 @@ fn set_timeouts(stream: &UnixStream, timeout: Duration) -> io::Result<()> {
     stream.set_write_timeout(Some(timeout))
 }
 
+/// Serves the requests of one connection until it ends.
 fn serve_connection(directory: &EmbeddedDirectory, mut stream: UnixStream) -> io::Result<()> {
     if let Err(why) = socket::check_peer(&stream) {
         return frame::write(&mut stream, &wire::hello(Some(&why.to_string())));
@@ -259,12 +263,12 @@ fn serve_watch(
     let mut output = stream.try_clone()?;
     let writer = std::thread::Builder::new().name("directory-watch".to_owned()).spawn(move || {
         while !cancelled.is_cancelled() {
-            let (response, last) = match events.next(Duration::MAX) {
+            let (response, is_last) = match events.next(Duration::MAX) {
                 Ok(Some(event)) => (DirectoryResponse::Event(event), false),
                 Ok(None) => continue,
                 Err(error) => (DirectoryResponse::Error(error), true),
             };
-            if frame::write(&mut output, &response.encode()).is_err() || last {
+            if frame::write(&mut output, &response.encode()).is_err() || is_last {
                 break;
             }
         }

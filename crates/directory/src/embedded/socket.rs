@@ -52,9 +52,9 @@ pub(super) fn wait_readable<const N: usize>(
     let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     let mut polled = descriptors.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     loop {
-        let left = end.map(|end| end.saturating_duration_since(Instant::now()));
-        let left = left.and_then(|left| Timespec::try_from(left).ok());
-        match rustix::event::poll(&mut polled, left.as_ref()) {
+        let remaining = end.map(|end| end.saturating_duration_since(Instant::now()));
+        let remaining = remaining.and_then(|remaining| Timespec::try_from(remaining).ok());
+        match rustix::event::poll(&mut polled, remaining.as_ref()) {
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(error.into()),
             Ok(_) => return Ok(polled.map(|fd| !fd.revents().is_empty())),

@@ -74,7 +74,7 @@ pub fn hello(refusal: Option<&str>) -> Vec<u8> {
 
 /// Why a side refuses the hello of the other.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum HelloError {
+pub enum DirectoryHelloError {
     /// The client uses another protocol.
     #[error("the client does not use the protocol of Aquifer's directory")]
     ForeignClient,
@@ -102,15 +102,15 @@ pub enum HelloError {
 ///
 /// # Errors
 /// Why the client is refused.
-pub fn check_client_hello(bytes: &[u8]) -> Result<(), HelloError> {
+pub fn check_client_hello(bytes: &[u8]) -> Result<(), DirectoryHelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {
-        return Err(HelloError::ForeignClient);
+        return Err(DirectoryHelloError::ForeignClient);
     }
     match reader.u32() {
         Some(VERSION) if reader.0.is_empty() => Ok(()),
-        Some(VERSION) | None => Err(HelloError::ClientLength),
-        Some(version) => Err(HelloError::ClientVersion(version)),
+        Some(VERSION) | None => Err(DirectoryHelloError::ClientLength),
+        Some(version) => Err(DirectoryHelloError::ClientVersion(version)),
     }
 }
 
@@ -118,18 +118,18 @@ pub fn check_client_hello(bytes: &[u8]) -> Result<(), HelloError> {
 ///
 /// # Errors
 /// Why there is no connection.
-pub fn check_server_hello(bytes: &[u8]) -> Result<(), HelloError> {
+pub fn check_server_hello(bytes: &[u8]) -> Result<(), DirectoryHelloError> {
     let mut reader = MessageReader(bytes);
     if reader.raw(MAGIC.len()) != Some(&MAGIC) {
-        return Err(HelloError::ForeignServer);
+        return Err(DirectoryHelloError::ForeignServer);
     }
     // A refusal is read in any version, because the version may be its reason.
-    let version = reader.u32().ok_or(HelloError::ServerLength)?;
+    let version = reader.u32().ok_or(DirectoryHelloError::ServerLength)?;
     match reader.finish_with(MessageReader::text) {
-        Some(why) if !why.is_empty() => Err(HelloError::Refused(why)),
-        _ if version != VERSION => Err(HelloError::ServerVersion(version)),
+        Some(why) if !why.is_empty() => Err(DirectoryHelloError::Refused(why)),
+        _ if version != VERSION => Err(DirectoryHelloError::ServerVersion(version)),
         Some(_) => Ok(()),
-        None => Err(HelloError::ServerLength),
+        None => Err(DirectoryHelloError::ServerLength),
     }
 }
 

@@ -13,7 +13,7 @@ use aquifer_directory::{
 use aquifer_directory_etcd::{self as etcd, TlsFiles};
 
 /// A directory under test.
-pub trait Harness {
+pub trait DirectoryHarness {
     /// The access of one more user.
     fn directory(&self) -> Arc<dyn Directory>;
     /// Advances the directory's clock.
@@ -39,7 +39,7 @@ impl InProcess {
     }
 }
 
-impl Harness for InProcess {
+impl DirectoryHarness for InProcess {
     fn directory(&self) -> Arc<dyn Directory> {
         Arc::new(self.directory.clone())
     }
@@ -68,7 +68,7 @@ impl OverSocket {
     }
 }
 
-impl Harness for OverSocket {
+impl DirectoryHarness for OverSocket {
     fn directory(&self) -> Arc<dyn Directory> {
         Arc::new(connect(&self.inner._folder.path().join("socket")).unwrap())
     }
@@ -89,7 +89,7 @@ impl Simulated {
     }
 }
 
-impl Harness for Simulated {
+impl DirectoryHarness for Simulated {
     fn directory(&self) -> Arc<dyn Directory> {
         Arc::new(self.world.host(1))
     }
@@ -127,7 +127,7 @@ impl InEtcd {
     }
 }
 
-impl Harness for InEtcd {
+impl DirectoryHarness for InEtcd {
     fn directory(&self) -> Arc<dyn Directory> {
         Arc::new(EtcdWithClock { directory: self.connect(), leases: Arc::clone(&self.leases) })
     }

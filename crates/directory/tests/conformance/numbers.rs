@@ -2,10 +2,10 @@
 
 use aquifer_directory::{DirectoryError, names};
 
-use super::harness::Harness;
+use super::harness::DirectoryHarness;
 use super::suite::TTL;
 
-pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
+pub fn hosts_are_claimed_in_turn(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let claim = || {
         let lease = directory.lease_grant(TTL).unwrap();
@@ -29,7 +29,7 @@ pub fn hosts_are_claimed_in_turn(harness: &dyn Harness) {
     assert_eq!(living, [2, 3, 4, 5, 4094]);
 }
 
-pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn Harness) {
+pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
     let dead = || names::dead_hosts(&*directory).unwrap();
@@ -82,7 +82,7 @@ pub fn a_dead_hosts_number_is_free_once_it_owns_nothing(harness: &dyn Harness) {
     assert_eq!(names::claim_host(&*directory, lease(), "new", 0).unwrap().host, record.host);
 }
 
-pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn Harness) {
+pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = || directory.lease_grant(TTL).unwrap();
     let first = lease();
@@ -98,7 +98,7 @@ pub fn a_host_that_resumes_in_time_keeps_its_number(harness: &dyn Harness) {
     assert_eq!(names::dead_hosts(&*directory).unwrap(), []);
 }
 
-pub fn hosts_claimed_at_once_differ(harness: &dyn Harness) {
+pub fn hosts_claimed_at_once_differ(harness: &dyn DirectoryHarness) {
     let threads: Vec<_> = (0..6)
         .map(|_| {
             let directory = harness.directory();
@@ -113,7 +113,7 @@ pub fn hosts_claimed_at_once_differ(harness: &dyn Harness) {
     assert_eq!(hosts, [1, 2, 3, 4, 5, 6]);
 }
 
-pub fn a_node_number_has_one_holder(harness: &dyn Harness) {
+pub fn a_node_number_has_one_holder(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let register = || {
         let lease = directory.lease_grant(TTL).unwrap();

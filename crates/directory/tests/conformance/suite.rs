@@ -8,7 +8,7 @@ use aquifer_directory::{
     TransactionOutcome, Watch, WatchEvent, WatchEventKind, limits,
 };
 
-use super::harness::Harness;
+use super::harness::DirectoryHarness;
 pub use super::numbers::*;
 
 /// A timeout that only a failing test reaches.
@@ -42,7 +42,7 @@ fn increment(directory: &dyn Directory, key: &str) -> u64 {
     }
 }
 
-pub fn put_get_delete(harness: &dyn Harness) {
+pub fn put_get_delete(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     assert_eq!(directory.get("a/b").unwrap(), None);
     let revision = directory.put("a/b", b"\0value\xff", None).unwrap();
@@ -53,7 +53,7 @@ pub fn put_get_delete(harness: &dyn Harness) {
     assert_eq!(directory.delete("a/b").unwrap(), revision + 1, "deleting an absent key changes nothing");
 }
 
-pub fn list_is_ordered_and_by_prefix(harness: &dyn Harness) {
+pub fn list_is_ordered_and_by_prefix(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     for key in ["b/2", "b/10", "b", "c/1", "a/1", "b/é"] {
         directory.put(key, key.as_bytes(), None).unwrap();
@@ -67,7 +67,7 @@ pub fn list_is_ordered_and_by_prefix(harness: &dyn Harness) {
     assert!(keys("d").is_empty());
 }
 
-pub fn versions_are_revisions(harness: &dyn Harness) {
+pub fn versions_are_revisions(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let first = directory.put("a", b"", None).unwrap();
     let second = directory.put("b", b"", None).unwrap();
@@ -78,7 +78,7 @@ pub fn versions_are_revisions(harness: &dyn Harness) {
     assert_eq!(directory.list("").unwrap().revision, third);
 }
 
-pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
+pub fn a_transaction_is_all_or_nothing(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let version = directory.put("a", b"1", None).unwrap();
     let mut transaction = Transaction {
@@ -112,14 +112,14 @@ pub fn a_transaction_is_all_or_nothing(harness: &dyn Harness) {
     assert_eq!(directory.list("").unwrap().revision, revision);
 }
 
-pub fn a_transaction_may_not_change_a_key_twice(harness: &dyn Harness) {
+pub fn a_transaction_may_not_change_a_key_twice(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let operations = vec![KeyOperation::put("a", "1", None), KeyOperation::delete("a")];
     let refused = directory.transaction(&Transaction { compares: Vec::new(), operations });
     assert_eq!(refused, Err(DirectoryError::ChangedTwice { key: "a".to_owned() }));
 }
 
-pub fn contended_increments_are_all_counted(harness: &dyn Harness) {
+pub fn contended_increments_are_all_counted(harness: &dyn DirectoryHarness) {
     const THREADS: u64 = 4;
     const EACH: u64 = 25;
     std::thread::scope(|scope| {
@@ -135,7 +135,7 @@ pub fn contended_increments_are_all_counted(harness: &dyn Harness) {
     assert_eq!(increment(&*harness.directory(), "count"), THREADS * EACH + 1);
 }
 
-pub fn one_of_many_wins_an_absent_key(harness: &dyn Harness) {
+pub fn one_of_many_wins_an_absent_key(harness: &dyn DirectoryHarness) {
     const THREADS: usize = 6;
     let start = Arc::new(Barrier::new(THREADS));
     let threads: Vec<_> = (0..THREADS)
@@ -157,7 +157,7 @@ pub fn one_of_many_wins_an_absent_key(harness: &dyn Harness) {
     assert_eq!(harness.directory().get("leader").unwrap().unwrap().value, winner.as_bytes());
 }
 
-pub fn keys_are_deleted_with_their_lease(harness: &dyn Harness) {
+pub fn keys_are_deleted_with_their_lease(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let short = directory.lease_grant(TTL).unwrap();
     let long = directory.lease_grant(TTL * 2).unwrap();
@@ -176,7 +176,7 @@ pub fn keys_are_deleted_with_their_lease(harness: &dyn Harness) {
     assert!(directory.get("free").unwrap().is_some());
 }
 
-pub fn a_lease_lasts_while_it_is_kept_alive(harness: &dyn Harness) {
+pub fn a_lease_lasts_while_it_is_kept_alive(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     for _ in 0..5 {
@@ -187,7 +187,7 @@ pub fn a_lease_lasts_while_it_is_kept_alive(harness: &dyn Harness) {
     assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
 }
 
-pub fn a_revoked_lease_is_gone(harness: &dyn Harness) {
+pub fn a_revoked_lease_is_gone(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     directory.put("k", b"", Some(lease.id)).unwrap();
@@ -197,7 +197,7 @@ pub fn a_revoked_lease_is_gone(harness: &dyn Harness) {
     assert_eq!(directory.lease_keep_alive(lease.id), Err(DirectoryError::LeaseGone(lease.id)));
 }
 
-pub fn no_key_is_attached_to_an_ended_lease(harness: &dyn Harness) {
+pub fn no_key_is_attached_to_an_ended_lease(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     harness.advance(TTL);
@@ -205,7 +205,7 @@ pub fn no_key_is_attached_to_an_ended_lease(harness: &dyn Harness) {
     assert_eq!(directory.get("late").unwrap(), None);
 }
 
-pub fn epochs_increase(harness: &dyn Harness) {
+pub fn epochs_increase(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let mut last = 0;
     for round in 0..20 {
@@ -218,7 +218,7 @@ pub fn epochs_increase(harness: &dyn Harness) {
     }
 }
 
-pub fn ttl_limits(harness: &dyn Harness) {
+pub fn ttl_limits(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let tick = Duration::from_millis(1);
     assert_eq!(limit(directory.lease_grant(limits::TTL_MIN - tick)), LimitKind::TtlMin);
@@ -228,7 +228,7 @@ pub fn ttl_limits(harness: &dyn Harness) {
     assert_eq!(limit(directory.lease_grant(Duration::MAX)), LimitKind::TtlMax);
 }
 
-pub fn a_watch_reports_all_changes_in_order(harness: &dyn Harness) {
+pub fn a_watch_reports_all_changes_in_order(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     directory.put("w/before", b"", None).unwrap();
     let mut watch = directory.watch("w/", 0).unwrap();
@@ -251,7 +251,7 @@ pub fn a_watch_reports_all_changes_in_order(harness: &dyn Harness) {
     assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
 }
 
-pub fn a_watch_reports_the_end_of_a_lease(harness: &dyn Harness) {
+pub fn a_watch_reports_the_end_of_a_lease(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let lease = directory.lease_grant(TTL).unwrap();
     let mut watch = directory.watch("agents/", 0).unwrap();
@@ -262,7 +262,7 @@ pub fn a_watch_reports_the_end_of_a_lease(harness: &dyn Harness) {
     assert_eq!((ended.key.as_str(), ended.kind), ("agents/1", WatchEventKind::Delete));
 }
 
-pub fn a_watch_continues_from_a_revision(harness: &dyn Harness) {
+pub fn a_watch_continues_from_a_revision(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let revisions: Vec<_> =
         (0..10).map(|number| directory.put(&format!("w/{number}"), b"", None).unwrap()).collect();
@@ -279,7 +279,7 @@ pub fn a_watch_continues_from_a_revision(harness: &dyn Harness) {
     assert_eq!(seen, revisions);
 }
 
-pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn Harness) {
+pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn DirectoryHarness) {
     const CHANGES: u64 = 60;
     let directory = harness.directory();
     std::thread::scope(|scope| {
@@ -308,7 +308,7 @@ pub fn a_listing_and_a_watch_leave_no_gap(harness: &dyn Harness) {
     });
 }
 
-pub fn a_watch_reports_changes_of_threads_completely_and_in_order(harness: &dyn Harness) {
+pub fn a_watch_reports_changes_of_threads_completely_and_in_order(harness: &dyn DirectoryHarness) {
     const THREADS: u64 = 3;
     const EACH: u64 = 20;
     let directory = harness.directory();
@@ -337,7 +337,7 @@ pub fn a_watch_reports_changes_of_threads_completely_and_in_order(harness: &dyn 
     assert_eq!(watch.next(Duration::ZERO).unwrap(), None);
 }
 
-pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
+pub fn a_watch_that_is_too_old_is_refused(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let first = directory.put("0", b"", None).unwrap();
     let mut slow = directory.watch("", first).unwrap();
@@ -377,7 +377,7 @@ pub fn a_watch_that_is_too_old_is_refused(harness: &dyn Harness) {
 }
 
 /// A watch does not begin at the last compacted revision: a deletion at that revision is not known.
-pub fn a_watch_begins_after_compacted_revisions(harness: &dyn Harness) {
+pub fn a_watch_begins_after_compacted_revisions(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     directory.put("k", b"", None).unwrap();
     let deleted = directory.delete("k").unwrap();
@@ -391,7 +391,7 @@ pub fn a_watch_begins_after_compacted_revisions(harness: &dyn Harness) {
 }
 
 /// The error names the lease that has ended, of several in a transaction.
-pub fn an_ended_lease_is_named(harness: &dyn Harness) {
+pub fn an_ended_lease_is_named(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let [living, gone] = [(); 2].map(|()| directory.lease_grant(TTL).unwrap().id);
     directory.lease_revoke(gone).unwrap();
@@ -411,7 +411,7 @@ pub fn an_ended_lease_is_named(harness: &dyn Harness) {
 }
 
 /// A listing of several pages has one revision, although keys change meanwhile.
-pub fn a_long_listing_has_one_revision(harness: &dyn Harness) {
+pub fn a_long_listing_has_one_revision(harness: &dyn DirectoryHarness) {
     const KEYS: usize = 600;
     let directory = harness.directory();
     let write = |value: u32| {
@@ -441,7 +441,7 @@ pub fn a_long_listing_has_one_revision(harness: &dyn Harness) {
     });
 }
 
-pub fn key_limits(harness: &dyn Harness) {
+pub fn key_limits(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let longest = "k".repeat(limits::KEY_BYTES_MAX);
     directory.put(&longest, b"", None).unwrap();
@@ -462,7 +462,7 @@ pub fn key_limits(harness: &dyn Harness) {
     }
 }
 
-pub fn value_limits(harness: &dyn Harness) {
+pub fn value_limits(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let longest = vec![7; limits::VALUE_BYTES_MAX];
     directory.put("k", &longest, None).unwrap();
@@ -472,7 +472,7 @@ pub fn value_limits(harness: &dyn Harness) {
     assert!(directory.get("k").unwrap().unwrap().value.is_empty());
 }
 
-pub fn list_limits(harness: &dyn Harness) {
+pub fn list_limits(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let fill = |range: std::ops::Range<usize>| {
         let keys: Vec<_> = range.collect();
@@ -502,7 +502,7 @@ pub fn list_limits(harness: &dyn Harness) {
     assert_eq!(limit(directory.list("b/")), LimitKind::ListBytes);
 }
 
-pub fn transaction_limits(harness: &dyn Harness) {
+pub fn transaction_limits(harness: &dyn DirectoryHarness) {
     let directory = harness.directory();
     let parts = |count: usize| Transaction {
         compares: vec![Compare::absent("absent")],

@@ -1,83 +1,84 @@
-//! What goes to the device, and what must wait.
+//! Posts work to the device, in order, as far as its keys are known.
 
-use super::{Life, VerbsEndpoint, place_of};
-use crate::keys::Verdict;
-use crate::letters::Request;
-use crate::sys::pair::{Kind, Order, Piece, Remote};
+use super::{EndpointState, VerbsEndpoint, result_slot};
+use crate::key_cache::KeyLookup;
+use crate::messages::Request;
+use crate::sys::queue_pair::{LocalPiece, RemotePlace, WorkKind, WorkRequest};
 use aquifer_fabric::keys::{KeyId, Right};
 use aquifer_fabric::work::{RemoteAddr, Verb, Work, WorkError};
 
-/// What is to be done with work.
-enum Plan {
-    Give(Kind),
-    /// It needs no device.
+/// The next step for a piece of work.
+enum NextStep {
+    Give(WorkKind),
+    /// The outcome is known without the device.
     Known(Result<u64, WorkError>),
-    /// It is a message.
-    Say(Vec<u8>),
+    /// Send it as a message.
+    Send(Vec<u8>),
     Wait,
 }
 
 impl VerbsEndpoint {
-    /// Give the device all that it can have, in order.
+    /// Posts all work that can be posted now, in order.
     pub(super) fn pump(&mut self) {
-        self.say_unsaid();
+        self.send_unsent();
         let mut orders = std::mem::take(&mut self.orders);
         orders.clear();
         while self.link.is_some()
-            && self.life == Life::Open
+            && self.life == EndpointState::Open
             && let Some((number, work)) = self.queue.next()
         {
-            match self.plan(number, &work) {
-                Plan::Known(outcome) => self.queue.settle_next(outcome),
-                Plan::Give(kind) => {
-                    let fenced = self.queue.give_next();
-                    orders.push(Order { id: number, kind, signalled: work.signalled, fenced });
+            match self.next_step(number, &work) {
+                NextStep::Known(outcome) => self.queue.complete_next(outcome),
+                NextStep::Give(kind) => {
+                    let fenced = self.queue.post_next();
+                    orders.push(WorkRequest { id: number, kind, signalled: work.signalled, fenced });
                 }
-                Plan::Say(bytes) => {
-                    self.give(&mut orders);
-                    self.queue.give_next();
-                    self.say(Request::Message(number, &bytes));
+                NextStep::Send(bytes) => {
+                    self.post_requests(&mut orders);
+                    self.queue.post_next();
+                    self.send(Request::Message(number, &bytes));
                 }
-                Plan::Wait => break,
+                NextStep::Wait => break,
             }
         }
-        self.give(&mut orders);
+        self.post_requests(&mut orders);
         self.orders = orders;
     }
 
-    fn give(&mut self, orders: &mut Vec<Order>) {
-        // Who is last stands for those before it.
+    fn post_requests(&mut self, orders: &mut Vec<WorkRequest>) {
+        // The completion of the last request stands for those before it.
         let Some(last) = orders.last_mut() else { return };
         last.signalled = true;
         if let Some(link) = &self.link {
-            // SAFETY: pieces are of `locals` and `results`, which outlive the link: it is dropped, and with it what is under way, before either.
+            // SAFETY: the ranges are in `locals` and `results`, which outlive the link: it is
+            // dropped before either, and its work in flight with it.
             let given = unsafe { link.post(orders) };
             if let Err(error) = given {
-                tracing::warn!(address = %self.address, %error, "the device takes no more work");
-                self.lose(None);
+                tracing::warn!(address = %self.address, %error, "the device accepts no work; disconnecting");
+                self.disconnect(None);
             }
         }
         orders.clear();
     }
 
-    fn say_unsaid(&mut self) {
-        while let (Some(link), Some(letter)) = (&mut self.link, self.unsaid.front()) {
-            match link.say(letter) {
-                Ok(true) => drop(self.unsaid.pop_front()),
+    fn send_unsent(&mut self) {
+        while let (Some(link), Some(message)) = (&mut self.link, self.unsent.front()) {
+            match link.send(message) {
+                Ok(true) => drop(self.unsent.pop_front()),
                 Ok(false) => return,
-                Err(_) => self.lose(None),
+                Err(_) => self.disconnect(None),
             }
         }
     }
 
-    fn plan(&mut self, number: u64, work: &Work) -> Plan {
-        match self.try_plan(number, work) {
+    fn next_step(&mut self, number: u64, work: &Work) -> NextStep {
+        match self.try_next_step(number, work) {
             Ok(plan) => plan,
-            Err(error) => Plan::Known(Err(error)),
+            Err(error) => NextStep::Known(Err(error)),
         }
     }
 
-    fn try_plan(&mut self, number: u64, work: &Work) -> Result<Plan, WorkError> {
+    fn try_next_step(&mut self, number: u64, work: &Work) -> Result<NextStep, WorkError> {
         let (right, remote, len) = match work.verb {
             Verb::Read { local, remote } => (Right::Read, remote, local.len),
             Verb::Write { local, remote } => (Right::Write, remote, local.len),
@@ -85,12 +86,13 @@ impl VerbsEndpoint {
             Verb::Send { local } => {
                 let bytes = self.locals.bytes(local)?;
                 let is_long = local.len > self.limits.message_bytes_max;
-                // Letters keep their order: none overtakes what is still unsaid.
-                let may_say = self.unsaid.is_empty() && self.link.as_ref().is_some_and(|link| link.may_say());
-                return match may_say {
+                // Messages must stay in order.
+                let has_free_slot =
+                    self.unsent.is_empty() && self.link.as_ref().is_some_and(|link| link.has_free_slot());
+                return match has_free_slot {
                     _ if is_long => Err(WorkError::TooLong),
-                    true => Ok(Plan::Say(bytes)),
-                    false => Ok(Plan::Wait),
+                    true => Ok(NextStep::Send(bytes)),
+                    false => Ok(NextStep::Wait),
                 };
             }
         };
@@ -100,16 +102,16 @@ impl VerbsEndpoint {
         let local = match work.verb {
             Verb::Read { local, .. } | Verb::Write { local, .. } => self.locals.piece(local)?,
             _ if !remote.addr.is_multiple_of(8) => return Err(WorkError::Misaligned),
-            _ => self.results.whole(place_of(number, &self.limits)),
+            _ => self.results.whole(result_slot(number, &self.limits)),
         };
-        let Some(key) = self.device_key(remote, right, len, number)? else { return Ok(Plan::Wait) };
+        let Some(key) = self.device_key(remote, right, len, number)? else { return Ok(NextStep::Wait) };
         if len == 0 {
-            return Ok(Plan::Known(Ok(0)));
+            return Ok(NextStep::Known(Ok(0)));
         }
-        Ok(Plan::Give(kind_of(&work.verb, local, Remote { addr: remote.addr, key })))
+        Ok(NextStep::Give(kind_of(&work.verb, local, RemotePlace { addr: remote.addr, key })))
     }
 
-    /// The key that the device knows; `None` while the target is asked for it.
+    /// The device's key; `None` while the target is asked for it.
     fn device_key(
         &mut self,
         remote: RemoteAddr,
@@ -119,32 +121,32 @@ impl VerbsEndpoint {
     ) -> Result<Option<u32>, WorkError> {
         let done = self.queue.done();
         let name = KeyId::at(remote.key, remote.addr);
-        match self.keys.judge(name, right, (remote.addr, u64::from(len)), number, done) {
-            Verdict::Open(key) => return Ok(Some(key)),
-            Verdict::Refused(error) => return Err(error),
-            Verdict::Wait => {}
-            Verdict::Ask => self.ask(name, None),
-            Verdict::Replace(old) => self.ask(name, Some(old)),
+        match self.keys.look_up(name, right, (remote.addr, u64::from(len)), number, done) {
+            KeyLookup::Open(key) => return Ok(Some(key)),
+            KeyLookup::Refused(error) => return Err(error),
+            KeyLookup::Wait => {}
+            KeyLookup::Ask => self.ask(name, None),
+            KeyLookup::Replace(old) => self.ask(name, Some(old)),
         }
         Ok(None)
     }
 
     fn ask(&mut self, name: KeyId, instead_of: Option<KeyId>) {
         if let Some(old) = instead_of {
-            self.say(Request::Forget(old));
+            self.send(Request::Forget(old));
         }
-        self.say(Request::Ask(name));
+        self.send(Request::Ask(name));
     }
 }
 
-fn kind_of(verb: &Verb, local: Piece, remote: Remote) -> Kind {
+fn kind_of(verb: &Verb, local: LocalPiece, remote: RemotePlace) -> WorkKind {
     match *verb {
-        Verb::Read { .. } => Kind::Read { local, remote },
-        Verb::Write { .. } => Kind::Write { local, remote },
+        Verb::Read { .. } => WorkKind::Read { local, remote },
+        Verb::Write { .. } => WorkKind::Write { local, remote },
         Verb::CompareSwap { expected, desired, .. } => {
-            Kind::CompareSwap { result: local, remote, expected, desired }
+            WorkKind::CompareSwap { result: local, remote, expected, desired }
         }
-        Verb::FetchAdd { add, .. } => Kind::FetchAdd { result: local, remote, add },
-        Verb::Send { .. } => Kind::Send { local },
+        Verb::FetchAdd { add, .. } => WorkKind::FetchAdd { result: local, remote, add },
+        Verb::Send { .. } => WorkKind::Send { local },
     }
 }

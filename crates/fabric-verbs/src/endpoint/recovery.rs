@@ -1,17 +1,17 @@
-//! The end of a connection, and what comes after.
+//! Handles the end of a connection.
 //!
-//! A device that was refused does nothing more, and neither does its peer: what was posted behind is posted again over another connection. After any
-//! other end nobody knows what was done, and the endpoint is over; why, the target tells, if it lives.
-//!
-//! What was refused is itself posted again if the target, asked anew, opens the key for it.
+//! After a refusal neither device does anything more, so later work is posted again over another
+//! connection. The refused work is posted again, too, if the target still opens the key for it.
+//! After any other end it is unknown what was done, and the endpoint breaks. The cause comes from
+//! the target, if it answers.
 
 use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{Life, VerbsEndpoint};
-use crate::letters::Request;
-use crate::link::{Link, knock};
+use super::{EndpointState, VerbsEndpoint};
+use crate::link::{VerbsLink, open_session};
+use crate::messages::Request;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::background::BackgroundTask;
 use aquifer_fabric::handshake::HANDSHAKE_TIME;
@@ -19,115 +19,120 @@ use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
 
-/// So many times in a row work is posted once more that a device was refused for though the target opens its key.
+/// How many times in a row work is repeated that the device refuses although the target opens its
+/// key.
 const REFUSALS_MAX: u32 = 16;
 
-/// A target that puts many pages under other addresses hears nobody meanwhile.
+/// A target that changes the pages of many addresses does not answer for up to this time.
 const REMAP_TIME: Duration = Duration::from_secs(60);
 
-/// What a target answered.
+/// The result of reconnecting.
 #[derive(Debug)]
-pub(super) struct Attempt {
-    found: Result<(Link, Welcome), EndpointError>,
-    /// Whether the session goes on.
-    is_for_good: bool,
+pub(super) struct ReconnectAttempt {
+    found: Result<(VerbsLink, Welcome), EndpointError>,
+    /// Whether the session resumes. Otherwise only the cause is wanted.
+    resumes: bool,
 }
 
 impl VerbsEndpoint {
-    /// The connection is over: because the device was refused for the work with that number, or else.
-    pub(super) fn lose(&mut self, refused: Option<u64>) {
+    /// Closes the connection. `refused` is the number of the work that the peer's device refused,
+    /// if that was the cause.
+    pub(super) fn disconnect(&mut self, refused: Option<u64>) {
         if let Some(number) = refused {
             if let Some(key) = self.queue.work(number).and_then(|work| key_of(&work.verb)) {
                 self.keys.forget(key);
             }
-            if !self.may_repeat(number) {
-                self.queue.settle(number, Err(WorkError::RemoteAccess));
+            if !self.should_repeat(number) {
+                self.queue.complete(number, Err(WorkError::RemoteAccess));
             }
         }
-        // With it goes what is under way; nothing of ours is touched after this.
+        // Work in flight ends with the link. After this the device accesses none of our memory.
         drop(self.link.take());
         self.is_armed = false;
-        if self.life != Life::Open || self.rescue.is_some() {
+        if self.life != EndpointState::Open || self.reconnecting.is_some() {
             return;
         }
         let (address, key) = (self.address, self.cluster_key.clone());
         let resume = Resume { session: self.session, answered: 0, heard: self.heard, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
-        let is_for_good = refused.is_some();
-        let deadline = Instant::now() + if is_for_good { REMAP_TIME } else { HANDSHAKE_TIME };
-        let started = BackgroundTask::start("fabric-again", move |is_awaited| Attempt {
-            found: knock_until(address, &key, &hello, deadline, is_awaited),
-            is_for_good,
+        let resumes = refused.is_some();
+        let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIME };
+        let started = BackgroundTask::start("fabric-reconn", move |is_awaited| ReconnectAttempt {
+            found: open_session_until(address, &key, &hello, deadline, is_awaited),
+            resumes,
         });
         match started {
-            Ok(rescue) => {
-                if let Err(error) = self.watch(rescue.bell()) {
-                    tracing::warn!(%error, "a rescue cannot be waited for");
+            Ok(task) => {
+                if let Err(error) = self.watch(task.ready_fd()) {
+                    tracing::warn!(%error, "cannot add a reconnect to epoll");
                 }
-                self.rescue = Some(rescue);
+                self.reconnecting = Some(task);
             }
             Err(error) => {
-                tracing::warn!(%error, "no thread to make a broken connection anew");
-                self.end(WorkError::PeerGone);
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
+                self.fail_all(WorkError::PeerGone);
             }
         }
     }
 
-    /// Whether to ask the target whether it meant the refusal: windows are closed while pages move under them, and it opens the key again. What was refused was not
-    /// done.
-    fn may_repeat(&mut self, number: u64) -> bool {
+    /// Whether to ask the target again for the key of refused work. A target closes windows while
+    /// it changes pages, and opens the key again afterwards. Refused work was not done.
+    fn should_repeat(&mut self, number: u64) -> bool {
         let (last, times) = self.refused;
         self.refused = (number, if last == number { times + 1 } else { 1 });
-        self.keys.refuses() && self.refused.1 <= REFUSALS_MAX
+        self.keys.checks() && self.refused.1 <= REFUSALS_MAX
     }
 
-    pub(super) fn look_after_rescue(&mut self) {
-        let Some(Attempt { found, is_for_good }) = self.rescue.as_ref().and_then(BackgroundTask::outcome)
+    pub(super) fn check_reconnect(&mut self) {
+        let Some(ReconnectAttempt { found, resumes }) =
+            self.reconnecting.as_ref().and_then(BackgroundTask::poll_result)
         else {
             return;
         };
-        self.rescue = None;
+        self.reconnecting = None;
         match found {
-            Ok((link, _)) if is_for_good => self.go_on(link),
-            Ok(_) => self.end(WorkError::PeerGone),
-            Err(error) if error.is_fence() => self.end(WorkError::Fenced),
+            Ok((link, _)) if resumes => self.resume(link),
+            Ok(_) => self.fail_all(WorkError::PeerGone),
+            Err(error) if error.is_fence() => self.fail_all(WorkError::Fenced),
             Err(error) => {
-                tracing::debug!(address = %self.address, %error, "an endpoint cannot go on");
-                self.end(WorkError::PeerGone);
+                tracing::debug!(address = %self.address, %error, "cannot resume a session");
+                self.fail_all(WorkError::PeerGone);
             }
         }
     }
 
-    fn go_on(&mut self, link: Link) {
+    fn resume(&mut self, link: VerbsLink) {
         let watched = self.watch(link.completions().fd()).and_then(|()| self.watch(link.events_fd()));
         if let Err(error) = watched {
-            tracing::warn!(%error, "a connection cannot be waited for");
+            tracing::warn!(%error, "cannot add a connection to epoll");
         }
         self.link = Some(link);
         self.keys.clear();
-        // Messages are numbered: what the target has had already it only answers.
-        self.unsaid.clear();
-        self.queue.take_back();
-        // Some may have been taken since the connection was lost.
-        self.say(Request::Taken(self.taken));
+        // Messages are numbered. The target answers those that it has already received without
+        // delivering them again.
+        self.unsent.clear();
+        self.queue.repost_all();
+        // Some may have been taken while there was no connection.
+        self.send(Request::Taken(self.taken));
     }
 
-    fn end(&mut self, cause: WorkError) {
-        let was_told = self.queue.give_up(cause);
-        self.life = Life::Over((!was_told).then_some(cause));
+    fn fail_all(&mut self, cause: WorkError) {
+        let was_told = self.queue.fail_all(cause);
+        self.life = EndpointState::Over((!was_told).then_some(cause));
     }
 }
 
-/// Knock again while there is no answer. In vain if nobody waits for it any more.
-fn knock_until(
+/// Tries to connect while the target does not answer. Ends early if the result is not awaited any
+/// more.
+fn open_session_until(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
     deadline: Instant,
     is_awaited: &dyn Fn() -> bool,
-) -> Result<(Link, Welcome), EndpointError> {
+) -> Result<(VerbsLink, Welcome), EndpointError> {
     loop {
-        let error = match knock(address, key, hello, HANDSHAKE_TIME) {
+        let error = match open_session(address, key, hello, HANDSHAKE_TIME) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

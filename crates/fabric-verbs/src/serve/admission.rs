@@ -1,51 +1,51 @@
-//! Who is let in, and as whom.
+//! Authenticates initiators, and begins or resumes their sessions.
 
 use std::sync::Arc;
 
-use super::Server;
-use crate::peer::{Answered, Peer};
-use crate::session::{Phase, prove};
-use crate::target::{Shared, State};
+use super::VerbsServer;
+use crate::answered::{AnsweredMessages, VerbsPeer};
+use crate::session::{SessionPhase, prove};
+use crate::target::{VerbsShared, VerbsTargetState};
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
 use aquifer_fabric::target::Identity;
 
-impl Server {
-    /// A letter of somebody.
-    pub(super) fn hear(&mut self, shared: &Shared, name: usize, letter: &[u8]) {
+impl VerbsServer {
+    /// Handles a received message.
+    pub(super) fn handle_message(&mut self, shared: &VerbsShared, name: usize, message: &[u8]) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
         match &mut session.phase {
-            Phase::Proving(deadline) => {
+            SessionPhase::Proving(deadline) => {
                 let deadline = *deadline;
-                let (outcome, answer) = prove(letter, &shared.key);
+                let (outcome, answer) = prove(message, &shared.key);
                 session.phase = match outcome {
-                    Ok(cipher) => Phase::Greeting(cipher, deadline),
+                    Ok(cipher) => SessionPhase::Greeting(cipher, deadline),
                     Err(error) => {
-                        tracing::info!(%error, "an endpoint was turned away");
-                        Phase::Refused(deadline)
+                        tracing::info!(%error, "an endpoint was refused");
+                        SessionPhase::Refused(deadline)
                     }
                 };
-                self.say(shared, name, answer);
+                self.send_message(shared, name, answer);
             }
-            Phase::Greeting(cipher, _) => {
+            SessionPhase::Greeting(cipher, _) => {
                 let mut plain = Vec::new();
-                let opened = cipher.decrypt(letter, &mut plain).map_err(|error| error.to_string());
+                let opened = cipher.decrypt(message, &mut plain).map_err(|error| error.to_string());
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
-                    Ok(hello) => self.greet(shared, name, &hello),
+                    Ok(hello) => self.handle_hello(shared, name, &hello),
                     Err(error) => {
-                        tracing::info!(error, "an endpoint was turned away");
+                        tracing::info!(error, "an endpoint was refused");
                         self.close(name);
                     }
                 }
             }
-            Phase::Open(peer) => {
+            SessionPhase::Open(peer) => {
                 let peer = Arc::clone(peer);
-                self.hear_request(shared, name, &peer, letter);
+                self.handle_request(shared, name, &peer, message);
             }
-            Phase::Refused(_) => {}
+            SessionPhase::Refused(_) => {}
         }
     }
 
-    fn greet(&mut self, shared: &Shared, name: usize, hello: &Hello) {
+    fn handle_hello(&mut self, shared: &VerbsShared, name: usize, hello: &Hello) {
         let admitted = self.admit(shared, hello);
         let reply = match &admitted {
             Ok(peer) => Reply::Welcome(Welcome {
@@ -58,26 +58,26 @@ impl Server {
             Err(reason) => Reply::Refusal(reason.clone()),
         };
         let Some(session) = self.sessions.get_mut(&name) else { return };
-        let Phase::Greeting(cipher, deadline) = &mut session.phase else { return };
+        let SessionPhase::Greeting(cipher, deadline) = &mut session.phase else { return };
         let mut sealed = Vec::new();
         cipher.encrypt(&hello::encode_reply(&reply), &mut sealed);
         session.phase = match admitted {
-            Ok(peer) => Phase::Open(peer),
+            Ok(peer) => SessionPhase::Open(peer),
             Err(reason) => {
-                tracing::info!(reason, "an endpoint was turned away");
-                Phase::Refused(*deadline)
+                tracing::info!(reason, "an endpoint was refused");
+                SessionPhase::Refused(*deadline)
             }
         };
-        self.say(shared, name, sealed);
+        self.send_message(shared, name, sealed);
     }
 
-    /// A new session, or the one that it goes on with.
-    fn admit(&mut self, shared: &Shared, hello: &Hello) -> Result<Arc<Peer>, String> {
+    /// Begins or resumes a session.
+    fn admit(&mut self, shared: &VerbsShared, hello: &Hello) -> Result<Arc<VerbsPeer>, String> {
         let who = hello.who;
         if let Some(epoch) = who.epoch.checked_sub(1)
             && shared.lock().tables.refusal(who).is_none()
         {
-            // What the host's agent before this one still had under way must not be done any more.
+            // Operations in flight of an earlier epoch of this host must not take effect later.
             shared.lock().tables.fence(who.host, epoch);
             self.fence(shared, who.host, epoch);
         }
@@ -85,29 +85,29 @@ impl Server {
             return Err(reason);
         }
         let Some(resume) = hello.resume else { return self.begin(&mut shared.lock(), who) };
-        let is_it = |peer: &Peer| peer.id == resume.session && peer.who == who;
+        let is_it = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
         let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| is_it(peer)));
         if let Some(name) = open.map(|(name, _)| *name) {
-            // Its old connection has not been found broken yet.
+            // The old connection is not known to be broken yet.
             self.close(name);
         }
-        let at = self.lingering.iter().position(|(peer, _)| is_it(peer));
-        let at = at.ok_or("there is no such session (any more)")?;
-        let (peer, _) = self.lingering.swap_remove(at);
+        let at = self.parked.iter().position(|(peer, _)| is_it(peer));
+        let at = at.ok_or("the session does not exist or has ended")?;
+        let (peer, _) = self.parked.swap_remove(at);
         if peer.mailbox.resume(resume.heard, resume.taken) {
             Ok(peer)
         } else {
             shared.lock().release(&peer);
-            Err("the session has gone on without you".into())
+            Err("the session cannot be resumed from this position".into())
         }
     }
 
-    fn begin(&mut self, state: &mut State, who: Identity) -> Result<Arc<Peer>, String> {
-        if !state.peers.has_room() && !self.lingering.is_empty() {
-            // Whoever comes is here; of those who lingered longest nobody knows.
-            let (oldest, _) = self.lingering.remove(0);
+    fn begin(&mut self, state: &mut VerbsTargetState, who: Identity) -> Result<Arc<VerbsPeer>, String> {
+        if !state.peers.has_room() && !self.parked.is_empty() {
+            // Replaces the session that was parked first: it may never be resumed.
+            let (oldest, _) = self.parked.remove(0);
             state.release(&oldest);
         }
-        state.peers.begin(who, |_| Answered::default())
+        state.peers.begin(who, |_| AnsweredMessages::default())
     }
 }

@@ -1,32 +1,39 @@
-//! What those who are in ask for, and what they are told.
+//! Serves the requests of admitted initiators.
 
 use std::io;
 
-use super::{SESSION_DEPTH, Server};
-use crate::LETTERS_MAX;
-use crate::letters::{Answer, Opened, Request};
-use crate::peer::Peer;
-use crate::remap::Lent;
-use crate::session::{Binding, Bound, Fate, UnderWay, Waiting};
-use crate::slots::WENT;
-use crate::sys::pair::{Kind, Opening, Order};
+use super::{SESSION_DEPTH, VerbsServer};
+use crate::MESSAGE_SLOTS_MAX;
+use crate::answered::VerbsPeer;
+use crate::messages::{Answer, OpenedKey, Request};
+use crate::remap::LentRegion;
+use crate::session::{BindFate, BoundWindow, InFlightRequest, PendingBind, QueuedRequest};
+use crate::slots::SENT_BIT;
+use crate::sys::queue_pair::{WindowBind, WorkKind, WorkRequest};
 use crate::sys::window::Window;
-use crate::target::Shared;
+use crate::target::VerbsShared;
 use aquifer_fabric::keys::{Grant, KeyId, admits};
 
-/// Answers and messages that one session may leave waiting: twice what an initiator can have said that is not answered.
-const WAITING_MAX: usize = 2 * LETTERS_MAX as usize;
+/// Bound of the queued answers and messages of one session: twice what an initiator can have sent
+/// without an answer.
+const WAITING_MAX: usize = 2 * MESSAGE_SLOTS_MAX as usize;
 
-impl Server {
-    pub(super) fn hear_request(&mut self, shared: &Shared, name: usize, peer: &Peer, letter: &[u8]) {
+impl VerbsServer {
+    pub(super) fn handle_request(
+        &mut self,
+        shared: &VerbsShared,
+        name: usize,
+        peer: &VerbsPeer,
+        message: &[u8],
+    ) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
         let host = peer.who.host.0;
-        if session.waiting.len() >= WAITING_MAX {
-            tracing::warn!(host, "an endpoint says more than it listens to");
+        if session.queued.len() >= WAITING_MAX {
+            tracing::warn!(host, "an endpoint has too many unread answers; closing its connection");
             return self.close(name);
         }
-        match Request::parse(letter) {
-            Some(Request::Ask(name)) => session.waiting.push_back(Waiting::Bind(name)),
+        match Request::parse(message) {
+            Some(Request::Ask(name)) => session.queued.push_back(QueuedRequest::Bind(name)),
             Some(Request::Forget(name)) => drop(session.windows.remove(&name)),
             Some(Request::Message(number, message)) => {
                 let limits = &shared.options.limits;
@@ -39,62 +46,62 @@ impl Server {
                         message,
                         limits.receive_depth,
                     );
-                session.tell(&Answer::Delivered(number, had_room));
+                session.queue_answer(&Answer::Delivered(number, had_room));
             }
             Some(Request::Taken(count)) if peer.mailbox.credit_through(count) => {}
             Some(Request::Taken(_)) => {
-                tracing::warn!(host, "an endpoint has taken messages that it never had");
+                tracing::warn!(host, "an endpoint reports unsent messages as taken; closing its connection");
                 return self.close(name);
             }
             None => {
-                tracing::warn!(host, "an endpoint says what is not of the protocol");
+                tracing::warn!(host, "an endpoint violated the protocol; closing its connection");
                 return self.close(name);
             }
         }
-        self.advance(shared, name);
+        self.post_queued(shared, name);
     }
 
-    /// Say something, now or when there is a place.
-    pub(super) fn say(&mut self, shared: &Shared, name: usize, letter: Vec<u8>) {
+    /// Queues a message and posts it when a slot is free.
+    pub(super) fn send_message(&mut self, shared: &VerbsShared, name: usize, message: Vec<u8>) {
         if let Some(session) = self.sessions.get_mut(&name) {
-            session.waiting.push_back(Waiting::Letter(letter));
+            session.queued.push_back(QueuedRequest::Message(message));
         }
-        self.advance(shared, name);
+        self.post_queued(shared, name);
     }
 
-    /// Give the device what waits for it, in order.
-    pub(super) fn advance(&mut self, shared: &Shared, name: usize) {
-        while !self.is_held
+    /// Posts queued requests to the device, in order.
+    pub(super) fn post_queued(&mut self, shared: &VerbsShared, name: usize) {
+        while !self.is_paused
             && let Some(session) = self.sessions.get_mut(&name)
-            && session.under_way.len() < SESSION_DEPTH
-            && let Some(first) = session.waiting.pop_front()
+            && session.in_flight.len() < SESSION_DEPTH
+            && let Some(first) = session.queued.pop_front()
         {
             let given = match first {
-                Waiting::Bind(wanted) => self.open(shared, name, wanted),
-                Waiting::Letter(letter) => match self.outbox.take() {
-                    Some(place) => self.send(name, place, &letter),
+                QueuedRequest::Bind(wanted) => self.bind_window(shared, name, wanted),
+                QueuedRequest::Message(message) => match self.outbox.allocate() {
+                    Some(slot) => self.send(name, slot, &message),
                     None => {
-                        session.waiting.push_front(Waiting::Letter(letter));
-                        self.is_short_of_places = true;
+                        session.queued.push_front(QueuedRequest::Message(message));
+                        self.is_outbox_full = true;
                         return;
                     }
                 },
             };
             if let Err(error) = given {
-                tracing::warn!(%error, "the device takes no more of an endpoint's letters and binds");
+                tracing::warn!(%error, "the device accepts no more requests; closing the connection");
                 return self.close(name);
             }
         }
     }
 
-    fn send(&mut self, name: usize, place: u32, letter: &[u8]) -> io::Result<()> {
-        self.outbox.write(place, letter);
-        let kind = Kind::Send { local: self.outbox.piece(place, letter.len()) };
-        self.give(name, WENT, UnderWay::Letter(place), kind)
+    fn send(&mut self, name: usize, slot: u32, message: &[u8]) -> io::Result<()> {
+        self.outbox.write(slot, message);
+        let kind = WorkKind::Send { local: self.outbox.piece(slot, message.len()) };
+        self.post(name, SENT_BIT, InFlightRequest::Message(slot), kind)
     }
 
-    /// Bind a window for a key, if the key is for this one.
-    fn open(&mut self, shared: &Shared, name: usize, wanted: KeyId) -> io::Result<()> {
+    /// Binds a window for a key, if the key is for this session.
+    fn bind_window(&mut self, shared: &VerbsShared, name: usize, wanted: KeyId) -> io::Result<()> {
         let Some(session) = self.sessions.get_mut(&name) else { return Ok(()) };
         let Some(who) = session.peer().map(|peer| peer.who) else { return Ok(()) };
         let KeyId { key, start } = wanted;
@@ -104,61 +111,62 @@ impl Server {
             shared.control.lookup(key).filter(|grant| admits(grant.scope, who))
         };
         let Some(grant) = grant.filter(|_| !session.has_window(wanted)) else {
-            session.tell(&Answer::Told(wanted, None));
+            session.queue_answer(&Answer::Opened(wanted, None));
             return Ok(());
         };
         let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
         if !lends {
-            session.tell(&Answer::Told(wanted, None));
+            session.queue_answer(&Answer::Opened(wanted, None));
             return Ok(());
         }
         let window = if session.windows_taken() < self.windows_each {
             let made = Window::new(self.device);
-            made.inspect_err(|error| tracing::warn!(%error, "the device makes no more windows")).ok()
+            made.inspect_err(|error| tracing::warn!(%error, "cannot allocate a window")).ok()
         } else {
             None
         };
         let Some(window) = window else {
-            session.tell(&Answer::Full(wanted));
+            session.queue_answer(&Answer::Full(wanted));
             return Ok(());
         };
         let device_key = window.fresh_key();
         let opening = {
             let state = shared.lock();
-            let lent = state.regions.get(grant.region).and_then(Lent::registration);
+            let lent = state.regions.get(grant.region).and_then(LentRegion::registration);
             let region = lent.ok_or(io::ErrorKind::NotFound)?;
             let Grant { base: addr, len, access, .. } = grant;
-            Opening { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }
+            WindowBind { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }
         };
-        let opened = Opened { addr: grant.base, len: grant.len, access: grant.access, device_key };
-        let bound = Bound { window, region: grant.region, range: grant.base..grant.base + grant.len };
-        let binding = Binding { name: wanted, bound, opened, fate: Fate::Opens };
-        self.give(name, 0, UnderWay::Bind(binding), Kind::Bind(opening))
+        let opened = OpenedKey { addr: grant.base, len: grant.len, access: grant.access, device_key };
+        let bound = BoundWindow { window, region: grant.region, range: grant.base..grant.base + grant.len };
+        let binding = PendingBind { name: wanted, bound, opened, fate: BindFate::Opens };
+        self.post(name, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
     }
 
-    /// Have the device do something for a session; it is noted, and kept, until it has ended.
-    fn give(&mut self, name: usize, class: u64, what: UnderWay, kind: Kind) -> io::Result<()> {
+    /// Posts a request to the device. It is recorded until it has ended.
+    fn post(&mut self, name: usize, class: u64, what: InFlightRequest, kind: WorkKind) -> io::Result<()> {
         let id = class | self.next_id;
         self.next_id += 1;
         let session = self.sessions.get_mut(&name).ok_or(io::ErrorKind::NotConnected)?;
-        session.under_way.insert(id, what);
-        self.under_way.insert(id, name);
-        let order = Order { id, kind, signalled: true, fenced: false };
-        // SAFETY: regions and places are registered for as long as the target lives; a window or a place is noted as under way, and so neither freed
-        // nor given to another until the device has told the end of it, or the queue pair is gone.
+        session.in_flight.insert(id, what);
+        self.in_flight.insert(id, name);
+        let order = WorkRequest { id, kind, signalled: true, fenced: false };
+        // SAFETY: regions and slots are registered for as long as the target lives. A window or a
+        // slot is recorded as in flight, so it is neither freed nor reused until the device has
+        // reported its end or the queue pair is gone.
         unsafe { session.pair.post(&[order]) }
     }
 
-    pub(super) fn bound(&mut self, name: usize, binding: Binding, is_done: bool) {
+    pub(super) fn handle_bound(&mut self, name: usize, binding: PendingBind, is_done: bool) {
         let Some(session) = self.sessions.get_mut(&name) else { return };
-        let Binding { name: wanted, bound, opened, fate } = binding;
+        let PendingBind { name: wanted, bound, opened, fate } = binding;
         match fate {
-            Fate::Opens if is_done => {
+            BindFate::Opens if is_done => {
                 session.windows.insert(wanted, bound);
-                session.tell(&Answer::Told(wanted, Some(opened)));
+                session.queue_answer(&Answer::Opened(wanted, Some(opened)));
             }
-            Fate::Opens | Fate::Dead => session.tell(&Answer::Told(wanted, None)),
-            Fate::Again => session.waiting.push_front(Waiting::Bind(wanted)),
+            BindFate::Opens | BindFate::Dead => session.queue_answer(&Answer::Opened(wanted, None)),
+            BindFate::Again => session.queued.push_front(QueuedRequest::Bind(wanted)),
         }
     }
 }

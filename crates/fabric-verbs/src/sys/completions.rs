@@ -1,4 +1,4 @@
-//! Completion queues: where devices tell the end of work.
+//! Completion queues, by which devices report the end of work.
 
 use std::io;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -8,51 +8,51 @@ use rdma_mummy_sys as sys;
 
 use super::device::Device;
 
-/// Completions taken at a time.
+/// Number of completions taken from the device at a time.
 const POLL_MAX: usize = 32;
 
-/// What came of work, or of a receive.
+/// The outcome of work or of a receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Outcome {
     Done,
-    /// The peer's device refused: the key does not open this.
+    /// The peer's device refused: the key does not open the range.
     RemoteAccess,
-    /// Not done: something before it failed.
+    /// Not done, because earlier work failed.
     Flushed,
     /// The peer did not answer.
     Unanswered,
-    /// Anything else; the device's number for it.
+    /// Another failure, with the device's status number.
     Failed(u32),
 }
 
-/// The end of one piece of work.
+/// The completion of one work request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Ended {
+pub(crate) struct WorkCompletion {
     pub id: u64,
     pub outcome: Outcome,
-    /// The number of the queue pair.
+    /// Number of the queue pair.
     pub pair: u32,
-    /// Of a message that came.
+    /// Length of a received message.
     pub bytes: u32,
 }
 
-/// A queue of completions, with a descriptor to wait for them.
+/// A completion queue, with a descriptor to wait for completions.
 #[derive(Debug)]
-pub(crate) struct Completions {
+pub(crate) struct CompletionQueue {
     queue: *mut sys::ibv_cq,
     channel: *mut sys::ibv_comp_channel,
 }
 
 // SAFETY: libibverbs lets any thread use a queue and a channel.
-unsafe impl Send for Completions {}
-// SAFETY: as above.
-unsafe impl Sync for Completions {}
+unsafe impl Send for CompletionQueue {}
+// SAFETY: the same reason as for `Send`.
+unsafe impl Sync for CompletionQueue {}
 
-impl Completions {
-    /// A queue in which so many completions may wait.
+impl CompletionQueue {
+    /// A queue with room for `depth` completions.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn new(device: &'static Device, depth: usize) -> io::Result<Self> {
         let depth = i32::try_from(depth).unwrap_or(i32::MAX);
         // SAFETY: the device stays open.
@@ -60,7 +60,7 @@ impl Completions {
         if channel.is_null() {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: likewise; the channel is freed after the queue.
+        // SAFETY: the device stays open; the channel is freed after the queue.
         let queue = unsafe { sys::ibv_create_cq(device.context, depth, ptr::null_mut(), channel, 0) };
         let completions = Self { queue, channel };
         if queue.is_null() {
@@ -75,7 +75,7 @@ impl Completions {
         self.queue
     }
 
-    /// Readable once something comes after [`Self::arm`].
+    /// A descriptor that is readable once a completion comes after [`Self::arm`].
     pub fn fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe {
@@ -84,19 +84,21 @@ impl Completions {
         }
     }
 
-    /// Make the descriptor tell of the next completion. What is there already it does not tell: look once more.
+    /// Makes the descriptor report the next completion. It does not report completions that are
+    /// already there, so poll once more.
     pub fn arm(&self) {
         // SAFETY: the queue lives.
         let error = unsafe { sys::ibv_req_notify_cq(self.queue, 0) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a completion queue cannot be armed");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot arm a completion queue");
         }
     }
 
-    /// The descriptor has told: it is quiet until it is armed again.
-    pub fn quiet(&self) {
+    /// Clears the descriptor until it is armed again.
+    pub fn disarm(&self) {
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel lives; both places outlive the call, which does not wait. Each event is acknowledged once.
+        // SAFETY: the channel lives. Both places outlive the call, which does not block. Each event
+        // is acknowledged once.
         unsafe {
             while sys::ibv_get_cq_event(self.channel, &raw mut queue, &raw mut context) == 0 {
                 sys::ibv_ack_cq_events(queue, 1);
@@ -104,8 +106,8 @@ impl Completions {
         }
     }
 
-    /// Take what is there, at most so many; returns how many.
-    pub fn poll(&self, out: &mut Vec<Ended>, max: usize) -> usize {
+    /// Takes up to `max` completions. Returns their number.
+    pub fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
         // SAFETY: plain numbers, for which zero is a value.
         let mut found: [sys::ibv_wc; POLL_MAX] = unsafe { std::mem::zeroed() };
         let mut taken = 0;
@@ -125,7 +127,7 @@ impl Completions {
     }
 }
 
-fn ended(found: &sys::ibv_wc) -> Ended {
+fn ended(found: &sys::ibv_wc) -> WorkCompletion {
     use sys::ibv_wc_status::{
         IBV_WC_REM_ACCESS_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_SUCCESS,
         IBV_WC_WR_FLUSH_ERR,
@@ -137,12 +139,13 @@ fn ended(found: &sys::ibv_wc) -> Ended {
         IBV_WC_RETRY_EXC_ERR | IBV_WC_RNR_RETRY_EXC_ERR => Outcome::Unanswered,
         other => Outcome::Failed(other),
     };
-    Ended { id: found.wr_id, outcome, pair: found.qp_num, bytes: found.byte_len }
+    WorkCompletion { id: found.wr_id, outcome, pair: found.qp_num, bytes: found.byte_len }
 }
 
-impl Drop for Completions {
+impl Drop for CompletionQueue {
     fn drop(&mut self) {
-        // SAFETY: both are ours and dropped once, the queue first; queue pairs that use it are gone by then.
+        // SAFETY: `self` owns both and drops them once, the queue first. Queue pairs that use it
+        // are gone by then.
         unsafe {
             if !self.queue.is_null() {
                 let error = sys::ibv_destroy_cq(self.queue);

@@ -1,4 +1,4 @@
-//! Connections by librdmacm: who listens, who connects, and the queue pairs between them.
+//! Connections by librdmacm: listeners, initiators, and their queue pairs.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,49 +8,51 @@ use std::ptr;
 use rdma_mummy_sys as sys;
 use rustix::net::addr::SocketAddrArg;
 
-use super::completions::Completions;
+use super::completions::CompletionQueue;
 use super::device::Device;
-use super::pair::Pair;
+use super::queue_pair::QueuePair;
 use super::receives::SharedReceives;
 
-/// First bytes that both ends send, in librdmacm's own messages: another protocol at the same port is noticed.
+/// The private data that both ends send in librdmacm's messages. It detects another protocol on the
+/// same port.
 pub(crate) const MAGIC: [u8; 8] = *b"AQFVRB\x01\0";
-/// The peer is asked so often before it counts as gone. 7 receives-not-ready are endless: whoever has no room says so in words.
+/// Retries before a peer counts as gone. For receives that are not ready, 7 means without limit;
+/// lack of room is reported in messages.
 const RETRIES: u8 = 7;
 
-/// What librdmacm tells.
+/// The kind of a librdmacm event.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum EventKind {
+pub(crate) enum CmEventKind {
     AddressResolved,
     RouteResolved,
     Established,
     Rejected,
     Disconnected,
-    /// It failed, with a number of the system's.
+    /// The connection failed with a system error number.
     Failed(i32),
     Other,
 }
 
-/// Something happened to a connection.
+/// An event of a connection.
 #[derive(Debug)]
-pub(crate) struct Event {
-    pub kind: EventKind,
-    /// Which; see [`Connection::name`].
+pub(crate) struct CmEvent {
+    pub kind: CmEventKind,
+    /// The connection: its [`CmConnection::name`].
     pub of: usize,
-    /// Somebody asks to be let in, and speaks this protocol or not.
-    pub asks: Option<(Connection, bool)>,
+    /// The connection that asks to be accepted, and whether it speaks this protocol.
+    pub request: Option<(CmConnection, bool)>,
 }
 
-/// Where events come from.
+/// A channel of events.
 #[derive(Debug)]
-pub(crate) struct Events(*mut sys::rdma_event_channel);
+pub(crate) struct CmEvents(*mut sys::rdma_event_channel);
 
 // SAFETY: librdmacm lets any thread use a channel.
-unsafe impl Send for Events {}
-// SAFETY: as above.
-unsafe impl Sync for Events {}
+unsafe impl Send for CmEvents {}
+// SAFETY: the same reason as for `Send`.
+unsafe impl Sync for CmEvents {}
 
-impl Events {
+impl CmEvents {
     pub fn new() -> io::Result<Self> {
         // SAFETY: no arguments.
         let channel = unsafe { sys::rdma_create_event_channel() };
@@ -66,50 +68,51 @@ impl Events {
     /// The next event, if there is one.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn next(&self) -> io::Result<Option<Event>> {
+    /// The error of the system.
+    pub fn next(&self) -> io::Result<Option<CmEvent>> {
         let mut found = ptr::null_mut();
-        // SAFETY: the channel lives, and does not wait.
+        // SAFETY: the channel lives, and the call does not block.
         if unsafe { sys::rdma_get_cm_event(self.0, &raw mut found) } != 0 {
             let error = io::Error::last_os_error();
             return if error.kind() == io::ErrorKind::WouldBlock { Ok(None) } else { Err(error) };
         }
         use sys::rdma_cm_event_type as kinds;
-        // SAFETY: an event was given; it and what it points to live until it is acknowledged, once, below.
+        // SAFETY: an event was returned. It and what it points to live until it is acknowledged,
+        // once, below.
         unsafe {
             let event = &*found;
             let (kind, of, status) = (event.event, event.id, event.status);
-            let asks = (kind == kinds::RDMA_CM_EVENT_CONNECT_REQUEST).then(|| {
-                let said = event.param.conn;
-                let len = usize::from(said.private_data_len).min(MAGIC.len());
-                let words = if said.private_data.is_null() {
+            let request = (kind == kinds::RDMA_CM_EVENT_CONNECT_REQUEST).then(|| {
+                let outgoing = event.param.conn;
+                let len = usize::from(outgoing.private_data_len).min(MAGIC.len());
+                let words = if outgoing.private_data.is_null() {
                     &[]
                 } else {
-                    std::slice::from_raw_parts(said.private_data.cast::<u8>(), len)
+                    std::slice::from_raw_parts(outgoing.private_data.cast::<u8>(), len)
                 };
-                (Connection { id: of, pair: None }, words == MAGIC)
+                (CmConnection { id: of, pair: None }, words == MAGIC)
             });
             sys::rdma_ack_cm_event(found);
             let kind = match kind {
-                kinds::RDMA_CM_EVENT_ADDR_RESOLVED => EventKind::AddressResolved,
-                kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => EventKind::RouteResolved,
-                kinds::RDMA_CM_EVENT_ESTABLISHED => EventKind::Established,
-                kinds::RDMA_CM_EVENT_REJECTED => EventKind::Rejected,
+                kinds::RDMA_CM_EVENT_ADDR_RESOLVED => CmEventKind::AddressResolved,
+                kinds::RDMA_CM_EVENT_ROUTE_RESOLVED => CmEventKind::RouteResolved,
+                kinds::RDMA_CM_EVENT_ESTABLISHED => CmEventKind::Established,
+                kinds::RDMA_CM_EVENT_REJECTED => CmEventKind::Rejected,
                 kinds::RDMA_CM_EVENT_DISCONNECTED | kinds::RDMA_CM_EVENT_DEVICE_REMOVAL => {
-                    EventKind::Disconnected
+                    CmEventKind::Disconnected
                 }
                 kinds::RDMA_CM_EVENT_ADDR_ERROR
                 | kinds::RDMA_CM_EVENT_ROUTE_ERROR
                 | kinds::RDMA_CM_EVENT_CONNECT_ERROR
-                | kinds::RDMA_CM_EVENT_UNREACHABLE => EventKind::Failed(status.abs()),
-                _ => EventKind::Other,
+                | kinds::RDMA_CM_EVENT_UNREACHABLE => CmEventKind::Failed(status.abs()),
+                _ => CmEventKind::Other,
             };
-            Ok(Some(Event { kind, of: of.addr(), asks }))
+            Ok(Some(CmEvent { kind, of: of.addr(), request }))
         }
     }
 }
 
-impl AsFd for Events {
+impl AsFd for CmEvents {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the channel and its descriptor live as long as `self`.
         unsafe {
@@ -119,41 +122,42 @@ impl AsFd for Events {
     }
 }
 
-impl Drop for Events {
+impl Drop for CmEvents {
     fn drop(&mut self) {
-        // SAFETY: it is ours and dropped once, after the connections that tell here.
+        // SAFETY: `self` owns it and drops it once, after the connections that report here.
         unsafe { sys::rdma_destroy_event_channel(self.0) };
     }
 }
 
-/// One end of a connection, or of what is to become one; or a listener. It goes before the [`Events`] that it tells to.
+/// One end of a connection, or a listener. Must be dropped before the [`CmEvents`] to which it
+/// reports.
 #[derive(Debug)]
-pub(crate) struct Connection {
+pub(crate) struct CmConnection {
     id: *mut sys::rdma_cm_id,
-    pair: Option<Pair>,
+    pair: Option<QueuePair>,
 }
 
 // SAFETY: librdmacm lets any thread use an id, one at a time.
-unsafe impl Send for Connection {}
-// SAFETY: what `&self` gives is read-only, or locked by librdmacm.
-unsafe impl Sync for Connection {}
+unsafe impl Send for CmConnection {}
+// SAFETY: methods of `&self` only read, or call functions that librdmacm locks.
+unsafe impl Sync for CmConnection {}
 
 fn ok(outcome: i32) -> io::Result<()> {
     if outcome == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Hand an address to the system.
+/// Passes an address to a call of the system.
 fn with_address(address: SocketAddr, call: impl FnOnce(*mut libc::sockaddr) -> i32) -> io::Result<()> {
     // SAFETY: the pointer is used only while the call lasts, and not written through.
     ok(unsafe { address.with_sockaddr(|pointer, _| call(pointer.cast::<libc::sockaddr>().cast_mut())) })
 }
 
-impl Connection {
-    /// Not connected to anything yet.
+impl CmConnection {
+    /// An end that is not connected yet.
     ///
     /// # Errors
-    /// What the system says; `ENODEV` where there is no device at all.
-    pub fn new(events: &Events) -> io::Result<Self> {
+    /// The error of the system; `ENODEV` if there is no device.
+    pub fn new(events: &CmEvents) -> io::Result<Self> {
         let mut id = ptr::null_mut();
         // SAFETY: the channel lives, and longer than the connection; `id` outlives the call.
         ok(unsafe {
@@ -162,15 +166,15 @@ impl Connection {
         Ok(Self { id, pair: None })
     }
 
-    /// What [`Event::of`] calls it.
+    /// The identifier by which [`CmEvent::of`] names this connection.
     pub fn name(&self) -> usize {
         self.id.addr()
     }
 
-    /// Listen at an address of a device; port 0 is any that is free.
+    /// Listens at an address of a device. Port 0 chooses a free port.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn listen(&self, address: SocketAddr, backlog: i32) -> io::Result<SocketAddr> {
         // SAFETY: the id lives.
         with_address(address, |pointer| unsafe { sys::rdma_bind_addr(self.id, pointer) })?;
@@ -181,31 +185,32 @@ impl Connection {
         Ok(SocketAddr::new(address.ip(), port))
     }
 
-    /// Find out by which device an address is reached; [`EventKind::AddressResolved`] tells.
+    /// Finds the device that reaches an address. [`CmEventKind::AddressResolved`] follows.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn resolve_address(&self, address: SocketAddr, patience_ms: i32) -> io::Result<()> {
+    /// The error of the system.
+    pub fn resolve_address(&self, address: SocketAddr, timeout_ms: i32) -> io::Result<()> {
         let call = |pointer| {
             // SAFETY: the id lives.
-            unsafe { sys::rdma_resolve_addr(self.id, ptr::null_mut(), pointer, patience_ms) }
+            unsafe { sys::rdma_resolve_addr(self.id, ptr::null_mut(), pointer, timeout_ms) }
         };
         with_address(address, call)
     }
 
-    /// Find the way to it; [`EventKind::RouteResolved`] tells.
+    /// Finds the route to the address. [`CmEventKind::RouteResolved`] follows.
     ///
     /// # Errors
-    /// What the system says.
-    pub fn resolve_route(&self, patience_ms: i32) -> io::Result<()> {
+    /// The error of the system.
+    pub fn resolve_route(&self, timeout_ms: i32) -> io::Result<()> {
         // SAFETY: the id lives.
-        ok(unsafe { sys::rdma_resolve_route(self.id, patience_ms) })
+        ok(unsafe { sys::rdma_resolve_route(self.id, timeout_ms) })
     }
 
-    /// The device that it goes over.
+    /// The device of this connection.
     ///
     /// # Errors
-    /// If it has none yet, as a listener on all addresses; or if that cannot be asked.
+    /// If there is none yet, as for a listener on all addresses; or if the device cannot be
+    /// queried.
     pub fn device(&self) -> io::Result<&'static Device> {
         // SAFETY: the id lives; librdmacm closes no context before the process ends.
         unsafe {
@@ -214,19 +219,20 @@ impl Connection {
         }
     }
 
-    /// Make its queue pair; the other end cannot reach any memory by it. Receives are its own, or come from a shared queue.
+    /// Creates the queue pair. It opens no memory to the peer. Receives are its own, or come from a
+    /// shared queue.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn open_pair(
         &mut self,
         device: &'static Device,
-        completions: &Completions,
+        completions: &CompletionQueue,
         depth: usize,
         receives: usize,
         shared: Option<&SharedReceives>,
         inline_bytes: u32,
-    ) -> io::Result<Pair> {
+    ) -> io::Result<QueuePair> {
         let count = |value: usize| u32::try_from(value).unwrap_or(u32::MAX);
         let own_receives = if shared.is_some() { 0 } else { receives };
         let mut wanted = sys::ibv_qp_init_attr {
@@ -244,35 +250,36 @@ impl Connection {
             qp_type: sys::ibv_qp_type::IBV_QPT_RC,
             sq_sig_all: 0,
         };
-        // SAFETY: all that is named lives: the queue pair goes with the connection, and the caller keeps its queues for longer.
+        // SAFETY: everything named here lives. The queue pair is destroyed with the connection, and
+        // the caller keeps the queues for longer.
         ok(unsafe { sys::rdma_create_qp(self.id, device.domain, &raw mut wanted) })?;
-        // SAFETY: it was made just now, and goes with this connection.
-        let pair = unsafe { Pair::new((*self.id).qp, wanted.cap.max_inline_data.min(inline_bytes)) };
+        // SAFETY: it was just created, and lives as long as this connection.
+        let pair = unsafe { QueuePair::new((*self.id).qp, wanted.cap.max_inline_data.min(inline_bytes)) };
         self.pair = Some(pair);
         Ok(pair)
     }
 
-    /// Ask to be let in; [`EventKind::Established`] tells.
+    /// Asks the listener to accept. [`CmEventKind::Established`] follows.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn connect(&self, reads: u8) -> io::Result<()> {
         let mut wanted = parameters(0, reads);
         // SAFETY: the id has a queue pair; the parameters outlive the call.
         ok(unsafe { sys::rdma_connect(self.id, &raw mut wanted) })
     }
 
-    /// Let it in.
+    /// Accepts a connection.
     ///
     /// # Errors
-    /// What the system says.
+    /// The error of the system.
     pub fn accept(&self, reads: u8) -> io::Result<()> {
         let mut granted = parameters(reads, 0);
-        // SAFETY: likewise.
+        // SAFETY: the id has a queue pair; the parameters outlive the call.
         ok(unsafe { sys::rdma_accept(self.id, &raw mut granted) })
     }
 
-    /// Say farewell; both ends are told. Nothing if it is over already.
+    /// Disconnects. Both ends get an event. Does nothing if the connection is over.
     pub fn disconnect(&self) {
         // SAFETY: the id lives.
         let _over = unsafe { sys::rdma_disconnect(self.id) };
@@ -293,9 +300,10 @@ fn parameters(served: u8, begun: u8) -> sys::rdma_conn_param {
     }
 }
 
-impl Drop for Connection {
+impl Drop for CmConnection {
     fn drop(&mut self) {
-        // SAFETY: the id is ours and dropped once, its queue pair first. All its events are acknowledged as they are read.
+        // SAFETY: `self` owns the id and drops it once, its queue pair first. All its events are
+        // acknowledged when they are read.
         unsafe {
             if self.pair.is_some() {
                 sys::rdma_destroy_qp(self.id);

@@ -1,4 +1,4 @@
-//! Devices that speak verbs, and what they can bear.
+//! RDMA devices and their capabilities.
 
 use std::ffi::CStr;
 use std::io;
@@ -7,37 +7,38 @@ use std::sync::{Mutex, PoisonError};
 
 use rdma_mummy_sys as sys;
 
-/// What a device says of itself.
+/// The capabilities that a device reports.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DeviceCaps {
     /// Its name, such as `mlx5_0` or `rxe0`.
     pub name: String,
-    /// Queue pairs.
+    /// Number of queue pairs.
     pub pairs: usize,
-    /// Operations under way on one queue pair.
+    /// Operations in flight of one queue pair.
     pub queue_depth: usize,
-    /// Completions that may wait in one queue.
+    /// Completions that fit into one queue.
     pub completions: usize,
-    /// Receives that may wait in one shared queue; 0 where there are none.
+    /// Receives that fit into one shared queue; 0 without support.
     pub shared_receives: usize,
-    /// READs and atomics that one queue pair may have under way, as initiator.
+    /// READs and atomics that one queue pair may have in flight as initiator.
     pub reads_begun: u8,
-    /// READs and atomics that it serves at once, as target.
+    /// READs and atomics that one queue pair serves concurrently as target.
     pub reads_served: u8,
-    /// Bytes of one registration.
+    /// Greatest length of one registration, in bytes.
     pub registration_bytes: u64,
-    /// Windows.
+    /// Number of windows.
     pub windows: usize,
-    /// Whether windows are of type 2: bound to one queue pair, by work that is posted there.
+    /// Whether there are windows of type 2, which work requests bind to one queue pair.
     pub has_bound_windows: bool,
-    /// Whether memory that peers read, write and do atomics on need not be pinned: pages are fetched when they are touched, and may be remapped.
+    /// Whether memory for READs, WRITEs and atomics of peers need not be pinned (on-demand paging).
+    /// Its pages may then be changed.
     pub has_odp: bool,
     /// Whether compare-and-swap and fetch-and-add are atomic.
     pub has_atomics: bool,
 }
 
 impl DeviceCaps {
-    /// What a device lacks to lend memory, in words; nothing if it can. To borrow takes none of it.
+    /// The capabilities that a device lacks to lend memory. Borrowing needs none of them.
     #[must_use]
     pub fn lacks(&self) -> Vec<&'static str> {
         let needs = [
@@ -49,7 +50,8 @@ impl DeviceCaps {
     }
 }
 
-/// A device in use: its context is librdmacm's, its protection domain ours. It stays for as long as the process does.
+/// A device in use. librdmacm owns its context, this process its protection domain. Both stay until
+/// the process ends.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub context: *mut sys::ibv_context,
@@ -57,9 +59,10 @@ pub(crate) struct Device {
     pub caps: DeviceCaps,
 }
 
-// SAFETY: libibverbs lets any thread use a context and a protection domain; the fields never change.
+// SAFETY: libibverbs lets any thread use a context and a protection domain; the fields never
+// change.
 unsafe impl Send for Device {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for Device {}
 
 static IN_USE: Mutex<Vec<&'static Device>> = Mutex::new(Vec::new());
@@ -68,18 +71,18 @@ impl Device {
     /// The device of a context that librdmacm has opened.
     ///
     /// # Safety
-    /// The context must be open, and stay so: librdmacm closes none before the process ends.
+    /// The context must be open and stay open: librdmacm closes none before the process ends.
     ///
     /// # Errors
-    /// If it cannot be asked, or gives no protection domain.
+    /// If the device cannot be queried, or gives no protection domain.
     pub unsafe fn of(context: *mut sys::ibv_context) -> io::Result<&'static Self> {
         let mut in_use = IN_USE.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(device) = in_use.iter().find(|device| device.context == context) {
             return Ok(device);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let caps = unsafe { caps_of(context)? };
-        // SAFETY: as above.
+        // SAFETY: guaranteed by the caller.
         let domain = unsafe { sys::ibv_alloc_pd(context) };
         if domain.is_null() {
             return Err(io::Error::last_os_error());
@@ -90,10 +93,10 @@ impl Device {
     }
 }
 
-/// What the devices of this machine say of themselves.
+/// The capabilities of this machine's devices.
 ///
 /// # Errors
-/// A sentence that says why there are none: no library, no modules, no device.
+/// A sentence that says why there are none: no library, no modules, or no device.
 pub fn devices() -> Result<Vec<DeviceCaps>, String> {
     let mut count = 0;
     // SAFETY: `count` outlives the call.
@@ -112,7 +115,8 @@ pub fn devices() -> Result<Vec<DeviceCaps>, String> {
     }
     let mut found = Vec::new();
     for at in 0..usize::try_from(count).unwrap_or(0) {
-        // SAFETY: the list has `count` devices, and lives until it is freed below; what is opened is closed.
+        // SAFETY: the list has `count` devices and lives until it is freed below. Each opened
+        // device is closed.
         unsafe {
             let device = *list.add(at);
             let context = sys::ibv_open_device(device);
@@ -122,7 +126,7 @@ pub fn devices() -> Result<Vec<DeviceCaps>, String> {
             }
         }
     }
-    // SAFETY: it came from `ibv_get_device_list`, and is freed once.
+    // SAFETY: the list came from `ibv_get_device_list` and is freed once.
     unsafe { sys::ibv_free_device_list(list) };
     if found.is_empty() {
         return Err("there is no RDMA device (`rdma link` lists none)".into());
@@ -148,7 +152,7 @@ unsafe fn caps_of(context: *mut sys::ibv_context) -> io::Result<DeviceCaps> {
     if error != 0 {
         return Err(io::Error::from_raw_os_error(error));
     }
-    // SAFETY: an open context has a device, and that a name of at most 64 bytes.
+    // SAFETY: an open context has a device, whose name has at most 64 bytes.
     let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name((*context).device)) };
     let device = &found.orig_attr;
     let has = |flag: sys::ibv_device_cap_flags| device.device_cap_flags & flag.0 != 0;

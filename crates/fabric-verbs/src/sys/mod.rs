@@ -1,9 +1,10 @@
-//! Safe handles of what libibverbs and librdmacm give. The libraries are opened when they are first called: where they are not installed, every call fails and says so.
+//! Safe wrappers of libibverbs and librdmacm. The libraries are loaded at the first call. Where
+//! they are not installed, every call fails with an error that says so.
 
 pub(super) mod completions;
 pub(super) mod connection;
 pub(super) mod device;
-pub(super) mod pair;
+pub(super) mod queue_pair;
 pub(super) mod receives;
 pub(super) mod registration;
 pub(super) mod window;

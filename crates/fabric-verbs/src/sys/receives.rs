@@ -1,4 +1,4 @@
-//! Receives that many queue pairs share.
+//! Receive queues that many queue pairs share.
 
 use std::io;
 use std::ptr;
@@ -6,22 +6,22 @@ use std::ptr;
 use rdma_mummy_sys as sys;
 
 use super::device::Device;
-use super::pair::Piece;
+use super::queue_pair::LocalPiece;
 
-/// A queue of places for messages.
+/// A shared receive queue.
 #[derive(Debug)]
 pub(crate) struct SharedReceives(*mut sys::ibv_srq);
 
 // SAFETY: libibverbs lets any thread use a queue.
 unsafe impl Send for SharedReceives {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for SharedReceives {}
 
 impl SharedReceives {
-    /// A queue for so many places.
+    /// A queue with room for `depth` slots.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn new(device: &'static Device, depth: usize) -> io::Result<Self> {
         let depth = u32::try_from(depth).unwrap_or(u32::MAX);
         let mut wanted = sys::ibv_srq_init_attr {
@@ -37,19 +37,20 @@ impl SharedReceives {
         self.0
     }
 
-    /// Offer a place for the next message of any peer.
+    /// Offers a slot for the next message of any peer.
     ///
     /// # Errors
     /// If the queue is full.
     ///
     /// # Safety
-    /// The piece must stay registered, and be nobody else's, until a message has come there or the queue is gone.
-    pub unsafe fn offer(&self, id: u64, piece: Piece) -> io::Result<()> {
+    /// The range must stay registered and unused until a message has arrived in it or the queue is
+    /// gone.
+    pub unsafe fn offer(&self, id: u64, piece: LocalPiece) -> io::Result<()> {
         let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
         let mut work =
             sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };
         let mut refused = ptr::null_mut();
-        // SAFETY: the queue lives, the list outlives the call; the rest is the caller's promise.
+        // SAFETY: the queue lives and the list outlives the call. The caller guarantees the rest.
         let error = unsafe { sys::ibv_post_srq_recv(self.0, &raw mut work, &raw mut refused) };
         if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
     }
@@ -57,7 +58,7 @@ impl SharedReceives {
 
 impl Drop for SharedReceives {
     fn drop(&mut self) {
-        // SAFETY: it is ours and dropped once, after the queue pairs that use it.
+        // SAFETY: `self` owns it and drops it once, after the queue pairs that use it.
         let error = unsafe { sys::ibv_destroy_srq(self.0) };
         debug_assert_eq!(error, 0, "a shared receive queue is still in use");
     }

@@ -1,4 +1,4 @@
-//! Memory that a device may reach.
+//! Memory that is registered with a device.
 
 use std::io;
 use std::ops::Range;
@@ -9,18 +9,19 @@ use rdma_mummy_sys as sys;
 use super::device::Device;
 use aquifer_fabric::{AliasMapping, Memory};
 
-/// What the device may do with it, beside reading it for this process.
+/// The permitted use, besides reading for this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Use {
+pub(crate) enum RegistrationUse {
     /// Local work: the source of WRITEs, the destination of READs.
     Local,
-    /// Windows may be bound to it. By itself it is closed to peers.
+    /// Windows may be bound to it. Peers cannot access it otherwise.
     Windows,
-    /// So, and its pages are fetched when they are touched: they may be others later.
+    /// Windows may be bound to it, and the device fetches pages when they are touched, so the pages
+    /// may change.
     WindowsOnDemand,
 }
 
-impl Use {
+impl RegistrationUse {
     fn flags(self) -> i32 {
         use sys::ibv_access_flags as access;
         let more = match self {
@@ -32,30 +33,32 @@ impl Use {
     }
 }
 
-/// A part of a memory, known to the device.
+/// A registered range of a memory.
 #[derive(Debug)]
 pub(crate) struct Registration {
     device: &'static Device,
     region: *mut sys::ibv_mr,
     memory: Arc<Memory>,
-    /// What it is of, if that is not the memory's own mapping.
+    /// The registered mapping, if that is not the memory's own.
     #[expect(dead_code, reason = "it is mapped for as long as it is kept")]
     view: Option<Arc<AliasMapping>>,
 }
 
-/// Have pages fetched before the call returns.
+/// A flag of the call: fetch the pages before it returns.
 const FLUSH: u32 = 1;
 
 // SAFETY: libibverbs lets any thread use a registration; the fields never change.
 unsafe impl Send for Registration {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for Registration {}
 
 impl Registration {
-    /// Register a range of a memory. PeerSessions and work that is posted know it by addresses from `base` on. Its pages are pinned: they take memory from now on.
+    /// Registers a range of a memory. Peers and posted work name it by addresses from `base`. Its
+    /// pages are pinned, so they take memory from now on.
     ///
     /// # Errors
-    /// What the device says; `ENOMEM` mostly means that the limit of locked memory (`ulimit -l`) is too low.
+    /// The error of the device. `ENOMEM` mostly means that the limit of locked memory (`ulimit -l`)
+    /// is too low.
     ///
     /// # Panics
     /// If the range is not inside the memory.
@@ -64,10 +67,11 @@ impl Registration {
         memory: Arc<Memory>,
         range: Range<usize>,
         base: u64,
-        what: Use,
+        what: RegistrationUse,
     ) -> io::Result<Self> {
         assert!(range.start < range.end && range.end <= memory.len(), "{range:?} of {} bytes", memory.len());
-        // SAFETY: the range is mapped for as long as `memory` lives, which this holds longer than the registration: fields drop after `drop`.
+        // SAFETY: the range is mapped for as long as `memory` lives. `self` holds `memory` longer
+        // than the registration, since fields are dropped after `drop`.
         let region = unsafe {
             let start = memory.as_ptr().add(range.start);
             sys::ibv_reg_mr_iova(device.domain, start.cast(), range.len(), base, what.flags())
@@ -78,18 +82,19 @@ impl Registration {
         Ok(Self { device, region, memory, view: None })
     }
 
-    /// Register all of a view. PeerSessions know it by addresses from `base` on.
+    /// Registers a whole alias mapping. Peers name it by addresses from `base`.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// The errors of [`Self::new`].
     pub fn of_view(
         device: &'static Device,
         view: Arc<AliasMapping>,
         base: u64,
-        what: Use,
+        what: RegistrationUse,
     ) -> io::Result<Self> {
         let len = view.memory().len();
-        // SAFETY: the view is mapped for as long as it lives, which this holds longer than the registration: fields drop after `drop`.
+        // SAFETY: the mapping exists for as long as `view` lives. `self` holds `view` longer than
+        // the registration, since fields are dropped after `drop`.
         let region =
             unsafe { sys::ibv_reg_mr_iova(device.domain, view.as_ptr().cast(), len, base, what.flags()) };
         if region.is_null() {
@@ -98,10 +103,11 @@ impl Registration {
         Ok(Self { device, region, memory: Arc::clone(view.memory()), view: Some(view) })
     }
 
-    /// Have the device fetch pages now that peers will touch soon: `len` bytes from `addr` on, as peers know them.
+    /// Makes the device fetch pages that peers will touch soon: `len` bytes from `addr`, as peers
+    /// name them.
     ///
     /// # Errors
-    /// What the device says; `EOPNOTSUPP` if it cannot.
+    /// The error of the device; `EOPNOTSUPP` without support.
     pub fn prefetch(&self, addr: u64, len: u64) -> io::Result<()> {
         let advice = sys::ib_uverbs_advise_mr_advice::IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE;
         let length = u32::try_from(len).unwrap_or(u32::MAX);
@@ -111,7 +117,7 @@ impl Registration {
         if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
     }
 
-    /// The key for work that is posted here.
+    /// The key for work that is posted by this process.
     pub fn local_key(&self) -> u32 {
         // SAFETY: the registration lives.
         unsafe { (*self.region).lkey }
@@ -128,10 +134,11 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: it is ours, and dropped once. Whoever bound windows to it has freed them, else the system refuses and it stays.
+        // SAFETY: `self` owns it and drops it once. Windows that were bound to it are freed before;
+        // otherwise the call fails and the registration stays.
         let error = unsafe { sys::ibv_dereg_mr(self.region) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a registration cannot be undone");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot deregister memory");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Windows: what opens registered memory to one queue pair.
+//! Windows, which open registered memory to one queue pair.
 
 use std::io;
 
@@ -6,21 +6,21 @@ use rdma_mummy_sys as sys;
 
 use super::device::Device;
 
-/// A window of type 2; bound by work that is posted, see [`super::pair::Kind::Bind`]. It goes before its queue pair, and before the registration that it is
-/// bound to.
+/// A window of type 2, which [`super::queue_pair::WorkKind::Bind`] binds. Must be dropped before
+/// its queue pair and before the registration to which it is bound.
 #[derive(Debug)]
 pub(crate) struct Window(*mut sys::ibv_mw);
 
 // SAFETY: libibverbs lets any thread use a window.
 unsafe impl Send for Window {}
-// SAFETY: as above.
+// SAFETY: the same reason as for `Send`.
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// One that is bound to nothing.
+    /// A window that is not bound.
     ///
     /// # Errors
-    /// What the device says.
+    /// The error of the device.
     pub fn new(device: &'static Device) -> io::Result<Self> {
         // SAFETY: the domain lives as long as the process.
         let window = unsafe { sys::ibv_alloc_mw(device.domain, sys::ibv_mw_type::IBV_MW_TYPE_2) };
@@ -31,7 +31,8 @@ impl Window {
         self.0
     }
 
-    /// A key that it can be bound with: its low byte is the owner's to choose, and not that of before.
+    /// A key for the next bind. Its low byte is free to choose, and differs from that of the last
+    /// bind.
     pub fn fresh_key(&self) -> u32 {
         // SAFETY: the window lives; the key is a number.
         unsafe { sys::ibv_inc_rkey((*self.0).rkey) }
@@ -40,10 +41,10 @@ impl Window {
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // SAFETY: it is ours and dropped once; if it is bound, this ends that.
+        // SAFETY: `self` owns it and drops it once. This ends a bind.
         let error = unsafe { sys::ibv_dealloc_mw(self.0) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a window cannot be freed");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot free a window");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What the messages of all handshakes have in common. A number that cannot be is an error that names it.
+//! Parts of messages that all handshakes share. An error names the number that is out of bounds.
 
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -6,9 +6,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::target::{Host, Region};
 use crate::work::Key;
 
-/// Hosts are numbered 1..=HOST_MAX.
+/// The greatest host number. Hosts are numbered from 1.
 pub(crate) const HOST_MAX: u16 = 4095;
-/// Bytes of a refusal's reason, at most.
+/// Bound of the bytes of a refusal's reason.
 pub(crate) const REASON_BYTES_MAX: usize = 256;
 
 /// A region in a welcome.
@@ -21,7 +21,7 @@ pub(crate) struct RegionBody {
     reserved: U32,
 }
 
-/// The host of a hello.
+/// Parses the host number of a hello.
 pub(crate) fn parse_host(number: u16) -> Result<Host, &'static str> {
     if (1..=HOST_MAX).contains(&number) { Ok(Host(number)) } else { Err("the host number") }
 }
@@ -39,7 +39,8 @@ pub(crate) fn put_regions(bytes: &mut Vec<u8>, regions: &[Region]) {
     }
 }
 
-/// The regions of a welcome. They are in the order of their addresses, and do not overlap.
+/// Parses the regions of a welcome. They must be in the order of their addresses and must not
+/// overlap.
 pub(crate) fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, &'static str> {
     let mut regions = Vec::with_capacity(entries.len());
     let mut free_from = 1;
@@ -52,18 +53,18 @@ pub(crate) fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, &'sta
     Ok(regions)
 }
 
-/// The bytes of a refusal's reason. One that is too long is cut.
+/// The bytes of a refusal's reason, truncated to [`REASON_BYTES_MAX`].
 pub(crate) fn reason_bytes(reason: &str) -> &[u8] {
     &reason.as_bytes()[..reason.floor_char_boundary(REASON_BYTES_MAX)]
 }
 
-/// The reason of a refusal, fit to be printed.
+/// Parses the reason of a refusal and escapes what cannot be printed.
 pub(crate) fn parse_reason(bytes: &[u8]) -> String {
     let bytes = &bytes[..bytes.len().min(REASON_BYTES_MAX)];
     String::from_utf8_lossy(bytes).escape_debug().to_string()
 }
 
-/// Numbers that the options bound far below 2^32.
+/// Converts a number that is bounded far below 2^32.
 pub(crate) fn short(value: usize) -> U32 {
     u32::try_from(value).unwrap_or(u32::MAX).into()
 }

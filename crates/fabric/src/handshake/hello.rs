@@ -1,5 +1,5 @@
-//! What both ends say once they know each other: who connects, and what it is granted. Parsed as bytes from a stranger, for a host of the
-//! cluster may be broken too.
+//! The messages that follow the Noise handshake: the identity of the initiator, and what the target
+//! grants. They are parsed as hostile, because a host of the cluster can be compromised.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -15,10 +15,10 @@ const KIND_HELLO: u16 = 1;
 const KIND_WELCOME: u16 = 2;
 const KIND_REFUSAL: u16 = 3;
 
-/// Names a session; who knows it may go on with it.
+/// The identifier of a session. A host that presents it can resume the session.
 pub type SessionId = [u8; 16];
 
-/// One that nobody can guess; or why there is none, as a sentence.
+/// A random identifier. The error is a sentence.
 pub fn new_session_id() -> Result<SessionId, String> {
     let mut id: SessionId = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
@@ -26,70 +26,70 @@ pub fn new_session_id() -> Result<SessionId, String> {
     Ok(id)
 }
 
-/// Why bytes are not what they should be.
+/// Why a message cannot be parsed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HelloError {
-    /// Not the kind that may come here.
+    /// The kind is not expected here.
     #[error("message kind {0} was not expected here")]
     Kind(u16),
-    /// Cut, or with something behind it.
+    /// The message is too short or too long.
     #[error("a message of kind {kind} cannot have {found} bytes")]
     Length {
-        /// The kind.
+        /// The kind of the message.
         kind: u16,
-        /// Bytes that came.
+        /// The length of the message.
         found: usize,
     },
-    /// A number that cannot be.
+    /// A number is out of bounds.
     #[error("{0} is out of bounds")]
     Field(&'static str),
 }
 
-/// An initiator that goes on with a session after its connection broke.
+/// The position from which an initiator resumes a session after its connection broke.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Resume {
     /// The session.
     pub session: SessionId,
-    /// Answers of it that have arrived.
+    /// Number of answers that have arrived.
     pub answered: u64,
-    /// Messages of it that have arrived.
+    /// Number of messages that have arrived.
     pub heard: u64,
-    /// Messages of those that have been taken.
+    /// Number of those messages that were taken.
     pub taken: u64,
 }
 
-/// An initiator's first words.
+/// The first message of an initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Hello {
-    /// Who it is.
+    /// The identity of the initiator.
     pub who: Identity,
-    /// Whether it wants everything encrypted.
+    /// Whether the initiator requires encryption of all traffic.
     pub encrypt: bool,
-    /// The session that it goes on with, if any.
+    /// The session to resume, if any.
     pub resume: Option<Resume>,
 }
 
-/// What a target grants.
+/// What a target grants to an endpoint.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Welcome {
-    /// The session's name.
+    /// The identifier of the session.
     pub session: SessionId,
-    /// Requests of the session that are done.
+    /// Number of requests of the session that are done.
     pub done: u64,
-    /// Whether everything from here on is encrypted.
+    /// Whether all traffic from here on is encrypted.
     pub encrypt: bool,
-    /// What the endpoint can bear.
+    /// The limits of the endpoint.
     pub limits: Limits,
-    /// The regions; those whose own key is for others carry [`crate::Key`] zero.
+    /// The regions. One whose own key is not for this endpoint has [`crate::Key`] zero.
     pub regions: Vec<Region>,
 }
 
-/// The target's answer.
+/// The target's answer to a hello.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Reply {
-    /// Come in.
+    /// The connection is accepted.
     Welcome(Welcome),
-    /// Stay out, and why.
+    /// The connection is refused, with the reason.
     Refusal(String),
 }
 
@@ -126,7 +126,7 @@ struct WelcomeBody {
     reserved2: U32,
 }
 
-/// The bytes of a hello.
+/// Encodes a hello.
 #[must_use]
 pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     let resume = hello.resume.unwrap_or(Resume { session: [0; 16], answered: 0, heard: 0, taken: 0 });
@@ -146,10 +146,10 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
     body.as_bytes().to_vec()
 }
 
-/// Who wants to connect.
+/// Parses a hello.
 ///
 /// # Errors
-/// If the bytes are not a hello, or a number in it cannot be.
+/// If the bytes are not a hello, or a number in it is out of bounds.
 pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
     expect(bytes, KIND_HELLO)?;
     let body = HelloBody::ref_from_bytes(bytes)
@@ -169,7 +169,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
     })
 }
 
-/// The bytes of an answer. A reason that is too long is cut.
+/// Encodes an answer. A reason that is too long is truncated.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     match reply {
@@ -201,10 +201,10 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
     bytes
 }
 
-/// What the target answered.
+/// Parses the target's answer.
 ///
 /// # Errors
-/// If the bytes are not an answer, or its numbers are out of bounds.
+/// If the bytes are not an answer, or a number in it is out of bounds.
 pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HelloError> {
     match kind_of(bytes)? {
         KIND_WELCOME => parse_welcome(bytes).map(Reply::Welcome),
@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_said_is_heard() {
+    fn messages_parse_as_encoded() {
         assert_eq!(parse_hello(&encode_hello(&hello())), Ok(hello()));
         let plain = Hello { resume: None, encrypt: false, ..hello() };
         assert_eq!(parse_hello(&encode_hello(&plain)), Ok(plain));
@@ -318,7 +318,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bytes_from_a_stranger_are_survived(mut bytes in prop::collection::vec(any::<u8>(), 0..200), flips in 0usize..3, at in any::<prop::sample::Index>()) {
+        fn any_bytes_parse_without_a_panic(
+            mut bytes in prop::collection::vec(any::<u8>(), 0..200),
+            flips in 0usize..3,
+            at in any::<prop::sample::Index>(),
+        ) {
             let _ = parse_hello(&bytes);
             let _ = parse_reply(&bytes);
             for mut valid in [encode_hello(&hello()), encode_reply(&Reply::Welcome(welcome()))] {

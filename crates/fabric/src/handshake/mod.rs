@@ -1,5 +1,6 @@
-//! How both ends of a connection over a network prove that they have the cluster's key, and what they tell each other first.
-//! What the messages have in common with those of shared memory is in `common`.
+//! The handshake of connections over a network: both ends prove that they hold the cluster key,
+//! then exchange hello and welcome. `common` has what these messages share with those of shared
+//! memory.
 //!
 //! `docs/formats/fabric-tcp.md` has the bytes.
 
@@ -19,22 +20,25 @@ use self::hello::{Hello, Reply, Welcome};
 use self::secure::{SecureChannel, SecureError, initiate};
 use crate::work::EndpointError;
 
-/// A connection that has not said and proved who it is by then is closed.
+/// A connection is closed if its handshake takes longer.
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
-/// Connections that have not yet said and proved who they are, at most; more wait in the socket's backlog.
+/// Bound of the connections with an unfinished handshake. More wait in the socket's backlog.
 pub const PENDING_LIMIT: usize = 64;
-/// A target keeps the session of a broken connection for so long.
+/// The time for which a target keeps the session of a broken connection.
 pub const LINGER_TIME: Duration = Duration::from_secs(5);
 
-/// What a target says that ends.
+/// The refusal of a target that is about to end. It is part of the protocol between builds.
 pub(crate) const GOING_AWAY: &str = "the target is going away";
-/// What a target says whose end of the broken connection is still open.
+/// The refusal of a target that has not yet closed the old connection of a session. Initiators
+/// compare this text, so it is part of the protocol between builds.
 pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being closed";
 
-/// Proves over `stream` to the target at `address` that this initiator has the cluster's key, says hello, and hears what is granted.
+/// Runs the initiator's handshake over `stream`: proves possession of the cluster key, sends the
+/// hello and receives the welcome.
 ///
 /// # Errors
-/// If the target refuses, does not have the key, or does not speak this protocol; or what the stream says.
+/// If the target refuses, does not hold the key, or does not speak this protocol; or if the stream
+/// fails.
 pub fn initiate_session<S: Read + Write>(
     stream: S,
     address: SocketAddr,

@@ -1,37 +1,38 @@
-//! Who is at the other end. Both prove with a Noise handshake that they have the cluster's key, and get fresh keys for this connection alone;
-//! with encryption on, everything later is sealed under those.
+//! Authentication and encryption of a connection. Both ends prove by a Noise handshake that they
+//! hold the cluster key, and get fresh keys for this connection. With encryption, all later bytes
+//! are encrypted by these keys.
 
 use std::io::{self, Read, Write};
 
 use snow::{Builder, HandshakeState, TransportState};
 
-/// First bytes of a connection, both ways.
+/// The first bytes of a connection in both directions.
 pub const MAGIC: [u8; 6] = *b"AQFTCP";
-/// The only version there is.
+/// The version of the protocol.
 pub const VERSION: u16 = 1;
-/// Bytes of one sealed record or handshake message, at most.
+/// Bound of the bytes of one encrypted record or handshake message.
 const RECORD_BYTES_MAX: usize = 65_535;
-/// What sealing adds.
+/// Bytes that encryption adds to a record.
 const TAG_BYTES: usize = 16;
-/// Bytes that one record can carry.
+/// Bound of the plain bytes in one record.
 const PLAIN_BYTES_MAX: usize = RECORD_BYTES_MAX - TAG_BYTES;
-/// Nobody at the other end needs more to say who it is.
+/// Bound of the bytes of a handshake message, far above what any needs.
 const HANDSHAKE_BYTES_MAX: usize = 4096;
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
 
-/// The secret that makes a cluster: who has it may lend and borrow.
+/// The cluster key: a host that holds it may lend and borrow memory.
 #[derive(Clone, PartialEq, Eq)]
 pub struct ClusterKey(pub [u8; 32]);
 
 impl std::fmt::Debug for ClusterKey {
-    /// Keys stay out of logs.
+    /// Omits the key, so that it stays out of logs.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("ClusterKey(..)")
     }
 }
 
 impl ClusterKey {
-    /// A fresh one.
+    /// Generates a random key.
     ///
     /// # Errors
     /// If the system gives no random bytes.
@@ -42,22 +43,22 @@ impl ClusterKey {
     }
 }
 
-/// Why the other end could not prove who it is.
+/// Why the handshake failed.
 #[derive(Debug, thiserror::Error)]
 pub enum SecureError {
     /// The connection failed.
     #[error("{0}")]
     System(#[from] io::Error),
-    /// It speaks something else.
+    /// The peer speaks another protocol.
     #[error("it does not begin as this protocol does")]
     Magic,
-    /// Another version.
+    /// The peer speaks another version.
     #[error("it speaks version {0} of the protocol, this program speaks version {VERSION}")]
     Version(u16),
-    /// The proof failed.
-    #[error("it does not have this cluster's key")]
+    /// The peer's proof is wrong: it does not hold this cluster's key.
+    #[error("it does not hold this cluster's key")]
     WrongKey,
-    /// Longer than anything that may come here.
+    /// The message is too long for a handshake.
     #[error("a message of {0} bytes is too long for a handshake")]
     TooLong(usize),
 }
@@ -74,17 +75,17 @@ fn noise(key: &ClusterKey, initiator: bool) -> Result<HandshakeState, SecureErro
     Ok(if initiator { builder.build_initiator()? } else { builder.build_responder()? })
 }
 
-/// A connection whose other end has proved itself, still speaking in sealed messages.
+/// A connection whose peer is authenticated. Handshake messages on it are encrypted.
 #[derive(Debug)]
 pub struct SecureChannel<S> {
     stream: S,
     cipher: RecordCipher,
 }
 
-/// The initiator's part.
+/// Runs the initiator's part of the Noise handshake.
 ///
 /// # Errors
-/// If the connection fails or the other end cannot prove itself.
+/// If the connection fails or the peer cannot prove that it holds the key.
 pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<SecureChannel<S>, SecureError> {
     let mut noise = noise(key, true)?;
     let mut buffer = [0; HANDSHAKE_BYTES_MAX];
@@ -98,10 +99,12 @@ pub fn initiate<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secu
     Ok(SecureChannel { stream, cipher: RecordCipher(Box::new(noise.into_transport_mode()?)) })
 }
 
-/// The target's part.
+/// Runs the target's part of the Noise handshake.
 ///
 /// # Errors
-/// If the connection fails or the other end cannot prove itself. Then it has been told which versions differ, or nothing.
+/// If the connection fails or the peer cannot prove that it holds the key. A peer of another
+/// version has got this version's preamble by then; a peer with a wrong key has got an empty
+/// answer.
 pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<SecureChannel<S>, SecureError> {
     let mut noise = noise(key, false)?;
     let mut buffer = [0; HANDSHAKE_BYTES_MAX];
@@ -110,7 +113,7 @@ pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secur
     theirs?;
     let question = read_frame(&mut stream)?;
     if let Err(error) = noise.read_message(&question, &mut buffer) {
-        // An empty answer says: your key is not ours.
+        // An empty answer says that the keys differ.
         stream.write_all(&0_u16.to_le_bytes())?;
         return Err(error.into());
     }
@@ -122,7 +125,7 @@ pub fn respond<S: Read + Write>(mut stream: S, key: &ClusterKey) -> Result<Secur
 }
 
 impl<S: Read + Write> SecureChannel<S> {
-    /// Say something, sealed.
+    /// Sends an encrypted message.
     ///
     /// # Errors
     /// If the connection fails.
@@ -132,10 +135,10 @@ impl<S: Read + Write> SecureChannel<S> {
         Ok(self.stream.write_all(&record)?)
     }
 
-    /// Hear what the other end says, opened.
+    /// Receives an encrypted message.
     ///
     /// # Errors
-    /// If the connection fails, or somebody has meddled with it.
+    /// If the connection fails, or the message does not decrypt.
     pub fn receive(&mut self) -> Result<Vec<u8>, SecureError> {
         let record = read_frame(&mut self.stream)?;
         let mut message = vec![0; record.len()];
@@ -144,7 +147,7 @@ impl<S: Read + Write> SecureChannel<S> {
         Ok(message)
     }
 
-    /// The connection, and what seals it.
+    /// The connection and its cipher.
     pub fn into_parts(self) -> (S, RecordCipher) {
         (self.stream, self.cipher)
     }
@@ -190,7 +193,8 @@ fn read_frame(stream: &mut impl Read) -> Result<Vec<u8>, SecureError> {
     Ok(message)
 }
 
-/// Seals what is sent and opens what comes, in records of a u16 length and so many bytes.
+/// A cipher for both directions of a connection. A record is a u16 length and as many encrypted
+/// bytes.
 pub struct RecordCipher(Box<TransportState>);
 
 impl std::fmt::Debug for RecordCipher {
@@ -200,7 +204,7 @@ impl std::fmt::Debug for RecordCipher {
 }
 
 impl RecordCipher {
-    /// Append `plain`, sealed, to `out`.
+    /// Encrypts `plain` and appends the records to `out`.
     pub fn encrypt(&mut self, plain: &[u8], out: &mut Vec<u8>) {
         for part in plain.chunks(PLAIN_BYTES_MAX) {
             let at = out.len();
@@ -214,10 +218,11 @@ impl RecordCipher {
         }
     }
 
-    /// Append to `plain` what the whole records in `sealed` carry; how many bytes of `sealed` those were.
+    /// Decrypts the complete records in `sealed` and appends their contents to `plain`. Returns the
+    /// number of bytes used.
     ///
     /// # Errors
-    /// If somebody has meddled with it.
+    /// If a record was changed on the way.
     pub fn decrypt(&mut self, sealed: &[u8], plain: &mut Vec<u8>) -> Result<usize, SecureError> {
         let mut at = 0;
         while let Some(head) = sealed.get(at..at + 2) {
@@ -255,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_key_is_heard() {
+    fn ends_with_the_same_key_exchange_messages() {
         let key = ClusterKey::generate().unwrap();
         let (one, other) = pair(&key, &key);
         let (mut one, mut other) = (one.unwrap(), other.unwrap());
@@ -273,18 +278,18 @@ mod tests {
         let last = sealed.len() - 1;
         sealed[last] ^= 1;
         let start = sealed.len() - 2 - 6 - TAG_BYTES;
-        assert!(right.decrypt(&sealed[start..], &mut opened).is_err(), "meddling is noticed");
+        assert!(right.decrypt(&sealed[start..], &mut opened).is_err(), "a changed record is noticed");
     }
 
     #[test]
-    fn strangers_are_told_so() {
+    fn ends_with_different_keys_notice() {
         let (one, other) = pair(&ClusterKey([1; 32]), &ClusterKey([2; 32]));
         assert!(matches!(one, Err(SecureError::WrongKey)), "{one:?}");
         assert!(matches!(other, Err(SecureError::WrongKey)), "{other:?}");
     }
 
     #[test]
-    fn other_protocols_and_versions_are_told_apart() {
+    fn other_protocols_and_versions_are_distinguished() {
         let hear = |bytes: &[u8]| {
             let (mut left, right) = UnixStream::pair().unwrap();
             left.write_all(bytes).unwrap();

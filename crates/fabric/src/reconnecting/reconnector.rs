@@ -1,4 +1,4 @@
-//! The way back to a target that is away, looked for by a thread of its own.
+//! Reconnects to a target that is away, on a thread of its own.
 
 use std::fmt::Debug;
 use std::io;
@@ -11,55 +11,55 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use crate::background::BackgroundTask;
 use crate::work::{DrainHandle, Endpoint, EndpointError};
 
-/// Between attempts.
+/// Time between attempts.
 const RETRY_EVERY: Duration = Duration::from_millis(10);
 
-/// What an attempt to get back to a target came to.
+/// The outcome of one attempt to reconnect.
 #[derive(Debug)]
 pub enum ReconnectOutcome {
     /// An endpoint to the same memory.
     Connected(Box<dyn Endpoint>),
-    /// It is not back.
+    /// The target is not back yet.
     Retry,
-    /// It will not come back, or without its memory.
+    /// The target will not come back, or came back without its memory.
     Gone,
 }
 
-/// How to get back to a target that is away.
+/// The way back to a target that is away.
 pub trait Reconnect: Send + Sync + Debug {
-    /// Try it, once.
+    /// Tries once to connect.
     fn attempt(&self) -> ReconnectOutcome;
 
-    /// After so long it is not tried any more.
+    /// The time after which there are no further attempts.
     fn timeout(&self) -> Duration;
 
-    /// Whether an attempt may take a while: then a thread of its own makes it, and otherwise whoever polls.
+    /// Whether an attempt may block. If so a thread makes it, otherwise the thread that polls.
     fn is_blocking(&self) -> bool {
         true
     }
 }
 
-/// What an endpoint that broke may have left under way, for all who must see to its end.
+/// The drain handle of a broken endpoint, shared by all that may have to drain it.
 #[derive(Clone, Debug)]
-pub(super) struct SharedDrain(Arc<Mutex<Left>>);
+pub(super) struct SharedDrain(Arc<Mutex<DrainState>>);
 
 #[derive(Debug)]
-struct Left {
-    late: Box<dyn DrainHandle>,
-    is_ended: bool,
+struct DrainState {
+    drain: Box<dyn DrainHandle>,
+    is_drained: bool,
 }
 
 impl SharedDrain {
-    pub fn new(late: Box<dyn DrainHandle>) -> Self {
-        Self(Arc::new(Mutex::new(Left { late, is_ended: false })))
+    pub fn new(drain: Box<dyn DrainHandle>) -> Self {
+        Self(Arc::new(Mutex::new(DrainState { drain, is_drained: false })))
     }
 
-    pub fn is_ended(&self) -> bool {
-        // Whoever is at it holds the lock for long, and has not ended it.
-        self.0.try_lock().is_ok_and(|left| left.is_ended)
+    pub fn is_drained(&self) -> bool {
+        // A thread that is draining holds the lock for long, and is not done.
+        self.0.try_lock().is_ok_and(|left| left.is_drained)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Left> {
+    fn lock(&self) -> MutexGuard<'_, DrainState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -67,49 +67,50 @@ impl SharedDrain {
 impl DrainHandle for SharedDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
         let mut left = self.lock();
-        if !left.is_ended {
-            left.late.drain()?;
-            left.is_ended = true;
+        if !left.is_drained {
+            left.drain.drain()?;
+            left.is_drained = true;
         }
         Ok(())
     }
 }
 
-/// A target is looked for.
+/// The attempts to reconnect to one target.
 #[derive(Debug)]
 pub(super) struct Reconnector {
-    by: By,
-    late: Option<SharedDrain>,
+    mode: SearchMode,
+    drain: Option<SharedDrain>,
 }
 
 #[derive(Debug)]
-enum By {
+enum SearchMode {
     Thread(BackgroundTask<Option<Box<dyn Endpoint>>>),
-    WhoeverPolls(Arc<dyn Reconnect>),
+    InPoll(Arc<dyn Reconnect>),
 }
 
 impl Reconnector {
-    /// Begin. What is `late` is ended first.
+    /// Starts reconnecting. Operations in flight are drained first.
     ///
     /// # Errors
-    /// If there is no thread.
-    pub fn start(reconnect: &Arc<dyn Reconnect>, late: Option<SharedDrain>) -> io::Result<Self> {
+    /// If the thread cannot be started.
+    pub fn start(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> io::Result<Self> {
         let reconnect = Arc::clone(reconnect);
         if !reconnect.is_blocking() {
-            return Ok(Self { by: By::WhoeverPolls(reconnect), late });
+            return Ok(Self { mode: SearchMode::InPoll(reconnect), drain });
         }
-        let mut left = late.clone();
-        let rescue = BackgroundTask::start("fabric-reconnecting", move |is_awaited| {
-            seek(&*reconnect, left.as_mut(), is_awaited)
+        let mut left = drain.clone();
+        let task = BackgroundTask::start("fabric-reconn", move |is_awaited| {
+            reconnect_until(&*reconnect, left.as_mut(), is_awaited)
         })?;
-        Ok(Self { by: By::Thread(rescue), late })
+        Ok(Self { mode: SearchMode::Thread(task), drain })
     }
 
-    /// What came of it: an endpoint, or nothing for good. `None`: it goes on.
-    pub fn outcome(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
-        match &self.by {
-            By::Thread(rescue) => rescue.outcome(),
-            By::WhoeverPolls(reconnect) => match attempt(&**reconnect, self.late.as_mut()) {
+    /// The result, once: an endpoint, or `Some(None)` if the target will not come back. `None`
+    /// while attempts continue.
+    pub fn poll_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
+        match &self.mode {
+            SearchMode::Thread(task) => task.poll_result(),
+            SearchMode::InPoll(reconnect) => match try_reconnect(&**reconnect, self.drain.as_mut()) {
                 ReconnectOutcome::Connected(endpoint) => Some(Some(endpoint)),
                 ReconnectOutcome::Retry => None,
                 ReconnectOutcome::Gone => Some(None),
@@ -117,42 +118,48 @@ impl Reconnector {
         }
     }
 
-    /// What of the endpoint before may take effect yet.
+    /// The drain handle of the broken endpoint, if it was not drained yet.
     pub fn drain_handle(&self) -> Option<SharedDrain> {
-        self.late.clone().filter(|late| !late.is_ended())
+        self.drain.clone().filter(|drain| !drain.is_drained())
     }
 
-    /// Readable when there is an outcome.
-    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
-        match &self.by {
-            By::Thread(rescue) => Some(rescue.bell()),
-            By::WhoeverPolls(_) => None,
+    /// A descriptor that is readable when there is a result. `None` if the polling thread makes the
+    /// attempts.
+    pub fn ready_fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.mode {
+            SearchMode::Thread(task) => Some(task.ready_fd()),
+            SearchMode::InPoll(_) => None,
         }
     }
 
-    /// Wait for the outcome, at most so long.
-    pub fn wait(&self, patience: Duration) {
-        if let Some(bell) = self.bell() {
-            let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
-            // Any outcome means: look.
-            let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(bell, PollFlags::IN)], Some(&timeout));
+    /// Waits for the result, for at most `timeout`.
+    pub fn wait(&self, timeout: Duration) {
+        if let Some(ready) = self.ready_fd() {
+            let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+            // The caller polls after any outcome.
+            let _ =
+                rustix::event::poll(&mut [PollFd::from_borrowed_fd(ready, PollFlags::IN)], Some(&timeout));
         }
     }
 }
 
-fn attempt(reconnect: &dyn Reconnect, late: Option<&mut SharedDrain>) -> ReconnectOutcome {
-    // What is done once more must not be followed by what was sent before.
-    if late.is_some_and(|late| late.drain().is_err()) { ReconnectOutcome::Retry } else { reconnect.attempt() }
+fn try_reconnect(reconnect: &dyn Reconnect, drain: Option<&mut SharedDrain>) -> ReconnectOutcome {
+    // Repeated work must not be followed by operations that were sent before it.
+    if drain.is_some_and(|drain| drain.drain().is_err()) {
+        ReconnectOutcome::Retry
+    } else {
+        reconnect.attempt()
+    }
 }
 
-fn seek(
+fn reconnect_until(
     reconnect: &dyn Reconnect,
-    mut late: Option<&mut SharedDrain>,
+    mut drain: Option<&mut SharedDrain>,
     is_awaited: &dyn Fn() -> bool,
 ) -> Option<Box<dyn Endpoint>> {
     let begun = Instant::now();
     while is_awaited() && begun.elapsed() < reconnect.timeout() {
-        match attempt(reconnect, late.as_deref_mut()) {
+        match try_reconnect(reconnect, drain.as_deref_mut()) {
             ReconnectOutcome::Connected(endpoint) => return Some(endpoint),
             ReconnectOutcome::Retry => std::thread::sleep(RETRY_EVERY),
             ReconnectOutcome::Gone => return None,

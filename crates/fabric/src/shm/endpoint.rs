@@ -1,4 +1,5 @@
-//! The initiator's end: it checks keys, copies bytes and swaps words by itself, at once.
+//! The initiator's end. It checks keys, copies bytes and performs atomics itself, while work is
+//! posted.
 
 use std::collections::VecDeque;
 use std::io;
@@ -8,14 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::handshake::{self, Reply, Welcome};
-use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
-use super::watch::{Link, watch};
+use super::watch::{PeerSocket, watch};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED, OPEN};
 use crate::key_table::PlacedTable;
 use crate::keys::Right;
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -23,8 +24,8 @@ use crate::work::{
     WorkError,
 };
 
-/// After so many bytes a batch pauses, so that whoever kills a key waits for one long copy and
-/// not for a whole queue of them.
+/// A batch pauses after this many bytes, so that a target that invalidates a key waits for one long
+/// copy and not for a whole queue of them.
 const PAUSE_BYTES: u64 = 256 << 10;
 
 /// One connection to a [`super::ShmTarget`].
@@ -32,40 +33,41 @@ pub struct ShmEndpoint {
     who: Identity,
     control: ControlMemory,
     slot: usize,
-    /// Our `active` word as we last stored it; odd inside a batch.
+    /// The last value stored in the `active` word; odd inside a batch.
     sequence: u64,
-    link: Arc<Link>,
+    peer_socket: Arc<PeerSocket>,
     limits: Limits,
     regions: Vec<Region>,
-    /// TargetTables of keys of regions.
+    /// Key tables of the regions.
     tables: Vec<PlacedTable>,
     mapped: Vec<Memory>,
-    locals: Locals,
-    outbox: Ring,
-    inbox: Ring,
+    locals: LocalMemories,
+    outbox: MessageRing,
+    inbox: MessageRing,
     done: VecDeque<Completion>,
     broken: bool,
 }
 
-/// Connect to the target that listens at `path`.
+/// Connects to the target that listens at `path`.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it speaks another protocol.
+/// If no target listens there, the target refuses, or it speaks another protocol.
 pub fn connect(path: &Path, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
     Ok(Box::new(ShmEndpoint::connect(path, who)?))
 }
 
 impl ShmEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// If nobody listens there, the target refuses, or it speaks another protocol.
+    /// If no target listens there, the target refuses, or it speaks another protocol.
     pub fn connect(path: &Path, who: Identity) -> Result<Self, EndpointError> {
         let address = path.display().to_string();
         let unreachable = |source| EndpointError::Unreachable { address: address.clone(), source };
         let protocol = |reason| EndpointError::Protocol { address: address.clone(), reason };
         let socket = socket::connect(path).map_err(unreachable)?;
-        // A target that refuses may have hung up before it read this; its answer says why.
+        // A target that refuses may have hung up before it reads the hello. Its answer has the
+        // reason.
         let sent = socket::send(&socket, &handshake::encode_hello(who), &[]);
         let (bytes, fds) = socket::receive(&socket).map_err(unreachable)?;
         if bytes.is_empty() {
@@ -76,28 +78,28 @@ impl ShmEndpoint {
             Reply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
             Reply::Welcome(welcome) => {
                 let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
-                watch(&endpoint.link).map_err(unreachable)?;
+                watch(&endpoint.peer_socket).map_err(unreachable)?;
                 Ok(endpoint)
             }
         }
     }
 
-    /// Map what a welcome brought. The reason of a failure is a sentence.
+    /// Maps the memory of a welcome. The error is a sentence.
     fn open(socket: OwnedFd, who: Identity, welcome: Welcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
-            return Err(format!("{} descriptors came, {needed} were announced", fds.len()));
+            return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()));
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
             Memory::from_fd(fd, len).map_err(|error| format!("{what}: {error}"))
         };
         let mut fds = fds.into_iter();
-        let mut next = || fds.next().ok_or("a descriptor is missing");
+        let mut next = || fds.next().ok_or("the welcome came without a descriptor");
         let control = ControlMemory::open(next()?, welcome.control_len)?;
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
-            return Err(format!("slot {slot} is not in the endpoint table"));
+            return Err(format!("slot {slot} is beyond the endpoint table"));
         }
         if welcome.mailbox_len != u64_from(mailbox_bytes(&welcome.limits)) {
             return Err("the mailbox does not fit the limits".into());
@@ -121,43 +123,43 @@ impl ShmEndpoint {
             sequence: control.active(slot).load(Ordering::Relaxed) & !1,
             control,
             slot,
-            link: Link::new(socket),
+            peer_socket: PeerSocket::new(socket),
             limits,
             regions: welcome.regions,
             tables,
             mapped,
-            locals: Locals::default(),
-            outbox: Ring::new(&mailbox, &limits, Direction::ToTarget),
-            inbox: Ring::new(&mailbox, &limits, Direction::ToInitiator),
+            locals: LocalMemories::default(),
+            outbox: MessageRing::new(&mailbox, &limits, Direction::ToTarget),
+            inbox: MessageRing::new(&mailbox, &limits, Direction::ToInitiator),
             done: VecDeque::with_capacity(limits.queue_depth),
             broken: false,
         })
     }
 
-    /// Say that accesses may be under way, before looking at any key.
+    /// Marks the endpoint as accessing memory. Must be called before any key is read.
     #[inline]
-    fn begin(&mut self) {
+    fn enter_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 
-    /// Say that all accesses so far have ended.
+    /// Marks all accesses so far as ended.
     #[inline]
-    fn end(&mut self) {
+    fn leave_batch(&mut self) {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Release);
     }
 
-    /// What keeps this endpoint from working at all. The first operation that meets it learns
-    /// the cause, later ones are flushed.
+    /// The error that breaks this endpoint, if there is one. The first operation that meets it gets
+    /// the error; later ones are flushed.
     #[inline]
-    fn obstacle(&self) -> Option<WorkError> {
+    fn failure(&self) -> Option<WorkError> {
         if self.broken {
             return Some(WorkError::Flushed);
         }
         match self.control.state(self.slot) {
-            OPEN if self.control.is_alive() && !self.link.is_gone() => None,
+            OPEN if self.control.is_alive() && !self.peer_socket.is_hung_up() => None,
             FENCED => Some(WorkError::Fenced),
             _ => Some(WorkError::PeerGone),
         }
@@ -165,26 +167,27 @@ impl ShmEndpoint {
 
     #[inline]
     fn execute(&mut self, verb: &Verb) -> Result<u64, WorkError> {
-        if let Some(obstacle) = self.obstacle() {
+        if let Some(failure) = self.failure() {
             self.broken = true;
-            return Err(obstacle);
+            return Err(failure);
         }
         match *verb {
             Verb::Read { local, remote } => {
-                let to = self.transfer_end(local)?;
+                let to = self.local_transfer(local)?;
                 let from = self.remote(remote, u64::from(local.len), Right::Read)?;
                 // SAFETY: both ranges were just checked to be inside mappings that live as long
                 // as this endpoint.
                 unsafe { copy(to, from, local.len as usize) };
-                // Later operations of this endpoint come after this one.
+                // Later operations of this endpoint must come after this one.
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
             }
             Verb::Write { local, remote } => {
-                let from = self.transfer_end(local)?;
+                let from = self.local_transfer(local)?;
                 let to = self.remote(remote, u64::from(local.len), Right::Write)?;
                 fence(Ordering::AcqRel);
-                // SAFETY: as above.
+                // SAFETY: both ranges were just checked to be inside mappings that live as long as
+                // this endpoint.
                 unsafe { copy(to, from, local.len as usize) };
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
@@ -216,9 +219,9 @@ impl ShmEndpoint {
         }
     }
 
-    /// The local end of a READ or WRITE.
+    /// The address of the local end of a READ or WRITE.
     #[inline]
-    fn transfer_end(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
+    fn local_transfer(&self, local: LocalSlice) -> Result<*mut u8, WorkError> {
         if local.len > self.limits.transfer_bytes_max {
             return Err(WorkError::TooLong);
         }
@@ -242,10 +245,10 @@ impl ShmEndpoint {
         };
         let grant = grant.ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, remote.addr, len)?;
-        // A region that was registered after we connected is not mapped here.
+        // A region that was registered after this endpoint connected is not mapped here.
         let region = self.regions.get(grant.region).ok_or(WorkError::RemoteAccess)?;
         let memory = self.mapped.get(grant.region).ok_or(WorkError::RemoteAccess)?;
-        // The key table is shared memory: what it says is checked against our own mapping too.
+        // The key table is shared memory, so its contents are checked against our own mapping, too.
         let offset = remote.addr.checked_sub(region.base).ok_or(WorkError::RemoteAccess)?;
         memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
@@ -256,15 +259,15 @@ impl ShmEndpoint {
             return Err(WorkError::Misaligned);
         }
         let word = self.remote(remote, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin
-        // at multiples of 8 here and there.
+        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin at
+        // multiples of 8 in both address spaces.
         Ok(unsafe { std::sync::atomic::AtomicU64::from_ptr(word) })
     }
 }
 
 impl Endpoint for ShmEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
-        self.begin();
+        self.enter_batch();
         let mut moved = 0;
         let mut accepted = 0;
         for work in batch {
@@ -279,11 +282,11 @@ impl Endpoint for ShmEndpoint {
             }
             if moved >= PAUSE_BYTES {
                 moved = 0;
-                self.end();
-                self.begin();
+                self.leave_batch();
+                self.enter_batch();
             }
         }
-        self.end();
+        self.leave_batch();
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
@@ -298,7 +301,7 @@ impl Endpoint for ShmEndpoint {
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
-        self.inbox.take(out).unwrap_or_else(|_| {
+        self.inbox.pop(out).unwrap_or_else(|_| {
             self.broken = true;
             false
         })
@@ -313,11 +316,11 @@ impl Endpoint for ShmEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        self.obstacle().is_some()
+        self.failure().is_some()
     }
 }
 
-/// Whether the outcome of a verb counts bytes.
+/// Whether the outcome of a verb is a number of bytes.
 #[inline]
 fn moves_bytes(verb: &Verb) -> bool {
     matches!(verb, Verb::Read { .. } | Verb::Write { .. })
@@ -325,7 +328,7 @@ fn moves_bytes(verb: &Verb) -> bool {
 
 impl Drop for ShmEndpoint {
     fn drop(&mut self) {
-        self.link.hang_up();
+        self.peer_socket.hang_up();
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use aquifer_tests_support::golden;
 
 use super::handshake::{self, Reply, Welcome};
-use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use crate::control::{ControlMemory, FENCED, FREE, OPEN};
 use crate::key_table::KeyTable;
 use crate::keys::{Grant, split};
@@ -67,10 +67,10 @@ fn bytes_of(memory: &Memory) -> Vec<u8> {
 fn golden_control_memory() {
     let mut golden = golden!("shm-control");
     let control = ControlMemory::create(3, 5).expect("there is memory");
-    control.occupy(0, WHO);
+    control.open_slot(0, WHO);
     control.set_process(0, 0x3132_3334);
     control.active(0).store(0x4142_4344_4546_4748, Relaxed);
-    control.occupy(2, WHO);
+    control.open_slot(2, WHO);
     control.set_state(2, FENCED);
     control.next_stamp();
     let table = KeyTable { entries_at: 0x5152_5354, data: 0x6162_6364..0x7172_7374 };
@@ -98,7 +98,7 @@ fn golden_control_memory() {
     golden.text("bytes", &length.to_string());
     golden.text("states", &format!("free {FREE}, open {OPEN}, fenced {FENCED}"));
 
-    // The same bytes in other memory are understood.
+    // A copy of the bytes must parse.
     let copy = Memory::create("copy", length).expect("there is memory");
     copy.write(0, &bytes);
     let fd = copy.fd().try_clone_to_owned().expect("there are descriptors");
@@ -123,16 +123,16 @@ fn golden_mailbox() {
     let memory = Arc::new(Memory::create("mailbox", mailbox_bytes(&limits)).expect("there is memory"));
     let mut bytes = Vec::new();
     for (direction, stamp) in [(Direction::ToTarget, 0x0102_0304), (Direction::ToInitiator, 0x1112_1314)] {
-        let mut sender = Ring::new(&memory, &limits, direction);
-        let mut receiver = Ring::new(&memory, &limits, direction);
+        let mut sender = MessageRing::new(&memory, &limits, direction);
+        let mut receiver = MessageRing::new(&memory, &limits, direction);
         for text in [&b"first message"[..], b"second"] {
             let length = u32::try_from(text.len()).expect("it is short");
             // SAFETY: the pointer and the length are those of a slice.
             assert_eq!(unsafe { sender.put(stamp, text.as_ptr(), length) }, Ok(true));
         }
-        assert_eq!(receiver.oldest(), Ok(Some(stamp)));
+        assert_eq!(receiver.oldest_stamp(), Ok(Some(stamp)));
         let mut message = Vec::new();
-        assert_eq!(receiver.take(&mut message), Ok(true));
+        assert_eq!(receiver.pop(&mut message), Ok(true));
         assert_eq!(message, b"first message");
         bytes = bytes_of(&memory);
     }

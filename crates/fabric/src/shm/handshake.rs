@@ -1,4 +1,4 @@
-//! The two messages that make a connection, parsed as bytes from a stranger.
+//! The messages of the handshake, parsed as hostile.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -10,36 +10,36 @@ use crate::target::{Identity, Region, Tenant};
 
 /// First bytes of every handshake message.
 pub const MAGIC: [u8; 8] = *b"AQFSHAKE";
-/// The only version there is.
+/// The version of the handshake.
 pub const VERSION: u16 = 1;
-/// Bytes of any handshake message, at most.
+/// Bound of the bytes of a handshake message.
 pub const MESSAGE_BYTES_MAX: usize = 4096;
 
 const KIND_HELLO: u16 = 1;
 const KIND_WELCOME: u16 = 2;
 const KIND_REFUSAL: u16 = 3;
 
-/// Why a handshake message could not be understood.
+/// Why a handshake message cannot be parsed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HandshakeError {
-    /// Not this protocol at all.
+    /// The message is of another protocol.
     #[error("the message does not begin as a fabric handshake does")]
     Magic,
-    /// Another version.
+    /// The message is of another version.
     #[error("it speaks handshake version {0}, this program speaks version {VERSION}")]
     Version(u16),
-    /// Not the kind that may come here.
+    /// The kind is not expected here.
     #[error("message kind {0} was not expected here")]
     Kind(u16),
-    /// Cut, or with something behind it.
+    /// The message is too short or too long.
     #[error("the message has {found} bytes, it should have {expected}")]
     Length {
-        /// Bytes that came.
+        /// The length of the message.
         found: usize,
-        /// Bytes that its kind has.
+        /// The length that its kind requires.
         expected: usize,
     },
-    /// A number that cannot be.
+    /// A number is out of bounds.
     #[error("{0} is out of bounds")]
     Field(&'static str),
 }
@@ -77,32 +77,32 @@ struct WelcomeBody {
     mailbox_len: U64,
 }
 
-/// What a target grants to one that connected. Its descriptors come with it: control memory,
-/// mailbox, then one for each region.
+/// What a target grants to an endpoint. Its descriptors come with it: control memory, mailbox, then
+/// one for each region.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Welcome {
     /// The endpoint's slot in control memory.
     pub slot: u32,
-    /// What the endpoint can bear.
+    /// The limits of the endpoint.
     pub limits: Limits,
     /// Bytes of control memory.
     pub control_len: u64,
     /// Bytes of the mailbox.
     pub mailbox_len: u64,
-    /// The regions; those whose own key is for others carry [`crate::Key`] zero.
+    /// The regions. One whose own key is not for this endpoint has [`crate::Key`] zero.
     pub regions: Vec<Region>,
 }
 
-/// The target's answer.
+/// The target's answer to a hello.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Reply {
-    /// Come in.
+    /// The connection is accepted.
     Welcome(Welcome),
-    /// Stay out, and why.
+    /// The connection is refused, with the reason.
     Refusal(String),
 }
 
-/// The bytes of a hello.
+/// Encodes a hello.
 #[must_use]
 pub fn encode_hello(who: Identity) -> Vec<u8> {
     let body = HelloBody {
@@ -114,10 +114,10 @@ pub fn encode_hello(who: Identity) -> Vec<u8> {
     [header(KIND_HELLO).as_bytes(), body.as_bytes()].concat()
 }
 
-/// Who wants to connect.
+/// Parses a hello.
 ///
 /// # Errors
-/// If the bytes are not a hello of this version with a host number that can be.
+/// If the bytes are not a hello of this version, or the host number is out of bounds.
 pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
     let (kind, body) = split_header(bytes)?;
     if kind != KIND_HELLO {
@@ -128,7 +128,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
     Ok(Identity { host, epoch: hello.epoch.get(), tenant: Tenant(hello.tenant.get()) })
 }
 
-/// The bytes of an answer. A reason that is too long is cut.
+/// Encodes an answer. A reason that is too long is truncated.
 #[must_use]
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     match reply {
@@ -156,10 +156,10 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
     bytes
 }
 
-/// What the target answered.
+/// Parses the target's answer.
 ///
 /// # Errors
-/// If the bytes are not an answer of this version, or its numbers are out of bounds.
+/// If the bytes are not an answer of this version, or a number in it is out of bounds.
 pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
     let (kind, body) = split_header(bytes)?;
     match kind {
@@ -173,7 +173,7 @@ fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
     let length = |expected| HandshakeError::Length { found, expected };
     let fixed = size_of::<Header>() + size_of::<WelcomeBody>();
     let (head, tail) = WelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
-    // A target without regions is still one: it may only want to talk.
+    // A target without regions is valid: it can exchange messages.
     let regions = head.regions.get() as usize;
     if regions > REGIONS_LIMIT {
         return Err(HandshakeError::Field("the number of regions"));
@@ -207,8 +207,7 @@ fn header(kind: u16) -> Header {
 }
 
 fn split_header(bytes: &[u8]) -> Result<(u16, &[u8]), HandshakeError> {
-    // Magic and version stand first in every version there will be, so they are told apart
-    // from a message that is merely cut.
+    // Every version begins with magic and version, so these errors are found before a wrong length.
     let length = HandshakeError::Length { found: bytes.len(), expected: size_of::<Header>() };
     if bytes.len() >= 8 && bytes[..8] != MAGIC {
         return Err(HandshakeError::Magic);

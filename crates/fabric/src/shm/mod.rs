@@ -1,13 +1,14 @@
-//! Provider for two processes of one machine and one user: the initiator maps the target's
-//! regions, and does the copying and the atomics itself. No system call on the data path.
+//! Provider for processes of one user on one machine. The initiator maps the target's regions, and
+//! does the copies and atomics itself. The data path has no system call.
 //!
-//! A mapping cannot be revoked, so both ends belong to one trust domain: the checks guard against
-//! mistakes and against lateness (stale keys, lost leases), not against a hostile peer.
-//! The bytes are described in `docs/formats/fabric-shm.md`.
+//! A mapping cannot be revoked, so both ends belong to one trust domain. The checks detect
+//! mistakes, stale keys and ended leases; they do not stop a hostile peer. The bytes are described
+//! in `docs/formats/fabric-shm.md`.
 //!
-//! An endpoint must not be used in a child after `fork`: parent and child would share its slot.
+//! An endpoint must not be used in a child after `fork`, because parent and child would share its
+//! slot.
 
-mod door;
+mod acceptor;
 mod endpoint;
 #[cfg(test)]
 mod golden_tests;
@@ -25,18 +26,18 @@ pub use target::ShmTarget;
 use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::target::TargetError;
 
-/// How a target is set up. Every number is a limit that endpoints are told of when they connect.
+/// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Endpoints, at most [`ENDPOINTS_LIMIT`].
+    /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
-    /// Regions, at most [`crate::REGIONS_LIMIT`].
+    /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
-    /// Windows, at most [`crate::WINDOWS_LIMIT`].
+    /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
     pub windows_max: usize,
-    /// What one endpoint can bear.
+    /// The limits of one endpoint.
     pub limits: Limits,
-    /// The only user who may connect; by default the one who runs the target.
+    /// The only user id that may connect. The default is that of the target's process.
     pub peer_uid: u32,
 }
 

@@ -1,4 +1,5 @@
-//! The end of a target whose process died, and whose memory did not: peers still have it mapped.
+//! Retires a target whose process died while its memory was kept. Peers may still have the memory
+//! mapped.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -6,16 +7,19 @@ use std::time::{Duration, Instant};
 
 use crate::control::ControlMemory;
 
-/// How often to see whether a peer that is in the middle of an access lives.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// An access takes microseconds: what takes so long is worth a word.
+/// The interval at which the process of an endpoint is checked during an access.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// An access takes microseconds. One that takes this long is logged.
 const WARN_AFTER: Duration = Duration::from_secs(1);
 
-/// What a dead target's peers may still be doing to its memory is over when this returns, and they begin nothing more: `control` is that target's
-/// ([`crate::Target::control`]). A process that stands still in the middle of an access is waited for until it goes on, or dies.
+/// Ends all accesses by peers of a dead target. When this returns, none is in flight, and none will
+/// begin.
+///
+/// `control` is the target's [`crate::Target::control`]. A process that stalls in the middle of an
+/// access is waited for until it resumes or dies.
 ///
 /// # Errors
-/// If that is no target's control memory.
+/// If `control` is not control memory.
 pub fn retire(control: OwnedFd) -> io::Result<()> {
     let stat = rustix::fs::fstat(&control)?;
     let control =
@@ -23,16 +27,16 @@ pub fn retire(control: OwnedFd) -> io::Result<()> {
     control.set_dead();
     for slot in 0..control.endpoints() {
         let begun = Instant::now();
-        let mut is_told = false;
-        while !control.drain(slot, Some(LOOK_EVERY)) {
+        let mut is_logged = false;
+        while !control.drain(slot, Some(POLL_INTERVAL)) {
             let pid = control.process(slot);
             if pid != 0 && !has_mapped(pid, stat.st_ino) {
                 break;
             }
-            if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_told, true) {
+            if begun.elapsed() > WARN_AFTER && !std::mem::replace(&mut is_logged, true) {
                 tracing::warn!(
                     pid,
-                    "a process stands still in the middle of an access; the memory is not lent again before it goes on, or ends"
+                    "a process stalls in the middle of an access; waiting until it resumes or ends"
                 );
             }
         }
@@ -40,11 +44,12 @@ pub fn retire(control: OwnedFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Whether a process has the memory with that inode mapped. One that does not is dead, or another's by now.
+/// Whether a process maps the memory with this inode. If not, the process is dead, or its id
+/// belongs to another process.
 fn has_mapped(pid: u32, inode: u64) -> bool {
     let maps = match std::fs::read_to_string(format!("/proc/{pid}/maps")) {
         Ok(maps) => maps,
-        // It may live, and we may not look.
+        // The process may be alive, but its maps are not readable.
         Err(error) => return error.kind() == io::ErrorKind::PermissionDenied,
     };
     maps.lines().any(|line| line.split_whitespace().nth(4) == Some(inode.to_string().as_str()))
@@ -63,7 +68,7 @@ mod tests {
 
     fn control_with(pid: u32) -> (ControlMemory, OwnedFd) {
         let control = ControlMemory::create(2, 1).unwrap();
-        control.occupy(1, WHO);
+        control.open_slot(1, WHO);
         control.set_process(1, pid);
         control.active(1).store(1, Ordering::SeqCst);
         let fd = control.fd().try_clone_to_owned().unwrap();
@@ -71,9 +76,9 @@ mod tests {
     }
 
     #[test]
-    fn who_died_in_an_access_is_not_waited_for() {
+    fn a_process_that_died_in_an_access_is_not_waited_for() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        // Another process than the one that connected may have its number by now.
+        // The process id may belong to another process by now.
         let (control, fd) = control_with(child.id());
         retire(fd).unwrap();
         assert!(!control.is_alive());
@@ -84,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn who_lives_is_waited_for() {
+    fn a_live_process_is_waited_for() {
         let (control, fd) = control_with(std::process::id());
         let control = Arc::new(control);
         let is_over = Arc::new(AtomicBool::new(false));
@@ -92,7 +97,7 @@ mod tests {
         let ours = Arc::clone(&control);
         let retiring = std::thread::spawn(move || {
             retire(fd).unwrap();
-            assert!(seen.load(Ordering::SeqCst), "it was not waited for");
+            assert!(seen.load(Ordering::SeqCst), "retire did not wait");
         });
         while ours.is_alive() {
             std::thread::yield_now();

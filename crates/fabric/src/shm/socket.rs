@@ -1,4 +1,5 @@
-//! Unix SEQPACKET sockets: whole messages, descriptors with them, hang-up as the sign of death.
+//! Unix sockets of type SEQPACKET: whole messages with descriptors, and a hang-up when the peer
+//! dies.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,18 +19,18 @@ use super::handshake::MESSAGE_BYTES_MAX;
 use crate::REGIONS_LIMIT;
 use crate::handshake::HANDSHAKE_TIME;
 
-/// Connections that wait to be accepted.
+/// Bound of the connections that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// ControlMemory memory, mailbox, regions.
+/// Control memory, mailbox, and regions.
 const DESCRIPTORS_MAX: usize = 2 + REGIONS_LIMIT;
 
-/// Listen at `path`, for this user only. A socket that nobody listens on any more is replaced.
-/// Also returns the inode of the socket, to know it by.
+/// Listens at `path`, for this user only. Replaces a socket on which no process listens. Also
+/// returns the inode of the socket, by which it can be recognised.
 pub(super) fn listen(path: &Path) -> io::Result<(OwnedFd, u64)> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
-    // Linux gives the file the mode of the socket, so there is no moment when others may connect.
+    // Linux gives the file the mode of the socket, so other users can at no time connect.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     match rustix::net::bind(&socket, &address) {
         Err(rustix::io::Errno::ADDRINUSE) if is_abandoned(path, &address)? => {
@@ -44,7 +45,7 @@ pub(super) fn listen(path: &Path) -> io::Result<(OwnedFd, u64)> {
     Ok((socket, inode))
 }
 
-/// Whether the file is a socket that nobody listens on.
+/// Whether the file is a socket on which no process listens.
 fn is_abandoned(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     if !std::fs::symlink_metadata(path)?.file_type().is_socket() {
         return Ok(false);
@@ -54,7 +55,7 @@ fn is_abandoned(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     Ok(rustix::net::connect(&probe, address) == Err(rustix::io::Errno::CONNREFUSED))
 }
 
-/// Connect to `path`. Sending, receiving and connecting give up after [`HANDSHAKE_TIME`].
+/// Connects to `path`. Connecting, sending and receiving time out after [`HANDSHAKE_TIME`].
 pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC;
@@ -66,7 +67,7 @@ pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Send one message with descriptors.
+/// Sends one message with descriptors.
 pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -77,8 +78,8 @@ pub(super) fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// Receive one message with descriptors. An empty message is the end of the connection.
-/// A message that was too long for the buffer comes without its end, and so does not parse.
+/// Receives one message with descriptors. An empty message is the end of the connection. A message
+/// that is too long for the buffer is truncated, and then does not parse.
 pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
@@ -99,35 +100,36 @@ pub(super) fn receive(socket: &OwnedFd) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     Ok((bytes, fds))
 }
 
-/// A process that has connected.
-pub(super) struct Process {
+/// The process of a peer.
+pub(super) struct PeerProcess {
     pub(super) pid: Pid,
     pub(super) pidfd: OwnedFd,
 }
 
-/// The process at the other end, unless it is this one, or it cannot be had. It holds the socket, so its number is nobody else's yet if the socket still is connected.
-pub(super) fn peer_process(socket: &OwnedFd) -> Option<Process> {
+/// The process of the peer; `None` if it is this process or cannot be opened. The process holds its
+/// socket, so while the socket is connected its id is not reused.
+pub(super) fn peer_process(socket: &OwnedFd) -> Option<PeerProcess> {
     let pid = sockopt::socket_peercred(socket).ok()?.pid;
     if pid == rustix::process::getpid() {
         return None;
     }
     let pidfd = rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()?;
-    (!has_hung_up(socket)).then_some(Process { pid, pidfd })
+    (!is_hung_up(socket)).then_some(PeerProcess { pid, pidfd })
 }
 
-/// The number of the process at the other end; 0 if it is not known here.
+/// The process id of the peer; 0 if it is unknown.
 pub(super) fn peer_pid(socket: &OwnedFd) -> u32 {
     let pid = sockopt::socket_peercred(socket).map(|peer| peer.pid.as_raw_nonzero().get());
     pid.ok().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0)
 }
 
-/// Whether nobody is at the other end any more.
-pub(super) fn has_hung_up(socket: &OwnedFd) -> bool {
+/// Whether the peer has hung up.
+pub(super) fn is_hung_up(socket: &OwnedFd) -> bool {
     let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
     rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 
-/// The user at the other end, as the kernel noted it when the connection was made.
+/// The user id of the peer when the connection was made.
 pub(super) fn peer_uid(socket: &OwnedFd) -> io::Result<u32> {
     Ok(sockopt::socket_peercred(socket)?.uid.as_raw())
 }

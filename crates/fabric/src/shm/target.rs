@@ -1,4 +1,4 @@
-//! The target's end: it hands out its memory once per connection, then only changes keys.
+//! The owner's end. It passes its memory once to each connection, and then only changes keys.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
@@ -15,9 +15,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Signal, pidfd_send_signal};
 
 use super::Options;
-use super::door::Doorkeeper;
-use super::mailbox::Ring;
-use super::socket::{self, Process};
+use super::acceptor::ShmAcceptor;
+use super::mailbox::MessageRing;
+use super::socket::{self, PeerProcess};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::key_table::KeyTable;
@@ -26,59 +26,60 @@ use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, 
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// A target that goes away waits so long for peers inside a batch; their mappings stay anyway.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// The time for which a stopping target waits for a batch in flight. The peers' mappings remain.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An access takes microseconds. Who is shut out and has not ended one for so long stands still.
-const STANDSTILL: Duration = Duration::from_secs(1);
-/// How often to see whether an endpoint is gone while it is waited for.
-const DRAIN_LOOK: Duration = Duration::from_millis(5);
+/// An access takes microseconds. A fenced endpoint that has not ended one after this time is
+/// stalled.
+const STALL_TIME: Duration = Duration::from_secs(1);
+/// The interval at which an awaited endpoint is checked.
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Memory offered to this machine's processes over shared memory.
+/// A target that offers memory to processes of this machine.
 pub struct ShmTarget {
-    shared: Arc<Shared>,
+    shared: Arc<ShmShared>,
     thread: Option<JoinHandle<()>>,
     path: PathBuf,
     inode: u64,
 }
 
-pub(super) struct Shared {
+pub(super) struct ShmShared {
     pub(super) options: Options,
     pub(super) control: ControlMemory,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<ShmTargetState>,
     pub(super) wake: WakeFd,
     pub(super) stop: AtomicBool,
 }
 
-pub(super) struct State {
-    pub(super) peers: Vec<Option<Peer>>,
-    /// Messages of endpoints that are gone; the oldest give way.
-    pub(super) departed: VecDeque<(Identity, Ring)>,
+pub(super) struct ShmTargetState {
+    pub(super) peers: Vec<Option<ShmPeer>>,
+    /// Unread messages of endpoints that hung up. At the limit the oldest are removed.
+    pub(super) closed_inboxes: VecDeque<(Identity, MessageRing)>,
     pub(super) tables: TargetTables,
 }
 
-pub(super) struct Peer {
+pub(super) struct ShmPeer {
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
-    /// `None` if it is this one, or could not be had.
-    pub(super) process: Option<Arc<Process>>,
-    pub(super) inbox: Ring,
-    pub(super) outbox: Ring,
+    /// `None` if it is this process or could not be opened.
+    pub(super) process: Option<Arc<PeerProcess>>,
+    pub(super) inbox: MessageRing,
+    pub(super) outbox: MessageRing,
 }
 
-/// An endpoint that is shut out, and may be in the middle of an access still.
-pub(super) struct Fenced {
+/// A fenced endpoint that may be in the middle of an access.
+pub(super) struct FencedEndpoint {
     pub(super) slot: usize,
     pub(super) who: Identity,
     pub(super) socket: Arc<OwnedFd>,
-    process: Option<Arc<Process>>,
+    process: Option<Arc<PeerProcess>>,
 }
 
 impl ShmTarget {
-    /// Offer memory at a Unix socket that only this user can connect to.
+    /// Offers memory at a Unix socket to which only one user can connect.
     ///
     /// # Errors
-    /// If an option is out of bounds, another listens at `path`, or the system refuses.
+    /// If an option is out of bounds, another process listens at `path`, or the system refuses.
     pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
@@ -87,21 +88,22 @@ impl ShmTarget {
         let control = ControlMemory::create(options.endpoints_max, key_count)
             .map_err(|e| system("cannot create control memory", e))?;
         let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
-        // Keys need not withstand an attacker with a mapping, only not be guessed by accident.
+        // Keys need not withstand an attacker that has the memory mapped. They must only not match
+        // by accident.
         let secret = RandomState::new().hash_one(path);
-        let state = State {
+        let state = ShmTargetState {
             peers: (0..options.endpoints_max).map(|_| None).collect(),
-            departed: VecDeque::new(),
+            closed_inboxes: VecDeque::new(),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
         };
         let (listener, inode) = socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
         let state = Mutex::new(state);
         let stop = AtomicBool::new(false);
-        let shared = Arc::new(Shared { options, control, state, wake, stop });
+        let shared = Arc::new(ShmShared { options, control, state, wake, stop });
         let thread_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("fabric-target".into())
-            .spawn(move || Doorkeeper::new(thread_shared, listener).run())
+            .spawn(move || ShmAcceptor::new(thread_shared, listener).run())
             .map_err(|e| system("cannot start the target's thread", e))?;
         Ok(Self { shared, thread: Some(thread), path: path.to_owned(), inode })
     }
@@ -111,7 +113,7 @@ impl Drop for ShmTarget {
     fn drop(&mut self) {
         self.shared.control.set_dead();
         for slot in 0..self.shared.control.endpoints() {
-            self.shared.control.drain(slot, Some(FAREWELL));
+            self.shared.control.drain(slot, Some(DRAIN_TIMEOUT));
         }
         self.shared.stop.store(true, Ordering::SeqCst);
         self.shared.wake.wake();
@@ -119,7 +121,7 @@ impl Drop for ShmTarget {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "the target's thread panicked");
         }
-        // Another target may have taken the path over in the meantime.
+        // Another target may have replaced the socket in the meantime.
         if std::fs::symlink_metadata(&self.path).is_ok_and(|file| file.ino() == self.inode) {
             let _ = std::fs::remove_file(&self.path);
         }
@@ -135,78 +137,76 @@ impl std::fmt::Debug for ShmTarget {
     }
 }
 
-impl Shared {
-    /// Nothing begins any more at endpoints of this host up to this epoch; those at which something may still be under way.
-    pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<Fenced> {
+impl ShmShared {
+    /// Fences a host up to an epoch, and returns its endpoints. No access begins at them any more;
+    /// one may be in flight.
+    pub(super) fn begin_fence(&self, host: Host, epoch: u64) -> Vec<FencedEndpoint> {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
-        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
+        let is_fenced = |peer: &ShmPeer| peer.who.host == host && peer.who.epoch <= epoch;
         let peers = state.peers.iter().enumerate();
         let fenced = peers.filter_map(|(slot, peer)| {
-            let Peer { who, socket, process, .. } = peer.as_ref().filter(|peer| is_fenced(peer))?;
-            Some(Fenced { slot, who: *who, socket: Arc::clone(socket), process: process.clone() })
+            let ShmPeer { who, socket, process, .. } = peer.as_ref().filter(|peer| is_fenced(peer))?;
+            Some(FencedEndpoint { slot, who: *who, socket: Arc::clone(socket), process: process.clone() })
         });
         let fenced: Vec<_> = fenced.collect();
-        for Fenced { slot, .. } in &fenced {
+        for FencedEndpoint { slot, .. } in &fenced {
             self.control.set_state(*slot, FENCED);
         }
         fenced
     }
 
-    /// Wait until nothing is under way at an endpoint that is shut out. One that stands still is ended. False if `patience` ran out first.
-    pub(super) fn await_end(&self, fenced: &Fenced, patience: Option<Duration>) -> bool {
+    /// Waits until a fenced endpoint has no access in flight. A stalled process is killed. Returns
+    /// false if `timeout` ran out first.
+    pub(super) fn await_drained(&self, fenced: &FencedEndpoint, timeout: Option<Duration>) -> bool {
         let begun = Instant::now();
         let mut was_ended = false;
-        while !self.control.drain(fenced.slot, Some(DRAIN_LOOK)) {
-            // Its slot may be another's by now.
-            if socket::has_hung_up(&fenced.socket) {
+        while !self.control.drain(fenced.slot, Some(DRAIN_POLL_INTERVAL)) {
+            // Its slot may belong to another endpoint by now.
+            if socket::is_hung_up(&fenced.socket) {
                 return true;
             }
-            if begun.elapsed() > STANDSTILL && !std::mem::replace(&mut was_ended, true) {
-                self.end(fenced);
+            if begun.elapsed() > STALL_TIME && !std::mem::replace(&mut was_ended, true) {
+                self.kill_stalled(fenced);
             }
-            if patience.is_some_and(|patience| begun.elapsed() > patience) {
+            if timeout.is_some_and(|timeout| begun.elapsed() > timeout) {
                 return false;
             }
         }
         true
     }
 
-    /// It stands still in the middle of an access: what it would do when it goes on would come too late. All endpoints of its process are shut out, so that it
-    /// could not go on anyway; or else it is left alone.
-    fn end(&self, fenced: &Fenced) {
+    /// Kills the process of a stalled endpoint, whose access would otherwise take effect after the
+    /// fence. Only if all endpoints of the process are fenced; otherwise the process is left alone.
+    fn kill_stalled(&self, fenced: &FencedEndpoint) {
         let Identity { host, epoch, .. } = fenced.who;
         let Some(process) = fenced.process.as_ref().filter(|process| self.is_all_fenced(process)) else {
-            tracing::warn!(
-                host = host.0,
-                epoch,
-                "a host that is shut out stands still in the middle of an access"
-            );
+            tracing::warn!(host = host.0, epoch, "a fenced host stalls in the middle of an access");
             return;
         };
         match pidfd_send_signal(&process.pidfd, Signal::KILL) {
             Ok(()) => tracing::warn!(
                 host = host.0,
                 epoch,
-                "a host that is shut out stood still in the middle of an access; its process was ended"
+                "a fenced host stalled in the middle of an access; killed its process"
             ),
             Err(error) => tracing::warn!(
                 host = host.0,
                 epoch,
                 %error,
-                "a host that is shut out stands still in the middle of an access, and its process cannot be ended"
+                "a fenced host stalls in the middle of an access, and its process cannot be killed"
             ),
         }
     }
 
-    /// Whether all endpoints of a process are shut out.
-    fn is_all_fenced(&self, process: &Process) -> bool {
+    /// Whether all endpoints of a process are fenced.
+    fn is_all_fenced(&self, process: &PeerProcess) -> bool {
         let state = self.lock();
         let mut others = state.peers.iter().flatten().filter(|peer| !state.tables.is_fenced(peer.who));
         !others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid))
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, ShmTargetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -228,7 +228,7 @@ impl Target for ShmTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));
@@ -245,23 +245,23 @@ impl Target for ShmTarget {
 
     fn fence(&self, host: Host, epoch: u64) {
         for fenced in self.shared.begin_fence(host, epoch) {
-            self.shared.await_end(&fenced, None);
+            self.shared.await_drained(&fenced, None);
         }
     }
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
         let mut state = self.shared.lock();
         let state = &mut *state;
-        state.dismiss_corrupt();
+        state.disconnect_corrupt();
         let present = state.peers.iter_mut().flatten().map(|peer| (peer.who, &mut peer.inbox));
-        let departed = state.departed.iter_mut().map(|(who, inbox)| (*who, inbox));
-        let oldest = departed
+        let closed_inboxes = state.closed_inboxes.iter_mut().map(|(who, inbox)| (*who, inbox));
+        let oldest = closed_inboxes
             .chain(present)
-            .filter_map(|(who, inbox)| Some((inbox.oldest().ok()??, who, inbox)))
+            .filter_map(|(who, inbox)| Some((inbox.oldest_stamp().ok()??, who, inbox)))
             .min_by_key(|(stamp, _, _)| *stamp);
         let (_, who, inbox) = oldest?;
-        let taken = inbox.take(out);
-        state.departed.retain(|(_, inbox)| matches!(inbox.oldest(), Ok(Some(_))));
+        let taken = inbox.pop(out);
+        state.closed_inboxes.retain(|(_, inbox)| matches!(inbox.oldest_stamp(), Ok(Some(_))));
         (taken == Ok(true)).then_some(who)
     }
 
@@ -271,7 +271,7 @@ impl Target for ShmTarget {
             return 0;
         };
         let mut state = self.shared.lock();
-        let State { peers, tables, .. } = &mut *state;
+        let ShmTargetState { peers, tables, .. } = &mut *state;
         let mut taken = 0;
         for peer in peers.iter_mut().flatten() {
             if peer.who.host == to && !tables.is_fenced(peer.who) {
@@ -292,11 +292,11 @@ impl Target for ShmTarget {
     }
 }
 
-impl State {
-    /// Hang up on endpoints that wrote nonsense into their ring: they harm only themselves.
-    fn dismiss_corrupt(&mut self) {
-        for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest().is_err()) {
-            tracing::warn!(who = ?peer.who, "an endpoint wrote nonsense; it is disconnected");
+impl ShmTargetState {
+    /// Disconnects endpoints that corrupted their ring.
+    fn disconnect_corrupt(&mut self) {
+        for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest_stamp().is_err()) {
+            tracing::warn!(who = ?peer.who, "an endpoint corrupted its mailbox; disconnecting it");
             let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
         }
     }

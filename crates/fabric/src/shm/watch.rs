@@ -1,4 +1,5 @@
-//! One thread per process that watches all endpoints' sockets, so that posting work never has to.
+//! The thread that watches the sockets of all endpoints of this process, so that posting work needs
+//! no system call.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -9,49 +10,49 @@ use rustix::event::{PollFd, PollFlags};
 
 use crate::wake::WakeFd;
 
-/// A socket whose hang-up means that the peer is gone.
+/// The socket of a connection. Its hang-up means that the peer is gone.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct PeerSocket {
     pub socket: OwnedFd,
-    gone: AtomicBool,
+    is_hung_up: AtomicBool,
 }
 
-impl Link {
+impl PeerSocket {
     pub fn new(socket: OwnedFd) -> Arc<Self> {
-        Arc::new(Self { socket, gone: AtomicBool::new(false) })
+        Arc::new(Self { socket, is_hung_up: AtomicBool::new(false) })
     }
 
     #[inline]
-    pub fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Relaxed)
+    pub fn is_hung_up(&self) -> bool {
+        self.is_hung_up.load(Ordering::Relaxed)
     }
 
-    /// Hang up; the watcher lets go of the socket then.
+    /// Hangs up. The watching thread then closes the socket.
     pub fn hang_up(&self) {
-        // The peer may have hung up before: nothing is left to do then.
+        // Fails if the peer has hung up before.
         let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
     }
 }
 
 struct Watcher {
-    links: Mutex<Vec<Arc<Link>>>,
+    sockets: Mutex<Vec<Arc<PeerSocket>>>,
     wake: WakeFd,
 }
 
 static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
 
-/// Watch a link until it hangs up.
-pub(super) fn watch(link: &Arc<Link>) -> io::Result<()> {
+/// Watches a socket until it hangs up.
+pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
     let watcher = WATCHER.get_or_init(|| start().map_err(|e| e.raw_os_error().unwrap_or(0)));
     let watcher = watcher.as_ref().map_err(|&errno| io::Error::from_raw_os_error(errno))?;
-    watcher.links.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(link));
+    watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(peer_socket));
     watcher.wake.wake();
     Ok(())
 }
 
 fn start() -> io::Result<Arc<Watcher>> {
     let wake = WakeFd::new()?;
-    let watcher = Arc::new(Watcher { links: Mutex::default(), wake });
+    let watcher = Arc::new(Watcher { sockets: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
     std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;
     Ok(watcher)
@@ -59,17 +60,17 @@ fn start() -> io::Result<Arc<Watcher>> {
 
 fn run(watcher: &Watcher) {
     loop {
-        let links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
-        // After the handshake the target sends nothing, so whatever happens is the end.
+        // The target sends nothing after the handshake, so any event is a hang-up.
         let events = PollFlags::IN | PollFlags::RDHUP;
-        polled.extend(links.iter().map(|link| PollFd::new(&link.socket, events)));
+        polled.extend(sockets.iter().map(|peer_socket| PollFd::new(&peer_socket.socket, events)));
         match rustix::event::poll(&mut polled, None) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => {
-                // Without memory for the call there is nothing better than to try again.
-                tracing::warn!(%error, "cannot watch the fabric's sockets");
+                // The system has no memory left for the call. Try again.
+                tracing::warn!(%error, "cannot poll the sockets of shared-memory endpoints; retrying");
                 std::thread::yield_now();
                 continue;
             }
@@ -77,12 +78,12 @@ fn run(watcher: &Watcher) {
         if !polled[0].revents().is_empty() {
             watcher.wake.clear();
         }
-        for (link, polled) in links.iter().zip(&polled[1..]) {
+        for (peer_socket, polled) in sockets.iter().zip(&polled[1..]) {
             if !polled.revents().is_empty() {
-                link.gone.store(true, Ordering::SeqCst);
+                peer_socket.is_hung_up.store(true, Ordering::SeqCst);
             }
         }
-        let mut links = watcher.links.lock().unwrap_or_else(PoisonError::into_inner);
-        links.retain(|link| !link.is_gone());
+        let mut sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner);
+        sockets.retain(|peer_socket| !peer_socket.is_hung_up());
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use super::lock;
-use super::world::World;
+use super::world::FabricWorld;
 use crate::Memory;
 use crate::target::Region;
 use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Work};
@@ -11,7 +11,7 @@ use crate::work::{Completion, DrainHandle, Endpoint, EndpointError, Limits, Loca
 /// One connection to a [`super::SimTarget`].
 #[derive(Debug)]
 pub struct SimEndpoint {
-    pub(super) world: Arc<Mutex<World>>,
+    pub(super) world: Arc<Mutex<FabricWorld>>,
     pub(super) id: usize,
     pub(super) regions: Vec<Region>,
     pub(super) limits: Limits,
@@ -64,16 +64,16 @@ impl Endpoint for SimEndpoint {
     }
 }
 
-/// What is on the wire of a connection whose host's end is gone.
+/// Drains operations of a connection whose host's end is gone.
 #[derive(Debug)]
 struct SimDrain {
-    world: Arc<Mutex<World>>,
+    world: Arc<Mutex<FabricWorld>>,
     id: usize,
 }
 
 impl DrainHandle for SimDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
-        lock(&self.world).forget_late(self.id)
+        lock(&self.world).drop_strays(self.id)
     }
 }
 

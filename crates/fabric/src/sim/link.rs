@@ -1,60 +1,60 @@
-//! One connection of a simulated fabric, as the host's end knows it.
+//! The host's end of a connection in a simulated fabric.
 
 use std::collections::VecDeque;
 
 use super::Node;
 use crate::Memory;
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::target::Identity;
 use crate::work::{Completion, LocalSlice, Work, WorkError};
 
-/// One connection.
+/// The state of one connection.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct SimLink {
     pub who: Identity,
     pub node: Node,
-    pub locals: Locals,
+    pub locals: LocalMemories,
     pub done: VecDeque<Completion>,
     pub inbox: VecDeque<Vec<u8>>,
-    pub flights: VecDeque<Flight>,
-    /// What nobody waits for any more, and is on the wire yet.
-    pub strays: Vec<Flight>,
+    pub in_flight: VecDeque<InFlightOp>,
+    /// Operations that are still on the wire although their outcome is not awaited any more.
+    pub strays: Vec<InFlightOp>,
     pub next_serial: u64,
-    /// Times before which nothing later of this link may happen: order.
+    /// Later events of this connection must come after these times, so that they stay in order.
     pub apply_after_ns: u64,
     pub complete_after_ns: u64,
     pub deliver_after_ns: u64,
-    /// Messages on their way to the host and messages that wait at the node.
+    /// Messages on their way to the host, and messages that wait at the node.
     pub delivering: usize,
     pub waiting_at_node: usize,
-    /// Requests, or answers, are lost from now on.
+    /// Whether requests or answers are lost from now on.
     pub requests_lost: bool,
     pub answers_lost: bool,
-    /// What the next operation learns, once the loss of the peer was noticed.
-    pub severed: Option<WorkError>,
+    /// The error of the next operation, set when the loss of the peer was noticed.
+    pub pending_error: Option<WorkError>,
     pub broken: bool,
-    /// The host has crashed or has let go of the endpoint.
+    /// Whether the host has crashed or dropped the endpoint.
     pub closed: bool,
 }
 
 #[derive(Debug)]
-pub(super) struct Flight {
+pub(super) struct InFlightOp {
     pub serial: u64,
     pub work: Work,
     pub applied: Option<Result<u64, WorkError>>,
-    /// What a READ found; what a crashed host had sent with a WRITE or SEND.
+    /// The bytes that a READ found, or that a WRITE or SEND carries after it has left the host.
     pub data: Vec<u8>,
 }
 
-impl Link {
+impl SimLink {
     pub fn new(who: Identity, node: Node, now_ns: u64) -> Self {
         Self {
             who,
             node,
-            locals: Locals::default(),
+            locals: LocalMemories::default(),
             done: VecDeque::new(),
             inbox: VecDeque::new(),
-            flights: VecDeque::new(),
+            in_flight: VecDeque::new(),
             strays: Vec::new(),
             next_serial: 0,
             apply_after_ns: now_ns,
@@ -64,40 +64,40 @@ impl Link {
             waiting_at_node: 0,
             requests_lost: false,
             answers_lost: false,
-            severed: None,
+            pending_error: None,
             broken: false,
             closed: false,
         }
     }
 
     pub fn is_broken(&self) -> bool {
-        self.broken || self.severed.is_some()
+        self.broken || self.pending_error.is_some()
     }
 
-    /// Whether work is under way.
+    /// Whether operations are in flight.
     pub fn is_busy(&self) -> bool {
-        !self.flights.is_empty() || !self.strays.is_empty()
+        !self.in_flight.is_empty() || !self.strays.is_empty()
     }
 
-    /// The peer is lost. The oldest operation learns the cause, and so do those that took effect
-    /// although the host was not told, or still may; the others were not done.
+    /// Fails the operations in flight. The oldest gets the cause, and so do those that took effect
+    /// unreported or may still take effect. The others are flushed.
     pub fn fail(&mut self, cause: WorkError, on_the_wire: &[u64]) {
         if self.is_broken() {
             return;
         }
-        self.severed = Some(cause);
+        self.pending_error = Some(cause);
         let mut first = cause != WorkError::Fenced;
-        while let Some(flight) = self.flights.pop_front() {
-            let took_effect = matches!(flight.applied, Some(Ok(_)));
-            let learns = first || took_effect || on_the_wire.contains(&flight.serial);
+        while let Some(op) = self.in_flight.pop_front() {
+            let took_effect = matches!(op.applied, Some(Ok(_)));
+            let learns = first || took_effect || on_the_wire.contains(&op.serial);
             let outcome = Err(if learns { cause } else { WorkError::Flushed });
-            self.done.push_back(Completion { id: flight.work.id, outcome });
+            self.done.push_back(Completion { id: op.work.id, outcome });
             first = false;
             self.broken = true;
         }
     }
 
-    /// What a WRITE or SEND carries, into `data`, unless it is there already: it left the host before.
+    /// Puts the bytes that a WRITE or SEND carries into `data`, unless they left the host before.
     pub fn payload(&self, local: LocalSlice, bytes_max: u32, data: &mut Vec<u8>) -> Result<(), WorkError> {
         let (memory, offset) = self.transfer(local, bytes_max)?;
         if data.is_empty() {

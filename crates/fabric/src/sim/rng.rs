@@ -11,7 +11,7 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// A generator of its own for every seed.
+    /// A generator with the given seed.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         let word = |n: u64| mix(seed.wrapping_add(n.wrapping_mul(0x9E37_79B9_7F4A_7C15)));
@@ -54,13 +54,13 @@ impl Rng {
         self.below(whole) < parts
     }
 
-    /// A generator that is independent of this one from here on.
+    /// A generator that is independent of this one.
     #[must_use]
     pub fn fork(&mut self) -> Self {
         Self::new(self.next_u64())
     }
 
-    /// Put a slice into random order.
+    /// Shuffles a slice.
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
             items.swap(last, self.index(last + 1));

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use super::world::{NodeState, Registered, World};
+use super::world::{FabricWorld, SimNode, SimRegion};
 use super::{Node, lock};
 use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
@@ -15,19 +15,19 @@ use crate::work::Key;
 /// A memory node of a [`super::SimFabric`].
 #[derive(Clone, Debug)]
 pub struct SimTarget {
-    pub(super) world: Arc<Mutex<World>>,
+    pub(super) world: Arc<Mutex<FabricWorld>>,
     pub(super) node: Node,
 }
 
 impl SimTarget {
-    /// Its name in the fabric.
+    /// Its number in the fabric.
     #[must_use]
     pub fn node(&self) -> Node {
         self.node
     }
 
-    fn with<T>(&self, action: impl FnOnce(&mut NodeState) -> T) -> T {
-        let mut world: MutexGuard<'_, World> = lock(&self.world);
+    fn with<T>(&self, action: impl FnOnce(&mut SimNode) -> T) -> T {
+        let mut world: MutexGuard<'_, FabricWorld> = lock(&self.world);
         action(&mut world.nodes[self.node.0])
     }
 }
@@ -53,7 +53,7 @@ impl Target for SimTarget {
             let grant = Grant { base: region.base, len: opened, access, scope, region: index };
             node.grants.insert(key, grant);
             let table = table.map(|table| PlacedTable::at(index, region.base, &table));
-            node.regions.push(Registered { memory, scope, region: region.clone(), table });
+            node.regions.push(SimRegion { memory, scope, region: region.clone(), table });
             Ok(region)
         })
     }
@@ -75,7 +75,7 @@ impl Target for SimTarget {
         })
     }
 
-    /// Whatever reaches a simulated node is done at once.
+    /// An operation that reaches a simulated node is done at once, so none is in flight.
     fn expel(&self, _range: Range<u64>) {}
 
     fn fence(&self, host: Host, epoch: u64) {

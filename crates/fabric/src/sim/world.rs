@@ -1,10 +1,10 @@
-//! The state of a simulated fabric and the one place where it changes with time.
+//! The state of a simulated fabric, and the events that change it.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
-use super::link::{Flight, Link};
+use super::link::{InFlightOp, SimLink};
 use super::{Node, Rng, SimOptions};
 use crate::Memory;
 use crate::key_table::PlacedTable;
@@ -12,74 +12,74 @@ use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
-/// What is on the wire when a host's end goes away may be so many times slower than usual.
+/// The greatest factor by which strays are slower than other operations.
 const STRAY_FACTOR_MAX: u64 = 64;
 
-/// Everything there is.
+/// The whole state of a simulated fabric.
 #[derive(Debug)]
-pub(super) struct World {
+pub(super) struct FabricWorld {
     pub options: SimOptions,
     pub now_ns: u64,
     rng: Rng,
-    events: BinaryHeap<Reverse<Scheduled>>,
+    events: BinaryHeap<Reverse<ScheduledEvent>>,
     serial: u64,
-    pub nodes: Vec<NodeState>,
-    pub links: Vec<Link>,
+    pub nodes: Vec<SimNode>,
+    pub links: Vec<SimLink>,
     cuts: HashSet<(Host, Node)>,
     slowness: HashMap<Host, u64>,
     slow_nodes: HashMap<Node, u64>,
 }
 
-/// An event; the earliest first, then in order of scheduling.
+/// A scheduled event. The earliest comes first, then the order of scheduling applies.
 #[derive(PartialEq, Eq, PartialOrd, Ord, Debug)]
-struct Scheduled {
+struct ScheduledEvent {
     at_ns: u64,
     serial: u64,
     link: usize,
-    event: Event,
+    event: SimEvent,
 }
 
 #[derive(PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Event {
+enum SimEvent {
     /// An operation reaches the node.
     Apply(u64),
-    /// Its answer reaches the host.
+    /// The answer to an operation reaches the host.
     Complete(u64),
     /// A message from the node reaches the host.
     Deliver(Vec<u8>),
-    /// The host notices that the peer does not answer.
-    Fail(Cause),
+    /// The host notices the loss of the peer.
+    Fail(FailCause),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-enum Cause {
+enum FailCause {
     Timeout,
     PeerGone,
 }
 
-/// One memory node.
+/// The state of a memory node.
 #[derive(Debug)]
-pub(super) struct NodeState {
+pub(super) struct SimNode {
     pub alive: bool,
-    pub regions: Vec<Registered>,
+    pub regions: Vec<SimRegion>,
     pub space: AddressSpace,
     pub keys: KeySlots,
     pub grants: HashMap<Key, Grant>,
     pub fenced: HashMap<Host, u64>,
-    /// Messages that wait, with the link that each came by.
+    /// Waiting messages, each with the index of its connection.
     pub inbox: VecDeque<(usize, Vec<u8>)>,
 }
 
-/// Memory that a node has registered.
+/// A registered region.
 #[derive(Debug)]
-pub(super) struct Registered {
+pub(super) struct SimRegion {
     pub memory: Arc<Memory>,
     pub scope: Scope,
     pub region: Region,
     pub table: Option<PlacedTable>,
 }
 
-impl World {
+impl FabricWorld {
     pub fn new(seed: u64, options: SimOptions) -> Self {
         Self {
             options,
@@ -97,7 +97,7 @@ impl World {
 
     pub fn add_node(&mut self) -> Node {
         let secret = self.rng.next_u64();
-        self.nodes.push(NodeState {
+        self.nodes.push(SimNode {
             alive: true,
             regions: Vec::new(),
             space: AddressSpace::default(),
@@ -123,7 +123,7 @@ impl World {
         } else if present >= self.options.endpoints_max {
             format!("{present} endpoints are connected already")
         } else {
-            let announce = |registered: &Registered| {
+            let announce = |registered: &SimRegion| {
                 let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
                 Region { key, ..registered.region.clone() }
             };
@@ -132,7 +132,7 @@ impl World {
                 let last = self.nodes[node.0].fenced.entry(who.host).or_insert(epoch);
                 *last = epoch.max(*last);
             }
-            self.links.push(Link::new(who, node, self.now_ns));
+            self.links.push(SimLink::new(who, node, self.now_ns));
             return Ok((self.links.len() - 1, regions));
         };
         Err(EndpointError::Refused { address, reason })
@@ -142,39 +142,39 @@ impl World {
         self.events.peek().map(|Reverse(scheduled)| scheduled.at_ns)
     }
 
-    /// Let the next thing happen; false if there is none.
+    /// Plays the next event. Returns false if there is none.
     pub fn step(&mut self) -> bool {
-        let Some(Reverse(Scheduled { at_ns, link, event, .. })) = self.events.pop() else {
+        let Some(Reverse(ScheduledEvent { at_ns, link, event, .. })) = self.events.pop() else {
             return false;
         };
         self.now_ns = self.now_ns.max(at_ns);
         match event {
-            Event::Apply(serial) => self.apply(link, serial),
-            Event::Complete(serial) => self.complete(link, serial),
-            Event::Deliver(message) => {
+            SimEvent::Apply(serial) => self.apply(link, serial),
+            SimEvent::Complete(serial) => self.complete(link, serial),
+            SimEvent::Deliver(message) => {
                 self.links[link].delivering -= 1;
                 self.links[link].inbox.push_back(message);
             }
-            Event::Fail(Cause::Timeout) => {
+            SimEvent::Fail(FailCause::Timeout) => {
                 let is_open = !self.links[link].is_broken() && !self.links[link].closed;
-                let comes_late = self.options.comes_late && is_open;
-                let on_the_wire = if comes_late { self.leave_on_the_wire(link) } else { Vec::new() };
+                let has_strays = self.options.has_strays && is_open;
+                let on_the_wire = if has_strays { self.leave_on_the_wire(link) } else { Vec::new() };
                 self.links[link].fail(WorkError::Timeout, &on_the_wire);
             }
-            Event::Fail(Cause::PeerGone) => self.links[link].fail(WorkError::PeerGone, &[]),
+            SimEvent::Fail(FailCause::PeerGone) => self.links[link].fail(WorkError::PeerGone, &[]),
         }
         true
     }
 
-    /// Put a batch into flight.
+    /// Puts a batch in flight.
     pub fn post(&mut self, id: usize, batch: &[Work]) -> Result<(), PostError> {
         let depth = self.options.limits.queue_depth;
         for (accepted, work) in batch.iter().enumerate() {
             let link = &mut self.links[id];
-            if link.flights.len() + link.done.len() >= depth {
+            if link.in_flight.len() + link.done.len() >= depth {
                 return Err(PostError::QueueFull { accepted });
             }
-            let obstacle = if link.broken { Some(WorkError::Flushed) } else { link.severed };
+            let obstacle = if link.broken { Some(WorkError::Flushed) } else { link.pending_error };
             if let Some(cause) = obstacle {
                 link.broken = true;
                 link.done.push_back(Completion { id: work.id, outcome: Err(cause) });
@@ -182,15 +182,16 @@ impl World {
             }
             let serial = link.next_serial;
             link.next_serial += 1;
-            link.flights.push_back(Flight { serial, work: *work, applied: None, data: Vec::new() });
+            link.in_flight.push_back(InFlightOp { serial, work: *work, applied: None, data: Vec::new() });
             let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].apply_after_ns + 1);
             self.links[id].apply_after_ns = at_ns;
-            self.schedule(at_ns, id, Event::Apply(serial));
+            self.schedule(at_ns, id, SimEvent::Apply(serial));
         }
         Ok(())
     }
 
-    /// Send a message from a node to a host; how many endpoints have room for it.
+    /// Sends a message from a node to a host. Returns the number of endpoints that have room for
+    /// it.
     pub fn send(&mut self, node: Node, to: Host, message: &[u8]) -> usize {
         if message.len() > self.options.limits.message_bytes_max as usize {
             return 0;
@@ -210,7 +211,7 @@ impl World {
             let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
             self.links[id].deliver_after_ns = at_ns;
             self.links[id].delivering += 1;
-            self.schedule(at_ns, id, Event::Deliver(message.to_vec()));
+            self.schedule(at_ns, id, SimEvent::Deliver(message.to_vec()));
             taken += 1;
         }
         taken
@@ -226,13 +227,13 @@ impl World {
             }
             self.links[id].requests_lost = true;
             let noticed_ns = self.now_ns + 1 + self.rng.below(self.options.timeout_ns);
-            self.schedule(noticed_ns, id, Event::Fail(Cause::PeerGone));
+            self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::PeerGone));
         }
         self.nodes[node.0].alive = false;
     }
 
     pub fn restart_node(&mut self, node: Node) {
-        // What its buffers held went with the process.
+        // The buffers of the crashed process are gone.
         self.links.iter_mut().filter(|link| link.node == node).for_each(|link| link.strays.clear());
         let state = &mut self.nodes[node.0];
         state.alive = true;
@@ -248,7 +249,7 @@ impl World {
         }
     }
 
-    /// The host's end goes away: a random prefix of what it posted is on the wire already.
+    /// Closes the host's end. A random prefix of its operations is on the wire already.
     pub fn close(&mut self, id: usize) {
         if self.links[id].closed {
             return;
@@ -256,47 +257,47 @@ impl World {
         self.leave_on_the_wire(id);
         let link = &mut self.links[id];
         link.closed = true;
-        link.severed = Some(WorkError::PeerGone);
-        link.flights.clear();
+        link.pending_error = Some(WorkError::PeerGone);
+        link.in_flight.clear();
         link.done.clear();
     }
 
-    /// Nobody waits for what is under way any more; some of it is on the wire already, and may stay there for long: in a switch, in a buffer of the node. Returns the
-    /// serials of that.
+    /// Turns a random prefix of the operations in flight into strays, which may stay on the wire
+    /// for long: in a switch or in a buffer of the node. Returns the serials of that prefix.
     fn leave_on_the_wire(&mut self, id: usize) -> Vec<u64> {
         let on_the_wire = self.random_prefix(id);
         let limits = &self.options.limits;
         let longest = limits.transfer_bytes_max.max(limits.message_bytes_max);
         let link = &self.links[id];
         let mut strays = Vec::new();
-        for flight in &link.flights {
-            if flight.applied.is_some() || !on_the_wire.contains(&flight.serial) {
+        for op in &link.in_flight {
+            if op.applied.is_some() || !on_the_wire.contains(&op.serial) {
                 continue;
             }
             let mut data = Vec::new();
-            // What is on the wire does not change when the host's memory does.
-            if let Verb::Write { local, .. } | Verb::Send { local } = flight.work.verb
+            // Bytes on the wire do not change with the host's memory.
+            if let Verb::Write { local, .. } | Verb::Send { local } = op.work.verb
                 && let Ok((memory, offset)) = link.transfer(local, longest)
             {
                 data.resize(local.len as usize, 0);
                 memory.read(offset, &mut data);
             }
-            strays.push(Flight { serial: 0, work: flight.work, applied: None, data });
+            strays.push(InFlightOp { serial: 0, work: op.work, applied: None, data });
         }
         let mut at_ns = self.now_ns;
         for mut stray in strays {
             at_ns += self.delay_ns(id) * self.rng.range(&(1..STRAY_FACTOR_MAX)) + 1;
             stray.serial = self.links[id].next_serial;
             self.links[id].next_serial += 1;
-            self.schedule(at_ns, id, Event::Apply(stray.serial));
+            self.schedule(at_ns, id, SimEvent::Apply(stray.serial));
             self.links[id].strays.push(stray);
         }
         on_the_wire
     }
 
-    /// The node does nothing more of what the connection brings.
-    pub fn forget_late(&mut self, id: usize) -> Result<(), EndpointError> {
-        let Link { who, node, .. } = self.links[id];
+    /// Drops the strays of a connection, as a node does when it closes the connection.
+    pub fn drop_strays(&mut self, id: usize) -> Result<(), EndpointError> {
+        let SimLink { who, node, .. } = self.links[id];
         if self.cuts.contains(&(who.host, node)) {
             let source = std::io::ErrorKind::TimedOut.into();
             return Err(EndpointError::Unreachable { address: format!("simulated node {}", node.0), source });
@@ -323,22 +324,22 @@ impl World {
 
     /// Serials of a random number of the oldest operations that have not reached the node.
     fn random_prefix(&mut self, id: usize) -> Vec<u64> {
-        let flights = self.links[id].flights.iter();
-        let mut posted: Vec<u64> = flights.filter(|f| f.applied.is_none()).map(|f| f.serial).collect();
+        let in_flight = self.links[id].in_flight.iter();
+        let mut posted: Vec<u64> = in_flight.filter(|f| f.applied.is_none()).map(|f| f.serial).collect();
         posted.truncate(self.rng.index(posted.len() + 1));
         posted
     }
 
     fn delay_ns(&mut self, id: usize) -> u64 {
-        let Link { who, node, .. } = &self.links[id];
+        let SimLink { who, node, .. } = &self.links[id];
         let host = self.slowness.get(&who.host).copied().unwrap_or(1);
         let node = self.slow_nodes.get(node).copied().unwrap_or(1);
         self.rng.range(&self.options.delay_ns).saturating_mul(host).saturating_mul(node)
     }
 
-    fn schedule(&mut self, at_ns: u64, link: usize, event: Event) {
+    fn schedule(&mut self, at_ns: u64, link: usize, event: SimEvent) {
         self.serial += 1;
-        self.events.push(Reverse(Scheduled { at_ns, serial: self.serial, link, event }));
+        self.events.push(Reverse(ScheduledEvent { at_ns, serial: self.serial, link, event }));
     }
 
     /// An operation reaches the node.
@@ -346,38 +347,38 @@ impl World {
         let link = &self.links[id];
         let node = link.node;
         let cut = self.cuts.contains(&(link.who.host, node));
-        let Some(index) = link.flights.iter().position(|flight| flight.serial == serial) else {
+        let Some(index) = link.in_flight.iter().position(|op| op.serial == serial) else {
             if !cut && self.nodes[node.0].alive {
                 self.apply_stray(id, serial);
             }
             return;
         };
-        if link.requests_lost || link.flights[index].applied.is_some() {
+        if link.requests_lost || link.in_flight[index].applied.is_some() {
             return;
         }
         if cut || !self.nodes[node.0].alive {
             self.links[id].requests_lost = true;
             let noticed_ns = self.now_ns + self.options.timeout_ns;
-            self.schedule(noticed_ns, id, Event::Fail(Cause::Timeout));
+            self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::Timeout));
             return;
         }
-        let verb = self.links[id].flights[index].work.verb;
-        let mut data = std::mem::take(&mut self.links[id].flights[index].data);
+        let verb = self.links[id].in_flight[index].work.verb;
+        let mut data = std::mem::take(&mut self.links[id].in_flight[index].data);
         let outcome = self.execute(id, &verb, &mut data);
-        let flight = &mut self.links[id].flights[index];
-        flight.applied = Some(outcome);
-        flight.data = data;
+        let op = &mut self.links[id].in_flight[index];
+        op.applied = Some(outcome);
+        op.data = data;
         let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].complete_after_ns + 1);
         self.links[id].complete_after_ns = at_ns;
-        self.schedule(at_ns, id, Event::Complete(serial));
+        self.schedule(at_ns, id, SimEvent::Complete(serial));
     }
 
-    /// What nobody waits for reaches the node.
+    /// A stray reaches the node.
     fn apply_stray(&mut self, id: usize, serial: u64) {
         let link = &mut self.links[id];
         let Some(at) = link.strays.iter().position(|stray| stray.serial == serial) else { return };
         let mut stray = link.strays.remove(at);
-        // Nobody hears what came of it.
+        // The outcome is not reported.
         let _ = self.execute(id, &stray.work.verb, &mut stray.data);
     }
 
@@ -390,22 +391,23 @@ impl World {
         if self.cuts.contains(&(link.who.host, link.node)) {
             link.answers_lost = true;
             let noticed_ns = self.now_ns + self.options.timeout_ns;
-            self.schedule(noticed_ns, id, Event::Fail(Cause::Timeout));
+            self.schedule(noticed_ns, id, SimEvent::Fail(FailCause::Timeout));
             return;
         }
-        // Answers come in order; what was flushed in the meantime is not there any more.
-        let Some(flight) = link.flights.pop_front_if(|flight| flight.serial == serial) else {
+        // Answers come in order. An operation that was flushed in the meantime is not in the queue
+        // any more.
+        let Some(op) = link.in_flight.pop_front_if(|op| op.serial == serial) else {
             return;
         };
-        let outcome = flight.applied.unwrap_or(Err(WorkError::Timeout));
-        if let Verb::Read { local, .. } = flight.work.verb
+        let outcome = op.applied.unwrap_or(Err(WorkError::Timeout));
+        if let Verb::Read { local, .. } = op.work.verb
             && outcome.is_ok()
             && let Ok((memory, offset)) = link.local(local)
         {
-            memory.write(offset, &flight.data);
+            memory.write(offset, &op.data);
         }
-        if flight.work.signalled || outcome.is_err() {
-            link.done.push_back(Completion { id: flight.work.id, outcome });
+        if op.work.signalled || outcome.is_err() {
+            link.done.push_back(Completion { id: op.work.id, outcome });
         }
         if outcome == Err(WorkError::Fenced) {
             link.fail(WorkError::Fenced, &[]);
@@ -413,7 +415,7 @@ impl World {
         }
     }
 
-    /// What an operation does at the node.
+    /// Executes an operation at the node.
     fn execute(&mut self, id: usize, verb: &Verb, data: &mut Vec<u8>) -> Result<u64, WorkError> {
         let link = &self.links[id];
         let node = &self.nodes[link.node.0];
@@ -471,7 +473,7 @@ impl World {
     }
 }
 
-impl NodeState {
+impl SimNode {
     fn remote(
         &self,
         who: Identity,
@@ -479,7 +481,7 @@ impl NodeState {
         len: u64,
         right: Right,
     ) -> Result<(&Memory, usize), WorkError> {
-        let of_table = |registered: &Registered| {
+        let of_table = |registered: &SimRegion| {
             let table = registered.table.as_ref().filter(|table| table.holds(remote.addr))?;
             table.grant(&registered.memory, who, remote.key, remote.addr)
         };

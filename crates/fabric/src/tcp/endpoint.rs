@@ -1,4 +1,5 @@
-//! The initiator's end: requests go out in one call for a batch, answers come back in the same order.
+//! The initiator's end. One call sends the requests of a batch, and answers arrive in the order of
+//! the requests.
 
 mod answers;
 mod direct;
@@ -14,18 +15,18 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SendFlags;
 use zerocopy::IntoBytes;
 
-use self::direct::Plan;
-use self::recovery::Found;
+use self::direct::DirectPlan;
+use self::recovery::ReconnectReply;
 use super::ConnectOptions;
-use super::spin::Spin;
-use super::stream::{Deadlined, connect_unpaced, tune};
+use super::busy_poll::BusyPoll;
+use super::stream::{DeadlineStream, configure, connect_unpaced};
 use super::wire::{self, Request, padded};
 use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
 use crate::handshake::secure::RecordCipher;
 use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
-use crate::locals::Locals;
+use crate::locals::LocalMemories;
 use crate::memory::copy;
 use crate::target::{Identity, Region};
 use crate::work::{
@@ -33,14 +34,14 @@ use crate::work::{
     Verb, Work, WorkError,
 };
 
-/// Bytes taken from the connection in one call.
+/// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
 
-/// A posted operation without outcome.
+/// A posted operation that is not complete.
 #[derive(Clone, Copy, Debug)]
-struct Pending {
+struct PendingWork {
     work: Work,
-    /// Known at once, and told in its turn.
+    /// An error found before sending. It completes in the order of posting.
     outcome: Option<WorkError>,
 }
 
@@ -55,43 +56,44 @@ pub struct TcpEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    locals: Locals,
-    pending: VecDeque<Pending>,
+    locals: LocalMemories,
+    pending: VecDeque<PendingWork>,
     done: VecDeque<Completion>,
-    /// Requests, plain, to be sealed or sent.
+    /// Requests before encryption.
     requests: Vec<u8>,
-    /// Bytes on their way into the kernel.
+    /// Bytes that the kernel has not accepted yet.
     outgoing: Vec<u8>,
     sent: usize,
     input: Box<[u8]>,
     filled: usize,
-    /// What a sealed connection said, opened.
+    /// The decrypted input of an encrypted connection.
     opened: Vec<u8>,
-    plan: Plan,
-    /// The READ whose bytes are coming, and how many of them came.
+    plan: DirectPlan,
+    /// The READ whose bytes are arriving, and how many have arrived.
     reading: Option<(LocalSlice, u32)>,
     answered: u64,
-    heard: u64,
+    received: u64,
     taken: u64,
     messages: VecDeque<Vec<u8>>,
-    /// Posted a moment ago, with nothing under way before: no answer can be there yet.
+    /// Set by a post when nothing was in flight. No answer can have arrived yet, so the next poll
+    /// does not receive.
     is_fresh: bool,
-    spin: Spin,
-    /// While the connection is made anew nothing is sent or received.
-    rescue: Option<BackgroundTask<Found>>,
-    /// Messages that had been taken when the connection broke.
-    taken_then: u64,
-    /// Since when an answer is awaited.
+    busy_poll: BusyPoll,
+    /// Set while the connection is being re-established. Nothing is sent or received then.
+    reconnecting: Option<BackgroundTask<ReconnectReply>>,
+    /// Number of messages that had been taken when the connection broke.
+    taken_at_break: u64,
+    /// The time since which the oldest answer is awaited.
     since: Instant,
-    /// The target went away in good order: what is unanswered was not done.
+    /// The target went away in good order. Operations without an answer were not done.
     has_farewell: bool,
     broken: bool,
 }
 
-/// Connect to the target that listens at `address`.
+/// Connects to the target that listens at `address`.
 ///
 /// # Errors
-/// If nobody listens there, the target refuses, or it does not have the cluster's key.
+/// If no target listens there, the target refuses, or it does not hold the cluster key.
 pub fn connect(
     address: SocketAddr,
     key: &ClusterKey,
@@ -101,17 +103,17 @@ pub fn connect(
     Ok(Box::new(TcpEndpoint::connect(address, key, who, options)?))
 }
 
-/// Knock, and hear what the target says.
-fn knock(
+/// Connects and runs the handshake.
+fn open_session(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<(TcpStream, RecordCipher, Welcome), EndpointError> {
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
-    let stream = connect_unpaced(address, patience).map_err(unreachable)?;
-    tune(&stream).map_err(unreachable)?;
-    let deadlined = Deadlined::new(stream, Instant::now() + patience);
+    let stream = connect_unpaced(address, timeout).map_err(unreachable)?;
+    configure(&stream).map_err(unreachable)?;
+    let deadlined = DeadlineStream::new(stream, Instant::now() + timeout);
     let (secured, welcome) = handshake::initiate_session(deadlined, address, key, hello)?;
     let (stream, cipher) = secured.into_parts();
     let stream = stream.into_inner();
@@ -120,10 +122,10 @@ fn knock(
 }
 
 impl TcpEndpoint {
-    /// As [`connect`], for callers that want static dispatch.
+    /// Connects like [`connect`], for callers that want static dispatch.
     ///
     /// # Errors
-    /// If nobody listens there, the target refuses, or it does not have the cluster's key.
+    /// If no target listens there, the target refuses, or it does not hold the cluster key.
     pub fn connect(
         address: SocketAddr,
         key: &ClusterKey,
@@ -131,11 +133,11 @@ impl TcpEndpoint {
         options: ConnectOptions,
     ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
-        let (stream, cipher, welcome) = knock(address, key, &hello, HANDSHAKE_TIME)?;
+        let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIME)?;
         Ok(Self {
             address,
             key: key.clone(),
-            spin: Spin::new(options.spin_time),
+            busy_poll: BusyPoll::new(options.spin_time),
             options,
             who,
             stream,
@@ -143,7 +145,7 @@ impl TcpEndpoint {
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
-            locals: Locals::default(),
+            locals: LocalMemories::default(),
             pending: VecDeque::with_capacity(welcome.limits.queue_depth),
             done: VecDeque::with_capacity(welcome.limits.queue_depth),
             requests: Vec::new(),
@@ -152,23 +154,23 @@ impl TcpEndpoint {
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
-            plan: Plan::new(),
+            plan: DirectPlan::new(),
             reading: None,
             answered: 0,
-            heard: 0,
+            received: 0,
             taken: 0,
             messages: VecDeque::new(),
             is_fresh: false,
-            rescue: None,
-            taken_then: 0,
+            reconnecting: None,
+            taken_at_break: 0,
             since: Instant::now(),
             has_farewell: false,
             broken: false,
         })
     }
 
-    /// What is wrong with a verb that need not be asked of the target.
-    fn fault(&self, verb: &Verb) -> Option<WorkError> {
+    /// The error of a verb that needs no answer of the target.
+    fn local_error(&self, verb: &Verb) -> Option<WorkError> {
         match *verb {
             Verb::Read { local, .. } | Verb::Write { local, .. } => {
                 if local.len > self.limits.transfer_bytes_max {
@@ -227,7 +229,8 @@ impl TcpEndpoint {
         let (len, room) = (local.len as usize, padded(local.len));
         let at = self.requests.len();
         self.requests.reserve(room);
-        // SAFETY: `local` proved the source; the destination was reserved and its padding is written too.
+        // SAFETY: `local` proved the source; the destination was reserved and its padding is
+        // written too.
         unsafe {
             let to = self.requests.as_mut_ptr().add(at);
             to.add(len).write_bytes(0, room - len);
@@ -236,9 +239,9 @@ impl TcpEndpoint {
         }
     }
 
-    /// Give the kernel what it takes. An error shows when answers are looked for.
+    /// Sends as much as the kernel accepts. An error of the connection shows at the next receive.
     fn flush(&mut self) {
-        while self.rescue.is_none() {
+        while self.reconnecting.is_none() {
             if self.sent == self.outgoing.len() {
                 self.outgoing.clear();
                 self.sent = 0;
@@ -262,13 +265,13 @@ impl TcpEndpoint {
         }
     }
 
-    /// Look for answers once.
-    fn look(&mut self) {
+    /// Receives answers once, and detects broken connections and timeouts.
+    fn progress(&mut self) {
         if self.broken {
             return;
         }
-        self.settle_known();
-        if self.is_being_rescued() || self.broken {
+        self.complete_known();
+        if self.is_reconnecting() || self.broken {
             return;
         }
         self.flush();
@@ -278,24 +281,27 @@ impl TcpEndpoint {
         } else if self.answered != answered {
             self.since = Instant::now();
         } else if !self.pending.is_empty() && self.since.elapsed() > self.options.operation_time {
-            self.settle_known();
-            self.give_up(Some(WorkError::Timeout));
+            self.complete_known();
+            self.fail_all(Some(WorkError::Timeout));
         }
     }
 
-    /// Look again and again, for as long as that pays; false if it is time to sleep.
-    fn spin(&mut self) -> bool {
-        if self.rescue.is_some() {
+    /// Polls for as long as polling pays. Returns false if it is time to sleep.
+    fn busy_poll(&mut self) -> bool {
+        if self.reconnecting.is_some() {
             return false;
         }
-        let mut spin = std::mem::take(&mut self.spin);
-        let heard = self.heard;
-        // To receive costs no more than to ask whether there is something.
-        let is_over = spin.look(|| {
-            self.look();
-            !self.done.is_empty() || self.heard != heard || self.is_broken() || self.rescue.is_some()
+        let mut busy_poll = std::mem::take(&mut self.busy_poll);
+        let received = self.received;
+        // Receiving costs no more than asking whether there is input.
+        let is_over = busy_poll.poll(|| {
+            self.progress();
+            !self.done.is_empty()
+                || self.received != received
+                || self.is_broken()
+                || self.reconnecting.is_some()
         });
-        self.spin = spin;
+        self.busy_poll = busy_poll;
         is_over
     }
 }
@@ -316,48 +322,48 @@ impl Endpoint for TcpEndpoint {
                 self.complete(*work, Err(WorkError::Flushed));
                 continue;
             }
-            let outcome = self.fault(&work.verb);
+            let outcome = self.local_error(&work.verb);
             if outcome.is_none() {
                 self.encode(&work.verb);
             }
-            self.pending.push_back(Pending { work: *work, outcome });
+            self.pending.push_back(PendingWork { work: *work, outcome });
         }
         if !self.broken && self.has_farewell {
-            self.settle_known();
-            self.give_up(Some(WorkError::PeerGone));
+            self.complete_known();
+            self.fail_all(Some(WorkError::PeerGone));
         }
-        self.settle_known();
+        self.complete_known();
         self.flush();
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let is_fresh = std::mem::take(&mut self.is_fresh);
-        let is_waiting = !self.pending.is_empty() || self.rescue.is_some();
+        let is_waiting = !self.pending.is_empty() || self.reconnecting.is_some();
         if self.done.len() < max && is_waiting && !is_fresh {
-            self.look();
+            self.progress();
         }
         let count = self.done.len().min(max);
         out.extend(self.done.drain(..count));
         count
     }
 
-    fn wait(&mut self, patience: Duration) {
+    fn wait(&mut self, timeout: Duration) {
         if !self.done.is_empty() || self.broken {
             return;
         }
-        if !patience.is_zero() && self.spin() {
+        if !timeout.is_zero() && self.busy_poll() {
             return;
         }
-        let timeout = Timespec::try_from(patience).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+        let timeout = Timespec::try_from(timeout).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
         let mut polled = self.poll_fd();
-        // Any outcome means: look.
+        // The caller polls after any outcome.
         let _ = rustix::event::poll(polled.as_mut_slice(), Some(&timeout));
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
-        if let Some(rescue) = &self.rescue {
-            return Some(PollFd::from_borrowed_fd(rescue.bell(), PollFlags::IN));
+        if let Some(task) = &self.reconnecting {
+            return Some(PollFd::from_borrowed_fd(task.ready_fd(), PollFlags::IN));
         }
         let mut flags = PollFlags::IN;
         flags.set(PollFlags::OUT, self.sent < self.outgoing.len());
@@ -370,7 +376,7 @@ impl Endpoint for TcpEndpoint {
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
         if self.messages.is_empty() {
-            self.look();
+            self.progress();
         }
         let Some(message) = self.messages.pop_front() else {
             return false;
@@ -403,7 +409,7 @@ impl Endpoint for TcpEndpoint {
 
 impl Drop for TcpEndpoint {
     fn drop(&mut self) {
-        if !self.broken && !self.has_farewell && self.rescue.is_none() {
+        if !self.broken && !self.has_farewell && self.reconnecting.is_none() {
             self.put(Request::new(wire::BYE, 0));
             self.flush();
         }

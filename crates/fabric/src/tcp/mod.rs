@@ -1,26 +1,29 @@
-//! Provider for machines joined by a network: a software RNIC in the target. Its threads serve one-sided work from the wire and never
-//! wake the application; keys are checked on every access, as a NIC would.
+//! Provider for machines joined by a network: a software RNIC in the target.
 //!
-//! Both ends prove that they have the cluster's key before anything else is said (Noise). The bytes are described in
-//! `docs/formats/fabric-tcp.md`.
+//! Threads of the target serve one-sided operations and never wake the application. They check the
+//! key of every access, as a network card would. Both ends first prove that they hold the cluster
+//! key. The bytes are described in `docs/formats/fabric-tcp.md`.
 //!
-//! A connection that breaks is made anew and goes on where it was: the target remembers what it has done of each session, so the fate of
-//! every posted operation is known. Only if the target itself is gone is it unknown.
+//! A broken connection is re-established, and its session resumes. The target remembers the answers
+//! of each session, so the outcome of every posted operation is known unless the target itself is
+//! gone.
 //!
-//! - `endpoint`, `stream`: the initiator's end. `session`: the target's, a state machine over bytes that does no I/O.
-//! - `serve`: the threads that turn sessions. `door`: lets initiators in. `target`: what the memory's owner holds.
-//! - `spin`: both ends go on looking for a moment before they sleep.
-//! - [`wire`]: the bytes, after those of [`crate::handshake`].
+//! - `endpoint`, `stream`: the initiator's end.
+//! - `session`: the target's end of a session, a state machine over bytes that does no I/O.
+//! - `serve`: the threads that serve connections. `acceptor`: accepts initiators. `target`: the
+//!   owner's end.
+//! - `busy_poll`: both ends poll before they sleep.
+//! - [`wire`]: the bytes that follow the messages of [`crate::handshake`].
 
-mod door;
+mod acceptor;
+mod busy_poll;
+mod counters;
 mod endpoint;
 mod rate;
 mod reply;
 mod serve;
 mod session;
-mod spin;
 mod stream;
-mod tally;
 mod target;
 pub mod wire;
 
@@ -34,38 +37,40 @@ use crate::handshake::hello;
 use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::target::TargetError;
 
-/// Threads of one target, at most.
+/// Bound of the threads of one target.
 pub const THREADS_LIMIT: usize = 64;
-/// Within this time an answer or the next request comes, where looking for it pays: a few round trips of a fast network.
+/// The default time to poll before sleeping: a few round trips of a fast network.
 const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// How a target is set up. Limits are told to endpoints when they connect.
+/// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Endpoints, at most [`ENDPOINTS_LIMIT`].
+    /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
-    /// Regions, at most [`crate::REGIONS_LIMIT`].
+    /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
-    /// Windows, at most [`crate::WINDOWS_LIMIT`].
+    /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
     pub windows_max: usize,
-    /// What one endpoint can bear.
+    /// The limits of one endpoint.
     pub limits: Limits,
-    /// Threads that serve, at most [`THREADS_LIMIT`].
+    /// Number of serving threads, at most [`THREADS_LIMIT`].
     pub threads: usize,
-    /// Whether everything is encrypted, whatever the endpoint wants.
+    /// Whether the target requires encryption of all traffic.
     pub encrypt: bool,
-    /// What each tenant may take.
+    /// The limit of each tenant's rate.
     pub rate: Rate,
-    /// How long a thread looks for the next request before it sleeps, while that pays. Takes a processor under load; zero takes none.
+    /// How long a thread polls for the next request before it sleeps. Polling uses a processor
+    /// under load; zero disables it.
     pub spin_time: Duration,
 }
 
-/// What a tenant may take of one target, all its endpoints together; more waits. Bursts of a tenth of a second pass.
+/// The limit of one tenant's rate at a target, for all its endpoints together. Requests above it
+/// are delayed. Bursts of up to 100 ms of the rate pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Rate {
-    /// Bytes read and written.
+    /// Bytes read and written per second.
     pub bytes_per_s: Option<u64>,
-    /// Operations.
+    /// Operations per second.
     pub operations_per_s: Option<u64>,
 }
 
@@ -97,16 +102,17 @@ impl Options {
     }
 }
 
-/// How an initiator connects.
+/// The options of an initiator.
 #[derive(Clone, Debug)]
 pub struct ConnectOptions {
-    /// Whether everything is encrypted, whatever the target wants.
+    /// Whether the initiator requires encryption of all traffic.
     pub encrypt: bool,
-    /// An operation that has no answer for so long breaks the endpoint.
+    /// An operation without an answer for this time breaks the endpoint.
     pub operation_time: Duration,
-    /// A broken connection is tried again for so long. A target that refuses is gone at once.
+    /// The time for which a broken connection is re-established. A refusal ends the attempts at
+    /// once.
     pub reconnect_time: Duration,
-    /// How long a wait looks for the answer before it sleeps, while that pays.
+    /// How long a wait polls for an answer before it sleeps.
     pub spin_time: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! What each tenant has left of its share of a target.
+//! Rate limits of tenants, as token buckets.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -6,34 +6,35 @@ use std::time::{Duration, Instant};
 use super::Rate;
 use crate::target::Tenant;
 
-/// A tenant may fall behind, and get ahead, by what it gets in this time.
+/// The time of which a bucket holds the rate.
 const BURST: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Copy, Debug)]
-struct Bucket {
+struct TokenBucket {
     bytes: f64,
     operations: f64,
     filled: Instant,
 }
 
-/// The buckets of all tenants.
+/// The token buckets of all tenants.
 #[derive(Debug)]
-pub(super) struct Limiter {
+pub(super) struct RateLimiter {
     rate: Rate,
-    buckets: HashMap<Tenant, Bucket>,
+    buckets: HashMap<Tenant, TokenBucket>,
 }
 
-impl Limiter {
+impl RateLimiter {
     pub fn new(rate: Rate) -> Self {
         Self { rate, buckets: HashMap::new() }
     }
 
-    /// Take what was done off the tenant's share; how long it must now wait, if at all.
+    /// Charges a tenant for bytes and operations that were served. Returns how long the tenant must
+    /// be delayed, if at all.
     pub fn charge(&mut self, tenant: Tenant, bytes: u64, operations: u64, now: Instant) -> Option<Duration> {
         let Rate { bytes_per_s, operations_per_s } = self.rate;
         let full = |rate: Option<u64>| rate.map_or(0.0, |rate| rate as f64 * BURST.as_secs_f64());
         let (most_bytes, most_operations) = (full(bytes_per_s), full(operations_per_s));
-        let bucket = self.buckets.entry(tenant).or_insert(Bucket {
+        let bucket = self.buckets.entry(tenant).or_insert(TokenBucket {
             bytes: most_bytes,
             operations: most_operations,
             filled: now,
@@ -57,7 +58,7 @@ mod tests {
     #[test]
     fn a_tenant_waits_as_long_as_its_share_takes_and_harms_no_other() {
         let rate = Rate { bytes_per_s: Some(1_000_000), operations_per_s: None };
-        let mut limiter = Limiter::new(rate);
+        let mut limiter = RateLimiter::new(rate);
         let start = Instant::now();
         assert_eq!(limiter.charge(Tenant(1), 100_000, 1, start), None, "a burst passes");
         let wait = limiter.charge(Tenant(1), 500_000, 1, start).unwrap();
@@ -68,7 +69,7 @@ mod tests {
 
     #[test]
     fn operations_are_limited_too() {
-        let mut limiter = Limiter::new(Rate { bytes_per_s: None, operations_per_s: Some(100) });
+        let mut limiter = RateLimiter::new(Rate { bytes_per_s: None, operations_per_s: Some(100) });
         let start = Instant::now();
         assert!(limiter.charge(Tenant(1), 1 << 40, 10, start).is_none());
         assert!(limiter.charge(Tenant(1), 0, 10, start).is_some());

@@ -1,60 +1,62 @@
-//! Answers on their way out. What READs ask for is lent by the region itself until it is sent, so that it is copied once, by the kernel.
+//! Answers that are to be sent. The data of READs is borrowed from the region until it is sent, so
+//! that only the kernel copies it.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::memory::copy;
 
-/// Less is copied: a place in the kernel's list costs as much.
-const LOAN_BYTES_MIN: usize = 1024;
-/// Loans of one call.
-const LOANS_MAX: usize = 64;
+/// Shorter data is copied, because an entry of the kernel's list costs as much.
+const BORROW_BYTES_MIN: usize = 1024;
+/// Bound of the borrowed ranges in one call.
+const BORROWS_MAX: usize = 64;
 
-/// Bytes of a region that belong into the answers.
+/// A range of a region that is sent among the answers.
 #[derive(Clone, Copy, Debug)]
-struct Loan {
-    /// How many of the other bytes come before.
+struct BorrowedBytes {
+    /// Number of owned bytes that are sent before this range.
     after: usize,
     from: *const u8,
     len: usize,
 }
 
-// SAFETY: it is an address and a length; whoever sends what is there promises that it is.
-unsafe impl Send for Loan {}
+// SAFETY: it is an address and a length; the code that sends the range guarantees that it is
+// mapped.
+unsafe impl Send for BorrowedBytes {}
 
-/// Answers that are not sent yet.
+/// A buffer of answers that are not sent yet.
 #[derive(Debug, Default)]
-pub(super) struct Answers {
+pub(super) struct AnswerBuffer {
     bytes: Vec<u8>,
-    loans: Vec<Loan>,
-    /// Bytes of all loans together.
-    loaned: usize,
-    /// Whether regions may lend: what is said goes out as it is, and nothing before it waits.
-    may_lend: bool,
+    borrowed: Vec<BorrowedBytes>,
+    /// Sum of the lengths of all borrowed ranges.
+    borrowed_bytes: usize,
+    /// Whether ranges may be borrowed: only without encryption, and if no earlier output waits.
+    may_borrow: bool,
 }
 
-impl Answers {
-    /// Allow or forbid loans from now on.
-    pub fn set_lending(&mut self, may_lend: bool) {
-        self.may_lend = may_lend;
+impl AnswerBuffer {
+    /// Permits or forbids borrowing from now on.
+    pub fn allow_borrowing(&mut self, may_borrow: bool) {
+        self.may_borrow = may_borrow;
     }
 
-    /// Bytes that will go out.
+    /// Number of bytes to send.
     pub fn len(&self) -> usize {
-        self.bytes.len() + self.loaned
+        self.bytes.len() + self.borrowed_bytes
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether something must be sent before anything else is done to a region.
-    pub fn has_loans(&self) -> bool {
-        !self.loans.is_empty()
+    /// Whether there are borrowed ranges. They must be sent before a region is changed.
+    pub fn has_borrowed(&self) -> bool {
+        !self.borrowed.is_empty()
     }
 
-    /// The answers as plain bytes.
+    /// The owned bytes. There must be no borrowed ranges.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
-        assert!(self.loans.is_empty(), "loans end within the turn in which they begin");
+        assert!(self.borrowed.is_empty(), "borrowed end within the turn in which they begin");
         &mut self.bytes
     }
 
@@ -62,20 +64,21 @@ impl Answers {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Append what lies at `from`, and zeros up to `padded`.
+    /// Appends `len` bytes at `from`, and zeros up to `padded` bytes. May borrow the bytes.
     ///
     /// # Safety
-    /// `len` bytes at `from` must be readable, and stay so until [`Self::send_loans`].
+    /// `len` bytes at `from` must be readable, and stay so until [`Self::send_borrowed`].
     pub unsafe fn read(&mut self, from: *const u8, len: usize, padded: usize) {
-        if self.may_lend && len >= LOAN_BYTES_MIN && self.loans.len() < LOANS_MAX {
-            self.loans.push(Loan { after: self.bytes.len(), from, len });
-            self.loaned += len;
+        if self.may_borrow && len >= BORROW_BYTES_MIN && self.borrowed.len() < BORROWS_MAX {
+            self.borrowed.push(BorrowedBytes { after: self.bytes.len(), from, len });
+            self.borrowed_bytes += len;
             self.bytes.resize(self.bytes.len() + padded - len, 0);
             return;
         }
         self.bytes.reserve(padded);
         let at = self.bytes.len();
-        // SAFETY: the caller's promise; the destination was reserved, and its padding is written too.
+        // SAFETY: the caller guarantees the source; the destination was reserved, and its padding
+        // is written too.
         unsafe {
             let to = self.bytes.as_mut_ptr().add(at);
             to.add(len).write_bytes(0, padded - len);
@@ -84,34 +87,35 @@ impl Answers {
         }
     }
 
-    /// Send everything, as far as the kernel takes it at once; the rest is copied to the end of `rest`. Then there are no loans any more.
+    /// Sends as much as the kernel accepts at once, and appends the rest to `rest`. No borrowed
+    /// ranges remain.
     ///
     /// # Safety
-    /// What was lent must still be readable.
-    pub unsafe fn send_loans(&mut self, socket: &OwnedFd, rest: &mut Vec<u8>) {
-        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * LOANS_MAX + 1];
+    /// All borrowed ranges must still be readable.
+    pub unsafe fn send_borrowed(&mut self, socket: &OwnedFd, rest: &mut Vec<u8>) {
+        let mut parts = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 2 * BORROWS_MAX + 1];
         let mut count = 0;
         let mut at = 0;
         let mut part = |from: *const u8, len: usize| {
             parts[count] = libc::iovec { iov_base: from.cast_mut().cast(), iov_len: len };
             count += 1;
         };
-        for loan in &self.loans {
-            part(self.bytes[at..].as_ptr(), loan.after - at);
-            part(loan.from, loan.len);
-            at = loan.after;
+        for range in &self.borrowed {
+            part(self.bytes[at..].as_ptr(), range.after - at);
+            part(range.from, range.len);
+            at = range.after;
         }
         part(self.bytes[at..].as_ptr(), self.bytes.len() - at);
         let parts = &parts[..count];
-        // SAFETY: an all-zero msghdr is a valid one; every part is readable: our own bytes, and by the caller's promise the loans. The kernel
-        // only reads them.
+        // SAFETY: an all-zero msghdr is valid. Every part is readable: our own bytes, and the
+        // borrowed ranges by the caller's guarantee. The kernel only reads them.
         let sent = unsafe {
             let mut message: libc::msghdr = std::mem::zeroed();
             message.msg_iov = parts.as_ptr().cast_mut();
             message.msg_iovlen = parts.len();
             libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT)
         };
-        // An error shows again when the rest is sent.
+        // An error of the connection shows again when the rest is sent.
         let mut skip = usize::try_from(sent).unwrap_or(0);
         for part in parts {
             let skipped = skip.min(part.iov_len);
@@ -125,8 +129,8 @@ impl Answers {
             }
         }
         self.bytes.clear();
-        self.loans.clear();
-        self.loaned = 0;
+        self.borrowed.clear();
+        self.borrowed_bytes = 0;
     }
 }
 
@@ -137,9 +141,9 @@ mod tests {
 
     use super::*;
 
-    fn answers(page: &[u8]) -> Answers {
-        let mut answers = Answers::default();
-        answers.set_lending(true);
+    fn answers(page: &[u8]) -> AnswerBuffer {
+        let mut answers = AnswerBuffer::default();
+        answers.allow_borrowing(true);
         answers.put(b"first  .");
         // SAFETY: the page outlives the answers.
         unsafe {
@@ -156,24 +160,24 @@ mod tests {
     }
 
     #[test]
-    fn loans_go_out_in_their_place() {
+    fn borrowed_ranges_are_sent_in_their_place() {
         let page: Vec<u8> = (0..5000u32).map(|at| at.to_le_bytes()[0]).collect();
         let mut answers = answers(&page);
-        assert!(answers.has_loans());
+        assert!(answers.has_borrowed());
         assert_eq!(answers.len(), expected(&page).len());
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let mut rest = Vec::new();
         // SAFETY: the page is still there.
-        unsafe { answers.send_loans(&OwnedFd::from(ours), &mut rest) };
+        unsafe { answers.send_borrowed(&OwnedFd::from(ours), &mut rest) };
         let mut heard = Vec::new();
         theirs.read_to_end(&mut heard).unwrap();
         heard.extend(rest);
         assert_eq!(heard, expected(&page));
-        assert!(answers.is_empty() && !answers.has_loans());
+        assert!(answers.is_empty() && !answers.has_borrowed());
     }
 
     #[test]
-    fn what_the_kernel_does_not_take_is_kept() {
+    fn bytes_that_the_kernel_does_not_accept_are_kept() {
         let page = vec![7u8; 100_000];
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let ours = OwnedFd::from(ours);
@@ -181,13 +185,13 @@ mod tests {
         for _ in 0..20 {
             let mut answers = answers(&page);
             // SAFETY: the page is still there.
-            unsafe { answers.send_loans(&ours, &mut rest) };
+            unsafe { answers.send_borrowed(&ours, &mut rest) };
             wanted.extend(expected(&page));
             if !rest.is_empty() {
                 break;
             }
         }
-        assert!(!rest.is_empty(), "a socket takes no two megabytes");
+        assert!(!rest.is_empty(), "a socket does not accept two megabytes");
         drop(ours);
         let mut heard = Vec::new();
         theirs.read_to_end(&mut heard).unwrap();
@@ -196,12 +200,12 @@ mod tests {
     }
 
     #[test]
-    fn without_leave_everything_is_copied() {
+    fn without_permission_everything_is_copied() {
         let page = vec![9u8; 4096];
-        let mut plain = Answers::default();
+        let mut plain = AnswerBuffer::default();
         // SAFETY: the page is there.
         unsafe { plain.read(page.as_ptr(), page.len(), page.len()) };
-        assert!(!plain.has_loans());
+        assert!(!plain.has_borrowed());
         assert_eq!(plain.bytes(), &page);
     }
 }

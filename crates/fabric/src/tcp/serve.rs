@@ -1,4 +1,5 @@
-//! The threads that serve: each turns the sessions of its connections, and never wakes anybody else.
+//! The serving threads. Each serves the sessions of its connections, without waking any other
+//! thread.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{Ordering, fence};
@@ -12,125 +13,128 @@ use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
 use super::Rate;
-use super::reply::Answers;
-use super::session::{ANSWERS_BYTES_MAX, Nonsense, Session};
-use super::spin::Spin;
-use super::target::{Shared, lock};
+use super::busy_poll::BusyPoll;
+use super::reply::AnswerBuffer;
+use super::session::{ANSWERS_BYTES_MAX, ProtocolViolation, TcpSession};
+use super::target::{TcpShared, lock};
 use super::wire::{self, Answer};
 use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
 
-/// Requests that arrive together are served together, up to so many bytes.
+/// Size of a connection's input buffer. Requests that arrive together are served together.
 const INPUT_BYTES: usize = 256 << 10;
-/// Connections looked at in one turn.
+/// Bound of the events taken from epoll at a time.
 const EVENTS_MAX: usize = 64;
-/// A target that goes away tries for so long to tell its initiators.
-const FAREWELL_TIME: Duration = Duration::from_millis(200);
+/// The time for which a stopping target tries to send farewells.
+const FAREWELL_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// What the connection that spoke last says is served so many times before others are looked at.
-const FAVOURS_MAX: u32 = 8;
-/// Where several speak they are looked at so many times in a row before who else wants the processor may have it.
-const TURNS_MAX: u32 = 8;
+/// How many times in a row the most recent connection is polled before all others are.
+const PREFERRED_MAX: u32 = 8;
+/// How many times in a row a thread with several busy connections polls them without yielding the
+/// processor.
+const BUSY_TURNS_MAX: u32 = 8;
 
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// What the bell is called among the connections.
-const BELL: u64 = u64::MAX;
+/// The epoll token of the wake descriptor.
+const WAKE_TOKEN: u64 = u64::MAX;
 
-/// The way to a thread.
+/// A handle by which other threads pass connections to a serving thread and wake it.
 #[derive(Debug)]
-pub(super) struct Hand {
-    bell: WakeFd,
-    arrivals: Mutex<Vec<Arrival>>,
+pub(super) struct ServeHandle {
+    wake: WakeFd,
+    accepted: Mutex<Vec<AcceptedConnection>>,
 }
 
-/// A connection that was let in.
+/// A connection whose handshake is complete.
 #[derive(Debug)]
-pub(super) struct Arrival {
+pub(super) struct AcceptedConnection {
     pub socket: OwnedFd,
-    pub session: Session,
+    pub session: TcpSession,
     pub cipher: Option<RecordCipher>,
-    /// What is to be said first.
+    /// Answers to send before anything else.
     pub answers: Vec<u8>,
 }
 
-impl Hand {
+impl ServeHandle {
     pub fn new() -> std::io::Result<Self> {
-        Ok(Self { bell: WakeFd::new()?, arrivals: Mutex::new(Vec::new()) })
+        Ok(Self { wake: WakeFd::new()?, accepted: Mutex::new(Vec::new()) })
     }
 
     pub fn wake(&self) {
-        self.bell.wake();
+        self.wake.wake();
     }
 
-    pub fn give(&self, arrival: Arrival) {
-        lock(&self.arrivals).push(arrival);
+    pub fn add(&self, accepted: AcceptedConnection) {
+        lock(&self.accepted).push(accepted);
         self.wake();
     }
 }
 
-/// A connection was heard.
+/// A connection from which bytes were received.
 #[derive(Clone, Copy)]
-struct Word {
+struct ReadyConnection {
     at: usize,
-    /// And it will say no more.
-    is_last: bool,
+    /// Whether the peer has closed the connection.
+    is_closed: bool,
 }
 
-/// One connection.
-struct Connection {
+/// A connection and its session.
+struct ServedConnection {
     socket: OwnedFd,
-    session: Session,
+    session: TcpSession,
     cipher: Option<RecordCipher>,
-    /// As it came.
+    /// Received bytes, possibly encrypted.
     input: Box<[u8]>,
     filled: usize,
-    /// What a sealed connection said, opened.
+    /// The decrypted input of an encrypted connection.
     opened: Vec<u8>,
-    /// To be sent next.
-    answers: Answers,
-    /// Being sent.
+    /// Answers that are to be sent next.
+    answers: AnswerBuffer,
+    /// Bytes that are being sent.
     outgoing: Vec<u8>,
     sent: usize,
-    /// What the kernel was asked to tell of it.
+    /// The events that epoll reports for the connection.
     interest: EventFlags,
-    /// Its tenant has taken more than its share.
+    /// Set while the tenant has exceeded its rate.
     paused_until: Option<Instant>,
 }
 
-/// One thread's work.
+/// A serving thread.
 pub(super) struct ServeThread {
-    shared: Arc<Shared>,
+    shared: Arc<TcpShared>,
     number: usize,
     epoll: OwnedFd,
-    connections: Vec<Option<Box<Connection>>>,
-    spin: Spin,
-    /// The connection that spoke last, and how many times it has been preferred since others were looked at.
+    connections: Vec<Option<Box<ServedConnection>>>,
+    busy_poll: BusyPoll,
+    /// The connection that was served last, and how many times it was preferred since all were
+    /// polled.
     last: Option<usize>,
-    favours: u32,
-    /// Others than that one have spoken in the last turn; and how many turns there were in a row.
-    is_crowded: bool,
-    turns: u32,
-    /// Set when the target goes away: no more is asked, only said.
+    preferred: u32,
+    /// Whether other connections were served in the last turn, and the number of such turns in a
+    /// row.
+    is_contended: bool,
+    busy_turns: u32,
+    /// Set while the target stops: nothing is received any more, only sent.
     farewell_until: Option<Instant>,
 }
 
 impl ServeThread {
-    pub fn new(shared: &Arc<Shared>, number: usize) -> std::io::Result<Self> {
+    pub fn new(shared: &Arc<TcpShared>, number: usize) -> std::io::Result<Self> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &shared.hands[number].bell, EventData::new_u64(BELL), EventFlags::IN)?;
-        let spin = Spin::new(shared.options.spin_time);
+        epoll::add(&epoll, &shared.handles[number].wake, EventData::new_u64(WAKE_TOKEN), EventFlags::IN)?;
+        let busy_poll = BusyPoll::new(shared.options.spin_time);
         let connections = Vec::new();
         Ok(Self {
             shared: Arc::clone(shared),
             number,
             epoll,
             connections,
-            spin,
+            busy_poll,
             last: None,
-            favours: 0,
-            is_crowded: false,
-            turns: 0,
+            preferred: 0,
+            is_contended: false,
+            busy_turns: 0,
             farewell_until: None,
         })
     }
@@ -139,65 +143,67 @@ impl ServeThread {
         let mut events = Vec::with_capacity(EVENTS_MAX);
         loop {
             match self.wait(&mut events) {
-                Some(Word { at, is_last: true }) => self.close(at),
-                Some(Word { at, .. }) => self.advance(at),
-                None => self.attend_all(&events),
+                Some(ReadyConnection { at, is_closed: true }) => self.close(at),
+                Some(ReadyConnection { at, .. }) => self.serve_connection(at),
+                None => self.handle_events(&events),
             }
             self.resume_paused();
-            if self.shared.stop.load(Ordering::SeqCst) && self.take_leave() {
+            if self.shared.stop.load(Ordering::SeqCst) && self.say_farewell() {
                 return;
             }
         }
     }
 
-    /// Wait for something to do: what the connection that spoke last has said, or else what has happened to any of them.
-    fn wait(&mut self, events: &mut Vec<Event>) -> Option<Word> {
-        if self.has_more(events) {
+    /// Waits for input of the most recent connection, or for events of any connection.
+    fn wait(&mut self, events: &mut Vec<Event>) -> Option<ReadyConnection> {
+        if self.has_ready_events(events) {
             return None;
         }
         let timeout = self.timeout();
-        let (epoll, favours) = (&self.epoll, &mut self.favours);
+        let (epoll, preferred) = (&self.epoll, &mut self.preferred);
         let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
-        let mut word = None;
-        // To receive costs no more than to ask whether there is something.
-        let is_there = self.spin.look(|| {
-            if *favours < FAVOURS_MAX
+        let mut ready = None;
+        // Receiving costs no more than asking whether there is input.
+        let is_there = self.busy_poll.poll(|| {
+            if *preferred < PREFERRED_MAX
                 && let Some((at, connection)) = &mut last
             {
-                word = connection.hear().map(|is_last| Word { at: *at, is_last });
-                if word.is_some() {
-                    *favours += 1;
+                ready = connection.try_receive().map(|is_closed| ReadyConnection { at: *at, is_closed });
+                if ready.is_some() {
+                    *preferred += 1;
                     return true;
                 }
             }
-            *favours = 0;
-            look(epoll, events, Some(&NOW)).is_ok_and(|count| count > 0)
+            *preferred = 0;
+            epoll_wait(epoll, events, Some(&NOW)).is_ok_and(|count| count > 0)
         });
         if is_there {
-            return word;
+            return ready;
         }
-        self.favours = 0;
-        match look(&self.epoll, events, timeout.as_ref()) {
+        self.preferred = 0;
+        match epoll_wait(&self.epoll, events, timeout.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => tracing::error!(%error, "the target cannot wait for its connections"),
+            Err(error) => tracing::error!(%error, "cannot poll the connections of the TCP target; retrying"),
         }
         None
     }
 
-    /// Whether somebody has spoken while others were served, which is likely where several do: then nothing is won by letting others run first.
-    fn has_more(&mut self, events: &mut Vec<Event>) -> bool {
-        let may_look = self.is_crowded && self.turns < TURNS_MAX && self.spin.is_on();
-        let has_more = may_look && look(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
-        self.turns = if has_more { self.turns + 1 } else { 0 };
-        has_more
+    /// Polls for events that came while others were served. With several busy connections there
+    /// mostly are some, and yielding the processor first would gain nothing.
+    fn has_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
+        let may_look = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
+        let has_ready_events =
+            may_look && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
+        self.busy_turns = if has_ready_events { self.busy_turns + 1 } else { 0 };
+        has_ready_events
     }
 
-    fn attend_all(&mut self, events: &[Event]) {
-        self.is_crowded = false;
+    fn handle_events(&mut self, events: &[Event]) {
+        self.is_contended = false;
         for event in events {
             match event.data.u64() {
-                BELL => self.answer_bell(),
-                at => self.attend(usize::try_from(at).expect("our own number"), event.flags),
+                WAKE_TOKEN => self.handle_wake(),
+                at => self.handle_event(usize::try_from(at).expect("our own number"), event.flags),
             }
         }
     }
@@ -213,48 +219,48 @@ impl ServeThread {
         self.shared.options.rate != Rate::default()
     }
 
-    /// Something has happened on a connection.
-    fn attend(&mut self, at: usize, flags: EventFlags) {
+    /// Handles an event of a connection.
+    fn handle_event(&mut self, at: usize, flags: EventFlags) {
         let Some(connection) = self.connections[at].as_mut() else { return };
-        let is_leaving = self.farewell_until.is_some();
+        let is_stopping = self.farewell_until.is_some();
         let may_come = EventFlags::IN | EventFlags::HUP | EventFlags::ERR;
-        if flags.intersects(may_come) && !is_leaving && connection.receive() {
+        if flags.intersects(may_come) && !is_stopping && connection.receive() {
             self.close(at);
             return;
         }
-        self.is_crowded |= self.last.replace(at) != Some(at);
-        self.advance(at);
+        self.is_contended |= self.last.replace(at) != Some(at);
+        self.serve_connection(at);
     }
 
-    /// Somebody came, or has something to say to an initiator.
-    fn answer_bell(&mut self) {
-        self.shared.hands[self.number].bell.clear();
-        let arrivals = std::mem::take(&mut *lock(&self.shared.hands[self.number].arrivals));
-        for arrival in arrivals {
-            self.take_in(arrival);
+    /// Adds accepted connections, closes stale ones and sends messages.
+    fn handle_wake(&mut self) {
+        self.shared.handles[self.number].wake.clear();
+        let accepted = std::mem::take(&mut *lock(&self.shared.handles[self.number].accepted));
+        for accepted in accepted {
+            self.add_connection(accepted);
         }
         for at in 0..self.connections.len() {
             let Some(connection) = &self.connections[at] else { continue };
             if connection.session.peer.own.is_stale.swap(false, Ordering::SeqCst) {
                 self.close(at);
             } else {
-                self.advance(at);
+                self.serve_connection(at);
             }
         }
     }
 
-    fn take_in(&mut self, arrival: Arrival) {
+    fn add_connection(&mut self, accepted: AcceptedConnection) {
         let at = self.connections.iter().position(Option::is_none).unwrap_or(self.connections.len());
         let data = EventData::new_u64(at as u64);
-        if let Err(error) = epoll::add(&self.epoll, &arrival.socket, data, EventFlags::IN) {
-            tracing::warn!(%error, "a connection cannot be watched; its endpoint will try again");
-            self.shared.keep_for_a_while(arrival.session);
+        if let Err(error) = epoll::add(&self.epoll, &accepted.socket, data, EventFlags::IN) {
+            tracing::warn!(%error, "cannot add a connection to epoll; closing it");
+            self.shared.park(accepted.session);
             return;
         }
         if at == self.connections.len() {
             self.connections.push(None);
         }
-        self.connections[at] = Some(Box::new(Connection::new(arrival)));
+        self.connections[at] = Some(Box::new(ServedConnection::new(accepted)));
     }
 
     fn resume_paused(&mut self) {
@@ -267,28 +273,28 @@ impl ServeThread {
                 && connection.paused_until.is_some_and(|until| until <= now)
             {
                 connection.paused_until = None;
-                self.advance(at);
+                self.serve_connection(at);
             }
         }
     }
 
-    /// Do all that can be done for a connection now.
-    fn advance(&mut self, at: usize) {
-        let (is_leaving, is_limited) = (self.farewell_until.is_some(), self.is_limited());
+    /// Serves all requests of a connection that can be served now, and sends the answers.
+    fn serve_connection(&mut self, at: usize) {
+        let (is_stopping, is_limited) = (self.farewell_until.is_some(), self.is_limited());
         let Some(connection) = self.connections[at].as_mut() else { return };
         loop {
-            let may_serve = !is_leaving && connection.paused_until.is_none();
+            let may_serve = !is_stopping && connection.paused_until.is_none();
             let served = if may_serve { connection.serve(&self.shared) } else { Ok((0, 0)) };
             let (bytes, operations) = match served {
                 Ok(work) => work,
                 Err(reason) => {
                     let who = connection.session.who;
-                    tracing::warn!(?who, reason, "an endpoint said nonsense; its connection is closed");
+                    tracing::warn!(?who, reason, "an endpoint violated the protocol; closing its connection");
                     self.close(at);
                     return;
                 }
             };
-            if connection.session.has_left {
+            if connection.session.has_said_bye {
                 self.close(at);
                 return;
             }
@@ -298,50 +304,51 @@ impl ServeThread {
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
             }
-            while !is_leaving && connection.session.next_message(connection.answers.bytes()) {}
+            while !is_stopping && connection.session.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
             if connection.send() {
                 self.close(at);
                 return;
             }
             let is_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
-            // What had to wait for room is served now that there is some.
+            // Requests that waited for room in the answer buffer are served now that there is some.
             if !was_stalled || is_stalled || !may_serve {
                 break;
             }
         }
-        if let Err(error) = connection.show_interest(&self.epoll, at, is_leaving) {
-            tracing::warn!(%error, "a connection cannot be watched");
+        if let Err(error) = connection.update_interest(&self.epoll, at, is_stopping) {
+            tracing::warn!(%error, "cannot change the events of a connection; closing it");
             self.close(at);
         }
     }
 
-    /// The connection is over; its session may not be.
+    /// Closes a connection. Its session is parked unless the initiator has ended it.
     fn close(&mut self, at: usize) {
         let Some(connection) = self.connections[at].take() else { return };
-        let Connection { socket, session, .. } = *connection;
+        let ServedConnection { socket, session, .. } = *connection;
         drop(socket);
-        if session.has_left {
-            self.shared.dismiss(&session);
+        if session.has_said_bye {
+            self.shared.end_session(&session);
         } else {
-            self.shared.keep_for_a_while(session);
+            self.shared.park(session);
         }
     }
 
-    /// The target goes away: tell everyone how far it came, then close. True when all is closed.
-    fn take_leave(&mut self) -> bool {
-        if self.shared.welcoming.load(Ordering::SeqCst) > 0 {
+    /// Sends a farewell with the number of done requests to all initiators, then closes the
+    /// connections. Returns true when all are closed.
+    fn say_farewell(&mut self) -> bool {
+        if self.shared.handshakes_in_progress.load(Ordering::SeqCst) > 0 {
             return false;
         }
         let now = Instant::now();
         if self.farewell_until.is_none() {
-            self.answer_bell();
-            self.farewell_until = Some(now + FAREWELL_TIME);
+            self.handle_wake();
+            self.farewell_until = Some(now + FAREWELL_TIMEOUT);
             for at in 0..self.connections.len() {
                 let Some(connection) = self.connections[at].as_mut() else { continue };
                 let farewell = Answer::new(wire::FAREWELL, Ok(connection.session.done()), 0);
                 connection.answers.put(farewell.as_bytes());
-                self.advance(at);
+                self.serve_connection(at);
             }
         }
         let is_late = self.farewell_until.is_some_and(|until| until <= now);
@@ -354,20 +361,24 @@ impl ServeThread {
     }
 }
 
-/// Ask the kernel what has happened.
-fn look(epoll: &OwnedFd, events: &mut Vec<Event>, timeout: Option<&Timespec>) -> rustix::io::Result<usize> {
+/// Asks the kernel for events.
+fn epoll_wait(
+    epoll: &OwnedFd,
+    events: &mut Vec<Event>,
+    timeout: Option<&Timespec>,
+) -> rustix::io::Result<usize> {
     events.clear();
     epoll::wait(epoll, spare_capacity(events), timeout)
 }
 
-impl Connection {
-    fn new(arrival: Arrival) -> Self {
-        let mut answers = Answers::default();
-        answers.put(&arrival.answers);
+impl ServedConnection {
+    fn new(accepted: AcceptedConnection) -> Self {
+        let mut answers = AnswerBuffer::default();
+        answers.put(&accepted.answers);
         Self {
-            socket: arrival.socket,
-            session: arrival.session,
-            cipher: arrival.cipher,
+            socket: accepted.socket,
+            session: accepted.session,
+            cipher: accepted.cipher,
             input: vec![0; INPUT_BYTES].into_boxed_slice(),
             filled: 0,
             opened: Vec::new(),
@@ -379,16 +390,18 @@ impl Connection {
         }
     }
 
-    /// Serve what has come; the bytes and operations that it was, or the reason if it was nonsense.
-    fn serve(&mut self, shared: &Shared) -> Result<(u64, u64), &'static str> {
+    /// Serves the received requests. Returns the bytes and operations, or the reason if the peer
+    /// violated the protocol.
+    fn serve(&mut self, shared: &TcpShared) -> Result<(u64, u64), &'static str> {
         let session = &mut self.session;
-        // Whoever kills a key clears it, then waits until this word was seen even or changed.
+        // A thread that invalidates a key clears it, then waits until it has seen this word even or
+        // changed.
         let active = shared.control.active(session.slot);
         let sequence = active.load(Ordering::Relaxed).wrapping_add(1);
         active.store(sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         let served = match &mut self.cipher {
-            None => self.serve_plainly().map(|used| (used, 0)),
+            None => self.serve_plain().map(|used| (used, 0)),
             Some(cipher) => {
                 let used = if self.opened.len() < INPUT_BYTES {
                     cipher.decrypt(&self.input[..self.filled], &mut self.opened)
@@ -397,12 +410,12 @@ impl Connection {
                 };
                 match used {
                     Ok(used) => session.feed(&self.opened, &mut self.answers).map(|fed| (used, fed)),
-                    Err(_) => Err(Nonsense("what came was not sealed by its initiator")),
+                    Err(_) => Err(ProtocolViolation("a record cannot be decrypted")),
                 }
             }
         };
         active.store(sequence.wrapping_add(1), Ordering::Release);
-        let work = self.session.take_work();
+        let work = self.session.drain_counters();
         let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
@@ -410,31 +423,34 @@ impl Connection {
         Ok(work)
     }
 
-    /// Serve a connection that says everything as it is; how many bytes were used. Called with `active` odd.
-    fn serve_plainly(&mut self) -> Result<usize, Nonsense> {
+    /// Serves a connection without encryption. Returns the number of input bytes used. `active`
+    /// must be odd.
+    fn serve_plain(&mut self) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
         loop {
-            // What comes after something that waits must wait, too.
-            self.answers.set_lending(self.sent == self.outgoing.len() && self.answers.is_empty());
+            // Answers must not overtake output that waits.
+            self.answers.allow_borrowing(self.sent == self.outgoing.len() && self.answers.is_empty());
             at += self.session.feed(&self.input[at..self.filled], &mut self.answers)?;
-            if !self.answers.has_loans() {
+            if !self.answers.has_borrowed() {
                 return Ok(at);
             }
             self.outgoing.clear();
             self.sent = 0;
-            // SAFETY: `active` has been odd since the regions lent: none of them has gone.
-            unsafe { self.answers.send_loans(&self.socket, &mut self.outgoing) };
+            // SAFETY: `active` has been odd since the ranges were borrowed, so no region was
+            // removed.
+            unsafe { self.answers.send_borrowed(&self.socket, &mut self.outgoing) };
         }
     }
 
-    /// Take what has come, if it may be served now; whether no more will, or nothing if there is nothing.
-    fn hear(&mut self) -> Option<bool> {
+    /// Receives if the connection may be served now. Returns whether the peer has closed it, or
+    /// `None` if nothing came.
+    fn try_receive(&mut self) -> Option<bool> {
         let filled = self.filled;
-        let is_last = self.interest.contains(EventFlags::IN) && self.receive();
-        (is_last || self.filled > filled).then_some(is_last)
+        let is_closed = self.interest.contains(EventFlags::IN) && self.receive();
+        (is_closed || self.filled > filled).then_some(is_closed)
     }
 
-    /// Take what has come, as far as there is room; true if no more will.
+    /// Receives as much as there is room for. Returns true if the connection is over.
     fn receive(&mut self) -> bool {
         let room = &mut self.input[self.filled..];
         if room.is_empty() {
@@ -450,7 +466,7 @@ impl Connection {
         }
     }
 
-    /// Send what there is to send, as far as the kernel takes it; true if it takes no more ever.
+    /// Sends as much as the kernel accepts. Returns true if the connection is over.
     fn send(&mut self) -> bool {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         while self.prepare_sending() {
@@ -467,11 +483,12 @@ impl Connection {
         self.sent == self.outgoing.len() && self.answers.is_empty()
     }
 
-    /// Be told of what can be gone on with: nothing is received for which there is no room.
-    fn show_interest(&mut self, epoll: &OwnedFd, at: usize, is_leaving: bool) -> rustix::io::Result<()> {
+    /// Selects the events that can be handled now. Nothing is received while there is no room for
+    /// its answers.
+    fn update_interest(&mut self, epoll: &OwnedFd, at: usize, is_stopping: bool) -> rustix::io::Result<()> {
         let mut interest = EventFlags::empty();
         let is_stalled = self.answers.len() >= ANSWERS_BYTES_MAX;
-        interest.set(EventFlags::IN, !is_leaving && !is_stalled && self.paused_until.is_none());
+        interest.set(EventFlags::IN, !is_stopping && !is_stalled && self.paused_until.is_none());
         interest.set(EventFlags::OUT, !self.has_sent_all());
         if interest != self.interest {
             self.interest = interest;
@@ -480,7 +497,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Whether there is something to send.
+    /// Moves answers to the output, encrypted if necessary. Returns whether there is output.
     fn prepare_sending(&mut self) -> bool {
         if self.sent < self.outgoing.len() {
             return true;

@@ -1,6 +1,8 @@
-//! The target's end of one session: a state machine that takes bytes, touches memory as they say and makes bytes. It does no I/O.
+//! The target's end of one session: a state machine that parses requests, accesses memory and
+//! produces answers. It does no I/O.
 //!
-//! It outlives its connection for a while: an initiator that comes back tells how many answers it has, and gets the rest.
+//! A session outlives a broken connection for a while. An initiator that resumes it says how many
+//! answers it has, and receives the rest.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -8,8 +10,8 @@ use std::sync::{Arc, OnceLock};
 
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::reply::Answers;
-use super::target::{Peer, Placed, Shared};
+use super::reply::AnswerBuffer;
+use super::target::{RegionMapping, TcpPeer, TcpShared};
 use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
 use crate::control::FENCED;
 use crate::handshake::hello::Resume;
@@ -18,86 +20,86 @@ use crate::memory::{copy, u64_from};
 use crate::target::Identity;
 use crate::work::{Key, WorkError};
 
-/// With so many bytes of answers not yet sent, no further request is looked at.
+/// No further request is served while this many bytes of answers wait to be sent.
 pub(super) const ANSWERS_BYTES_MAX: usize = 512 << 10;
 
-/// The initiator said something that no initiator says.
+/// The peer violated the protocol.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Nonsense(pub &'static str);
+pub(super) struct ProtocolViolation(pub &'static str);
 
-/// An answer as it was given, to be given again.
+/// The record of an answer, by which it can be sent again.
 #[derive(Clone, Copy, Debug)]
-struct Given {
+struct SentAnswer {
     outcome: Result<u64, WorkError>,
-    /// The READ that it was, to be done again: it changes nothing.
+    /// The READ, to be repeated: it changes nothing.
     read: Option<Request>,
 }
 
-/// What comes next.
+/// The part of a request that the parser expects next.
 #[derive(Debug)]
-enum Next {
+enum ParserState {
     Request,
-    /// The rest of a WRITE's bytes.
+    /// More bytes of a WRITE.
     Bytes {
         request: Request,
         taken: u32,
         outcome: Result<u64, WorkError>,
     },
-    /// The rest of a message.
+    /// More bytes of a message.
     Message {
         len: u32,
         bytes: Vec<u8>,
     },
-    /// The word to store.
+    /// The new value of a compare-and-swap.
     Word(Request),
 }
 
-/// One session.
+/// The state of one session.
 #[derive(Debug)]
-pub(super) struct Session {
+pub(super) struct TcpSession {
     pub who: Identity,
     pub slot: usize,
-    pub peer: Arc<Peer>,
-    shared: Arc<Shared>,
-    next: Next,
-    /// Requests done.
+    pub peer: Arc<TcpPeer>,
+    shared: Arc<TcpShared>,
+    next: ParserState,
+    /// Number of requests that are done.
     done: u64,
-    /// The last answers, as many as an initiator can lack.
-    given: VecDeque<Given>,
-    /// It has left in good order.
-    pub has_left: bool,
-    /// Bytes moved and requests done since [`Self::take_work`].
+    /// The most recent answers, as many as an initiator can lack.
+    sent_answers: VecDeque<SentAnswer>,
+    /// Whether the initiator has ended the session.
+    pub has_said_bye: bool,
+    /// Bytes and requests since the last [`Self::drain_counters`].
     work: (u64, u64),
 }
 
-impl Session {
-    pub fn new(shared: &Arc<Shared>, peer: &Arc<Peer>, slot: usize) -> Self {
+impl TcpSession {
+    pub fn new(shared: &Arc<TcpShared>, peer: &Arc<TcpPeer>, slot: usize) -> Self {
         Self {
             who: peer.who,
             slot,
             peer: Arc::clone(peer),
             shared: Arc::clone(shared),
-            next: Next::Request,
+            next: ParserState::Request,
             done: 0,
-            given: VecDeque::with_capacity(shared.options.limits.queue_depth),
-            has_left: false,
+            sent_answers: VecDeque::with_capacity(shared.options.limits.queue_depth),
+            has_said_bye: false,
             work: (0, 0),
         }
     }
 
-    /// Requests done.
+    /// The number of requests that are done.
     pub fn done(&self) -> u64 {
         self.done
     }
 
-    /// Count what was done since the last call, for the tenant: bytes moved, requests.
-    pub fn take_work(&mut self) -> (u64, u64) {
+    /// Takes the bytes and requests since the last call, and adds them to the session's counters.
+    pub fn drain_counters(&mut self) -> (u64, u64) {
         let (bytes, operations) = std::mem::take(&mut self.work);
-        self.peer.own.tally.add(bytes, operations);
+        self.peer.own.counters.add(bytes, operations);
         (bytes, operations)
     }
 
-    /// Put the next message that was not sent into `out`; false if there is none.
+    /// Appends the next unsent message to `out`. Returns false if there is none.
     pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
         self.peer.mailbox.send_next(|_, message| {
             let len = u32::try_from(message.len()).expect("bounded by the limits");
@@ -107,25 +109,26 @@ impl Session {
         })
     }
 
-    /// The connection broke: what had come in part never came.
-    pub fn forget_partial(&mut self) {
-        self.next = Next::Request;
+    /// Discards a partly received request after the connection broke.
+    pub fn discard_partial(&mut self) {
+        self.next = ParserState::Request;
     }
 
-    /// The initiator is back: append the answers that it lacks. False if it cannot be.
-    pub fn resume(&mut self, resume: &Resume, out: &mut Answers) -> bool {
+    /// Resumes after a broken connection, and appends the answers that the initiator lacks. Returns
+    /// false if the position is impossible.
+    pub fn resume(&mut self, resume: &Resume, out: &mut AnswerBuffer) -> bool {
         let Some(lacking) =
             self.done.checked_sub(resume.answered).and_then(|lacking| usize::try_from(lacking).ok())
         else {
             return false;
         };
-        if lacking > self.given.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
+        if lacking > self.sent_answers.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
             return false;
         }
-        for at in self.given.len() - lacking..self.given.len() {
-            let Given { outcome, read } = self.given[at];
+        for at in self.sent_answers.len() - lacking..self.sent_answers.len() {
+            let SentAnswer { outcome, read } = self.sent_answers[at];
             match read {
-                // It may fail now: its key may have died meanwhile.
+                // The READ may fail now, because its key may have been invalidated since.
                 Some(request) => drop(self.read(&request, out)),
                 None => out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
             }
@@ -133,11 +136,15 @@ impl Session {
         true
     }
 
-    /// Do what `input` asks, append the answers to `out`; how many bytes were used, a multiple of 8. The rest is to be offered again: with
-    /// more behind it, or, if `out` has loans now, when those have ended. Called with the slot's `active` word odd, which it must stay until then.
-    pub fn feed(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    /// Serves the requests in `input` and appends the answers to `out`. Returns the number of bytes
+    /// used, a multiple of 8.
+    ///
+    /// The remaining bytes must be passed again, with more behind them, or after borrowed ranges in
+    /// `out` were sent. The slot's `active` word must be odd during the call, and until borrowed
+    /// ranges were sent.
+    pub fn feed(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         let mut at = 0;
-        while out.len() < ANSWERS_BYTES_MAX && !self.has_left {
+        while out.len() < ANSWERS_BYTES_MAX && !self.has_said_bye {
             let used = self.step(&input[at..], out)?;
             if used == 0 {
                 break;
@@ -147,19 +154,20 @@ impl Session {
         Ok(at)
     }
 
-    fn step(&mut self, input: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    fn step(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         match &mut self.next {
-            Next::Request => {
+            ParserState::Request => {
                 let Ok((request, rest)) = Request::read_from_prefix(input) else {
                     return Ok(0);
                 };
-                // Whatever changes memory, or tells somebody who may, comes after the READs before it.
-                if request.kind != wire::READ && out.has_loans() {
+                // A request that changes memory, or sends a message to a program that may change
+                // it, must come after the borrowed READs before it.
+                if request.kind != wire::READ && out.has_borrowed() {
                     return Ok(0);
                 }
                 Ok(REQUEST_BYTES + self.begin(request, rest, out)?)
             }
-            Next::Word(request) => {
+            ParserState::Word(request) => {
                 let Ok((desired, _)) = u64::read_from_prefix(input) else {
                     return Ok(0);
                 };
@@ -174,42 +182,48 @@ impl Session {
                     );
                     swapped.unwrap_or_else(|found| found)
                 });
-                self.next = Next::Request;
+                self.next = ParserState::Request;
                 self.answer(outcome, out);
                 Ok(8)
             }
-            Next::Message { len, bytes } => {
+            ParserState::Message { len, bytes } => {
                 let left = padded(*len) - bytes.len();
                 let take = left.min(input.len() & !7);
                 bytes.extend_from_slice(&input[..take]);
                 if take == left {
                     bytes.truncate(*len as usize);
                     let message = std::mem::take(bytes);
-                    self.next = Next::Request;
+                    self.next = ParserState::Request;
                     let outcome = self.deliver(message);
                     self.answer(outcome, out);
                 }
                 Ok(take)
             }
-            Next::Bytes { .. } => Ok(self.write_some(input, out)),
+            ParserState::Bytes { .. } => Ok(self.write_some(input, out)),
         }
     }
 
-    /// Begin a request; how many bytes of the `rest` behind its head were used.
-    fn begin(&mut self, request: Request, rest: &[u8], out: &mut Answers) -> Result<usize, Nonsense> {
+    /// Begins a request. Returns the number of bytes of `rest`, which follows the head, that were
+    /// used.
+    fn begin(
+        &mut self,
+        request: Request,
+        rest: &[u8],
+        out: &mut AnswerBuffer,
+    ) -> Result<usize, ProtocolViolation> {
         let limits = &self.shared.options.limits;
         let len = request.len.get();
         match request.kind {
             wire::READ if len <= limits.transfer_bytes_max => {
                 let outcome = self.read(&request, out);
-                self.count(Given { outcome, read: outcome.is_ok().then_some(request) });
+                self.record(SentAnswer { outcome, read: outcome.is_ok().then_some(request) });
             }
             wire::WRITE if len <= limits.transfer_bytes_max => {
-                self.next = Next::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
-                // Most often all of it has come: then its key is asked once.
+                self.next = ParserState::Bytes { request, taken: 0, outcome: Ok(u64::from(len)) };
+                // Mostly all bytes have arrived, and the key is checked only once.
                 return Ok(self.write_some(rest, out));
             }
-            wire::SWAP => self.next = Next::Word(request),
+            wire::SWAP => self.next = ParserState::Word(request),
             wire::ADD => {
                 let add = request.value.get();
                 let outcome = self.word(&request).map(|word| word.fetch_add(add, Ordering::SeqCst));
@@ -220,25 +234,25 @@ impl Session {
                     let outcome = self.deliver(Vec::new());
                     self.answer(outcome, out);
                 } else {
-                    self.next = Next::Message { len, bytes: Vec::with_capacity(padded(len)) };
+                    self.next = ParserState::Message { len, bytes: Vec::with_capacity(padded(len)) };
                 }
             }
             wire::CREDIT => {
                 if !self.peer.mailbox.credit(u64::from(len)) {
-                    return Err(Nonsense("more messages were taken than were sent"));
+                    return Err(ProtocolViolation("more messages were taken than were sent"));
                 }
             }
-            wire::BYE => self.has_left = true,
+            wire::BYE => self.has_said_bye = true,
             wire::READ | wire::WRITE | wire::SEND => {
-                return Err(Nonsense("a request is longer than the limits"));
+                return Err(ProtocolViolation("a request is longer than the limits"));
             }
-            _ => return Err(Nonsense("a request has an unknown kind")),
+            _ => return Err(ProtocolViolation("a request has an unknown kind")),
         }
         Ok(0)
     }
 
-    /// Answer a READ; what was answered.
-    fn read(&mut self, request: &Request, out: &mut Answers) -> Result<u64, WorkError> {
+    /// Answers a READ. Returns its outcome.
+    fn read(&mut self, request: &Request, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
         let len = request.len.get();
         let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
             Ok(from) => from,
@@ -250,16 +264,18 @@ impl Session {
         let outcome = Ok(u64::from(len));
         self.work.0 += u64::from(len);
         out.put(Answer::new(wire::ANSWER, outcome, len).as_bytes());
-        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; loans end before `active` is even again.
+        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed
+        // ranges are sent before `active` is even again.
         unsafe { out.read(from, len as usize, padded(len)) };
-        // Later operations of this session come after this one.
+        // Later operations of this session must come after this one.
         fence(Ordering::AcqRel);
         outcome
     }
 
-    /// Write what has come of a WRITE. The key is asked anew for each part: it may have died in between.
-    fn write_some(&mut self, input: &[u8], out: &mut Answers) -> usize {
-        let Next::Bytes { request, taken, outcome } = &self.next else {
+    /// Writes the received part of a WRITE. The key is checked for each part, because it may have
+    /// been invalidated in between.
+    fn write_some(&mut self, input: &[u8], out: &mut AnswerBuffer) -> usize {
+        let ParserState::Bytes { request, taken, outcome } = &self.next else {
             unreachable!("the caller looked");
         };
         let (request, taken, mut outcome) = (*request, *taken, *outcome);
@@ -267,13 +283,14 @@ impl Session {
         let left = padded(len) - taken as usize;
         let take = left.min(input.len() & !7);
         let bytes = take.min((len - taken) as usize);
-        // The whole range is asked for, so that nothing is written if not all may be.
+        // The whole range is checked, so that nothing is written if a part is not permitted.
         let to =
             outcome.and_then(|_| self.locate(&request, request.addr.get(), u64::from(len), Right::Write));
         match to {
             Ok(to) => {
                 fence(Ordering::AcqRel);
-                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared` holds, and `taken + bytes` is at most `len`.
+                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared`
+                // holds, and `taken + bytes` is at most `len`.
                 unsafe { copy(to.add(taken as usize), input.as_ptr(), bytes) };
                 fence(Ordering::AcqRel);
                 self.work.0 += u64_from(bytes);
@@ -281,17 +298,17 @@ impl Session {
             Err(error) => outcome = Err(error),
         }
         if take == left {
-            self.next = Next::Request;
+            self.next = ParserState::Request;
             self.answer(outcome, out);
         } else {
             let taken = taken + u32::try_from(take).expect("below the request's length");
-            self.next = Next::Bytes { request, taken, outcome };
+            self.next = ParserState::Bytes { request, taken, outcome };
         }
         take
     }
 
     fn deliver(&self, message: Vec<u8>) -> Result<u64, WorkError> {
-        self.obstacle()?;
+        self.check_fence()?;
         let len = u64_from(message.len());
         let stamp = self.shared.control.next_stamp();
         if self.peer.mailbox.deliver(stamp, message, self.shared.options.limits.receive_depth) {
@@ -301,45 +318,45 @@ impl Session {
         }
     }
 
-    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut Answers) {
+    fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut AnswerBuffer) {
         out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
-        self.count(Given { outcome, read: None });
+        self.record(SentAnswer { outcome, read: None });
     }
 
-    fn count(&mut self, given: Given) {
-        if self.given.len() == self.shared.options.limits.queue_depth {
-            self.given.pop_front();
+    fn record(&mut self, sent_answers: SentAnswer) {
+        if self.sent_answers.len() == self.shared.options.limits.queue_depth {
+            self.sent_answers.pop_front();
         }
         self.work.1 += 1;
-        self.given.push_back(given);
+        self.sent_answers.push_back(sent_answers);
         self.done += 1;
     }
 
-    fn obstacle(&self) -> Result<(), WorkError> {
+    fn check_fence(&self) -> Result<(), WorkError> {
         if self.shared.control.state(self.slot) == FENCED { Err(WorkError::Fenced) } else { Ok(()) }
     }
 
-    /// Where a remote range is, if the key opens it.
+    /// The address of a remote range, if the key opens it.
     #[inline]
     fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        self.obstacle()?;
+        self.check_fence()?;
         let grant = self.grant(Key(request.key.get()), addr).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, addr, len)?;
-        let placed = self.shared.memories.get(grant.region).and_then(|placed| placed.get());
-        let Placed { base, memory, .. } = placed.ok_or(WorkError::RemoteAccess)?;
+        let mapping = self.shared.memories.get(grant.region).and_then(|mapping| mapping.get());
+        let RegionMapping { base, memory, .. } = mapping.ok_or(WorkError::RemoteAccess)?;
         let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
         memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
     }
 
-    /// What the key opens at that address.
+    /// The range that a key opens at an address.
     #[inline]
     fn grant(&self, key: Key, addr: u64) -> Option<Grant> {
         if !key.is_table_key() {
             return self.shared.control.lookup(key);
         }
-        let holds = |placed: &&Placed| placed.table.as_ref().is_some_and(|table| table.holds(addr));
-        let placed = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
-        placed.table.as_ref()?.grant(&placed.memory, self.who, key, addr)
+        let holds = |mapping: &&RegionMapping| mapping.table.as_ref().is_some_and(|table| table.holds(addr));
+        let mapping = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
+        mapping.table.as_ref()?.grant(&mapping.memory, self.who, key, addr)
     }
 
     #[inline]
@@ -349,7 +366,8 @@ impl Session {
             return Err(WorkError::Misaligned);
         }
         let word = self.locate(request, addr, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples of 8 here and there.
+        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples
+        // of 8 in both address spaces.
         Ok(unsafe { AtomicU64::from_ptr(word) })
     }
 }

@@ -1,4 +1,4 @@
-//! The target's end: it changes keys and fences; threads of its own serve.
+//! The owner's end: changes keys and fences. Threads of its own serve the initiators.
 
 use std::hash::{BuildHasher, RandomState};
 use std::io;
@@ -10,12 +10,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Options;
-use super::door::Doorkeeper;
-use super::rate::Limiter;
-use super::serve::{Hand, ServeThread};
-use super::session::Session;
+use super::acceptor::TcpAcceptor;
+use super::counters::{SessionCounters, TenantTable};
+use super::rate::RateLimiter;
+use super::serve::{ServeHandle, ServeThread};
+use super::session::TcpSession;
 use super::stream::avoid_pacing;
-use super::tally::{Tally, Tenants};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::handshake::{ClusterKey, LINGER_TIME};
@@ -28,67 +28,67 @@ use crate::target::{
 use crate::wake::WakeFd;
 use crate::work::Key;
 
-/// A target that goes away waits so long for a request under way.
+/// The time for which a stopping target waits for an operation in flight.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Memory offered over TCP.
+/// A target that offers memory over TCP.
 pub struct TcpTarget {
-    shared: Arc<Shared>,
+    shared: Arc<TcpShared>,
     threads: Vec<JoinHandle<()>>,
     address: SocketAddr,
 }
 
-/// Where a region lies, its memory, and its table of keys.
+/// The address, memory and key table of a region.
 #[derive(Debug)]
-pub(super) struct Placed {
+pub(super) struct RegionMapping {
     pub base: u64,
     pub memory: Arc<Memory>,
     pub table: Option<PlacedTable>,
 }
 
-pub(super) struct Shared {
+pub(super) struct TcpShared {
     pub options: Options,
     pub key: ClusterKey,
     pub control: ControlMemory,
-    /// By region number; read on every access without a lock.
-    pub memories: Box<[OnceLock<Placed>]>,
-    pub state: Mutex<State>,
-    pub hands: Vec<Hand>,
+    /// The regions by index. Every access reads them without a lock.
+    pub memories: Box<[OnceLock<RegionMapping>]>,
+    pub state: Mutex<TcpTargetState>,
+    pub handles: Vec<ServeHandle>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
-    /// What tenants have left; of all threads together, and only asked if there is a rate.
-    pub limiter: Mutex<Limiter>,
-    /// Initiators that are being welcomed: let in, and not yet with their thread.
-    pub welcoming: AtomicUsize,
+    /// Rate limits for all threads together. Used only if a rate is configured.
+    pub limiter: Mutex<RateLimiter>,
+    /// Number of admitted initiators that are not yet with their serving thread.
+    pub handshakes_in_progress: AtomicUsize,
 }
 
-pub(super) struct State {
-    pub peers: PeerSessions<OfSession>,
-    /// Sessions whose connection broke.
-    pub lingering: Vec<(Session, Instant)>,
+pub(super) struct TcpTargetState {
+    pub peers: PeerSessions<TcpPeerState>,
+    /// Sessions whose connection broke, which may be resumed.
+    pub parked: Vec<(TcpSession, Instant)>,
     pub tables: TargetTables,
-    /// What those had who are forgotten.
-    pub served: Tenants,
+    /// Counters of removed sessions.
+    pub served: TenantTable,
 }
 
-/// What this provider knows of one session.
+/// The provider's state of one session.
 #[derive(Debug, Default)]
-pub(super) struct OfSession {
-    /// Which thread serves it.
-    pub hand: usize,
-    /// Set to have its connection closed: it has been replaced.
+pub(super) struct TcpPeerState {
+    /// Index of the serving thread.
+    pub thread: usize,
+    /// Set to have the connection closed, because the initiator has opened another.
     pub is_stale: AtomicBool,
-    pub tally: Tally,
+    pub counters: SessionCounters,
 }
 
-/// What target, door and threads know of one session.
-pub(super) type Peer = sessions::PeerSession<OfSession>;
+/// A session as the target, the acceptor and the serving threads share it.
+pub(super) type TcpPeer = sessions::PeerSession<TcpPeerState>;
 
 impl TcpTarget {
-    /// Offer memory at an address, to whoever proves to have the cluster's key.
+    /// Offers memory at an address to initiators that hold the cluster key.
     ///
     /// # Errors
-    /// If an option is out of bounds, the address is taken, or the system refuses.
+    /// If an option is out of bounds, the address is in use, or the system refuses.
     pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
         let listener = TcpListener::bind(address)
@@ -96,10 +96,10 @@ impl TcpTarget {
         Self::listen_on(listener, key, options)
     }
 
-    /// Offer memory on a socket that listens already.
+    /// Offers memory on a socket that already listens.
     ///
     /// # Errors
-    /// As [`TcpTarget::listen`].
+    /// The errors of [`TcpTarget::listen`].
     pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
@@ -109,28 +109,29 @@ impl TcpTarget {
             .map_err(|e| system("cannot create control memory", e))?;
         let no_wake = |error| system("cannot create an eventfd", error);
         let wake = WakeFd::new().map_err(no_wake)?;
-        let hands: Result<Vec<Hand>, _> = (0..options.threads).map(|_| Hand::new()).collect();
-        let state = State {
+        let handles: Result<Vec<ServeHandle>, _> = (0..options.threads).map(|_| ServeHandle::new()).collect();
+        let state = TcpTargetState {
             peers: PeerSessions::new(options.endpoints_max),
-            lingering: Vec::new(),
-            served: Tenants::default(),
-            // Random in its free bits for every target; whoever may connect at all is of the cluster.
+            parked: Vec::new(),
+            served: TenantTable::default(),
+            // The keys of each target are different. They need not be secret: only members of the
+            // cluster connect.
             tables: TargetTables::new(
                 options.regions_max,
                 options.windows_max,
                 RandomState::new().hash_one(address),
             ),
         };
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(TcpShared {
             key: key.clone(),
             control,
             memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
             state: Mutex::new(state),
-            hands: hands.map_err(no_wake)?,
+            handles: handles.map_err(no_wake)?,
             wake,
             stop: AtomicBool::new(false),
-            limiter: Mutex::new(Limiter::new(options.rate)),
-            welcoming: AtomicUsize::new(0),
+            limiter: Mutex::new(RateLimiter::new(options.rate)),
+            handshakes_in_progress: AtomicUsize::new(0),
             options,
         });
         let mut target = Self { shared: Arc::clone(&shared), threads: Vec::new(), address };
@@ -139,8 +140,8 @@ impl TcpTarget {
                 ServeThread::new(&shared, number).map_err(|e| system("cannot watch connections", e))?;
             target.spawn("fabric-serve", move || thread.run())?;
         }
-        let door = Doorkeeper::new(shared, listener);
-        target.spawn("fabric-door", move || door.run())?;
+        let acceptor = TcpAcceptor::new(shared, listener);
+        target.spawn("fabric-accept", move || acceptor.run())?;
         Ok(target)
     }
 
@@ -151,7 +152,7 @@ impl TcpTarget {
         Ok(())
     }
 
-    /// Where it listens; if port 0 was asked for, which port it got.
+    /// The address at which it listens, with the actual port if port 0 was requested.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
@@ -164,7 +165,7 @@ impl Drop for TcpTarget {
         let state = self.shared.lock();
         self.shared.stop.store(true, Ordering::SeqCst);
         drop(state);
-        self.shared.hands.iter().for_each(Hand::wake);
+        self.shared.handles.iter().for_each(ServeHandle::wake);
         self.shared.wake.wake();
         for slot in 0..self.shared.control.endpoints() {
             self.shared.control.drain(slot, Some(FAREWELL));
@@ -173,9 +174,9 @@ impl Drop for TcpTarget {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "a thread of the target panicked");
         }
-        // Sessions hold what holds them.
-        let lingering = std::mem::take(&mut self.shared.lock().lingering);
-        drop(lingering);
+        // Sessions and the shared state refer to each other.
+        let parked = std::mem::take(&mut self.shared.lock().parked);
+        drop(parked);
     }
 }
 
@@ -185,22 +186,22 @@ impl std::fmt::Debug for TcpTarget {
     }
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for TcpShared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("options", &self.options).finish_non_exhaustive()
+        f.debug_struct("TcpShared").field("options", &self.options).finish_non_exhaustive()
     }
 }
 
-impl Shared {
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+impl TcpShared {
+    pub fn lock(&self) -> MutexGuard<'_, TcpTargetState> {
         lock(&self.state)
     }
 
-    /// See [`Target::fence`].
+    /// Implements [`Target::fence`].
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
-        let is_fenced = |peer: &Peer| peer.who.host == host && peer.who.epoch <= epoch;
+        let is_fenced = |peer: &TcpPeer| peer.who.host == host && peer.who.epoch <= epoch;
         let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.is_closed());
         let slots: Vec<usize> = present.map(|peer| peer.slot).collect();
         for &slot in &slots {
@@ -210,46 +211,45 @@ impl Shared {
         for slot in slots {
             self.control.drain(slot, None);
         }
-        self.end_lingering(|session, _| is_fenced(&session.peer));
+        self.end_parked_if(|session, _| is_fenced(&session.peer));
     }
 
-    /// A session is over for good.
-    pub fn dismiss(&self, session: &Session) {
+    /// Ends a session for good.
+    pub fn end_session(&self, session: &TcpSession) {
         let mut state = self.lock();
         state.release(&self.control, session);
     }
 
-    /// Its connection broke: it may come back, if its host is not shut out.
-    pub fn keep_for_a_while(&self, mut session: Session) {
-        session.forget_partial();
+    /// Parks a session after its connection broke. It may be resumed unless its host is fenced.
+    pub fn park(&self, mut session: TcpSession) {
+        session.discard_partial();
         let mut state = self.lock();
         if state.tables.is_fenced(session.who) {
             state.release(&self.control, &session);
             return;
         }
-        state.lingering.push((session, Instant::now()));
+        state.parked.push((session, Instant::now()));
         drop(state);
         self.wake.wake();
     }
 
-    /// End the sessions that have lingered for long enough.
-    pub fn end_late(&self) {
-        self.end_lingering(|_, since| since.elapsed() >= LINGER_TIME);
+    /// Ends the sessions that were parked for too long.
+    pub fn end_expired(&self) {
+        self.end_parked_if(|_, since| since.elapsed() >= LINGER_TIME);
     }
 
-    fn end_lingering(&self, mut is_over: impl FnMut(&Session, Instant) -> bool) {
+    fn end_parked_if(&self, mut is_over: impl FnMut(&TcpSession, Instant) -> bool) {
         let mut state = self.lock();
-        let over: Vec<_> =
-            state.lingering.extract_if(.., |(session, since)| is_over(session, *since)).collect();
+        let over: Vec<_> = state.parked.extract_if(.., |(session, since)| is_over(session, *since)).collect();
         over.iter().for_each(|(session, _)| state.release(&self.control, session));
     }
 }
 
-impl State {
-    fn release(&mut self, control: &ControlMemory, session: &Session) {
-        control.vacate(session.slot);
+impl TcpTargetState {
+    fn release(&mut self, control: &ControlMemory, session: &TcpSession) {
+        control.free_slot(session.slot);
         let Self { peers, served, .. } = self;
-        peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.tally.served()));
+        peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.counters.served()));
     }
 }
 
@@ -265,7 +265,7 @@ impl Target for TcpTarget {
         let mut state = self.shared.lock();
         let index = state.tables.regions.len();
         if let Some(place) = self.shared.memories.get(index) {
-            // The key is not known to anyone yet: the base follows below, under the same lock.
+            // No endpoint knows the key yet. The mapping is stored below, under the same lock.
             let region = state.tables.register(
                 &self.shared.control,
                 Arc::clone(&memory),
@@ -275,7 +275,7 @@ impl Target for TcpTarget {
                 key,
             )?;
             let table = state.tables.regions[index].table.clone();
-            let is_first = place.set(Placed { base: region.base, memory, table }).is_ok();
+            let is_first = place.set(RegionMapping { base: region.base, memory, table }).is_ok();
             assert!(is_first, "regions are numbered once");
             return Ok(region);
         }
@@ -287,7 +287,7 @@ impl Target for TcpTarget {
     }
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
-        // Only one of several callers may clear the key, and so give its slot back.
+        // Only one of several callers may clear the key and release its slot.
         let state = self.shared.lock();
         if !self.shared.control.unbind(key) {
             return Err(TargetError::NoSuchKey(key));
@@ -299,7 +299,7 @@ impl Target for TcpTarget {
     }
 
     fn expel(&self, _range: Range<u64>) {
-        // Sessions that come back are given what they lack under this lock.
+        // Resumed sessions repeat READs under this lock.
         drop(self.shared.lock());
         self.shared.control.drain_all();
     }
@@ -310,14 +310,14 @@ impl Target for TcpTarget {
 
     fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
         let mut state = self.shared.lock();
-        let State { peers, served, .. } = &mut *state;
-        peers.receive(out, |peer| served.add(peer.who.tenant, peer.own.tally.served()))
+        let TcpTargetState { peers, served, .. } = &mut *state;
+        peers.receive(out, |peer| served.add(peer.who.tenant, peer.own.counters.served()))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        let Shared { hands, options, .. } = &*self.shared;
+        let TcpShared { handles, options, .. } = &*self.shared;
         let state = self.shared.lock();
-        state.peers.send(to, message, &options.limits, &state.tables, |peer| hands[peer.own.hand].wake())
+        state.peers.send(to, message, &options.limits, &state.tables, |peer| handles[peer.own.thread].wake())
     }
 
     fn endpoints(&self) -> usize {
@@ -327,7 +327,7 @@ impl Target for TcpTarget {
     fn tenant_counters(&self) -> Vec<(Tenant, TenantCounters)> {
         let state = self.shared.lock();
         let mut served = state.served.clone();
-        state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.own.tally.served()));
+        state.peers.iter().for_each(|peer| served.add(peer.who.tenant, peer.own.counters.served()));
         served.into_vec()
     }
 }
@@ -343,7 +343,7 @@ mod tests {
     use super::*;
     use crate::tcp::{ConnectOptions, connect};
 
-    /// A wire of one connection to there: its address, and the ends that cut it.
+    /// A relay of one connection to an address: its own address, and the sockets that cut it.
     fn wire(to: SocketAddr) -> (SocketAddr, JoinHandle<[TcpStream; 2]>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -359,10 +359,10 @@ mod tests {
     }
 
     #[test]
-    fn who_is_shut_out_keeps_no_place() {
+    fn the_session_of_a_fenced_host_is_not_parked() {
         let key = ClusterKey([3; 32]);
         let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &key, Options::default()).unwrap();
-        let lingering = || target.shared.lock().lingering.len();
+        let parked = || target.shared.lock().parked.len();
         for (epoch, is_cut_first) in [(1, true), (2, false)] {
             let who = Identity { host: Host(7), epoch, tenant: Tenant(9) };
             let (address, ends) = wire(target.address());
@@ -371,14 +371,14 @@ mod tests {
             let cut = || ends.iter().for_each(|end| drop(end.shutdown(Shutdown::Both)));
             if is_cut_first {
                 cut();
-                while lingering() == 0 {
+                while parked() == 0 {
                     std::thread::yield_now();
                 }
             }
             target.fence(who.host, epoch);
             cut();
             loop {
-                assert_eq!(lingering(), 0, "nobody may come back to this session");
+                assert_eq!(parked(), 0, "the session of a fenced host is not parked");
                 if target.endpoints() == 0 {
                     break;
                 }

@@ -1,60 +1,61 @@
-//! What goes over an open connection: requests one way, answers and messages the other. All lengths are padded to multiples of 8 on the wire, so
-//! that words stay aligned in the buffers of both ends and are never seen torn.
+//! The bytes of an open connection: requests in one direction, answers and messages in the other.
+//! All lengths are padded to multiples of 8, so that words stay aligned in both buffers and are
+//! never torn.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::work::WorkError;
 
-/// Bytes of a request's head.
+/// Bytes of the head of a request.
 pub const REQUEST_BYTES: usize = size_of::<Request>();
-/// Bytes of an answer's head.
+/// Bytes of the head of an answer.
 pub const ANSWER_BYTES: usize = size_of::<Answer>();
 
-/// READ `len` bytes at `addr`.
+/// Request: READ `len` bytes at `addr`.
 pub const READ: u8 = 1;
-/// WRITE the `len` bytes that follow to `addr`.
+/// Request: WRITE the `len` bytes that follow to `addr`.
 pub const WRITE: u8 = 2;
-/// If the word at `addr` is `value`, store the word that follows.
+/// Request: if the word at `addr` equals `value`, store the word that follows.
 pub const SWAP: u8 = 3;
-/// Add `value` to the word at `addr`.
+/// Request: add `value` to the word at `addr`.
 pub const ADD: u8 = 4;
-/// Deliver the `len` bytes that follow.
+/// Request: deliver the message of `len` bytes that follows.
 pub const SEND: u8 = 5;
-/// The initiator has taken `len` messages. Not answered, not counted.
+/// Request: the initiator has taken `len` messages. Neither answered nor counted.
 pub const CREDIT: u8 = 6;
-/// The initiator leaves in good order: its session ends. Not answered.
+/// Request: end the session. Not answered.
 pub const BYE: u8 = 7;
 
-/// The answer to the oldest unanswered request; with `len` bytes behind it if that was a READ.
+/// Answer to the oldest unanswered request. `len` bytes follow if that was a READ.
 pub const ANSWER: u8 = 1;
 /// A message of `len` bytes, which follow.
 pub const MESSAGE: u8 = 2;
-/// The target goes away in good order, having done `value` requests of this session.
+/// The target goes away in good order, with `value` requests of this session done.
 pub const FAREWELL: u8 = 3;
 
 /// The head of a request.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
 pub struct Request {
-    /// What to do.
+    /// The kind of the request.
     pub kind: u8,
-    /// 0.
+    /// Reserved: 0.
     pub reserved: [u8; 3],
-    /// Bytes.
+    /// Length in bytes.
     pub len: U32,
-    /// Where.
+    /// Remote address.
     pub addr: U64,
-    /// Operand of atomics.
+    /// Operand of an atomic.
     pub value: U64,
-    /// Key that opens `addr`.
+    /// The key that opens `addr`.
     pub key: U32,
-    /// 0.
+    /// Reserved: 0.
     pub reserved2: U32,
 }
 
 impl Request {
-    /// A request without address and operand.
+    /// Makes a request without address and operand.
     #[must_use]
     pub fn new(kind: u8, len: u32) -> Self {
         let zero = U64::new(0);
@@ -70,24 +71,24 @@ impl Request {
     }
 }
 
-/// The head of what a target says.
+/// The head of an answer, a message or a farewell.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
 pub struct Answer {
-    /// What follows.
+    /// What the head begins.
     pub kind: u8,
-    /// See [`status`].
+    /// The outcome, as a number of [`status`].
     pub status: u8,
-    /// 0.
+    /// Reserved: 0.
     pub reserved: U16,
-    /// Bytes that follow.
+    /// Number of bytes that follow.
     pub len: U32,
-    /// For atomics what was found; for the rest bytes.
+    /// The value found by an atomic, or the number of bytes.
     pub value: U64,
 }
 
 impl Answer {
-    /// The head of an answer.
+    /// Makes the head of an answer.
     #[must_use]
     pub fn new(kind: u8, outcome: Result<u64, WorkError>, len: u32) -> Self {
         Self {
@@ -99,7 +100,7 @@ impl Answer {
         }
     }
 
-    /// The outcome that it tells, if there is such a one.
+    /// The outcome; `None` if the status is unknown.
     #[must_use]
     pub fn outcome(&self) -> Option<Result<u64, WorkError>> {
         Some(match self.status {
@@ -114,10 +115,10 @@ impl Answer {
     }
 }
 
-/// The status of an error that a target can tell.
+/// The status number of an error that a target can report.
 ///
 /// # Panics
-/// If it is not one of those.
+/// If a target cannot report the error.
 #[must_use]
 pub fn status(error: WorkError) -> u8 {
     match error {
@@ -131,12 +132,12 @@ pub fn status(error: WorkError) -> u8 {
         | WorkError::Timeout
         | WorkError::Away
         | WorkError::Flushed => {
-            unreachable!("a target never says {error:?}")
+            unreachable!("a target does not report {error:?}")
         }
     }
 }
 
-/// Bytes with padding.
+/// The padded length.
 #[must_use]
 pub fn padded(len: u32) -> usize {
     (len as usize).next_multiple_of(8)

@@ -41,8 +41,8 @@ pub fn connect(
     let stream = RefCell::new(stream);
     let mut answer = call(&stream, &ask);
     answer.outcome()?;
-    let limits = answer.take_limits();
-    let regions = (0..answer.take()).map(|_| answer.allocate_region()).collect();
+    let limits = answer.read_limits();
+    let regions = (0..answer.read()).map(|_| answer.read_region()).collect();
     Ok(Box::new(Afar { stream, limits, regions, locals: Vec::new() }))
 }
 
@@ -71,7 +71,7 @@ impl Endpoint for Afar {
             ask.work(work);
             ask.bytes(&self.source(&work.verb));
         }
-        let accepted = usize::try_from(call(&self.stream, &ask).take()).expect("a number of works");
+        let accepted = usize::try_from(call(&self.stream, &ask).read()).expect("a number of works");
         if accepted == batch.len() { Ok(()) } else { Err(PostError::QueueFull { accepted }) }
     }
 
@@ -79,15 +79,15 @@ impl Endpoint for Afar {
         let mut ask = Message::of(POLL);
         ask.put(max as u64);
         let mut answer = call(&self.stream, &ask);
-        for _ in 0..answer.take() {
-            let slice = answer.take_slice();
-            let bytes = answer.take_bytes();
+        for _ in 0..answer.read() {
+            let slice = answer.read_slice();
+            let bytes = answer.read_bytes();
             if let Some(memory) = self.local(slice) {
                 memory.write(usize::try_from(slice.offset).expect("inside"), bytes);
             }
         }
-        let count = usize::try_from(answer.take()).expect("a number of completions");
-        out.extend((0..count).map(|_| answer.take_completion()));
+        let count = usize::try_from(answer.read()).expect("a number of completions");
+        out.extend((0..count).map(|_| answer.read_completion()));
         count
     }
 
@@ -96,15 +96,15 @@ impl Endpoint for Afar {
         ask.put(memory.len() as u64);
         let mut answer = call(&self.stream, &ask);
         answer.outcome()?;
-        let key = LocalKey(u32::try_from(answer.take()).expect("a local key"));
+        let key = LocalKey(u32::try_from(answer.read()).expect("a local key"));
         self.locals.push((key, memory));
         Ok(key)
     }
 
     fn receive(&mut self, out: &mut Vec<u8>) -> bool {
         let mut answer = call(&self.stream, &Message::of(RECEIVE));
-        let is_there = answer.take() != 0;
-        out.extend_from_slice(answer.take_bytes());
+        let is_there = answer.read() != 0;
+        out.extend_from_slice(answer.read_bytes());
         is_there
     }
 
@@ -117,6 +117,6 @@ impl Endpoint for Afar {
     }
 
     fn is_broken(&self) -> bool {
-        call(&self.stream, &Message::of(IS_BROKEN)).take() != 0
+        call(&self.stream, &Message::of(IS_BROKEN)).read() != 0
     }
 }

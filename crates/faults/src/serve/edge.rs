@@ -236,7 +236,7 @@ impl ProcessEdge {
     /// The number of the thread comes from its own PID namespace. Here it may name another process,
     /// so the canary is compared.
     fn identify_process(&self, thread: u32) {
-        // If the kernel refuses the fill, the next fault tries again.
+        // If the kernel refuses the fill, the canary is missing, and the next fault tries again.
         let _ = self.canary().fill(&self.uffd);
         if !self.canary().is_in(thread) {
             return;

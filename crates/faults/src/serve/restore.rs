@@ -78,7 +78,7 @@ impl PagingService {
         }
         self.mempool.finish_recovery(&used);
         // Before other programs can allocate them.
-        runs.values_mut().flat_map(|run| &mut run.ready).for_each(ResumableProgram::reserve_blocks);
+        runs.values_mut().flat_map(|run| &mut run.resumable).for_each(ResumableProgram::reserve_blocks);
         for id in orphans.into_keys() {
             self.agent.remove_from_keeper(HeldKind::Orphan, id);
         }
@@ -104,7 +104,7 @@ impl PagingService {
             return self.end_programs(vec![unservable]);
         };
         match RecoveredProgram::open(kept, record) {
-            Ok(found) => run.found.push(found),
+            Ok(program) => run.programs.push(program),
             Err(error) => {
                 run.fail(format!("a program of it cannot be resumed: {error}"));
                 run.unservable.push(unservable);
@@ -114,7 +114,8 @@ impl PagingService {
 
     /// Starts the threads of a run.
     fn resume_run(self: &Arc<Self>, open: RecoveringRun) -> Option<RestoredRun> {
-        let RecoveringRun { id, record, owner, slabs, budget, ready, end_reason, mut unservable, .. } = open;
+        let RecoveringRun { id, record, owner, slabs, budget, resumable, end_reason, mut unservable, .. } =
+            open;
         slabs.finish_recovery();
         let again = owner.try_clone();
         let kept = Arc::clone(&slabs);
@@ -129,14 +130,14 @@ impl PagingService {
         };
         self.lock().insert(run.token(), Arc::clone(&run));
         let mut end_reason = end_reason;
-        if end_reason.is_none() && ready.is_empty() {
+        if end_reason.is_none() && resumable.is_empty() {
             // The process that started the run may not have got the answer.
             let _gone = send_frame(&owner, &Frame::RunOpened(run.token()), &[]);
         }
-        for ready in ready {
-            let program = ready.found.to_unservable();
+        for resumable in resumable {
+            let program = resumable.program.to_unservable();
             if end_reason.is_none() {
-                let Err(error) = ready.start(self, &run) else { continue };
+                let Err(error) = resumable.start(self, &run) else { continue };
                 end_reason = Some(format!("a program of it cannot be resumed: {error}"));
             }
             unservable.push(program);
@@ -199,8 +200,8 @@ struct RecoveringRun {
     owner: OwnedFd,
     slabs: Arc<SlabSet>,
     budget: Arc<Budget>,
-    found: Vec<RecoveredProgram>,
-    ready: Vec<ResumableProgram>,
+    programs: Vec<RecoveredProgram>,
+    resumable: Vec<ResumableProgram>,
     /// Programs that cannot be served and must be killed.
     unservable: Vec<UnservableProgram>,
     end_reason: Option<String>,
@@ -222,8 +223,8 @@ impl RecoveringRun {
             slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
             budget: Arc::new(Budget::new(record.limit_bytes)),
             record,
-            found: Vec::new(),
-            ready: Vec::new(),
+            programs: Vec::new(),
+            resumable: Vec::new(),
             unservable: Vec::new(),
             end_reason: None,
         })
@@ -236,30 +237,30 @@ impl RecoveringRun {
 
     /// Recovers all volumes, and adds their blocks of the mempool to `used`.
     fn recover(&mut self, service: &PagingService, orphans: &mut Orphans, used: &mut HashSet<BlockId>) {
-        let served: HashSet<_> = self.found.iter().filter_map(|found| found.record.origin).collect();
+        let served: HashSet<_> = self.programs.iter().filter_map(|program| program.record.origin).collect();
         let mut blocks = Vec::new();
-        for mut found in std::mem::take(&mut self.found) {
-            let id = found.id;
-            if found.has_ended() {
-                if found.has_unserved_fork(&served) {
+        for mut program in std::mem::take(&mut self.programs) {
+            let id = program.id;
+            if program.has_ended() {
+                if program.has_unserved_fork(&served) {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
                 service.agent.remove_from_keeper(HeldKind::Program, id);
                 continue;
             }
-            let unservable = found.to_unservable();
-            let recovered = found.finish_first_event(&served).and_then(|()| {
+            let unservable = program.to_unservable();
+            let recovered = program.finish_first_event(&served).and_then(|()| {
                 let mempool = Arc::clone(&service.mempool);
                 let slabs = Arc::clone(&self.slabs);
-                let unapplied = found.drain_unapplied(orphans)?;
+                let unapplied = program.drain_unapplied(orphans)?;
                 let recovered =
-                    Volume::recover(reopen(&found.table)?, slabs, mempool, Arc::clone(&self.budget));
+                    Volume::recover(reopen(&program.table)?, slabs, mempool, Arc::clone(&self.budget));
                 Ok((unapplied, recovered.map_err(io::Error::other)?))
             });
             match recovered {
                 Ok((unapplied, recovered)) => {
                     blocks.extend(recovered.volume.blocks_in_use());
-                    self.ready.push(ResumableProgram { found, recovered, unapplied });
+                    self.resumable.push(ResumableProgram { program, recovered, unapplied });
                 }
                 Err(error) => {
                     self.fail(format!("a program of it cannot be resumed: {error}"));
@@ -281,7 +282,7 @@ struct RecoveredProgram {
     uffd: Userfaultfd,
     table: Memory,
     journal: Journal,
-    left: JournalContents,
+    contents: JournalContents,
     worker: Option<(WorkerPort, OwnedFd)>,
     pidfd: Option<OwnedFd>,
 }
@@ -293,13 +294,23 @@ impl RecoveredProgram {
             || fds.next().ok_or_else(|| io::Error::other("the keeper lacks descriptors of the program"));
         let uffd = Userfaultfd::from(next()?);
         let table = Memory::whole(next()?)?;
-        let (journal, left) = Journal::recover(Memory::whole(next()?)?)?;
+        let (journal, contents) = Journal::recover(Memory::whole(next()?)?)?;
         let worker = match record.hello {
             Some(_) => Some((WorkerPort::recover(next()?)?, next()?)),
             None => None,
         };
         let pidfd = if kept.item.pid == 0 { None } else { Some(next()?) };
-        Ok(Self { id: kept.item.id, pid: kept.item.pid, record, uffd, table, journal, left, worker, pidfd })
+        Ok(Self {
+            id: kept.item.id,
+            pid: kept.item.pid,
+            record,
+            uffd,
+            table,
+            journal,
+            contents,
+            worker,
+            pidfd,
+        })
     }
 
     /// What is needed to end the program if it cannot be served.
@@ -316,14 +327,18 @@ impl RecoveredProgram {
 
     /// Whether the first unapplied event is a fork whose child the keeper already has.
     fn is_first_fork_served(&self, served: &HashSet<(u64, u64)>) -> bool {
-        matches!(self.left.unapplied.first(), Some((_, UffdMessage::Fork(_))))
+        matches!(self.contents.unapplied.first(), Some((_, UffdMessage::Fork(_))))
             && served.contains(&(self.id, self.journal.sequence()))
     }
 
     /// Whether an unapplied event is a fork whose child the keeper does not have.
     fn has_unserved_fork(&self, served: &HashSet<(u64, u64)>) -> bool {
         let skipped = usize::from(self.is_first_fork_served(served));
-        self.left.unapplied.iter().skip(skipped).any(|(_, message)| matches!(message, UffdMessage::Fork(_)))
+        self.contents
+            .unapplied
+            .iter()
+            .skip(skipped)
+            .any(|(_, message)| matches!(message, UffdMessage::Fork(_)))
     }
 
     /// Completes the first event if it was applied in part.
@@ -331,10 +346,10 @@ impl RecoveredProgram {
     /// That is a fork whose child the keeper already has, or a remap that had begun.
     fn finish_first_event(&mut self, served: &HashSet<(u64, u64)>) -> io::Result<()> {
         let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
-        let pending_unmaps = self.left.pending_unmaps.as_mut().ok_or_else(too_many)?;
-        let mut removed = self.left.removed.clone().unwrap_or_default();
-        if self.left.is_remapping
-            && let Some((_, UffdMessage::Remap { from, to, pages })) = self.left.unapplied.first()
+        let pending_unmaps = self.contents.pending_unmaps.as_mut().ok_or_else(too_many)?;
+        let mut removed = self.contents.removed.clone().unwrap_or_default();
+        if self.contents.is_remapping
+            && let Some((_, UffdMessage::Remap { from, to, pages })) = self.contents.unapplied.first()
         {
             finish_move(reopen(&self.table)?, *from, *to, *pages).map_err(io::Error::other)?;
             pending_unmaps.push(Area { start: *from, end: from + pages });
@@ -342,18 +357,18 @@ impl RecoveredProgram {
         } else if !self.is_first_fork_served(served) {
             return Ok(());
         }
-        let pending_unmaps = self.left.pending_unmaps.as_ref().ok_or_else(too_many)?;
+        let pending_unmaps = self.contents.pending_unmaps.as_ref().ok_or_else(too_many)?;
         self.journal.skip_first_event(PersistentRanges { pending_unmaps, removed: &removed });
-        if let Some(left) = &mut self.left.removed {
-            *left = removed;
+        if let Some(old) = &mut self.contents.removed {
+            *old = removed;
         }
-        self.left.unapplied.remove(0);
+        self.contents.unapplied.remove(0);
         Ok(())
     }
 
     /// The events that are left to apply; each fork gets its child's descriptor.
     fn drain_unapplied(&mut self, orphans: &mut Orphans) -> io::Result<Vec<UffdMessage<OwnedFd>>> {
-        let reader_pid = u64::from(self.left.reader_pid) << 32;
+        let reader_pid = u64::from(self.contents.reader_pid) << 32;
         let with_child = |(_, message): (usize, UffdMessage<_>)| {
             if let UffdMessage::Fork(fd) = &message {
                 let number = u32::try_from(*fd).map_err(io::Error::other)?;
@@ -365,21 +380,22 @@ impl RecoveredProgram {
             }
             Ok(message.map_child(|_| unreachable!("only a fork has a child")))
         };
-        self.left.unapplied.drain(..).map(with_child).collect()
+        self.contents.unapplied.drain(..).map(with_child).collect()
     }
 }
 
 /// A program that can be resumed.
 struct ResumableProgram {
-    found: RecoveredProgram,
+    program: RecoveredProgram,
     recovered: RecoveredVolume,
+    /// Events that were read and not applied.
     unapplied: Vec<UffdMessage<OwnedFd>>,
 }
 
 impl ResumableProgram {
     /// Reserves a block of the mempool for each batch that was evicted and has no block.
     fn reserve_blocks(&mut self) {
-        if let Some((worker, _)) = &self.found.worker {
+        if let Some((worker, _)) = &self.program.worker {
             let leaving: HashSet<_> = self.recovered.leaving.iter().copied().collect();
             let batches = worker.unemptied(|page| leaving.contains(&page));
             self.recovered.volume.reserve_blocks(batches);
@@ -387,8 +403,8 @@ impl ResumableProgram {
     }
 
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
-        let Self { found, recovered, unapplied } = self;
-        let RecoveredProgram { id, pid, record, uffd, journal, left, worker, .. } = found;
+        let Self { program, recovered, unapplied } = self;
+        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, .. } = program;
         let program = new_program(run, id)?;
         let start = || {
             if pid != 0 {
@@ -403,7 +419,9 @@ impl ResumableProgram {
                 edge.reattach(Attachment { hello, socket, worker })?;
             }
             edge.set_unapplied_events(unapplied);
-            spawn(run, &program, edge, move |run, program, edge| resume(run, program, edge, recovered, left))
+            spawn(run, &program, edge, move |run, program, edge| {
+                resume(run, program, edge, recovered, contents)
+            })
         };
         // The keeper must hold a program that cannot be started until it has ended.
         start().inspect_err(|_| {
@@ -421,7 +439,7 @@ fn resume(
     program: &Program,
     edge: ProcessEdge,
     recovered: RecoveredVolume,
-    left: JournalContents,
+    contents: JournalContents,
 ) -> Option<Monitor<ProcessEdge>> {
     let Some(batches) = edge.batches() else {
         let mut volume = recovered.volume;
@@ -431,8 +449,8 @@ fn resume(
     let registered = edge.registered();
     let before = ResumeState {
         recovered,
-        pending_unmaps: left.pending_unmaps.unwrap_or_default(),
-        removed: left.removed.unwrap_or_else(|| registered.clone()),
+        pending_unmaps: contents.pending_unmaps.unwrap_or_default(),
+        removed: contents.removed.unwrap_or_else(|| registered.clone()),
         registered,
         batches,
     };
@@ -441,11 +459,13 @@ fn resume(
     Some(monitor)
 }
 
+/// A second mapping of the same memory.
 fn reopen(memory: &Memory) -> io::Result<Memory> {
     Memory::whole(memory.fd().try_clone_to_owned()?)
 }
 
-fn is_ready(fd: &impl AsFd, patience: Timespec) -> bool {
+/// Whether a descriptor becomes readable within a time.
+fn is_ready(fd: &impl AsFd, timeout: Timespec) -> bool {
     let mut fds = [PollFd::new(fd, PollFlags::IN)];
-    poll(&mut fds, Some(&patience)).is_ok_and(|ready| ready > 0)
+    poll(&mut fds, Some(&timeout)).is_ok_and(|ready| ready > 0)
 }

@@ -1,4 +1,4 @@
-//! Reconnects to a node that was absent.
+//! Reconnects to a node that was away.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ impl Reconnect for Reconnector {
                 }
                 Err(_) => ReconnectOutcome::Retry,
             },
-            NodeState::Absent => ReconnectOutcome::Retry,
+            NodeState::Away => ReconnectOutcome::Retry,
             // It was present once, so its grace time has passed.
             NodeState::Unknown => ReconnectOutcome::Gone,
         }

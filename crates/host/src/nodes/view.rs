@@ -45,8 +45,8 @@ impl PresentNode {
 pub(super) enum NodeState {
     /// The directory has the node.
     Present(PresentNode),
-    /// The node is absent, and may return with its memory.
-    Absent,
+    /// The node is away, and may return with its memory.
+    Away,
     /// The node was never seen, or its memory is lost.
     Unknown,
 }
@@ -55,8 +55,8 @@ pub(super) enum NodeState {
 #[derive(Debug, Default)]
 pub(super) struct NodeView {
     present: BTreeMap<NodeId, PresentNode>,
-    /// Absent nodes, each with the time until which its memory is kept.
-    absent: BTreeMap<NodeId, Instant>,
+    /// Nodes that are away, each with the time until which its memory is kept.
+    away: BTreeMap<NodeId, Instant>,
     /// Revision of the latest applied listing. Older events are ignored.
     listing_revision: u64,
     /// Revision of the latest applied event. Older listings are ignored.
@@ -93,19 +93,19 @@ impl NodeView {
         }
     }
 
-    /// Marks nodes as absent whose memory may be kept although they have no record now.
+    /// Marks nodes as away whose memory may be kept although they have no record now.
     pub fn add_lives(&mut self, lives: &[NodeLife], now: Instant) {
         for life in lives.iter().filter(|life| life.kept_ms > 0) {
             let node = NodeId(life.node);
             if !self.present.contains_key(&node) {
-                self.absent.insert(node, now + Duration::from_millis(life.kept_ms));
+                self.away.insert(node, now + Duration::from_millis(life.kept_ms));
             }
         }
     }
 
     fn insert(&mut self, record: &NodeRecord) {
         let node = NodeId(record.id);
-        self.absent.remove(&node);
+        self.away.remove(&node);
         if let Some(present) = PresentNode::from_record(record) {
             self.present.insert(node, present);
         }
@@ -114,7 +114,7 @@ impl NodeView {
     fn remove(&mut self, node: NodeId, now: Instant) {
         let grace = self.present.remove(&node).map_or(Duration::ZERO, |node| node.grace);
         if !grace.is_zero() {
-            self.absent.insert(node, now + grace);
+            self.away.insert(node, now + grace);
         }
     }
 
@@ -123,8 +123,8 @@ impl NodeView {
         if let Some(present) = self.present.get(&node) {
             return NodeState::Present(present.clone());
         }
-        let is_kept = self.absent.get(&node).is_some_and(|until| now < *until);
-        if is_kept { NodeState::Absent } else { NodeState::Unknown }
+        let is_kept = self.away.get(&node).is_some_and(|until| now < *until);
+        if is_kept { NodeState::Away } else { NodeState::Unknown }
     }
 
     /// The nodes that the directory has.
@@ -152,31 +152,31 @@ mod tests {
     }
 
     #[test]
-    fn a_deleted_node_is_absent_while_its_memory_is_kept() {
+    fn a_deleted_node_is_away_while_its_memory_is_kept() {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         let mut view = NodeView::default();
         view.apply_listing(&[record(1, 7, 500), record(2, 8, 0)], 10, start);
         view.apply_event(NodeId(1), None, 11, at(100));
         view.apply_event(NodeId(2), None, 12, at(100));
-        assert_eq!(view.state(NodeId(1), at(599)), NodeState::Absent);
+        assert_eq!(view.state(NodeId(1), at(599)), NodeState::Away);
         assert_eq!(view.state(NodeId(1), at(600)), NodeState::Unknown);
         assert_eq!(view.state(NodeId(2), at(100)), NodeState::Unknown);
         view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(200));
         assert!(matches!(view.state(NodeId(1), at(900)), NodeState::Present(PresentNode { epoch: 7, .. })));
         // A listing without the node has the effect of a deletion.
         view.apply_listing(&[], 14, at(1000));
-        assert_eq!(view.state(NodeId(1), at(1400)), NodeState::Absent);
+        assert_eq!(view.state(NodeId(1), at(1400)), NodeState::Away);
     }
 
     #[test]
-    fn a_life_without_a_record_is_an_absent_node_if_its_memory_is_kept() {
+    fn a_life_without_a_record_is_a_node_that_is_away_if_its_memory_is_kept() {
         let start = Instant::now();
         let life = |node, kept_ms| NodeLife { node, epoch: 1, kept_ms };
         let mut view = NodeView::default();
         view.apply_listing(&[record(1, 1, 500)], 10, start);
         view.add_lives(&[life(1, 500), life(2, 500), life(3, 0)], start);
-        assert_eq!(view.state(NodeId(2), start), NodeState::Absent);
+        assert_eq!(view.state(NodeId(2), start), NodeState::Away);
         assert_eq!(view.state(NodeId(3), start), NodeState::Unknown);
         assert!(matches!(view.state(NodeId(1), start), NodeState::Present(_)));
         assert_eq!(view.present().len(), 1);

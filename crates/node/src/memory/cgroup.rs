@@ -1,4 +1,4 @@
-//! How much memory the cgroups of this process leave it, version 1 or 2.
+//! Memory that the limits of this process's cgroups leave, in version 1 or 2.
 
 use std::path::{Path, PathBuf};
 
@@ -6,28 +6,33 @@ const MOUNT: &str = "/sys/fs/cgroup";
 
 /// The files of one version of the memory controller.
 #[derive(Clone, Copy, Debug)]
-struct Files {
+struct ControllerFiles {
     limit: &'static str,
     used: &'static str,
     /// The line of `memory.stat` with page cache that can be dropped.
     cache: &'static str,
 }
 
-const V1: Files =
-    Files { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", cache: "total_inactive_file" };
-const V2: Files = Files { limit: "memory.max", used: "memory.current", cache: "inactive_file" };
+const V1: ControllerFiles = ControllerFiles {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cache: "total_inactive_file",
+};
+const V2: ControllerFiles =
+    ControllerFiles { limit: "memory.max", used: "memory.current", cache: "inactive_file" };
 
-/// Bytes that the memory cgroup of this process and those around it leave; `None` if none has a limit.
-pub fn left_bytes() -> Option<u64> {
+/// The least that the memory cgroup of this process and its ancestors leave, in bytes; `None` if
+/// none has a limit.
+pub fn remaining_bytes() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let (root, path, files) = find(&own)?;
-    let around = Path::new(&path).ancestors();
-    let folders = around.map(|path| root.join(path.strip_prefix("/").unwrap_or(path)));
-    folders.filter_map(|folder| left_in(&folder, files)).min()
+    let folders = Path::new(&path).ancestors().map(|path| root.join(path.strip_prefix("/").unwrap_or(path)));
+    folders.filter_map(|folder| remaining_in(&folder, files)).min()
 }
 
-/// Where the memory controller is mounted, the cgroup of this process in it, and its files; from `/proc/self/cgroup`.
-fn find(own: &str) -> Option<(PathBuf, String, Files)> {
+/// Finds the mount point of the memory controller, the cgroup of this process in it, and its files
+/// in the text of `/proc/self/cgroup`.
+fn find(own: &str) -> Option<(PathBuf, String, ControllerFiles)> {
     let lines: Vec<Vec<&str>> = own.lines().map(|line| line.splitn(3, ':').collect()).collect();
     let in_v1 = lines.iter().find_map(|fields| match fields[..] {
         [_, controllers, path] if controllers.split(',').any(|name| name == "memory") => {
@@ -43,9 +48,10 @@ fn find(own: &str) -> Option<(PathBuf, String, Files)> {
     })
 }
 
-fn left_in(folder: &Path, files: Files) -> Option<u64> {
+/// What the limit of one cgroup leaves; `None` if it has none.
+fn remaining_in(folder: &Path, files: ControllerFiles) -> Option<u64> {
     let read = |name| std::fs::read_to_string(folder.join(name)).ok();
-    // No number stands for no limit in version 2; in version 1 it is a number beyond any machine.
+    // Without a limit, version 2 has a word here, and version 1 a number beyond any machine.
     let limit: u64 = read(files.limit)?.trim().parse().ok().filter(|limit| *limit < 1 << 60)?;
     let used: u64 = read(files.used)?.trim().parse().ok()?;
     let cache = read("memory.stat").and_then(|stat| value_of(&stat, files.cache)).unwrap_or(0);
@@ -75,20 +81,20 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_counts_cache_that_can_be_dropped() {
+    fn cache_that_can_be_dropped_counts_as_remaining() {
         let folder = std::env::temp_dir().join(format!("aquifer-cgroup-test-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let write = |name: &str, text: &str| std::fs::write(folder.join(name), text).unwrap();
-        assert_eq!(left_in(&folder, V2), None);
+        assert_eq!(remaining_in(&folder, V2), None);
         write("memory.max", "max\n");
         write("memory.current", "700\n");
-        assert_eq!(left_in(&folder, V2), None, "there is no limit");
+        assert_eq!(remaining_in(&folder, V2), None, "there is no limit");
         write("memory.max", "1000\n");
-        assert_eq!(left_in(&folder, V2), Some(300));
+        assert_eq!(remaining_in(&folder, V2), Some(300));
         write("memory.stat", "anon 500\ninactive_file 200\n");
-        assert_eq!(left_in(&folder, V2), Some(500));
+        assert_eq!(remaining_in(&folder, V2), Some(500));
         write("memory.current", "5000\n");
-        assert_eq!(left_in(&folder, V2), Some(0));
+        assert_eq!(remaining_in(&folder, V2), Some(0));
         std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -1,4 +1,4 @@
-//! A process that goes on writing by a key that is no more, while the extent goes to another tenant.
+//! A process writes with a revoked key while another tenant allocates the extent.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStdout, Command, Stdio};
@@ -11,24 +11,24 @@ use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
-use super::bed::{Bed, Stamp};
+use super::harness::{NodeHarness, SectionBuffer};
 
 const NODE: NodeId = NodeId(1);
-const OURS: Tenant = Tenant(1);
-const THEIRS: Tenant = Tenant(2);
+const FIRST: Tenant = Tenant(1);
+const SECOND: Tenant = Tenant(2);
 const VARIABLE: &str = "AQUIFER_TEST_WRITER";
 const WORD: &str = "written";
 const ROUNDS: usize = 8;
-/// Far more than a node takes to clear a section, if it does not wait for anybody.
+/// Far more than a node needs to clear a section if it does not wait for the writer.
 const TRIES: usize = 2000;
 
-/// Not a test by itself: it writes all over an extent until its key opens nothing any more.
+/// The writing process, not a test: fills an extent again and again until its key is refused.
 #[test]
 fn writer() {
-    let Ok(told) = std::env::var(VARIABLE) else { return };
-    let [socket, addr, key] = told.split(' ').collect::<Vec<_>>().try_into().expect("three words");
-    let who = Identity { host: Host(3), epoch: 1, tenant: OURS };
-    let mut endpoint = shm::connect(socket.as_ref(), who).expect("it listens");
+    let Ok(arguments) = std::env::var(VARIABLE) else { return };
+    let [socket, addr, key] = arguments.split(' ').collect::<Vec<_>>().try_into().expect("three words");
+    let identity = Identity { host: Host(3), epoch: 1, tenant: FIRST };
+    let mut endpoint = shm::connect(socket.as_ref(), identity).expect("it listens");
     let len = u32::try_from(SECTION_BYTES).expect("it is small");
     let memory = Arc::new(Memory::create("writer", len as usize).expect("memory"));
     memory.write(0, &vec![7; len as usize]);
@@ -53,24 +53,24 @@ fn writer() {
 struct Writer {
     child: Child,
     pid: Pid,
-    /// Open until its end: it has more to say.
-    _said: BufReader<ChildStdout>,
+    /// Stays open because the process writes to it until it ends.
+    _stdout: BufReader<ChildStdout>,
 }
 
 impl Writer {
-    /// One that has written.
-    fn start(bed: &Bed, extent: &Extent) -> Self {
-        let told = format!("{} {} {}", bed.socket().display(), extent.addr, extent.key.0);
+    /// Starts a writer, and waits until it has written once.
+    fn start(harness: &NodeHarness, extent: &Extent) -> Self {
+        let arguments = format!("{} {} {}", harness.socket().display(), extent.addr, extent.key.0);
         let mut command = Command::new(std::env::current_exe().expect("this program"));
-        command.args(["--exact", "old_keys::writer", "--nocapture"]).env(VARIABLE, told);
+        command.args(["--exact", "old_keys::writer", "--nocapture"]).env(VARIABLE, arguments);
         let mut child = command.stdout(Stdio::piped()).spawn().expect("it can be started");
-        let mut said = BufReader::new(child.stdout.take().expect("it was asked for"));
-        assert!(said.by_ref().lines().map_while(Result::ok).any(|line| line == WORD), "it has written");
+        let mut stdout = BufReader::new(child.stdout.take().expect("it was asked for"));
+        assert!(stdout.by_ref().lines().map_while(Result::ok).any(|line| line == WORD), "it has written");
         let pid = Pid::from_child(&child);
-        Self { child, pid, _said: said }
+        Self { child, pid, _stdout: stdout }
     }
 
-    /// Most often in the middle of a write.
+    /// Stops the process, usually in the middle of a write.
     fn stop(&self) {
         kill_process(self.pid, Signal::STOP).expect("it is there");
         let (_, status) =
@@ -78,14 +78,15 @@ impl Writer {
         assert!(status.stopped(), "{status:?}");
     }
 
-    /// Until it is refused.
-    fn go_on(mut self) {
+    /// Resumes the process, and waits until its key is refused and it ends.
+    fn resume(mut self) {
         kill_process(self.pid, Signal::CONT).expect("it was not waited for");
         assert!(self.child.wait().expect("it is ours").success());
     }
 }
 
-fn section(client: &mut PoolClient) -> Option<Extent> {
+/// Allocates a section; `None` if the node has none.
+fn try_allocate(client: &mut PoolClient) -> Option<Extent> {
     match client.allocate(NODE, SizeClass::SECTION) {
         Ok(extent) => Some(extent),
         Err(PoolError::Full { .. }) => None,
@@ -93,23 +94,25 @@ fn section(client: &mut PoolClient) -> Option<Extent> {
     }
 }
 
-fn section_some_time(client: &mut PoolClient) -> Extent {
+/// Allocates a section, and retries until the node has one.
+fn allocate(client: &mut PoolClient) -> Extent {
     loop {
-        if let Some(extent) = section(client) {
+        if let Some(extent) = try_allocate(client) {
             return extent;
         }
         std::thread::yield_now();
     }
 }
 
-/// Until the node has taken what is free, to clear it; or until that is over already, and the client has it.
-fn being_cleared(ours: &mut PoolClient, theirs: &mut PoolClient) -> Option<Extent> {
+/// Waits until the node has allocated the free section to clear it. If that is over already,
+/// returns the section, allocated by the second client.
+fn wait_for_clearing(first: &mut PoolClient, second: &mut PoolClient) -> Option<Extent> {
     loop {
-        if let Some(extent) = section(theirs) {
+        if let Some(extent) = try_allocate(second) {
             return Some(extent);
         }
-        ours.refresh(NODE).expect("it answers");
-        if ours.free_bytes(NODE) == 0 {
+        first.refresh(NODE).expect("it answers");
+        if first.free_bytes(NODE) == 0 {
             return None;
         }
         std::thread::yield_now();
@@ -117,32 +120,32 @@ fn being_cleared(ours: &mut PoolClient, theirs: &mut PoolClient) -> Option<Exten
 }
 
 #[test]
-fn who_still_writes_by_an_old_key_does_not_reach_the_next_tenant() {
-    let bed = Bed::new();
-    let node = bed.start(1);
-    let mut ours = bed.client_of(1, 1, OURS).expect("it listens");
-    let mut theirs = bed.client_of(2, 1, THEIRS).expect("it listens");
-    let stamp = Stamp::new(&mut theirs);
-    let mut waited = 0;
+fn a_write_with_a_revoked_key_does_not_reach_the_next_tenant() {
+    let harness = NodeHarness::new();
+    let node = harness.start(1);
+    let mut first = harness.client_of_tenant(1, 1, FIRST).expect("it listens");
+    let mut second = harness.client_of_tenant(2, 1, SECOND).expect("it listens");
+    let buffer = SectionBuffer::new(&mut second);
+    let mut waiting_rounds = 0;
     for round in 0..ROUNDS {
-        // All that there is.
-        let held = [(); 2].map(|()| section_some_time(&mut ours));
-        let writer = Writer::start(&bed, &held[0]);
+        // All memory of the node.
+        let held = [(); 2].map(|()| allocate(&mut first));
+        let writer = Writer::start(&harness, &held[0]);
         writer.stop();
-        ours.free(held[0]).expect("it is ours");
-        let mut taken = being_cleared(&mut ours, &mut theirs);
+        first.free(held[0]).expect("it is ours");
+        let mut taken = wait_for_clearing(&mut first, &mut second);
         for _ in 0..TRIES {
-            taken = taken.or_else(|| section(&mut theirs));
+            taken = taken.or_else(|| try_allocate(&mut second));
             std::thread::yield_now();
         }
-        waited += usize::from(taken.is_none());
-        writer.go_on();
-        let taken = taken.unwrap_or_else(|| section_some_time(&mut theirs));
+        waiting_rounds += usize::from(taken.is_none());
+        writer.resume();
+        let taken = taken.unwrap_or_else(|| allocate(&mut second));
         assert_eq!(taken.addr, held[0].addr);
-        assert!(stamp.finds_zeros(&mut theirs, &taken), "round {round}: it was written by the old key");
-        theirs.free(taken).expect("it is theirs");
-        ours.free(held[1]).expect("it is ours");
+        assert!(buffer.is_zero(&mut second, &taken), "round {round}: the revoked key has written");
+        second.free(taken).expect("the client owns it");
+        first.free(held[1]).expect("it is ours");
     }
-    assert!(waited > 0, "no writer stood in the middle of a write");
+    assert!(waiting_rounds > 0, "no writer was stopped in the middle of a write");
     node.stop();
 }

@@ -28,7 +28,9 @@ const REPLY_BYTES: usize = HEADER_BYTES;
 const WRITTEN_AT: usize = REPLY_BYTES;
 /// Offset of the buffers of several machines.
 const LANES_AT: usize = 2 * REPLY_BYTES;
+/// Bytes of the buffers of one of several machines.
 const LANE_BYTES: usize = 2 * LANE_WORDS as usize * 8;
+/// Bytes of local memory for all buffers.
 const WORDS_BYTES: usize = LANES_AT + LANES_MAX * LANE_BYTES;
 /// Length of the READ of the header.
 const HEADER_LEN: u32 = 4096;
@@ -58,8 +60,8 @@ impl Buffers {
     pub const ALONE: Self = Self { reply_at: 0, written_at: WRITTEN_AT, words_max: READ_WORDS_MAX };
 
     /// The buffers of one of several machines.
-    pub const fn lane(number: usize) -> Self {
-        let reply_at = LANES_AT + number * LANE_BYTES;
+    pub const fn lane(index: usize) -> Self {
+        let reply_at = LANES_AT + index * LANE_BYTES;
         Self { reply_at, written_at: reply_at + LANE_BYTES / 2, words_max: LANE_WORDS }
     }
 }
@@ -196,11 +198,11 @@ impl NodeConnection {
     /// Adds an action to the batch; returns the index of its first operation, for [`Self::answer`].
     ///
     /// # Panics
-    /// If its words do not fit into the buffers of `place`.
-    pub fn add(&mut self, action: &Action, place: Buffers) -> usize {
+    /// If its words do not fit into the buffers.
+    pub fn add(&mut self, action: &Action, buffers: Buffers) -> usize {
         let first = self.batch.len();
-        let (mut reply_at, mut written_at) = (place.reply_at, place.written_at);
-        let room = place.words_max as usize * 8;
+        let (mut reply_at, mut written_at) = (buffers.reply_at, buffers.written_at);
+        let room = buffers.words_max as usize * 8;
         for access in action.accesses() {
             match *access {
                 WordAccess::Cas { at, expected, desired } => {
@@ -227,8 +229,8 @@ impl NodeConnection {
                 }
             }
         }
-        assert!(reply_at <= place.reply_at + room, "the buffer holds the words that are read");
-        assert!(written_at <= place.written_at + room, "the buffer holds the words that are written");
+        assert!(reply_at <= buffers.reply_at + room, "the buffer holds the words that are read");
+        assert!(written_at <= buffers.written_at + room, "the buffer holds the words that are written");
         first
     }
 
@@ -237,7 +239,7 @@ impl NodeConnection {
     pub fn answer<'a>(
         &self,
         action: &Action,
-        place: Buffers,
+        buffers: Buffers,
         first: usize,
         words: &'a mut Vec<u64>,
     ) -> StepResult<'a> {
@@ -248,7 +250,7 @@ impl NodeConnection {
                 WordAccess::Cas { .. } | WordAccess::Probe { .. } => words.push(*outcome),
                 WordAccess::Read { count, .. } => {
                     let count = *count as usize;
-                    words.extend((replied..replied + count).map(|number| self.replied(place, number)));
+                    words.extend((replied..replied + count).map(|index| self.replied(buffers, index)));
                     replied += count;
                 }
                 WordAccess::Write { .. } => {}
@@ -257,8 +259,8 @@ impl NodeConnection {
         StepResult(words)
     }
 
-    fn replied(&self, place: Buffers, number: usize) -> u64 {
-        self.local.atomic_u64(place.reply_at + number * 8).load(Ordering::Relaxed)
+    fn replied(&self, buffers: Buffers, index: usize) -> u64 {
+        self.local.atomic_u64(buffers.reply_at + index * 8).load(Ordering::Relaxed)
     }
 
     fn push(&mut self, verb: Verb) {
@@ -304,7 +306,7 @@ impl NodeConnection {
             if ended > before {
                 continue;
             }
-            // Every accepted operation completes, except that a broken endpoint may stop to report.
+            // Every accepted operation completes, but a broken endpoint may report nothing more.
             if broken && spins > SPINS_MAX {
                 failed = failed.or(Some(WorkError::PeerGone));
                 break;
@@ -326,12 +328,12 @@ impl NodeConnection {
                 self.others.push(completion);
                 continue;
             };
-            let number = id.checked_sub(first).and_then(|number| usize::try_from(number).ok());
-            // Other ids are of an earlier batch that was given up.
-            let Some(number) = number.filter(|number| *number < count) else { continue };
+            let index = id.checked_sub(first).and_then(|index| usize::try_from(index).ok());
+            // Other ids are of an earlier batch that was abandoned.
+            let Some(index) = index.filter(|index| *index < count) else { continue };
             ended += 1;
             match completion.outcome {
-                Ok(found) => self.outcomes[number] = found,
+                Ok(found) => self.outcomes[index] = found,
                 Err(error) => *failed = failed.or(Some(error)),
             }
         }

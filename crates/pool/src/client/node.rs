@@ -78,7 +78,7 @@ impl ClientNode {
         self.is_drain_taken &= self.connection.is_down();
     }
 
-    /// A handle that drains the operations in flight of a connection that is given up. Returned
+    /// A handle that drains the operations in flight of a connection that is abandoned. Returned
     /// once for each break; `None` if nothing is in flight.
     pub(super) fn pop_drain(&mut self) -> Option<Box<dyn DrainHandle>> {
         let drain = self.connection.drain_handle().filter(|_| !self.is_drain_taken)?;

@@ -10,8 +10,8 @@ use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
 use super::ready::{ReadyCheck, ReadyProgress};
 use super::{
-    Action, CONTENDED_AFTER, Grant, Mutation, OpError, StateMachine, Step, StepResult, WordAt, damaged, lose,
-    word_of,
+    Action, CONTENDED_AFTER, Grant, Mutation, Next, OpError, StateMachine, Step, StepResult, WordAt, damaged,
+    lose, word_of,
 };
 use crate::cache::{Candidate, NodeCache, place_in_section};
 use crate::error::Damage;
@@ -37,7 +37,7 @@ pub struct AllocOp {
     defers_record: bool,
     /// The WRITEs of A8 that the caller has yet to post.
     record: Action,
-    state: State,
+    state: AllocState,
 }
 
 /// The only group that may be allocated.
@@ -65,11 +65,11 @@ struct Committing {
 /// What the next CAS commits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Commit {
-    /// A1, or A3 if this operation has opened the span.
+    /// A1, or A3 if this operation has opened the span: allocates chunks.
     Chunks { span: u32, run: AlignedRun, is_opener: bool },
-    /// A2.
+    /// A2: opens an empty span.
     Open { span: u32 },
-    /// A7.
+    /// A7: allocates a group of spans.
     Whole { section: u32, group: AlignedRun },
 }
 
@@ -98,10 +98,11 @@ impl Commit {
     }
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum AllocState {
     Idle,
-    /// A0.
+    /// A0: checks that the spans are ready.
     CheckingReady(ReadyCheck, Commit),
     /// L: copies the record that the commit overwrites to the log.
     Flushing(Flush, Commit),
@@ -129,8 +130,6 @@ enum State {
     Hinting(Hint, Grant),
 }
 
-type Next = Result<Step<Grant>, OpError>;
-
 impl AllocOp {
     /// An operation that allocates an extent of `class` for `host`.
     #[must_use]
@@ -145,7 +144,7 @@ impl AllocOp {
             has_opened: false,
             defers_record: false,
             record: Action::default(),
-            state: State::Idle,
+            state: AllocState::Idle,
         }
     }
 
@@ -189,28 +188,28 @@ impl StateMachine for AllocOp {
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
-        let next = match std::mem::replace(&mut self.state, State::Idle) {
-            State::Idle => panic!("no action is under way"),
-            State::CheckingReady(check, commit) => self.ready_checked(cache, check, commit, result),
-            State::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
-            State::Committing(posted) => self.committing(cache, posted, result),
-            State::Recording(grant) => {
+        let next = match std::mem::replace(&mut self.state, AllocState::Idle) {
+            AllocState::Idle => panic!("no action is in flight"),
+            AllocState::CheckingReady(check, commit) => self.ready_checked(cache, check, commit, result),
+            AllocState::Flushing(flush, commit) => self.flushing(cache, flush, commit, result),
+            AllocState::Committing(posted) => self.committing(cache, posted, result),
+            AllocState::Recording(grant) => {
                 cache.mark_saved(word_of(grant));
                 Ok(self.recorded(cache, grant))
             }
-            State::FreeingForeign(commit) => self.foreign_freed(cache, commit, result),
-            State::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
-            State::Surveying { section } => self.surveyed(cache, section, result),
-            State::ClearingFull(mut hint, span) => Ok(match hint.step(cache, result) {
-                Some(action) => self.post(State::ClearingFull(hint, span), action),
+            AllocState::FreeingForeign(commit) => self.foreign_freed(cache, commit, result),
+            AllocState::ReadingSections { first, count } => self.read_sections(cache, first, count, result),
+            AllocState::Surveying { section } => self.surveyed(cache, section, result),
+            AllocState::ClearingFull(mut hint, span) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(AllocState::ClearingFull(hint, span), action),
                 None => self.allocate_first(cache, span),
             }),
-            State::HintingInSearch(mut hint) => Ok(match hint.step(cache, result) {
-                Some(action) => self.post(State::HintingInSearch(hint), action),
+            AllocState::HintingInSearch(mut hint) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(AllocState::HintingInSearch(hint), action),
                 None => self.search(cache),
             }),
-            State::Hinting(mut hint, grant) => Ok(match hint.step(cache, result) {
-                Some(action) => self.post(State::Hinting(hint, grant), action),
+            AllocState::Hinting(mut hint, grant) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(AllocState::Hinting(hint, grant), action),
                 None => Step::Done(Ok(grant)),
             }),
         };
@@ -219,11 +218,12 @@ impl StateMachine for AllocOp {
 }
 
 impl AllocOp {
-    fn post(&mut self, state: State, action: Action) -> Step<Grant> {
+    fn post(&mut self, state: AllocState, action: Action) -> Step<Grant> {
         self.state = state;
         Step::Post(action)
     }
 
+    /// Begins to allocate what the search has found.
     fn attempt(&mut self, cache: &mut NodeCache, section: u32, candidate: Candidate) -> Step<Grant> {
         match candidate {
             Candidate::Chunks { span, run } => {
@@ -250,20 +250,21 @@ impl AllocOp {
     ) -> Step<Grant> {
         let allows_foreign = self.is_for_node() || Mutation::AllocateForeign.is_active();
         match ReadyCheck::begin(self.host, section, group, allows_foreign, cache) {
-            Some((check, action)) => self.post(State::CheckingReady(check, commit), action),
+            Some((check, action)) => self.post(AllocState::CheckingReady(check, commit), action),
             None => self.begin(cache, commit),
         }
     }
 
+    /// A0 has got an answer.
     fn ready_checked(
         &mut self,
         cache: &mut NodeCache,
         mut check: ReadyCheck,
         commit: Commit,
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Grant> {
         match check.step(cache, result)? {
-            ReadyProgress::Post(action) => Ok(self.post(State::CheckingReady(check, commit), action)),
+            ReadyProgress::Post(action) => Ok(self.post(AllocState::CheckingReady(check, commit), action)),
             ReadyProgress::Done => Ok(self.begin(cache, commit)),
             ReadyProgress::Overtaken => self.overtaken(cache),
             ReadyProgress::Foreign => Ok(self.search(cache)),
@@ -273,27 +274,28 @@ impl AllocOp {
     /// L, if the record that the commit overwrites is not in the log; then the commit.
     fn begin(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         match Flush::begin(self.host, commit.at(), cache) {
-            Some((flush, action)) => self.post(State::Flushing(flush, commit), action),
+            Some((flush, action)) => self.post(AllocState::Flushing(flush, commit), action),
             None => self.commit(cache, commit),
         }
     }
 
+    /// L has got an answer.
     fn flushing(
         &mut self,
         cache: &mut NodeCache,
         mut flush: Flush,
         commit: Commit,
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Grant> {
         match flush.step(cache, result)? {
-            FlushProgress::Post(action) => Ok(self.post(State::Flushing(flush, commit), action)),
+            FlushProgress::Post(action) => Ok(self.post(AllocState::Flushing(flush, commit), action)),
             FlushProgress::Done => Ok(self.commit(cache, commit)),
             FlushProgress::Overtaken => self.overtaken(cache),
         }
     }
 
     /// Searches again after a lost race. The word is cached as it was found.
-    fn overtaken(&mut self, cache: &mut NodeCache) -> Next {
+    fn overtaken(&mut self, cache: &mut NodeCache) -> Next<Grant> {
         lose(&mut self.lost)?;
         if !self.class.is_within_span() && self.search.pass == Pass::Cached {
             // A client that searches from the same place would win the next race, too.
@@ -302,6 +304,7 @@ impl AllocOp {
         Ok(self.search(cache))
     }
 
+    /// Posts the CAS, with what goes before and behind it.
     fn commit(&mut self, cache: &mut NodeCache, commit: Commit) -> Step<Grant> {
         let full_span = match commit {
             Commit::Open { span } => cache.pop_unhinted_full(span / SECTION_SPANS),
@@ -328,10 +331,16 @@ impl AllocOp {
         if let Some(full) = full_span {
             action = action.then(Action::probe(WordAt::Span(full)));
         }
-        self.post(State::Committing(Committing { commit, expected, desired, key, full_span }), action)
+        self.post(AllocState::Committing(Committing { commit, expected, desired, key, full_span }), action)
     }
 
-    fn committing(&mut self, cache: &mut NodeCache, posted: Committing, result: StepResult<'_>) -> Next {
+    /// The CAS has got its answer.
+    fn committing(
+        &mut self,
+        cache: &mut NodeCache,
+        posted: Committing,
+        result: StepResult<'_>,
+    ) -> Next<Grant> {
         let Committing { commit, expected, desired, .. } = posted;
         let found = result.found();
         let won = found == expected;
@@ -366,7 +375,7 @@ impl AllocOp {
         if let (Some(full), (_, Some(word))) = (full_span, result.found_then())
             && let Some((hint, action)) = Hint::recheck_full(full, SpanWord(word), cache)
         {
-            return self.post(State::ClearingFull(hint, span), action);
+            return self.post(AllocState::ClearingFull(hint, span), action);
         }
         self.allocate_first(cache, span)
     }
@@ -392,7 +401,7 @@ impl AllocOp {
         (span, run, is_opener): (u32, AlignedRun, bool),
         posted: Committing,
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Grant> {
         let (at, chunk) = (posted.commit.at(), first_of(span, run));
         let changed = cache.change_span(span, SpanWord(posted.desired));
         changed.map_err(|cause| damaged(at, posted.desired, cause))?;
@@ -437,22 +446,23 @@ impl AllocOp {
     fn free_foreign(&mut self, cache: &NodeCache, span: u32, run: AlignedRun) -> Step<Grant> {
         let freed = Freed::Chunks { span, mask: run.mask(), run };
         let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
-        self.post(State::FreeingForeign(commit), action)
+        self.post(AllocState::FreeingForeign(commit), action)
     }
 
+    /// The free of foreign chunks has got an answer.
     fn foreign_freed(
         &mut self,
         cache: &mut NodeCache,
         mut commit: FreeCommit,
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Grant> {
         match commit.step(cache, result)? {
-            FreeProgress::Post(action) => Ok(self.post(State::FreeingForeign(commit), action)),
+            FreeProgress::Post(action) => Ok(self.post(AllocState::FreeingForeign(commit), action)),
             FreeProgress::Done => Ok(self.search(cache)),
             FreeProgress::Overtaken => {
                 lose(&mut self.lost)?;
                 let (commit, action) = FreeCommit::begin(self.host, commit.freed(), self.lost, cache);
-                Ok(self.post(State::FreeingForeign(commit), action))
+                Ok(self.post(AllocState::FreeingForeign(commit), action))
             }
         }
     }
@@ -479,7 +489,7 @@ impl AllocOp {
     }
 
     /// A1 or A3 has lost a race.
-    fn chunks_lost(&mut self, cache: &mut NodeCache, posted: Committing, found: u64) -> Next {
+    fn chunks_lost(&mut self, cache: &mut NodeCache, posted: Committing, found: u64) -> Next<Grant> {
         let Commit::Chunks { span, is_opener, .. } = posted.commit else {
             panic!("{posted:?} allocates no chunks")
         };
@@ -498,7 +508,7 @@ impl AllocOp {
         }
         if Mutation::AllocateFromStale.is_active() {
             let action = Action::commit(at, found, posted.desired);
-            return Ok(self.post(State::Committing(Committing { expected: found, ..posted }), action));
+            return Ok(self.post(AllocState::Committing(Committing { expected: found, ..posted }), action));
         }
         let times = match self.last_losses {
             Some((last, times)) if last == span => times + 1,
@@ -508,7 +518,7 @@ impl AllocOp {
         if times > CONTENDED_AFTER && self.search.avoid != Some(span) && !is_closed {
             self.search.avoid = Some(span);
             if let Some((hint, action)) = Hint::set_contended(span, cache) {
-                return Ok(self.post(State::HintingInSearch(hint), action));
+                return Ok(self.post(AllocState::HintingInSearch(hint), action));
             }
         }
         Ok(self.search(cache))
@@ -520,20 +530,20 @@ impl AllocOp {
         first: u32,
         count: u32,
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Grant> {
         // A READ may tear a word. Damage is found by the CAS, which does not.
         cache.learn_sections(first, count, result).ok();
         self.search.fresh = self.search.scanned + count;
         Ok(self.search(cache))
     }
 
-    fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next {
+    fn surveyed(&mut self, cache: &mut NodeCache, section: u32, result: StepResult<'_>) -> Next<Grant> {
         cache.learn_survey(section, 1, result).ok();
         // A4 of a span that another client has filled: that client may never set the hint. Rule H:
         // the section's word was read before the spans.
         let full = cache.find_unhinted_full(section, result).and_then(|span| Hint::set_full(span, cache));
         Ok(match full {
-            Some((hint, action)) => self.post(State::HintingInSearch(hint), action),
+            Some((hint, action)) => self.post(AllocState::HintingInSearch(hint), action),
             None => self.search(cache),
         })
     }

@@ -17,11 +17,12 @@ pub(super) struct Flush {
     at: WordAt,
     entry: WordAt,
     lost: u32,
-    state: State,
+    state: FlushState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum FlushState {
     /// Reads the entry: is the record there already?
     ProbingEntry,
     /// Reads the word again: if it is unchanged, the entry did not have a newer record.
@@ -47,7 +48,7 @@ impl Flush {
             return None;
         }
         let entry = entry_of(at, cache.word(at))?;
-        let flush = Self { host, at, entry, lost: 0, state: State::ProbingEntry };
+        let flush = Self { host, at, entry, lost: 0, state: FlushState::ProbingEntry };
         Some((flush, Action::probe(entry)))
     }
 
@@ -62,24 +63,24 @@ impl Flush {
         }
         let (word, found) = (cache.word(self.at), result.found());
         Ok(match self.state {
-            State::ProbingEntry if LogEntry(found).is_record_of(word) => self.done(cache),
-            State::ProbingEntry if Mutation::BlindFlush.is_active() => self.write_entry(cache, found),
-            State::ProbingEntry => {
-                self.state = State::ProbingWord { entry: found };
+            FlushState::ProbingEntry if LogEntry(found).is_record_of(word) => self.done(cache),
+            FlushState::ProbingEntry if Mutation::BlindFlush.is_active() => self.write_entry(cache, found),
+            FlushState::ProbingEntry => {
+                self.state = FlushState::ProbingWord { entry: found };
                 FlushProgress::Post(Action::probe(self.at))
             }
-            State::ProbingWord { entry } if found == word => self.write_entry(cache, entry),
-            State::ProbingWord { .. } => {
+            FlushState::ProbingWord { entry } if found == word => self.write_entry(cache, entry),
+            FlushState::ProbingWord { .. } => {
                 cache.learn(self.at, found)?;
                 FlushProgress::Overtaken
             }
-            State::WritingEntry { entry } if found == entry => self.done(cache),
-            State::WritingEntry { .. } => {
+            FlushState::WritingEntry { entry } if found == entry => self.done(cache),
+            FlushState::WritingEntry { .. } => {
                 self.lost += 1;
                 if self.lost > ATTEMPTS_MAX {
                     return Err(OpError::Busy { attempts: ATTEMPTS_MAX });
                 }
-                self.state = State::ProbingEntry;
+                self.state = FlushState::ProbingEntry;
                 FlushProgress::Post(Action::probe(self.entry))
             }
         })
@@ -87,7 +88,7 @@ impl Flush {
 
     fn write_entry(&mut self, cache: &mut NodeCache, entry: u64) -> FlushProgress {
         let desired = LogEntry::of(cache.word(self.at), cache.nonce(self.host)).0;
-        self.state = State::WritingEntry { entry };
+        self.state = FlushState::WritingEntry { entry };
         if Mutation::BlindFlush.is_active() {
             return FlushProgress::Post(Action::write(self.entry, desired));
         }

@@ -9,8 +9,8 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 use smallvec::SmallVec;
 
 use super::{
-    Action, Grant, Mutation, OpError, StateMachine, Step, StepResult, WordAt, damaged, lose, revocation,
-    word_of,
+    Action, Grant, Mutation, Next, OpError, StateMachine, Step, StepResult, WordAt, damaged, lose,
+    revocation, word_of,
 };
 use crate::cache::NodeCache;
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
@@ -40,11 +40,12 @@ pub struct FreeOp {
     /// The record that the word had when this free was begun by another process. As long as the
     /// word has it, no other client has used the place since.
     begun_at: Option<u32>,
-    state: State,
+    state: FreeState,
 }
 
 type Extents = SmallVec<[ExtentToFree; 1]>;
 
+/// An extent that is to be freed.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 struct ExtentToFree {
     /// Its index among the outcomes.
@@ -55,20 +56,19 @@ struct ExtentToFree {
     is_revoked: bool,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum FreeState {
     Idle,
     /// Reads the word: by the cached word some extents cannot be freed, or the free is resumed.
     Probing,
     /// F5: reads the spans of the group, which must be closed.
     ReadingGroup,
-    /// K, with the entries that the CASes expect.
+    /// K: revokes the keys; the second value has the entries that the CASes expect.
     Revoking(Freed, SmallVec<[u64; 1]>),
-    /// F1 to F6.
+    /// F1 to F6: frees what was revoked.
     Committing(FreeCommit),
 }
-
-type Next = Result<Step<Outcomes>, OpError>;
 
 impl FreeOp {
     /// An operation that frees an extent of `host`.
@@ -100,7 +100,7 @@ impl FreeOp {
             is_fresh: false,
             lost: 0,
             begun_at: None,
-            state: State::Idle,
+            state: FreeState::Idle,
         }
     }
 
@@ -119,23 +119,23 @@ impl StateMachine for FreeOp {
     fn start(&mut self, cache: &mut NodeCache) -> Step<Outcomes> {
         let (WordAt::Span(place) | WordAt::Section(place) | WordAt::Log(place) | WordAt::Key(place)) =
             self.at;
-        let sections = if matches!(self.at, WordAt::Span(_)) { place / SECTION_SPANS } else { place };
-        if sections >= cache.section_count() {
+        let section = if matches!(self.at, WordAt::Span(_)) { place / SECTION_SPANS } else { place };
+        if section >= cache.section_count() {
             self.refuse_waiting(OpError::NotAllocated);
         }
         if self.begun_at.is_some() && !self.waiting.is_empty() {
-            return self.post(State::Probing, Action::probe(self.at));
+            return self.post(FreeState::Probing, Action::probe(self.at));
         }
         self.next(cache)
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Outcomes> {
-        let next = match std::mem::replace(&mut self.state, State::Idle) {
-            State::Idle => panic!("no action is under way"),
-            State::Probing => self.probed(cache, result.found()),
-            State::ReadingGroup => self.group_read(cache, result),
-            State::Revoking(freed, expected) => Ok(self.revoked(cache, freed, &expected, result)),
-            State::Committing(commit) => self.committing(cache, commit, result),
+        let next = match std::mem::replace(&mut self.state, FreeState::Idle) {
+            FreeState::Idle => panic!("no action is in flight"),
+            FreeState::Probing => self.probed(cache, result.found()),
+            FreeState::ReadingGroup => self.group_read(cache, result),
+            FreeState::Revoking(freed, expected) => Ok(self.revoked(cache, freed, &expected, result)),
+            FreeState::Committing(commit) => self.committing(cache, commit, result),
         };
         next.unwrap_or_else(|error| {
             self.refuse_chosen(error);
@@ -146,7 +146,7 @@ impl StateMachine for FreeOp {
 }
 
 impl FreeOp {
-    fn post(&mut self, state: State, action: Action) -> Step<Outcomes> {
+    fn post(&mut self, state: FreeState, action: Action) -> Step<Outcomes> {
         self.state = state;
         Step::Post(action)
     }
@@ -167,7 +167,7 @@ impl FreeOp {
         std::mem::take(&mut self.waiting).into_iter().for_each(|extent| self.refuse(extent, error));
     }
 
-    fn probed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn probed(&mut self, cache: &mut NodeCache, found: u64) -> Next<Outcomes> {
         cache.learn(self.at, found)?;
         let is_untouched = self.begun_at.is_none_or(|record| record_of(found) == record);
         if !is_untouched && !Mutation::ResumeBlind.is_active() {
@@ -202,7 +202,7 @@ impl FreeOp {
         }
         match (self.chosen.is_empty(), self.waiting.is_empty()) {
             (false, _) => self.free_chosen(cache),
-            (true, false) => self.post(State::Probing, Action::probe(self.at)),
+            (true, false) => self.post(FreeState::Probing, Action::probe(self.at)),
             (true, true) => self.done(),
         }
     }
@@ -219,7 +219,7 @@ impl FreeOp {
                 let grant = self.chosen[0].grant;
                 let count = grant.class.chunks() / SPAN_CHUNKS;
                 let read = Action::read(WordAt::Span(grant.chunk / SPAN_CHUNKS), count);
-                self.post(State::ReadingGroup, read)
+                self.post(FreeState::ReadingGroup, read)
             }
         }
     }
@@ -230,7 +230,7 @@ impl FreeOp {
         Freed::Chunks { span: first.grant.chunk / SPAN_CHUNKS, mask, run: first.run }
     }
 
-    fn group_read(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
+    fn group_read(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next<Outcomes> {
         let ExtentToFree { grant, run, .. } = self.chosen[0];
         let (first, count) = (grant.chunk / SPAN_CHUNKS, grant.class.chunks() / SPAN_CHUNKS);
         cache.learn_spans(first, count, result)?;
@@ -299,7 +299,7 @@ impl FreeOp {
         if action.is_empty() {
             return self.commit(cache, freed);
         }
-        self.post(State::Revoking(freed, expected), action)
+        self.post(FreeState::Revoking(freed, expected), action)
     }
 
     /// K has been executed. An extent whose entry had another key, or none, is not allocated any
@@ -344,12 +344,17 @@ impl FreeOp {
 
     fn commit(&mut self, cache: &NodeCache, freed: Freed) -> Step<Outcomes> {
         let (commit, action) = FreeCommit::begin(self.host, freed, self.lost, cache);
-        self.post(State::Committing(commit), action)
+        self.post(FreeState::Committing(commit), action)
     }
 
-    fn committing(&mut self, cache: &mut NodeCache, mut commit: FreeCommit, result: StepResult<'_>) -> Next {
+    fn committing(
+        &mut self,
+        cache: &mut NodeCache,
+        mut commit: FreeCommit,
+        result: StepResult<'_>,
+    ) -> Next<Outcomes> {
         match commit.step(cache, result)? {
-            FreeProgress::Post(action) => Ok(self.post(State::Committing(commit), action)),
+            FreeProgress::Post(action) => Ok(self.post(FreeState::Committing(commit), action)),
             FreeProgress::Done => Ok(self.next(cache)),
             FreeProgress::Overtaken if self.begun_at.is_some() => Err(OpError::NotAllocated),
             FreeProgress::Overtaken => {

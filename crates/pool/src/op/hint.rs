@@ -23,11 +23,12 @@ use crate::word::{SectionWord, SpanState, SpanWord};
 pub(super) struct Hint {
     span: u32,
     lost: u32,
-    state: State,
+    state: HintState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum HintState {
     /// A4, a CAS; and A5, a read of the span behind it.
     SetFull { expected: SectionWord, from: SectionWord },
     /// A6, F2: a CAS that clears the full hint.
@@ -50,7 +51,7 @@ impl Hint {
         // Rule H: since before the span was seen full, only this client has changed the section's
         // word.
         let expected = cache.section(span / SECTION_SPANS);
-        Some(Self::begin(span, State::SetFull { expected, from: expected }))
+        Some(Self::begin(span, HintState::SetFull { expected, from: expected }))
     }
 
     /// A5 after A2 has set the full hint of this span, which was then found to be `found`. If it is
@@ -59,7 +60,7 @@ impl Hint {
         let seen = cache.section(span / SECTION_SPANS);
         let is_full = cache.set_span(span, found).is_err() || found.is_full() || found.is_closed();
         (!is_full && !Mutation::SkipRecheck.is_active())
-            .then(|| Self::begin(span, State::ClearFull { expected: seen }))
+            .then(|| Self::begin(span, HintState::ClearFull { expected: seen }))
     }
 
     /// F2: clears the full hint of a span that is open after a free. `was_full`: no chunk of it was
@@ -72,10 +73,10 @@ impl Hint {
             // Rule H: the cached section word is older than the CAS that left the span open.
             return Some(Self::begin(
                 span,
-                State::ClearFull { expected: cache.section(span / SECTION_SPANS) },
+                HintState::ClearFull { expected: cache.section(span / SECTION_SPANS) },
             ));
         }
-        was_full.then(|| Self::begin(span, State::ProbingSection))
+        was_full.then(|| Self::begin(span, HintState::ProbingSection))
     }
 
     /// C1: sets the contended hint after several races lost at a span, which was open at the last
@@ -97,10 +98,10 @@ impl Hint {
     ) -> Option<(Self, Action)> {
         let expected = cache.section(span / SECTION_SPANS);
         (cache.state_of(span) == from)
-            .then(|| Self::begin(span, State::ChangeContended { from, to, expected }))
+            .then(|| Self::begin(span, HintState::ChangeContended { from, to, expected }))
     }
 
-    fn begin(span: u32, state: State) -> (Self, Action) {
+    fn begin(span: u32, state: HintState) -> (Self, Action) {
         let mut hint = Self { span, lost: 0, state };
         let action = hint.post(state);
         (hint, action)
@@ -114,18 +115,18 @@ impl Hint {
         word.state(place_in_section(self.span))
     }
 
-    fn post(&mut self, state: State) -> Action {
+    fn post(&mut self, state: HintState) -> Action {
         self.state = state;
         match state {
-            State::ProbingSpan { .. } => Action::probe(WordAt::Span(self.span)),
-            State::ProbingSection => Action::probe(self.section()),
-            State::SetFull { expected, from } => {
+            HintState::ProbingSpan { .. } => Action::probe(WordAt::Span(self.span)),
+            HintState::ProbingSection => Action::probe(self.section()),
+            HintState::SetFull { expected, from } => {
                 let desired = from.hint(place_in_section(self.span), SpanState::Full);
                 let recheck = Action::probe(WordAt::Span(self.span));
                 Action::commit(self.section(), expected.0, desired.0).then(recheck)
             }
-            State::ClearFull { expected } => self.cas(expected, SpanState::Partial),
-            State::ChangeContended { to, expected, .. } => self.cas(expected, to),
+            HintState::ClearFull { expected } => self.cas(expected, SpanState::Partial),
+            HintState::ChangeContended { to, expected, .. } => self.cas(expected, to),
         }
     }
 
@@ -141,11 +142,13 @@ impl Hint {
             return None;
         }
         let next = match (self.state, result) {
-            (State::SetFull { expected, from }, result) => {
+            (HintState::SetFull { expected, from }, result) => {
                 let (section, span) = result.found_then();
                 self.after_full(cache, (expected, from), SectionWord(section), SpanWord(span?))
             }
-            (State::ProbingSpan { seen }, result) => self.after_span(cache, seen, SpanWord(result.found())),
+            (HintState::ProbingSpan { seen }, result) => {
+                self.after_span(cache, seen, SpanWord(result.found()))
+            }
             (_, result) => self.after_section(cache, SectionWord(result.found())),
         }?;
         Some(self.post(next))
@@ -158,7 +161,7 @@ impl Hint {
         (expected, from): (SectionWord, SectionWord),
         section: SectionWord,
         span: SpanWord,
-    ) -> Option<State> {
+    ) -> Option<HintState> {
         let index = self.span / SECTION_SPANS;
         if section == expected {
             let set = expected.hint(place_in_section(self.span), SpanState::Full);
@@ -170,20 +173,22 @@ impl Hint {
         cache.set_span(self.span, span).ok()?;
         let is_unhinted = matches!(self.state_in(section), SpanState::Partial | SpanState::Contended);
         let from = if Mutation::FullFromStale.is_active() { from } else { section };
-        (is_unhinted && span.is_full()).then_some(State::SetFull { expected: section, from })
+        (is_unhinted && span.is_full()).then_some(HintState::SetFull { expected: section, from })
     }
 
     /// The section was `seen` to say full before the span was read.
-    fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<State> {
+    fn after_span(&self, cache: &mut NodeCache, seen: SectionWord, span: SpanWord) -> Option<HintState> {
         cache.set_span(self.span, span).ok()?;
         // The client that emptied a closed span closes it in the section, whatever hint is there.
-        (!span.is_full() && !span.is_closed()).then_some(State::ClearFull { expected: seen })
+        (!span.is_full() && !span.is_closed()).then_some(HintState::ClearFull { expected: seen })
     }
 
-    fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<State> {
+    fn after_section(&self, cache: &mut NodeCache, found: SectionWord) -> Option<HintState> {
         let won = match self.state {
-            State::ClearFull { expected } => (expected == found).then_some((expected, SpanState::Partial)),
-            State::ChangeContended { to, expected, .. } => (expected == found).then_some((expected, to)),
+            HintState::ClearFull { expected } => {
+                (expected == found).then_some((expected, SpanState::Partial))
+            }
+            HintState::ChangeContended { to, expected, .. } => (expected == found).then_some((expected, to)),
             _ => None,
         };
         if let Some((before, to)) = won {
@@ -194,17 +199,17 @@ impl Hint {
         cache.set_section(self.span / SECTION_SPANS, found).ok()?;
         let now = self.state_in(found);
         match self.state {
-            State::ClearFull { .. } | State::ProbingSection if now == SpanState::Full => {
+            HintState::ClearFull { .. } | HintState::ProbingSection if now == SpanState::Full => {
                 Some(match Mutation::ClearFullBlind.is_active() {
-                    true => State::ClearFull { expected: found },
-                    false => State::ProbingSpan { seen: found },
+                    true => HintState::ClearFull { expected: found },
+                    false => HintState::ProbingSpan { seen: found },
                 })
             }
-            State::ChangeContended { from, to, .. }
+            HintState::ChangeContended { from, to, .. }
                 if from == SpanState::Partial && Mutation::SetContendedBlind.is_active()
                     || from == SpanState::Contended && Mutation::ClearContendedBlind.is_active() =>
             {
-                Some(State::ChangeContended { from: now, to, expected: found })
+                Some(HintState::ChangeContended { from: now, to, expected: found })
             }
             _ => None,
         }

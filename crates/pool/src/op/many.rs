@@ -18,7 +18,7 @@ pub struct AllocManyOp {
     class: SizeClass,
     count: u32,
     granted: Vec<Grant>,
-    state: State,
+    state: AllocManyState,
 }
 
 /// The extents that were allocated together.
@@ -31,11 +31,12 @@ pub struct GrantBatch {
     pub failure: Option<OpError>,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum AllocManyState {
     Idle,
     Allocating(AllocOp),
-    /// The last A8.
+    /// A8: writes key and record of the last extent.
     Recording(Option<OpError>),
 }
 
@@ -43,7 +44,7 @@ impl AllocManyOp {
     /// An operation that allocates up to `count` extents of `class` for `host`.
     #[must_use]
     pub const fn new(host: Host, class: SizeClass, count: u32) -> Self {
-        Self { host, class, count, granted: Vec::new(), state: State::Idle }
+        Self { host, class, count, granted: Vec::new(), state: AllocManyState::Idle }
     }
 }
 
@@ -56,13 +57,13 @@ impl StateMachine for AllocManyOp {
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<GrantBatch> {
-        match std::mem::replace(&mut self.state, State::Idle) {
-            State::Idle => panic!("no action is under way"),
-            State::Allocating(mut op) => {
+        match std::mem::replace(&mut self.state, AllocManyState::Idle) {
+            AllocManyState::Idle => panic!("no action is in flight"),
+            AllocManyState::Allocating(mut op) => {
                 let step = op.step(cache, result);
                 self.allocating(cache, op, step, Action::default())
             }
-            State::Recording(failure) => self.done(failure),
+            AllocManyState::Recording(failure) => self.done(failure),
         }
     }
 }
@@ -89,7 +90,7 @@ impl AllocManyOp {
         let record = record.then(op.pop_record());
         match step {
             Step::Post(action) => {
-                self.state = State::Allocating(op);
+                self.state = AllocManyState::Allocating(op);
                 Step::Post(record.then(action))
             }
             Step::Done(Ok(grant)) => {
@@ -106,7 +107,7 @@ impl AllocManyOp {
         if record.is_empty() {
             return self.done(failure);
         }
-        self.state = State::Recording(failure);
+        self.state = AllocManyState::Recording(failure);
         Step::Post(record)
     }
 

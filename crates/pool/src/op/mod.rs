@@ -103,6 +103,9 @@ pub enum OpError {
     },
 }
 
+/// The next step, or the error with which the operation ends.
+type Next<T> = Result<Step<T>, OpError>;
+
 /// Counts a lost race; an error after [`ATTEMPTS_MAX`].
 fn lose(lost: &mut u32) -> Result<(), OpError> {
     *lost += 1;

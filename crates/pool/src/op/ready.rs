@@ -19,11 +19,12 @@ pub(super) struct ReadyCheck {
     group: AlignedRun,
     /// Whether spans of other tenants are allowed.
     allows_foreign: bool,
-    state: State,
+    state: ReadyState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum ReadyState {
     /// Reads the spans and their owners.
     Surveying,
     /// Reads the section again: is its word still as cached, after the spans were read?
@@ -56,7 +57,7 @@ impl ReadyCheck {
         if cache.not_ready(section, group) == 0 || Mutation::SkipReady.is_active() {
             return None;
         }
-        let check = Self { host, section, group, allows_foreign, state: State::Surveying };
+        let check = Self { host, section, group, allows_foreign, state: ReadyState::Surveying };
         Some((check, Action::survey(section, 1)))
     }
 
@@ -67,7 +68,7 @@ impl ReadyCheck {
     ) -> Result<ReadyProgress, OpError> {
         let section = WordAt::Section(self.section);
         match self.state {
-            State::Surveying => {
+            ReadyState::Surveying => {
                 // A READ may tear a word. An illegal word is not cached, and counts as not ready.
                 cache.learn_survey(self.section, 1, result).ok();
                 if cache.has_foreign(self.section, self.group) && !self.allows_foreign {
@@ -79,10 +80,10 @@ impl ReadyCheck {
                 if Mutation::ReadyFromCache.is_active() {
                     return Ok(self.mark(cache));
                 }
-                self.state = State::ProbingSection;
+                self.state = ReadyState::ProbingSection;
                 Ok(ReadyProgress::Post(Action::probe(section)))
             }
-            State::ProbingSection => {
+            ReadyState::ProbingSection => {
                 let found = result.found();
                 if found != cache.word(section) {
                     cache.learn(section, found)?;
@@ -90,7 +91,7 @@ impl ReadyCheck {
                 }
                 Ok(self.mark(cache))
             }
-            State::Marking(span) => {
+            ReadyState::Marking(span) => {
                 let (at, found) = (WordAt::Span(span), result.found());
                 let before = cache.span(span);
                 if found != before.0 {
@@ -120,7 +121,7 @@ impl ReadyCheck {
             // The word was torn, or the span was opened since. Then the section has changed.
             return ReadyProgress::Overtaken;
         }
-        self.state = State::Marking(span);
+        self.state = ReadyState::Marking(span);
         let desired = word.mark_ready(self.host).0;
         ReadyProgress::Post(Action::commit(WordAt::Span(span), word.0, desired))
     }

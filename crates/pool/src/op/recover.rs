@@ -15,7 +15,7 @@ use aquifer_fabric::{Host, Key, KeyEntry};
 use super::free::{FreeCommit, FreeProgress, Freed};
 use super::hint::Hint;
 use super::{
-    Action, Mutation, OpError, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt, lose, revocation,
+    Action, Mutation, Next, READ_WORDS_MAX, StateMachine, Step, StepResult, WordAt, lose, revocation,
 };
 use crate::cache::{NodeCache, place_in_section};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS, SPAN_CHUNKS};
@@ -24,7 +24,9 @@ use judge::SpanVerdict;
 use scope::RecoveryScope;
 pub use scope::{Holding, HoldingsOp};
 
+/// Spans of a section, as an index.
 const SPANS: usize = SECTION_SPANS as usize;
+/// Chunks of a span, as an index.
 const CHUNKS: usize = SPAN_CHUNKS as usize;
 
 /// Counts of what a recovery freed.
@@ -77,29 +79,31 @@ pub struct RecoverOp {
     chunk_keys: Vec<u64>,
     /// The section's key entry, 15 unused entries, and those of its spans.
     other_keys: Vec<u64>,
-    state: State,
+    state: RecoverState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum RecoverState {
     Idle,
     /// V1: reads the words of sections.
     Surveying,
-    /// V2: the keys are read before the words. An extent whose word is read later has no other key.
+    /// V2: reads the keys of chunks. Keys are read before the words, so an extent whose word is
+    /// read later has no other key.
     ReadingChunkKeys,
-    /// V2.
+    /// V2: reads the keys of the section and its spans.
     ReadingSpanKeys,
-    /// V2.
+    /// V2: reads the section's word.
     ProbingSection,
-    /// V2.
+    /// V2: reads the words of the spans.
     ReadingSpans,
     /// V2: reads the spans until two READs are equal. Equal READs are not torn.
     ReadingSpansAgain,
     /// V2: if the section's word is unchanged, it and the spans' words were so at one moment.
     ProbingSectionAgain,
-    /// V2.
+    /// V2: reads the log entries of the chunks.
     ReadingChunkLog,
-    /// V2.
+    /// V2: reads the log entries of the spans.
     ReadingSpanLog,
     /// V3: reads a span's word again, because no record names the owner of some chunks.
     ProbingSpan(u8),
@@ -109,13 +113,11 @@ enum State {
     Freeing(FreeCommit, Recovered, u8),
     /// V3: clears a full hint; the second value is the place of the next span.
     Hinting(Hint, u8),
-    /// U2: extents without keys were listed. Have they keys now?
+    /// U2: reads the keys of chunks again, because extents without keys were listed.
     ReadingChunkKeysAgain,
-    /// U2.
+    /// U2: reads the keys of the section and its spans again.
     ReadingSpanKeysAgain,
 }
-
-type Next = Result<Step<Recovered>, OpError>;
 
 impl RecoverOp {
     /// An operation by which a live host frees these leaked holdings, and nothing else. No
@@ -148,7 +150,7 @@ impl RecoverOp {
             span_log: Vec::new(),
             chunk_keys: Vec::new(),
             other_keys: Vec::new(),
-            state: State::Idle,
+            state: RecoverState::Idle,
         }
     }
 
@@ -167,46 +169,46 @@ impl StateMachine for RecoverOp {
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Recovered> {
-        let next = match std::mem::replace(&mut self.state, State::Idle) {
-            State::Idle => panic!("no action is under way"),
-            State::Surveying => Ok(self.surveyed(cache, result.words())),
-            State::ReadingChunkKeys => {
+        let next = match std::mem::replace(&mut self.state, RecoverState::Idle) {
+            RecoverState::Idle => panic!("no action is in flight"),
+            RecoverState::Surveying => Ok(self.surveyed(cache, result.words())),
+            RecoverState::ReadingChunkKeys => {
                 self.keep_chunk_keys(result.words());
-                Ok(self.read_other_keys(State::ReadingSpanKeys))
+                Ok(self.read_other_keys(RecoverState::ReadingSpanKeys))
             }
-            State::ReadingSpanKeys => {
+            RecoverState::ReadingSpanKeys => {
                 self.keep_other_keys(result.words());
                 Ok(self.probe_section(cache))
             }
-            State::ReadingChunkKeysAgain => {
+            RecoverState::ReadingChunkKeysAgain => {
                 self.keep_chunk_keys(result.words());
-                Ok(self.read_other_keys(State::ReadingSpanKeysAgain))
+                Ok(self.read_other_keys(RecoverState::ReadingSpanKeysAgain))
             }
-            State::ReadingSpanKeysAgain => {
+            RecoverState::ReadingSpanKeysAgain => {
                 self.keep_other_keys(result.words());
                 self.remove_keyed();
                 Ok(self.next_section(cache))
             }
-            State::Revoking(freed, found) => Ok(self.commit(cache, freed, found)),
-            State::ProbingSection => self.section_probed(cache, result.found()),
-            State::ReadingSpans => {
+            RecoverState::Revoking(freed, found) => Ok(self.commit(cache, freed, found)),
+            RecoverState::ProbingSection => self.section_probed(cache, result.found()),
+            RecoverState::ReadingSpans => {
                 self.spans.copy_from_slice(result.words());
-                Ok(self.read_spans(State::ReadingSpansAgain))
+                Ok(self.read_spans(RecoverState::ReadingSpansAgain))
             }
-            State::ReadingSpansAgain => self.spans_read(cache, result.words()),
-            State::ProbingSectionAgain => self.section_probed_again(cache, result.found()),
-            State::ReadingChunkLog => {
+            RecoverState::ReadingSpansAgain => self.spans_read(cache, result.words()),
+            RecoverState::ProbingSectionAgain => self.section_probed_again(cache, result.found()),
+            RecoverState::ReadingChunkLog => {
                 self.chunk_log.extend_from_slice(result.words());
                 Ok(self.read_span_log(cache))
             }
-            State::ReadingSpanLog => {
+            RecoverState::ReadingSpanLog => {
                 self.span_log.extend_from_slice(result.words());
                 Ok(self.judge_from(cache, 0))
             }
-            State::ProbingSpan(place) => self.probed(cache, place, result.found()),
-            State::Freeing(commit, found, span) => self.freeing(cache, (commit, found, span), result),
-            State::Hinting(mut hint, span) => Ok(match hint.step(cache, result) {
-                Some(action) => self.post(State::Hinting(hint, span), action),
+            RecoverState::ProbingSpan(place) => self.probed(cache, place, result.found()),
+            RecoverState::Freeing(commit, found, span) => self.freeing(cache, (commit, found, span), result),
+            RecoverState::Hinting(mut hint, span) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(RecoverState::Hinting(hint, span), action),
                 None => self.judge_from(cache, span),
             }),
         };
@@ -215,7 +217,7 @@ impl StateMachine for RecoverOp {
 }
 
 impl RecoverOp {
-    fn post(&mut self, state: State, action: Action) -> Step<Recovered> {
+    fn post(&mut self, state: RecoverState, action: Action) -> Step<Recovered> {
         self.state = state;
         Step::Post(action)
     }
@@ -238,7 +240,7 @@ impl RecoverOp {
             return Step::Done(Ok(self.recovered));
         }
         let count = READ_WORDS_MAX.min(end - self.surveyed);
-        self.post(State::Surveying, Action::read(WordAt::Section(self.surveyed), count))
+        self.post(RecoverState::Surveying, Action::read(WordAt::Section(self.surveyed), count))
     }
 
     fn surveyed(&mut self, cache: &NodeCache, words: &[u64]) -> Step<Recovered> {
@@ -257,10 +259,10 @@ impl RecoverOp {
         self.unowned = 0;
         self.confirmed = None;
         self.scope.begin_section(self.section);
-        self.read_chunk_keys(State::ReadingChunkKeys)
+        self.read_chunk_keys(RecoverState::ReadingChunkKeys)
     }
 
-    fn read_chunk_keys(&mut self, state: State) -> Step<Recovered> {
+    fn read_chunk_keys(&mut self, state: RecoverState) -> Step<Recovered> {
         let at = WordAt::chunk_key(self.section * SECTION_CHUNKS);
         self.post(state, Action::read(at, SECTION_CHUNKS))
     }
@@ -270,7 +272,7 @@ impl RecoverOp {
         self.chunk_keys.extend_from_slice(entries);
     }
 
-    fn read_other_keys(&mut self, state: State) -> Step<Recovered> {
+    fn read_other_keys(&mut self, state: RecoverState) -> Step<Recovered> {
         let at = WordAt::section_key(self.section);
         self.post(state, Action::read(at, 2 * SECTION_SPANS))
     }
@@ -292,12 +294,12 @@ impl RecoverOp {
     fn probe_section(&mut self, cache: &NodeCache) -> Step<Recovered> {
         self.conflicts = cache.conflicts();
         if Mutation::SectionLast.is_active() {
-            return self.read_spans(State::ReadingSpans);
+            return self.read_spans(RecoverState::ReadingSpans);
         }
-        self.post(State::ProbingSection, Action::probe(WordAt::Section(self.section)))
+        self.post(RecoverState::ProbingSection, Action::probe(WordAt::Section(self.section)))
     }
 
-    fn section_probed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn section_probed(&mut self, cache: &mut NodeCache, found: u64) -> Next<Recovered> {
         cache.learn(WordAt::Section(self.section), found)?;
         self.conflicts = cache.conflicts();
         self.record = SectionWord(found).log().ok().flatten();
@@ -307,30 +309,30 @@ impl RecoverOp {
         if SectionWord(found).bits() == 0 {
             return Ok(self.next_section(cache));
         }
-        Ok(self.read_spans(State::ReadingSpans))
+        Ok(self.read_spans(RecoverState::ReadingSpans))
     }
 
-    fn read_spans(&mut self, state: State) -> Step<Recovered> {
+    fn read_spans(&mut self, state: RecoverState) -> Step<Recovered> {
         let at = WordAt::Span(self.section * SECTION_SPANS);
         self.post(state, Action::read(at, SECTION_SPANS))
     }
 
-    fn spans_read(&mut self, cache: &mut NodeCache, words: &[u64]) -> Next {
+    fn spans_read(&mut self, cache: &mut NodeCache, words: &[u64]) -> Next<Recovered> {
         if words != self.spans {
             lose(&mut self.lost)?;
             self.spans.copy_from_slice(words);
-            return Ok(self.read_spans(State::ReadingSpansAgain));
+            return Ok(self.read_spans(RecoverState::ReadingSpansAgain));
         }
         for (span, word) in (self.section * SECTION_SPANS..).zip(words) {
             cache.learn(WordAt::Span(span), *word)?;
         }
         let at = WordAt::Section(self.section);
         let is_last = Mutation::SectionLast.is_active();
-        let state = if is_last { State::ProbingSection } else { State::ProbingSectionAgain };
+        let state = if is_last { RecoverState::ProbingSection } else { RecoverState::ProbingSectionAgain };
         Ok(self.post(state, Action::probe(at)))
     }
 
-    fn section_probed_again(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn section_probed_again(&mut self, cache: &mut NodeCache, found: u64) -> Next<Recovered> {
         if found != cache.section(self.section).0 {
             lose(&mut self.lost)?;
             return Ok(self.begin_section());
@@ -345,7 +347,7 @@ impl RecoverOp {
             return self.read_span_log(cache);
         }
         let at = WordAt::chunk_entry(self.section * SECTION_CHUNKS);
-        self.post(State::ReadingChunkLog, Action::read(at, SECTION_CHUNKS))
+        self.post(RecoverState::ReadingChunkLog, Action::read(at, SECTION_CHUNKS))
     }
 
     fn read_span_log(&mut self, cache: &NodeCache) -> Step<Recovered> {
@@ -356,7 +358,7 @@ impl RecoverOp {
             return self.judge_from(cache, 0);
         }
         let at = WordAt::span_entry(self.section * SECTION_SPANS);
-        self.post(State::ReadingSpanLog, Action::read(at, SECTION_SPANS))
+        self.post(RecoverState::ReadingSpanLog, Action::read(at, SECTION_SPANS))
     }
 
     fn words(&self) -> [SpanWord; SPANS] {
@@ -375,7 +377,7 @@ impl RecoverOp {
                 SpanVerdict::Free(freed, found) => return self.free(cache, freed, found),
                 SpanVerdict::Unclear => {
                     let at = WordAt::Span(self.section * SECTION_SPANS + u32::from(place));
-                    return self.post(State::ProbingSpan(place), Action::probe(at));
+                    return self.post(RecoverState::ProbingSpan(place), Action::probe(at));
                 }
                 SpanVerdict::ClearFullHint if !self.scope.is_freeing() => place += 1,
                 SpanVerdict::ClearFullHint => {
@@ -383,14 +385,14 @@ impl RecoverOp {
                     place += 1;
                     // Rule H: the section's word was read before the span was seen open.
                     if let Some((hint, action)) = Hint::clear_full(span, false, cache) {
-                        return self.post(State::Hinting(hint, place), action);
+                        return self.post(RecoverState::Hinting(hint, place), action);
                     }
                 }
             }
         }
         self.recovered.unowned += self.unowned;
         if self.scope.has_listed_unkeyed(self.section) {
-            return self.read_chunk_keys(State::ReadingChunkKeysAgain);
+            return self.read_chunk_keys(RecoverState::ReadingChunkKeysAgain);
         }
         self.next_section(cache)
     }
@@ -403,7 +405,7 @@ impl RecoverOp {
         if action.is_empty() {
             return self.commit(cache, freed, found);
         }
-        self.post(State::Revoking(freed, found), action)
+        self.post(RecoverState::Revoking(freed, found), action)
     }
 
     fn revocations(&self, freed: Freed) -> Action {
@@ -438,10 +440,10 @@ impl RecoverOp {
             Freed::Whole { group, .. } => group.first() + group.len(),
             Freed::Chunks { span, .. } | Freed::Span { span } => place_in_section(span) + 1,
         };
-        self.post(State::Freeing(commit, found, next), action)
+        self.post(RecoverState::Freeing(commit, found, next), action)
     }
 
-    fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next {
+    fn probed(&mut self, cache: &mut NodeCache, place: u8, found: u64) -> Next<Recovered> {
         if found != self.spans[usize::from(place)] {
             lose(&mut self.lost)?;
             return Ok(self.begin_section());
@@ -455,9 +457,9 @@ impl RecoverOp {
         cache: &mut NodeCache,
         (mut commit, found, next): (FreeCommit, Recovered, u8),
         result: StepResult<'_>,
-    ) -> Next {
+    ) -> Next<Recovered> {
         match commit.step(cache, result)? {
-            FreeProgress::Post(action) => Ok(self.post(State::Freeing(commit, found, next), action)),
+            FreeProgress::Post(action) => Ok(self.post(RecoverState::Freeing(commit, found, next), action)),
             FreeProgress::Done => {
                 self.recovered.add(found);
                 Ok(self.judge_from(cache, next))
@@ -466,7 +468,7 @@ impl RecoverOp {
                 lose(&mut self.lost)?;
                 if Mutation::RecoverBlind.is_active() {
                     let (commit, action) = FreeCommit::begin(self.host, commit.freed(), self.lost, cache);
-                    return Ok(self.post(State::Freeing(commit, found, next), action));
+                    return Ok(self.post(RecoverState::Freeing(commit, found, next), action));
                 }
                 Ok(self.begin_section())
             }

@@ -35,11 +35,12 @@ pub struct StretchOp {
     lost_at: u32,
     /// Whether all sections were read by this operation.
     is_fresh: bool,
-    state: State,
+    state: StretchState,
 }
 
+/// The step in progress.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum StretchState {
     Idle,
     /// R: reads `count` sections; the next ones up to `end` follow.
     Reading {
@@ -47,19 +48,19 @@ enum State {
         count: u32,
         end: u32,
     },
-    /// A0, of several sections.
+    /// A0: reads the spans of several sections.
     Surveying {
         first: u32,
         count: u32,
     },
-    /// A0, L, A7 of the next section.
+    /// A0, L, A7: allocates the next section.
     Allocating(AllocOp),
-    /// A8 of the last section.
+    /// A8: writes key and record of the last section.
     Ending,
-    /// A8 of the last section that is rolled back.
+    /// A8 before a rollback: writes key and record of the last section.
     Recording(Option<OpError>),
-    /// K, F5 of the last allocated section. Then the operation ends with the error, or tries other
-    /// sections.
+    /// K, F5: frees the last allocated section. Then the operation ends with the error, or tries
+    /// other sections.
     RollingBack(FreeOp, Option<OpError>),
 }
 
@@ -77,7 +78,7 @@ impl StretchOp {
             lost: 0,
             lost_at: 0,
             is_fresh: false,
-            state: State::Idle,
+            state: StretchState::Idle,
         }
     }
 }
@@ -98,24 +99,24 @@ impl StateMachine for StretchOp {
     }
 
     fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Step<Grant> {
-        match std::mem::replace(&mut self.state, State::Idle) {
-            State::Idle => panic!("no action is under way"),
-            State::Reading { first, count, end } => {
+        match std::mem::replace(&mut self.state, StretchState::Idle) {
+            StretchState::Idle => panic!("no action is in flight"),
+            StretchState::Reading { first, count, end } => {
                 // A READ may tear a word. Damage is found by the CAS, which does not.
                 cache.learn_sections(first, count, result).ok();
                 self.read(cache, first + count, end)
             }
-            State::Surveying { first, count } => {
+            StretchState::Surveying { first, count } => {
                 cache.learn_survey(first, count, result).ok();
                 self.survey(cache, first + count)
             }
-            State::Allocating(mut op) => {
+            StretchState::Allocating(mut op) => {
                 let step = op.step(cache, result);
                 self.allocating(cache, op, step, Action::default())
             }
-            State::Ending => Step::Done(Ok(self.grant(self.first))),
-            State::Recording(failure) => self.free_last(cache, failure),
-            State::RollingBack(mut op, failure) => {
+            StretchState::Ending => Step::Done(Ok(self.grant(self.first))),
+            StretchState::Recording(failure) => self.free_last(cache, failure),
+            StretchState::RollingBack(mut op, failure) => {
                 let step = op.step(cache, result);
                 self.rolling_back(cache, op, step, failure)
             }
@@ -124,7 +125,7 @@ impl StateMachine for StretchOp {
 }
 
 impl StretchOp {
-    fn post(&mut self, state: State, action: Action) -> Step<Grant> {
+    fn post(&mut self, state: StretchState, action: Action) -> Step<Grant> {
         self.state = state;
         Step::Post(action)
     }
@@ -156,7 +157,7 @@ impl StretchOp {
         if count == 0 {
             return self.find(cache);
         }
-        self.post(State::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
+        self.post(StretchState::Reading { first, count, end }, Action::read(WordAt::Section(first), count))
     }
 
     /// A0 of the sections from `from` on, before anything is allocated, so that a section of
@@ -173,7 +174,7 @@ impl StretchOp {
             };
         };
         let count = SURVEY_SECTIONS_MAX.min(end - next);
-        self.post(State::Surveying { first: next, count }, Action::survey(next, count))
+        self.post(StretchState::Surveying { first: next, count }, Action::survey(next, count))
     }
 
     /// Allocates the next section. `record` is A8 of the section before.
@@ -193,7 +194,7 @@ impl StretchOp {
     ) -> Step<Grant> {
         let record = record.then(op.pop_record());
         match step {
-            Step::Post(action) => self.post(State::Allocating(op), record.then(action)),
+            Step::Post(action) => self.post(StretchState::Allocating(op), record.then(action)),
             Step::Done(Ok(_)) => {
                 self.allocated += 1;
                 if self.allocated < self.count { self.allocate_next(cache, record) } else { self.end(record) }
@@ -212,7 +213,7 @@ impl StretchOp {
         if record.is_empty() {
             return Step::Done(Ok(self.grant(self.first)));
         }
-        self.post(State::Ending, record)
+        self.post(StretchState::Ending, record)
     }
 
     /// Frees the sections that were allocated. The last one gets its key first, because K expects a
@@ -221,7 +222,7 @@ impl StretchOp {
         if record.is_empty() {
             return self.free_last(cache, failure);
         }
-        self.post(State::Recording(failure), record)
+        self.post(StretchState::Recording(failure), record)
     }
 
     /// Frees the last allocated section; if there is none, tries other sections or ends with the
@@ -250,7 +251,7 @@ impl StretchOp {
         failure: Option<OpError>,
     ) -> Step<Grant> {
         match step {
-            Step::Post(action) => self.post(State::RollingBack(op, failure), action),
+            Step::Post(action) => self.post(StretchState::RollingBack(op, failure), action),
             Step::Done(outcomes) => match outcomes.and_then(|outcomes| outcomes[0]) {
                 Ok(()) => self.free_last(cache, failure),
                 // This host now has leaked a section. The caller reports the node as suspect.

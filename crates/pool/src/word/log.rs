@@ -7,6 +7,7 @@ use super::{AlignedRun, IllegalWord};
 /// The number of timestamps. After the last one, they begin again at 0.
 pub const STAMPS: u16 = 1 << STAMP_BITS;
 
+// The fields of a log from bit 0 on: timestamp, host, run, operation.
 const STAMP_BITS: u32 = 11;
 const HOST_SHIFT: u32 = STAMP_BITS;
 const HOST_BITS: u32 = 12;

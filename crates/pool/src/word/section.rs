@@ -5,8 +5,10 @@ use aquifer_fabric::Host;
 use super::{AlignedRun, IllegalWord, InlineLog, LogOp, high, join, log, low};
 use crate::size::SECTION_SPANS;
 
+/// Spans of a section.
 pub(super) const PLACES: u8 = 16;
 const _: () = assert!(PLACES as u32 == SECTION_SPANS);
+/// The even bits, one for each span.
 const EVEN: u32 = 0x5555_5555;
 
 /// Where a group of each order may begin; span i is bit 2·i.

@@ -5,6 +5,7 @@ use aquifer_fabric::Host;
 use super::{AlignedRun, IllegalWord, InlineLog, LogOp, high, join, log, low};
 use crate::size::{SPAN_CHUNKS, SizeClass};
 
+/// Chunks of a span.
 pub(super) const PLACES: u8 = 32;
 const _: () = assert!(PLACES as u32 == SPAN_CHUNKS);
 

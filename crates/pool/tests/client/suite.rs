@@ -2,23 +2,21 @@
 //! client refuses.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Scope, Tenant,
     Verb, Work, WorkError,
 };
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::Recovered;
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::word::AlignedRun;
-use aquifer_pool::{
-    Extent, FormatError, LeakDetector, Ledger, NodeId, NodeMemory, PoolClient, PoolError, ScanProgress,
-    SizeClass,
-};
+use aquifer_pool::{Extent, FormatError, LeakDetector, NodeId, NodeMemory, PoolClient, PoolError, SizeClass};
 
 use super::Bed;
 
+#[path = "suite/leaks.rs"]
+mod leaks;
 #[path = "suite/many.rs"]
 mod many;
 
@@ -491,100 +489,6 @@ fn damaged_metadata_is_an_error() {
     memory.write(4096, &u64::MAX.to_le_bytes());
     let damaged = client.allocate(NODE, SizeClass::SPAN);
     assert!(matches!(damaged, Err(PoolError::Damaged { .. })), "{damaged:?}");
-}
-
-/// Cancels a scan that has to wait.
-fn at_once(progress: ScanProgress) -> bool {
-    progress == ScanProgress::NextPart
-}
-
-/// A ledger that a test fills.
-#[derive(Debug, Default)]
-struct Notes(Mutex<Vec<Extent>>);
-
-impl Ledger for Notes {
-    fn extents(&self, each: &mut dyn FnMut(Extent)) {
-        self.0.lock().expect("no panic").iter().for_each(|extent| each(*extent));
-    }
-}
-
-#[test]
-fn a_leak_scan_frees_what_is_in_no_ledger() {
-    let bed = bed(8);
-    let mut before = bed.client(3);
-    let allocate = |client: &mut PoolClient, k| client.allocate(NODE, class(k)).expect("room");
-    let kept: Vec<Extent> = [0, 2, 5, 6, 9].map(|k| allocate(&mut before, k)).into();
-    let leaked: Vec<Extent> = [0, 0, 2, 4, 5, 6, 8, 9].map(|k| allocate(&mut before, k)).into();
-    let mut other = bed.client(4);
-    let foreign: Vec<Extent> = [0, 3, 5, 9].map(|k| allocate(&mut other, k)).into();
-    drop(before);
-    let leak_detector = Arc::new(LeakDetector::default());
-    let notes = Arc::new(Notes(Mutex::new(kept.clone())));
-    leak_detector.register_ledger(&notes);
-    let mut after = bed.client_in(3, &leak_detector);
-    let freed =
-        leak_detector.scan(&mut after, NODE, at_once).expect("the node lives").expect("no operation runs");
-    assert_eq!((freed.extents, freed.spans), (leaked.len() as u64, 0));
-    for extent in &leaked {
-        assert!(after.free(*extent).is_err(), "{extent:?} was freed");
-    }
-    let again = leak_detector.scan(&mut after, NODE, at_once).expect("the node lives");
-    assert_eq!(again, Some(Recovered::default()), "there is no more");
-    for extent in kept {
-        after.free(extent).expect("it was kept");
-    }
-    for extent in foreign {
-        other.free(extent).expect("it is another's");
-    }
-    after.refresh(NODE).expect("the node lives");
-    assert_eq!(after.free_bytes(NODE), after.total_bytes(NODE));
-}
-
-#[test]
-fn a_leak_scan_leaves_what_is_being_allocated() {
-    let bed = bed(2);
-    let leak_detector = Arc::new(LeakDetector::default());
-    let notes = Arc::new(Notes::default());
-    leak_detector.register_ledger(&notes);
-    let (mut allocator, mut scanner) = (bed.client_in(3, &leak_detector), bed.client_in(3, &leak_detector));
-    let operation = allocator.begin_operation();
-    let extent = allocator.allocate(NODE, class(1)).expect("room");
-    assert_eq!(leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"), None, "it has to wait");
-    assert_eq!(
-        leak_detector.scan(&mut scanner, NODE, at_once).expect("it lives"),
-        None,
-        "the next scan has to wait, too"
-    );
-    let mut operation = Some(operation);
-    let freed = leak_detector.scan(&mut scanner, NODE, |progress| {
-        if progress == ScanProgress::NextPart {
-            return true;
-        }
-        notes.0.lock().expect("no panic").push(extent);
-        operation = None;
-        true
-    });
-    assert_eq!(freed.expect("it lives"), Some(Recovered::default()));
-    allocator.free(extent).expect("it is recorded");
-}
-
-#[test]
-fn a_node_is_suspect_when_something_may_be_leaked_there() {
-    let bed = bed(2);
-    let leak_detector = Arc::new(LeakDetector::default());
-    let mut client = bed.client_in(3, &leak_detector);
-    let extent = client.allocate(NODE, class(1)).expect("room");
-    client.free(extent).expect("it is ours");
-    client.free(extent).expect_err("it was freed");
-    assert!(!leak_detector.has_suspects());
-    let extent = client.allocate(NODE, class(1)).expect("room");
-    client.remove_node(NODE).expect("it was in use");
-    client.free(extent).expect_err("its node was removed");
-    assert_eq!(leak_detector.pop_suspects().into_iter().collect::<Vec<_>>(), [NODE]);
-    assert!(!leak_detector.has_suspects());
-    client.add_node(NODE, bed.endpoint(3)).expect("a good node");
-    let freed = leak_detector.scan(&mut client, NODE, at_once).expect("it lives").expect("no operation runs");
-    assert_eq!((freed.extents, freed.chunks), (1, 2));
 }
 
 #[test]

@@ -10,39 +10,39 @@ use aquifer_fabric::FabricAddress;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 
-use scene::{Recoverer, Scene, at_every_step};
-use victim::{End, KEY};
+use scene::{KilledScene, Recoverer, at_every_step};
+use victim::{KEY, VictimEnd};
 
 /// The name of the test that runs as the victim.
 const VICTIM_TEST: &str = "killed::victim";
 
-fn over_shm() -> Scene {
+fn over_shm() -> KilledScene {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
     let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
-    Scene::on(Some(folder), Box::new(target), FabricAddress::Shm(path))
+    KilledScene::on(Some(folder), Box::new(target), FabricAddress::Shm(path))
 }
 
-fn over_tcp() -> Scene {
+fn over_tcp() -> KilledScene {
     let any = "127.0.0.1:0".parse().expect("an address");
     let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
     let reach = FabricAddress::Tcp(target.address());
-    Scene::on(None, Box::new(target), reach)
+    KilledScene::on(None, Box::new(target), reach)
 }
 
 #[test]
 fn a_host_may_be_killed_at_any_step_over_shm() {
-    at_every_step(&over_shm(), End::Kill, Recoverer::AnotherHost, 1);
+    at_every_step(&over_shm(), VictimEnd::Kill, Recoverer::AnotherHost, 1);
 }
 
 #[test]
 fn a_killed_host_that_restarts_frees_what_it_owned() {
-    at_every_step(&over_shm(), End::Kill, Recoverer::SameHost, 1);
+    at_every_step(&over_shm(), VictimEnd::Kill, Recoverer::SameHost, 1);
 }
 
 #[test]
 fn a_host_may_be_stopped_at_any_step_over_shm() {
-    at_every_step(&over_shm(), End::Stop, Recoverer::AnotherHost, 1);
+    at_every_step(&over_shm(), VictimEnd::Stop, Recoverer::AnotherHost, 1);
 }
 
 #[test]
@@ -65,11 +65,11 @@ mod long {
 
     #[test]
     fn a_host_may_be_killed_at_any_step_over_tcp() {
-        at_every_step(&over_tcp(), End::Kill, Recoverer::AnotherHost, 1);
+        at_every_step(&over_tcp(), VictimEnd::Kill, Recoverer::AnotherHost, 1);
     }
 
     #[test]
     fn a_host_may_be_stopped_at_any_step_over_tcp() {
-        at_every_step(&over_tcp(), End::Stop, Recoverer::AnotherHost, 1);
+        at_every_step(&over_tcp(), VictimEnd::Stop, Recoverer::AnotherHost, 1);
     }
 }

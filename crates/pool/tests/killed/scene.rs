@@ -16,7 +16,7 @@ use aquifer_pool::{Extent, LeakDetector, NodeMemory, PoolClient, PoolError, Scan
 use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, waitpid};
 use tempfile::TempDir;
 
-use super::victim::{self, DATA_BYTES, EARLIER, End, KEY, Moment, NODE, TENANT, VICTIM, Victim};
+use super::victim::{self, DATA_BYTES, EARLIER, KEY, NODE, StepMoment, TENANT, VICTIM, Victim, VictimEnd};
 
 const SECTIONS: u64 = 5;
 const LIVE: Host = Host(1);
@@ -33,8 +33,8 @@ const STEPS_MIN: usize = 100;
 
 /// Runs a victim for every `stride`-th step of the script, which ends before the step, and another
 /// that ends after it.
-pub fn at_every_step(scene: &Scene, end: End, recoverer: Recoverer, stride: usize) {
-    for (moment, first) in [(Moment::Before, 0), (Moment::After, stride / 2)] {
+pub fn at_every_step(scene: &KilledScene, end: VictimEnd, recoverer: Recoverer, stride: usize) {
+    for (moment, first) in [(StepMoment::Before, 0), (StepMoment::After, stride / 2)] {
         let mut step = first;
         while scene.play(step, moment, end, recoverer) {
             step += stride;
@@ -53,7 +53,7 @@ pub enum Recoverer {
 }
 
 /// A node and its live host.
-pub struct Scene {
+pub struct KilledScene {
     _folder: Option<TempDir>,
     target: Box<dyn Target>,
     reach: FabricAddress,
@@ -75,7 +75,7 @@ struct LiveHost {
     local: LocalKey,
 }
 
-impl Scene {
+impl KilledScene {
     /// A scene at a target that `reach` connects to. The target may use files in `folder`.
     pub fn on(folder: Option<TempDir>, target: Box<dyn Target>, reach: FabricAddress) -> Self {
         let node_memory = NodeMemory::create(&*target, NODE, SECTIONS * SECTION_BYTES).expect("memory");
@@ -101,7 +101,7 @@ impl Scene {
 
     /// Runs a victim that ends at a step, and frees what it owned; false if its script ended
     /// before.
-    pub fn play(&self, step: usize, moment: Moment, end: End, recoverer: Recoverer) -> bool {
+    pub fn play(&self, step: usize, moment: StepMoment, end: VictimEnd, recoverer: Recoverer) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         self.run_earlier_victim(epoch);
         let mut child = victim::start(&self.reach, epoch, step, moment, end);
@@ -118,12 +118,12 @@ impl Scene {
         }
         self.assert_all_else_free(&when);
         let mut live = self.live.borrow_mut();
-        if end == End::Kill {
+        if end == VictimEnd::Kill {
             let others = live.allocate_everything();
             assert_eq!(self.node_memory.free_bytes(), 0, "{when}: everything can be allocated");
             others.into_iter().for_each(|extent| live.client.free(extent).expect("it is ours"));
         }
-        if end == End::Stop && !has_ended {
+        if end == VictimEnd::Stop && !has_ended {
             let was_killed = self.continue_stopped(&mut live, child);
             assert!(!was_killed, "it was stopped between two accesses");
         }
@@ -146,7 +146,7 @@ impl Scene {
     /// Returns whether it was killed where it was stopped.
     pub fn stop_in_the_middle(&self) -> bool {
         let epoch = self.epoch.replace(self.epoch.get() + 1);
-        let mut child = victim::start(&self.reach, epoch, usize::MAX, Moment::Before, End::Write);
+        let mut child = victim::start(&self.reach, epoch, usize::MAX, StepMoment::Before, VictimEnd::Write);
         let layout = self.node_memory.layout;
         let written = (0..layout.sections())
             .map(|section| layout.chunk_data_at(section * SECTION_CHUNKS))
@@ -162,7 +162,7 @@ impl Scene {
             std::thread::yield_now();
         }
         kill_process(child.pid, Signal::STOP).expect("it is there");
-        assert!(wait_for(child.pid, End::Stop));
+        assert!(wait_for(child.pid, VictimEnd::Stop));
         self.granted.borrow_mut().extend(victim::granted(&mut child).map(|extent| (extent, epoch)));
         self.target.fence(VICTIM, epoch);
         let mut recoverer = connect(&self.reach, Host(4), 1);
@@ -299,7 +299,7 @@ fn connect(reach: &FabricAddress, host: Host, epoch: u64) -> PoolClient {
 }
 
 /// Waits until the victim is killed or stopped; false if it has exited.
-fn wait_for(child: Pid, end: End) -> bool {
+fn wait_for(child: Pid, end: VictimEnd) -> bool {
     let status = waitpid(Some(child), WaitOptions::UNTRACED).expect("it is ours");
     let (_, status): (Pid, WaitStatus) = status.expect("it was waited for");
     match (status.exit_status(), end) {
@@ -307,11 +307,11 @@ fn wait_for(child: Pid, end: End) -> bool {
             assert_eq!(code, 0, "the victim failed before its end");
             false
         }
-        (None, End::Kill) => {
+        (None, VictimEnd::Kill) => {
             assert_eq!(status.terminating_signal(), Some(Signal::KILL.as_raw()));
             true
         }
-        (None, End::Stop | End::Write) => {
+        (None, VictimEnd::Stop | VictimEnd::Write) => {
             assert!(status.stopped(), "it is stopped: {status:?}");
             true
         }

@@ -12,20 +12,20 @@ use std::net::SocketAddr;
 use aquifer_fabric::FabricAddress;
 use aquifer_fabric_verbs::{Options, VerbsTarget};
 
-use scene::{Recoverer, Scene, at_every_step};
-use victim::{End, KEY};
+use scene::{KilledScene, Recoverer, at_every_step};
+use victim::{KEY, VictimEnd};
 
 /// The name of the test that runs as the victim.
 const VICTIM_TEST: &str = "victim";
 
-fn over_verbs() -> Scene {
+fn over_verbs() -> KilledScene {
     aquifer_fabric_verbs::install();
     let address = std::env::var("AQUIFER_VERBS_ADDRESS")
         .expect("AQUIFER_VERBS_ADDRESS is the address of an RDMA device");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
     let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
     let reach = FabricAddress::Verbs(target.address());
-    Scene::on(None, Box::new(target), reach)
+    KilledScene::on(None, Box::new(target), reach)
 }
 
 fn stride() -> usize {
@@ -34,17 +34,17 @@ fn stride() -> usize {
 
 #[test]
 fn a_host_may_be_killed_at_any_step() {
-    at_every_step(&over_verbs(), End::Kill, Recoverer::AnotherHost, stride());
+    at_every_step(&over_verbs(), VictimEnd::Kill, Recoverer::AnotherHost, stride());
 }
 
 #[test]
 fn a_killed_host_that_restarts_frees_what_it_owned() {
-    at_every_step(&over_verbs(), End::Kill, Recoverer::SameHost, stride());
+    at_every_step(&over_verbs(), VictimEnd::Kill, Recoverer::SameHost, stride());
 }
 
 #[test]
 fn a_host_may_be_stopped_at_any_step() {
-    at_every_step(&over_verbs(), End::Stop, Recoverer::AnotherHost, stride());
+    at_every_step(&over_verbs(), VictimEnd::Stop, Recoverer::AnotherHost, stride());
 }
 
 #[test]

@@ -27,7 +27,7 @@ pub const DATA_BYTES: usize = 2 << 20;
 
 /// How the victim ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum End {
+pub enum VictimEnd {
     /// SIGKILL.
     Kill,
     /// SIGSTOP: it may be continued later.
@@ -39,7 +39,7 @@ pub enum End {
 /// The moment of its end: before a step is posted, or after it is posted and before its completion
 /// is polled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Moment {
+pub enum StepMoment {
     Before,
     After,
 }
@@ -55,7 +55,7 @@ pub struct Victim {
 
 /// Starts a victim.
 #[expect(clippy::zombie_processes, reason = "it is waited for by its number: it may only be stopped")]
-pub fn start(reach: &FabricAddress, epoch: u64, step: usize, moment: Moment, end: End) -> Victim {
+pub fn start(reach: &FabricAddress, epoch: u64, step: usize, moment: StepMoment, end: VictimEnd) -> Victim {
     let fate = format!("{} {} {epoch} {step} {moment:?} {end:?}", reach.provider(), reach.address());
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", super::VICTIM_TEST, "--nocapture"]).env(VARIABLE, fate);
@@ -109,7 +109,7 @@ pub fn run_if_started() {
     let doomed = Doomed {
         inner,
         steps_left: step.parse().expect("a number"),
-        moment: if moment == "Before" { Moment::Before } else { Moment::After },
+        moment: if moment == "Before" { StepMoment::Before } else { StepMoment::After },
         signal: if end == "Kill" { Signal::KILL } else { Signal::STOP },
     };
     let script = if end == "Write" { write_for_ever } else { run_script };
@@ -204,7 +204,7 @@ struct Doomed {
     inner: Box<dyn Endpoint>,
     /// Steps before the last one.
     steps_left: usize,
-    moment: Moment,
+    moment: StepMoment,
     signal: Signal,
 }
 
@@ -220,11 +220,11 @@ impl Endpoint for Doomed {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         let is_last = self.steps_left == 0;
         self.steps_left = self.steps_left.wrapping_sub(1);
-        if is_last && self.moment == Moment::Before {
+        if is_last && self.moment == StepMoment::Before {
             self.end();
         }
         let posted = self.inner.post(batch);
-        if is_last && self.moment == Moment::After {
+        if is_last && self.moment == StepMoment::After {
             self.end();
         }
         posted

@@ -9,7 +9,7 @@ use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::word::{AlignedRun, SectionWord, SpanWord};
 use proptest::prelude::*;
 
-use super::driver::NodeWords;
+use super::driver::TestWords;
 
 const SECTIONS: u32 = 2;
 /// More actions than any operation needs with the most lost races and a read of everything in
@@ -18,7 +18,7 @@ const ACTIONS_MAX: usize = 200_000;
 
 /// An operation.
 #[derive(Clone, Debug)]
-enum What {
+enum OpKind {
     Allocate(u8),
     /// A stretch of this number of sections.
     Stretch(u32),
@@ -35,11 +35,11 @@ struct WordDamage {
     table: u8,
     /// The index in the table, modulo its length.
     place: usize,
-    how: How,
+    how: WordChange,
 }
 
 #[derive(Clone, Debug)]
-enum How {
+enum WordChange {
     Set(u64),
     Flip(u8),
     /// A change that a host could have made.
@@ -50,39 +50,40 @@ enum How {
 
 /// An operation, and the damage that happens before the action with each index.
 #[derive(Clone, Debug)]
-struct Event {
-    what: What,
+struct DamagedOp {
+    what: OpKind,
     damage: Vec<(usize, WordDamage)>,
 }
 
 fn damage() -> impl Strategy<Value = WordDamage> {
     let how = prop_oneof![
-        any::<u64>().prop_map(How::Set),
-        (0..64_u8).prop_map(How::Flip),
-        Just(How::Set(0)),
-        (0..32_u8, 0..5_u8, 1..5_u16).prop_map(|(first, order, host)| How::AllocatedRun(first, order, host)),
+        any::<u64>().prop_map(WordChange::Set),
+        (0..64_u8).prop_map(WordChange::Flip),
+        Just(WordChange::Set(0)),
+        (0..32_u8, 0..5_u8, 1..5_u16)
+            .prop_map(|(first, order, host)| WordChange::AllocatedRun(first, order, host)),
         (0..16_u8, 0..5_u8, 1..5_u16)
-            .prop_map(|(first, order, host)| How::AllocatedGroup(first, order, host)),
-        (0..16_u8, 1..5_u16).prop_map(|(first, host)| How::OpenedSpan(first, host)),
+            .prop_map(|(first, order, host)| WordChange::AllocatedGroup(first, order, host)),
+        (0..16_u8, 1..5_u16).prop_map(|(first, host)| WordChange::OpenedSpan(first, host)),
     ];
     (0..4_u8, any::<usize>(), how).prop_map(|(table, place, how)| WordDamage { table, place, how })
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn event() -> impl Strategy<Value = DamagedOp> {
     let what = prop_oneof![
-        4 => (0..SizeClass::COUNT).prop_map(What::Allocate),
-        1 => (0..=SECTIONS).prop_map(What::Stretch),
-        3 => any::<prop::sample::Index>().prop_map(What::Free),
+        4 => (0..SizeClass::COUNT).prop_map(OpKind::Allocate),
+        1 => (0..=SECTIONS).prop_map(OpKind::Stretch),
+        3 => any::<prop::sample::Index>().prop_map(OpKind::Free),
         1 => (0..SizeClass::COUNT, any::<u32>(), any::<u32>())
-            .prop_map(|(k, at, key)| What::FreeForged(k, at, key)),
-        1 => (1..5_u16).prop_map(What::Recover),
+            .prop_map(|(k, at, key)| OpKind::FreeForged(k, at, key)),
+        1 => (1..5_u16).prop_map(OpKind::Recover),
     ];
     let damage = prop::collection::vec((0..12_usize, damage()), 0..3);
-    (what, damage).prop_map(|(what, damage)| Event { what, damage })
+    (what, damage).prop_map(|(what, damage)| DamagedOp { what, damage })
 }
 
 impl WordDamage {
-    fn apply(&self, words: &mut NodeWords) {
+    fn apply(&self, words: &mut TestWords) {
         let table = match self.table {
             0 => &mut words.sections,
             1 => &mut words.spans,
@@ -94,22 +95,22 @@ impl WordDamage {
         let run =
             |first: u8, order: u8| AlignedRun::new(first >> order << order, order).expect("it is aligned");
         *word = match self.how {
-            How::Set(value) => value,
-            How::Flip(bit) => *word ^ 1 << bit,
-            How::AllocatedRun(first, order, host) => {
+            WordChange::Set(value) => value,
+            WordChange::Flip(bit) => *word ^ 1 << bit,
+            WordChange::AllocatedRun(first, order, host) => {
                 SpanWord(*word).allocate(run(first, order), Host(host)).0
             }
-            How::AllocatedGroup(first, order, host) => {
+            WordChange::AllocatedGroup(first, order, host) => {
                 SectionWord(*word).allocate(run(first, order), Host(host)).0
             }
-            How::OpenedSpan(first, host) => SectionWord(*word).open(first, Host(host)).0,
+            WordChange::OpenedSpan(first, host) => SectionWord(*word).open(first, Host(host)).0,
         };
     }
 }
 
 /// Runs a state machine to its end while the memory is damaged.
 fn run<M: StateMachine>(
-    words: &mut NodeWords,
+    words: &mut TestWords,
     cache: &mut NodeCache,
     mut op: M,
     damage: &[(usize, WordDamage)],
@@ -129,33 +130,33 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(4_000) })]
     #[test]
     fn no_memory_makes_a_client_panic_or_run_for_ever(events in prop::collection::vec(event(), 1..40)) {
-        let (mut words, mut cache) = NodeWords::new(SECTIONS);
+        let (mut words, mut cache) = TestWords::new(SECTIONS);
         let me = Host(1);
         let mut allocated: Vec<Grant> = Vec::new();
-        for Event { what, damage } in &events {
+        for DamagedOp { what, damage } in &events {
             match what {
-                What::Allocate(k) => {
+                OpKind::Allocate(k) => {
                     let op = AllocOp::new(me, SizeClass::new(*k).unwrap());
                     allocated.extend(run(&mut words, &mut cache, op, damage).ok());
                 }
-                What::Stretch(count) => {
+                OpKind::Stretch(count) => {
                     if let Ok(first) = run(&mut words, &mut cache, StretchOp::new(me, *count), damage) {
                         let section = |at| Grant { chunk: first.chunk + at * SECTION_CHUNKS, ..first };
                         allocated.extend((0..*count).map(section));
                     }
                 }
-                What::Free(_) if allocated.is_empty() => {}
-                What::Free(which) => {
+                OpKind::Free(_) if allocated.is_empty() => {}
+                OpKind::Free(which) => {
                     let grant = allocated.swap_remove(which.index(allocated.len()));
                     run(&mut words, &mut cache, FreeOp::new(me, grant), damage).ok();
                 }
-                What::FreeForged(k, at, key) => {
+                OpKind::FreeForged(k, at, key) => {
                     let class = SizeClass::new(*k).unwrap();
                     let chunk = at % (SECTIONS * SECTION_CHUNKS) / class.chunks() * class.chunks();
                     let grant = Grant { chunk, class, key: Key(*key) };
                     run(&mut words, &mut cache, FreeOp::new(me, grant), damage).ok();
                 }
-                What::Recover(dead) => {
+                OpKind::Recover(dead) => {
                     run(&mut words, &mut cache, RecoverOp::new(me, Host(*dead)), damage).ok();
                 }
             }
@@ -167,8 +168,8 @@ proptest! {
 #[test]
 fn a_torn_word_does_not_block_a_client() {
     for place in 0..16 {
-        let (mut words, mut cache) = NodeWords::new(1);
-        let set = |value| WordDamage { table: 1, place, how: How::Set(value) };
+        let (mut words, mut cache) = TestWords::new(1);
+        let set = |value| WordDamage { table: 1, place, how: WordChange::Set(value) };
         // The word has this value only when it is read.
         let torn = [(0, set(1)), (1, set(0))];
         let section = run(&mut words, &mut cache, AllocOp::new(Host(1), SizeClass::SECTION), &torn);

@@ -8,7 +8,7 @@ use aquifer_pool::size::SECTION_SPANS;
 use aquifer_pool::word::{SectionWord, SpanState};
 
 /// The words of a node.
-pub struct NodeWords {
+pub struct TestWords {
     pub sections: Vec<u64>,
     pub spans: Vec<u64>,
     pub log: Vec<u64>,
@@ -16,7 +16,7 @@ pub struct NodeWords {
     pub longest_read: u32,
 }
 
-impl NodeWords {
+impl TestWords {
     /// Zero words of a node with this number of sections, and a cache for them.
     pub fn new(sections: u32) -> (Self, NodeCache) {
         let layout = Layout::new(1, sections).expect("a layout");

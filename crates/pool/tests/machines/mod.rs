@@ -17,14 +17,14 @@ use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS};
 use aquifer_pool::word::{AlignedRun, LogEntry, SectionWord, SpanState, SpanWord, record_of};
 use aquifer_pool::{NodeId, NodeMemory, PoolClient, PoolError, SizeClass};
 
-use driver::NodeWords;
+use driver::TestWords;
 
 const ME: Host = Host(1);
 const OTHER: Host = Host(2);
 
 #[test]
 fn an_operation_costs_as_few_actions_as_documented() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let chunk = AllocOp::new(ME, SizeClass::CHUNK);
     let (first, actions) = words.run(&mut cache, chunk.clone());
     assert_eq!(actions, 3, "A0, A2, A3 with A8");
@@ -66,7 +66,7 @@ fn hosts_and_clients_begin_far_apart() {
 
 #[test]
 fn several_extents_cost_one_action_each_and_one_more() {
-    let (mut words, mut cache) = NodeWords::new(2);
+    let (mut words, mut cache) = TestWords::new(2);
     let (outcome, actions) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = outcome.expect("room").grants;
     let chunks: Vec<u32> = grants.iter().map(|grant| grant.chunk % 512).collect();
@@ -87,7 +87,7 @@ fn several_extents_cost_one_action_each_and_one_more() {
 #[test]
 fn a_resumed_free_succeeds_although_its_key_is_revoked() {
     for k in [0, 5, 9] {
-        let (mut words, mut cache) = NodeWords::new(1);
+        let (mut words, mut cache) = TestWords::new(1);
         let class = SizeClass::new(k).expect("a class");
         let grant = words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room");
         let record = begin_to_free(&mut words, &mut cache, grant);
@@ -104,7 +104,7 @@ fn a_resumed_free_succeeds_although_its_key_is_revoked() {
 #[test]
 fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
     for (late, k) in (0..5).flat_map(|late| [(late, 0), (late, 5)]) {
-        let (mut words, mut cache) = NodeWords::new(1);
+        let (mut words, mut cache) = TestWords::new(1);
         let class = SizeClass::new(k).expect("a class");
         // This extent keeps the span open.
         words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
@@ -141,7 +141,7 @@ fn a_resumed_free_does_not_revoke_a_key_of_another_host() {
 }
 
 /// Does K of a free and nothing else; returns the record that the word has then.
-fn begin_to_free(words: &mut NodeWords, cache: &mut NodeCache, grant: Grant) -> u32 {
+fn begin_to_free(words: &mut TestWords, cache: &mut NodeCache, grant: Grant) -> u32 {
     let word = if grant.class.k() < 5 { WordAt::Span(grant.chunk / 32) } else { WordAt::Section(0) };
     let mut op = FreeOp::new(ME, grant);
     let mut step = op.start(cache);
@@ -156,7 +156,7 @@ fn begin_to_free(words: &mut NodeWords, cache: &mut NodeCache, grant: Grant) -> 
 }
 
 /// Lets F1 or F5 take effect, and another host allocate the place.
-fn free_late_and_reallocate(words: &mut NodeWords, grant: Grant) -> Grant {
+fn free_late_and_reallocate(words: &mut TestWords, grant: Grant) -> Grant {
     let theirs = Grant { key: Key::of_run(grant.class.k(), 77), ..grant };
     let run = |first: u32| {
         AlignedRun::new(u8::try_from(first).expect("small"), grant.class.order()).expect("aligned")
@@ -180,7 +180,7 @@ fn free_late_and_reallocate(words: &mut NodeWords, grant: Grant) -> Grant {
 
 #[test]
 fn a_client_that_finds_a_full_span_sets_its_full_hint() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let half = |host| AllocOp::new(host, SizeClass::new(4).expect("a class"));
     (0..2).for_each(|_| assert!(words.run(&mut cache, half(ME)).0.is_ok()));
     assert_eq!(words.section_state(0), SpanState::Partial, "the full hint is not set yet");
@@ -216,7 +216,7 @@ fn until_cas(
 #[test]
 fn an_operation_fails_after_too_many_lost_races() {
     for (lost, busy) in [(ATTEMPTS_MAX, false), (ATTEMPTS_MAX + 1, true)] {
-        let (_, mut cache) = NodeWords::new(1);
+        let (_, mut cache) = TestWords::new(1);
         let mut op = AllocOp::new(ME, SizeClass::SPAN);
         let mut step = op.start(&mut cache);
         // Another host allocates and frees the last span again and again.
@@ -243,7 +243,7 @@ fn an_operation_fails_after_too_many_lost_races() {
 
 #[test]
 fn the_contended_hint_is_set_after_too_many_lost_races() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
     let mut op = AllocOp::new(ME, SizeClass::CHUNK);
     let mut step = op.start(&mut cache);
@@ -283,7 +283,7 @@ fn the_contended_hint_is_set_after_too_many_lost_races() {
 #[test]
 fn a_search_reads_all_sections_in_bounded_pieces() {
     let count = 2 * READ_WORDS_MAX + 100;
-    let (mut words, mut cache) = NodeWords::new(count);
+    let (mut words, mut cache) = TestWords::new(count);
     let full = SectionWord::default().allocate(AlignedRun::new(0, 4).expect("all"), OTHER);
     words.sections.fill(full.0);
     let (result, actions) = words.run(&mut cache, AllocOp::new(ME, SizeClass::SECTION));
@@ -305,7 +305,7 @@ fn a_search_reads_all_sections_in_bounded_pieces() {
 
 #[test]
 fn a_stretch_is_allocated_whole_or_not_at_all() {
-    let (mut words, mut cache) = NodeWords::new(6);
+    let (mut words, mut cache) = TestWords::new(6);
     let full = SectionWord::default().allocate(AlignedRun::SECTION, OTHER);
     let mut op = StretchOp::new(ME, 3);
     let mut step = op.start(&mut cache);
@@ -321,7 +321,7 @@ fn a_stretch_is_allocated_whole_or_not_at_all() {
         }
     };
     assert_eq!((first.chunk, first.class), (0, SizeClass::SECTION));
-    let is_allocated = |words: &NodeWords| -> Vec<bool> {
+    let is_allocated = |words: &TestWords| -> Vec<bool> {
         words
             .sections
             .iter()
@@ -348,7 +348,7 @@ fn a_stretch_is_allocated_whole_or_not_at_all() {
 #[test]
 fn a_stretch_skips_sections_of_another_tenant() {
     const FOREIGN: u32 = 150;
-    let (mut words, mut cache) = NodeWords::new(FOREIGN + 40);
+    let (mut words, mut cache) = TestWords::new(FOREIGN + 40);
     for section in 0..FOREIGN {
         let theirs = KeyEntry::closed(Tenant(9)).0;
         words.at(WordAt::span_key(section * SECTION_SPANS + section % SECTION_SPANS), 1)[0] = theirs;
@@ -364,7 +364,7 @@ fn a_stretch_skips_sections_of_another_tenant() {
 
 #[test]
 fn extents_allocated_before_an_error_are_returned() {
-    let (mut words, mut cache) = NodeWords::new(4);
+    let (mut words, mut cache) = TestWords::new(4);
     words.sections[0] = 0xdead;
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::SECTION, 4));
     let GrantBatch { grants, failure } = several.expect("two sections are not damaged");
@@ -377,7 +377,7 @@ fn extents_allocated_before_an_error_are_returned() {
 
 #[test]
 fn extents_of_one_span_are_freed_together() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let (several, _) = words.run(&mut cache, AllocManyOp::new(ME, SizeClass::CHUNK, 64));
     let grants = several.expect("room").grants;
     let (first, second) = grants.split_at(32);
@@ -416,7 +416,7 @@ fn extents_of_one_span_are_freed_together() {
 /// The first extent of the list was freed before, and later ones overlap it.
 #[test]
 fn an_extent_that_overlaps_a_stale_one_is_freed() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let pair = AllocOp::new(ME, SizeClass::new(1).expect("a class"));
     let stale = words.run(&mut cache, pair).0.expect("room");
     let kept = words.run(&mut cache, AllocOp::new(ME, SizeClass::CHUNK)).0.expect("room");
@@ -466,7 +466,7 @@ fn half(host: Host) -> AllocOp {
 /// Fills the first span, and begins an operation whose next CAS opens the second span and sets the
 /// full hint of the first.
 fn begin_setting_full_hint(
-    words: &mut NodeWords,
+    words: &mut TestWords,
     cache: &mut NodeCache,
 ) -> (Vec<Grant>, AllocOp, Step<Grant>) {
     let filling = (0..2).map(|_| words.run(cache, half(ME)).0.expect("room")).collect();
@@ -484,7 +484,7 @@ fn begin_setting_full_hint(
 
 #[test]
 fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
     // Another client of the same host frees half of the span. The full hint is not set yet, so that
     // client does not clear it.
@@ -506,7 +506,7 @@ fn the_full_hint_of_a_span_that_is_not_full_any_more_is_cleared() {
 /// opened by another host.
 #[test]
 fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let (filling, mut op, mut step) = begin_setting_full_hint(&mut words, &mut cache);
     // Another client of the same host frees the span, and another host begins to open it.
     let fresh =
@@ -534,7 +534,7 @@ fn the_full_hint_is_not_set_on_a_span_that_another_host_opens() {
 
 #[test]
 fn groups_of_one_section_are_freed_one_after_another() {
-    let (mut words, mut cache) = NodeWords::new(1);
+    let (mut words, mut cache) = TestWords::new(1);
     let grants = [5, 5, 6, 7].map(|k| {
         let class = SizeClass::new(k).expect("a class");
         words.run(&mut cache, AllocOp::new(ME, class)).0.expect("room")

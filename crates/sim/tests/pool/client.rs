@@ -23,7 +23,7 @@ const WRITTEN_AT: usize = REPLY_WORDS * 8;
 
 /// An operation in progress.
 #[derive(Debug)]
-enum Running {
+enum RunningOp {
     Alloc(AllocOp),
     Many(Box<AllocManyOp>),
     /// A stretch of this number of sections.
@@ -77,7 +77,7 @@ pub struct SimClient {
     region: Region,
     layout: Layout,
     cache: NodeCache,
-    running: Option<Running>,
+    running: Option<RunningOp>,
     /// The number of missing answers to the last action, and the answers that have come.
     awaited: usize,
     outcomes: Vec<u64>,
@@ -131,27 +131,27 @@ impl SimClient {
     }
 
     pub fn is_recovering(&self) -> bool {
-        matches!(self.running, Some(Running::Recover(_)))
+        matches!(self.running, Some(RunningOp::Recover(_)))
     }
 
     pub fn alloc(&mut self, class: aquifer_pool::SizeClass) -> Option<OpOutcome> {
         let mut op = AllocOp::new(self.host, class);
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Alloc(op));
+        self.running = Some(RunningOp::Alloc(op));
         self.follow(step).map(OpOutcome::Alloc)
     }
 
     pub fn alloc_many(&mut self, class: aquifer_pool::SizeClass, count: u32) -> Option<OpOutcome> {
         let mut op = Box::new(AllocManyOp::new(self.host, class, count));
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Many(op));
+        self.running = Some(RunningOp::Many(op));
         self.follow(step).map(OpOutcome::Many)
     }
 
     pub fn stretch(&mut self, sections: u32) -> Option<OpOutcome> {
         let mut op = Box::new(StretchOp::new(self.host, sections));
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Stretch(op, sections));
+        self.running = Some(RunningOp::Stretch(op, sections));
         self.follow(step).map(|result| OpOutcome::Stretch(sections, result))
     }
 
@@ -160,7 +160,7 @@ impl SimClient {
         self.note_freeing(grants);
         let mut op = FreeOp::many(self.host, grants.iter().copied());
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Free(op));
+        self.running = Some(RunningOp::Free(op));
         self.follow(step).map(OpOutcome::Free)
     }
 
@@ -170,7 +170,7 @@ impl SimClient {
 
     /// Whether a restarted process could resume from the ledger, if this one were killed now.
     pub fn can_be_killed(&self) -> bool {
-        matches!(self.running, None | Some(Running::Free(_) | Running::Resumed(..)))
+        matches!(self.running, None | Some(RunningOp::Free(_) | RunningOp::Resumed(..)))
     }
 
     /// Kills the process and starts the next one, as client `number`, with the ledger. Returns the
@@ -206,14 +206,14 @@ impl SimClient {
 
     fn attempt(&mut self, mut op: FreeOp, grant: Grant, attempt: FreeAttempt) -> Option<OpOutcome> {
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Resumed(op, grant, attempt));
+        self.running = Some(RunningOp::Resumed(op, grant, attempt));
         self.follow(step).map(|result| OpOutcome::Resumed(grant, attempt, only(result)))
     }
 
     pub fn recover(&mut self, dead: Host) -> Option<OpOutcome> {
         let mut op = Box::new(RecoverOp::new(self.host, dead));
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Recover(op));
+        self.running = Some(RunningOp::Recover(op));
         self.recovering = Some(dead);
         self.follow(step).map(|result| OpOutcome::Recover(dead, result))
     }
@@ -222,7 +222,7 @@ impl SimClient {
     pub fn allocate_group(&mut self, section: u32, group: AlignedRun) -> Option<OpOutcome> {
         let mut op = AllocOp::of_group(self.host, section, group);
         let step = op.start(&mut self.cache);
-        self.running = Some(Running::Alloc(op));
+        self.running = Some(RunningOp::Alloc(op));
         self.follow(step).map(OpOutcome::Alloc)
     }
 
@@ -242,34 +242,34 @@ impl SimClient {
         let words = self.answer(&posted);
         let result = StepResult(&words);
         match self.running.take().expect("an operation is in progress") {
-            Running::Alloc(mut op) => {
+            RunningOp::Alloc(mut op) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Alloc(op));
+                self.running = Some(RunningOp::Alloc(op));
                 self.follow(step).map(OpOutcome::Alloc)
             }
-            Running::Many(mut op) => {
+            RunningOp::Many(mut op) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Many(op));
+                self.running = Some(RunningOp::Many(op));
                 self.follow(step).map(OpOutcome::Many)
             }
-            Running::Stretch(mut op, sections) => {
+            RunningOp::Stretch(mut op, sections) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Stretch(op, sections));
+                self.running = Some(RunningOp::Stretch(op, sections));
                 self.follow(step).map(|result| OpOutcome::Stretch(sections, result))
             }
-            Running::Free(mut op) => {
+            RunningOp::Free(mut op) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Free(op));
+                self.running = Some(RunningOp::Free(op));
                 self.follow(step).map(OpOutcome::Free)
             }
-            Running::Resumed(mut op, grant, attempt) => {
+            RunningOp::Resumed(mut op, grant, attempt) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Resumed(op, grant, attempt));
+                self.running = Some(RunningOp::Resumed(op, grant, attempt));
                 self.follow(step).map(|result| OpOutcome::Resumed(grant, attempt, only(result)))
             }
-            Running::Recover(mut op) => {
+            RunningOp::Recover(mut op) => {
                 let step = op.step(&mut self.cache, result);
-                self.running = Some(Running::Recover(op));
+                self.running = Some(RunningOp::Recover(op));
                 let dead = self.recovering.expect("a host is being recovered");
                 self.follow(step).map(|result| OpOutcome::Recover(dead, result))
             }

@@ -11,18 +11,19 @@ mod schedule;
 use aquifer_mutation::Mutations;
 use aquifer_pool::op::Mutation;
 use aquifer_sim::Simulator;
-use schedule::{Seen, run};
+use schedule::{PoolCounts, run};
 
-const SIMULATOR: Simulator<Mutation, Seen> = Simulator { name: "pool", play: run, mutations: Mutation::ALL };
+const SIMULATOR: Simulator<Mutation, PoolCounts> =
+    Simulator { name: "pool", play: run, mutations: Mutation::ALL };
 const SCHEDULES: u64 = 1_200;
 
 #[test]
 fn no_chunk_is_owned_twice_and_none_is_lost() {
-    let mut seen = Seen::default();
-    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| seen.add(&schedule));
-    println!("{seen:?}");
+    let mut counts = PoolCounts::default();
+    let is_whole = SIMULATOR.play_fixed(SCHEDULES, |schedule| counts.add(&schedule));
+    println!("{counts:?}");
     if is_whole {
-        seen.assert_complete();
+        counts.assert_complete();
     }
 }
 

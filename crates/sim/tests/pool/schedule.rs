@@ -20,7 +20,7 @@ use crate::pool::model::{Change, PoolModel, SpanMode, ensure};
 
 /// Counts of what happened, over many schedules.
 #[derive(Default, Debug)]
-pub struct Seen {
+pub struct PoolCounts {
     changes: [u64; 15],
     schedules: u64,
     crashes: u64,
@@ -47,7 +47,7 @@ pub struct Seen {
     lent: u64,
 }
 
-impl Seen {
+impl PoolCounts {
     pub fn add(&mut self, other: &Self) {
         for (mine, others) in self.changes.iter_mut().zip(other.changes) {
             *mine += others;
@@ -94,7 +94,7 @@ struct Schedule {
     classes: &'static [u8],
     /// A client that does not poll for this number of steps, while others continue.
     stalled: Option<(usize, u64)>,
-    seen: Seen,
+    counts: PoolCounts,
     /// Whether to print every change: when one schedule is played alone.
     trace: bool,
 }
@@ -114,7 +114,7 @@ const MIXES: [&[u8]; 10] = [
 ];
 
 /// Plays one schedule.
-pub fn run(seed: u64) -> Result<Seen, String> {
+pub fn run(seed: u64) -> Result<PoolCounts, String> {
     let mut schedule = Schedule::new(seed);
     schedule.fill_most_spans()?;
     let bursts = 1 + schedule.rng.below(4);
@@ -139,7 +139,7 @@ pub fn run(seed: u64) -> Result<Seen, String> {
     schedule.nothing_is_leaked()?;
     schedule.wrong_frees_are_refused()?;
     schedule.all_can_be_allocated_again()?;
-    Ok(schedule.seen)
+    Ok(schedule.counts)
 }
 
 impl Schedule {
@@ -190,7 +190,7 @@ impl Schedule {
             is_of_restarts,
             classes,
             stalled: None,
-            seen: Seen::default(),
+            counts: PoolCounts::default(),
             trace: asked_seed().is_some(),
         }
     }
@@ -280,11 +280,11 @@ impl Schedule {
             return;
         }
         self.fabric.crash_host(host);
-        self.seen.crashes += 1;
+        self.counts.crashes += 1;
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             client.alive = false;
-            self.seen.crashed_in_operation += u64::from(!client.is_idle());
-            self.seen.crashed_recovering += u64::from(client.is_recovering());
+            self.counts.crashed_in_operation += u64::from(!client.is_idle());
+            self.counts.crashed_recovering += u64::from(client.is_recovering());
         }
     }
 
@@ -325,7 +325,7 @@ impl Schedule {
             if self.trace {
                 println!("{:>9} ns: {change:?}", self.fabric.now_ns());
             }
-            self.seen.changes[change as usize] += 1;
+            self.counts.changes[change as usize] += 1;
         }
         if let Some(ended) = self.node_host.client.poll() {
             self.node_task_ended(ended)?;
@@ -360,11 +360,11 @@ impl Schedule {
         match ended {
             OpOutcome::Alloc(Ok(grant)) => self.granted(index, grant)?,
             OpOutcome::Many(Ok(GrantBatch { grants, failure: None })) => {
-                self.seen.batches += u64::from(grants.len() > 1);
+                self.counts.batches += u64::from(grants.len() > 1);
                 grants.into_iter().try_for_each(|grant| self.granted(index, grant))?;
             }
             OpOutcome::Stretch(sections, Ok(first)) => {
-                self.seen.stretches += 1;
+                self.counts.stretches += 1;
                 for section in 0..sections {
                     let chunk = first.chunk + section * SECTION_CHUNKS;
                     self.granted(index, Grant { chunk, ..first })?;
@@ -373,17 +373,17 @@ impl Schedule {
             OpOutcome::Alloc(Err(OpError::Full))
             | OpOutcome::Many(Err(OpError::Full))
             | OpOutcome::Stretch(_, Err(OpError::Full)) => {
-                self.seen.full += 1;
+                self.counts.full += 1;
             }
             OpOutcome::Resumed(grant, attempt, outcome) => self.resumed(index, grant, attempt, &outcome)?,
             OpOutcome::Free(Ok(outcomes)) => {
-                self.seen.freed_together += u64::from(outcomes.len() > 1);
+                self.counts.freed_together += u64::from(outcomes.len() > 1);
                 ensure!(outcomes.iter().all(Result::is_ok), "client {index}: {outcomes:?}");
             }
             OpOutcome::Recover(dead, Ok(recovered)) => {
                 ensure!(!self.model.owns_anything(dead), "{dead:?} still owns something after {recovered:?}");
                 ensure!(recovered.unowned == 0, "no record names the owner of some chunks: {recovered:?}");
-                self.seen.recovered += u64::from(recovered.extents > 0);
+                self.counts.recovered += u64::from(recovered.extents > 0);
             }
             other => return Err(format!("client {index}: {other:?}")),
         }
@@ -571,5 +571,5 @@ fn overlap(a: &Grant, b: &Grant) -> bool {
     a.chunk < b.chunk + b.class.chunks() && b.chunk < a.chunk + a.class.chunks()
 }
 
-/// [`Seen::changes`] has a place for each change.
+/// [`PoolCounts::changes`] has a place for each change.
 const _: () = assert!(Change::Recover as usize == 14);

@@ -20,8 +20,8 @@ pub fn write_header(file: &File, pages: u64) -> io::Result<()> {
 }
 
 fn header(pages: u64) -> Vec<u8> {
-    // linux/swap.h, union swap_header: 1024 bytes for a boot loader, then version, the last page's number,
-    // the number of bad pages; the magic closes the page.
+    // linux/swap.h, union swap_header: 1024 bytes for a boot loader, then version, the last page's
+    // number, the number of bad pages; the magic closes the page.
     const VERSION_AT: usize = 1024;
     const LAST_PAGE_AT: usize = 1028;
     const MAGIC: &[u8] = b"SWAPSPACE2";
@@ -34,7 +34,8 @@ fn header(pages: u64) -> Vec<u8> {
     page
 }
 
-/// Starts to swap on `path`, before all other areas. With `discards`, the kernel discards free pages.
+/// Starts to swap on `path`, before all other areas. With `discards`, the kernel discards free
+/// pages.
 pub fn swap_on(path: &Path, discards: bool) -> io::Result<()> {
     let path = c_path(path)?;
     let discard = if discards { SWAP_FLAG_DISCARD } else { 0 };

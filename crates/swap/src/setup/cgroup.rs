@@ -165,11 +165,12 @@ impl Cgroup {
     }
 }
 
-/// A command whose program is in the cgroup of `procs` ([`Cgroup::procs`]) from its first instruction on.
+/// A command whose program is in the cgroup of `procs` ([`Cgroup::procs`]) from its first
+/// instruction on.
 pub fn command(program: &OsStr, procs: File) -> Command {
     let mut command = Command::new(program);
-    // SAFETY: between fork and exec the closure makes one write system call on an open descriptor. It
-    // neither allocates nor takes a lock.
+    // SAFETY: between fork and exec the closure makes one write system call on an open descriptor.
+    // It neither allocates nor takes a lock.
     unsafe {
         command.pre_exec(move || {
             // "0" is the process that writes it.
@@ -217,8 +218,8 @@ pub fn remove(path: &Path) -> Result<(), SetupError> {
     }
 }
 
-/// Finds the mount point of the memory controller in the text of `/proc/self/mountinfo`. `controllers`
-/// reads the controllers of a version 2 mount point.
+/// Finds the mount point of the memory controller in the text of `/proc/self/mountinfo`.
+/// `controllers` reads the controllers of a version 2 mount point.
 fn find_controller(mounts: &str, controllers: impl Fn(&Path) -> String) -> Option<(CgroupVersion, PathBuf)> {
     mounts.lines().find_map(|line| {
         // "31 23 0:28 / /mount/point rw shared:1 - cgroup2 source options"

@@ -47,8 +47,8 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// Sets up a loop device over `backing`, which has `bytes` bytes, and swaps on it. The kernel detaches
-/// the device when it is no longer in use.
+/// Sets up a loop device over `backing`, which has `bytes` bytes, and swaps on it. The kernel
+/// detaches the device when it is no longer in use.
 pub fn swap_on(record: &mut SetupRecord, backing: &Path, bytes: u64) -> Result<(), SetupError> {
     let file = OpenOptions::new()
         .read(true)
@@ -71,8 +71,8 @@ pub fn swap_on(record: &mut SetupRecord, backing: &Path, bytes: u64) -> Result<(
     area::swap_on(&path, true).map_err(SetupError::io("start swapping on", &path))
 }
 
-/// Stops swapping on the device if its file belongs to the record of this name. If not, the device has
-/// another user by now.
+/// Stops swapping on the device if its file belongs to the record of this name. If not, the device
+/// has another user by now.
 pub fn swap_off(number: u32, name: &str) -> Result<(), SetupError> {
     let backing = fs::read_to_string(attribute(number, "backing_file")).unwrap_or_default();
     let is_own = Path::new(backing.trim_end()).components().any(|part| part.as_os_str() == name);

@@ -1,7 +1,7 @@
 //! Changes to the machine that must be undone: cgroups, swap areas, devices and mounts.
 //!
-//! `aquifer run --swap` and the peers of benches use them. Each change is written to a record before
-//! it is made, so that another process can undo what a killed owner has left: see
+//! `aquifer run --swap` and the peers of benches use them. Each change is written to a record
+//! before it is made, so that another process can undo what a killed owner has left: see
 //! [`cleanup_stale`].
 
 mod area;
@@ -40,10 +40,11 @@ pub struct SetupUsage {
     /// Page faults that waited for the swap area.
     pub major_faults: u64,
     /// Programs that the kernel killed because it found nothing to swap out. This happens at times
-    /// although swap is free, when all resident pages are in use; the run must be reported as failed
-    /// or be repeated.
+    /// although swap is free, when all resident pages are in use; the run must be reported as
+    /// failed or be repeated.
     pub oom_kills: u64,
-    /// The most memory that the swap area itself has used: the store of a zram device; 0 for a file.
+    /// The most memory that the swap area itself has used: the store of a zram device; 0 for a
+    /// file.
     pub store_peak_bytes: u64,
 }
 
@@ -63,12 +64,14 @@ pub enum SetupError {
     },
     /// No memory controller is mounted.
     #[error(
-        "memory cannot be limited: no memory controller of cgroup v1 or v2 is mounted; mount one under /sys/fs/cgroup"
+        "memory cannot be limited: no memory controller of cgroup v1 or v2 is mounted; mount one under \
+         /sys/fs/cgroup"
     )]
     NoMemoryController,
     /// No file system can hold a swap file.
     #[error(
-        "no folder can hold a swap file (tried {tried}): each is missing, or on a file system without swap files; leave this peer out"
+        "no folder can hold a swap file (tried {tried}): each is missing, or on a file system without swap \
+         files; leave this peer out"
     )]
     NoSwapFolder {
         /// The folders, separated by commas.
@@ -78,7 +81,11 @@ pub enum SetupError {
     #[error("there is no free zram device: load the kernel module zram, or leave this peer out")]
     NoZram,
     /// A record has a line that this build does not know.
-    #[error("the record {path} has an unknown line {line:?}: undo by hand what it describes, then remove it", path = .path.display())]
+    #[error(
+        "the record {path} has an unknown line {line:?}: undo by hand what it describes, then \
+         remove it",
+        path = .path.display()
+    )]
     Record {
         /// The record's file.
         path: PathBuf,
@@ -86,7 +93,10 @@ pub enum SetupError {
         line: String,
     },
     /// Programs in a cgroup have not ended after they were killed.
-    #[error("programs in {path} did not end when killed: end them, then run this again", path = .path.display())]
+    #[error(
+        "programs in {path} did not end when killed: end them, then run this again",
+        path = .path.display()
+    )]
     StillRunning {
         /// The cgroup.
         path: PathBuf,

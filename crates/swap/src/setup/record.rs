@@ -1,9 +1,9 @@
-//! Records of the steps of a setup. A step is written before it is made, so that any process of root
-//! can undo it.
+//! Records of the steps of a setup. A step is written before it is made, so that any process of
+//! root can undo it.
 //!
-//! A record is the file `/run/aquifer-setups/NAME`, which only root can access, with one step on each
-//! line. NAME contains the owner's pid and its start time, because pids are reused. So the name
-//! shows whether the owner is still running.
+//! A record is the file `/run/aquifer-setups/NAME`, which only root can access, with one step on
+//! each line. NAME contains the owner's pid and its start time, because pids are reused. So the
+//! name shows whether the owner is still running.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -151,8 +151,8 @@ impl SetupRecord {
         Ok(())
     }
 
-    /// Undoes all steps, the last first. After a failure it continues with the other steps, keeps the
-    /// record for another attempt, and returns the first error.
+    /// Undoes all steps, the last first. After a failure it continues with the other steps, keeps
+    /// the record for another attempt, and returns the first error.
     pub fn undo(&mut self) -> Result<(), SetupError> {
         let mut result = Ok(());
         // Programs must end first: a swap area cannot be removed while its pages are in use.
@@ -201,8 +201,8 @@ impl Drop for SetupRecord {
     }
 }
 
-/// Undoes the setup of an owner that has ended, by the name of its record, if the record exists. Kills
-/// the programs in its cgroup first.
+/// Undoes the setup of an owner that has ended, by the name of its record, if the record exists.
+/// Kills the programs in its cgroup first.
 pub fn undo_abandoned(name: &str) -> Result<(), SetupError> {
     if parse_owner(name).is_none() {
         return Err(SetupError::Record { path: Path::new(FOLDER).to_owned(), line: name.to_owned() });
@@ -245,8 +245,8 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
     result.map(|()| undone)
 }
 
-/// Parses the steps of a record; fails with the first unknown line. A last line without a line break
-/// was cut by a crash before its step was made, so it is ignored.
+/// Parses the steps of a record; fails with the first unknown line. A last line without a line
+/// break was cut by a crash before its step was made, so it is ignored.
 fn parse_steps(text: &str, name: &str) -> Result<Vec<SetupStep>, String> {
     text.split_inclusive('\n')
         .filter_map(|line| line.strip_suffix('\n'))
@@ -267,8 +267,8 @@ fn start_time(pid: u32) -> Option<u64> {
     parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
 }
 
-/// Parses the start time, field 22, of a process's stat; `None` for a zombie. The command's name may
-/// contain any character, so fields are counted from its closing bracket.
+/// Parses the start time, field 22, of a process's stat; `None` for a zombie. The command's name
+/// may contain any character, so fields are counted from its closing bracket.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut fields = after_name.split_whitespace();

@@ -1,4 +1,5 @@
-// Threads on one large area: plain use, and parts of it dropped or mapped anew while others work next to them.
+// Threads on one large area: plain use, and parts of it dropped or mapped anew while others work
+// next to them.
 #include "content.h"
 #include "tests.h"
 #include <signal.h>
@@ -9,7 +10,7 @@ enum { BLOCK_PAGES = 64 };
 
 static struct area shared;
 
-// ---- pages: every thread has every Nth page ------------------------------------------------------------
+// ---- pages: every thread has every Nth page -----------------------------------------------------
 
 static void pages_work(unsigned number) {
     struct numbers numbers = numbers_new(number);
@@ -33,7 +34,7 @@ void test_pages(void) {
     area_free(&shared);
 }
 
-// ---- madvise: every thread has every Nth block of pages ------------------------------------------------
+// ---- madvise: every thread has every Nth block of pages -----------------------------------------
 
 static void advise(uint64_t page, uint64_t pages, int advice) {
     if (madvise(shared.at + page * PAGE_BYTES, pages * PAGE_BYTES, advice) != 0) die("madvise");
@@ -50,12 +51,14 @@ static void drop_half(uint64_t block, struct numbers *numbers) {
     }
 }
 
-// After MADV_FREE a page is as it was, or zero: at any time until it is written, and never half of each. The
-// kernel may take it between two reads, so a page that shows a zero must be zero from then on.
+// After MADV_FREE a page is as it was, or zero: at any time until it is written, and never half of
+// each. The kernel may take it between two reads, so a page that shows a zero must be zero from
+// then on.
 static void verify_freed(uint64_t page) {
     const volatile uint64_t *words = page_words(&shared, page);
     for (unsigned word = 0; word < PAGE_WORDS; word++) {
-        uint64_t found = words[word], expected = content_word(shared.first + page, shared.versions[page], word);
+        uint64_t found = words[word], expected = content_word(shared.first + page, shared.versions[page],
+            word);
         if (found == expected) continue;
         if (found != 0) fail_at("madvise free", page, page_words(&shared, page) + word, found, expected);
         expect_zero(&shared, page, 1);
@@ -69,7 +72,8 @@ static void free_quarter(uint64_t block, struct numbers *numbers) {
     for (uint64_t page = first; page < first + pages; page++) {
         uint32_t version = shared.versions[page];
         verify_freed(page);
-        // The version goes on from the old one, zeroed or not: the digest must not tell which it was.
+        // The version goes on from the old one, zeroed or not: the digest must not tell which it
+        // was.
         write_page(&shared, page, version + 1);
     }
 }
@@ -80,7 +84,8 @@ static void madvise_work(unsigned number) {
     for (unsigned round = 0; round <= options.rounds; round++) {
         for (uint64_t index = number; index < blocks; index += options.threads) {
             uint64_t block = index * BLOCK_PAGES;
-            for (uint64_t page = block; page < block + BLOCK_PAGES; page++) modify_page(&shared, page, &numbers);
+            for (uint64_t page = block; page < block + BLOCK_PAGES; page++) modify_page(&shared, page,
+                &numbers);
             switch (next_below(&numbers, 3)) {
             case 0: drop_half(block, &numbers); break;
             case 1: free_quarter(block, &numbers); break;
@@ -88,7 +93,8 @@ static void madvise_work(unsigned number) {
             }
         }
         for (uint64_t index = number; index < blocks; index += options.threads)
-            for (uint64_t page = 0; page < BLOCK_PAGES; page++) verify_page(&shared, index * BLOCK_PAGES + page);
+            for (uint64_t page = 0; page < BLOCK_PAGES; page++) verify_page(&shared,
+                index * BLOCK_PAGES + page);
     }
 }
 
@@ -100,7 +106,7 @@ void test_madvise(void) {
     area_free(&shared);
 }
 
-// ---- sparse: of eight pages, one at random stays; what is left is verified when somebody says so ----------
+// ---- sparse: of eight pages, one at random stays; what is left is verified when somebody says so 
 
 enum { SPARSE_OF = 8 };
 
@@ -133,7 +139,7 @@ void test_sparse(void) {
     area_free(&shared);
 }
 
-// ---- remap: half of the area stays, and thread by thread the other half is mapped anew -----------------
+// ---- remap: half of the area stays, and thread by thread the other half is mapped anew ----------
 
 enum { REMAP_PAGES = 256 };
 
@@ -141,7 +147,8 @@ static void renew(struct area *own, unsigned turn) {
     uint64_t bytes = own->pages * PAGE_BYTES;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;
     if (turn % 2 == 0) {
-        // Another thread's mapping may come first: then the area is somewhere else, which is right, too.
+        // Another thread's mapping may come first: then the area is somewhere else, which is right,
+        // too.
         if (munmap(own->at, bytes) != 0) die("munmap");
     } else {
         flags |= MAP_FIXED;

@@ -1,5 +1,6 @@
-// Children made in every way by a process whose memory is of every kind. Each process checks and rewrites every page
-// of its own, in either order of their ends, and never sees what another one writes.
+// Children made in every way by a process whose memory is of every kind. Each process checks and
+// rewrites every page of its own, in either order of their ends, and never sees what another one
+// writes.
 #include "content.h"
 #include "tests.h"
 #include <errno.h>
@@ -24,7 +25,7 @@ static unsigned char *places[2]; // The moved area is in one of them.
 static uint64_t quarter;         // Pages of each kind.
 static unsigned char *stack;     // In the heap: it may leave and come back like all else.
 
-// ---- memory of every kind ------------------------------------------------------------------------------
+// ---- memory of every kind -----------------------------------------------------------------------
 
 static void write_every(struct area *area) {
     for (uint64_t page = 0; page < area->pages; page++) write_page(area, page, 1);
@@ -56,7 +57,8 @@ static void make_memory(void) {
     areas[MOVED] = area_over(way, places[0], quarter);
     void *end = sbrk((intptr_t)((quarter + 1) * PAGE_BYTES));
     if (end == (void *)-1) die("sbrk");
-    areas[PIECES + 1] = area_over(way, (void *)(((uintptr_t)end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES), quarter);
+    void *first_page = (void *)(((uintptr_t)end + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES);
+    areas[PIECES + 1] = area_over(way, first_page, quarter);
     for (unsigned i = 0; i < AREAS; i++) {
         areas[i].first = i * quarter;
         write_every(&areas[i]);
@@ -76,14 +78,15 @@ static void rewrite_areas(unsigned odd, struct numbers *numbers) {
     verify_areas();
 }
 
-// ---- ways to make a child ------------------------------------------------------------------------------
+// ---- ways to make a child -----------------------------------------------------------------------
 
 static pid_t checked(pid_t pid) {
     if (pid < 0) die(way);
     return pid;
 }
 
-static void (*next_work)(void); // No argument of `clone`: it would have to lie where no child's stack comes to lie.
+// No argument of `clone`: it would have to lie where no child's stack comes to lie.
+static void (*next_work)(void);
 
 static int call(void *unused) {
     (void)unused;
@@ -117,7 +120,7 @@ static void expect_end(pid_t pid, const char *who) {
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail(way, who);
 }
 
-// ---- children with memory of their own -----------------------------------------------------------------
+// ---- children with memory of their own ----------------------------------------------------------
 
 static unsigned current_round;
 static int told[2];   // Closed by who has gone.
@@ -182,7 +185,7 @@ void test_by_clone(void) { test_way("clone"); }
 void test_by_raw_clone(void) { test_way("raw-clone"); }
 void test_by_raw_clone3(void) { test_way("raw-clone3"); }
 
-// ---- children that share the memory until they execute ---------------------------------------------------
+// ---- children that share the memory until they execute ------------------------------------------
 
 static struct numbers shared_numbers;
 
@@ -228,7 +231,8 @@ static void test_sharing(const char *name) {
     for (current_round = 0; current_round < options.rounds; current_round++) {
         move_area(current_round);
         if (spawns) work_in_parents_memory();
-        else expect_end(child_in_memory(work_in_parents_memory), "the child in its parent's memory was wrong");
+        else expect_end(child_in_memory(work_in_parents_memory),
+            "the child in its parent's memory was wrong");
         verify_areas();
         pid_t child = spawns ? spawned() : child_in_memory(execute_myself);
         rewrite_areas(1, &shared_numbers);

@@ -8,7 +8,7 @@
 
 struct options options = {.bytes = 256u << 20, .seed = 1, .threads = 4, .rounds = 2};
 
-// ---- numbers -----------------------------------------------------------------------------------------
+// ---- numbers ------------------------------------------------------------------------------------
 
 uint64_t mix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
@@ -30,7 +30,7 @@ uint64_t next_below(struct numbers *numbers, uint64_t bound) {
     return next_number(numbers) % bound;
 }
 
-// ---- content -----------------------------------------------------------------------------------------
+// ---- content ------------------------------------------------------------------------------------
 
 // The part of the content that all words of a page share; 0 for a zero page.
 static uint64_t content_base(uint64_t index, uint32_t version) {
@@ -46,7 +46,7 @@ uint64_t content_word(uint64_t index, uint32_t version, unsigned word) {
     return word_of(content_base(index, version), word);
 }
 
-// ---- areas -------------------------------------------------------------------------------------------
+// ---- areas --------------------------------------------------------------------------------------
 
 unsigned char *map_pages(uint64_t pages) {
     void *at = mmap(NULL, pages * PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -86,7 +86,8 @@ static void verify_words(const struct area *area, uint64_t page, unsigned except
     for (unsigned word = 0; word < PAGE_WORDS; word++) {
         uint64_t found = words[word];
         if (found != word_of(base, word) && word != except)
-            fail_at(area->test, area->first + page, page_words(area, page) + word, found, word_of(base, word));
+            fail_at(area->test, area->first + page, page_words(area, page) + word, found, word_of(base,
+                word));
     }
 }
 
@@ -125,14 +126,15 @@ uint64_t digest(const struct area *area) {
     return sum;
 }
 
-// ---- words to the user -------------------------------------------------------------------------------
+// ---- words to the user --------------------------------------------------------------------------
 
 void say(const char *test, uint64_t pages, uint64_t sum) {
     printf("%s ok pages %llu digest %016llx\n", test, (unsigned long long)pages, (unsigned long long)sum);
     fflush(stdout);
 }
 
-// Straight to the descriptor and out: the memory that a buffer or an exit handler needs may be what is broken.
+// Straight to the descriptor and out: the memory that a buffer or an exit handler needs may be what
+// is broken.
 static _Noreturn void end(int status, const char *text, int length) {
     ssize_t ignored = write(STDERR_FILENO, text, (size_t)length);
     (void)ignored;
@@ -141,8 +143,10 @@ static _Noreturn void end(int status, const char *text, int length) {
 
 void fail_at(const char *test, uint64_t page, const void *at, uint64_t found, uint64_t expected) {
     char text[256];
-    end(1, text, snprintf(text, sizeof text, "%s FAILED page %llu at %p: found %016llx, expected %016llx\n", test,
-                          (unsigned long long)page, at, (unsigned long long)found, (unsigned long long)expected));
+    end(1, text, snprintf(text, sizeof text, "%s FAILED page %llu at %p: found %016llx, expected "
+        "%016llx\n", test,
+                          (unsigned long long)page, at, (unsigned long long)found,
+                              (unsigned long long)expected));
 }
 
 void fail(const char *test, const char *what) {

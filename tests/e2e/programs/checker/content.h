@@ -1,7 +1,8 @@
 // What every page of the checker holds, and what it says when a page holds something else.
 //
-// A page's content is derived from its index and version. Version 0 is all zero, as fresh memory is; of the
-// other versions one in eight is all zero, too, because pagers treat such pages in their own way.
+// A page's content is derived from its index and version. Version 0 is all zero, as fresh memory
+// is; of the other versions one in eight is all zero, too, because pagers treat such pages in their
+// own way.
 #ifndef CHECKER_CONTENT_H
 #define CHECKER_CONTENT_H
 
@@ -31,8 +32,8 @@ struct numbers numbers_new(uint64_t stream);
 uint64_t next_number(struct numbers *numbers);
 uint64_t next_below(struct numbers *numbers, uint64_t bound);
 
-// An area of pages, each with the version that it ought to have. Index `first + i` is page i's: it stays with
-// the content when the area moves.
+// An area of pages, each with the version that it ought to have. Index `first + i` is page i's: it
+// stays with the content when the area moves.
 struct area {
     unsigned char *at;
     uint64_t pages, first;
@@ -51,8 +52,8 @@ uint64_t content_word(uint64_t index, uint32_t version, unsigned word);
 void write_page(struct area *area, uint64_t page, uint32_t version);
 void verify_page(const struct area *area, uint64_t page);
 void verify_all(const struct area *area);
-// Writes one word of the new version without having looked, then verifies all others, then writes them.
-// A pager that answers the first write with an empty page is found out.
+// Writes one word of the new version without having looked, then verifies all others, then writes
+// them. A pager that answers the first write with an empty page is found out.
 void modify_page(struct area *area, uint64_t page, struct numbers *numbers);
 // Marks pages as zero, after something that must have made them so, and verifies it.
 void expect_zero(struct area *area, uint64_t page, uint64_t pages);

@@ -1,11 +1,11 @@
-// A program that checks every byte of its own memory, however that memory is moved, dropped, forked and
-// given to the kernel: the program that must not notice that it is paged.
+// Checks every byte of its own memory while the memory is moved, dropped, forked and passed to the
+// kernel. Paging must be transparent to it.
 //
 //   cc -std=c11 -O2 -pthread -o checker checker/*.c
-//   checker pages|mremap|dontunmap|brk|madvise|remap|fork|threads|syscalls|protect|pinned|daemon|…|by-fork|…|all
-//           [--bytes 256M] [--threads 4] [--rounds 2] [--seed 1]
+//   checker TEST|all [--bytes 256M] [--threads 4] [--rounds 2] [--seed 1]
 //
-// Status 0: all right; 1: something was wrong, named on stderr; 2: the test could not run.
+// Exit status 0: all bytes were right; 1: a byte was wrong, standard error says which; 2: the test
+// could not run.
 #include "content.h"
 #include "tests.h"
 #include <getopt.h>
@@ -46,7 +46,8 @@ static const struct test tests[] = {
 enum { TESTS = sizeof tests / sizeof tests[0] };
 
 _Noreturn static void usage(const char *why) {
-    fprintf(stderr, "checker: %s\nusage: checker TEST|all [--bytes N[K|M|G]] [--threads T] [--rounds R] [--seed S]\ntests:",
+    fprintf(stderr, "checker: %s\nusage: checker TEST|all [--bytes N[K|M|G]] [--threads T] [--rounds R] "
+        "[--seed S]\ntests:",
             why);
     for (unsigned i = 0; i < TESTS; i++) fprintf(stderr, " %s", tests[i].name);
     fputc('\n', stderr);
@@ -60,7 +61,8 @@ static uint64_t parse_number(const char *text, uint64_t least, uint64_t most) {
     if (*end == 'K' || *end == 'k') unit = 1u << 10;
     if (*end == 'M' || *end == 'm') unit = 1u << 20;
     if (*end == 'G' || *end == 'g') unit = 1u << 30;
-    if (end[unit > 1] != 0 || value > most / unit || value * unit < least) usage("a number is out of its range");
+    if (end[unit > 1] != 0 || value > most / unit
+        || value * unit < least) usage("a number is out of its range");
     return value * unit;
 }
 

@@ -18,7 +18,8 @@ static void modify_all(struct area *area, struct numbers *numbers) {
 static void resize(struct area *area, uint64_t pages, void *fixed) {
     uint64_t old_pages = area->pages;
     void *at = fixed != NULL
-                   ? mremap(area->at, old_pages * PAGE_BYTES, pages * PAGE_BYTES, MREMAP_MAYMOVE | MREMAP_FIXED, fixed)
+                   ? mremap(area->at, old_pages * PAGE_BYTES, pages * PAGE_BYTES,
+                       MREMAP_MAYMOVE | MREMAP_FIXED, fixed)
                    : mremap(area->at, old_pages * PAGE_BYTES, pages * PAGE_BYTES, MREMAP_MAYMOVE);
     if (at == MAP_FAILED) die("mremap");
     area->at = at;
@@ -28,7 +29,8 @@ static void resize(struct area *area, uint64_t pages, void *fixed) {
     if (pages > old_pages) expect_zero(area, old_pages, pages - old_pages);
 }
 
-// Moves pages out of the middle and back. Between the two the hole must not be touched, and the rest stays.
+// Moves pages out of the middle and back. Between the two the hole must not be touched, and the
+// rest stays.
 static void move_middle(struct area *area) {
     uint64_t pages = area->pages / 3, bytes = pages * PAGE_BYTES;
     unsigned char *middle = area->at + pages * PAGE_BYTES, *aside = map_pages(pages);
@@ -92,8 +94,8 @@ void test_dontunmap(void) {
     area_free(&area);
 }
 
-// The break is malloc's, too: between growing and shrinking nothing here allocates, and what is allocated
-// before stays below.
+// The break is malloc's, too: between growing and shrinking nothing here allocates, and what is
+// allocated before stays below.
 void test_brk(void) {
     struct numbers numbers = numbers_new(500);
     uint64_t pages = options.bytes / PAGE_BYTES / 4, half = pages / 2;

@@ -1,5 +1,6 @@
-// Pages that a pager cannot take, or not in the usual way: protected against writing or all access, locked into
-// memory, and registered with io_uring, whose reads arrive in the very frames that were registered.
+// Pages that a pager cannot take, or not in the usual way: protected against writing or all access,
+// locked into memory, and registered with io_uring, whose reads arrive in the very frames that were
+// registered.
 #include "content.h"
 #include "tests.h"
 #include <errno.h>
@@ -17,7 +18,7 @@ static void modify_all(struct area *area, struct numbers *numbers) {
     for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
 }
 
-// ---- protect: a write barrier, as garbage collectors have it -------------------------------------------
+// ---- protect: a write barrier, as garbage collectors have it ------------------------------------
 
 enum { CARD_PAGES = 16 };
 
@@ -27,7 +28,8 @@ static volatile sig_atomic_t barriers;
 static void on_segv(int signal, siginfo_t *info, void *context) {
     (void)signal;
     (void)context;
-    uint64_t offset = (uint64_t)((unsigned char *)info->si_addr - guarded.at), card_bytes = CARD_PAGES * PAGE_BYTES;
+    uint64_t offset = (uint64_t)((unsigned char *)info->si_addr - guarded.at),
+        card_bytes = CARD_PAGES * PAGE_BYTES;
     if (offset >= guarded.pages * PAGE_BYTES) fail("protect", "a fault outside of what is protected");
     if (mprotect(guarded.at + offset / card_bytes * card_bytes, card_bytes, PROT_READ | PROT_WRITE) != 0)
         fail("protect", "mprotect in the handler");
@@ -71,7 +73,7 @@ void test_protect(void) {
     area_free(&other);
 }
 
-// ---- pinned: locked pages, and pages registered with io_uring ------------------------------------------
+// ---- pinned: locked pages, and pages registered with io_uring -----------------------------------
 
 enum { PINNED_PAGES = 16, RING_ENTRIES = 4 };
 
@@ -94,7 +96,8 @@ static bool ring_open(struct ring *ring) {
     memset(&p, 0, sizeof p);
     ring->fd = (int)syscall(SYS_io_uring_setup, RING_ENTRIES, &p);
     if (ring->fd < 0) return false;
-    unsigned char *sq = map_ring(ring->fd, p.sq_off.array + p.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
+    unsigned char *sq = map_ring(ring->fd, p.sq_off.array + p.sq_entries * sizeof(unsigned),
+        IORING_OFF_SQ_RING);
     unsigned char *cq =
         map_ring(ring->fd, p.cq_off.cqes + p.cq_entries * sizeof(struct io_uring_cqe), IORING_OFF_CQ_RING);
     ring->entries = map_ring(ring->fd, p.sq_entries * sizeof(struct io_uring_sqe), IORING_OFF_SQES);
@@ -112,19 +115,22 @@ static bool ring_open(struct ring *ring) {
 static int ring_read(struct ring *ring, int file, void *to, unsigned bytes, uint64_t offset) {
     unsigned tail = *ring->sq_tail, slot = tail & *ring->sq_mask;
     ring->entries[slot] = (struct io_uring_sqe){.opcode = IORING_OP_READ_FIXED, .fd = file, .off = offset,
-                                                .addr = (uint64_t)(uintptr_t)to, .len = bytes, .buf_index = 0};
+                                                .addr = (uint64_t)(uintptr_t)to, .len = bytes,
+                                                    .buf_index = 0};
     ring->sq_array[slot] = slot;
     __atomic_store_n(ring->sq_tail, tail + 1, __ATOMIC_RELEASE);
-    if (syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL, 0) != 1) die("io_uring_enter");
+    if (syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL,
+        0) != 1) die("io_uring_enter");
     unsigned head = *ring->cq_head;
-    if (__atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE) == head) fail("pinned", "io_uring gave no completion");
+    if (__atomic_load_n(ring->cq_tail, __ATOMIC_ACQUIRE) == head) fail("pinned",
+        "io_uring gave no completion");
     int result = ring->completions[head & *ring->cq_mask].res;
     __atomic_store_n(ring->cq_head, head + 1, __ATOMIC_RELEASE);
     return result;
 }
 
-// Registered once, then read into again and again, with pressure in between: if a page lost its frame, the
-// read would go where the program does not see it.
+// Registered once, then read into again and again, with pressure in between: if a page lost its
+// frame, the read would go where the program does not see it.
 static void read_registered(struct area *pinned, struct area *pressure, struct numbers *numbers) {
     struct ring ring;
     uint64_t bytes = pinned->pages * PAGE_BYTES;
@@ -160,7 +166,8 @@ void test_pinned(void) {
 
     struct area locked = area_new("pinned", PINNED_PAGES);
     modify_all(&locked, &numbers);
-    // A limit on locked memory may forbid it: then this is plain memory, which must be right as well.
+    // A limit on locked memory may forbid it: then this is plain memory, which must be right as
+    // well.
     bool is_locked = mlock(locked.at, locked.pages * PAGE_BYTES) == 0;
     modify_all(&pressure, &numbers);
     unsigned char present[PINNED_PAGES];

@@ -53,9 +53,10 @@ static _Noreturn void child_work(unsigned round) {
     _exit(0);
 }
 
-// ---- exec --------------------------------------------------------------------------------------------
+// ---- exec ---------------------------------------------------------------------------------------
 
-// A program that this one starts: it checks its arguments and environment, and uses memory of its own.
+// A program that this one starts: it checks its arguments and environment, and uses memory of its
+// own.
 int executed_child(int argc, char **argv) {
     if (argc != 4 || strcmp(argv[3], "last argument") != 0) fail("exec", "the arguments were wrong");
     const char *variable = getenv(CHILD_VARIABLE);
@@ -88,7 +89,7 @@ static void execute(unsigned round, bool spawn) {
     unsetenv(CHILD_VARIABLE);
 }
 
-// ---- the test ----------------------------------------------------------------------------------------
+// ---- the test -----------------------------------------------------------------------------------
 
 // A thread goes on with memory of its own while the process forks.
 static atomic_bool stop;
@@ -131,7 +132,8 @@ void test_fork(void) {
     int status;
     while (waitpid(killed, &status, 0) < 0)
         if (errno != EINTR) die("waitpid");
-    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("fork", "the killed child had ended before");
+    if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("fork",
+        "the killed child had ended before");
     modify_every(&shared, 1, 2, &numbers);
     atomic_store(&stop, true);
     pthread_join(thread, NULL);
@@ -140,7 +142,7 @@ void test_fork(void) {
     area_free(&shared);
 }
 
-// ---- both sides of a fork write what they share ---------------------------------------------------------
+// ---- both sides of a fork write what they share -------------------------------------------------
 
 enum { STORMS = 10 };
 

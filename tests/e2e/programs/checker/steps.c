@@ -1,7 +1,9 @@
-// Grows in steps, so that its limit can be judged without a race between its growth and the agent's looks at it.
+// Grows in steps, so that its limit can be judged without a race between its growth and the agent's
+// looks at it.
 //
-// After each step it writes the line "grown" and waits for a line. Then it checks and changes all its pages, which makes nothing resident
-// that the agent does not know, writes "checked", and waits for a line again.
+// After each step it writes the line "grown" and waits for a line. Then it checks and changes all
+// its pages, which makes nothing resident that the agent does not know, writes "checked", and waits
+// for a line again.
 #include "content.h"
 #include "tests.h"
 #include <stdio.h>
@@ -20,7 +22,8 @@ static void say_and_wait(const char *what) {
 
 static void rework_part(unsigned number) {
     struct numbers numbers = numbers_new(number);
-    for (uint64_t page = number; page < shared.pages; page += options.threads) modify_page(&shared, page, &numbers);
+    for (uint64_t page = number; page < shared.pages; page += options.threads) modify_page(&shared, page,
+        &numbers);
 }
 
 static void rework(void) {
@@ -35,7 +38,8 @@ void test_steps(void) {
     shared = area_over("steps", at, pages);
     for (unsigned step = 1; step <= STEPS; step++) {
         shared.pages = pages * step / STEPS;
-        for (uint64_t page = pages * (step - 1) / STEPS; page < shared.pages; page++) write_page(&shared, page, 1);
+        for (uint64_t page = pages * (step - 1) / STEPS; page < shared.pages; page++) write_page(&shared,
+            page, 1);
         say_and_wait("grown");
         rework();
         say_and_wait("checked");

@@ -1,5 +1,6 @@
-// Memory that the kernel reads and writes for the program: files, with and without the page cache, and pipes.
-// Each part walks over the whole area first, so that the pages it then names may be anywhere.
+// Memory that the kernel reads and writes for the program: files, with and without the page cache,
+// and pipes. Each part walks over the whole area first, so that the pages it then names may be
+// anywhere.
 #include "content.h"
 #include "tests.h"
 #include <errno.h>
@@ -58,7 +59,9 @@ static void read_scattered(int fd) {
             unsigned place = i < PIECE_PAGES / 2 ? 2 * i : 2 * (i - PIECE_PAGES / 2) + 1;
             pieces[place] = (struct iovec){to.at + (page + place) * PAGE_BYTES, PAGE_BYTES};
         }
-        if (preadv(fd, pieces, PIECE_PAGES, (off_t)(page * PAGE_BYTES)) != PIECE_BYTES) die("preadv of a piece");
+        if (preadv(fd, pieces, PIECE_PAGES, (off_t)(page * PAGE_BYTES)) != PIECE_BYTES) {
+            die("preadv of a piece");
+        }
     }
 }
 
@@ -80,7 +83,7 @@ static void read_direct(int fd) {
     fcntl(fd, F_SETFL, flags);
 }
 
-// ---- pipe --------------------------------------------------------------------------------------------
+// ---- pipe ---------------------------------------------------------------------------------------
 
 static void *feed(void *argument) {
     int fd = *(int *)argument;

@@ -1,5 +1,5 @@
-// The checker's tests. Each works on about options.bytes, ends the program at the first wrong byte, and else
-// prints a line that is the same on every run with the same options.
+// The checker's tests. Each works on about options.bytes, ends the program at the first wrong byte,
+// and else prints a line that is the same on every run with the same options.
 #ifndef CHECKER_TESTS_H
 #define CHECKER_TESTS_H
 

@@ -1,5 +1,6 @@
-// Thousands of threads come and go, on stacks of malloc's memory, too, while the memory is under pressure. The
-// kernel writes into a thread's control block when it ends, and a join waits for that.
+// Thousands of threads come and go, on stacks of malloc's memory, too, while the memory is under
+// pressure. The kernel writes into a thread's control block when it ends, and a join waits for
+// that.
 #include "content.h"
 #include "tests.h"
 #include <errno.h>
@@ -22,7 +23,7 @@ static void join(pthread_t thread, void *expected) {
     if (result != expected) fail("threads", "a thread's result was wrong");
 }
 
-// ---- on_threads --------------------------------------------------------------------------------------
+// ---- on_threads ---------------------------------------------------------------------------------
 
 struct job {
     void (*work)(unsigned);
@@ -45,7 +46,7 @@ void on_threads(void (*work)(unsigned)) {
     for (unsigned i = 0; i < options.threads; i++) join(threads[i], &jobs[i]);
 }
 
-// ---- the test ----------------------------------------------------------------------------------------
+// ---- the test -----------------------------------------------------------------------------------
 
 static struct area shared;
 static atomic_bool stop;
@@ -56,7 +57,8 @@ static void *sweep(void *unused) {
     struct numbers numbers = numbers_new(1100);
     struct area swept = area_new("threads sweep", options.bytes / PAGE_BYTES * 3 / 4);
     while (!atomic_load(&stop))
-        for (uint64_t page = 0; page < swept.pages && !atomic_load(&stop); page++) modify_page(&swept, page, &numbers);
+        for (uint64_t page = 0; page < swept.pages && !atomic_load(&stop); page++) modify_page(&swept,
+            page, &numbers);
     verify_all(&swept);
     area_free(&swept);
     return unused;

@@ -1,5 +1,5 @@
-// What few programs do, and some must: daemons, changes of user, memory that is populated at once, unbuffered files, signals on a
-// stack in the heap, mutexes that outlive their owner.
+// What few programs do, and some must: daemons, changes of user, memory that is populated at once,
+// unbuffered files, signals on a stack in the heap, mutexes that outlive their owner.
 #include "content.h"
 #include "tests.h"
 #include <dirent.h>
@@ -46,7 +46,7 @@ static void finish(struct area *area) {
     area_free(area);
 }
 
-// ---- a daemon, which closes every descriptor, ours too if it could -------------------------------------
+// ---- a daemon, which closes every descriptor, ours too if it could ------------------------------
 
 void test_daemon(void) {
     struct numbers numbers = numbers_new(3000);
@@ -67,7 +67,7 @@ void test_daemon(void) {
     finish(&area);
 }
 
-// ---- a program of root's that becomes nobody's ---------------------------------------------------------
+// ---- a program of root's that becomes nobody's --------------------------------------------------
 
 // No thread may keep what the program has given up, not even one that it does not know of.
 static void verify_threads_are_nobody(void) {
@@ -82,7 +82,8 @@ static void verify_threads_are_nobody(void) {
         FILE *status = fopen(path, "r");
         if (status == NULL) die(path);
         while (fgets(line, sizeof line, status) != NULL) {
-            if (strncmp(line, "Groups:", 7) == 0 && strspn(line + 7, " \t\n") != strlen(line + 7)) fail("setuid", line);
+            if (strncmp(line, "Groups:", 7) == 0 && strspn(line + 7,
+                " \t\n") != strlen(line + 7)) fail("setuid", line);
             if (sscanf(line, "Uid: %u %u %u %u", ids, ids + 1, ids + 2, ids + 3) != 4
                 && sscanf(line, "Gid: %u %u %u %u", ids, ids + 1, ids + 2, ids + 3) != 4)
                 continue;
@@ -113,7 +114,7 @@ void test_setuid(void) {
     finish(&area);
 }
 
-// ---- populated at once, and given up again -------------------------------------------------------------
+// ---- populated at once, and given up again ------------------------------------------------------
 
 void test_populate(void) {
     struct numbers numbers = numbers_new(3200);
@@ -128,14 +129,15 @@ void test_populate(void) {
         verify_all(&area);
         modify_every(&area, &numbers);
         modify_every(&other, &numbers);
-        if (madvise(at, pages * PAGE_BYTES, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) die("MADV_POPULATE_WRITE");
+        if (madvise(at, pages * PAGE_BYTES, MADV_POPULATE_WRITE) != 0
+            && errno != EINVAL) die("MADV_POPULATE_WRITE");
         verify_all(&area);
         area_free(&area);
     }
     finish(&other);
 }
 
-// ---- files without the page cache ----------------------------------------------------------------------
+// ---- files without the page cache ---------------------------------------------------------------
 
 static int open_direct(void) {
     char path[4096];
@@ -169,7 +171,7 @@ void test_direct(void) {
     finish(&from);
 }
 
-// ---- signals on a stack that may have left -------------------------------------------------------------
+// ---- signals on a stack that may have left ------------------------------------------------------
 
 static struct area interrupted;
 static volatile sig_atomic_t signals;
@@ -189,13 +191,14 @@ void test_signal_stack(void) {
     for (unsigned round = 0; round < options.rounds * 4; round++) {
         modify_every(&interrupted, &numbers);
         raise(SIGUSR1);
-        if (signals != (sig_atomic_t)round + 1) fail("signal-stack", "the handler was not called once for each signal");
+        if (signals != (sig_atomic_t)round + 1) fail("signal-stack",
+            "the handler was not called once for each signal");
     }
     if (sigaltstack(&former, NULL) != 0) die("sigaltstack");
     finish(&interrupted);
 }
 
-// ---- a mutex whose owner ends --------------------------------------------------------------------------
+// ---- a mutex whose owner ends -------------------------------------------------------------------
 
 static pthread_mutex_t *left_locked;
 

@@ -1,82 +1,84 @@
-//! A client of an array with an entry for each 4 KiB, which says who has it: a state machine, for the model and for real memory alike.
+//! Client of the one-sided array, an entry with the owner for each 4 KiB: a state machine for the
+//! cost model and for real memory.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
 
-/// Entries that one READ brings, at least.
-const READ: u32 = 64;
+/// Least number of entries of one READ.
+const READ_MIN: u32 = 64;
 /// Most entries of one READ.
 pub const READ_MAX: u32 = SECTION_CHUNKS;
 
-/// What is done to entries.
+/// An operation on entries.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Touch {
-    /// A WRITE: nobody has it.
+    /// A WRITE that makes an entry free.
     Clear {
-        /// Which.
+        /// The entry.
         entry: u32,
     },
     /// A READ of neighbours, at most [`READ_MAX`].
     Read {
         /// The first.
         first: u32,
-        /// How many.
+        /// Number of entries.
         count: u32,
     },
-    /// A CAS from nobody to this host.
-    Take {
-        /// Which.
+    /// A CAS of an entry from free to this host.
+    Claim {
+        /// The entry.
         entry: u32,
-        /// Who wants it.
+        /// The new owner.
         host: u16,
     },
 }
 
-/// A run of entries that a client has.
+/// Neighbouring entries that a client owns.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Held {
-    /// Of which node.
+    /// The node.
     pub node: usize,
-    /// The first.
+    /// The first entry.
     pub first: u32,
-    /// How much.
+    /// Their number, as a size class.
     pub class: SizeClass,
 }
 
-/// One operation at a time: what is wanted is in [`ArrayClient::touches`], until [`ArrayClient::hear`] says that it is over.
+/// A client with one allocation or free at a time. The driver does the operations in
+/// [`ArrayClient::touches`] and passes the results to [`ArrayClient::complete`] until that is done.
 #[derive(Debug)]
 pub struct ArrayClient {
     host: u16,
-    /// What it knows of each node's entries.
+    /// Owners of each node's entries, as far as this client knows.
     views: Vec<Vec<u16>>,
     cursor: u32,
-    /// What it is at.
+    /// The entries that it allocates.
     now: Option<Held>,
     touches: Vec<Touch>,
-    /// Entries of a try that was lost, which go back with the next.
+    /// Entries claimed in a lost race, which are freed with the next attempt.
     got: Vec<u32>,
-    /// What others had has been forgotten once for this operation.
+    /// Whether the known owners were discarded once for this allocation.
     has_forgotten: bool,
 }
 
 impl ArrayClient {
-    /// A client that remembers `nodes` nodes of so many sections as empty.
+    /// A client that assumes all entries of `nodes` nodes to be free.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64) -> Self {
         let entries = sections * SECTION_CHUNKS;
         let mixed = (seed ^ u64::from(host)).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        // Each begins somewhere else.
+        // Each client starts at another entry.
         let cursor = u32::try_from(mixed % u64::from(entries)).unwrap_or(0);
         let views = vec![vec![0; entries as usize]; nodes];
         Self { host, views, cursor, now: None, touches: Vec::new(), got: Vec::new(), has_forgotten: false }
     }
 
-    /// What is to be done, by one doorbell.
+    /// The operations to do next, with one doorbell.
     pub fn touches(&self) -> &[Touch] {
         &self.touches
     }
 
-    /// Begin to take; false if there is nothing as far as this client knows.
-    pub fn take(&mut self, node: usize, class: SizeClass) -> bool {
+    /// Starts an allocation; returns false if this client knows no free entries.
+    pub fn start_allocation(&mut self, node: usize, class: SizeClass) -> bool {
         self.has_forgotten = false;
         let first = self.find(node, class);
         self.touches.clear();
@@ -85,8 +87,8 @@ impl ArrayClient {
         first.is_some()
     }
 
-    /// Begin to give back.
-    pub fn give(&mut self, held: Held) {
+    /// Starts a free.
+    pub fn start_free(&mut self, held: Held) {
         self.touches.clear();
         self.now = None;
         for entry in held.first..held.first + held.class.chunks() {
@@ -95,13 +97,14 @@ impl ArrayClient {
         }
     }
 
-    /// What came of it: the entries that were read and those that the CASes found, in order. What was taken, if that is over; nothing is, if something was given back.
+    /// Processes the results: the entries that READs returned and the values that CASes found, in
+    /// order.
     ///
     /// # Errors
     /// If the array is full.
-    pub fn hear(&mut self, heard: &[u16]) -> Result<Heard, String> {
-        let Some(Held { node, first, class }) = self.now else { return Ok(Heard::Given) };
-        let mut heard = heard.iter().copied();
+    pub fn complete(&mut self, results: &[u16]) -> Result<ArrayProgress, String> {
+        let Some(Held { node, first, class }) = self.now else { return Ok(ArrayProgress::Freed) };
+        let mut results = results.iter().copied();
         let mut has_lost = false;
         let view = &mut self.views[node];
         self.got.clear();
@@ -110,10 +113,10 @@ impl ArrayClient {
                 Touch::Clear { .. } => {}
                 Touch::Read { first, count } => {
                     let near = &mut view[first as usize..][..count as usize];
-                    near.iter_mut().zip(&mut heard).for_each(|(owner, found)| *owner = found);
+                    near.iter_mut().zip(&mut results).for_each(|(owner, found)| *owner = found);
                 }
-                Touch::Take { entry, host } => {
-                    let found = heard.next().unwrap_or(0);
+                Touch::Claim { entry, host } => {
+                    let found = results.next().unwrap_or(0);
                     has_lost |= found != 0;
                     view[entry as usize] = if found == 0 { host } else { found };
                     if found == 0 {
@@ -123,22 +126,22 @@ impl ArrayClient {
             }
         }
         if !has_lost {
-            return Ok(Heard::Taken(Held { node, first, class }));
+            return Ok(ArrayProgress::Allocated(Held { node, first, class }));
         }
         let next = self.find(node, class).ok_or("the array is full")?;
-        self.try_again(node, next, class);
-        Ok(Heard::Lost)
+        self.retry(node, next, class);
+        Ok(ArrayProgress::LostRace)
     }
 
-    /// What was got goes back, what is there is read, and others are tried.
-    fn try_again(&mut self, node: usize, first: u32, class: SizeClass) {
+    /// Frees the claimed entries, reads the present owners, and claims other entries.
+    fn retry(&mut self, node: usize, first: u32, class: SizeClass) {
         self.touches.clear();
         for entry in self.got.drain(..) {
             self.touches.push(Touch::Clear { entry });
             self.views[node][entry as usize] = 0;
         }
         let entries = u32::try_from(self.views[node].len()).unwrap_or(u32::MAX);
-        let count = READ.max(class.chunks()).min(entries - first);
+        let count = READ_MIN.max(class.chunks()).min(entries - first);
         self.touches.push(Touch::Read { first, count });
         self.now = Some(Held { node, first, class });
         self.attempt();
@@ -147,10 +150,11 @@ impl ArrayClient {
     fn attempt(&mut self) {
         let Some(Held { first, class, .. }) = self.now else { return };
         let host = self.host;
-        self.touches.extend((first..first + class.chunks()).map(|entry| Touch::Take { entry, host }));
+        self.touches.extend((first..first + class.chunks()).map(|entry| Touch::Claim { entry, host }));
     }
 
-    /// The next run of entries that is free as far as this client knows. If there is none, others may have given something back: what they had is forgotten, once for each operation.
+    /// The next entries that are free as far as this client knows. If there are none, other clients
+    /// may have freed some: the known owners are discarded, once for each allocation.
     fn find(&mut self, node: usize, class: SizeClass) -> Option<u32> {
         let found = self.find_known(node, class);
         if found.is_some() || std::mem::replace(&mut self.has_forgotten, true) {
@@ -176,15 +180,15 @@ impl ArrayClient {
     }
 }
 
-/// How far an operation is.
+/// State of an allocation or free.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Heard {
-    /// Somebody else was faster: there is more to be done.
-    Lost,
-    /// It is over.
-    Taken(Held),
-    /// It is over.
-    Given,
+pub enum ArrayProgress {
+    /// Another client was faster; there are more operations to do.
+    LostRace,
+    /// The allocation is complete.
+    Allocated(Held),
+    /// The free is complete.
+    Freed,
 }
 
 #[cfg(test)]
@@ -194,19 +198,19 @@ mod tests {
     use super::*;
 
     fn run(client: &mut ArrayClient, words: &mut NodeWords) -> Result<Option<Held>, String> {
-        let mut heard = Vec::new();
+        let mut results = Vec::new();
         loop {
-            words.touch(client.touches(), &mut heard);
-            match client.hear(&heard)? {
-                Heard::Lost => {}
-                Heard::Taken(held) => return Ok(Some(held)),
-                Heard::Given => return Ok(None),
+            words.touch(client.touches(), &mut results);
+            match client.complete(&results)? {
+                ArrayProgress::LostRace => {}
+                ArrayProgress::Allocated(held) => return Ok(Some(held)),
+                ArrayProgress::Freed => return Ok(None),
             }
         }
     }
 
     #[test]
-    fn two_that_begin_at_one_place_never_have_the_same() {
+    fn two_clients_with_the_same_start_own_different_entries() {
         let mut words = NodeWords::new(Way::Array, 1);
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, 0));
         clients.iter_mut().for_each(|client| client.cursor = 0);
@@ -215,35 +219,40 @@ mod tests {
         let mut held = Vec::new();
         for turn in 0..SECTION_CHUNKS / class.chunks() {
             let number = (turn % 2) as usize;
-            assert!(clients[number].take(0, class));
+            assert!(clients[number].start_allocation(0, class));
             let got = run(&mut clients[number], &mut words).unwrap().unwrap();
             for entry in got.first..got.first + 4 {
                 assert_eq!(std::mem::replace(&mut owners[entry as usize], number + 1), 0);
             }
             held.push((number, got));
         }
-        let full =
-            if clients[0].take(0, class) { run(&mut clients[0], &mut words) } else { Err(String::new()) };
+        let full = if clients[0].start_allocation(0, class) {
+            run(&mut clients[0], &mut words)
+        } else {
+            Err(String::new())
+        };
         assert!(full.is_err(), "nothing is left");
         for (number, held) in held {
-            clients[number].give(held);
+            clients[number].start_free(held);
             assert_eq!(run(&mut clients[number], &mut words), Ok(None));
         }
-        assert!((0..2).all(|_| clients[0].take(0, class) && run(&mut clients[0], &mut words).is_ok()));
+        assert!(
+            (0..2).all(|_| clients[0].start_allocation(0, class) && run(&mut clients[0], &mut words).is_ok())
+        );
     }
 
     #[test]
-    fn what_others_have_given_back_is_found_again() {
+    fn entries_that_others_have_freed_are_found() {
         let mut words = NodeWords::new(Way::Array, 1);
         let mut clients = [1, 2].map(|host| ArrayClient::new(host, 1, 1, 0));
-        // The other has everything; who wants something learns that.
-        assert!(clients[1].take(0, SizeClass::SECTION));
+        // The other client owns all entries, and this one learns that.
+        assert!(clients[1].start_allocation(0, SizeClass::SECTION));
         let all = run(&mut clients[1], &mut words).unwrap().unwrap();
-        assert!(clients[0].take(0, SizeClass::SPAN));
-        assert!(run(&mut clients[0], &mut words).is_err(), "all is the other's");
-        clients[1].give(all);
+        assert!(clients[0].start_allocation(0, SizeClass::SPAN));
+        assert!(run(&mut clients[0], &mut words).is_err(), "the other client owns all");
+        clients[1].start_free(all);
         run(&mut clients[1], &mut words).unwrap();
-        assert!(clients[0].take(0, SizeClass::SPAN), "it does not go by what it has seen for ever");
+        assert!(clients[0].start_allocation(0, SizeClass::SPAN), "it discards known owners");
         assert!(run(&mut clients[0], &mut words).unwrap().is_some());
     }
 }

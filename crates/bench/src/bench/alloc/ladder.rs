@@ -1,5 +1,6 @@
-//! The factor ladder: what each mechanism of the pool adds. The machines are those of the product on every rung; what the mechanisms above a rung want done to the node is done there,
-//! but takes no time and is not counted.
+//! The factor ladder: what each mechanism of the pool adds. The machines are those of the product
+//! on every rung; what the mechanisms above a rung want done to the node is done there, but takes
+//! no time and is not counted.
 
 use std::collections::BTreeMap;
 
@@ -179,7 +180,7 @@ pub fn measure(sections: u32, allocations: usize, seeds: u64) -> Result<Vec<Tabl
         }
         tables.push(Table {
             title: format!("the ladder, under the model: {} KiB, {clients} clients", 4u64 << k),
-            columns: ["mean µs", "p99 µs", "trips", "CASes", "CASes in vain", "free µs"]
+            columns: ["mean µs", "p99 µs", "trips", "CASes", "failed CASes", "free µs"]
                 .map(Column::middle)
                 .to_vec(),
             pictured: Some("mean µs"),
@@ -198,7 +199,7 @@ fn row(rung: Rung, outcomes: &[Outcome]) -> Row {
         ("p99 µs", figure(&|of| of.permille_us(990))),
         ("trips", figure(&|of| of.each(of.trips))),
         ("CASes", figure(&|of| of.each(of.swaps))),
-        ("CASes in vain", figure(&|of| of.each(of.lost))),
+        ("failed CASes", figure(&|of| of.each(of.lost))),
         ("free µs", figure(&Outcome::free_us)),
     ];
     let figures: BTreeMap<_, _> =
@@ -220,7 +221,7 @@ mod tests {
         let all = Rung::ALL.map(|rung| played(Way::Part(rung)));
         let [bitmap, contention, keys, log, service] = &all;
         let trips = |of: &Outcome| of.each(of.trips);
-        assert!(bitmap.lost > contention.lost, "{} and {} CASes in vain", bitmap.lost, contention.lost);
+        assert!(bitmap.lost > contention.lost, "{} and {} failed CASes", bitmap.lost, contention.lost);
         assert!(trips(keys) > trips(contention) + 0.9, "the key is written by a trip of its own");
         let us = |of: &Outcome| (of.mean_us(), of.free_us());
         assert!(
@@ -229,7 +230,7 @@ mod tests {
             us(log),
             us(keys)
         );
-        assert_eq!(service.trips, 0, "what was given back is ready");
+        assert_eq!(service.trips, 0, "a freed extent is in stock");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! `aquifer bench alloc`: what it costs to take an extent, beside the ways that others have (FineMem's evaluation).
+//! `aquifer bench alloc`: the cost of allocating an extent, beside peers, after the evaluation of
+//! FineMem (OSDI 2025; design.md, section 15).
 
 mod array;
 mod ladder;
@@ -25,14 +26,17 @@ use model::{Load, Outcome, Scene, play};
 pub use real::serve_at;
 use ways::Way;
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs from an extent that is kept ready; recovery of a million chunks ≤ 2 s";
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: under the cost model, at 16 clients and more, no slower than the best \
+    peer, and ≤ 0.05 of registration on demand; CASes per allocation ≤ 1.1 (4 KiB), ≤ 1.6 (32 KiB), ≤ 2.1 \
+    (64 KiB), retries ≤ 1.33 at 512 clients; metadata ≤ 0.45 %; the service ≤ 2 µs for an extent in stock; \
+     recovery of a million chunks ≤ 2 s";
 
 /// 4 KiB, 32 KiB, 64 KiB, 128 KiB, 512 KiB, 2 MiB.
 const CLASSES: [u8; 6] = [0, 3, 4, 5, 7, 9];
 const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
 const NODES: [usize; 4] = [1, 2, 4, 6];
-/// Clients at the nodes.
+/// Clients in the tables that vary the number of nodes.
 const CLIENTS_AT_NODES: usize = 64;
 const CROWD: usize = 512;
 /// Clients that replay a trace.
@@ -40,18 +44,18 @@ const REPLAY_CLIENTS: usize = 16;
 /// 3 GiB: as much on 1, 2, 4 or 6 nodes.
 const SECTIONS: u32 = 1536;
 
-/// How much is played.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 struct Volume {
     allocations: usize,
     seeds: u64,
     rounds: usize,
     requests: usize,
-    /// Allocations of a round for real.
+    /// Allocations of a round on this machine.
     real: usize,
 }
 
-/// Measures.
+/// Runs the bench.
 ///
 /// # Errors
 /// If an allocator fails.
@@ -66,13 +70,17 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     }
     let mut report = Report::new("alloc", args.quick);
     report.notes.push(
-        "the cost model: a READ, WRITE or atomic takes 1.7 µs there and back, each further one of the same doorbell 0.1 µs more; an RPC takes 4 µs, 2.3 of \
-         them on its node's one core, for which RPCs queue; there registration takes 450 µs for 4 MiB, in proportion, and a window 1.3 µs"
+        "the cost model: a READ, WRITE or atomic takes 1.7 µs, and each further one of the same doorbell \
+         0.1 µs; an RPC takes 4 µs, of which 2.3 µs are on the node's only core, where RPCs queue; on \
+         that core registration takes 450 µs for 4 MiB, in proportion, and a window 1.3 µs"
             .into(),
     );
     report.notes.push(
-        "under the model clients take extents, and give one back at random when they have enough, without a pause; half of the memory is taken at most. A node's card does any number of one-sided operations at once, and to give back costs a node's core as much as to take. \
-         Ours are the machines that the product drives, with keys and logs; the peers' have neither, but where a window is named. The spread is over seeds"
+        "under the model clients allocate extents without a pause, and free one at random when they hold \
+         enough; at most half of the memory is allocated. A node's card does any number of one-sided \
+         operations at once, and freeing costs the node's core as much as allocating. Ours are the \
+         product's state machines, with keys and logs; peers have neither, except where a window is named. \
+         The spread is over seeds"
             .into(),
     );
     let mut scenes = Scenes { volume, played: Vec::new() };
@@ -82,7 +90,8 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (real, real_targets) = real::measure(volume.rounds, volume.real)?;
     let ladder = ladder::measure(SECTIONS, volume.allocations, volume.seeds)?;
     report.notes.push(
-        "the service is measured in the program, call by call, on this machine: program, agent and node share its processors"
+        "the service is measured in the program, call by call; program, agent and node share the \
+         processors of this machine"
             .into(),
     );
     report.tables = scenes.tables();
@@ -98,14 +107,15 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// A trace instead of all else.
+/// Replays a trace, and measures nothing else.
 fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError> {
     let arrivals = trace::read(path)?;
     let mut report = Report::new("alloc-trace", quick);
     let last_s = arrivals.last().map_or(0.0, |last| float(last.at_ns) / 1e9);
     report.notes.push(format!(
-        "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; one that is still busy is late, and that counts. One that has its share of half of the memory first gives back what it \
-         has had longest. For real the node's CPU is that of giving back, too",
+        "{} allocations in {} s, by {REPLAY_CLIENTS} clients in turn; the delay of a busy client counts. A \
+         client that holds its share of half of the memory frees its oldest extent first. On this \
+         machine, the node's CPU includes frees",
         arrivals.len(),
         short(last_s)
     ));
@@ -117,12 +127,12 @@ fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError
         rows.push(row(way, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
     }
     rows.reverse();
-    report.tables.push(table(format!("the trace under the model: {REPLAY_CLIENTS} clients, 1 node"), rows));
+    report.tables.push(table(format!("trace with the cost model: {REPLAY_CLIENTS} clients, 1 node"), rows));
     report.tables.extend(real::replay(&arrivals, REPLAY_CLIENTS, volume.rounds)?);
     Ok(report)
 }
 
-/// What is compared in a table.
+/// Size, clients and nodes of a table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Case {
     k: u8,
@@ -193,7 +203,7 @@ impl Scenes {
             let played = self.of(*way, case)?;
             Some(row(*way, &played.outcomes))
         });
-        table(format!("the model: {}", case.name()), rows.collect())
+        table(format!("cost model: {}", case.name()), rows.collect())
     }
 
     fn targets(&self) -> Vec<Target> {
@@ -216,7 +226,7 @@ impl Scenes {
                     _ => 2.1,
                 };
                 target(format!("{name}: CASes for each"), ours.figure(|of| of.each(of.swaps)), bound);
-                target(format!("{name}: CASes in vain for each"), ours.figure(|of| of.each(of.lost)), 1.33);
+                target(format!("{name}: failed CASes for each"), ours.figure(|of| of.each(of.lost)), 1.33);
             }
         }
         let metadata = Spread::of(&[metadata::percent()]);
@@ -253,7 +263,7 @@ impl Played {
 
 fn table(title: String, rows: Vec<Row>) -> Table {
     let columns =
-        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"];
+        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "failed CASes", "node's CPU µs", "free µs"];
     let columns = columns.map(Column::middle).to_vec();
     Table { title, columns, pictured: Some("mean µs"), ratio: None, rows }
 }
@@ -266,7 +276,7 @@ fn row(way: Way, outcomes: &[Outcome]) -> Row {
         ("p99 µs", figure(&|of| of.permille_us(990))),
         ("trips", figure(&|of| of.each(of.trips))),
         ("CASes", figure(&|of| of.each(of.swaps))),
-        ("CASes in vain", figure(&|of| of.each(of.lost))),
+        ("failed CASes", figure(&|of| of.each(of.lost))),
         ("node's CPU µs", figure(&|of| of.each(of.node_cpu_ns) / 1e3)),
         ("free µs", figure(&Outcome::free_us)),
     ];

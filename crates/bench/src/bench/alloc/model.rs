@@ -1,4 +1,5 @@
-//! Allocation under a cost model of RDMA: clients, memory nodes and the network as events in virtual time. Ours are the very machines that the product drives.
+//! Allocation under a cost model of RDMA: clients, memory nodes and the network as events in
+//! virtual time. Ours are the very machines that the product drives.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,7 +8,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
 use super::trace::{Arrival, Replay};
-use super::ways::{Client, Way, Wish};
+use super::ways::{AllocRequest, Client, Way};
 use super::words::{Arrived, World};
 
 /// Half of what a READ, a WRITE or an atomic takes, there and back, in nanoseconds.
@@ -50,14 +51,14 @@ impl Scene {
     }
 }
 
-/// What the clients want.
+/// The load of the clients.
 #[derive(Clone, Copy, Debug)]
 pub enum Load<'a> {
-    /// Extents of one size, without a pause; any is given back when a client has enough.
+    /// Extents of one size, allocated without a pause. A client that holds enough frees any extent.
     Closed {
         /// The size.
         class: SizeClass,
-        /// Allocations to be measured, from when all clients have as many as they want.
+        /// Number of measured allocations. Measuring begins when all clients hold enough.
         allocations: usize,
     },
     /// What a trace says.
@@ -68,7 +69,7 @@ pub enum Load<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Next {
     /// This, which was wanted since then.
-    Begin(Wish, u64),
+    Begin(AllocRequest, u64),
     /// Nothing until then.
     Rest(u64),
     /// Nothing any more.
@@ -113,7 +114,10 @@ impl<'a> Demand<'a> {
                 if held == *held_max && std::mem::replace(&mut grows[number], false) {
                     *growing -= 1;
                 }
-                Next::Begin(if held < *held_max { Wish::Take(*class) } else { Wish::GiveAny }, now_ns)
+                Next::Begin(
+                    if held < *held_max { AllocRequest::Allocate(*class) } else { AllocRequest::FreeAny },
+                    now_ns,
+                )
             }
             Self::Trace(replays) => match replays[number].next(now_ns) {
                 None => Next::End,
@@ -124,7 +128,7 @@ impl<'a> Demand<'a> {
     }
 
     /// What was to be done next is begun.
-    fn begun(&mut self, number: usize, wish: Wish) {
+    fn begun(&mut self, number: usize, wish: AllocRequest) {
         if let Self::Trace(replays) = self {
             replays[number].begun(wish);
         }
@@ -139,26 +143,26 @@ impl<'a> Demand<'a> {
     }
 }
 
-/// What came of it, of allocations alone.
+/// Results of a schedule.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// How long each took, in nanoseconds, sorted.
+    /// Latency of each allocation in nanoseconds, sorted.
     pub latencies_ns: Vec<u64>,
     /// Trips over the network.
     pub trips: u64,
     /// Compare-and-swaps.
     pub swaps: u64,
-    /// Of these in vain.
+    /// Failed compare-and-swaps.
     pub lost: u64,
-    /// The nodes' processors, in nanoseconds.
+    /// Processor time of the nodes in nanoseconds.
     pub node_cpu_ns: u64,
-    /// Extents given back, and how long that took together, in nanoseconds.
+    /// Number of frees, and their total latency in nanoseconds.
     pub frees: u64,
     pub free_ns: u64,
 }
 
 impl Outcome {
-    /// Allocations.
+    /// Number of allocations.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     fn count(&self) -> f64 {
         self.latencies_ns.len() as f64
@@ -169,12 +173,12 @@ impl Outcome {
         super::service::mean_us(&self.latencies_ns)
     }
 
-    /// The latency that so many in a thousand stay below, in microseconds.
+    /// Quantile of the latency in microseconds; the median is 500.
     pub fn permille_us(&self, permille: usize) -> f64 {
         super::service::permille_us(&self.latencies_ns, permille)
     }
 
-    /// The mean time of giving back, in microseconds.
+    /// Mean latency of a free in microseconds.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     pub fn free_us(&self) -> f64 {
         self.free_ns as f64 / self.frees as f64 / 1e3
@@ -198,7 +202,7 @@ enum Event {
 /// A client's operation.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
-    wish: Wish,
+    wish: AllocRequest,
     since_ns: u64,
 }
 
@@ -261,8 +265,8 @@ impl Game<'_> {
             leaves_ns = self.core_free_ns[node].max(now_ns) + cpu_ns;
             self.core_free_ns[node] = leaves_ns;
         }
-        let is_take = self.underway[number].is_some_and(|under| under.wish.is_take());
-        if is_take && self.demand.is_measured() {
+        let is_allocation = self.underway[number].is_some_and(|under| under.wish.is_allocation());
+        if is_allocation && self.demand.is_measured() {
             self.outcome.trips += 1;
             self.outcome.swaps += swaps;
             self.outcome.lost += lost;
@@ -306,7 +310,7 @@ impl Game<'_> {
         if !self.demand.is_measured() {
             return;
         }
-        if under.wish.is_take() {
+        if under.wish.is_allocation() {
             self.outcome.latencies_ns.push(took_ns);
         } else {
             self.outcome.frees += 1;

@@ -1,4 +1,5 @@
-//! A client of the pool in the model: the machines that the product drives, and for the ladder what of them is left out of the account.
+//! A client of the pool in the model: the machines that the product drives, and for the ladder what
+//! of them is left out of the account.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -8,7 +9,7 @@ use aquifer_pool::op::{Action, AllocOp, FreeOp, Grant, Outcomes, StateMachine, S
 use aquifer_pool::word::{LogOp, SectionWord, SpanWord};
 
 use super::ladder::{Account, Rung};
-use super::ways::{Wish, pick};
+use super::ways::{AllocRequest, pick};
 use super::words::{Arrived, World, plain};
 
 /// A request to the agent of this host and its answer, through a ring that both look at.
@@ -24,8 +25,8 @@ enum Operation {
 /// What a program asks its agent for.
 #[derive(Clone, Copy, Debug)]
 enum Asked {
-    Take(usize, SizeClass),
-    Give,
+    Allocate(usize, SizeClass),
+    Free,
 }
 
 /// One client, of all nodes.
@@ -41,21 +42,22 @@ pub struct OurClient {
     heard: Vec<u64>,
     rung: Rung,
     account: Account,
-    /// The last action lost a race at a control word, and nothing is taken yet.
+    /// Whether the last action lost a race at a control word, before the extent was allocated.
     has_lost: bool,
-    /// Something is taken: what comes yet are hints.
+    /// Whether the extent is allocated; the remaining actions only update hint bits.
     has_taken: bool,
     asked: Option<Asked>,
-    /// What the agent keeps ready: as much as its program has given back, which is less than a service would keep.
+    /// The stock: as many extents as the program has freed, which is less than a real session
+    /// keeps.
     kept: Vec<(usize, Grant)>,
 }
 
 impl OurClient {
-    /// A client that remembers all nodes as empty.
+    /// A client that assumes all nodes to be free.
     pub fn new(host: u16, sections: u32, nodes: usize, seed: u64, rung: Rung) -> Self {
         let cache = |node: usize| {
             let layout = Layout::new(u16::try_from(node + 1).unwrap_or(1), sections);
-            // Clients that do not spread all begin at one place.
+            // Without contention control all clients start at the same span.
             let place = if rung.has_contention_control() { host } else { 0 };
             let draws = NumberSource::counted(u32::from(host), 1 << 12);
             let search_start = search_start(Host(place), seed * nodes as u64 + node as u64);
@@ -84,20 +86,20 @@ impl OurClient {
     }
 
     /// Begin to take an extent of a node; whether that is over already.
-    pub fn take(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
+    pub fn allocate(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
         if self.rung == Rung::Service {
-            self.asked = Some(Asked::Take(node, class));
+            self.asked = Some(Asked::Allocate(node, class));
             return Ok(false);
         }
         self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
     }
 
     /// Begin to give one back; whether that is over already.
-    pub fn give(&mut self, any: usize, wish: Wish) -> Result<bool, String> {
+    pub fn free(&mut self, any: usize, wish: AllocRequest) -> Result<bool, String> {
         let (node, grant) = pick(&mut self.held, any, wish);
         if self.rung == Rung::Service {
             self.kept.push((node, grant));
-            self.asked = Some(Asked::Give);
+            self.asked = Some(Asked::Free);
             return Ok(false);
         }
         self.start(node, Operation::Free(FreeOp::new(self.host, grant)))
@@ -125,8 +127,8 @@ impl OurClient {
     /// The answer is here; whether that was all.
     pub fn proceed(&mut self) -> Result<bool, String> {
         match self.asked.take() {
-            Some(Asked::Give) => return Ok(true),
-            Some(Asked::Take(node, class)) => {
+            Some(Asked::Free) => return Ok(true),
+            Some(Asked::Allocate(node, class)) => {
                 if let Some(kept) = self.kept.pop() {
                     self.held.push(kept);
                     return Ok(true);
@@ -141,7 +143,8 @@ impl OurClient {
             Some(Operation::Alloc(op, class)) => {
                 let step = op.step(cache, result);
                 if self.has_lost && !self.rung.has_contention_control() {
-                    // It has learnt what the word is, and counts no race: nothing is avoided, marked or read anew for it.
+                    // It has learnt what the word is, and counts no race: nothing is avoided,
+                    // marked or read anew for it.
                     let again = Operation::Alloc(AllocOp::new(self.host, *class), *class);
                     return self.start(self.node, again);
                 }

@@ -1,4 +1,4 @@
-//! How long it takes to give back what a dead host held, once its lease is over: a million chunks of one node.
+//! Recovery time: freeing a million chunks of a dead host on one node, after its lease has ended.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -18,6 +18,7 @@ use super::model::{MORE_NS, WAY_NS};
 use super::ways::Way;
 use super::words::NodeWords;
 use crate::bench::BenchError;
+use crate::bench::support::folder;
 use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Row, Table, Target as Aim};
 use crate::bench::support::spread::Spread;
@@ -45,7 +46,7 @@ enum RecoveryError {
 /// # Errors
 /// If there can be no node, or something is left of the dead host.
 pub fn measure(rounds: usize) -> Result<(Table, Vec<Aim>), BenchError> {
-    let folder = tempfile::tempdir().map_err(|error| failed(&error))?;
+    let folder = folder::temporary()?;
     let socket = folder.path().join("node.sock");
     let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let key = ClusterKey::generate().map_err(|error| failed(&error))?;
@@ -97,7 +98,7 @@ struct Node {
     node_memory: NodeMemory,
     reach: FabricAddress,
     key: Option<ClusterKey>,
-    /// The epoch of whoever recovers next.
+    /// Epoch of the next recovering host.
     epoch: std::cell::Cell<u64>,
 }
 

@@ -1,4 +1,5 @@
-//! The allocation service as programs have it: a session with the agent, measured from inside the program.
+//! The allocation service as programs have it: a session with the agent, measured from inside the
+//! program.
 
 use std::collections::BTreeMap;
 use std::time::Instant;

@@ -1,11 +1,12 @@
-//! Traces: lines `MICROSECONDS SIZE_CLASS`, when an extent of 4 KiB · 2^class is wanted. Blank lines and what follows a `#` pass.
+//! Traces: lines `MICROSECONDS SIZE_CLASS`, when an extent of 4 KiB · 2^class is wanted. Blank
+//! lines and what follows a `#` pass.
 
 use std::collections::VecDeque;
 use std::path::Path;
 
 use aquifer_pool::SizeClass;
 
-use super::ways::Wish;
+use super::ways::AllocRequest;
 use crate::bench::BenchError;
 
 /// Most lines that say something.
@@ -62,7 +63,8 @@ pub fn parse(text: &str) -> Result<Vec<Arrival>, String> {
 fn parse_line(said: &str) -> Result<Arrival, String> {
     let wrong = || {
         format!(
-            "\"{said}\" is not MICROSECONDS SIZE_CLASS, such as \"1250 3\": whole numbers, the class 0 (4 KiB) to 9 (2 MiB)"
+            "\"{said}\" is not MICROSECONDS SIZE_CLASS, such as \"1250 3\": whole numbers, the class 0 (4 \
+                KiB) to 9 (2 MiB)"
         )
     };
     let mut words = said.split_ascii_whitespace();
@@ -80,7 +82,8 @@ fn parse_line(said: &str) -> Result<Arrival, String> {
     Ok(Arrival { at_ns: at_us * 1000, class })
 }
 
-/// A client's part of a trace. Those of a trace take turns; and a client that has its share of the memory first gives back what it has had longest.
+/// A client's part of a trace. The clients take the arrivals in turn. A client that holds its share
+/// of the memory frees its oldest extent first.
 #[derive(Clone, Debug)]
 pub struct Replay<'a> {
     arrivals: &'a [Arrival],
@@ -98,15 +101,19 @@ impl<'a> Replay<'a> {
     }
 
     /// What is next, and from when on it is wanted, if that is not before now.
-    pub fn next(&self, now_ns: u64) -> Option<(Wish, u64)> {
+    pub fn next(&self, now_ns: u64) -> Option<(AllocRequest, u64)> {
         let arrival = self.arrivals.get(self.next)?;
         let is_full = !self.held.is_empty() && self.held_bytes + arrival.class.bytes() > self.share_bytes;
-        Some(if is_full { (Wish::GiveOldest, now_ns) } else { (Wish::Take(arrival.class), arrival.at_ns) })
+        Some(if is_full {
+            (AllocRequest::FreeOldest, now_ns)
+        } else {
+            (AllocRequest::Allocate(arrival.class), arrival.at_ns)
+        })
     }
 
     /// That is under way.
-    pub fn begun(&mut self, wish: Wish) {
-        if let Wish::Take(class) = wish {
+    pub fn begun(&mut self, wish: AllocRequest) {
+        if let AllocRequest::Allocate(class) = wish {
             self.next += self.step;
             self.held.push_back(class);
             self.held_bytes += class.bytes();
@@ -173,7 +180,7 @@ mod tests {
             while let Some((wish, at_ns)) = replay.next(u64::MAX) {
                 replay.begun(wish);
                 assert!(replay.held_bytes <= 4 * 4096 && replay.held.len() <= 4);
-                if wish.is_take() {
+                if wish.is_allocation() {
                     seen.push(at_ns);
                 }
             }
@@ -192,10 +199,16 @@ mod tests {
         }
 
         #[test]
-        fn what_is_written_is_read(mut times in prop::collection::vec(0..AT_US_MAX, 1..50), k in 0..SizeClass::COUNT, noise in "[ \\t]{0,3}") {
+        fn a_written_trace_is_parsed(
+            mut times in prop::collection::vec(0..AT_US_MAX, 1..50),
+            k in 0..SizeClass::COUNT,
+            noise in "[ \\t]{0,3}",
+        ) {
             times.sort_unstable();
             let text: String = times.iter().map(|at| format!("{noise}{at} \t{k}{noise}# 7 7\n\n")).collect();
-            let read: Vec<(u64, u8)> = parse(&text).unwrap().iter().map(|arrival| (arrival.at_ns / 1000, arrival.class.k())).collect();
+            let arrivals = parse(&text).unwrap();
+            let pair = |arrival: &Arrival| (arrival.at_ns / 1000, arrival.class.k());
+            let read: Vec<(u64, u8)> = arrivals.iter().map(pair).collect();
             let written: Vec<(u64, u8)> = times.into_iter().map(|at| (at, k)).collect();
             prop_assert_eq!(read, written);
         }

@@ -2,7 +2,7 @@
 
 use aquifer_pool::SizeClass;
 
-use super::array::{ArrayClient, Heard, Held};
+use super::array::{ArrayClient, ArrayProgress, Held};
 use super::ladder::Rung;
 use super::model::Scene;
 use super::ours::OurClient;
@@ -17,7 +17,7 @@ pub enum Way {
     Rpc,
     /// The same, with a window for each.
     RpcWindow,
-    /// Taken by CAS in an array with an entry for each 4 KiB; no windows, no log (CXL-SHM's way).
+    /// The one-sided array: CAS of an entry for each 4 KiB; no windows, no log (as CXL-SHM).
     Array,
     /// The pool.
     Ours,
@@ -53,25 +53,26 @@ impl Way {
 
 /// What a client is to do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Wish {
-    /// Take an extent.
-    Take(SizeClass),
-    /// Give any back.
-    GiveAny,
-    /// Give that back which it has had longest.
-    GiveOldest,
+pub enum AllocRequest {
+    /// Allocate an extent.
+    Allocate(SizeClass),
+    /// Free any extent.
+    FreeAny,
+    /// Free the oldest extent.
+    FreeOldest,
 }
 
-impl Wish {
+impl AllocRequest {
     /// Whether it is to take one.
-    pub fn is_take(self) -> bool {
-        matches!(self, Self::Take(_))
+    pub fn is_allocation(self) -> bool {
+        matches!(self, Self::Allocate(_))
     }
 }
 
-/// Take one out of what is held: the one at this place, or the oldest. The order is kept only where that matters.
-pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: Wish) -> T {
-    if wish == Wish::GiveOldest { held.remove(0) } else { held.swap_remove(any) }
+/// Removes an extent from those held: the one at this index, or the oldest. The order is kept only
+/// where that matters.
+pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: AllocRequest) -> T {
+    if wish == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
 }
 
 /// A client, of one way.
@@ -145,34 +146,35 @@ impl Client {
     ///
     /// # Errors
     /// If there is no extent.
-    pub fn begin(&mut self, wish: Wish) -> Result<bool, String> {
+    pub fn begin(&mut self, wish: AllocRequest) -> Result<bool, String> {
         self.node = self.below(self.nodes);
         let held = usize::try_from(self.held()).unwrap_or(0);
         let any = self.below(held);
         match (&mut self.inner, wish) {
-            (Inner::Rpc(rpc), Wish::Take(class)) => rpc.wish = Some((class, true)),
+            (Inner::Rpc(rpc), AllocRequest::Allocate(class)) => rpc.wish = Some((class, true)),
             (Inner::Rpc(rpc), _) => {
                 let (node, class) = pick(&mut rpc.held, any, wish);
                 self.node = node;
                 rpc.wish = Some((class, false));
             }
-            (Inner::Array(array), Wish::Take(class)) => {
-                if !array.machine.take(self.node, class) {
+            (Inner::Array(array), AllocRequest::Allocate(class)) => {
+                if !array.machine.start_allocation(self.node, class) {
                     return Err("the array is full".into());
                 }
             }
             (Inner::Array(array), _) => {
                 let given = pick(&mut array.held, any, wish);
                 self.node = given.node;
-                array.machine.give(given);
+                array.machine.start_free(given);
             }
-            (Inner::Ours(ours), Wish::Take(class)) => return ours.take(self.node, class),
-            (Inner::Ours(ours), _) => return ours.give(any, wish),
+            (Inner::Ours(ours), AllocRequest::Allocate(class)) => return ours.allocate(self.node, class),
+            (Inner::Ours(ours), _) => return ours.free(any, wish),
         }
         Ok(false)
     }
 
-    /// Time that goes by on this host alone before it goes on, in nanoseconds; `None` if a node has something to do.
+    /// Time that goes by on this host alone before it goes on, in nanoseconds; `None` if a node has
+    /// something to do.
     pub fn local_ns(&self) -> Option<u64> {
         match &self.inner {
             Inner::Ours(ours) => ours.local_ns(),
@@ -201,10 +203,10 @@ impl Client {
                 }
                 Ok(true)
             }
-            Inner::Array(array) => Ok(match array.machine.hear(&array.heard)? {
-                Heard::Lost => false,
-                Heard::Given => true,
-                Heard::Taken(held) => {
+            Inner::Array(array) => Ok(match array.machine.complete(&array.heard)? {
+                ArrayProgress::LostRace => false,
+                ArrayProgress::Freed => true,
+                ArrayProgress::Allocated(held) => {
                     array.held.push(held);
                     true
                 }

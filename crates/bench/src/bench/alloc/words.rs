@@ -90,7 +90,7 @@ impl NodeWords {
                 Touch::Read { first, count } => {
                     heard.extend_from_slice(&self.owners[first as usize..][..count as usize]);
                 }
-                Touch::Take { entry, host } => {
+                Touch::Claim { entry, host } => {
                     let owner = &mut self.owners[entry as usize];
                     heard.push(*owner);
                     arrived.swaps += 1;

@@ -1,4 +1,5 @@
-"""Clusters points with scikit-learn's k-means, in an array of --bytes, and prints digests that are the same on every run.
+"""Clusters points with scikit-learn's k-means, in an array of --bytes, and prints digests that are
+the same on every run.
 
 Run by Debian's /usr/bin/python3 with python3-sklearn.
 """

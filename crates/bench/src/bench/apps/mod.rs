@@ -1,12 +1,12 @@
-//! `aquifer bench apps`: real programs that are larger than their memory, on the pool and on kernel swap.
+//! `aquifer bench apps`: real programs with a part of their memory, on the pool and on kernel swap.
 
 mod kmeans;
-mod nobody;
 mod postgres;
 pub(super) mod random;
 mod redis;
 mod resp;
 mod summary;
+mod unprivileged;
 mod ways;
 
 use std::collections::BTreeMap;
@@ -28,8 +28,10 @@ use random::Access;
 use redis::Redis;
 use ways::{Fit, Stage, Way, find_program};
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: with a quarter of its memory each program ahead of itself on a swap file, over shm and over tcp; limits hold";
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: with a quarter of its memory each program is faster than on a swap \
+    file, over \
+    shm and over tcp; limits are kept";
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -69,27 +71,27 @@ impl Size {
     };
 }
 
-/// A program and what is done with it.
+/// A measured program and its load.
 pub trait App {
-    /// For people.
+    /// Name in the report.
     fn name(&self) -> &'static str;
 
-    /// What is started.
+    /// Path of the program.
     fn program(&self) -> &Path;
 
-    /// Whether it must not be root's.
+    /// Whether the program refuses to run as root.
     fn refuses_root(&self) -> bool {
         false
     }
 
-    /// Its shared memory. Aquifer pages private memory only, while a cgroup's limit is on both: there the program gets as
-    /// much more.
+    /// Bytes of its shared memory. Aquifer pages private memory only, but a cgroup's limit counts
+    /// both, so this is added to the limit of a cgroup.
     fn shared_bytes(&self) -> u64 {
         0
     }
 
-    /// Plays it all, by a command that has the program and lacks its arguments: how the program ended, and what was done
-    /// with it until then.
+    /// Runs the program and its load. `command` lacks the program's arguments. Returns how the
+    /// program ended, and the results of the load.
     ///
     /// # Errors
     /// If the program cannot be started, or a signal asks to stop.
@@ -101,19 +103,19 @@ pub trait App {
     ) -> Result<(Outcome, Result<Played, BenchError>), BenchError>;
 }
 
-/// What was done with a program.
+/// Results of a load.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Played {
-    /// How long it took.
+    /// Time in seconds.
     pub seconds: f64,
-    /// Of each request or transaction, in order; empty, if there are none.
+    /// Latency of each request or transaction, sorted; empty if there are none.
     pub latencies_us: Vec<f64>,
-    /// What must be the same in every run.
+    /// Digest of the data, which must be the same in every run.
     pub digest: String,
 }
 
 impl Played {
-    /// Of latencies in any order.
+    /// Results with latencies in any order.
     pub fn new(seconds: f64, mut latencies_us: Vec<f64>, digest: String) -> Self {
         latencies_us.sort_by(f64::total_cmp);
         Self { seconds, latencies_us, digest }
@@ -149,7 +151,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let mut report = Report::new("apps", args.quick);
     report.notes = notes(size);
     for (app, peak_bytes) in bench.apps.iter().zip(&peaks) {
-        report.notes.push(format!("{}: peak of {} run plainly", app.name(), show_bytes(*peak_bytes)));
+        report.notes.push(format!("{}: peak memory {}, in a plain run", app.name(), show_bytes(*peak_bytes)));
     }
     report.notes.append(&mut bench.stage.notes);
     let names: Vec<&'static str> = bench.apps.iter().map(|app| app.name()).collect();
@@ -166,24 +168,28 @@ fn choose_fits(size: Size, only: Option<u64>) -> Result<Size, BenchError> {
 
 fn notes(size: Size) -> Vec<String> {
     vec![
-        format!("{} rounds in alternation; every value was checked, and results are the same in every run", size.rounds),
-        format!("memory nodes of each pool: {}, beside the programs on this one machine", cluster::nodes()),
-        "a limit is a part of the program's own peak of anonymous resident memory, run plainly; 100 % is all of it".into(),
-        "a cgroup counts page cache and kernel memory, too; Aquifer counts private memory and the run's part of the host's \
-         cache. Shared memory (PostgreSQL's buffers) is granted to cgroups beside the limit"
+        format!(
+            "{} rounds in alternation; every value was checked, and results are the same in every run",
+            size.rounds
+        ),
+        format!("memory nodes of each pool: {}, on this machine like the programs", cluster::nodes()),
+        "a limit is a percentage of the program's peak anonymous resident memory in a plain run".into(),
+        "a cgroup also counts page cache and kernel memory; Aquifer counts private memory and the run's \
+         part of the mempool. Shared memory (PostgreSQL's buffers) is added to the limit of cgroups"
             .into(),
-        "s: redis' measured requests, pgbench from start to end, k-means from the program's start to its end; p50 and p99 \
-         are of requests to redis and of transactions"
+        "s: the measured requests of redis, pgbench from start to end, k-means from the program's start to \
+         its end; p50 and p99 are of requests to redis and of transactions"
             .into(),
-        "CPU is of the whole run, fill and checks included: the program's and, on the pool, the daemons'; the kernel's own \
-         threads that swap are in nobody's figure"
+        "CPU is of the whole run with fill and checks: the program's and, on the pool, the daemons'; kernel \
+         threads that swap are not counted"
             .into(),
-        "redis' main thread and its client are on one processor in every way, as the scheduler would choose: an answer across \
-         processors takes several times as long"
+        "redis' main thread and its client are on one processor in every way, as the scheduler would \
+         choose: an answer across processors takes several times as long"
             .into(),
-        "swap file and zram with the kernel's usual read-ahead of eight pages; where the kernel would kill a program because all that \
-         is resident is in use, it waits up to 5 ms and tries again (cgroup v1; in want: 1 if that happened, which costs it time), and where it is killed nonetheless, the run is \
-         repeated"
+        "swap file and zram have the kernel's usual read-ahead of eight pages. Where the kernel would kill \
+         a program because all its resident memory is in use, the program waits up to 5 ms and retries \
+         (cgroup v1; \"in want\" is 1 if that happened, which costs time). A run that is killed \
+         nevertheless is repeated"
             .into(),
     ]
 }
@@ -198,7 +204,7 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
             Redis::find(access, size, folder).map(|app| Box::new(app) as Box<dyn App>),
         ));
     }
-    let postgres = Postgres::find(size, &stage.nobody, folder)?;
+    let postgres = Postgres::find(size, &stage.user, folder)?;
     found.push(("PostgreSQL", postgres.map(|app| Box::new(app) as Box<dyn App>)));
     let kmeans = KMeans::find(size, folder)?;
     found.push(("python3-sklearn", kmeans.map(|app| Box::new(app) as Box<dyn App>)));
@@ -207,7 +213,7 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
         match app {
             Some(app) => apps.push(app),
             None => stage.notes.push(format!(
-                "left out: {name} is not installed; scripts/install-deps.sh bench installs it"
+                "not measured: {name} is not installed; install it with scripts/install-deps.sh bench"
             )),
         }
     }
@@ -218,13 +224,13 @@ fn find_apps(size: Size, stage: &mut Stage) -> Result<Vec<Box<dyn App>>, BenchEr
 fn choose_ways(notes: &mut Vec<String>) -> Vec<Way> {
     // What an earlier run left behind when it was killed would slow this one down.
     if let Err(error) = cleanup_stale() {
-        notes.push(format!("left from an earlier run: {error}"));
+        notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
     let mut ways = Vec::new();
     for way in Way::LIMITED {
         match way.try_out() {
             Ok(()) => ways.push(way),
-            Err(error) => notes.push(format!("left out: {}: {error}", way.name())),
+            Err(error) => notes.push(format!("not measured: {}: {error}", way.name())),
         }
     }
     ways

@@ -1,7 +1,8 @@
-//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and then does what TPC-B does.
+//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and
+//! then does what TPC-B does.
 //!
-//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel swap's programs get as much
-//! beside their limit.
+//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel
+//! swap's programs get as much beside their limit.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -9,7 +10,7 @@ use std::process::Command;
 
 use rustix::process::Signal;
 
-use super::nobody::Nobody;
+use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Size, float};
 use crate::bench::BenchError;
 use crate::bench::support::child::{self, Outcome, Streams, Watched};
@@ -22,7 +23,8 @@ const USER: &str = "bench";
 const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
 /// More than a sort takes: it shall not go to files.
 const WORK_MEM: &str = "work_mem=512MB";
-/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends well.
+/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends
+/// well.
 const CLIENTS: &str = "1";
 
 /// The report reads what the rest does not change, so that it is the same whenever it is made.
@@ -37,15 +39,18 @@ UPDATE pgbench_accounts SET abalance = abalance + :delta WHERE aid = :aid;
 SELECT abalance FROM pgbench_accounts WHERE aid = :aid;
 UPDATE pgbench_tellers SET tbalance = tbalance + :delta WHERE tid = :tid;
 UPDATE pgbench_branches SET bbalance = bbalance + :delta WHERE bid = :bid;
-INSERT INTO pgbench_history (tid, bid, aid, delta, mtime) VALUES (:tid, :bid, :aid, :delta, CURRENT_TIMESTAMP);
+INSERT INTO pgbench_history (tid, bid, aid, delta, mtime)
+  VALUES (:tid, :bid, :aid, :delta, CURRENT_TIMESTAMP);
 END;
 ";
 
 /// What must be true, and what must be the same in each run.
-const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM pgbench_history) \
+const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM \
+    pgbench_history) \
      AND (SELECT sum(bbalance) FROM pgbench_branches) = (SELECT sum(tbalance) FROM pgbench_tellers), \
      (SELECT count(*) FROM pgbench_history), \
-     (SELECT md5(string_agg(aid || ':' || abalance, ',' ORDER BY aid)) FROM pgbench_accounts WHERE abalance <> 0), \
+     (SELECT md5(string_agg(aid || ':' || abalance, ',' ORDER BY aid)) FROM pgbench_accounts WHERE \
+     abalance <> 0), \
      (SELECT md5(string_agg(aid || digest, ',' ORDER BY aid, digest)) FROM reports)";
 
 /// Its programs, and its data as they are before each run.
@@ -59,23 +64,23 @@ pub struct Postgres {
 }
 
 impl Postgres {
-    /// If it is installed: makes its data in the home of `nobody`; `folder` gets what its clients write.
+    /// If it is installed: makes its data in the home of the unprivileged user; `folder` gets what
+    /// its clients write.
     ///
     /// # Errors
     /// If the data cannot be made.
-    pub fn find(size: Size, nobody: &Nobody, folder: &Path) -> Result<Option<Self>, BenchError> {
+    pub fn find(size: Size, user: &UnprivilegedUser, folder: &Path) -> Result<Option<Self>, BenchError> {
         let Some(programs) = find_programs(Path::new(VERSIONS)) else {
             return Ok(None);
         };
         let program = programs.join(PROGRAM);
-        let postgres = Self { programs, program, size, home: nobody.home(), folder: folder.to_owned() };
-        postgres.prepare(nobody)?;
+        let postgres = Self { programs, program, size, home: user.home(), folder: folder.to_owned() };
+        postgres.prepare(user)?;
         Ok(Some(postgres))
     }
 
-    fn prepare(&self, nobody: &Nobody) -> Result<(), BenchError> {
-        let plain =
-            |program: &Path| nobody.command(program, |first| Ok::<_, BenchError>(Command::new(first)));
+    fn prepare(&self, user: &UnprivilegedUser) -> Result<(), BenchError> {
+        let plain = |program: &Path| user.command(program, |first| Ok::<_, BenchError>(Command::new(first)));
         let mut initdb = plain(&self.programs.join("initdb"))?;
         initdb.args(["--auth=trust", "--no-sync", "--locale=C", "--encoding=UTF8", "--username", USER]);
         initdb.arg("--pgdata").arg(self.template());

@@ -14,7 +14,8 @@ impl Random {
         word ^ (word >> 31)
     }
 
-    /// A number below `bound`, which is not 0. That small ones are more probable by `bound` / 2⁶⁴ harms nothing here.
+    /// A number below `bound`, which is not 0. That small ones are more probable by `bound` / 2⁶⁴
+    /// harms nothing here.
     pub fn below(&mut self, bound: usize) -> usize {
         usize::try_from(self.next() % bound as u64).expect("below a usize")
     }

@@ -1,4 +1,5 @@
-//! redis-server with one client that waits for each answer: nine GETs to one SET, of values that tell whether they are right.
+//! redis-server with one client that waits for each answer: nine GETs to one SET, of values that
+//! tell whether they are right.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -38,7 +39,8 @@ impl Redis {
     }
 
     fn work(&self, server: &server::Server) -> Result<Played, BenchError> {
-        // Redis takes the same processor for its main thread, and leaves the worker of Aquifer's alone.
+        // Redis takes the same processor for its main thread, and leaves the worker of Aquifer's
+        // alone.
         let processor = first_processor();
         let mut only = CpuSet::new();
         only.set(processor);
@@ -183,7 +185,8 @@ fn name(key: usize) -> Vec<u8> {
     format!("key:{key}").into_bytes()
 }
 
-/// It begins with its key and version; half of the rest is random, half is not, so that it compresses as real ones do.
+/// It begins with its key and version; half of the rest is random, half is not, so that it
+/// compresses as real ones do.
 fn value(key: usize, version: u32) -> Vec<u8> {
     let words = VALUE_BYTES / 8;
     let head = [key as u64, u64::from(version)];

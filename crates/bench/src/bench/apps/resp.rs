@@ -1,4 +1,5 @@
-//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands under way as the caller likes.
+//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands
+//! under way as the caller likes.
 
 use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -35,7 +36,7 @@ impl Client {
     /// To a server's Unix socket.
     ///
     /// # Errors
-    /// If nobody listens there.
+    /// If no server listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
         stream.set_read_timeout(Some(ANSWER))?;
@@ -119,18 +120,18 @@ mod tests {
     use super::*;
 
     /// Says what it was given, and remembers what it was told.
-    struct Talk {
+    struct FakeStream {
         says: Cursor<Vec<u8>>,
         told: Vec<u8>,
     }
 
-    impl Read for Talk {
+    impl Read for FakeStream {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
             self.says.read(buffer)
         }
     }
 
-    impl Write for Talk {
+    impl Write for FakeStream {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             self.told.write(bytes)
         }
@@ -140,8 +141,8 @@ mod tests {
         }
     }
 
-    fn client(says: &[u8]) -> Client<Talk> {
-        Client::over(Talk { says: Cursor::new(says.to_vec()), told: Vec::new() })
+    fn client(says: &[u8]) -> Client<FakeStream> {
+        Client::over(FakeStream { says: Cursor::new(says.to_vec()), told: Vec::new() })
     }
 
     #[test]

@@ -6,19 +6,21 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-use super::nobody::Nobody;
+use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float, show_bytes};
 use crate::bench::support::child::{Outcome, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
+use crate::bench::support::folder;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
 use aquifer_swap::setup::{SetupError, SetupUsage};
 
 /// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
 const LEFT_PART: u64 = 4;
-/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well pages compress.
+/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well
+/// pages compress.
 const SMALL_PART: u64 = 10;
 /// The kernel kills a program now and then that it would not kill the next time.
 const TRIES: usize = 4;
@@ -103,9 +105,10 @@ pub struct Stage {
     /// For outputs and sockets.
     pub folder: TempDir,
     /// For servers that refuse root.
-    pub nobody: Nobody,
+    pub user: UnprivilegedUser,
     clusters: Vec<(Fabric, Cluster)>,
-    /// What remains of a limit beside a zram's store, once that is known; `None` if too little does.
+    /// What remains of a limit beside a zram's store, once that is known; `None` if too little
+    /// does.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
     /// What happened that a reader must know.
     pub notes: Vec<String>,
@@ -117,10 +120,9 @@ impl Stage {
     /// # Errors
     /// If there is no place for its folders.
     pub fn new() -> Result<Self, BenchError> {
-        let folder =
-            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
-        let nobody = Nobody::new()?;
-        Ok(Self { folder, nobody, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
+        let folder = folder::temporary()?;
+        let user = UnprivilegedUser::new()?;
+        Ok(Self { folder, user, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
     }
 
     /// Brings up a cluster over each fabric.
@@ -129,7 +131,7 @@ impl Stage {
     /// If one does not come up.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
-            let socket = self.nobody.socket(fabric.name());
+            let socket = self.user.socket(fabric.name());
             self.clusters.push((fabric, Cluster::up(memory_bytes, fabric, socket.as_deref())?));
         }
         Ok(())
@@ -145,7 +147,8 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes say how.
+    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes
+    /// say how.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -169,7 +172,7 @@ impl Stage {
         start: impl FnOnce(&std::ffi::OsStr) -> Result<Command, E>,
     ) -> Result<Command, E> {
         if app.refuses_root() {
-            self.nobody.command(app.program(), start)
+            self.user.command(app.program(), start)
         } else {
             start(app.program().as_os_str())
         }
@@ -187,7 +190,7 @@ impl Stage {
         match done {
             Ok(played) if is_well => Ok((outcome, played)),
             Err(error) if is_well => Err(error),
-            // Whoever works with a server that died only sees that it is gone.
+            // The client of a server that died reports only a closed connection.
             done => Err(BenchError::Program {
                 program: app.name().into(),
                 way: way.name().into(),
@@ -223,16 +226,17 @@ impl Stage {
         cluster: &Cluster,
         limit_bytes: u64,
     ) -> Result<(Command, PathBuf), BenchError> {
-        let socket = way.fabric().and_then(|fabric| self.nobody.socket(fabric.name()));
+        let socket = way.fabric().and_then(|fabric| self.user.socket(fabric.name()));
         if let Some(socket) = socket.filter(|_| app.refuses_root()) {
-            let stats = self.nobody.home().join("stats.json");
-            return Ok((self.nobody.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
+            let stats = self.user.home().join("stats.json");
+            return Ok((self.user.pooled_command(&socket, limit_bytes, &stats, app.program()), stats));
         }
         let stats = self.folder.path().join("stats.json");
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the program fail, which it counts nowhere. Then it is tried again.
+    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the
+    /// program fail, which it counts nowhere. Then it is tried again.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
@@ -285,7 +289,8 @@ impl Stage {
         Ok(Ok((sample, played, usage)))
     }
 
-    /// Its store is this machine's memory, and is counted against the limit, where that leaves anything.
+    /// Its store is this machine's memory, and is counted against the limit, where that leaves
+    /// anything.
     fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
         let key = (app.name(), fit.percent);
         // If it does not end well, it is not known, and tried with all of the limit.
@@ -302,7 +307,8 @@ impl Stage {
                     show_bytes(fit.limit_bytes())
                 ),
                 None => format!(
-                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands beside the limit, as \
+                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands \
+                        beside the limit, as \
                      memory that the other ways do not have",
                     app.name(),
                     fit.percent,
@@ -317,8 +323,8 @@ impl Stage {
     }
 }
 
-/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less of it is one more on swap, and so
-/// makes the store larger by what a swapped byte takes there.
+/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less
+/// of it is one more on swap, and so makes the store larger by what a swapped byte takes there.
 fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
@@ -349,7 +355,7 @@ fn sample(outcome: &Outcome, played: &Played, daemons_us: u64) -> Sample {
     sample
 }
 
-/// Its folder and name, to be found by whoever starts it.
+/// Path of a program, as a shell finds it.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let paths = std::env::var_os("PATH")?;
     std::env::split_paths(&paths).map(|folder| folder.join(name)).find(|path| Path::is_file(path))
@@ -365,7 +371,8 @@ mod tests {
 
     #[test]
     fn program_and_store_fit_in_the_limit_together() {
-        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a quarter, too.
+        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a
+        // quarter, too.
         let left = beside_store(40 * MIB, &usage(10 * MIB, Some(40 * MIB))).unwrap();
         let taken = 40 * MIB - left;
         assert_eq!(taken >> 10, (40 * MIB / 3) >> 10);

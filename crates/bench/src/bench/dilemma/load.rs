@@ -1,4 +1,5 @@
-//! The load: half reads, half writes of whole pages, of keys after Zipf; and keys that die and are born, so that the number that lives goes up and down.
+//! The load: half reads, half writes of whole pages, of keys after Zipf; and keys that die and are
+//! born, so that the number that lives goes up and down.
 
 use std::time::Instant;
 

@@ -1,5 +1,5 @@
-//! `aquifer bench dilemma`: what it costs to take memory in small pieces, and what it saves (FineMem's dilemma): throughput and memory held against the size of
-//! blocks, for a load of page writes and frees through the pager.
+//! `aquifer bench dilemma`: throughput and allocated memory by block size, for page writes and
+//! frees through the pager: the dilemma of FineMem (OSDI 2025; design.md, section 15).
 
 mod load;
 mod store;
@@ -18,17 +18,18 @@ use aquifer::Fabric;
 use load::{Outcome, Plan, play};
 use store::Host;
 
-/// For `bench list`.
+/// Targets, for `aquifer bench list`.
 pub const TARGETS: &str =
     "targets: with blocks of 4 KiB, at least 0.9 of the throughput of 16 MiB, and at most 0.55 of its memory";
 
-/// What the nodes lend.
+/// Memory that the nodes lend together.
 const MEMORY_BYTES: u64 = 768 << 20;
 const COARSEST: &str = "16 MiB";
-/// Over shared memory a round takes a second, of which chance has a large part: so there are so many times as many.
+/// Factor of the number of rounds over shared memory, where a round takes only a second and varies
+/// more.
 const SHM_ROUNDS: usize = 3;
 
-/// Blocks of one size.
+/// Slabs of one size.
 const fn blocks(k: u8, group_slabs: u32) -> SlabSizing {
     match SizeClass::new(k) {
         Some(class) => SlabSizing::Fixed { class, group_slabs },
@@ -47,21 +48,23 @@ const GRAINS: [(&str, SlabSizing); 8] = [
     ("as needed", SlabSizing::AsNeeded),
 ];
 
-/// Measures.
+/// Runs the bench.
 ///
 /// # Errors
-/// If there can be no cluster, or it fails.
+/// If a cluster cannot be started, or fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let mut report = Report::new("dilemma", args.quick);
     let (keys, waves, rounds) = if args.quick { (16 << 10, 1, 1) } else { (40 << 10, 2, 3) };
     let plan = Plan { keys, least_permille: 200, waves, threads: 2 };
     report.notes.push(format!(
-        "{keys} pages of 4 KiB, two threads, half reads and half writes of whole pages after Zipf (0.99); beside that, once in sixteen operations, a page dies until a fifth lives, then one is \
-         born until all live, {waves} times; every page that is read is held against what was written"
+        "{keys} pages of 4 KiB, two threads, half reads and half writes of whole pages with a Zipf \
+         distribution (0.99). Every sixteenth operation frees a page until a fifth is in use, then writes a \
+         free one until all are, {waves} times. Every page that is read is compared with what was written"
     ));
     report.notes.push(
-        "blocks of one size are given back when all of a block is free, but for a reserve of an eighth if they are not larger than 2 MiB, and filled again when half of it is; «as needed» is what runs have: slabs of 4 KiB to 2 MiB, and sparse ones are \
-         emptied into others. Held is the mean over the operations"
+        "a block of one size is freed when all of it is free, except a reserve of an eighth if blocks have \
+         at most 2 MiB, and refilled when half of it is free. \"as needed\" is the setting of runs: slabs \
+         of 4 KiB to 2 MiB, with repacking of sparse ones. Allocated memory is the mean over the operations"
             .into(),
     );
     let fabrics = args.fabric.map_or(vec![Fabric::Shm, Fabric::Tcp], |one| vec![one]);
@@ -86,18 +89,18 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         let rows = rows(&grains, &outcomes);
         report.targets.extend(targets(&rows, fabric));
         report.tables.push(Table {
-            title: format!("by the size of blocks, over {}", fabric.name()),
+            title: format!("by block size, over {}", fabric.name()),
             columns: vec![
                 Column::full("operations/s"),
-                Column::full("to 16 MiB"),
-                Column::full("held MiB"),
-                Column::full("held, to 16 MiB"),
-                Column::middle("most held MiB"),
-                Column::middle("alive MiB"),
+                Column::full("÷ 16 MiB"),
+                Column::full("allocated MiB"),
+                Column::full("allocated, ÷ 16 MiB"),
+                Column::middle("peak MiB"),
+                Column::middle("in use MiB"),
                 Column::middle("pages moved"),
             ],
-            pictured: Some("held MiB"),
-            ratio: Some("to 16 MiB"),
+            pictured: Some("allocated MiB"),
+            ratio: Some("÷ 16 MiB"),
             rows,
         });
     }
@@ -105,7 +108,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// All sizes, or one beside the coarsest.
+/// All sizes, or one and the largest.
 fn choose(only: Option<&str>) -> Result<Vec<(&'static str, SlabSizing)>, BenchError> {
     let Some(only) = only else { return Ok(GRAINS.to_vec()) };
     if GRAINS.iter().all(|(name, _)| *name != only) {
@@ -122,11 +125,11 @@ fn rows(grains: &[(&'static str, SlabSizing)], outcomes: &[Vec<Outcome>]) -> Vec
         let ratios = |of: fn(&Outcome) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
         let figures = [
             ("operations/s", Spread::of(&all(|one| one.ops_per_s, at))),
-            ("to 16 MiB", ratios(|one| one.ops_per_s)),
-            ("held MiB", Spread::of(&all(|one| one.held_mib, at))),
-            ("held, to 16 MiB", ratios(|one| one.held_mib)),
-            ("most held MiB", Spread::of(&all(|one| one.peak_mib, at))),
-            ("alive MiB", Spread::of(&all(|one| one.live_mib, at))),
+            ("÷ 16 MiB", ratios(|one| one.ops_per_s)),
+            ("allocated MiB", Spread::of(&all(|one| one.held_mib, at))),
+            ("allocated, ÷ 16 MiB", ratios(|one| one.held_mib)),
+            ("peak MiB", Spread::of(&all(|one| one.peak_mib, at))),
+            ("in use MiB", Spread::of(&all(|one| one.live_mib, at))),
             ("pages moved", Spread::of(&all(|one| one.moved, at))),
         ];
         let figures: BTreeMap<_, _> =
@@ -137,10 +140,19 @@ fn rows(grains: &[(&'static str, SlabSizing)], outcomes: &[Vec<Outcome>]) -> Vec
 }
 
 fn targets(rows: &[Row], fabric: Fabric) -> Vec<Target> {
-    let aims = [("to 16 MiB", "throughput", 0.9, false), ("held, to 16 MiB", "memory held", 0.55, true)];
+    let aims = [
+        ("÷ 16 MiB", "throughput", 0.9, false),
+        (
+            "allocated, ÷ 16 MiB",
+            "allocated \
+        memory",
+            0.55,
+            true,
+        ),
+    ];
     let of = |row: &Row, (figure, what, bound, at_most): (&str, &str, f64, bool)| {
         let value = row.figures.get(figure).copied()?;
-        let name = format!("{}, over {}: {what} to that of 16 MiB", row.name, fabric.name());
+        let name = format!("{}, over {}: {what} ÷ that of 16 MiB", row.name, fabric.name());
         Some(Target { name, value, bound, at_most })
     };
     let measured = rows.iter().filter(|row| row.name == GRAINS[0].0 || row.name == "as needed");

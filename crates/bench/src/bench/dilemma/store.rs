@@ -1,4 +1,5 @@
-//! A volume over the nodes of a cluster, in this process: the pager as block devices have it, with slabs of a chosen size.
+//! A volume over the nodes of a cluster, in this process: the pager as block devices have it, with
+//! slabs of a chosen size.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,4 +1,5 @@
-//! One READ of a page from another process, alone: the floor for whoever reads pages.
+//! One READ of a page from another process: the lower bound of a fault that reads a page over the
+//! fabric.
 
 use super::link::Link;
 use super::measure::{self, Kind, Place, Volume};
@@ -6,7 +7,7 @@ use super::wire;
 use crate::bench::BenchError;
 use aquifer::Fabric;
 
-/// Another process that lends memory, for as long as it is needed.
+/// A serving process, which ends when this is dropped.
 #[derive(Debug)]
 pub struct ReadFloor {
     fabric: Fabric,
@@ -14,25 +15,25 @@ pub struct ReadFloor {
 }
 
 impl ReadFloor {
-    /// Starts the other process.
+    /// Starts the serving process.
     ///
     /// # Errors
-    /// If it cannot be.
+    /// If it cannot be started.
     pub fn start(fabric: Fabric) -> Result<Self, BenchError> {
-        Ok(Self { fabric, link: Link::start()? })
+        Ok(Self { fabric, link: Link::start(0)? })
     }
 
-    /// One cold READ of 4 KiB, in µs.
+    /// Latency of a READ of 4 KiB that is in no cache, in µs.
     ///
     /// # Errors
     /// If a READ fails, or a signal asks to stop.
     pub fn measure_us(&mut self) -> Result<f64, BenchError> {
         if self.fabric == Fabric::Tcp {
-            let (verbs, _) = self.link.elsewhere.expect("it was started, not connected to");
+            let (verbs, _) = self.link.tcp_addresses.expect("the serving process was started");
             return wire::read_p50_us(self.link.server(), verbs);
         }
         let volume = Volume { rounds: 1, ..Volume::QUICK };
-        let pair = measure::pair(&mut self.link, volume, Kind::Read, 4096, Place::Cold, 1)?;
-        Ok(pair.verb_ns[0] / 1000.0)
+        let verb_ns = measure::verb(&mut self.link, volume, Kind::Read, 4096, Place::Cold)?;
+        Ok(verb_ns[0] / 1000.0)
     }
 }

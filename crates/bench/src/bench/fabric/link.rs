@@ -1,4 +1,4 @@
-//! This process's end: the other process, an endpoint to it, and own memory to compare with.
+//! The measuring end: a serving process, an endpoint to it, and own memory for the comparison.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -9,107 +9,108 @@ use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Work, shm,
 };
 
-use super::server::{self, REGION_BYTES};
+use super::server;
 use crate::bench::BenchError;
-use crate::bench::support::other::Other;
+use crate::bench::support::serving::ServingProcess;
 
 /// Room for the largest batch.
 const LOCAL_BYTES: usize = 1 << 20;
 
-/// A connection to the other process.
+/// A connection to a serving process.
 #[derive(Debug)]
 pub struct Link {
     endpoint: Box<dyn Endpoint>,
     region: Region,
     local: Arc<Memory>,
     key: LocalKey,
-    /// Own shared memory, as large as the other's.
+    /// Own shared memory, for the bare counterparts of the operations.
     pub bare: Arc<Memory>,
     done: Vec<Completion>,
-    server: Option<Other>,
-    /// Where the other process serves over TCP, and where it echoes.
-    pub elsewhere: Option<(SocketAddr, SocketAddr)>,
+    server: Option<ServingProcess>,
+    /// Addresses at which the serving process serves over TCP, and at which it echoes plain TCP.
+    pub tcp_addresses: Option<(SocketAddr, SocketAddr)>,
 }
 
-/// What the other process says when it serves: two addresses.
+/// Parses the two addresses that the serving process reports when it is ready.
 fn parse_ready(line: &str) -> Option<(SocketAddr, SocketAddr)> {
     let mut words = line.split_ascii_whitespace();
     Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
 }
 
 impl Link {
-    /// Starts the other process and connects to it.
+    /// Starts a serving process and connects to it. `bare_bytes` is the size of the own memory.
     ///
     /// # Errors
     /// If either fails.
-    pub fn start() -> Result<Self, BenchError> {
-        let (server, ready, path) = Other::start("fabric")?;
-        let Some(elsewhere) = parse_ready(&ready) else {
+    pub fn start(bare_bytes: usize) -> Result<Self, BenchError> {
+        let (server, ready, path) = ServingProcess::start("fabric")?;
+        let Some(tcp_addresses) = parse_ready(&ready) else {
             return Err(BenchError::Fabric {
-                reason: format!("the other process said {ready:?}, which is no pair of addresses"),
+                reason: format!("the serving process reported {ready:?} instead of two addresses"),
             });
         };
-        let mut link = Self::connect(&path)?;
+        let mut link = Self::connect(&path, bare_bytes)?;
         link.server = Some(server);
-        link.elsewhere = Some(elsewhere);
+        link.tcp_addresses = Some(tcp_addresses);
         Ok(link)
     }
 
-    /// Connects to whoever listens at `path`.
+    /// Connects over shared memory to the process that listens at `path`.
     ///
     /// # Errors
-    /// If nobody does.
-    pub fn connect(path: &Path) -> Result<Self, BenchError> {
+    /// If none does.
+    pub fn connect(path: &Path, bare_bytes: usize) -> Result<Self, BenchError> {
         let failed = |reason: String| BenchError::Fabric { reason };
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
         let endpoint = shm::connect(path, who).map_err(|error| failed(error.to_string()))?;
-        Self::over(endpoint, REGION_BYTES)
+        Self::new(endpoint, bare_bytes)
     }
 
-    /// With own memory of `bare_bytes` to compare with.
+    /// A link over an endpoint, with own memory of `bare_bytes`.
     ///
     /// # Errors
-    /// If the other end lends nothing, or there is no memory.
-    pub fn over(mut endpoint: Box<dyn Endpoint>, bare_bytes: usize) -> Result<Self, BenchError> {
+    /// If the other end lends no memory, or this machine has too little.
+    pub fn new(mut endpoint: Box<dyn Endpoint>, bare_bytes: usize) -> Result<Self, BenchError> {
         let failed = |reason: String| BenchError::Fabric { reason };
         let region = endpoint.regions().first().cloned();
-        let region = region.ok_or_else(|| failed("the other process lends no memory".into()))?;
+        let region = region.ok_or_else(|| failed("the other end lends no memory".into()))?;
         let local = server::filled(LOCAL_BYTES)?;
         let key = endpoint.register_local(Arc::clone(&local)).map_err(|error| failed(error.to_string()))?;
-        let bare = server::filled(bare_bytes)?;
-        Ok(Self { endpoint, region, local, key, bare, done: Vec::new(), server: None, elsewhere: None })
+        let bare = server::filled(bare_bytes.max(4096))?;
+        Ok(Self { endpoint, region, local, key, bare, done: Vec::new(), server: None, tcp_addresses: None })
     }
 
-    /// The other process's number.
+    /// Process number of the serving process.
     pub fn server(&self) -> u32 {
-        self.server.as_ref().map_or(0, Other::pid)
+        self.server.as_ref().map_or(0, ServingProcess::pid)
     }
 
-    /// Own memory, where data arrives.
+    /// Own registered memory, where data arrives.
     pub fn local(&self) -> &Memory {
         &self.local
     }
 
-    /// A range of own memory.
+    /// A range of the own registered memory.
     pub fn slice(&self, offset: u64, len: u32) -> LocalSlice {
         LocalSlice { key: self.key, offset, len }
     }
 
-    /// A place in the other's memory.
+    /// An address in the lent memory.
     pub fn remote(&self, offset: usize) -> RemoteAddr {
         RemoteAddr { addr: self.region.base + offset as u64, key: self.region.key }
     }
 
     #[cfg(feature = "verbs")]
-    /// What the other end grants.
+    /// The limits that the other end grants.
     pub fn limits(&self) -> aquifer_fabric::Limits {
         self.endpoint.limits()
     }
 
-    /// Posts a batch and polls until all of it has ended; the outcome of the last.
+    /// Posts a batch and polls until all operations have completed; returns the outcome of the
+    /// last.
     ///
     /// # Errors
-    /// If one fails.
+    /// If an operation fails.
     #[inline]
     pub fn all(&mut self, batch: &[Work]) -> Result<u64, BenchError> {
         let mut last = 0;
@@ -119,7 +120,7 @@ impl Link {
         Ok(last)
     }
 
-    /// Posts a batch and polls until all of it has ended.
+    /// Posts a batch and polls until all operations have completed.
     ///
     /// # Errors
     /// If it cannot be posted.
@@ -136,12 +137,12 @@ impl Link {
         Ok(&self.done)
     }
 
-    /// Takes a message that has come, if any.
+    /// Receives a message, if there is one.
     pub fn receive(&mut self, message: &mut Vec<u8>) -> bool {
         self.endpoint.receive(message)
     }
 
-    /// Whether the other process is gone.
+    /// Whether the connection is broken.
     pub fn is_broken(&self) -> bool {
         self.endpoint.is_broken()
     }

@@ -76,8 +76,8 @@ pub struct Pair {
     pub bare_ns: Vec<f64>,
 }
 
-/// Offsets in a random order that visits every slot once: by a multiplier that shares no factor with their number,
-/// a power of two.
+/// Offsets in a random order that visits every slot once: by a multiplier that shares no factor
+/// with their number, a power of two.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     slots: usize,
@@ -88,7 +88,8 @@ struct Walk {
 
 impl Walk {
     fn new(bytes: u32, place: Place) -> Self {
-        // Small operations are a page apart and at differing lines of it, so that each meets a cold line.
+        // Small operations are a page apart and at differing lines of it, so that each meets a cold
+        // line.
         let slot_bytes = usize::try_from(bytes).unwrap_or(REGION_BYTES).max(4096);
         let slots = if place == Place::Hot { 1 } else { REGION_BYTES / slot_bytes };
         Self { slots, slot_bytes, at: 0, step: 0x9E37_79B1 | 1 }
@@ -136,6 +137,35 @@ pub fn pair(
     Ok(pair)
 }
 
+/// Measures one operation at a time without a bare counterpart, in ns, for each round.
+///
+/// Needs no own memory of the size of the lent memory.
+///
+/// # Errors
+/// If an operation fails, or a signal asks to stop.
+pub fn verb(
+    link: &mut Link,
+    volume: Volume,
+    kind: Kind,
+    bytes: u32,
+    place: Place,
+) -> Result<Vec<f64>, BenchError> {
+    let pair = Pair { kind, bytes, place, batch: 1, verb_ns: Vec::new(), bare_ns: Vec::new() };
+    // One walk for all rounds, so that a round does not begin at addresses that the last one has
+    // cached.
+    let mut walk = Walk::new(bytes, place);
+    let mut verb_ns = Vec::new();
+    for round in 0..=volume.rounds {
+        interrupt::check()?;
+        let ns = verbs(link, &pair, volume.operations_of(bytes), &mut walk)?;
+        // The first round maps pages and is not counted.
+        if round > 0 {
+            verb_ns.push(ns);
+        }
+    }
+    Ok(verb_ns)
+}
+
 fn verbs(link: &mut Link, pair: &Pair, operations: usize, walk: &mut Walk) -> Result<f64, BenchError> {
     let mut works = Vec::with_capacity(pair.batch);
     let mut hot_word = 0;
@@ -180,8 +210,8 @@ fn bare<const ALONE: bool>(link: &Link, pair: &Pair, operations: usize, walk: &m
         let beside = operation % pair.batch * len % (1 << 19);
         match pair.kind {
             Kind::Read => {
-                // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB, and they are
-                // different mappings, which nobody else writes.
+                // SAFETY: the range in `region` was checked, the one in `local` ends before 1 MiB,
+                // and they are different mappings, which no other process writes.
                 unsafe {
                     let from = region.as_ptr().add(offset);
                     black_box(local.as_ptr().add(beside)).copy_from_nonoverlapping(black_box(from), len);
@@ -234,7 +264,8 @@ pub fn messages(link: &mut Link, volume: Volume) -> Result<BTreeMap<&'static str
         p50_us.push(times_us[trips / 2]);
         p99_us.push(times_us[trips * 99 / 100]);
     }
-    // The kernel counts processor time in ticks of 10 ms: only that of all rounds together means something.
+    // The kernel counts processor time in ticks of 10 ms: only that of all rounds together means
+    // something.
     let per_trip_us = float(cpu_us(link) - before_us) / float((trips * volume.rounds) as u64);
     let figures = [("p50 µs", p50_us), ("p99 µs", p99_us), ("CPU µs", vec![per_trip_us])];
     Ok(figures.into_iter().filter_map(|(name, values)| Some((name, Spread::of(&values)?))).collect())
@@ -281,8 +312,8 @@ mod tests {
     fn every_verb_is_measured_beside_its_counterpart() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
-        let target = server::lend(&path).unwrap();
-        let mut link = Link::connect(&path).unwrap();
+        let target = server::lend(&path, server::filled(REGION_BYTES).unwrap()).unwrap();
+        let mut link = Link::connect(&path, REGION_BYTES).unwrap();
         for kind in [Kind::Read, Kind::Write, Kind::CompareSwap, Kind::FetchAdd] {
             for place in [Place::Hot, Place::Cold] {
                 let pair = pair(&mut link, TINY, kind, 64, place, 16).unwrap();
@@ -304,8 +335,8 @@ mod tests {
     }
 
     #[test]
-    fn nobody_there_is_a_clear_error() {
-        let error = Link::connect(std::path::Path::new("/nowhere/target")).unwrap_err().to_string();
+    fn a_missing_server_is_reported() {
+        let error = Link::connect(std::path::Path::new("/nowhere/target"), 0).unwrap_err().to_string();
         assert!(error.contains("/nowhere/target"), "{error}");
     }
 }

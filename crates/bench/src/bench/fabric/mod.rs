@@ -1,4 +1,5 @@
-//! `aquifer bench fabric`: what shared-memory verbs cost over the bare copy and the bare atomic.
+//! `aquifer bench fabric`: operations over shared memory beside bare copies and atomics, and over
+//! TCP beside plain sockets.
 
 mod floor;
 pub mod link;
@@ -19,8 +20,9 @@ use measure::{Kind, Pair, Place, Volume};
 pub use floor::ReadFloor;
 pub use server::serve_at;
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: READ of 4 KiB ≤ 1.5× a cold memcpy, 64-byte READ and CAS ≤ 200 ns \
+    over a bare one; tcp READ of 4 KiB ≤ 1.2× a plain round trip, 32 at once ≥ 0.8× a plain echo";
 
 const SIZES: [u32; 3] = [64, 4096, 65_536];
 const BATCHES: [usize; 3] = [1, 16, 64];
@@ -31,14 +33,16 @@ const BATCHES: [usize; 3] = [1, 16, 64];
 /// If the other process cannot be started, or an operation fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let volume = if args.quick { Volume::QUICK } else { Volume::FULL };
-    let mut link = Link::start()?;
+    let mut link = Link::start(server::REGION_BYTES)?;
     let mut report = Report::new("fabric", args.quick);
     report.notes.push(format!(
-        "the memory is another process's, {}; cold: a random order over all of it, hot: one place again and again",
+        "the memory is another process's, {}; cold: a random order over all of it, hot: one place again \
+            and again",
         show_bytes(server::REGION_BYTES as u64)
     ));
     report.notes.push(
-        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in alternation; \
+        "bare: the same copy or atomic on own shared memory of the same size, in the same order, in \
+            alternation; \
          one at a time means that each waits for the data of the one before, as a polled verb does"
             .into(),
     );
@@ -48,11 +52,12 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let batches = batches(&mut link, volume)?;
     let target_us = procs::cpu_us(link.server()) - before_us;
     report.notes.push(format!(
-        "one thread posts and polls, so that its CPU time is the time shown; all one-sided work cost the other process {} ms of CPU",
+        "one thread posts and polls, so that its CPU time is the time shown; all one-sided work cost the \
+            other process {} ms of CPU",
         short(float(target_us) / 1e3)
     ));
     let messages = measure::messages(&mut link, volume)?;
-    let (verbs, plain) = link.elsewhere.expect("it was started just now");
+    let (verbs, plain) = link.tcp_addresses.expect("the serving process was started");
     let wire = wire::measure(link.server(), verbs, plain, volume)?;
     report.targets = targets(&copies, &atomics);
     report.targets.extend(wire.targets);

@@ -1,4 +1,4 @@
-//! The other process: lends memory and sends messages back.
+//! The serving process: lends memory and echoes messages.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,45 +10,47 @@ use aquifer_fabric::{Access, Memory, Scope, Target};
 
 use super::wire;
 use crate::bench::BenchError;
-use crate::bench::support::other;
+use crate::bench::support::serving;
 
-/// Many times what any processor caches.
+/// Bytes of the lent memory: many times the size of processor caches.
 pub const REGION_BYTES: usize = 256 << 20;
-/// How long it sleeps when nobody writes: so seldom that one-sided work shows to need nobody here.
-const IDLE: Duration = Duration::from_millis(20);
-/// After so many looks in vain it sleeps between them.
-const LOOKS: u32 = 200_000;
+/// Pause between two polls for messages when idle. Long, so that the processor time of this process
+/// shows that one-sided operations need none.
+const IDLE_PAUSE: Duration = Duration::from_millis(20);
+/// Number of polls without a message after which the process is idle.
+const BUSY_POLLS_MAX: u32 = 200_000;
 
-/// Serves at `path` until its input ends, as it does when whoever started it is gone.
+/// Serves at `path` over shared memory, and over TCP, until standard input ends.
+///
+/// Standard input ends when the process that measures ends.
 ///
 /// # Errors
 /// If it cannot listen there.
 pub fn serve_at(path: &Path) -> Result<(), BenchError> {
-    let target = lend(path)?;
+    let memory = filled(REGION_BYTES)?;
+    let target = lend(path, Arc::clone(&memory))?;
     let failed = |error: String| BenchError::Fabric { reason: error };
-    let anywhere = "127.0.0.1:0".parse().expect("a constant");
-    let elsewhere = TcpTarget::listen(anywhere, &wire::KEY, tcp::Options::default())
+    let any_port = "127.0.0.1:0".parse().expect("a constant");
+    let tcp_target = TcpTarget::listen(any_port, &wire::KEY, tcp::Options::default())
         .map_err(|error| failed(error.to_string()))?;
-    elsewhere
-        .register(filled(REGION_BYTES)?, Access::ALL, Scope::Anyone)
-        .map_err(|error| failed(error.to_string()))?;
+    tcp_target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     let echoes = wire::serve_echo().map_err(|error| failed(error.to_string()))?;
-    other::ready(path, &format!("{} {echoes}", elsewhere.address()))?;
+    serving::ready(path, &format!("{} {echoes}", tcp_target.address()))?;
     let mut message = Vec::new();
-    let mut looks = 0;
+    let mut empty_polls = 0;
     loop {
         if echo(&target, &mut message) {
-            looks = 0;
-        } else if looks < LOOKS {
-            looks += 1;
+            empty_polls = 0;
+        } else if empty_polls < BUSY_POLLS_MAX {
+            empty_polls += 1;
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(IDLE);
+            std::thread::sleep(IDLE_PAUSE);
         }
     }
 }
 
-/// Sends the oldest message back to where it came from; false if there is none.
+/// Sends the oldest message back to its sender; returns false if there is none.
 pub fn echo(target: &ShmTarget, message: &mut Vec<u8>) -> bool {
     message.clear();
     let Some(from) = target.receive(message) else {
@@ -58,25 +60,24 @@ pub fn echo(target: &ShmTarget, message: &mut Vec<u8>) -> bool {
     true
 }
 
-/// Listens, with memory whose pages are all there.
+/// Lends memory over shared memory at `path`.
 ///
 /// # Errors
-/// If it cannot listen there.
-pub fn lend(path: &Path) -> Result<ShmTarget, BenchError> {
+/// If the target cannot listen.
+pub fn lend(path: &Path, memory: Arc<Memory>) -> Result<ShmTarget, BenchError> {
     let failed = |error: String| BenchError::Fabric { reason: error };
     let target = ShmTarget::listen(path, Options::default()).map_err(|error| failed(error.to_string()))?;
-    let memory = filled(REGION_BYTES)?;
     target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     Ok(target)
 }
 
-/// Memory with a byte of its own in each page.
+/// Allocates shared memory, all of whose pages are resident.
 ///
 /// # Errors
-/// If there is none.
+/// If there is not enough memory.
 pub fn filled(bytes: usize) -> Result<Arc<Memory>, BenchError> {
     let memory =
-        Memory::create("aquifer-bench", bytes).map_err(BenchError::io("make", Path::new("a memfd")))?;
+        Memory::create("aquifer-bench", bytes).map_err(BenchError::io("create", Path::new("a memfd")))?;
     for offset in (0..bytes).step_by(4096) {
         memory.write(offset, &[1; 64]);
     }

@@ -1,5 +1,6 @@
-//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain socket: one at a time against a blocking round trip, many at once against a
-//! pipelined echo. Both servers are in the same other process.
+//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain
+//! socket: one at a time against a blocking round trip, many at once against a pipelined echo. Both
+//! servers are in the same other process.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -22,7 +23,7 @@ use crate::bench::support::report::{Row, Target};
 use crate::bench::support::spread::Spread;
 use crate::bench::support::{interrupt, procs};
 
-/// Nobody but this bench's two processes needs it.
+/// Cluster key of the bench's two processes; it need not be secret.
 pub const KEY: ClusterKey = ClusterKey([11; 32]);
 const PATIENCE: Duration = Duration::from_secs(5);
 const PAGE_BYTES: u32 = 4096;
@@ -116,7 +117,8 @@ impl Way {
     }
 }
 
-/// Where both ends run. A wake-up across processors costs more than all else, so it must not be left to chance.
+/// Where both ends run. A wake-up across processors costs more than all else, so it must not be
+/// left to chance.
 #[derive(Clone, Copy)]
 struct Placement {
     name: &'static str,
@@ -131,7 +133,7 @@ const PLACEMENTS: [Placement; 2] = [
 
 impl Placement {
     /// Put this thread and all of the other process there; false if there is no such processor.
-    fn take(self, server: u32) -> bool {
+    fn apply(self, server: u32) -> bool {
         let only = |core: usize| {
             let mut set = CpuSet::new();
             set.set(core);
@@ -170,7 +172,7 @@ pub fn measure(
     let mut wire = Wire { rows: Vec::new(), targets: Vec::new() };
     let before = sched_getaffinity(None).ok();
     for placement in PLACEMENTS {
-        if placement.take(server) {
+        if placement.apply(server) {
             let ways = measure_at(placement, server, verbs, plain, volume)?;
             wire.targets.extend(targets(placement, &ways));
             wire.rows.extend(ways.iter().map(|way| row(placement, way, &ways)));
@@ -203,7 +205,7 @@ fn measure_at(
         ways.push(Way::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
     }
     // Connections have brought threads of their own.
-    placement.take(server);
+    placement.apply(server);
     // One round that does not count: it maps pages and opens windows.
     for round in 0..=volume.rounds {
         for way in &mut ways {
@@ -232,10 +234,11 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     let options = ConnectOptions { encrypt, ..ConnectOptions::default() };
     let endpoint = tcp::connect(address, &KEY, who, options)
         .map_err(|error| BenchError::Fabric { reason: error.to_string() })?;
-    Link::over(endpoint, 4096)
+    Link::new(endpoint, 4096)
 }
 
-/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends where that is least.
+/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends
+/// where that is least.
 ///
 /// # Errors
 /// As [`measure`].
@@ -243,9 +246,9 @@ pub fn read_p50_us(server: u32, verbs: SocketAddr) -> Result<f64, BenchError> {
     let before = sched_getaffinity(None).ok();
     let mut best_us = f64::INFINITY;
     for placement in PLACEMENTS {
-        if placement.take(server) {
+        if placement.apply(server) {
             let link = connect_verbs(verbs, false);
-            placement.take(server);
+            placement.apply(server);
             let p50_us = link.and_then(|mut link| p50_us(&mut link));
             if let Some(before) = &before {
                 // What is measured next must find its processors as it left them.

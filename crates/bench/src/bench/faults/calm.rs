@@ -1,4 +1,4 @@
-//! What the shim costs a program that stays well under its limit.
+//! Overhead for a program that stays well below its limit.
 
 use std::process::Command;
 
@@ -33,15 +33,16 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     let walk = ["--bytes", "64M", "--pattern", "random", "--op", "write", "--passes", "100", "--cpu", "0"];
     let fresh = ["--bytes", "64M", "--mode", "plain", "--passes", "20", "--op", "write", "--cpu", "0"];
     let programs = [
-        ("memory walked over", &bench.programs.faultbench, walk),
-        ("memory freed and taken anew", &bench.programs.zerofloor, fresh),
+        ("memory accessed repeatedly", &bench.programs.faultbench, walk),
+        ("memory freed and allocated again", &bench.programs.zerofloor, fresh),
     ];
     let stats = bench.folder.path().join("stats.json");
     let mut all = Vec::new();
     for (name, program, args) in programs {
         let mut calm = Calm { name, ..Calm::default() };
         for round in 0..bench.size.calm_rounds {
-            // Which goes first changes, so that neither always finds the caches as the other left them.
+            // Which goes first changes, so that neither always finds the caches as the other left
+            // them.
             for pooled in [round % 2 == 0, round % 2 == 1] {
                 let mut command = if pooled {
                     bench.cluster.pooled_command(LIMIT_BYTES, &stats, program)?

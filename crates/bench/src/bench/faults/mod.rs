@@ -1,5 +1,5 @@
-//! `aquifer bench faults`: a program walks over three times its limit, on the pool and on kernel swap, beside
-//! what a fault costs with nothing behind it.
+//! `aquifer bench faults`: a program accesses three times its limit, on the pool and on kernel
+//! swap, beside faults that need no I/O.
 
 mod calm;
 mod summary;
@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use super::fabric::ReadFloor;
 use super::support::bytes::{MIB, show_bytes};
 use super::support::cluster::{self, Cluster};
+use super::support::folder;
 use super::support::programs;
 use super::support::progress;
 use super::support::report::Report;
@@ -18,12 +19,14 @@ use aquifer::Fabric;
 use aquifer_swap::setup::cleanup_stale;
 use ways::{Bench, Way};
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ 1.4× one and a raw READ, over \
-     both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ 1.03× the plain \
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfaultfd, over tcp reading ≤ \
+    1.4× one and a raw READ, over \
+     both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ \
+     1.03× the plain \
      time";
 
-/// A way to walk over memory.
+/// An access pattern and operation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Case {
     random: bool,
@@ -51,13 +54,14 @@ impl Case {
     }
 }
 
-/// How much is done.
+/// Sizes and rounds of the bench.
 #[derive(Clone, Copy, Debug)]
 pub struct Size {
     limit_bytes: u64,
     bytes: u64,
     passes: u64,
-    /// An unmeasured pass before: without it a run begins with the last pages of the fill in memory.
+    /// Whether an unmeasured pass is first. Without it a run begins with the last pages of the fill
+    /// resident.
     warm: bool,
     rounds: usize,
     calm_rounds: usize,
@@ -69,7 +73,8 @@ impl Size {
     const FULL: Self =
         Self { limit_bytes: 64 * MIB, bytes: 192 * MIB, passes: 1, warm: true, rounds: 3, calm_rounds: 9 };
 
-    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every word at the end.
+    /// Walks over all pages in one run: the warm pass, the measured ones, and the check of every
+    /// word at the end.
     fn walks(self) -> u64 {
         self.passes + u64::from(self.warm) + 1
     }
@@ -78,46 +83,50 @@ impl Size {
 /// The figures of one run, by name.
 pub type Sample = BTreeMap<&'static str, f64>;
 
-/// One READ of a page by the bare fabric.
+/// Latency of one READ of a page over the fabric.
 #[derive(Clone, Debug)]
 pub struct Reads {
     fabric: Fabric,
-    /// How long it took, for each round.
+    /// Latency for each round in µs.
     us: Vec<f64>,
 }
 
-/// What was measured: for each case and way one sample a round, `None` where the kernel killed the program.
+/// What was measured: for each case and way one sample a round, `None` where the kernel killed the
+/// program.
 pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
 
-/// Measures.
+/// Runs the bench.
 ///
 /// # Errors
 /// If something could not be measured or a page was wrong.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let size = if args.quick { Size::QUICK } else { Size::FULL };
     let fabric = args.fabric.unwrap_or(Fabric::Shm);
-    let folder = tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+    let folder = folder::temporary()?;
     let programs = programs::build(folder.path())?;
     let mut notes = vec![
         format!(
-            "{} touched at a limit of {}, {} rounds in alternation, every page verified",
+            "{} accessed with a limit of {}, {} rounds in alternation, every page verified",
             show_bytes(size.bytes),
             show_bytes(size.limit_bytes),
             size.rounds
         ),
-        format!("memory nodes of the pool: {}, reached over {}", cluster::nodes(), fabric.name()),
-        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are not".into(),
-        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, beyond a plain run"
+        format!("memory nodes of the pool: {}, over {}", cluster::nodes(), fabric.name()),
+        "the program's thread is pinned to processor 0 in every way; daemons and kernel threads are \
+            not"
+        .into(),
+        "latencies are the program's own, of touches that took over 1 µs; CPU is of program and daemons, \
+            beyond a plain run"
             .into(),
     ];
     let ways = choose_ways(args.quick, &mut notes);
-    // The working set thrice over: what is freed late must not make the nodes full.
+    // Three times the working set, so that memory that is freed late does not fill the nodes.
     let cluster = Cluster::up(size.bytes * 3, fabric, None)?;
     let mut bench = Bench { size, programs, cluster, folder, notes };
     let mut reads = Reads { fabric, us: Vec::new() };
     let samples = measure(&mut bench, &ways, &mut reads)?;
     let calm = calm::measure(&bench)?;
-    // Both can be kept beside each other.
+    // Reports over both fabrics can be in one folder.
     let name = if fabric == Fabric::Tcp { "faults-tcp" } else { "faults" };
     let mut report = Report::new(name, args.quick);
     summary::fill(&mut report, size, &ways, &samples, &calm, &reads);
@@ -125,17 +134,17 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     Ok(report)
 }
 
-/// All ways that this machine and user can do; the rest is noted.
+/// All ways that are possible on this machine; notes the others.
 fn choose_ways(quick: bool, notes: &mut Vec<String>) -> Vec<Way> {
-    // What an earlier run left behind when it was killed would slow this one down.
+    // Swap devices of a killed run would slow this one down.
     if let Err(error) = cleanup_stale() {
-        notes.push(format!("left from an earlier run: {error}"));
+        notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
     let mut ways = Way::ALWAYS.to_vec();
     for peer in Way::PEERS.into_iter().filter(|way| !quick || *way != Way::ZRAM_8) {
         match peer.try_out() {
             Ok(()) => ways.push(peer),
-            Err(error) => notes.push(format!("left out: {}: {error}", peer.name())),
+            Err(error) => notes.push(format!("not measured: {}: {error}", peer.name())),
         }
     }
     ways

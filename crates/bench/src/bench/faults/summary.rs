@@ -149,15 +149,10 @@ impl View<'_> {
         let mib = |bytes: u64| float(bytes) / float(MIB);
         let whole = mib(self.size.bytes);
         let remote = self.ratio(&of(Way::Pool, "elsewhere MiB"), &|_| Some(whole));
-        add(format!("{name}: peak bytes on memory nodes ÷ working set"), remote, 1.1, true);
+        add(format!("{name}: peak memory on nodes ÷ working set"), remote, 1.1, true);
         let resident = self.spread(&of(Way::Pool, "resident MiB"));
         let allowed = mib(self.size.limit_bytes) * 1.1 + 16.0;
-        add(
-            format!("{name}: resident peak in MiB, from outside (limit + 10 % + 16)"),
-            resident,
-            allowed,
-            true,
-        );
+        add(format!("{name}: peak resident memory in MiB (limit + 10 % + 16)"), resident, allowed, true);
         targets
     }
 }
@@ -196,7 +191,7 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
         "agent's p50 µs",
     ];
     Table {
-        title: "memory and round trips, over the whole run: fill, walks, check".into(),
+        title: "memory and round trips of the whole run, with fill and check".into(),
         columns: columns.into_iter().map(Column::middle).collect(),
         pictured: None,
         ratio: None,
@@ -205,11 +200,15 @@ fn memory(views: &[View<'_>], ways: &[Way]) -> Table {
 }
 
 fn floor(reads: &Reads) -> Option<Table> {
-    let name =
-        if reads.fabric == Fabric::Shm { "shm READ, cold" } else { "tcp READ, cold, ends placed best" };
+    let name = if reads.fabric == Fabric::Shm {
+        "shm READ, cold"
+    } else {
+        "tcp READ, cold, best placement of \
+            both ends"
+    };
     let figures = BTreeMap::from([("READ µs", Spread::of(&reads.us)?)]);
     Some(Table {
-        title: "floor: one READ of a 4 KiB page from another process's memory, posted and polled".into(),
+        title: "lower bound: one READ of a 4 KiB page from another process".into(),
         columns: vec![Column::full("READ µs")],
         pictured: None,
         ratio: None,
@@ -229,7 +228,9 @@ fn calm_table(calm: &[Calm]) -> Table {
         Row { name: calm.name.into(), figures }
     };
     Table {
-        title: "without pressure: 64 MiB used at a limit of 512 MiB, from start to end of the program".into(),
+        title: "without pressure: 64 MiB used with a limit of 512 MiB, from start to end of the \
+            program"
+            .into(),
         columns: ["plain s", "pool s", "pool ÷ plain", "CPU ÷ plain"].into_iter().map(Column::full).collect(),
         pictured: None,
         ratio: None,

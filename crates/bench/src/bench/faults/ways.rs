@@ -36,7 +36,8 @@ pub enum Way {
     },
     /// Nowhere: a kernel's own fault on fresh memory.
     PlainFault,
-    /// Served by another process from its memory through a bare userfaultfd, on the same processor or another.
+    /// Served by another process from its memory through a bare userfaultfd, on the same processor
+    /// or another.
     Bare {
         /// On another.
         other: bool,

@@ -1,5 +1,5 @@
-//! `aquifer bench malloc`: the usual malloc benchmarks on `libaquifer-malloc`, plainly and with a part of their memory, beside glibc's allocator
-//! plainly, under `aquifer run` and on kernel swap.
+//! `aquifer bench malloc`: malloc benchmarks with `libaquifer-malloc`, plainly and with a part of
+//! their memory, beside glibc's allocator plainly, under `aquifer run` and on kernel swap.
 
 mod summary;
 mod ways;
@@ -13,8 +13,10 @@ use super::{BenchArgs, BenchError};
 use aquifer_swap::setup::cleanup_stale;
 use ways::{Job, Stage, Way};
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark ahead of itself on a swap file, and not behind itself with glibc under aquifer run; limits hold";
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark is faster than on a swap \
+    file, \
+    and not slower than with glibc under aquifer run; limits are kept";
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -52,31 +54,31 @@ const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
 
 /// The figures of one run, by name.
 type Sample = BTreeMap<&'static str, f64>;
-/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A sample for each round; `None` where the kernel
-/// killed the program.
+/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A
+/// sample for each round; `None` where the kernel killed the program.
 type Samples = BTreeMap<(usize, u64, Way), Vec<Option<Sample>>>;
 
-/// Measures.
+/// Runs the bench.
 ///
 /// # Errors
-/// If something could not be measured, or a block held something wrong.
+/// If something could not be measured, or a block had wrong data.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let size = if args.quick { QUICK } else { FULL };
     let mut report = Report::new("malloc", args.quick);
     if let Err(error) = cleanup_stale() {
-        report.notes.push(format!("left from an earlier run: {error}"));
+        report.notes.push(format!("cleanup after an earlier run failed: {error}"));
     }
     let mut stage = Stage::new(size.bytes * 4)?;
     let mut limited = vec![Way::Library, Way::Run];
     match Way::SwapFile.try_out() {
         Ok(()) => limited.push(Way::SwapFile),
-        Err(error) => report.notes.push(format!("left out: {}: {error}", Way::SwapFile.name())),
+        Err(error) => report.notes.push(format!("not measured: {}: {error}", Way::SwapFile.name())),
     }
     let (samples, peaks) = measure(size, &mut stage, &limited)?;
     report.notes.extend(notes(size));
     for (benchmark, peak_bytes) in BENCHMARKS.iter().zip(&peaks) {
         report.notes.push(format!(
-            "{}: peak of {} with glibc, plainly",
+            "{}: peak memory {}, in a plain run with glibc",
             benchmark.name,
             show_bytes(*peak_bytes)
         ));
@@ -94,7 +96,8 @@ fn fits(size: Size, benchmark: &Benchmark) -> &'static [u64] {
     if benchmark.is_large { size.fits } else { &[100] }
 }
 
-/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it wants.
+/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it
+/// wants.
 fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, Vec<u64>), BenchError> {
     let tables: usize = BENCHMARKS.iter().map(|benchmark| fits(size, benchmark).len()).sum();
     let bar = progress::bar(size.rounds * (2 * BENCHMARKS.len() + tables * limited.len()));
@@ -138,15 +141,14 @@ fn notes(size: Size) -> [String; 4] {
     [
         format!("{} rounds in alternation, two threads each; every block was checked", size.rounds),
         format!(
-            "memory nodes of the pool: {}, over shared memory, beside the programs on this one machine",
+            "memory nodes of the pool: {}, over shared memory, on this machine like the programs",
             cluster::nodes()
         ),
         format!(
-            "a limit is a part of the benchmark's own peak of anonymous resident memory with glibc, run plainly; xmalloc and thrash, which hold \
-             little, have {}",
+            "a limit is a percentage of the benchmark's peak anonymous resident memory in a plain run with \
+             glibc; xmalloc and thrash, which use little memory, have {}",
             show_bytes(SMALL_LIMIT_BYTES)
         ),
-        "operations are counted from when the set is filled; CPU is of the whole run, the daemons' included"
-            .into(),
+        "operations are counted once the set is filled; CPU is of the whole run, with the daemons".into(),
     ]
 }

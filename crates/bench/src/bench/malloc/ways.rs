@@ -12,6 +12,7 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float};
 use crate::bench::support::child::{self, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, aquifer_program};
+use crate::bench::support::folder;
 use crate::bench::support::programs;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
@@ -101,10 +102,10 @@ impl Stage {
     /// With a cluster that lends so much.
     ///
     /// # Errors
-    /// If it does not come up, the program cannot be built, or the library is not beside this program.
+    /// If it does not come up, the program cannot be built, or the library is not beside this
+    /// program.
     pub fn new(memory_bytes: u64) -> Result<Self, BenchError> {
-        let folder =
-            tempfile::tempdir().map_err(BenchError::io("make a folder in", &std::env::temp_dir()))?;
+        let folder = folder::temporary()?;
         let program = programs::build(folder.path())?.mallocbench;
         let library = aquifer_program()?.with_file_name(LIBRARY);
         if !library.exists() {
@@ -115,7 +116,8 @@ impl Stage {
         Ok(Self { folder, program, library, cluster, notes: Vec::new() })
     }
 
-    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed it each time, on a peer of ours.
+    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed
+    /// it each time, on a peer of ours.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.

@@ -1,4 +1,5 @@
-//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in the pool.
+//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in
+//! the pool.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
@@ -19,7 +20,8 @@ pub const WARM_S: u64 = 3600;
 const BLOCK_SECTIONS: u64 = 8;
 /// Pages leave in batches of at most so many, as the pager takes them.
 const BATCH_PAGES: u64 = 64;
-/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the mean.
+/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the
+/// mean.
 const RESERVE_PERCENT: u64 = 10;
 /// So many jobs must have ended before what they needed says anything.
 const KNOWN_MIN: u64 = 20;
@@ -46,16 +48,16 @@ pub struct Setting {
     pub time_s: u64,
 }
 
-/// A moment.
+/// The state of the cluster at a time.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Sample {
-    /// In seconds.
+    /// Virtual time in seconds.
     pub at_s: u64,
-    /// Pages with something in them.
+    /// Pages that are in use.
     pub used: u64,
-    /// Pages that somebody has.
+    /// Pages that are allocated.
     pub held: u64,
-    /// Jobs at once.
+    /// Running jobs.
     pub jobs: u64,
 }
 
@@ -75,7 +77,8 @@ pub struct Outcome {
     /// Extents taken, and operations that taking and giving took, from the beginning.
     pub taken: u64,
     pub trips: u64,
-    /// The sum of what jobs needed on the average for each page of their maximum, of those that ended.
+    /// The sum of what jobs needed on the average for each page of their maximum, of those that
+    /// ended.
     pub mean_to_max: f64,
 }
 
@@ -88,10 +91,10 @@ struct Running {
     held: u64,
 }
 
-/// Play it.
+/// Simulates a cluster.
 ///
 /// # Errors
-/// A sentence, if an allocator fails, or something is left when all has been given back.
+/// A message if an allocator fails, or memory is not free after all jobs have freed theirs.
 pub fn play(setting: &Setting, seed: u64) -> Result<Outcome, String> {
     let mut cluster = Cluster::new(*setting, seed);
     let mut now_s = 0;
@@ -182,8 +185,8 @@ impl Cluster {
     /// All of it; false if there is no room, and then nothing is taken.
     fn premap(&mut self, running: &mut Running) -> Result<bool, String> {
         for _ in 0..blocks_of(&running.job) * BLOCK_SECTIONS {
-            let Some(extent) = self.pool.take(running.host, SizeClass::SECTION)? else {
-                give_all(&mut self.pool, running)?;
+            let Some(extent) = self.pool.allocate(running.host, SizeClass::SECTION)? else {
+                free_all(&mut self.pool, running)?;
                 return Ok(false);
             };
             running.held += extent.pages();
@@ -211,7 +214,7 @@ impl Cluster {
         self.running = running;
         let ended: Vec<Running> = ended;
         for mut running in ended {
-            give_all(&mut self.pool, &mut running)?;
+            free_all(&mut self.pool, &mut running)?;
             self.local_free[running.host] += running.job.local_pages();
             self.known += 1;
             self.mean_to_max += running.job.mean_to_max();
@@ -220,7 +223,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes back first, in whole extents.
+    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes
+    /// back first, in whole extents.
     fn resize(&mut self, at: usize, wanted: u64) -> Result<bool, String> {
         if wanted > self.running[at].held {
             let more = wanted - self.running[at].held;
@@ -244,7 +248,7 @@ impl Cluster {
             }
             running.extents.pop();
             running.held -= last.pages();
-            self.pool.give(running.host, last)?;
+            self.pool.free(running.host, last)?;
         }
         Ok(true)
     }
@@ -263,7 +267,7 @@ impl Cluster {
     /// All jobs give everything back.
     fn close(mut self) -> Result<Outcome, String> {
         for mut running in std::mem::take(&mut self.running) {
-            give_all(&mut self.pool, &mut running)?;
+            free_all(&mut self.pool, &mut running)?;
         }
         if !self.pool.is_all_free() {
             return Err("something is left of jobs that have given everything back".into());
@@ -279,7 +283,8 @@ impl Cluster {
     }
 }
 
-/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where there are no such.
+/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where
+/// there are no such.
 fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String> {
     let goal = running.held + more;
     while running.held < goal {
@@ -287,7 +292,7 @@ fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String>
         let largest = u8::try_from(batch.ilog2()).unwrap_or(0);
         let mut taken = None;
         for class in (0..=largest).rev().filter_map(SizeClass::new) {
-            taken = pool.take(running.host, class)?;
+            taken = pool.allocate(running.host, class)?;
             if taken.is_some() {
                 break;
             }
@@ -299,9 +304,9 @@ fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String>
     Ok(())
 }
 
-fn give_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
+fn free_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
     running.held = 0;
-    running.extents.drain(..).try_for_each(|extent| pool.give(running.host, extent))
+    running.extents.drain(..).try_for_each(|extent| pool.free(running.host, extent))
 }
 
 fn blocks_of(job: &Job) -> u64 {
@@ -315,7 +320,8 @@ struct Claim {
     max: u64,
 }
 
-/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no job waits for ever.
+/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no
+/// job waits for ever.
 fn is_safe(free: u64, claims: impl Iterator<Item = Claim>) -> bool {
     let mut claims: Vec<Claim> = claims.collect();
     claims.sort_by_key(|claim| claim.max - claim.held.min(claim.max));
@@ -336,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_has_more_than_there_is_and_all_comes_back() {
+    fn jobs_hold_at_most_the_pool_and_free_all() {
         for policy in [Policy::Static, Policy::Dynamic] {
             let outcome = play(&setting(policy, 0, 2048), 1).unwrap();
             assert_eq!(outcome.samples.len(), 900 / 5);

@@ -1,4 +1,5 @@
-//! Batch jobs, drawn with a seed: how long they run, how much memory they want at most, and how much of that when.
+//! Batch jobs, drawn with a seed: how long they run, how much memory they want at most, and how
+//! much of that when.
 
 use crate::bench::support::bytes::float;
 
@@ -16,7 +17,8 @@ pub enum Shape {
     Ramp,
     /// To the peak in the first tenth, and nine tenths of it from then on: what loads and works.
     Plateau,
-    /// A third of the peak, and five times all of it, a quarter of the time in all: stages with a shuffle in between.
+    /// A third of the peak, and five times all of it, a quarter of the time in all: stages with a
+    /// shuffle in between.
     Spikes,
     /// To the peak in the first fifth, then a quarter of it: what reads much, and keeps little.
     Idle,

@@ -1,4 +1,5 @@
-//! `aquifer bench packing`: how well a pool is used by jobs that swap to it, with all memory mapped beforehand and with memory taken as pages leave (FineMem's study of swapping).
+//! `aquifer bench packing`: use of a pool by jobs that swap to it, with memory allocated in advance
+//! or at eviction, after FineMem's study of swapping (OSDI 2025; design.md, section 15).
 
 mod cluster;
 mod jobs;
@@ -15,15 +16,16 @@ use super::{BenchArgs, BenchError};
 use cluster::{HOST_PAGES, HOSTS, Outcome, Policy, Setting, WARM_S, play};
 use jobs::Mix;
 
-/// For `bench list`.
-pub const TARGETS: &str = "targets: ≥ 74 % of what is donated is used if it is taken as pages leave (the paper: 41 % if it is mapped beforehand), ≥ 1.08× as many jobs per hour";
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: ≥ 74 % of the lent memory is used with allocation at eviction (the \
+    paper has 41 % with allocation in advance), ≥ 1.08× as many jobs per hour";
 
 /// Sections of the pool for each of the hosts' memory: halves, three quarters, seven eighths, all.
 const RATIOS: [(u64, u64); 4] = [(1, 2), (3, 4), (7, 8), (1, 1)];
-/// The one in which memory is scarce; else it does not matter how it is packed.
+/// The ratio of most tables. With more memory, packing does not matter.
 const MAIN: (u64, u64) = RATIOS[0];
 const POLICIES: [Policy; 2] = [Policy::Static, Policy::Dynamic];
-/// Points of the picture.
+/// Points of a line in the picture.
 const POINTS: usize = 240;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -32,7 +34,7 @@ struct Case {
     ratio: (u64, u64),
 }
 
-/// Plays all.
+/// Runs the bench.
 ///
 /// # Errors
 /// If the allocator fails.
@@ -70,15 +72,19 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
 fn notes(time_s: u64, seeds: u64) -> Vec<String> {
     vec![
         format!(
-            "{HOSTS} hosts with {} MiB each for jobs, of which there are always more; in virtual time, {} h after the cluster is full, over {seeds} seeds. A job keeps half of its peak local, and swaps the rest",
+            "{HOSTS} hosts with {} MiB each for jobs, of which more always wait; virtual time of {} h after \
+             the cluster is full, over {seeds} seeds. A job keeps half of its peak local, and swaps the rest",
             HOST_PAGES / 256,
             time_s / 3600
         ),
-        "static: a job has all that it may ever swap, from its start to its end, in blocks of 16 MiB; dynamic: extents of up to 256 KiB are taken as pages leave, and given back when pages are freed. Both \
-         through the machines that the product drives"
+        "static: a job holds the most that it may ever swap, from start to end, in blocks of 16 MiB. \
+         dynamic: extents of up to 256 KiB are allocated at eviction, and freed when their pages are freed. \
+         Both use the product's state machines"
             .into(),
-        "dynamic: a job starts if the pool, but for a tenth of it, has room for what it is expected to need and for what all that run hold, or are expected to need, whichever is more; expected is the mean of those that have ended. One that wants more than may be given \
-         without a risk of deadlock (the banker's rule) is stalled until it may; nothing is ever lost"
+        "dynamic: a job starts if the pool has room for the expected need of it and of all running jobs, \
+         without using the last tenth; a running job counts with what it holds if that is more. The \
+         expected need is the mean of the ended jobs. An allocation that could lead to a deadlock (banker's \
+         algorithm) stalls its job until it is safe; no data are lost"
             .into(),
     ]
 }
@@ -101,7 +107,7 @@ impl Case {
         let rows = POLICIES.iter().zip(both).map(|(policy, outcomes)| row(*policy, outcomes, jobs)).collect();
         let part = Spread::of(&jobs.iter().map(|outcome| outcome.mean_to_max).collect::<Vec<f64>>());
         let part = part.map_or(String::new(), |part| {
-            format!(" (mean ÷ maximum of what they swap: {})", short(part.median))
+            format!(" (swapped memory, mean ÷ maximum: {})", short(part.median))
         });
         Table {
             title: format!("{}{part}", self.name()),
@@ -115,7 +121,7 @@ impl Case {
 
 const COLUMNS: [&str; 8] = [
     "used ÷ held %",
-    "used ÷ donated %",
+    "used ÷ lent %",
     "jobs at once",
     "jobs/h",
     "÷ static",
@@ -123,7 +129,7 @@ const COLUMNS: [&str; 8] = [
     "extents/job",
     "allocator ms/job",
 ];
-/// What an operation on a node takes, as `bench alloc` has it.
+/// Time of an operation on a node in ms, as in the cost model of `bench alloc`.
 const TRIP_MS: f64 = 0.0017;
 
 fn row(policy: Policy, outcomes: &[Outcome], fixed: &[Outcome]) -> Row {
@@ -131,7 +137,7 @@ fn row(policy: Policy, outcomes: &[Outcome], fixed: &[Outcome]) -> Row {
     let jobs = |outcomes: &[Outcome]| outcomes.iter().map(jobs_per_h).collect::<Vec<f64>>();
     let figures = [
         (COLUMNS[0], spread(&used_of_held)),
-        (COLUMNS[1], spread(&used_of_donated)),
+        (COLUMNS[1], spread(&used_of_lent)),
         (COLUMNS[2], spread(&|of| sum(of, |sample| sample.jobs) / float(of.samples.len() as u64))),
         (COLUMNS[3], spread(&jobs_per_h)),
         (COLUMNS[4], Spread::of_ratios(&jobs(outcomes), &jobs(fixed))),
@@ -146,8 +152,8 @@ fn row(policy: Policy, outcomes: &[Outcome], fixed: &[Outcome]) -> Row {
 
 fn name_of(policy: Policy) -> &'static str {
     match policy {
-        Policy::Static => "static, mapped beforehand",
-        Policy::Dynamic => "pool, taken as pages leave",
+        Policy::Static => "static, allocated in advance",
+        Policy::Dynamic => "pool, allocated at eviction",
     }
 }
 
@@ -159,7 +165,7 @@ fn used_of_held(outcome: &Outcome) -> f64 {
     sum(outcome, |sample| sample.used) / sum(outcome, |sample| sample.held) * 100.0
 }
 
-fn used_of_donated(outcome: &Outcome) -> f64 {
+fn used_of_lent(outcome: &Outcome) -> f64 {
     sum(outcome, |sample| sample.used) / sum(outcome, |_| outcome.donated) * 100.0
 }
 
@@ -171,10 +177,10 @@ fn jobs_per_h(outcome: &Outcome) -> f64 {
 fn used_targets(case: &Case, both: &[Vec<Outcome>]) -> Vec<Target> {
     let target = |what: &str, figure: fn(&Outcome) -> f64| {
         let value = Spread::of(&both[1].iter().map(figure).collect::<Vec<f64>>())?;
-        let name = format!("{}: dynamic, used of what is {what}, %", case.name());
+        let name = format!("{}: dynamic, % of {what} memory that is used", case.name());
         Some(Target { name, value, bound: 74.0, at_most: false })
     };
-    [target("donated", used_of_donated), target("held", used_of_held)].into_iter().flatten().collect()
+    [target("lent", used_of_lent), target("held", used_of_held)].into_iter().flatten().collect()
 }
 
 fn jobs_target(case: &Case, both: &[Vec<Outcome>]) -> Option<Target> {
@@ -184,7 +190,7 @@ fn jobs_target(case: &Case, both: &[Vec<Outcome>]) -> Option<Target> {
     Some(Target { name, value, bound: 1.08, at_most: false })
 }
 
-/// What is used and held over time, of the first seed.
+/// Used and held memory over time, of the first seed.
 fn series(case: &Case, both: &[Vec<Outcome>]) -> Vec<Series> {
     let mut all = Vec::new();
     for (policy, outcomes) in POLICIES.iter().zip(both) {
@@ -199,7 +205,7 @@ fn series(case: &Case, both: &[Vec<Outcome>]) -> Vec<Series> {
         let held: (&str, &dyn Fn(&cluster::Sample) -> u64) = ("held", &|sample| sample.held);
         let used: (&str, &dyn Fn(&cluster::Sample) -> u64) = ("used", &|sample| sample.used);
         for (what, of) in [used, held] {
-            let title = format!("{}: % of what is donated, over hours", case.name());
+            let title = format!("{}: % of the lent memory, over hours", case.name());
             all.push(Series { title, name: format!("{}: {what}", name_of(*policy)), points: line(of) });
         }
     }

@@ -1,4 +1,5 @@
-//! The memory nodes, as the simulation has them: the machines that the product drives, on words of this process; and beside them an account of who has what, which checks them.
+//! The memory nodes, as the simulation has them: the machines that the product drives, on words of
+//! this process; and beside them an account of who has what, which checks them.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -35,7 +36,8 @@ struct Node {
     /// By chunk: who has it.
     owners: Vec<u16>,
     free_pages: u64,
-    /// There was none of this class, or a larger one, and nothing that would make one has come back since; or halves of one may have, since [`Pool::look_again`].
+    /// There was none of this class, or a larger one, and nothing that would make one has come back
+    /// since; or halves of one may have, since [`Pool::look_again`].
     full_from: u8,
 }
 
@@ -43,13 +45,13 @@ struct Node {
 #[derive(Debug)]
 pub struct Pool {
     nodes: Vec<Node>,
-    /// Extents taken, and operations on the nodes, one after another, that this and giving back took.
+    /// Number of allocations, and of sequential operations on nodes for allocations and frees.
     pub taken: u64,
     pub trips: u64,
 }
 
 impl Pool {
-    /// With so many sections in all, for so many hosts.
+    /// A pool with this number of sections in all.
     pub fn new(sections: u32, hosts: usize) -> Self {
         let each = sections / 4;
         let node = |number: usize| {
@@ -75,16 +77,17 @@ impl Pool {
         self.nodes.iter().map(|node| node.owners.len() as u64).sum()
     }
 
-    /// Pages that nobody has.
+    /// Number of free pages.
     pub fn free_pages(&self) -> u64 {
         self.nodes.iter().map(|node| node.free_pages).sum()
     }
 
-    /// Take an extent for a host, of the node that has most free, or else of another; `None` if none has one of this size.
+    /// Allocates an extent for a host, from the node with most free memory, or another; `None` if
+    /// none has one of this size.
     ///
     /// # Errors
-    /// If an allocator fails, or gives what somebody has.
-    pub fn take(&mut self, host: usize, class: SizeClass) -> Result<Option<Extent>, String> {
+    /// If an allocator fails, or allocates a page that is not free.
+    pub fn allocate(&mut self, host: usize, class: SizeClass) -> Result<Option<Extent>, String> {
         let mut order: Vec<usize> = (0..self.nodes.len()).collect();
         order.sort_by_key(|node| std::cmp::Reverse(self.nodes[*node].free_pages));
         for number in order {
@@ -106,11 +109,11 @@ impl Pool {
         Ok(None)
     }
 
-    /// Give one back.
+    /// Frees an extent.
     ///
     /// # Errors
     /// If the allocator fails, or it is not this host's.
-    pub fn give(&mut self, host: usize, extent: Extent) -> Result<(), String> {
+    pub fn free(&mut self, host: usize, extent: Extent) -> Result<(), String> {
         let Extent { node, grant } = extent;
         let node = &mut self.nodes[node];
         node.note(grant, number_of(host).0, 0)?;
@@ -125,7 +128,7 @@ impl Pool {
         self.nodes.iter_mut().for_each(|node| node.full_from = SizeClass::COUNT);
     }
 
-    /// Whether nobody has anything, by the account and by the nodes' words.
+    /// Whether all pages are free, by the record of owners and by the nodes' words.
     pub fn is_all_free(&self) -> bool {
         // The low half of a section's word is zero if all its spans are empty.
         let is_free = |node: &Node| {
@@ -182,27 +185,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_ones_own_cannot_be_given_back() {
+    fn another_hosts_extent_cannot_be_freed() {
         let mut pool = Pool::new(8, 2);
-        let extent = pool.take(0, SizeClass::SPAN).unwrap().unwrap();
-        assert!(pool.give(1, extent).unwrap_err().contains("was 1's"));
+        let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
+        assert!(pool.free(1, extent).unwrap_err().contains("was 1's"));
         let mut pool = Pool::new(8, 2);
-        let extent = pool.take(0, SizeClass::SPAN).unwrap().unwrap();
-        pool.give(0, extent).unwrap();
-        assert!(pool.give(0, extent).is_err(), "once is enough");
+        let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
+        pool.free(0, extent).unwrap();
+        assert!(pool.free(0, extent).is_err(), "once is enough");
     }
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 32, ..ProptestConfig::default() })]
         #[test]
-        fn the_account_and_the_words_agree(wishes in prop::collection::vec((0..SizeClass::COUNT, 0..3_usize, any::<u16>()), 1..300)) {
+        fn the_record_and_the_words_agree(
+            requests in prop::collection::vec((0..SizeClass::COUNT, 0..3_usize, any::<u16>()), 1..300)
+        ) {
             let mut pool = Pool::new(8, 3);
             let mut held: Vec<(usize, Extent)> = Vec::new();
-            for (k, host, at) in wishes {
+            for (k, host, at) in requests {
                 if at % 3 == 0 && !held.is_empty() {
                     let (host, extent) = held.swap_remove(usize::from(at) % held.len());
-                    pool.give(host, extent).unwrap();
-                } else if let Some(extent) = pool.take(host, SizeClass::new(k).unwrap()).unwrap() {
+                    pool.free(host, extent).unwrap();
+                } else if let Some(extent) = pool.allocate(host, SizeClass::new(k).unwrap()).unwrap() {
                     held.push((host, extent));
                 }
                 let sum: u64 = held.iter().map(|(_, extent)| extent.pages()).sum();
@@ -210,7 +215,7 @@ mod tests {
                 prop_assert_eq!(pool.is_all_free(), held.is_empty());
             }
             for (host, extent) in held {
-                pool.give(host, extent).unwrap();
+                pool.free(host, extent).unwrap();
             }
             prop_assert!(pool.is_all_free());
         }

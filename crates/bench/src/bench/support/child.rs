@@ -72,8 +72,8 @@ impl Drop for Group {
 /// Runs `command` in a process group of its own until it ends; `on_moment` hears of it every 10 ms.
 ///
 /// # Errors
-/// If it cannot be started, or a signal asks to stop: then it and all that it started are killed. That the
-/// program fails is no error here.
+/// If it cannot be started, or a signal asks to stop: then it and all that it started are killed.
+/// That the program fails is no error here.
 pub fn run(
     command: Command,
     streams: &Streams<'_>,
@@ -136,8 +136,8 @@ pub fn attend(
     Ok(Outcome { status, elapsed, cpu_us, resident_peak_bytes, message })
 }
 
-/// Of what was started those are counted that were there at the last look, `known`, too: a process that is about to become another
-/// program seems to have all that its parent has.
+/// Of what was started those are counted that were there at the last look, `known`, too: a process
+/// that is about to become another program seems to have all that its parent has.
 fn resident(pid: u32, watched: Watched, known: &mut Vec<u32>) -> u64 {
     let own = if watched == Watched::All { procs::anonymous_bytes(pid) } else { 0 };
     let started = procs::descendants(pid);

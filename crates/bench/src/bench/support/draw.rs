@@ -39,7 +39,8 @@ const TEXT_PX: i32 = 280;
 /// Ours first, then the others'.
 const COLOURS: [RGBColor; 2] = [RGBColor(20, 110, 180), RGBColor(150, 160, 170)];
 
-/// Columns padded to their widest cell; the first to the left, the others to the right. The first row is a head.
+/// Columns padded to their widest cell; the first to the left, the others to the right. The first
+/// row is a head.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {

@@ -1,11 +1,12 @@
-//! Ctrl-C and its like set a flag; whoever waits looks at it, and leaves by the way that cleans up.
+//! Signals that ask to stop, such as Ctrl-C. They set a flag, which loops check, so that benches
+//! clean up before they end.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::bench::BenchError;
 
-/// 128 and the number of SIGINT, as shells count.
+/// Exit code after SIGINT, as shells have it: 128 + the signal's number.
 const EXIT_INTERRUPTED: u8 = 130;
 
 static ASKED: AtomicBool = AtomicBool::new(false);
@@ -14,7 +15,7 @@ extern "C" fn on_signal(_signal: libc::c_int) {
     ASKED.store(true, Ordering::SeqCst);
 }
 
-/// From now on SIGINT, SIGTERM and SIGHUP only set the flag.
+/// Makes SIGINT, SIGTERM and SIGHUP set the flag.
 pub fn install() {
     let handler: extern "C" fn(libc::c_int) = on_signal;
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
@@ -27,12 +28,12 @@ pub fn install() {
     }
 }
 
-/// Whether a signal has come.
+/// Whether a signal has arrived.
 pub fn asked() -> bool {
     ASKED.load(Ordering::SeqCst)
 }
 
-/// What a signal that asked to stop makes of an outcome: said on stderr, and the exit code that shells give it.
+/// Prints the message of an interruption and turns it into its exit code.
 ///
 /// # Errors
 /// Every other one.
@@ -46,8 +47,10 @@ pub fn outcome(result: Result<ExitCode, BenchError>) -> Result<ExitCode, BenchEr
     }
 }
 
+/// Fails if a signal has arrived.
+///
 /// # Errors
-/// [`BenchError::Interrupted`], if a signal has come.
+/// [`BenchError::Interrupted`].
 pub fn check() -> Result<(), BenchError> {
     if asked() { Err(BenchError::Interrupted) } else { Ok(()) }
 }

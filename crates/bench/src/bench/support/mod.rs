@@ -1,15 +1,17 @@
-//! What benches and demo share: a private cluster, measured programs, spreads, tables and pictures.
+//! Parts that the benches and the demo share: private clusters, measured programs, spreads, tables
+//! and pictures.
 
 pub mod bytes;
 pub mod child;
 pub mod cluster;
 pub mod draw;
+pub mod folder;
 pub mod interrupt;
 pub mod lines;
-pub mod other;
 pub mod procs;
 pub mod programs;
 pub mod progress;
 pub mod report;
 pub mod server;
+pub mod serving;
 pub mod spread;

@@ -39,7 +39,8 @@ fn parse_numbers(list: &str) -> Vec<u32> {
     list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// Processor time that a process has used, its own and the kernel's for it, in µs; 0 once it is gone.
+/// Processor time that a process has used, its own and the kernel's for it, in µs; 0 once it is
+/// gone.
 pub fn cpu_us(pid: u32) -> u64 {
     cpu_ns(pid) / 1000
 }
@@ -60,7 +61,8 @@ pub fn cpu_ns(pid: u32) -> u64 {
     part(time.tv_sec) * 1_000_000_000 + part(time.tv_nsec)
 }
 
-/// Processes with `needle` among their arguments: the daemons of the cluster whose state lies there.
+/// Processes with `needle` among their arguments: the daemons of the cluster whose state lies
+/// there.
 pub fn with_argument(needle: &Path) -> Vec<u32> {
     let needle = needle.as_os_str().as_encoded_bytes();
     let Ok(entries) = fs::read_dir("/proc") else {

@@ -1,4 +1,5 @@
-//! The measured programs. Their sources are in this binary, and the machine's C compiler builds them.
+//! The measured programs. Their sources are in this binary, and the machine's C compiler builds
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

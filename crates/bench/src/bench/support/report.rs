@@ -1,4 +1,5 @@
-//! What a bench hands over: figures with their spreads, targets beside results, as text, JSON and picture.
+//! What a bench hands over: figures with their spreads, targets beside results, as text, JSON and
+//! picture.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -49,7 +50,8 @@ pub struct Series {
 pub struct Table {
     /// What it shows.
     pub title: String,
-    /// Names of the figures, in the order to be printed; those that are not named are in the JSON only.
+    /// Names of the figures, in the order to be printed; those that are not named are in the JSON
+    /// only.
     #[serde(skip)]
     pub columns: Vec<Column>,
     /// Which figure the picture shows, if any.
@@ -159,7 +161,8 @@ impl Report {
         text
     }
 
-    /// As bars, a group for each table that has a figure to be pictured; or as lines over time, if there are such.
+    /// As bars, a group for each table that has a figure to be pictured; or as lines over time, if
+    /// there are such.
     ///
     /// # Errors
     /// If the file cannot be written.

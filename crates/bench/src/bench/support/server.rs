@@ -47,7 +47,8 @@ impl Server {
 /// Runs `command`, does `work` beside it, and then sends it `end`, by which it is to end well.
 ///
 /// # Errors
-/// If it cannot be started, `work` fails, or a signal asks to stop: then it is killed. How it ended is in the outcome.
+/// If it cannot be started, `work` fails, or a signal asks to stop: then it is killed. How it ended
+/// is in the outcome.
 pub fn beside<T: Send>(
     command: Command,
     streams: &Streams<'_>,

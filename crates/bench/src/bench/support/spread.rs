@@ -26,8 +26,8 @@ impl Spread {
         Some(Self { min: sorted[0], median, max: sorted[last] })
     }
 
-    /// The spread of `ours[round] / theirs[round]`: both of a pair were measured in the same round, so that
-    /// what slows the whole machine cancels out.
+    /// The spread of `ours[round] / theirs[round]`: both of a pair were measured in the same round,
+    /// so that what slows the whole machine cancels out.
     pub fn of_ratios(ours: &[f64], theirs: &[f64]) -> Option<Self> {
         let ratios: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect();
         Self::of(&ratios)

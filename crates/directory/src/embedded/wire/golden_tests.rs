@@ -107,7 +107,7 @@ fn golden_requests_and_responses() {
     golden.bytes("hello of a server that refuses", &hello(Some("why")));
     assert_eq!(check_client_hello(&hello(None)), Ok(()));
     assert_eq!(check_server_hello(&hello(Some(""))), Ok(()));
-    assert_eq!(check_server_hello(&hello(Some("why"))), Err(HelloError::Refused("why".into())));
+    assert_eq!(check_server_hello(&hello(Some("why"))), Err(DirectoryHelloError::Refused("why".into())));
     for (name, request) in requests() {
         let bytes = request.encode();
         assert_eq!(DirectoryRequest::decode(&bytes), Some(request), "{name}");
@@ -125,8 +125,11 @@ fn golden_requests_and_responses() {
         add(&mut golden, &format!("limit {number}"), &DirectoryResponse::Error(error));
     }
     let mut framed = Vec::new();
-    frame::write(&mut framed, b"body").expect("a vector takes all");
-    assert_eq!(frame::read(&mut framed.as_slice()).expect("it is whole").as_deref(), Some(&b"body"[..]));
+    frame::write(&mut framed, b"body").expect("a vector has no limit");
+    assert_eq!(
+        frame::read(&mut framed.as_slice()).expect("the frame is complete").as_deref(),
+        Some(&b"body"[..])
+    );
     golden.bytes("frame", &framed);
     golden.text("longest frame", &frame::FRAME_BYTES_MAX.to_string());
     golden.check();

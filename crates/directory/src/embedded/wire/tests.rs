@@ -186,15 +186,18 @@ fn a_count_reserves_no_memory_and_has_a_limit() {
 fn a_refused_hello_names_the_reason() {
     assert_eq!(check_client_hello(&hello(None)), Ok(()));
     assert_eq!(check_server_hello(&hello(Some(""))), Ok(()));
-    assert_eq!(check_server_hello(&hello(Some("full"))), Err(HelloError::Refused("full".to_owned())));
+    assert_eq!(
+        check_server_hello(&hello(Some("full"))),
+        Err(DirectoryHelloError::Refused("full".to_owned()))
+    );
     let mut newer = hello(None);
     newer[8] = 2;
-    assert_eq!(check_client_hello(&newer), Err(HelloError::ClientVersion(2)));
+    assert_eq!(check_client_hello(&newer), Err(DirectoryHelloError::ClientVersion(2)));
     let mut newer = hello(Some(""));
     newer[8] = 2;
-    assert_eq!(check_server_hello(&newer), Err(HelloError::ServerVersion(2)));
-    assert_eq!(check_client_hello(b"GET / HTTP/1.0\r\n"), Err(HelloError::ForeignClient));
-    assert_eq!(check_server_hello(b"RFB 003.008\n"), Err(HelloError::ForeignServer));
-    assert_eq!(check_client_hello(&hello(None)[..10]), Err(HelloError::ClientLength));
-    assert_eq!(check_server_hello(&hello(Some("why"))[..14]), Err(HelloError::ServerLength));
+    assert_eq!(check_server_hello(&newer), Err(DirectoryHelloError::ServerVersion(2)));
+    assert_eq!(check_client_hello(b"GET / HTTP/1.0\r\n"), Err(DirectoryHelloError::ForeignClient));
+    assert_eq!(check_server_hello(b"RFB 003.008\n"), Err(DirectoryHelloError::ForeignServer));
+    assert_eq!(check_client_hello(&hello(None)[..10]), Err(DirectoryHelloError::ClientLength));
+    assert_eq!(check_server_hello(&hello(Some("why"))[..14]), Err(DirectoryHelloError::ServerLength));
 }

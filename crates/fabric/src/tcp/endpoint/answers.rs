@@ -1,29 +1,29 @@
-//! What the target says, booked in the order of the requests.
+//! Receives answers and completes operations in the order of posting.
 
 use rustix::net::RecvFlags;
 use zerocopy::FromBytes;
 
-use super::direct::Direct;
-use super::{Pending, TcpEndpoint};
+use super::direct::DirectOutcome;
+use super::{PendingWork, TcpEndpoint};
 use crate::handshake::secure::SecureError;
 use crate::memory::copy;
 use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
 use crate::work::{Completion, LocalSlice, Verb, Work, WorkError};
 
 impl TcpEndpoint {
-    /// Take what has come. True if the connection is over.
+    /// Receives what has arrived. Returns true if the connection is over.
     pub(super) fn receive_some(&mut self) -> bool {
         loop {
             if self.plan() {
                 let direct = self.receive_directly();
-                if matches!(direct, Direct::Over | Direct::Nothing) {
-                    return direct == Direct::Over;
+                if matches!(direct, DirectOutcome::Over | DirectOutcome::Nothing) {
+                    return direct == DirectOutcome::Over;
                 }
-                if self.filled > 0 && self.take_input().is_err() {
-                    tracing::warn!(address = %self.address, "a target said nonsense");
+                if self.filled > 0 && self.handle_input().is_err() {
+                    self.log_violation();
                     return true;
                 }
-                if direct == Direct::Some {
+                if direct == DirectOutcome::Some {
                     return false;
                 }
                 continue;
@@ -34,8 +34,8 @@ impl TcpEndpoint {
                 Ok((_, bytes)) => {
                     self.filled += bytes;
                     let is_full = self.filled == self.input.len();
-                    if self.take_input().is_err() {
-                        tracing::warn!(address = %self.address, "a target said nonsense");
+                    if self.handle_input().is_err() {
+                        self.log_violation();
                         return true;
                     }
                     if !is_full {
@@ -49,11 +49,15 @@ impl TcpEndpoint {
         }
     }
 
-    fn take_input(&mut self) -> Result<(), SecureError> {
+    fn log_violation(&self) {
+        tracing::warn!(address = %self.address, "a target violated the protocol; reconnecting");
+    }
+
+    fn handle_input(&mut self) -> Result<(), SecureError> {
         let nonsense = || SecureError::Magic;
         let Some(cipher) = &mut self.cipher else {
             let input = std::mem::take(&mut self.input);
-            let used = self.take_answers(&input[..self.filled]);
+            let used = self.handle_answers(&input[..self.filled]);
             self.input = input;
             let used = used.ok_or_else(nonsense)?;
             self.input.copy_within(used..self.filled, 0);
@@ -64,18 +68,19 @@ impl TcpEndpoint {
         self.input.copy_within(used..self.filled, 0);
         self.filled -= used;
         let mut opened = std::mem::take(&mut self.opened);
-        let used = self.take_answers(&opened);
+        let used = self.handle_answers(&opened);
         opened.drain(..used.unwrap_or(0));
         self.opened = opened;
         used.map(drop).ok_or_else(nonsense)
     }
 
-    /// Book the answers in `bytes`; how many bytes were used, a multiple of 8; `None` if they are nonsense.
-    fn take_answers(&mut self, bytes: &[u8]) -> Option<usize> {
+    /// Handles the answers in `bytes`. Returns the number of bytes used, a multiple of 8; `None` if
+    /// the target violated the protocol.
+    fn handle_answers(&mut self, bytes: &[u8]) -> Option<usize> {
         let mut at = 0;
         loop {
             if let Some((local, taken)) = self.reading {
-                let used = self.take_payload(local, taken, &bytes[at..])?;
+                let used = self.copy_payload(local, taken, &bytes[at..])?;
                 at += used;
                 if self.reading.is_some() {
                     return Some(at);
@@ -86,7 +91,7 @@ impl TcpEndpoint {
             };
             let len = answer.len.get();
             match answer.kind {
-                wire::ANSWER => self.take_answer(&answer)?,
+                wire::ANSWER => self.handle_answer(&answer)?,
                 wire::MESSAGE => {
                     if len > self.limits.message_bytes_max || self.messages.len() >= self.limits.receive_depth
                     {
@@ -96,7 +101,7 @@ impl TcpEndpoint {
                         return Some(at);
                     };
                     self.messages.push_back(message[..len as usize].to_vec());
-                    self.heard += 1;
+                    self.received += 1;
                     at += padded(len);
                 }
                 wire::FAREWELL => self.has_farewell = answer.value.get() == self.answered,
@@ -106,9 +111,9 @@ impl TcpEndpoint {
         }
     }
 
-    fn take_answer(&mut self, answer: &Answer) -> Option<()> {
-        self.settle_known();
-        let Pending { work, .. } = *self.pending.front()?;
+    fn handle_answer(&mut self, answer: &Answer) -> Option<()> {
+        self.complete_known();
+        let PendingWork { work, .. } = *self.pending.front()?;
         let outcome = answer.outcome()?;
         match work.verb {
             Verb::Read { local, .. } if outcome.is_ok() => {
@@ -118,13 +123,13 @@ impl TcpEndpoint {
                 self.reading = Some((local, 0));
             }
             _ if answer.len.get() != 0 => return None,
-            _ => self.settle(outcome),
+            _ => self.complete_oldest(outcome),
         }
         Some(())
     }
 
-    /// Copy what has come of a READ to its place; how many bytes were used.
-    fn take_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
+    /// Copies a received part of a READ to its destination. Returns the number of bytes used.
+    fn copy_payload(&mut self, local: LocalSlice, taken: u32, bytes: &[u8]) -> Option<usize> {
         let left = padded(local.len) - taken as usize;
         let take = left.min(bytes.len() & !7);
         let len = take.min((local.len - taken.min(local.len)) as usize);
@@ -133,20 +138,20 @@ impl TcpEndpoint {
         unsafe { copy(to.add(taken as usize), bytes.as_ptr(), len) };
         if take == left {
             self.reading = None;
-            self.settle(Ok(u64::from(local.len)));
+            self.complete_oldest(Ok(u64::from(local.len)));
         } else {
             self.reading = Some((local, taken + u32::try_from(take).expect("below the length")));
         }
         Some(take)
     }
 
-    /// The oldest operation has its answer.
-    pub(super) fn settle(&mut self, outcome: Result<u64, WorkError>) {
-        let Some(Pending { work, .. }) = self.pending.pop_front() else { return };
+    /// Completes the oldest operation.
+    pub(super) fn complete_oldest(&mut self, outcome: Result<u64, WorkError>) {
+        let Some(PendingWork { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
         self.complete(work, outcome);
         if outcome == Err(WorkError::Fenced) {
-            self.give_up(None);
+            self.fail_all(None);
         }
     }
 
@@ -156,9 +161,9 @@ impl TcpEndpoint {
         }
     }
 
-    /// Tell the outcomes that were known at once, where it is their turn.
-    pub(super) fn settle_known(&mut self) {
-        while let Some(Pending { work, outcome: Some(error) }) = self.pending.front().copied() {
+    /// Completes operations at the front whose error was known before they were sent.
+    pub(super) fn complete_known(&mut self) {
+        while let Some(PendingWork { work, outcome: Some(error) }) = self.pending.front().copied() {
             self.pending.pop_front();
             self.complete(work, Err(error));
         }

@@ -1,8 +1,9 @@
-//! Answers to READs, received where they belong: one copy less for most of what an initiator receives.
+//! Receives the answers to READs directly into local memory, which saves one copy.
 //!
-//! What the target will say is known from what was asked, if all goes well: a head and a READ's bytes, in the order of the requests. So
-//! the kernel is given those places to fill. Where the target says something else (an error, a message), what came is put together again and
-//! taken as any other input.
+//! If all requests succeed, the layout of the answers is known: heads, and the bytes of READs, in
+//! the order of the requests. The kernel is given these places to fill. If the target sends
+//! something else, such as an error or a message, the received bytes are put together and handled
+//! as ordinary input.
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -10,43 +11,43 @@ use super::{INPUT_BYTES, TcpEndpoint};
 use crate::tcp::wire::{self, ANSWER_BYTES, Answer};
 use crate::work::{LocalSlice, Verb};
 
-/// Answers received by one call.
+/// Bound of the answers received by one call.
 const ANSWERS_MAX: usize = 64;
 
-/// Room for heads, and for whose they are; kept so that nothing is allocated.
+/// The expected layout. Its buffers are reused, so that nothing is allocated.
 #[derive(Debug)]
-pub(super) struct Plan {
+pub(super) struct DirectPlan {
     heads: Box<[[u8; ANSWER_BYTES]; ANSWERS_MAX]>,
-    /// The place of each READ's bytes; none for other requests.
+    /// The destination of each READ; `None` for other requests.
     reads: Vec<Option<LocalSlice>>,
 }
 
-impl Plan {
+impl DirectPlan {
     pub(super) fn new() -> Self {
         Self { heads: Box::new([[0; ANSWER_BYTES]; ANSWERS_MAX]), reads: Vec::with_capacity(ANSWERS_MAX) }
     }
 }
 
-/// What a direct receive has brought.
+/// The outcome of a direct receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Direct {
-    /// All that there was room for: there may be more.
+pub(super) enum DirectOutcome {
+    /// All places were filled, so there may be more.
     Full,
-    /// Something, and some of it may lie in the input.
+    /// Some places were filled. A part may be in the input buffer.
     Some,
-    /// Nothing yet.
+    /// Nothing has arrived.
     Nothing,
-    /// The end.
+    /// The connection is over.
     Over,
 }
 
 impl TcpEndpoint {
-    /// Plan for what is awaited; false if there is nothing to gain.
+    /// Plans the layout of the awaited answers. Returns false if a direct receive gains nothing.
     pub(super) fn plan(&mut self) -> bool {
         if self.cipher.is_some() || self.filled > 0 || self.reading.is_some() {
             return false;
         }
-        self.settle_known();
+        self.complete_known();
         self.plan.reads.clear();
         let mut bytes = 0;
         for pending in self.pending.iter().filter(|pending| pending.outcome.is_none()).take(ANSWERS_MAX) {
@@ -55,7 +56,7 @@ impl TcpEndpoint {
                 _ => None,
             };
             bytes += ANSWER_BYTES + read.map_or(0, |local| local.len as usize);
-            // What is padded, and what could not be put together again, comes the other way.
+            // Padded READs, and more than the input buffer could hold, take the ordinary way.
             if read.is_some_and(|local| local.len % 8 != 0) || bytes > INPUT_BYTES {
                 break;
             }
@@ -64,8 +65,8 @@ impl TcpEndpoint {
         self.plan.reads.iter().any(Option::is_some)
     }
 
-    /// Receive by the plan.
-    pub(super) fn receive_directly(&mut self) -> Direct {
+    /// Receives into the planned places.
+    pub(super) fn receive_directly(&mut self) -> DirectOutcome {
         use std::os::fd::AsRawFd;
         let mut places =
             [const { libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 } }; 2 * ANSWERS_MAX];
@@ -82,35 +83,36 @@ impl TcpEndpoint {
                 room += local.len as usize;
             }
         }
-        // SAFETY: all zeros are a message without anything.
+        // SAFETY: an all-zero msghdr is valid.
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = places.as_mut_ptr();
         message.msg_iovlen = used;
-        // SAFETY: each place is a head of the plan or a range that `local` proved, all alive and ours to write during the call.
+        // SAFETY: each place is a head of the plan or a range that `local` checked. All are mapped,
+        // and nothing else uses them during the call.
         let received =
             unsafe { libc::recvmsg(self.stream.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
         match usize::try_from(received) {
-            Ok(0) => Direct::Over,
+            Ok(0) => DirectOutcome::Over,
             Ok(bytes) => {
-                self.take_planned(bytes);
-                if bytes == room { Direct::Full } else { Direct::Some }
+                self.handle_direct(bytes);
+                if bytes == room { DirectOutcome::Full } else { DirectOutcome::Some }
             }
             Err(_) => match std::io::Error::last_os_error().kind() {
-                std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted => Direct::Nothing,
-                _ => Direct::Over,
+                std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted => DirectOutcome::Nothing,
+                _ => DirectOutcome::Over,
             },
         }
     }
 
-    /// Book so many received bytes; what is not as planned lies in the input afterwards.
-    fn take_planned(&mut self, mut left: usize) {
+    /// Handles `left` received bytes. Bytes that are not as planned are moved to the input buffer.
+    fn handle_direct(&mut self, mut left: usize) {
         for at in 0..self.plan.reads.len() {
             if left < ANSWER_BYTES {
                 self.input[..left].copy_from_slice(&self.plan.heads[at][..left]);
                 self.filled = left;
                 return;
             }
-            self.settle_known();
+            self.complete_known();
             let answer = Answer::read_from_bytes(&self.plan.heads[at]).expect("a head has that size");
             let read = self.plan.reads[at];
             let expected = read.map_or(0, |local| local.len);
@@ -124,19 +126,20 @@ impl TcpEndpoint {
             if let Some(local) = read
                 && left < local.len as usize
             {
-                self.take_part(local, left);
+                self.handle_partial(local, left);
                 return;
             }
             left -= expected as usize;
-            self.settle(outcome);
+            self.complete_oldest(outcome);
             if self.broken || left == 0 {
                 return;
             }
         }
     }
 
-    /// The last READ came in part: the next words follow, those that are whole are where they belong.
-    fn take_part(&mut self, local: LocalSlice, came: usize) {
+    /// Handles a READ of which a part has arrived: whole words stay in place, and the rest goes to
+    /// the input buffer.
+    fn handle_partial(&mut self, local: LocalSlice, came: usize) {
         let whole = came & !7;
         let from = self.local(local).expect("it was checked when it was posted");
         for at in whole..came {
@@ -147,22 +150,23 @@ impl TcpEndpoint {
         self.reading = Some((local, u32::try_from(whole).expect("below a READ's length")));
     }
 
-    /// Put together what came from head `first` on, as if it had come into the input.
+    /// Puts the bytes from head `first` on together in the input buffer.
     fn gather(&mut self, first: usize, left: usize) {
         self.filled = 0;
         for at in first..self.plan.reads.len() {
             let head = self.plan.heads[at];
-            self.gather_some(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
+            self.gather_range(head.as_bytes().as_ptr(), ANSWER_BYTES, left);
             if let Some(local) = self.plan.reads[at] {
                 let from = self.local(local).expect("it was checked when it was posted");
-                self.gather_some(from, local.len as usize, left);
+                self.gather_range(from, local.len as usize, left);
             }
         }
     }
 
-    fn gather_some(&mut self, from: *const u8, len: usize, total: usize) {
+    fn gather_range(&mut self, from: *const u8, len: usize, total: usize) {
         let len = len.min(total - self.filled);
-        // SAFETY: both callers' ranges are `len` long or longer, and the plan is no longer than the input.
+        // SAFETY: both callers' ranges are `len` long or longer, and the plan is no longer than the
+        // input.
         unsafe { from.copy_to_nonoverlapping(self.input.as_mut_ptr().add(self.filled), len) };
         self.filled += len;
     }

@@ -1,19 +1,20 @@
-//! An endpoint that was given up while something was under way. The target may have that in its buffers yet, and would do it when it comes to it.
+//! Drains an endpoint that was dropped or broke with operations in flight. The target may still
+//! have them in its buffers and would do them later.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{TcpEndpoint, knock};
+use super::{TcpEndpoint, open_session};
 use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
 use crate::handshake::{HANDSHAKE_TIME, TRY_AGAIN};
 use crate::target::Identity;
 use crate::work::{DrainHandle, EndpointError};
 
-/// Between attempts while the target closes its end.
+/// Time between attempts while the target closes its end.
 const RETRY_EVERY: Duration = Duration::from_millis(5);
 
-/// See above.
+/// The identity of a session that may have operations in flight.
 #[derive(Debug)]
 pub(super) struct TcpDrain {
     address: SocketAddr,
@@ -36,17 +37,18 @@ impl TcpDrain {
 }
 
 impl DrainHandle for TcpDrain {
-    /// To go on with a session ends its old connection first: so it is asked for, with a count of answers that cannot be. What is refused for that, or because
-    /// there is no such session, has no connection any more.
+    /// Asks to resume the session with an impossible number of answers. The target first closes the
+    /// session's connection, then refuses. A refusal, for this reason or because the session does
+    /// not exist, proves that no connection is left.
     fn drain(&mut self) -> Result<(), EndpointError> {
         let resume = Resume { session: self.session, answered: u64::MAX, heard: 0, taken: 0 };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let deadline = Instant::now() + HANDSHAKE_TIME;
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
-            match knock(self.address, &self.key, &hello, left) {
+            match open_session(self.address, &self.key, &hello, left) {
                 Err(EndpointError::Refused { reason, .. }) if reason != TRY_AGAIN => return Ok(()),
-                // Nobody is there any more, and its memory went with it.
+                // The target is gone, and its memory with it.
                 Err(EndpointError::Unreachable { source, .. })
                     if source.kind() == std::io::ErrorKind::ConnectionRefused =>
                 {
@@ -56,7 +58,8 @@ impl DrainHandle for TcpDrain {
                     std::thread::sleep(RETRY_EVERY);
                 }
                 Err(error) => return Err(error),
-                // It counts otherwise; its connection is this one by now, and ends here.
+                // The target accepted the position. The session's only connection is this one,
+                // which ends here.
                 Ok(_) => return Ok(()),
             }
         }

@@ -1,10 +1,11 @@
-//! The end of a connection, and what comes after: the session goes on over another one, or everything is told its fate.
+//! Handles a broken connection: resumes the session over another connection, or fails the
+//! operations in flight.
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::{Pending, TcpEndpoint, knock};
+use super::{PendingWork, TcpEndpoint, open_session};
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::RecordCipher;
@@ -12,17 +13,18 @@ use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
 use crate::tcp::wire::{self, Request};
 use crate::work::{EndpointError, Verb, WorkError};
 
-/// Between attempts to make a broken connection anew.
+/// Time between attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(20);
 
 impl TcpEndpoint {
-    /// Nothing more will be done. The first unanswered operation gets the cause; the later ones were not done, or nobody knows.
-    pub(super) fn give_up(&mut self, cause: Option<WorkError>) {
+    /// Breaks the endpoint. If it is known what was done, the first unanswered operation gets the
+    /// cause and the later ones are flushed. Otherwise all get the cause.
+    pub(super) fn fail_all(&mut self, cause: Option<WorkError>) {
         self.broken = true;
-        self.rescue = None;
+        self.reconnecting = None;
         let mut cause = cause;
         let is_known = self.has_farewell || cause.is_none();
-        for Pending { work, outcome } in std::mem::take(&mut self.pending) {
+        for PendingWork { work, outcome } in std::mem::take(&mut self.pending) {
             let error = outcome.unwrap_or_else(|| {
                 if is_known {
                     cause.take().unwrap_or(WorkError::Flushed)
@@ -37,61 +39,68 @@ impl TcpEndpoint {
         self.sent = 0;
     }
 
-    /// The connection is over. Another is made, or everything is told its fate; meanwhile the caller's thread goes on with other things.
+    /// Starts to reconnect in the background, or fails the operations in flight if that is
+    /// impossible.
     pub(super) fn recover(&mut self) {
         if self.has_farewell || self.broken {
-            self.go_without();
+            self.fail_reconnect();
             return;
         }
-        let resume =
-            Resume { session: self.session, answered: self.answered, heard: self.heard, taken: self.taken };
+        let resume = Resume {
+            session: self.session,
+            answered: self.answered,
+            heard: self.received,
+            taken: self.taken,
+        };
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
         let (address, key) = (self.address, self.key.clone());
-        let knocking = BackgroundTask::start("fabric-again", move |is_awaited| {
-            knock_until(address, &key, &hello, deadline, is_awaited)
+        let started = BackgroundTask::start("fabric-reconn", move |is_awaited| {
+            open_session_until(address, &key, &hello, deadline, is_awaited)
         });
-        match knocking {
-            Ok(rescue) => {
-                self.rescue = Some(rescue);
-                self.taken_then = self.taken;
+        match started {
+            Ok(task) => {
+                self.reconnecting = Some(task);
+                self.taken_at_break = self.taken;
             }
             Err(error) => {
-                tracing::warn!(%error, "no thread to make a broken connection anew");
-                self.go_without();
+                tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
+                self.fail_reconnect();
             }
         }
     }
 
-    /// Whether the connection that broke is still being made anew.
-    pub(super) fn is_being_rescued(&mut self) -> bool {
-        let Some(rescue) = &self.rescue else { return false };
-        let Some(outcome) = rescue.outcome() else { return true };
-        self.rescue = None;
+    /// Takes the result of reconnecting, if there is one. Returns whether the endpoint is still
+    /// reconnecting.
+    pub(super) fn is_reconnecting(&mut self) -> bool {
+        let Some(task) = &self.reconnecting else { return false };
+        let Some(outcome) = task.poll_result() else { return true };
+        self.reconnecting = None;
         let outcome = outcome.and_then(|(stream, cipher, welcome)| self.resume(stream, cipher, &welcome));
         match outcome {
-            Ok(()) => self.credit_since(self.taken_then),
+            Ok(()) => self.credit_since(self.taken_at_break),
             Err(error) => {
-                tracing::debug!(%error, "an endpoint cannot go on");
-                self.go_without();
+                tracing::debug!(%error, "cannot resume a session");
+                self.fail_reconnect();
             }
         }
         false
     }
 
-    /// There is no other connection.
-    fn go_without(&mut self) {
-        // Without anything under way the next operation is told.
+    /// Handles the failure to reconnect.
+    fn fail_reconnect(&mut self) {
+        // With nothing in flight, the next posted operation gets the error.
         let is_idle = self.pending.iter().all(|pending| pending.outcome.is_some());
         if !self.broken && !is_idle {
-            self.give_up(Some(WorkError::PeerGone));
+            self.fail_all(Some(WorkError::PeerGone));
         }
         self.has_farewell = true;
     }
 
-    /// The target knows of the messages that had been taken when the connection broke.
-    fn credit_since(&mut self, taken_then: u64) {
-        let newly = u32::try_from(self.taken - taken_then).expect("bounded by the receive depth");
+    /// Tells the target how many messages were taken since the connection broke. The resume told it
+    /// of the earlier ones.
+    fn credit_since(&mut self, taken_at_break: u64) {
+        let newly = u32::try_from(self.taken - taken_at_break).expect("bounded by the receive depth");
         if newly > 0 {
             self.put(Request::new(wire::CREDIT, newly));
         }
@@ -107,7 +116,7 @@ impl TcpEndpoint {
         let unanswered = self.pending.iter().filter(|pending| pending.outcome.is_none()).count() as u64;
         let done = welcome.done.checked_sub(self.answered).filter(|done| *done <= unanswered);
         let Some(done) = done else {
-            let reason = "it says that it has done what was never asked".into();
+            let reason = "it reports more requests as done than were sent".into();
             return Err(EndpointError::Protocol { address: self.address.to_string(), reason });
         };
         self.stream = stream;
@@ -131,20 +140,21 @@ impl TcpEndpoint {
     }
 }
 
-/// What a target answered to a knock.
-pub(super) type Found = Result<(TcpStream, RecordCipher, Welcome), EndpointError>;
+/// The result of reconnecting.
+pub(super) type ReconnectReply = Result<(TcpStream, RecordCipher, Welcome), EndpointError>;
 
-/// Knock again and again. In vain if the target is gone, or if nobody waits for it any more.
-fn knock_until(
+/// Tries to connect until `deadline`. Ends early if the target is gone or refuses, or the result is
+/// not awaited any more.
+fn open_session_until(
     address: SocketAddr,
     key: &ClusterKey,
     hello: &Hello,
     deadline: Instant,
     is_awaited: &dyn Fn() -> bool,
-) -> Found {
+) -> ReconnectReply {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let error = match knock(address, key, hello, left.min(HANDSHAKE_TIME)) {
+        let error = match open_session(address, key, hello, left.min(HANDSHAKE_TIME)) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

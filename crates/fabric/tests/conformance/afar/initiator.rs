@@ -35,9 +35,9 @@ struct Held {
 fn hold(mut stream: TcpStream, connect: Connect) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let mut ask = Message::read(&mut stream)?;
-    assert_eq!(ask.take(), CONNECT);
-    let address = ask.take_text().parse().expect("an address");
-    let made = connect(address, ask.take_identity());
+    assert_eq!(ask.read(), CONNECT);
+    let address = ask.read_text().parse().expect("an address");
+    let made = connect(address, ask.read_identity());
     let mut answer = Message::default();
     answer.failure(&made);
     if let Ok(endpoint) = &made {
@@ -57,9 +57,9 @@ fn hold(mut stream: TcpStream, connect: Connect) -> io::Result<()> {
 impl Held {
     fn obey(&mut self, ask: &mut Message) -> Message {
         let mut answer = Message::default();
-        match ask.take() {
+        match ask.read() {
             REGISTER => {
-                let memory = Arc::new(Memory::create("local", ask.take_usize()).expect("memory"));
+                let memory = Arc::new(Memory::create("local", ask.read_usize()).expect("memory"));
                 let made = self.endpoint.register_local(Arc::clone(&memory));
                 answer.failure(&made);
                 if let Ok(key) = made {
@@ -68,7 +68,7 @@ impl Held {
                 }
             }
             POST => answer.put(self.post(ask)),
-            POLL => self.poll(ask.take_usize(), &mut answer),
+            POLL => self.poll(ask.read_usize(), &mut answer),
             RECEIVE => {
                 let mut message = Vec::new();
                 answer.put(self.endpoint.receive(&mut message).into());
@@ -85,11 +85,11 @@ impl Held {
     }
 
     fn post(&mut self, ask: &mut Message) -> u64 {
-        let count = ask.take();
+        let count = ask.read();
         let mut batch = Vec::new();
         for _ in 0..count {
-            let work = ask.take_work();
-            let bytes = ask.take_bytes();
+            let work = ask.read_work();
+            let bytes = ask.read_bytes();
             if let Verb::Write { local, .. } | Verb::Send { local } = work.verb
                 && !bytes.is_empty()
             {

@@ -58,7 +58,7 @@ impl Message {
         self.bytes.extend_from_slice(&word.to_le_bytes());
     }
 
-    pub fn take(&mut self) -> u64 {
+    pub fn read(&mut self) -> u64 {
         let word = self.bytes[self.taken..self.taken + 8].try_into().expect("8 bytes");
         self.taken += 8;
         u64::from_le_bytes(word)
@@ -69,26 +69,26 @@ impl Message {
         self.bytes.extend_from_slice(bytes);
     }
 
-    pub fn take_bytes(&mut self) -> &[u8] {
-        let len = self.take_usize();
+    pub fn read_bytes(&mut self) -> &[u8] {
+        let len = self.read_usize();
         self.taken += len;
         &self.bytes[self.taken - len..self.taken]
     }
 
-    pub fn take_usize(&mut self) -> usize {
-        usize::try_from(self.take()).expect("a length")
+    pub fn read_usize(&mut self) -> usize {
+        usize::try_from(self.read()).expect("a length")
     }
 
-    fn take_u32(&mut self) -> u32 {
-        u32::try_from(self.take()).expect("a short number")
+    fn read_u32(&mut self) -> u32 {
+        u32::try_from(self.read()).expect("a short number")
     }
 
     pub fn text(&mut self, text: &str) {
         self.bytes(text.as_bytes());
     }
 
-    pub fn take_text(&mut self) -> String {
-        String::from_utf8_lossy(self.take_bytes()).into_owned()
+    pub fn read_text(&mut self) -> String {
+        String::from_utf8_lossy(self.read_bytes()).into_owned()
     }
 
     pub fn identity(&mut self, who: Identity) {
@@ -97,10 +97,10 @@ impl Message {
             .for_each(|word| self.put(word));
     }
 
-    pub fn take_identity(&mut self) -> Identity {
-        let host = Host(u16::try_from(self.take()).expect("a host"));
-        let epoch = self.take();
-        let tenant = self.take().try_into().map(Tenant).expect("a tenant");
+    pub fn read_identity(&mut self) -> Identity {
+        let host = Host(u16::try_from(self.read()).expect("a host"));
+        let epoch = self.read();
+        let tenant = self.read().try_into().map(Tenant).expect("a tenant");
         Identity { host, epoch, tenant }
     }
 
@@ -114,9 +114,9 @@ impl Message {
         self.put(message_bytes_max.into());
     }
 
-    pub fn take_limits(&mut self) -> Limits {
-        let [queue_depth, receive_depth, local_regions_max] = [(); 3].map(|()| self.take_usize());
-        let [transfer_bytes_max, message_bytes_max] = [(); 2].map(|()| self.take_u32());
+    pub fn read_limits(&mut self) -> Limits {
+        let [queue_depth, receive_depth, local_regions_max] = [(); 3].map(|()| self.read_usize());
+        let [transfer_bytes_max, message_bytes_max] = [(); 2].map(|()| self.read_u32());
         Limits { queue_depth, transfer_bytes_max, message_bytes_max, receive_depth, local_regions_max }
     }
 
@@ -124,18 +124,18 @@ impl Message {
         [region.base, region.len, region.key.0.into()].into_iter().for_each(|word| self.put(word));
     }
 
-    pub fn allocate_region(&mut self) -> Region {
-        let [base, len] = [(); 2].map(|()| self.take());
-        Region { base, len, key: Key(self.take_u32()) }
+    pub fn read_region(&mut self) -> Region {
+        let [base, len] = [(); 2].map(|()| self.read());
+        Region { base, len, key: Key(self.read_u32()) }
     }
 
     pub fn slice(&mut self, slice: LocalSlice) {
         [slice.key.0.into(), slice.offset, slice.len.into()].into_iter().for_each(|word| self.put(word));
     }
 
-    pub fn take_slice(&mut self) -> LocalSlice {
-        let key = LocalKey(self.take_u32());
-        LocalSlice { key, offset: self.take(), len: self.take_u32() }
+    pub fn read_slice(&mut self) -> LocalSlice {
+        let key = LocalKey(self.read_u32());
+        LocalSlice { key, offset: self.read(), len: self.read_u32() }
     }
 
     fn remote(&mut self, remote: RemoteAddr) {
@@ -143,8 +143,8 @@ impl Message {
         self.put(remote.key.0.into());
     }
 
-    fn take_remote(&mut self) -> RemoteAddr {
-        RemoteAddr { addr: self.take(), key: Key(self.take_u32()) }
+    fn read_remote(&mut self) -> RemoteAddr {
+        RemoteAddr { addr: self.read(), key: Key(self.read_u32()) }
     }
 
     pub fn work(&mut self, work: &Work) {
@@ -179,17 +179,17 @@ impl Message {
         }
     }
 
-    pub fn take_work(&mut self) -> Work {
-        let (id, signalled) = (self.take(), self.take() != 0);
-        let verb = match self.take() {
-            0 => Verb::Read { local: self.take_slice(), remote: self.take_remote() },
-            1 => Verb::Write { local: self.take_slice(), remote: self.take_remote() },
+    pub fn read_work(&mut self) -> Work {
+        let (id, signalled) = (self.read(), self.read() != 0);
+        let verb = match self.read() {
+            0 => Verb::Read { local: self.read_slice(), remote: self.read_remote() },
+            1 => Verb::Write { local: self.read_slice(), remote: self.read_remote() },
             2 => {
-                let remote = self.take_remote();
-                Verb::CompareSwap { remote, expected: self.take(), desired: self.take() }
+                let remote = self.read_remote();
+                Verb::CompareSwap { remote, expected: self.read(), desired: self.read() }
             }
-            3 => Verb::FetchAdd { remote: self.take_remote(), add: self.take() },
-            _ => Verb::Send { local: self.take_slice() },
+            3 => Verb::FetchAdd { remote: self.read_remote(), add: self.read() },
+            _ => Verb::Send { local: self.read_slice() },
         };
         Work { id, verb, signalled }
     }
@@ -209,8 +209,8 @@ impl Message {
         }
     }
 
-    pub fn take_completion(&mut self) -> Completion {
-        let (id, kind, value) = (self.take(), self.take_usize(), self.take());
+    pub fn read_completion(&mut self) -> Completion {
+        let (id, kind, value) = (self.read(), self.read_usize(), self.read());
         Completion { id, outcome: ERRORS.get(kind).map_or(Ok(value), |error| Err(*error)) }
     }
 
@@ -235,11 +235,11 @@ impl Message {
 
     pub fn outcome(&mut self) -> Result<(), EndpointError> {
         let address = String::from("the target");
-        match self.take() {
+        match self.read() {
             0 => Ok(()),
-            1 => Err(EndpointError::Refused { address, reason: self.take_text() }),
-            2 => Err(EndpointError::TooManyLocal { limit: self.take_usize() }),
-            _ => Err(EndpointError::Unreachable { address, source: io::Error::other(self.take_text()) }),
+            1 => Err(EndpointError::Refused { address, reason: self.read_text() }),
+            2 => Err(EndpointError::TooManyLocal { limit: self.read_usize() }),
+            _ => Err(EndpointError::Unreachable { address, source: io::Error::other(self.read_text()) }),
         }
     }
 }

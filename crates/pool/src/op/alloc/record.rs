@@ -2,7 +2,7 @@
 
 use aquifer_fabric::KeyEntry;
 
-use super::{AllocOp, State};
+use super::{AllocOp, AllocState};
 use crate::cache::NodeCache;
 use crate::op::hint::Hint;
 use crate::op::{Action, Grant, Mutation, Step, WordAt, record_at, word_of};
@@ -41,7 +41,7 @@ impl AllocOp {
         if action.is_empty() {
             return self.recorded(cache, grant);
         }
-        self.post(State::Recording(grant), action)
+        self.post(AllocState::Recording(grant), action)
     }
 
     fn log_entry(&self, cache: &mut NodeCache, grant: Grant, word: u64) -> Action {
@@ -99,7 +99,7 @@ impl AllocOp {
             None => None,
         };
         match hint {
-            Some((hint, action)) => self.post(State::Hinting(hint, grant), action),
+            Some((hint, action)) => self.post(AllocState::Hinting(hint, grant), action),
             None => Step::Done(Ok(grant)),
         }
     }

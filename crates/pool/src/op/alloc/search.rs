@@ -1,6 +1,6 @@
 //! Searches for free memory: by the cached words first, and then by the present words.
 
-use super::{AllocOp, Commit, FixedGroup, State};
+use super::{AllocOp, AllocState, Commit, FixedGroup};
 use crate::cache::{Candidate, NodeCache};
 use crate::op::{Action, Grant, Mutation, OpError, READ_WORDS_MAX, Step, WordAt};
 use crate::size::SECTION_SPANS;
@@ -63,7 +63,7 @@ impl AllocOp {
                 if is_fresh && self.search.scanned >= self.search.fresh {
                     let to_read = READ_WORDS_MAX.min(count - section).min(count - self.search.scanned);
                     let action = Action::read(WordAt::Section(section), to_read);
-                    return self.post(State::ReadingSections { first: section, count: to_read }, action);
+                    return self.post(AllocState::ReadingSections { first: section, count: to_read }, action);
                 }
                 let allows_contended = self.search.pass == Pass::Contended;
                 let avoid = if allows_contended { None } else { self.search.avoid };
@@ -73,7 +73,7 @@ impl AllocOp {
                 let has_spans = self.class.is_within_span() && cache.has_open_spans(section);
                 if is_fresh && has_spans && self.search.spans_read != Some(section) {
                     self.search.spans_read = Some(section);
-                    return self.post(State::Surveying { section }, Action::survey(section, 1));
+                    return self.post(AllocState::Surveying { section }, Action::survey(section, 1));
                 }
                 self.search.scanned += 1;
             }
@@ -102,7 +102,7 @@ impl AllocOp {
         }
         self.search.pass = Pass::Fresh;
         let action = Action::read(WordAt::Section(section), 1);
-        self.post(State::ReadingSections { first: section, count: 1 }, action)
+        self.post(AllocState::ReadingSections { first: section, count: 1 }, action)
     }
 
     /// Something free in a section by the cached words.

@@ -29,24 +29,25 @@ pub(in crate::op) struct FreeCommit {
     freed: Freed,
     /// Races lost so far.
     lost: u32,
-    state: State,
+    state: CommitState,
 }
 
+/// The step in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-enum State {
+enum CommitState {
     /// L: copies the record that the CAS overwrites to the log.
     Flushing(Flush),
-    /// F1, F3.
+    /// F1, F3: the CAS of the span's word.
     FreeingChunks,
-    /// F5.
+    /// F5: the CAS of the section's word.
     FreeingGroup,
-    /// L before F4.
+    /// L before F4: copies the section's record to the log.
     FlushingClose(Flush),
-    /// F4.
+    /// F4: the CAS of the section's word, which closes the span in it.
     Closing,
-    /// F6.
+    /// F6: the CAS of the span's word to *ready*.
     MarkingReady,
-    /// F2, C1, C2: the memory is free already.
+    /// F2, C1, C2: changes a hint; the memory is free already.
     Hinting(Hint),
 }
 
@@ -59,15 +60,16 @@ pub(in crate::op) enum FreeProgress {
     Overtaken,
 }
 
-type Next = Result<FreeProgress, OpError>;
+/// The outcome of a step, or the error with which the free ends.
+type CommitStep = Result<FreeProgress, OpError>;
 
 impl FreeCommit {
     /// Begins to free what the cached words say is allocated. `lost`: races lost for it before.
     pub(in crate::op) fn begin(host: Host, freed: Freed, lost: u32, cache: &NodeCache) -> (Self, Action) {
-        let mut commit = Self { host, freed, lost, state: State::Closing };
+        let mut commit = Self { host, freed, lost, state: CommitState::Closing };
         let action = match Flush::begin(host, commit.at(), cache) {
             Some((flush, action)) => {
-                commit.state = State::Flushing(flush);
+                commit.state = CommitState::Flushing(flush);
                 action
             }
             None => commit.commit(cache),
@@ -75,24 +77,24 @@ impl FreeCommit {
         (commit, action)
     }
 
-    pub(in crate::op) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> Next {
+    pub(in crate::op) fn step(&mut self, cache: &mut NodeCache, result: StepResult<'_>) -> CommitStep {
         match self.state {
-            State::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
-                FlushProgress::Post(action) => self.post(State::Flushing(flush), action),
+            CommitState::Flushing(mut flush) => Ok(match flush.step(cache, result)? {
+                FlushProgress::Post(action) => self.post(CommitState::Flushing(flush), action),
                 FlushProgress::Done => FreeProgress::Post(self.commit(cache)),
                 FlushProgress::Overtaken => FreeProgress::Overtaken,
             }),
-            State::FreeingChunks => self.chunks_freed(cache, result.found()),
-            State::FreeingGroup => self.group_freed(cache, result.found()),
-            State::FlushingClose(mut flush) => match flush.step(cache, result)? {
-                FlushProgress::Post(action) => Ok(self.post(State::FlushingClose(flush), action)),
+            CommitState::FreeingChunks => self.chunks_freed(cache, result.found()),
+            CommitState::FreeingGroup => self.group_freed(cache, result.found()),
+            CommitState::FlushingClose(mut flush) => match flush.step(cache, result)? {
+                FlushProgress::Post(action) => Ok(self.post(CommitState::FlushingClose(flush), action)),
                 FlushProgress::Done => Ok(self.post_close(cache)),
                 FlushProgress::Overtaken => self.retry_close(cache),
             },
-            State::Closing => self.closed(cache, result.found()),
-            State::MarkingReady => self.marked_ready(cache, result.found()),
-            State::Hinting(mut hint) => Ok(match hint.step(cache, result) {
-                Some(action) => self.post(State::Hinting(hint), action),
+            CommitState::Closing => self.closed(cache, result.found()),
+            CommitState::MarkingReady => self.marked_ready(cache, result.found()),
+            CommitState::Hinting(mut hint) => Ok(match hint.step(cache, result) {
+                Some(action) => self.post(CommitState::Hinting(hint), action),
                 None => FreeProgress::Done,
             }),
         }
@@ -102,7 +104,7 @@ impl FreeCommit {
         self.freed
     }
 
-    fn post(&mut self, state: State, action: Action) -> FreeProgress {
+    fn post(&mut self, state: CommitState, action: Action) -> FreeProgress {
         self.state = state;
         FreeProgress::Post(action)
     }
@@ -131,10 +133,10 @@ impl FreeCommit {
                 if desired.is_closed() && Mutation::CloseFirst.is_active() {
                     return self.close(cache, span);
                 }
-                (State::FreeingChunks, desired.0)
+                (CommitState::FreeingChunks, desired.0)
             }
             Freed::Whole { section, group } => {
-                (State::FreeingGroup, cache.section(section).free(group, self.host).0)
+                (CommitState::FreeingGroup, cache.section(section).free(group, self.host).0)
             }
             Freed::Span { span } => return self.close(cache, span),
         };
@@ -142,7 +144,7 @@ impl FreeCommit {
         Action::commit(at, cache.word(at), desired)
     }
 
-    fn chunks_freed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn chunks_freed(&mut self, cache: &mut NodeCache, found: u64) -> CommitStep {
         let Freed::Chunks { span, mask, run } = self.freed else { return Ok(FreeProgress::Done) };
         let before = cache.span(span);
         if found != before.0 {
@@ -161,12 +163,12 @@ impl FreeCommit {
             _ => Hint::set_contended(span, cache),
         });
         Ok(match hint {
-            Some((hint, action)) => self.post(State::Hinting(hint), action),
+            Some((hint, action)) => self.post(CommitState::Hinting(hint), action),
             None => FreeProgress::Done,
         })
     }
 
-    fn group_freed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn group_freed(&mut self, cache: &mut NodeCache, found: u64) -> CommitStep {
         let Freed::Whole { section, group } = self.freed else { return Ok(FreeProgress::Done) };
         let (at, before) = (WordAt::Section(section), cache.section(section));
         if found != before.0 {
@@ -183,7 +185,7 @@ impl FreeCommit {
     fn begin_close(&mut self, cache: &NodeCache) -> FreeProgress {
         let section = WordAt::Section(self.span() / SECTION_SPANS);
         match Flush::begin(self.host, section, cache) {
-            Some((flush, action)) => self.post(State::FlushingClose(flush), action),
+            Some((flush, action)) => self.post(CommitState::FlushingClose(flush), action),
             None => self.post_close(cache),
         }
     }
@@ -194,7 +196,7 @@ impl FreeCommit {
     }
 
     fn close(&mut self, cache: &NodeCache, span: u32) -> Action {
-        self.state = State::Closing;
+        self.state = CommitState::Closing;
         let section = span / SECTION_SPANS;
         let expected = cache.section(section);
         let desired = expected.close(place_in_section(span), self.host);
@@ -207,7 +209,7 @@ impl FreeCommit {
     }
 
     /// The section's word changed before the span was closed in it.
-    fn retry_close(&mut self, cache: &NodeCache) -> Next {
+    fn retry_close(&mut self, cache: &NodeCache) -> CommitStep {
         if !self.has_emptied() {
             return Ok(FreeProgress::Overtaken);
         }
@@ -223,14 +225,14 @@ impl FreeCommit {
         Ok(self.begin_close(cache))
     }
 
-    fn closed(&mut self, cache: &mut NodeCache, found: u64) -> Next {
+    fn closed(&mut self, cache: &mut NodeCache, found: u64) -> CommitStep {
         let (span, section) = (self.span(), self.span() / SECTION_SPANS);
         let (at, before) = (WordAt::Section(section), cache.section(section));
         if found != before.0 {
             cache.learn(at, found)?;
             if Mutation::CloseFromStale.is_active() && self.has_emptied() {
                 let desired = before.close(place_in_section(span), self.host);
-                return Ok(self.post(State::Closing, Action::commit(at, found, desired.0)));
+                return Ok(self.post(CommitState::Closing, Action::commit(at, found, desired.0)));
             }
             return self.retry_close(cache);
         }
@@ -241,17 +243,19 @@ impl FreeCommit {
             && Mutation::CloseFirst.is_active()
         {
             let desired = word.free_mask(mask, run, self.host);
-            return Ok(self.post(State::FreeingChunks, Action::commit(WordAt::Span(span), word.0, desired.0)));
+            return Ok(
+                self.post(CommitState::FreeingChunks, Action::commit(WordAt::Span(span), word.0, desired.0))
+            );
         }
         if word.is_ready() {
             return Ok(FreeProgress::Done);
         }
         let action = Action::commit(WordAt::Span(span), word.0, word.mark_ready(self.host).0);
-        Ok(self.post(State::MarkingReady, action))
+        Ok(self.post(CommitState::MarkingReady, action))
     }
 
     /// F6. If the CAS failed, another client has marked the span already.
-    fn marked_ready(&self, cache: &mut NodeCache, found: u64) -> Next {
+    fn marked_ready(&self, cache: &mut NodeCache, found: u64) -> CommitStep {
         let (span, before) = (self.span(), cache.span(self.span()));
         let learnt = if found == before.0 {
             cache.change_span(span, before.mark_ready(self.host))

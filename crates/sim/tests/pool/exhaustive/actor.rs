@@ -16,7 +16,7 @@ use crate::pool::model::PoolModel;
 pub const CLIENTS_MAX: u32 = 16;
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-enum Running {
+enum ActorOp {
     Alloc(AllocOp),
     Free(FreeOp),
     Recover(Box<RecoverOp>, Host),
@@ -38,7 +38,7 @@ pub struct Actor {
     operations_left: u8,
     owned: Vec<Grant>,
     cache: NodeCache,
-    running: Option<Running>,
+    running: Option<ActorOp>,
     /// The last action, its accesses that are not executed yet, and the answer so far.
     posted: Action,
     waiting: VecDeque<WordAccess>,
@@ -101,30 +101,30 @@ impl Actor {
                 self.operations_left -= 1;
                 let mut op = AllocOp::new(self.host, class);
                 let step = op.start(&mut self.cache);
-                self.started(Running::Alloc(op), step);
+                self.started(ActorOp::Alloc(op), step);
             }
             Goal::Free(number) => {
                 self.operations_left -= 1;
                 let mut op = FreeOp::new(self.host, self.owned.swap_remove(number));
                 let step = op.start(&mut self.cache);
-                self.started(Running::Free(op), step);
+                self.started(ActorOp::Free(op), step);
             }
             Goal::Recover(dead) => {
                 let mut op = Box::new(RecoverOp::new(self.host, dead));
                 let step = op.start(&mut self.cache);
-                self.started(Running::Recover(op, dead), step);
+                self.started(ActorOp::Recover(op, dead), step);
             }
         }
     }
 
-    fn started<T>(&mut self, running: Running, step: Step<T>) {
+    fn started<T>(&mut self, running: ActorOp, step: Step<T>) {
         match step {
             Step::Post(action) => self.post(running, action),
             Step::Done(_) => panic!("{running:?} is done before it has done anything"),
         }
     }
 
-    fn post(&mut self, running: Running, action: Action) {
+    fn post(&mut self, running: ActorOp, action: Action) {
         self.running = Some(running);
         self.waiting = action.accesses().iter().copied().collect();
         self.posted = action;
@@ -143,8 +143,8 @@ impl Actor {
         self.posted = Action::default();
         let result = StepResult(&answer);
         match running.ok_or("no operation is in progress")? {
-            Running::Alloc(mut op) => match op.step(&mut self.cache, result) {
-                Step::Post(action) => self.post(Running::Alloc(op), action),
+            ActorOp::Alloc(mut op) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(ActorOp::Alloc(op), action),
                 Step::Done(Ok(grant)) => {
                     model.granted_to(memory, &grant, TENANT)?;
                     self.owned.push(grant);
@@ -154,15 +154,15 @@ impl Actor {
                 Step::Done(Err(OpError::Full)) => {}
                 Step::Done(Err(error)) => return Err(format!("an allocation failed: {error:?}")),
             },
-            Running::Free(mut op) => match op.step(&mut self.cache, result) {
-                Step::Post(action) => self.post(Running::Free(op), action),
+            ActorOp::Free(mut op) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(ActorOp::Free(op), action),
                 Step::Done(outcomes) => {
                     let outcome = outcomes.and_then(|outcomes| outcomes[0]);
                     outcome.map_err(|error| format!("a free failed: {error:?}"))?;
                 }
             },
-            Running::Recover(mut op, dead) => match op.step(&mut self.cache, result) {
-                Step::Post(action) => self.post(Running::Recover(op, dead), action),
+            ActorOp::Recover(mut op, dead) => match op.step(&mut self.cache, result) {
+                Step::Post(action) => self.post(ActorOp::Recover(op, dead), action),
                 Step::Done(Ok(recovered)) => {
                     if recovered.unowned > 0 || model.owns_anything(dead) {
                         return Err(format!("{dead:?} still owns something after {recovered:?}"));

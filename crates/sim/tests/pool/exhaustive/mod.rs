@@ -90,7 +90,7 @@ fn neighbour(at: WordAt, number: u32) -> WordAt {
 }
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
-struct State {
+struct ModelState {
     memory: SparseMemory,
     model: PoolModel,
     actors: Vec<Actor>,
@@ -98,7 +98,7 @@ struct State {
     failure: Option<String>,
 }
 
-impl State {
+impl ModelState {
     fn new(trial: &Trial) -> Self {
         let layout = Layout::new(1, 1).expect("one section");
         let (mut memory, mut model) = (SparseMemory::default(), PoolModel::of(layout));
@@ -151,7 +151,7 @@ fn allocate(memory: &mut SparseMemory, model: &mut PoolModel, cache: &mut NodeCa
 
 /// An event that changes the state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Event {
+enum ModelEvent {
     Begin(usize, Goal),
     /// One access of this actor, and its next step if the answer is complete.
     Access(usize),
@@ -159,40 +159,40 @@ enum Event {
 }
 
 impl Model for Trial {
-    type State = State;
-    type Action = Event;
+    type State = ModelState;
+    type Action = ModelEvent;
 
-    fn init_states(&self) -> Vec<State> {
-        vec![State::new(self)]
+    fn init_states(&self) -> Vec<ModelState> {
+        vec![ModelState::new(self)]
     }
 
-    fn actions(&self, state: &State, events: &mut Vec<Event>) {
+    fn actions(&self, state: &ModelState, events: &mut Vec<ModelEvent>) {
         if state.failure.is_some() {
             return;
         }
         for (at, actor) in state.actors.iter().enumerate().filter(|(_, actor)| !state.is_dead(actor.host)) {
             if actor.is_idle() {
                 let goals = actor.goals(self.classes, &state.model.dead);
-                events.extend(goals.into_iter().map(|goal| Event::Begin(at, goal)));
+                events.extend(goals.into_iter().map(|goal| ModelEvent::Begin(at, goal)));
             } else {
-                events.push(Event::Access(at));
+                events.push(ModelEvent::Access(at));
             }
             if state.model.dead.len() < self.deaths && actor.has_anything() {
-                events.push(Event::Die(actor.host));
+                events.push(ModelEvent::Die(actor.host));
             }
         }
     }
 
-    fn next_state(&self, last: &State, event: Event) -> Option<State> {
+    fn next_state(&self, last: &ModelState, event: ModelEvent) -> Option<ModelState> {
         let mut state = last.clone();
         let play = || {
             match event {
-                Event::Begin(at, goal) => state.actors[at].begin(goal),
-                Event::Access(at) => {
-                    let State { memory, model, actors, failure } = &mut state;
+                ModelEvent::Begin(at, goal) => state.actors[at].begin(goal),
+                ModelEvent::Access(at) => {
+                    let ModelState { memory, model, actors, failure } = &mut state;
                     *failure = actors[at].access(memory, model).err();
                 }
-                Event::Die(host) => {
+                ModelEvent::Die(host) => {
                     state.model.dead.push(host);
                     // What it was about to do does not matter any more, so that states are equal.
                     state.actors.iter_mut().filter(|actor| actor.host == host).for_each(Actor::forget);
@@ -208,11 +208,11 @@ impl Model for Trial {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            Property::always("nothing goes wrong", |_, state: &State| state.failure.is_none()),
-            Property::always("hints are right", |_, state: &State| {
+            Property::always("nothing goes wrong", |_, state: &ModelState| state.failure.is_none()),
+            Property::always("hints are right", |_, state: &ModelState| {
                 !state.is_quiet() || !state.model.dead.is_empty() || state.has_right_hints()
             }),
-            Property::sometimes("a host that died is recovered", |trial, state: &State| {
+            Property::sometimes("a host that died is recovered", |trial, state: &ModelState| {
                 trial.deaths == 0 || state.actors.iter().any(Actor::has_recovered)
             }),
         ]

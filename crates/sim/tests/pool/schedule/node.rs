@@ -75,16 +75,16 @@ impl Schedule {
                 self.node_memory.clear_entries(grant.chunk, grant.class);
                 chunks.for_each(|chunk| self.model.used_by[chunk as usize] = None);
                 if matches!(task, NodeTask::GoingOffline) {
-                    self.seen.went_offline += 1;
+                    self.counts.went_offline += 1;
                     self.node_host.offline.push(grant);
                     return Ok(());
                 }
-                self.seen.cleared += 1;
+                self.counts.cleared += 1;
                 let ended = self.node_host.client.free(&[grant]);
                 ended.map_or(Ok(()), |ended| self.node_task_ended(ended))
             }
             (OpOutcome::Free(Ok(outcomes)), task) if outcomes[0].is_ok() => {
-                self.seen.lent += u64::from(matches!(task, NodeTask::Lending));
+                self.counts.lent += u64::from(matches!(task, NodeTask::Lending));
                 self.node_host.task = NodeTask::Nothing;
                 Ok(())
             }

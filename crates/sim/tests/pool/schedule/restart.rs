@@ -55,7 +55,7 @@ impl Schedule {
         if !all.all(|client| client.alive && client.can_be_killed()) {
             return;
         }
-        self.seen.restarts += 1;
+        self.counts.restarts += 1;
         for client in self.clients.iter_mut().filter(|client| client.host == host) {
             self.restarts.clients += 1;
             let last = client.restart(&self.fabric, self.restarts.clients);
@@ -73,7 +73,7 @@ impl Schedule {
     ) -> Result<(), String> {
         let client = &mut self.clients[index];
         match outcome {
-            Ok(()) => self.seen.resumed += 1,
+            Ok(()) => self.counts.resumed += 1,
             Err(OpError::NotAllocated | OpError::NotOurs(_)) => {
                 // If its key was not revoked, the host still owns it, and another part of the word
                 // has changed.
@@ -82,7 +82,7 @@ impl Schedule {
                     let ended = client.free_plainly(grant);
                     return ended.map_or(Ok(()), |ended| self.ended(index, ended));
                 }
-                self.seen.left_to_scan += 1;
+                self.counts.left_to_scan += 1;
                 self.restarts.suspects.insert(client.host);
             }
             Err(error) => return Err(format!("{grant:?} could not be freed: {error:?}")),

@@ -105,7 +105,9 @@ impl Endpoint for Counted {
         count
     }
 
-    forward_endpoint!(inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle);
+    forward_endpoint!(
+        inner: wait, poll_fd, register_local, receive, regions, limits, is_broken, drain_handle
+    );
 }
 
 #[cfg(test)]
@@ -116,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_doorbell_is_one_trip_and_a_second_cas_is_in_vain() {
+    fn a_doorbell_is_one_trip_and_a_second_cas_fails() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = ShmTarget::listen(&path, shm::Options::default()).unwrap();

@@ -1,11 +1,12 @@
-//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared memory and over TCP.
+//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared
+//! memory and over TCP.
 
+mod clients;
 mod counted;
 mod replay;
 mod round;
 mod rpc;
 mod server;
-mod takers;
 
 use std::collections::BTreeMap;
 
@@ -17,16 +18,16 @@ use aquifer_pool::SizeClass;
 use super::service;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
-use crate::bench::support::other::Other;
 use crate::bench::support::report::{Column, Row, Table, Target};
+use crate::bench::support::serving::ServingProcess;
 use crate::bench::support::spread::Spread;
 use crate::bench::support::{interrupt, progress};
+use clients::{AllocClient, RealWay};
 pub use replay::replay;
 use round::Measured;
 pub use server::serve_at;
-use takers::{RealWay, Taker};
 
-/// Nobody but this bench's processes needs it.
+/// Cluster key of the bench's processes; it need not be secret.
 const KEY: ClusterKey = ClusterKey([13; 32]);
 /// 2 GiB.
 const NODE_SECTIONS: u32 = 1024;
@@ -37,20 +38,21 @@ const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 /// A node, and the ways to it.
 #[derive(Debug)]
 struct Node {
-    process: Other,
+    process: ServingProcess,
     reaches: [FabricAddress; 2],
 }
 
 impl Node {
     fn start() -> Result<Self, BenchError> {
-        let (process, said, path) = Other::start("alloc")?;
+        let (process, said, path) = ServingProcess::start("alloc")?;
         let tcp = FabricAddress::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
         Ok(Self { process, reaches: [FabricAddress::Shm(path), tcp] })
     }
 }
 
-/// So many clients of a way, each with a number that none of another way has: who answers an RPC sends to the number.
-fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<Taker>, BenchError> {
+/// So many clients of a way, each with a number that none of another way has: who answers an RPC
+/// sends to the number.
+fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<AllocClient>, BenchError> {
     let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
     let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;
     let connect = |number: usize| {
@@ -59,7 +61,7 @@ fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<Ta
         let endpoint: Box<dyn Endpoint> = reach
             .connect(who, Some(&KEY), &ConnectOptions::default())
             .map_err(|error| failed(error.to_string()))?;
-        Taker::new(way, host, endpoint).map_err(failed)
+        AllocClient::new(way, host, endpoint).map_err(failed)
     };
     (0..clients).map(connect).collect()
 }
@@ -137,7 +139,7 @@ impl Case {
 fn table(title: &str, all: &[Vec<Measured>]) -> Table {
     let rows = RealWay::ALL.iter().zip(all).map(|(way, rounds)| row(way.name(), rounds)).rev().collect();
     let columns =
-        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "CASes in vain", "node's CPU µs", "free µs"];
+        ["mean µs", "p50 µs", "p99 µs", "trips", "CASes", "failed CASes", "node's CPU µs", "free µs"];
     let with_spread = ["mean µs", "node's CPU µs"];
     let column = |name| if with_spread.contains(&name) { Column::full(name) } else { Column::middle(name) };
     Table {
@@ -158,7 +160,7 @@ fn row(name: &str, rounds: &[Measured]) -> Row {
         ("p99 µs", figure(&|of| service::permille_us(&of.latencies_ns, 990))),
         ("trips", each(|of| of.counts.trips)),
         ("CASes", each(|of| of.counts.swaps)),
-        ("CASes in vain", each(|of| of.counts.lost)),
+        ("failed CASes", each(|of| of.counts.lost)),
         ("node's CPU µs", figure(&Measured::node_cpu_us)),
         ("free µs", figure(&Measured::free_us)),
     ];
@@ -173,21 +175,21 @@ mod tests {
 
     use aquifer_fabric::shm::{self, ShmTarget};
 
-    use super::takers::Taken;
+    use super::clients::Allocation;
     use super::*;
 
     /// Where it begins and how much it is, in the terms of its way.
-    fn place(taken: Taken) -> (u64, u64) {
+    fn place(taken: Allocation) -> (u64, u64) {
         match taken {
-            Taken::Chunk(chunk, class) => (u64::from(chunk) * 4096, class.bytes()),
-            Taken::Entries(held) => (u64::from(held.first) * 4096, held.class.bytes()),
-            Taken::Extent(extent) => (extent.addr, extent.class.bytes()),
-            Taken::Nothing => (0, 0),
+            Allocation::Chunk(chunk, class) => (u64::from(chunk) * 4096, class.bytes()),
+            Allocation::Entries(held) => (u64::from(held.first) * 4096, held.class.bytes()),
+            Allocation::Extent(extent) => (extent.addr, extent.class.bytes()),
+            Allocation::Nothing => (0, 0),
         }
     }
 
     #[test]
-    fn every_way_takes_and_gives_back_and_none_gives_the_same_twice() {
+    fn each_way_allocates_and_frees_distinct_extents() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = Arc::new(ShmTarget::listen(&path, shm::Options::default()).unwrap());
@@ -200,14 +202,14 @@ mod tests {
             let mut held = Vec::new();
             for k in (0..SizeClass::COUNT).chain(0..SizeClass::COUNT) {
                 for (number, client) in clients.iter_mut().enumerate() {
-                    held.push((number, client.take(SizeClass::new(k).unwrap()).unwrap()));
+                    held.push((number, client.allocate(SizeClass::new(k).unwrap()).unwrap()));
                 }
             }
             let mut places: Vec<(u64, u64)> = held.iter().map(|(_, taken)| place(*taken)).collect();
             places.sort_unstable();
             assert!(places.windows(2).all(|two| two[0].0 + two[0].1 <= two[1].0), "{way:?}: {places:?}");
             for (number, taken) in held {
-                clients[number].give(taken).unwrap();
+                clients[number].free(taken).unwrap();
             }
             let measured = round::play(clients, std::process::id(), SizeClass::CHUNK, 400).unwrap();
             assert!(measured.count() > 0.0 && measured.frees > 0, "{way:?}");

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
+use super::clients::{AllocClient, Allocation, RealWay};
 use super::round::Measured;
-use super::takers::{RealWay, Taken, Taker};
 use super::{NODE_SECTIONS, Node, connect, table};
 use crate::bench::BenchError;
 use crate::bench::alloc::trace::{Arrival, Replay};
-use crate::bench::alloc::ways::Wish;
+use crate::bench::alloc::ways::AllocRequest;
 use crate::bench::support::report::Table;
 use crate::bench::support::{interrupt, procs, progress};
 
@@ -40,16 +40,16 @@ pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec
     Ok(tables)
 }
 
-fn play(takers: Vec<Taker>, node: u32, arrivals: &[Arrival]) -> Result<Measured, BenchError> {
+fn play(takers: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Measured, BenchError> {
     let count = takers.len();
     let share = u64::from(NODE_SECTIONS) * SECTION_BYTES / 2 / count as u64;
     let before_ns = procs::cpu_ns(node);
     let start = Instant::now();
     let mut all = Measured::default();
     std::thread::scope(|scope| {
-        let work = |(number, taker)| {
+        let work = |(number, client)| {
             let replay = Replay::new(arrivals, number, count, share);
-            scope.spawn(move || follow(taker, replay, start))
+            scope.spawn(move || follow(client, replay, start))
         };
         let workers: Vec<_> = takers.into_iter().enumerate().map(work).collect();
         let mut done = workers
@@ -63,35 +63,36 @@ fn play(takers: Vec<Taker>, node: u32, arrivals: &[Arrival]) -> Result<Measured,
     Ok(all)
 }
 
-/// One client's part. What it was late for counts from when it was wanted, what it waited for from when it woke: timers are not what is measured.
-fn follow(mut taker: Taker, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
+/// One client's part. What it was late for counts from when it was wanted, what it waited for from
+/// when it woke: timers are not what is measured.
+fn follow(mut client: AllocClient, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
     let mut measured = Measured::default();
-    let mut held: Vec<Taken> = Vec::new();
+    let mut held: Vec<Allocation> = Vec::new();
     let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     while let Some((wish, at_ns)) = replay.next(ns(start.elapsed())) {
-        let before = taker.counts();
+        let before = client.counts();
         let began = wait_until(start, start + Duration::from_nanos(at_ns));
         replay.begun(wish);
         let done = match wish {
-            Wish::Take(class) => take(&mut taker, class, &mut held),
-            Wish::GiveAny | Wish::GiveOldest => taker.give(held.remove(0)),
+            AllocRequest::Allocate(class) => allocate(&mut client, class, &mut held),
+            AllocRequest::FreeAny | AllocRequest::FreeOldest => client.free(held.remove(0)),
         };
         done?;
         let took_ns = ns(began.elapsed());
-        if wish.is_take() {
+        if wish.is_allocation() {
             measured.latencies_ns.push(took_ns);
-            measured.counts = measured.counts.and(taker.counts().since(before));
+            measured.counts = measured.counts.and(client.counts().since(before));
         } else {
             measured.frees += 1;
             measured.free_ns += took_ns;
         }
     }
-    held.into_iter().try_for_each(|taken| taker.give(taken))?;
+    held.into_iter().try_for_each(|taken| client.free(taken))?;
     Ok(measured)
 }
 
-fn take(taker: &mut Taker, class: SizeClass, held: &mut Vec<Taken>) -> Result<(), String> {
-    held.push(taker.take(class)?);
+fn allocate(client: &mut AllocClient, class: SizeClass, held: &mut Vec<Allocation>) -> Result<(), String> {
+    held.push(client.allocate(class)?);
     Ok(())
 }
 

@@ -7,8 +7,8 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_BYTES;
 
 use super::NODE_SECTIONS;
+use super::clients::{AllocClient, Allocation};
 use super::counted::Counts;
-use super::takers::{Taken, Taker};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::procs;
@@ -19,34 +19,34 @@ const HELD_MAX: u64 = 64;
 /// What came of it, of allocations but where it says otherwise.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
-    /// How long each took, in nanoseconds, sorted.
+    /// Latency of each allocation in nanoseconds, sorted.
     pub latencies_ns: Vec<u64>,
-    /// What was done over the endpoints.
+    /// Operations over the endpoints.
     pub counts: Counts,
-    /// The node's processor, while all took.
+    /// Processor time of the node during allocations, in nanoseconds.
     pub node_cpu_ns: u64,
-    /// Extents given back, and how long that took together.
+    /// Number of frees, and their total latency in nanoseconds.
     pub frees: u64,
     pub free_ns: u64,
 }
 
 impl Measured {
-    /// Allocations.
+    /// Number of allocations.
     pub fn count(&self) -> f64 {
         float(self.latencies_ns.len() as u64)
     }
 
-    /// The node's processor, for each.
+    /// Processor time of the node for each allocation, in µs.
     pub fn node_cpu_us(&self) -> f64 {
         float(self.node_cpu_ns) / 1e3 / self.count()
     }
 
-    /// The mean time of giving back.
+    /// Mean latency of a free in µs.
     pub fn free_us(&self) -> f64 {
         float(self.free_ns) / 1e3 / float(self.frees)
     }
 
-    /// What another client did.
+    /// Adds the results of another client.
     pub fn add(&mut self, other: &Self) {
         self.latencies_ns.extend_from_slice(&other.latencies_ns);
         self.counts = self.counts.and(other.counts);
@@ -55,12 +55,13 @@ impl Measured {
     }
 }
 
-/// Take about so many extents in all. The node's processor is looked at between two turns, when nobody asks it anything.
+/// Measures about this number of allocations. The processor time of the node is read between two
+/// turns, when there are no requests.
 ///
 /// # Errors
 /// If a client fails.
 pub fn play(
-    clients: Vec<Taker>,
+    clients: Vec<AllocClient>,
     node: u32,
     class: SizeClass,
     allocations: usize,
@@ -75,15 +76,15 @@ pub fn play(
     let mut all = Measured::default();
     let mut node_cpu_ns = 0;
     std::thread::scope(|scope| {
-        let work = |(number, client): (usize, Taker)| {
+        let work = |(number, client): (usize, AllocClient)| {
             let (barrier, failure) = (&barrier, &failure);
             scope.spawn(move || {
                 let mut worker = Worker::new(client, number, class, held_max);
                 for turn in 0..turns {
                     barrier.wait();
-                    let taken = worker.take_all(turn > 0);
+                    let taken = worker.allocate_all(turn > 0);
                     barrier.wait();
-                    let given = taken.and_then(|()| worker.give_some(turn + 1 == turns));
+                    let given = taken.and_then(|()| worker.free_some(turn + 1 == turns));
                     if let Err(reason) = given {
                         failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(reason);
                     }
@@ -114,26 +115,26 @@ pub fn play(
 
 /// A client at work.
 struct Worker {
-    client: Taker,
+    client: AllocClient,
     class: SizeClass,
-    held: Vec<Taken>,
+    held: Vec<Allocation>,
     held_max: usize,
     random: u64,
     measured: Measured,
 }
 
 impl Worker {
-    fn new(client: Taker, number: usize, class: SizeClass, held_max: usize) -> Self {
+    fn new(client: AllocClient, number: usize, class: SizeClass, held_max: usize) -> Self {
         let random = (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Self { client, class, held: Vec::new(), held_max, random, measured: Measured::default() }
     }
 
     /// As much as it wants. The first time does not count.
-    fn take_all(&mut self, counts: bool) -> Result<(), String> {
+    fn allocate_all(&mut self, counts: bool) -> Result<(), String> {
         let before = self.client.counts();
         while self.held.len() < self.held_max {
             let start = Instant::now();
-            let taken = self.client.take(self.class)?;
+            let taken = self.client.allocate(self.class)?;
             let took = start.elapsed();
             self.held.push(taken);
             if counts {
@@ -147,13 +148,13 @@ impl Worker {
     }
 
     /// Half of it, at random; or all.
-    fn give_some(&mut self, all: bool) -> Result<(), String> {
+    fn free_some(&mut self, all: bool) -> Result<(), String> {
         let kept = if all { 0 } else { self.held_max / 2 };
         while self.held.len() > kept {
             self.random = self.random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let any = usize::try_from(self.random >> 33).unwrap_or(0) % self.held.len();
             let start = Instant::now();
-            self.client.give(self.held.swap_remove(any))?;
+            self.client.free(self.held.swap_remove(any))?;
             self.measured.free_ns += u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX);
             self.measured.frees += 1;
         }

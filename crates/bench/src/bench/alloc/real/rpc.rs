@@ -1,4 +1,5 @@
-//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is free, halving larger ones and joining halves again.
+//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is
+//! free, halving larger ones and joining halves again.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -15,9 +16,9 @@ const REFUSED: u64 = u64::MAX;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request {
     /// An extent; with a window of its own, or under the key of all memory.
-    Take { class: SizeClass, window: bool },
+    Allocate { class: SizeClass, window: bool },
     /// That one back.
-    Give { chunk: u32, class: SizeClass },
+    Free { chunk: u32, class: SizeClass },
 }
 
 impl Request {
@@ -25,8 +26,8 @@ impl Request {
     pub fn encode(self) -> [u8; MESSAGE_BYTES] {
         let mut bytes = [0; MESSAGE_BYTES];
         match self {
-            Self::Take { class, window } => bytes[..3].copy_from_slice(&[1, class.k(), u8::from(window)]),
-            Self::Give { chunk, class } => {
+            Self::Allocate { class, window } => bytes[..3].copy_from_slice(&[1, class.k(), u8::from(window)]),
+            Self::Free { chunk, class } => {
                 bytes[..2].copy_from_slice(&[2, class.k()]);
                 bytes[8..12].copy_from_slice(&chunk.to_le_bytes());
             }
@@ -34,15 +35,15 @@ impl Request {
         bytes
     }
 
-    /// As it was sent; `None` if nobody sends such a thing.
+    /// Parses a message; `None` if it is not valid.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
         let class = SizeClass::new(bytes[1])?;
         match bytes[0] {
-            1 => Some(Self::Take { class, window: bytes[2] != 0 }),
+            1 => Some(Self::Allocate { class, window: bytes[2] != 0 }),
             2 => {
                 let chunk = u32::from_le_bytes([bytes[8], bytes[9], bytes[10], bytes[11]]);
-                Some(Self::Give { chunk, class })
+                Some(Self::Free { chunk, class })
             }
             _ => None,
         }
@@ -87,7 +88,7 @@ impl Buddies {
     }
 
     /// One of this size.
-    pub fn take(&mut self, class: SizeClass) -> Option<u32> {
+    pub fn pop(&mut self, class: SizeClass) -> Option<u32> {
         let wanted = usize::from(class.k());
         let larger = (wanted..self.0.len()).find(|k| !self.0[*k].is_empty())?;
         let chunk = self.0[larger].pop_first()?;
@@ -98,7 +99,7 @@ impl Buddies {
     }
 
     /// One comes back.
-    pub fn give(&mut self, mut chunk: u32, class: SizeClass) {
+    pub fn push(&mut self, mut chunk: u32, class: SizeClass) {
         let mut k = usize::from(class.k());
         while k < usize::from(SizeClass::SECTION.k()) && self.0[k].remove(&(chunk ^ (1 << k))) {
             chunk &= !(1 << k);
@@ -128,20 +129,20 @@ impl Desk {
     /// Do what is asked; the answer.
     pub fn answer(&mut self, target: &dyn Target, who: Identity, asked: &[u8]) -> [u8; MESSAGE_BYTES] {
         encode_answer(match Request::decode(asked) {
-            Some(Request::Take { class, window }) => self.take(target, who, class, window),
-            Some(Request::Give { chunk, class }) => self.give(target, chunk, class),
+            Some(Request::Allocate { class, window }) => self.allocate(target, who, class, window),
+            Some(Request::Free { chunk, class }) => self.free(target, chunk, class),
             None => None,
         })
     }
 
-    fn take(
+    fn allocate(
         &mut self,
         target: &dyn Target,
         who: Identity,
         class: SizeClass,
         window: bool,
     ) -> Option<Granted> {
-        let chunk = self.free.take(class)?;
+        let chunk = self.free.pop(class)?;
         let mut key = None;
         if window {
             let first = self.base + u64::from(chunk) * CHUNK_BYTES;
@@ -150,7 +151,7 @@ impl Desk {
             match target.bind(&spec) {
                 Ok(bound) => key = Some(bound),
                 Err(_) => {
-                    self.free.give(chunk, class);
+                    self.free.push(chunk, class);
                     return None;
                 }
             }
@@ -159,7 +160,7 @@ impl Desk {
         Some(Granted { chunk, key: key.unwrap_or(self.key) })
     }
 
-    fn give(&mut self, target: &dyn Target, chunk: u32, class: SizeClass) -> Option<Granted> {
+    fn free(&mut self, target: &dyn Target, chunk: u32, class: SizeClass) -> Option<Granted> {
         let (taken, key) = self.taken.remove(&chunk)?;
         if taken != class {
             self.taken.insert(chunk, (taken, key));
@@ -168,7 +169,7 @@ impl Desk {
         if let Some(key) = key {
             target.invalidate(key).ok()?;
         }
-        self.free.give(chunk, class);
+        self.free.push(chunk, class);
         Some(Granted { chunk, key: Key(0) })
     }
 }
@@ -183,9 +184,9 @@ mod tests {
     fn requests_and_answers_are_read_as_they_were_written() {
         let class = SizeClass::new(7).unwrap();
         for request in [
-            Request::Take { class, window: true },
-            Request::Take { class, window: false },
-            Request::Give { chunk: 0x0102_0304, class },
+            Request::Allocate { class, window: true },
+            Request::Allocate { class, window: false },
+            Request::Free { chunk: 0x0102_0304, class },
         ] {
             assert_eq!(Request::decode(&request.encode()), Some(request));
         }
@@ -199,17 +200,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_is_handed_out_twice_and_all_joins_again(wishes in prop::collection::vec((0..SizeClass::COUNT, any::<u16>()), 1..200)) {
+        fn no_chunk_is_allocated_twice_and_all_join_again(
+            requests in prop::collection::vec((0..SizeClass::COUNT, any::<u16>()), 1..200)
+        ) {
             let mut free = Buddies::new(3);
             let mut held: Vec<(u32, SizeClass)> = Vec::new();
             let mut taken = vec![false; 3 * SECTION_CHUNKS as usize];
-            for (k, at) in wishes {
+            for (k, at) in requests {
                 let class = SizeClass::new(k).unwrap();
                 if at % 3 == 0 && !held.is_empty() {
                     let (chunk, class) = held.swap_remove(usize::from(at) % held.len());
                     (chunk..chunk + class.chunks()).for_each(|chunk| taken[chunk as usize] = false);
-                    free.give(chunk, class);
-                } else if let Some(chunk) = free.take(class) {
+                    free.push(chunk, class);
+                } else if let Some(chunk) = free.pop(class) {
                     prop_assert_eq!(chunk % class.chunks(), 0);
                     for chunk in chunk..chunk + class.chunks() {
                         prop_assert!(!std::mem::replace(&mut taken[chunk as usize], true));
@@ -217,7 +220,7 @@ mod tests {
                     held.push((chunk, class));
                 }
             }
-            held.into_iter().for_each(|(chunk, class)| free.give(chunk, class));
+            held.into_iter().for_each(|(chunk, class)| free.push(chunk, class));
             prop_assert_eq!(free.0[usize::from(SizeClass::SECTION.k())].len(), 3);
         }
     }

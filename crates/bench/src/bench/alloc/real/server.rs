@@ -1,4 +1,5 @@
-//! The node, as a process of its own: a pool, an array of who has what, and somebody who answers RPCs; over shared memory and over TCP.
+//! The serving process: a node with a pool, the one-sided array and an RPC server, over shared
+//! memory and over TCP.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,15 +14,15 @@ use aquifer_pool::{NodeId, NodeMemory};
 use super::rpc::Desk;
 use super::{KEY, NODE_SECTIONS};
 use crate::bench::BenchError;
-use crate::bench::support::other;
+use crate::bench::support::serving;
 
 /// The node's number.
 pub const NODE: NodeId = NodeId(1);
-/// It sleeps so long, as long as somebody asked a moment ago.
-const NAP: Duration = Duration::from_micros(50);
-const MOMENT: Duration = Duration::from_millis(20);
-/// And then so long: it must not cost anything while others are measured.
-const SLEEP: Duration = Duration::from_millis(2);
+/// Pause between two polls within `BUSY_TIME` of a request.
+const BUSY_PAUSE: Duration = Duration::from_micros(50);
+const BUSY_TIME: Duration = Duration::from_millis(20);
+/// Pause between two polls later, when other ways are measured.
+const IDLE_PAUSE: Duration = Duration::from_millis(2);
 
 /// Serves at `path` until its input ends.
 ///
@@ -38,7 +39,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         let desk = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
         desks.push(std::thread::spawn(move || attend(&*target, desk)));
     }
-    other::ready(path, &address.to_string())?;
+    serving::ready(path, &address.to_string())?;
     for desk in desks {
         desk.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
@@ -86,7 +87,7 @@ pub fn attend(target: &dyn Target, mut desk: Desk) {
         if now < looks_until {
             std::thread::yield_now();
         } else {
-            std::thread::sleep(if now - last < MOMENT { NAP } else { SLEEP });
+            std::thread::sleep(if now - last < BUSY_TIME { BUSY_PAUSE } else { IDLE_PAUSE });
             looks_until = Instant::now();
         }
     }

@@ -1,16 +1,16 @@
-//! Queue pairs: where work is posted.
+//! Queue pairs, to which work is posted.
 
 use std::io;
 use std::ptr;
 
 use rdma_mummy_sys as sys;
 
-/// Work given to a device at a time.
+/// Number of work requests that are passed to the device at a time.
 const POST_MAX: usize = 16;
 
-/// Registered bytes of this process.
+/// A range of registered memory of this process.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Piece {
+pub(crate) struct LocalPiece {
     pub addr: u64,
     pub len: u32,
     pub key: u32,
@@ -18,14 +18,14 @@ pub(crate) struct Piece {
 
 /// A place in the peer's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Remote {
+pub(crate) struct RemotePlace {
     pub addr: u64,
     pub key: u32,
 }
 
-/// What a window is to open.
+/// The parameters of a bind.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Opening {
+pub(crate) struct WindowBind {
     pub window: *mut sys::ibv_mw,
     pub region: *mut sys::ibv_mr,
     pub key: u32,
@@ -35,61 +35,63 @@ pub(crate) struct Opening {
 }
 
 // SAFETY: libibverbs lets any thread name a window and a registration.
-unsafe impl Send for Opening {}
+unsafe impl Send for WindowBind {}
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Kind {
+pub(crate) enum WorkKind {
     Read {
-        local: Piece,
-        remote: Remote,
+        local: LocalPiece,
+        remote: RemotePlace,
     },
     Write {
-        local: Piece,
-        remote: Remote,
+        local: LocalPiece,
+        remote: RemotePlace,
     },
-    /// What is found goes to `result`, 8 bytes.
+    /// The value found is written to `result`, which has 8 bytes.
     CompareSwap {
-        result: Piece,
-        remote: Remote,
+        result: LocalPiece,
+        remote: RemotePlace,
         expected: u64,
         desired: u64,
     },
     FetchAdd {
-        result: Piece,
-        remote: Remote,
+        result: LocalPiece,
+        remote: RemotePlace,
         add: u64,
     },
     Send {
-        local: Piece,
+        local: LocalPiece,
     },
-    Bind(Opening),
+    Bind(WindowBind),
 }
 
-/// One piece of work.
+/// One work request.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Order {
+pub(crate) struct WorkRequest {
     pub id: u64,
-    pub kind: Kind,
-    /// Whether success makes a completion. Failure always does.
+    pub kind: WorkKind,
+    /// Whether success produces a completion. Failure always does.
     pub signalled: bool,
-    /// Not before READs and atomics that were posted earlier are done.
+    /// Whether it starts only after all READs and atomics that were posted earlier.
     pub fenced: bool,
 }
 
-/// A queue pair. It is its connection's, and no longer used when that is gone.
+/// A queue pair. Its connection owns it, and it must not be used after that is dropped.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pair {
+pub(crate) struct QueuePair {
     pair: *mut sys::ibv_qp,
-    /// Short WRITEs and messages are copied into the work itself.
+    /// WRITEs and messages up to this length are copied into the work request.
     inline_bytes: u32,
 }
 
 // SAFETY: libibverbs lets any thread use a queue pair.
-unsafe impl Send for Pair {}
-// SAFETY: as above.
-unsafe impl Sync for Pair {}
+unsafe impl Send for QueuePair {}
+// SAFETY: the same reason as for `Send`.
+unsafe impl Sync for QueuePair {}
 
-impl Pair {
+impl QueuePair {
+    /// Wraps a queue pair.
+    ///
     /// # Safety
     /// The queue pair must live for as long as this is used.
     pub unsafe fn new(pair: *mut sys::ibv_qp, inline_bytes: u32) -> Self {
@@ -97,18 +99,20 @@ impl Pair {
     }
 
     pub fn number(self) -> u32 {
-        // SAFETY: it lives, as `new` was promised.
+        // SAFETY: the queue pair lives, as the caller of `new` guarantees.
         unsafe { (*self.pair).qp_num }
     }
 
-    /// Give work to the device: one doorbell for up to 16 of it.
+    /// Posts work to the device, with one doorbell for each 16 requests.
     ///
     /// # Errors
-    /// If the device takes no more. What it took before that, nobody says: the pair is of no use any more.
+    /// If the device accepts no more. It is unknown how much it accepted, so the queue pair is then
+    /// unusable.
     ///
     /// # Safety
-    /// What pieces and openings name must stay registered, and what is read not be freed, until the work has ended.
-    pub unsafe fn post(self, orders: &[Order]) -> io::Result<()> {
+    /// Ranges and windows that the requests name must stay registered, and memory that is read must
+    /// not be freed, until the work has ended.
+    pub unsafe fn post(self, orders: &[WorkRequest]) -> io::Result<()> {
         for batch in orders.chunks(POST_MAX) {
             // SAFETY: plain numbers and pointers, for which zero is a value.
             let (mut works, mut pieces): ([sys::ibv_send_wr; POST_MAX], [sys::ibv_sge; POST_MAX]) =
@@ -120,7 +124,8 @@ impl Pair {
                 works[at - 1].next = &raw mut works[at];
             }
             let mut refused = ptr::null_mut();
-            // SAFETY: the pair lives; the list ends at a null and outlives the call; the rest is the caller's promise.
+            // SAFETY: the pair lives. The list ends with a null pointer and outlives the call. The
+            // caller guarantees the rest.
             let error = unsafe { sys::ibv_post_send(self.pair, works.as_mut_ptr(), &raw mut refused) };
             if error != 0 {
                 return Err(io::Error::from_raw_os_error(error.abs()));
@@ -129,7 +134,7 @@ impl Pair {
         Ok(())
     }
 
-    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &Order) {
+    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &WorkRequest) {
         let mut flags = 0;
         if order.signalled {
             flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -139,18 +144,18 @@ impl Pair {
         }
         work.wr_id = order.id;
         let local = match order.kind {
-            Kind::Read { local, remote } => {
+            WorkKind::Read { local, remote } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                 work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
                 Some(local)
             }
-            Kind::Write { local, remote } => {
+            WorkKind::Write { local, remote } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
                 work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };
                 flags |= self.inline_flag(local);
                 Some(local)
             }
-            Kind::CompareSwap { result, remote, expected, desired } => {
+            WorkKind::CompareSwap { result, remote, expected, desired } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP;
                 work.wr.atomic = sys::atomic_t {
                     remote_addr: remote.addr,
@@ -160,18 +165,18 @@ impl Pair {
                 };
                 Some(result)
             }
-            Kind::FetchAdd { result, remote, add } => {
+            WorkKind::FetchAdd { result, remote, add } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD;
                 work.wr.atomic =
                     sys::atomic_t { remote_addr: remote.addr, compare_add: add, swap: 0, rkey: remote.key };
                 Some(result)
             }
-            Kind::Send { local } => {
+            WorkKind::Send { local } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_SEND;
                 flags |= self.inline_flag(local);
                 Some(local)
             }
-            Kind::Bind(opening) => {
+            WorkKind::Bind(opening) => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_BIND_MW;
                 work.bind_mw_tso_union.bind_mw = sys::bind_mw_t {
                     mw: opening.window,
@@ -194,28 +199,29 @@ impl Pair {
         }
     }
 
-    fn inline_flag(self, local: Piece) -> u32 {
+    fn inline_flag(self, local: LocalPiece) -> u32 {
         if local.len <= self.inline_bytes { sys::ibv_send_flags::IBV_SEND_INLINE.0 } else { 0 }
     }
 
-    /// Offer a place for the next message of the peer.
+    /// Offers a slot for the next message of the peer.
     ///
     /// # Errors
-    /// If the device takes no more.
+    /// If the device accepts no more.
     ///
     /// # Safety
-    /// The piece must stay registered, and be nobody else's, until a message has come there or the pair is gone.
-    pub unsafe fn receive(self, id: u64, piece: Piece) -> io::Result<()> {
+    /// The range must stay registered and unused until a message has arrived in it or the pair is
+    /// gone.
+    pub unsafe fn receive(self, id: u64, piece: LocalPiece) -> io::Result<()> {
         let mut place = sys::ibv_sge { addr: piece.addr, length: piece.len, lkey: piece.key };
         let mut work =
             sys::ibv_recv_wr { wr_id: id, next: ptr::null_mut(), sg_list: &raw mut place, num_sge: 1 };
         let mut refused = ptr::null_mut();
-        // SAFETY: the pair lives, the list outlives the call; the rest is the caller's promise.
+        // SAFETY: the pair lives and the list outlives the call. The caller guarantees the rest.
         let error = unsafe { sys::ibv_post_recv(self.pair, &raw mut work, &raw mut refused) };
         if error == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(error.abs())) }
     }
 
-    /// Nothing more is done for the peer from now on, and what is posted here is flushed.
+    /// Stops the queue pair: nothing more is done for the peer, and posted work is flushed.
     pub fn stop(self) {
         // SAFETY: plain numbers, for which zero is a value.
         let mut state: sys::ibv_qp_attr = unsafe { std::mem::zeroed() };
@@ -224,7 +230,7 @@ impl Pair {
         // SAFETY: the pair lives, `state` outlives the call.
         let error = unsafe { sys::ibv_modify_qp(self.pair, &raw mut state, mask) };
         if error != 0 {
-            tracing::warn!(error = %io::Error::from_raw_os_error(error), "a queue pair cannot be stopped");
+            tracing::warn!(error = %io::Error::from_raw_os_error(error), "cannot stop a queue pair");
         }
     }
 }

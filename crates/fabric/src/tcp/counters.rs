@@ -1,22 +1,23 @@
-//! What a target has served, by tenant.
+//! Counters of the operations and bytes that a target has served, for each session and tenant.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::target::{Tenant, TenantCounters};
 
-/// Tenants of sessions that are over, at most; of more one is forgotten, and counts from 0 if it comes again.
+/// Bound of the tenants whose sessions have ended. Above it one tenant is removed, and counts from
+/// 0 if it returns.
 const TENANTS_MAX: usize = 1024;
 
-/// What one session had served. The thread that serves it writes; any may read.
+/// The counters of one session. Its serving thread writes them; any thread may read them.
 #[derive(Debug, Default)]
-pub(super) struct Tally {
+pub(super) struct SessionCounters {
     bytes: AtomicU64,
     operations: AtomicU64,
 }
 
-impl Tally {
-    /// Count; one thread at a time does.
+impl SessionCounters {
+    /// Adds to the counters. Must be called by one thread at a time.
     pub fn add(&self, bytes: u64, operations: u64) {
         self.bytes.store(self.bytes.load(Relaxed) + bytes, Relaxed);
         self.operations.store(self.operations.load(Relaxed) + operations, Relaxed);
@@ -27,12 +28,12 @@ impl Tally {
     }
 }
 
-/// Tenants and what they had served.
+/// The sums of each tenant.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Tenants(BTreeMap<Tenant, TenantCounters>);
+pub(super) struct TenantTable(BTreeMap<Tenant, TenantCounters>);
 
-impl Tenants {
-    /// Add what a session of a tenant had.
+impl TenantTable {
+    /// Adds the counters of a session to those of its tenant.
     pub fn add(&mut self, tenant: Tenant, served: TenantCounters) {
         if self.0.len() >= TENANTS_MAX && !self.0.contains_key(&tenant) {
             self.0.pop_first();
@@ -42,7 +43,7 @@ impl Tenants {
         sum.bytes += served.bytes;
     }
 
-    /// All there are.
+    /// The sums of all tenants.
     pub fn into_vec(self) -> Vec<(Tenant, TenantCounters)> {
         self.0.into_iter().collect()
     }
@@ -54,7 +55,7 @@ mod tests {
 
     #[test]
     fn tenants_are_added_up_and_bounded() {
-        let mut tenants = Tenants::default();
+        let mut tenants = TenantTable::default();
         for tenant in 0..3000 {
             tenants.add(Tenant(tenant % 1500), TenantCounters { operations: 1, bytes: 10 });
         }

@@ -1,4 +1,5 @@
-//! What both ends say in messages, once they know each other: which keys open what, and the messages of their users. Parsed as bytes from a stranger.
+//! The messages after the handshake: what keys open, and the messages of users. They are parsed as
+//! hostile.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
@@ -7,38 +8,38 @@ use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 
-/// Bytes before a message of a user.
+/// Bytes of the head of a message.
 pub(super) const HEAD_BYTES: usize = 32;
 
-/// From initiator to target.
+/// A message from the initiator to the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Request<'a> {
-    /// What does this key open for me?
+    /// Asks what a key opens.
     Ask(KeyId),
-    /// I use this key no more.
+    /// Says that a key is not used any more.
     Forget(KeyId),
-    /// A message of the user, by its number; to be answered.
+    /// A message of the user with its number. The target answers it.
     Message(u64, &'a [u8]),
-    /// So many messages of the target were taken since the session began.
+    /// The number of the target's messages that were taken since the session began.
     Taken(u64),
 }
 
-/// From target to initiator.
+/// A message from the target to the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Answer<'a> {
-    /// What a key opens; nothing, if it is not for this one.
-    Told(KeyId, Option<Opened>),
-    /// No more keys can be open for this one at a time: it has to forget one before it asks for this one again.
+    /// What a key opens; `None` if it is not for this initiator.
+    Opened(KeyId, Option<OpenedKey>),
+    /// The initiator must first forget another key, because no more can be open.
     Full(KeyId),
-    /// Whether the message with that number found room.
+    /// Whether there was room for the message with this number.
     Delivered(u64, bool),
-    /// A message of the user, by its number.
+    /// A message of the user with its number.
     Message(u64, &'a [u8]),
 }
 
-/// What a key opens, and by which key of the device.
+/// The range that a key opens, and the device's key for it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedKey {
     pub addr: u64,
     pub len: u64,
     pub access: Access,
@@ -49,13 +50,13 @@ pub(super) struct Opened {
 #[repr(C)]
 struct Head {
     kind: u8,
-    /// Bits: 1 READ, 2 WRITE, 4 atomics; or whether there was room.
+    /// Bits: 1 READ, 2 WRITE, 4 atomics. In `DELIVERED`: whether there was room.
     flags: u8,
     reserved: U16,
     key: U32,
     device_key: U32,
     reserved2: U32,
-    /// A number, or an address.
+    /// A message number or an address.
     number: U64,
     len: U64,
 }
@@ -64,7 +65,7 @@ const ASK: u8 = 1;
 const FORGET: u8 = 2;
 const MESSAGE: u8 = 3;
 const TAKEN: u8 = 4;
-const TOLD: u8 = 5;
+const OPENED: u8 = 5;
 const DELIVERED: u8 = 6;
 const FULL: u8 = 7;
 
@@ -88,7 +89,7 @@ fn head(kind: u8, key: Key, number: u64) -> Head {
 }
 
 impl<'a> Request<'a> {
-    /// Write its bytes to `out`, in place of what is there.
+    /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
             Self::Ask(name) => put(out, &head(ASK, name.key, name.start), &[]),
@@ -98,7 +99,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// What was said; `None` if it is nothing that an initiator says.
+    /// Parses a message; `None` if an initiator sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
         let name = KeyId::at(Key(head.key.get()), head.number.get());
@@ -113,12 +114,12 @@ impl<'a> Request<'a> {
 }
 
 impl<'a> Answer<'a> {
-    /// Write its bytes to `out`, in place of what is there.
+    /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Told(name, opened) => {
-                let mut head = head(TOLD, name.key, opened.map_or(name.start, |opened| opened.addr));
-                if let Some(Opened { len, access, device_key, .. }) = opened {
+            Self::Opened(name, opened) => {
+                let mut head = head(OPENED, name.key, opened.map_or(name.start, |opened| opened.addr));
+                if let Some(OpenedKey { len, access, device_key, .. }) = opened {
                     head.len = len.into();
                     head.device_key = device_key.into();
                     head.flags =
@@ -136,25 +137,25 @@ impl<'a> Answer<'a> {
         }
     }
 
-    /// What was said; `None` if it is nothing that a target says.
+    /// Parses a message; `None` if a target sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
         let name = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
-            TOLD => {
+            OPENED => {
                 let access = Access {
                     read: head.flags & 1 != 0,
                     write: head.flags & 2 != 0,
                     atomic: head.flags & 4 != 0,
                 };
-                let opened = Opened {
+                let opened = OpenedKey {
                     addr: head.number.get(),
                     len: head.len.get(),
                     access,
                     device_key: head.device_key.get(),
                 };
                 let is_open = access != Access { read: false, write: false, atomic: false };
-                Some(Self::Told(name, is_open.then_some(opened)))
+                Some(Self::Opened(name, is_open.then_some(opened)))
             }
             FULL => Some(Self::Full(name)),
             DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
@@ -176,7 +177,8 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        let opened = Opened { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
+        let opened =
+            OpenedKey { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
         for request in [
             Request::Ask(name(9)),
@@ -190,8 +192,8 @@ mod tests {
             assert_eq!(Request::parse(&bytes[..HEAD_BYTES - 1]), None);
         }
         for answer in [
-            Answer::Told(name(9), Some(opened)),
-            Answer::Told(name(9), None),
+            Answer::Opened(name(9), Some(opened)),
+            Answer::Opened(name(9), None),
             Answer::Full(name(3)),
             Answer::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
             Answer::Delivered(4, true),

@@ -1,4 +1,5 @@
-//! A node on shared memory, a directory whose connection can be cut and whose clock the test moves, and clients.
+//! A node over shared memory, clients, and a directory that the test can cut off and whose clock it
+//! sets.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,25 +18,25 @@ use aquifer_directory::{
 use aquifer_fabric::{
     Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Tenant, Verb, Work, WorkError, shm,
 };
-use aquifer_node::{Listen, NodeError, NodeOptions, Ready, Shutdown, serve};
+use aquifer_node::{ListenAddress, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
 pub const TTL: Duration = Duration::from_millis(300);
 pub const BYTES: u64 = 4 << 20;
 
-/// A directory whose connection can be cut.
+/// A directory whose connection the test can cut.
 #[derive(Debug)]
-pub struct Wire {
+pub struct CuttableDirectory {
     pub inner: EmbeddedDirectory,
-    pub cut: AtomicBool,
-    /// Calls that the cut has failed.
-    pub failed: AtomicU64,
+    pub is_cut: AtomicBool,
+    /// Calls that have failed because of the cut.
+    pub failed_calls: AtomicU64,
 }
 
-impl Wire {
-    fn through(&self) -> Result<&EmbeddedDirectory, DirectoryError> {
-        if self.cut.load(Ordering::SeqCst) {
-            self.failed.fetch_add(1, Ordering::SeqCst);
+impl CuttableDirectory {
+    fn connected(&self) -> Result<&EmbeddedDirectory, DirectoryError> {
+        if self.is_cut.load(Ordering::SeqCst) {
+            self.failed_calls.fetch_add(1, Ordering::SeqCst);
             let (address, cause) = ("here".to_owned(), "cut by the test".to_owned());
             return Err(DirectoryError::Unavailable { address, cause });
         }
@@ -43,55 +44,55 @@ impl Wire {
     }
 }
 
-/// A handle to it, as the node gets one.
+/// The node's connection to the directory.
 #[derive(Clone, Debug)]
-pub struct Wired(Arc<Wire>);
+pub struct DirectoryHandle(Arc<CuttableDirectory>);
 
-impl Directory for Wired {
+impl Directory for DirectoryHandle {
     fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
-        self.0.through()?.get(key)
+        self.0.connected()?.get(key)
     }
     fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
-        self.0.through()?.list(prefix)
+        self.0.connected()?.list(prefix)
     }
     fn transaction(&self, transaction: &Transaction) -> Result<TransactionOutcome, DirectoryError> {
-        self.0.through()?.transaction(transaction)
+        self.0.connected()?.transaction(transaction)
     }
     fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
-        self.0.through()?.lease_grant(ttl)
+        self.0.connected()?.lease_grant(ttl)
     }
     fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.0.through()?.lease_keep_alive(id)
+        self.0.connected()?.lease_keep_alive(id)
     }
     fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.0.through()?.lease_revoke(id)
+        self.0.connected()?.lease_revoke(id)
     }
     fn watch(&self, prefix: &str, from_revision: u64) -> Result<Box<dyn Watch>, DirectoryError> {
-        let inner = self.0.through()?.watch(prefix, from_revision)?;
-        Ok(Box::new(WiredWatch { inner, wire: Arc::clone(&self.0) }))
+        let inner = self.0.connected()?.watch(prefix, from_revision)?;
+        Ok(Box::new(WatchHandle { inner, directory_link: Arc::clone(&self.0) }))
     }
 }
 
 #[derive(Debug)]
-pub struct WiredWatch {
+pub struct WatchHandle {
     pub inner: Box<dyn Watch>,
-    pub wire: Arc<Wire>,
+    pub directory_link: Arc<CuttableDirectory>,
 }
 
-impl Watch for WiredWatch {
+impl Watch for WatchHandle {
     fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
-        self.wire.through()?;
+        self.directory_link.connected()?;
         self.inner.next(timeout)
     }
 }
 
-pub struct Bed {
+pub struct NodeHarness {
     pub dir: tempfile::TempDir,
     pub clock: Arc<ManualClock>,
-    pub wire: Arc<Wire>,
+    pub directory_link: Arc<CuttableDirectory>,
 }
 
-impl Bed {
+impl NodeHarness {
     pub fn new() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let clock = Arc::new(ManualClock::default());
@@ -100,12 +101,16 @@ impl Bed {
         Self {
             dir,
             clock,
-            wire: Arc::new(Wire { inner, cut: AtomicBool::new(false), failed: AtomicU64::new(0) }),
+            directory_link: Arc::new(CuttableDirectory {
+                inner,
+                is_cut: AtomicBool::new(false),
+                failed_calls: AtomicU64::new(0),
+            }),
         }
     }
 
     pub fn directory(&self) -> &EmbeddedDirectory {
-        &self.wire.inner
+        &self.directory_link.inner
     }
 
     pub fn socket(&self) -> PathBuf {
@@ -113,13 +118,13 @@ impl Bed {
     }
 
     pub fn options(&self, id: u16, bytes: u64) -> NodeOptions {
-        let wire = Arc::clone(&self.wire);
+        let directory_link = Arc::clone(&self.directory_link);
         let connect = Box::new(move || {
-            wire.through()?;
-            Ok(Arc::new(Wired(Arc::clone(&wire))) as Arc<dyn Directory>)
+            directory_link.connected()?;
+            Ok(Arc::new(DirectoryHandle(Arc::clone(&directory_link))) as Arc<dyn Directory>)
         });
         let mut options =
-            NodeOptions::new(id, bytes, Listen::Shm(self.socket(), shm::Options::default()), connect);
+            NodeOptions::new(id, bytes, ListenAddress::Shm(self.socket(), shm::Options::default()), connect);
         options.lease_ttl = TTL;
         options
     }
@@ -129,23 +134,23 @@ impl Bed {
         Some(names::decode(&entry).expect("a record"))
     }
 
-    pub fn start(&self, id: u16) -> Serving {
+    pub fn start(&self, id: u16) -> ServingNode {
         Self::start_with(self.options(id, BYTES))
     }
 
-    pub fn start_with(options: NodeOptions) -> Serving {
+    pub fn start_with(options: NodeOptions) -> ServingNode {
         let shutdown = Shutdown::new();
-        let theirs = shutdown.clone();
-        let (tell, told) = mpsc::channel();
+        let node_shutdown = shutdown.clone();
+        let (sender, receiver) = mpsc::channel();
         let thread = std::thread::spawn(move || {
-            serve(&options, &theirs, |ready: &Ready| tell.send(ready.clone()).expect("the test waits"))
+            serve(&options, &node_shutdown, |record| sender.send(record.clone()).expect("the test waits"))
         });
-        let ready = told.recv().expect("it serves");
-        Serving { shutdown, thread, ready }
+        let record = receiver.recv().expect("it serves");
+        ServingNode { shutdown, thread, record }
     }
 
-    /// A host with a lease.
-    pub fn enrol(&self, host: u16) -> Lease {
+    /// Grants a lease to a host, and puts the host's record into the directory.
+    pub fn grant_host_lease(&self, host: u16) -> Lease {
         let lease = self.directory().lease_grant(Duration::from_secs(1000)).expect("a lease");
         let record = AgentRecord {
             host,
@@ -159,40 +164,41 @@ impl Bed {
     }
 
     pub fn client(&self, host: u16, epoch: u64) -> Result<PoolClient, String> {
-        self.client_of(host, epoch, Tenant(0))
+        self.client_of_tenant(host, epoch, Tenant(0))
     }
 
-    pub fn client_of(&self, host: u16, epoch: u64, tenant: Tenant) -> Result<PoolClient, String> {
-        let who = Identity { host: Host(host), epoch, tenant };
-        let endpoint = shm::connect(&self.socket(), who).map_err(|error| error.to_string())?;
+    pub fn client_of_tenant(&self, host: u16, epoch: u64, tenant: Tenant) -> Result<PoolClient, String> {
+        let identity = Identity { host: Host(host), epoch, tenant };
+        let endpoint = shm::connect(&self.socket(), identity).map_err(|error| error.to_string())?;
         let mut client = PoolClient::new(Host(host), tenant);
         client.add_node(NodeId(1), endpoint).map_err(|error| error.to_string())?;
         Ok(client)
     }
 }
 
-pub struct Serving {
+pub struct ServingNode {
     pub shutdown: Shutdown,
     pub thread: JoinHandle<Result<(), NodeError>>,
-    pub ready: Ready,
+    /// The node's first record.
+    pub record: NodeRecord,
 }
 
-impl Serving {
+impl ServingNode {
     pub fn stop(self) {
         self.shutdown.request();
         self.thread.join().expect("no panic").expect("a clean end");
     }
 }
 
-pub fn use_it(client: &mut PoolClient) -> Result<(), PoolError> {
+pub fn allocate_and_free(client: &mut PoolClient) -> Result<(), PoolError> {
     let extent = client.allocate(NodeId(1), SizeClass::SPAN)?;
     client.free(extent)
 }
 
-/// Use the node until it shuts us out.
-pub fn until_fenced(client: &mut PoolClient) {
+/// Allocates and frees until the node has fenced the client's host.
+pub fn wait_until_fenced(client: &mut PoolClient) {
     loop {
-        match use_it(client) {
+        match allocate_and_free(client) {
             Ok(()) => std::thread::yield_now(),
             Err(PoolError::NodeGone { cause: WorkError::Fenced, .. }) => return,
             Err(error) => panic!("{error}"),
@@ -200,34 +206,34 @@ pub fn until_fenced(client: &mut PoolClient) {
     }
 }
 
-/// A section's worth of a client's own memory, to read and write extents with.
-pub struct Stamp {
+/// Local memory of the size of a section, to read and write extents.
+pub struct SectionBuffer {
     memory: Arc<Memory>,
     key: LocalKey,
 }
 
-impl Stamp {
+impl SectionBuffer {
     pub fn new(client: &mut PoolClient) -> Self {
-        let memory = Arc::new(Memory::create("stamps", 2 << 20).expect("memory"));
+        let memory = Arc::new(Memory::create("buffers", 2 << 20).expect("memory"));
         let endpoint = client.endpoint(NodeId(1)).expect("it is connected");
         let key = endpoint.register_local(Arc::clone(&memory)).expect("room");
         Self { memory, key }
     }
 
-    /// Write something all over a section.
+    /// Fills a section with the byte 7.
     pub fn write(&self, client: &mut PoolClient, extent: &Extent) {
         self.memory.write(0, &[7; 2 << 20]);
         let (local, remote) = self.ends(extent);
         execute(client, Verb::Write { local, remote });
     }
 
-    /// Whether a section is zero from end to end.
-    pub fn finds_zeros(&self, client: &mut PoolClient, extent: &Extent) -> bool {
-        self.finds(client, extent, 0)
+    /// True if all bytes of a section are zero.
+    pub fn is_zero(&self, client: &mut PoolClient, extent: &Extent) -> bool {
+        self.is_filled_with(client, extent, 0)
     }
 
-    /// Whether a section has this byte from end to end.
-    pub fn finds(&self, client: &mut PoolClient, extent: &Extent, byte: u8) -> bool {
+    /// True if all bytes of a section are `byte`.
+    pub fn is_filled_with(&self, client: &mut PoolClient, extent: &Extent, byte: u8) -> bool {
         let mut found = vec![!byte; 2 << 20];
         self.memory.write(0, &found);
         let (local, remote) = self.ends(extent);

@@ -5,21 +5,21 @@
 use aquifer_fabric::Host;
 use aquifer_tests_support::golden;
 
-use super::{Epochs, Record};
+use super::{HostEpochs, KeptMemoryRecord};
 
 #[test]
 fn golden_record_and_epochs_of_a_node() {
     let mut golden = golden!("kept");
-    let text = serde_json::to_string(&Record { epoch: 1, key: 2 }).expect("numbers can be written");
-    let Record { epoch, key } = serde_json::from_str(&text).expect("it was just written");
+    let text = serde_json::to_string(&KeptMemoryRecord { epoch: 1, key: 2 }).expect("numbers can be written");
+    let KeptMemoryRecord { epoch, key } = serde_json::from_str(&text).expect("it was just written");
     assert_eq!((epoch, key), (1, 2));
     golden.text("node", &text);
-    let epochs = Epochs::new().expect("there is memory");
-    epochs.note(Host(1), 0x0102_0304_0506_0708);
-    epochs.note(Host(4095), 0x1112_1314_1516_1718);
+    let epochs = HostEpochs::new().expect("there is memory");
+    epochs.record(Host(1), 0x0102_0304_0506_0708);
+    epochs.record(Host(4095), 0x1112_1314_1516_1718);
     golden.memfd(epochs.fd());
     let fd = epochs.fd().try_clone_to_owned().expect("there are descriptors");
-    let again = Epochs::open(fd).expect("it is such memory").all();
+    let again = HostEpochs::open(fd).expect("it is such memory").all();
     assert_eq!(
         again.into_iter().collect::<Vec<_>>(),
         [(Host(1), 0x0102_0304_0506_0708), (Host(4095), 0x1112_1314_1516_1718)]

@@ -1,26 +1,27 @@
-//! What a target knows of one session, whatever becomes of its connections.
+//! The answers to messages of one session, across all its connections.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
 use aquifer_fabric::sessions::{self, Mailbox};
 
-/// What was answered to the initiator's last messages, by their numbers.
+/// The answers to the initiator's most recent messages, by message number.
 #[derive(Debug, Default)]
-pub(super) struct Answered(Mutex<VecDeque<(u64, bool)>>);
+pub(super) struct AnsweredMessages(Mutex<VecDeque<(u64, bool)>>);
 
-pub(super) type Peer = sessions::PeerSession<Answered>;
+pub(super) type VerbsPeer = sessions::PeerSession<AnsweredMessages>;
 
-impl Answered {
-    /// A message from the initiator; whether there was room in its mailbox. One that comes again is answered as it was.
+impl AnsweredMessages {
+    /// Stores a message from the initiator. Returns whether the mailbox had room. A message that is
+    /// sent again gets the same answer again.
     pub fn deliver(&self, mailbox: &Mailbox, number: u64, stamp: u64, message: &[u8], depth: usize) -> bool {
         let mut answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, had_room)) = answers.iter().find(|(known, _)| *known == number) {
             return *had_room;
         }
         let has_room = mailbox.deliver(stamp, message.to_vec(), depth);
-        // No more than these are ever without answer.
-        if answers.len() == super::LETTERS_MAX as usize {
+        // An initiator never has more messages without an answer.
+        if answers.len() == super::MESSAGE_SLOTS_MAX as usize {
             answers.pop_front();
         }
         answers.push_back((number, has_room));

@@ -1,4 +1,5 @@
-//! Another user, for servers that refuse to be root: with a folder of its own, and Aquifer's program where it can reach it.
+//! An unprivileged user for servers that refuse to run as root, with a folder and a copy of
+//! Aquifer's binaries.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, Permissions};
@@ -10,43 +11,40 @@ use tempfile::TempDir;
 
 use crate::bench::BenchError;
 use crate::bench::support::cluster::aquifer_program;
+use crate::bench::support::folder;
 
-/// Debian's `nobody`.
+/// User id of Debian's unprivileged user.
 const UID: u32 = 65_534;
 const SHIM: &str = "libaquifer_shim.so";
 
-/// That user; this process's own, if it is not root's.
+/// The unprivileged user, or the user of this process if that is not root.
 #[derive(Debug)]
-pub struct Nobody {
+pub struct UnprivilegedUser {
     folder: TempDir,
     is_other: bool,
 }
 
-impl Nobody {
-    /// With a folder in the system's one for temporary files.
+impl UnprivilegedUser {
+    /// Creates the user's folder.
     ///
     /// # Errors
-    /// If the folder cannot be made or given away.
+    /// If the folder cannot be created, or its owner cannot be changed.
     pub fn new() -> Result<Self, BenchError> {
-        let parent = std::env::temp_dir();
-        let folder = tempfile::Builder::new()
-            .prefix("aquifer-nobody-")
-            .tempdir_in(&parent)
-            .map_err(BenchError::io("make a folder in", &parent))?;
-        let nobody = Self { folder, is_other: rustix::process::geteuid().is_root() };
-        let home = nobody.home();
-        fs::create_dir(&home).map_err(BenchError::io("create the folder", &home))?;
-        if nobody.is_other {
-            chown(&home, Some(UID), Some(UID)).map_err(BenchError::io("give away", &home))?;
+        let folder = folder::temporary()?;
+        let user = Self { folder, is_other: rustix::process::geteuid().is_root() };
+        let home = user.home();
+        fs::create_dir(&home).map_err(BenchError::io("create folder", &home))?;
+        if user.is_other {
+            chown(&home, Some(UID), Some(UID)).map_err(BenchError::io("change the owner of", &home))?;
             let open = Permissions::from_mode(0o755);
-            let folder = nobody.folder.path();
-            fs::set_permissions(folder, open).map_err(BenchError::io("open", folder))?;
-            nobody.copy_aquifer()?;
+            let folder = user.folder.path();
+            fs::set_permissions(folder, open).map_err(BenchError::io("change the mode of", folder))?;
+            user.copy_aquifer()?;
         }
-        Ok(nobody)
+        Ok(user)
     }
 
-    /// What root runs may lie where nobody else may look.
+    /// Copies the binaries, which may be in a folder that other users cannot enter.
     fn copy_aquifer(&self) -> Result<(), BenchError> {
         let own = aquifer_program()?;
         let target = self.aquifer();
@@ -61,17 +59,17 @@ impl Nobody {
         self.folder.path().join("aquifer")
     }
 
-    /// A folder that is that user's.
+    /// The user's folder.
     pub fn home(&self) -> PathBuf {
         self.folder.path().join("home")
     }
 
-    /// Where that user finds the agent of a cluster of this name; `None` if it needs no socket of its own.
+    /// Path for the shared socket of a cluster; `None` if the user is that of this process.
     pub fn socket(&self, cluster: &str) -> Option<PathBuf> {
         self.is_other.then(|| self.folder.path().join(format!("{cluster}.sock")))
     }
 
-    /// What has to stand before the words of a command, so that it is that user's; the first is a program.
+    /// Start of a command line that changes to the user.
     fn prefix(&self) -> Vec<OsString> {
         if !self.is_other {
             return Vec::new();
@@ -80,7 +78,8 @@ impl Nobody {
         ["setpriv", "--reuid", &id, "--regid", &id, "--clear-groups"].map(OsString::from).to_vec()
     }
 
-    /// A command of that user, made of what `start` makes of its first word.
+    /// A command that runs a program as the user. `start` makes the command from the first program
+    /// name.
     ///
     /// # Errors
     /// Those of `start`.
@@ -96,7 +95,7 @@ impl Nobody {
         Ok(command)
     }
 
-    /// A command of that user on the agent at `socket`.
+    /// A command that runs a program as the user with `aquifer run`, on the agent at `socket`.
     pub fn pooled_command(&self, socket: &Path, limit_bytes: u64, stats: &Path, program: &Path) -> Command {
         let words = self.prefix();
         let mut command = Command::new(&words[0]);

@@ -1,36 +1,39 @@
-//! Local memory, registered as it is used.
+//! Local memory, registered part by part when it is used.
 //!
-//! What is registered is pinned: it takes memory, touched or not. A host's mempool may be much larger than what is in use of it, so each part of a memory is
-//! registered when work first names it. Whether there may be so much is found out beforehand: work that fails for want of it would look as if its node had.
+//! Registration pins pages, whether they were touched or not. A host's mempool can be much larger
+//! than the part in use, so a part of a memory is registered when work first names it. The limit of
+//! locked memory is checked for the whole memory beforehand: work that fails later for this reason
+//! would look like a failure of its node.
 
 use std::io;
 use std::sync::Arc;
 
 use super::sys::device::Device;
-use super::sys::pair::Piece;
-use super::sys::registration::{Registration, Use};
+use super::sys::queue_pair::LocalPiece;
+use super::sys::registration::{Registration, RegistrationUse};
 use aquifer_fabric::Memory;
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::work::{EndpointError, Limits, LocalKey, LocalSlice, WorkError};
 
-/// Parts begin at multiples of this, and are longer by the longest transfer: no slice lies in two.
+/// A part begins at a multiple of this, and extends by the longest transfer, so every slice lies in
+/// one part.
 const PART_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
-struct Local {
+struct RegisteredMemory {
     memory: Arc<Memory>,
     parts: Vec<Option<Registration>>,
 }
 
 /// The memories of one endpoint.
 #[derive(Debug)]
-pub(super) struct Locals {
+pub(super) struct RegisteredMemories {
     device: &'static Device,
     limits: Limits,
-    list: Vec<Local>,
+    list: Vec<RegisteredMemory>,
 }
 
-impl Locals {
+impl RegisteredMemories {
     pub fn new(device: &'static Device, limits: Limits) -> Self {
         Self { device, limits, list: Vec::new() }
     }
@@ -50,11 +53,11 @@ impl Locals {
         if let [only] = &mut parts[..] {
             *only = Some(register(self.device, &memory, 0, 0).map_err(refused)?);
         }
-        self.list.push(Local { memory, parts });
+        self.list.push(RegisteredMemory { memory, parts });
         Ok(LocalKey(u32::try_from(self.list.len()).expect("bounded by the limit")))
     }
 
-    fn find(&mut self, slice: LocalSlice) -> Result<(&mut Local, usize, usize), WorkError> {
+    fn find(&mut self, slice: LocalSlice) -> Result<(&mut RegisteredMemory, usize, usize), WorkError> {
         let at = (slice.key.0 as usize).checked_sub(1).ok_or(WorkError::LocalAccess)?;
         let local = self.list.get_mut(at).ok_or(WorkError::LocalAccess)?;
         let (offset, len) = (slice.offset, u64::from(slice.len));
@@ -66,7 +69,7 @@ impl Locals {
         Ok((local, offset, slice.len as usize))
     }
 
-    /// The bytes of a slice.
+    /// Copies the bytes of a slice.
     pub fn bytes(&mut self, slice: LocalSlice) -> Result<Vec<u8>, WorkError> {
         let limit = self.limits.message_bytes_max as usize;
         let (local, offset, len) = self.find(slice)?;
@@ -75,28 +78,31 @@ impl Locals {
         Ok(bytes)
     }
 
-    /// A slice as the device knows it.
-    pub fn piece(&mut self, slice: LocalSlice) -> Result<Piece, WorkError> {
+    /// A slice as the device addresses it. Registers the part if necessary.
+    pub fn piece(&mut self, slice: LocalSlice) -> Result<LocalPiece, WorkError> {
         let (device, longest) = (self.device, self.limits.transfer_bytes_max as usize);
         let (local, offset, _) = self.find(slice)?;
         let base = u64_from(local.memory.as_ptr().addr());
         let addr = base + u64_from(offset);
         if slice.len == 0 {
-            return Ok(Piece { addr, len: 0, key: 0 });
+            return Ok(LocalPiece { addr, len: 0, key: 0 });
         }
         let part = offset / PART_BYTES;
         if local.parts[part].is_none() {
             let made = register(device, &local.memory, part, longest).inspect_err(|error| {
-                tracing::warn!(%error, "local memory cannot be registered: is the limit of locked memory (ulimit -l) too low?");
+                tracing::warn!(
+                    %error,
+                    "cannot register local memory; raise the limit of locked memory (ulimit -l)"
+                );
             });
             local.parts[part] = Some(made.map_err(|_| WorkError::LocalAccess)?);
         }
         let key = local.parts[part].as_ref().map_or(0, Registration::local_key);
-        Ok(Piece { addr, len: slice.len, key })
+        Ok(LocalPiece { addr, len: slice.len, key })
     }
 }
 
-/// Whether this process may have so much locked memory.
+/// Whether this process may lock this much memory.
 fn may_lock(bytes: usize) -> bool {
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
     let is_free = rustix::thread::capabilities(None)
@@ -113,5 +119,5 @@ fn register(
     let start = part * PART_BYTES;
     let end = (start + PART_BYTES + longest).min(memory.len());
     let base = u64_from(memory.as_ptr().addr() + start);
-    Registration::new(device, Arc::clone(memory), start..end, base, Use::Local)
+    Registration::new(device, Arc::clone(memory), start..end, base, RegistrationUse::Local)
 }

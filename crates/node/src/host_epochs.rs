@@ -1,5 +1,9 @@
-//! The last epoch that the node has seen of each host, in memory that is kept with what it lends: whose lease ended while no process of the node looked is shut out by the
-//! next one, and who was shut out before stays so.
+//! The last epoch of each host that the node has seen.
+//!
+//! The keeper holds them together with the lent memory. So the node's next process fences hosts
+//! whose leases have ended while no process was running, and keeps earlier fences.
+//!
+//! Format: `docs/formats/ipc.md`, item *node*.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -8,43 +12,43 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_fabric::{Host, Memory};
 
-/// A word for each number that a host can have.
+/// Host numbers; each has a word of 8 bytes.
 const HOSTS: usize = 4096;
 
-/// See above.
+/// A table of the last epoch of each host.
 #[derive(Debug)]
-pub(crate) struct Epochs(Memory);
+pub(crate) struct HostEpochs(Memory);
 
-impl Epochs {
-    /// None was seen.
+impl HostEpochs {
+    /// Creates an empty table.
     ///
     /// # Errors
-    /// If there is no memory.
+    /// If memory cannot be created.
     pub fn new() -> io::Result<Self> {
         Memory::create("aquifer-epochs", HOSTS * 8).map(Self)
     }
 
-    /// Those that a process before this one has seen.
+    /// Opens the table of an earlier process.
     ///
     /// # Errors
-    /// If that is no such memory.
+    /// If it has another size.
     pub fn open(fd: OwnedFd) -> io::Result<Self> {
         Memory::from_fd(fd, HOSTS * 8).map(Self)
     }
 
-    /// To be kept.
+    /// The table's descriptor, for the keeper.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.0.fd()
     }
 
-    /// A host was seen.
-    pub fn note(&self, host: Host, epoch: u64) {
+    /// Records the epoch of a host, unless a greater one is recorded.
+    pub fn record(&self, host: Host, epoch: u64) {
         if usize::from(host.0) < HOSTS {
             self.0.atomic_u64(usize::from(host.0) * 8).fetch_max(epoch, Relaxed);
         }
     }
 
-    /// Every host that was ever seen, with its last epoch.
+    /// All hosts that were seen, each with its last epoch.
     pub fn all(&self) -> BTreeMap<Host, u64> {
         let epoch = |number: u16| self.0.atomic_u64(usize::from(number) * 8).load(Relaxed);
         let numbers = 0..u16::try_from(HOSTS).unwrap_or(u16::MAX);
@@ -57,15 +61,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_is_remembered() {
-        let epochs = Epochs::new().unwrap();
+    fn the_greatest_epoch_of_each_host_survives() {
+        let epochs = HostEpochs::new().unwrap();
         assert!(epochs.all().is_empty());
         for (host, epoch) in [(1, 5), (4095, 7), (1, 9), (1, 8), (u16::MAX, 1)] {
-            epochs.note(Host(host), epoch);
+            epochs.record(Host(host), epoch);
         }
-        let again = Epochs::open(epochs.fd().try_clone_to_owned().unwrap()).unwrap();
-        assert_eq!(again.all(), BTreeMap::from([(Host(1), 9), (Host(4095), 7)]));
+        let reopened = HostEpochs::open(epochs.fd().try_clone_to_owned().unwrap()).unwrap();
+        assert_eq!(reopened.all(), BTreeMap::from([(Host(1), 9), (Host(4095), 7)]));
         let other = Memory::create("other", 8).unwrap();
-        assert!(Epochs::open(other.fd().try_clone_to_owned().unwrap()).is_err());
+        assert!(HostEpochs::open(other.fd().try_clone_to_owned().unwrap()).is_err());
     }
 }

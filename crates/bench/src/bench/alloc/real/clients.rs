@@ -12,7 +12,7 @@ use super::NODE_SECTIONS;
 use super::counted::{Counted, Counts, Tally};
 use super::rpc::{MESSAGE_BYTES, Request, decode_answer};
 use super::server::NODE;
-use crate::bench::alloc::array::{ArrayClient, Heard, Held, READ_MAX, Touch};
+use crate::bench::alloc::array::{ArrayClient, ArrayProgress, Held, READ_MAX, Touch};
 
 /// An endpoint over a network is asked again after so long.
 const PATIENCE: Duration = Duration::from_millis(20);
@@ -61,7 +61,7 @@ impl RealWay {
 
 /// What a client has.
 #[derive(Clone, Copy, Debug)]
-pub enum Taken {
+pub enum Allocation {
     Chunk(u32, SizeClass),
     Entries(Held),
     Extent(Extent),
@@ -70,7 +70,7 @@ pub enum Taken {
 
 /// A client.
 #[derive(Debug)]
-pub struct Taker {
+pub struct AllocClient {
     tally: Arc<Tally>,
     inner: Inner,
 }
@@ -83,7 +83,7 @@ enum Inner {
     Trip(Wire),
 }
 
-impl Taker {
+impl AllocClient {
     /// A client with this host number.
     ///
     /// # Errors
@@ -115,58 +115,58 @@ impl Taker {
         self.tally.counts()
     }
 
-    /// Take an extent.
+    /// Allocates an extent.
     ///
     /// # Errors
     /// If there is none, or the endpoint fails.
-    pub fn take(&mut self, class: SizeClass) -> Result<Taken, String> {
+    pub fn allocate(&mut self, class: SizeClass) -> Result<Allocation, String> {
         match &mut self.inner {
             Inner::Rpc { wire, window, answer } => {
-                wire.ask(Request::Take { class, window: *window }, answer)?;
+                wire.ask(Request::Allocate { class, window: *window }, answer)?;
                 let granted = decode_answer(answer).ok_or("the node has refused an RPC")?;
-                Ok(Taken::Chunk(granted.chunk, class))
+                Ok(Allocation::Chunk(granted.chunk, class))
             }
             Inner::Array { wire, machine, heard, works } => {
-                if !machine.take(0, class) {
+                if !machine.start_allocation(0, class) {
                     return Err("the array is full".into());
                 }
                 loop {
                     wire.touch(machine.touches(), works, heard)?;
-                    if let Heard::Taken(held) = machine.hear(heard)? {
-                        return Ok(Taken::Entries(held));
+                    if let ArrayProgress::Allocated(held) = machine.complete(heard)? {
+                        return Ok(Allocation::Entries(held));
                     }
                 }
             }
             Inner::Ours(pool) => {
-                pool.allocate(NODE, class).map(Taken::Extent).map_err(|error| error.to_string())
+                pool.allocate(NODE, class).map(Allocation::Extent).map_err(|error| error.to_string())
             }
             Inner::Trip(wire) => {
                 let probe = Verb::FetchAdd { remote: wire.remote(0), add: 0 };
                 wire.run(&[Work { id: 0, verb: probe, signalled: true }])?;
-                Ok(Taken::Nothing)
+                Ok(Allocation::Nothing)
             }
         }
     }
 
-    /// Give it back.
+    /// Frees it.
     ///
     /// # Errors
     /// If it is not this client's, or the endpoint fails.
-    pub fn give(&mut self, taken: Taken) -> Result<(), String> {
+    pub fn free(&mut self, taken: Allocation) -> Result<(), String> {
         match (&mut self.inner, taken) {
-            (Inner::Rpc { wire, answer, .. }, Taken::Chunk(chunk, class)) => {
-                wire.ask(Request::Give { chunk, class }, answer)?;
+            (Inner::Rpc { wire, answer, .. }, Allocation::Chunk(chunk, class)) => {
+                wire.ask(Request::Free { chunk, class }, answer)?;
                 decode_answer(answer).map(drop).ok_or_else(|| "the node did not take it back".into())
             }
-            (Inner::Array { wire, machine, heard, works }, Taken::Entries(held)) => {
-                machine.give(held);
+            (Inner::Array { wire, machine, heard, works }, Allocation::Entries(held)) => {
+                machine.start_free(held);
                 wire.touch(machine.touches(), works, heard)?;
-                machine.hear(heard).map(drop)
+                machine.complete(heard).map(drop)
             }
-            (Inner::Ours(pool), Taken::Extent(extent)) => {
+            (Inner::Ours(pool), Allocation::Extent(extent)) => {
                 pool.free(extent).map_err(|error| error.to_string())
             }
-            (_, Taken::Nothing) => Ok(()),
+            (_, Allocation::Nothing) => Ok(()),
             _ => Err("it was taken in another way".into()),
         }
     }
@@ -199,7 +199,8 @@ impl Wire {
         RemoteAddr { addr: self.base.addr + u64::from(entry) * 8, key: self.base.key }
     }
 
-    /// Post operations, whose names are their places, and wait for the end of all; what came of them is in `outcomes`.
+    /// Post operations, whose names are their places, and wait for the end of all; what came of
+    /// them is in `outcomes`.
     fn run(&mut self, works: &[Work]) -> Result<(), String> {
         let (mut posted, mut ended, mut spins) = (0, 0, 0);
         self.outcomes.clear();
@@ -271,7 +272,7 @@ impl Wire {
                     let local = LocalSlice { key: self.key, offset: 0, len: count * 8 };
                     Verb::Read { local, remote: self.remote(first) }
                 }
-                Touch::Take { entry, host } => {
+                Touch::Claim { entry, host } => {
                     Verb::CompareSwap { remote: self.remote(entry), expected: 0, desired: u64::from(host) }
                 }
             };
@@ -288,7 +289,7 @@ impl Wire {
                     let read = (0..*count).map(|at| entry(at).load(std::sync::atomic::Ordering::Relaxed));
                     heard.extend(read.map(owner));
                 }
-                Touch::Take { .. } => heard.push(owner(*outcome)),
+                Touch::Claim { .. } => heard.push(owner(*outcome)),
             }
         }
         Ok(())

@@ -1,47 +1,47 @@
-//! What the ends of a check say in messages, beside what they do by one-sided operations. Parsed as bytes from a stranger.
+//! Messages between the two ends of a check. The other end is not trusted.
 
 use aquifer_fabric::Key;
 #[cfg(doc)]
 use aquifer_fabric_verbs::RemapMethod;
 
-/// What is asked of the other end.
+/// A request to the lending end.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request {
-    /// Say something back.
+    /// Answer at once.
     Echo,
-    /// Bind a window that may only be read.
+    /// Bind a read-only window.
     Open,
-    /// Let nothing be read by it any more.
+    /// Revoke a window.
     Close(Key),
-    /// Put other pages under the addresses of the movable region.
+    /// Remap the movable region.
     Move,
 }
 
-/// Where pages have moved; of a key 0, none do here.
+/// Answer to [`Request::Move`]. With key 0 the memory cannot be remapped.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Moved {
-    /// Opens what moved.
+    /// Key of the movable region.
     pub key: Key,
-    /// Where that begins.
+    /// Start of the region.
     pub addr: u64,
-    /// What each byte there is now.
+    /// Value of each byte there.
     pub byte: u8,
-    /// How the device learned of it: its place in [`RemapMethod::ALL`].
+    /// Index of the method in [`RemapMethod::ALL`].
     pub how: u8,
 }
 
-/// A window that was bound; of a key 0, none could be.
+/// Answer to the other requests: a window. With key 0 none could be bound.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Opened {
-    /// Its key.
+    /// Key of the window.
     pub key: Key,
-    /// Where it begins.
+    /// Start of the window.
     pub addr: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
 }
 
-/// Bytes of every message: a byte for the kind, and a window.
+/// Length of every message: a byte for the kind, and a window.
 pub const MESSAGE_BYTES: usize = 32;
 const ECHO: u8 = 1;
 const OPEN: u8 = 2;

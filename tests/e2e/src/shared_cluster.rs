@@ -1,4 +1,4 @@
-//! A cluster of root's for all users of this machine, and its programs where they can reach them.
+//! A cluster of root that serves all users, and copies of the programs that all users can execute.
 
 use std::fs::Permissions;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -9,30 +9,30 @@ use tempfile::TempDir;
 
 use crate::{Cluster, build};
 
-/// The cluster, and a folder that all may enter.
+/// A cluster that serves all users, and a folder that all users can enter.
 #[derive(Debug)]
-pub struct House {
+pub struct SharedCluster {
     folder: TempDir,
-    /// Root's.
+    /// The cluster, of root.
     pub cluster: Cluster,
 }
 
-impl House {
-    /// Bring the cluster up, and copy the programs.
+impl SharedCluster {
+    /// Starts the cluster and copies the programs.
     ///
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn build() -> Self {
-        Self::build_with(2, &[])
+    pub fn up() -> Self {
+        Self::up_with(2, &[])
     }
 
-    /// The same with so many nodes and further options of `aquifer up`.
+    /// Starts the cluster with a number of nodes and further options of `aquifer up`.
     ///
     /// # Panics
     /// If that fails.
     #[must_use]
-    pub fn build_with(nodes: usize, options: &[&str]) -> Self {
+    pub fn up_with(nodes: usize, options: &[&str]) -> Self {
         let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
         let checker = build::programs().join("checker");
@@ -49,25 +49,25 @@ impl House {
         Self { folder, cluster }
     }
 
-    /// Something in the folder.
+    /// The path of a file in the folder.
     #[must_use]
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// A folder in the folder, for a user alone.
+    /// Creates a folder for one user, in the folder.
     ///
     /// # Panics
-    /// If it cannot be made.
+    /// If it cannot be created.
     #[must_use]
-    pub fn room(&self, name: &str, uid: u32) -> PathBuf {
-        let room = self.path(name);
-        std::fs::create_dir(&room).expect("our own folder");
-        chown(&room, Some(uid), Some(uid)).expect("root may");
-        room
+    pub fn private_folder(&self, name: &str, uid: u32) -> PathBuf {
+        let folder = self.path(name);
+        std::fs::create_dir(&folder).expect("our own folder");
+        chown(&folder, Some(uid), Some(uid)).expect("root may");
+        folder
     }
 
-    /// A program as a user who has no rights of any kind.
+    /// A command as a user without capabilities.
     #[must_use]
     pub fn plain_command(&self, uid: u32, program: &Path) -> Command {
         let mut command = Command::new("setpriv");
@@ -76,7 +76,7 @@ impl House {
         command
     }
 
-    /// `aquifer …` as such a user.
+    /// The command `aquifer …` as a user without capabilities.
     #[must_use]
     pub fn command(&self, uid: u32, words: &[&str]) -> Command {
         let mut command = self.plain_command(uid, &self.path("aquifer"));

@@ -1,4 +1,4 @@
-//! The target's thread: it lets endpoints in and notices when they leave.
+//! The target's thread: it accepts endpoints and notices when they hang up.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -9,27 +9,27 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 
 use super::handshake::{self, Reply, Welcome};
-use super::mailbox::{Direction, Ring, mailbox_bytes};
+use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
-use super::target::{Peer, Shared, State};
+use super::target::{ShmPeer, ShmShared, ShmTargetState};
 use crate::Memory;
 use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT};
 use crate::memory::u64_from;
 use crate::target::Identity;
 
-/// The control thread looks so often whether a connection has been silent for too long.
+/// The interval at which the timeouts of unfinished handshakes are checked.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 
-/// The thread that lets endpoints in and notices when they leave.
-pub(super) struct Doorkeeper {
-    shared: Arc<Shared>,
+/// The thread that accepts endpoints and notices when they hang up.
+pub(super) struct ShmAcceptor {
+    shared: Arc<ShmShared>,
     listener: OwnedFd,
     pending: Vec<(OwnedFd, Instant)>,
     connected: Vec<(usize, Arc<OwnedFd>)>,
 }
 
-impl Doorkeeper {
-    pub fn new(shared: Arc<Shared>, listener: OwnedFd) -> Self {
+impl ShmAcceptor {
+    pub fn new(shared: Arc<ShmShared>, listener: OwnedFd) -> Self {
         Self { shared, listener, pending: Vec::new(), connected: Vec::new() }
     }
 
@@ -39,33 +39,34 @@ impl Doorkeeper {
                 Ok(ready) => ready,
                 Err(rustix::io::Errno::INTR) => continue,
                 Err(error) => {
-                    tracing::error!(%error, "the fabric target cannot wait for its sockets");
+                    tracing::error!(%error, "cannot poll the sockets of the shared-memory target; retrying");
                     std::thread::yield_now();
                     continue;
                 }
             };
             let pending = self.pending.len();
-            // From the back, so that what was removed does not move what is still to be looked at.
+            // From the back, because handling an index removes it.
             for &index in ready.iter().rev() {
                 match index {
                     0 => self.accept(),
-                    _ if index <= pending => self.greet(index - 1),
-                    _ => self.depart(index - 1 - pending),
+                    _ if index <= pending => self.handle_hello(index - 1),
+                    _ => self.remove_endpoint(index - 1 - pending),
                 }
             }
             self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
         }
     }
 
-    /// Wait for something to happen: 0 is the listener, then come the pending, then the connected.
+    /// Waits for events. Index 0 is the listener; the unfinished handshakes and then the connected
+    /// endpoints follow.
     fn wait(&self) -> Result<Vec<usize>, rustix::io::Errno> {
         let mut polled = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
-        // Who comes when too many have not yet said who they are waits in the backlog.
+        // At the limit of unfinished handshakes, further connections wait in the backlog.
         let room = self.pending.len() < PENDING_LIMIT;
         let accepting = if room { PollFlags::IN } else { PollFlags::empty() };
         polled.push(PollFd::new(&self.listener, accepting));
         polled.extend(self.pending.iter().map(|(fd, _)| PollFd::new(fd, PollFlags::IN)));
-        // Endpoints say nothing over the socket, so whatever happens there is the end.
+        // Endpoints send nothing after the handshake, so any event is a hang-up.
         let ending = PollFlags::IN | PollFlags::RDHUP;
         polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, ending)));
         let patience = (!self.pending.is_empty()).then_some(&TICK);
@@ -80,15 +81,16 @@ impl Doorkeeper {
             Ok(socket) => self.pending.push((socket, Instant::now())),
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
             Err(error) => {
-                tracing::warn!(%error, "cannot accept an endpoint");
-                // Out of descriptors or memory: trying at once again would only burn time.
+                tracing::warn!(%error, "cannot accept a connection; retrying");
+                // The process has no descriptors or memory left. Trying again at once would only
+                // use the processor.
                 std::thread::sleep(Duration::from_millis(10));
             }
         }
     }
 
-    /// A pending connection said something, or left.
-    fn greet(&mut self, index: usize) {
+    /// Handles the hello, or the hang-up, of an unfinished handshake.
+    fn handle_hello(&mut self, index: usize) {
         let (socket, _) = self.pending.swap_remove(index);
         let Ok((bytes, _)) = socket::receive(&socket) else {
             return;
@@ -102,14 +104,14 @@ impl Doorkeeper {
         };
         if let Some((socket, reason)) = refused {
             tracing::info!(reason, "an endpoint was refused");
-            // If it has left already nobody misses the answer.
+            // The peer may have hung up already.
             let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason)), &[]);
         }
     }
 
-    /// Who it is, if it may connect at all; else the reason why not.
+    /// The identity of the peer, or the reason to refuse it.
     fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, String> {
-        let uid = socket::peer_uid(socket).map_err(|e| format!("your user is unknown: {e}"))?;
+        let uid = socket::peer_uid(socket).map_err(|e| format!("the user id of the peer is unknown: {e}"))?;
         let allowed = self.shared.options.peer_uid;
         if uid != allowed {
             return Err(format!("user {uid} may not connect, only user {allowed}"));
@@ -117,27 +119,30 @@ impl Doorkeeper {
         handshake::parse_hello(hello).map_err(|error| error.to_string())
     }
 
-    /// What the host's agent before this one still has under way must not be done any more. One that is dead does nothing more, and one
-    /// that stands still in the middle of an access is ended.
-    fn shut_out_earlier(&self, who: Identity) -> Result<(), String> {
+    /// Fences all smaller epochs of the host: their operations in flight must not take effect
+    /// later. A process that stalls in the middle of an access is killed.
+    fn fence_earlier_epochs(&self, who: Identity) -> Result<(), String> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
-            if !self.shared.await_end(&fenced, Some(HANDSHAKE_TIME)) {
-                return Err(format!("host {} is still in the middle of an access of before", who.host.0));
+            if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIME)) {
+                return Err(format!(
+                    "an earlier agent of host {} is still in the middle of an access",
+                    who.host.0
+                ));
             }
         }
         Ok(())
     }
 
-    /// Give it a slot, a mailbox and the regions.
+    /// Assigns a slot, a mailbox and the regions.
     fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
-        let Shared { options, control, .. } = &*self.shared;
+        let ShmShared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
             Ok(mailbox) => Arc::new(mailbox),
-            Err(error) => return Err((socket, format!("no memory for a mailbox: {error}"))),
+            Err(error) => return Err((socket, format!("the target has no memory for a mailbox: {error}"))),
         };
         let refusal = self.shared.lock().tables.refusal(who);
-        if let Some(reason) = refusal.or_else(|| self.shut_out_earlier(who).err()) {
+        if let Some(reason) = refusal.or_else(|| self.fence_earlier_epochs(who).err()) {
             return Err((socket, reason));
         }
         let mut state = self.shared.lock();
@@ -147,49 +152,49 @@ impl Doorkeeper {
         let Some(slot) = state.peers.iter().position(Option::is_none) else {
             return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
         };
-        control.occupy(slot, who);
+        control.open_slot(slot, who);
         control.set_process(slot, socket::peer_pid(&socket));
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
-            control.vacate(slot);
-            return Err((socket, format!("the welcome could not be sent: {error}")));
+            control.free_slot(slot);
+            return Err((socket, format!("the welcome cannot be sent: {error}")));
         }
         drop(fds);
         let process = socket::peer_process(&socket).map(Arc::new);
         let socket = Arc::new(socket);
-        state.peers[slot] = Some(Peer {
+        state.peers[slot] = Some(ShmPeer {
             who,
             socket: Arc::clone(&socket),
             process,
-            inbox: Ring::new(&mailbox, &options.limits, Direction::ToTarget),
-            outbox: Ring::new(&mailbox, &options.limits, Direction::ToInitiator),
+            inbox: MessageRing::new(&mailbox, &options.limits, Direction::ToTarget),
+            outbox: MessageRing::new(&mailbox, &options.limits, Direction::ToInitiator),
         });
         drop(state);
         self.connected.push((slot, socket));
         Ok(())
     }
 
-    /// An endpoint hung up: its slot is free, its messages remain to be read.
-    fn depart(&mut self, index: usize) {
+    /// Frees the slot of an endpoint that hung up. Its unread messages are kept.
+    fn remove_endpoint(&mut self, index: usize) {
         let (slot, _) = self.connected.swap_remove(index);
         let mut state = self.shared.lock();
-        self.shared.control.vacate(slot);
+        self.shared.control.free_slot(slot);
         let Some(peer) = state.peers[slot].take() else {
             return;
         };
-        if matches!(peer.inbox.oldest(), Ok(Some(_))) {
-            if state.departed.len() == self.shared.options.endpoints_max {
-                state.departed.pop_front();
+        if matches!(peer.inbox.oldest_stamp(), Ok(Some(_))) {
+            if state.closed_inboxes.len() == self.shared.options.endpoints_max {
+                state.closed_inboxes.pop_front();
             }
-            state.departed.push_back((peer.who, peer.inbox));
+            state.closed_inboxes.push_back((peer.who, peer.inbox));
         }
     }
 }
 
-/// The answer to one who may come in, and the descriptors that go with it.
+/// The welcome and its descriptors.
 fn welcome<'a>(
-    shared: &'a Shared,
-    state: &'a State,
+    shared: &'a ShmShared,
+    state: &'a ShmTargetState,
     slot: usize,
     mailbox: &'a Memory,
     who: Identity,

@@ -1,0 +1,60 @@
+//! Closes windows of initiators, when pages change under a device that does not notice, or when
+//! keys are revoked. All binds in flight must end before the caller may rely on it.
+
+use std::io;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use super::VerbsServer;
+use crate::remap::{LentRegion, RemapRequest};
+use crate::session::VerbsSession;
+use crate::target::VerbsShared;
+
+/// The time within which a device must end a bind.
+const BINDS_TIME: Duration = Duration::from_secs(5);
+
+impl VerbsServer {
+    /// Closes all windows of a region, changes its pages, and permits binds again. An initiator
+    /// whose access is refused meanwhile asks for the key again and repeats the access.
+    pub(super) fn remap(&mut self, shared: &VerbsShared, order: &RemapRequest) -> io::Result<()> {
+        self.is_paused = true;
+        self.close_windows(shared, order.region);
+        let outcome = match shared.lock().regions.get_mut(order.region) {
+            Some(LentRegion::Remappable(remappable)) => remappable.remap_closed(order),
+            _ => Err(io::ErrorKind::NotFound.into()),
+        };
+        self.is_paused = false;
+        let names: Vec<usize> = self.sessions.keys().copied().collect();
+        names.into_iter().for_each(|name| self.post_queued(shared, name));
+        outcome
+    }
+
+    fn close_windows(&mut self, shared: &VerbsShared, region: usize) {
+        self.sessions.values_mut().for_each(|session| session.close_windows(region));
+        self.await_binds(shared, |session| session.is_binding(region));
+    }
+
+    /// Closes the windows of key-table keys in a range, and waits for binds in flight.
+    pub(super) fn expel(&mut self, shared: &VerbsShared, range: &Range<u64>) {
+        self.sessions.values_mut().for_each(|session| session.expel(range));
+        self.await_binds(shared, |session| session.is_binding_in(range));
+    }
+
+    fn await_binds(&mut self, shared: &VerbsShared, is_binding: impl Fn(&VerbsSession) -> bool) {
+        let deadline = Instant::now() + BINDS_TIME;
+        loop {
+            let binding = self.sessions.iter().filter(|(_, session)| is_binding(session));
+            let names: Vec<usize> = binding.map(|(name, _)| *name).collect();
+            if names.is_empty() {
+                return;
+            }
+            if Instant::now() >= deadline {
+                tracing::warn!("the device does not complete binds; closing their connections");
+                names.into_iter().for_each(|name| self.close(name));
+                return;
+            }
+            self.handle_completions(shared);
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Accepts initiators. One thread accepts connections, and a short-lived thread for each runs the
+//! handshake, so a slow initiator delays no other.
+
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::reply::AnswerBuffer;
+use super::serve::{AcceptedConnection, ServeHandle};
+use super::session::TcpSession;
+use super::stream::{DeadlineStream, configure};
+use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
+use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
+use crate::handshake::secure::{SecureChannel, SecureError, respond};
+use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
+use crate::target::Identity;
+
+/// The interval at which expired sessions are ended.
+const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// The thread that accepts connections.
+pub(super) struct TcpAcceptor {
+    shared: Arc<TcpShared>,
+    listener: TcpListener,
+    pending: Arc<AtomicUsize>,
+}
+
+/// Counts an unfinished handshake until it is dropped.
+struct PendingGuard(Arc<AtomicUsize>);
+
+impl Drop for PendingGuard {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl TcpAcceptor {
+    pub fn new(shared: Arc<TcpShared>, listener: TcpListener) -> Self {
+        Self { shared, listener, pending: Arc::new(AtomicUsize::new(0)) }
+    }
+
+    pub fn run(self) {
+        while !self.shared.stop.load(Ordering::SeqCst) {
+            // At the limit of unfinished handshakes, further connections wait in the backlog.
+            let has_room = self.pending.load(Ordering::SeqCst) < PENDING_LIMIT;
+            let accepting = if has_room { PollFlags::IN } else { PollFlags::empty() };
+            let mut polled = [
+                PollFd::new(&self.shared.wake, PollFlags::IN),
+                PollFd::from_borrowed_fd(self.listener.as_fd(), accepting),
+            ];
+            let may_sleep = has_room && self.shared.lock().parked.is_empty();
+            if let Err(error) = rustix::event::poll(&mut polled, (!may_sleep).then_some(&TICK))
+                && error != rustix::io::Errno::INTR
+            {
+                tracing::error!(%error, "cannot poll the sockets of the TCP target; retrying");
+            }
+            if polled[0].revents().contains(PollFlags::IN) {
+                self.shared.wake.clear();
+            }
+            if polled[1].revents().contains(PollFlags::IN) {
+                self.accept();
+            }
+            self.shared.end_expired();
+        }
+    }
+
+    fn accept(&self) {
+        let stream = match self.listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection; retrying");
+                // The process has no descriptors or memory left. Trying again at once would only
+                // use the processor.
+                std::thread::sleep(Duration::from_millis(10));
+                return;
+            }
+        };
+        self.pending.fetch_add(1, Ordering::SeqCst);
+        let pending = PendingGuard(Arc::clone(&self.pending));
+        let shared = Arc::clone(&self.shared);
+        let builder = std::thread::Builder::new().name("fabric-hello".into());
+        let started = builder.spawn(move || {
+            let _pending = pending;
+            if let Err(error) = handshake(&shared, stream) {
+                tracing::info!(%error, "an endpoint was refused");
+            }
+        });
+        if let Err(error) = started {
+            tracing::warn!(%error, "cannot start a thread for a handshake; closing the connection");
+        }
+    }
+}
+
+/// Why an initiator was not admitted.
+#[derive(Debug, thiserror::Error)]
+enum AdmissionError {
+    #[error(transparent)]
+    Secure(#[from] SecureError),
+    #[error(transparent)]
+    System(#[from] std::io::Error),
+    #[error(transparent)]
+    Hello(#[from] hello::HelloError),
+    #[error("refused: {0}")]
+    Refused(String),
+}
+
+fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), AdmissionError> {
+    configure(&stream)?;
+    let stream = DeadlineStream::new(stream, Instant::now() + HANDSHAKE_TIME);
+    let mut secured = respond(stream, &shared.key)?;
+    let hello = hello::parse_hello(&secured.receive()?)?;
+    match admit(shared, &hello) {
+        Ok((session, lost_answers)) => {
+            let result = welcome(shared, secured, &hello, session, lost_answers);
+            shared.handshakes_in_progress.fetch_sub(1, Ordering::SeqCst);
+            if shared.stop.load(Ordering::SeqCst) {
+                shared.handles.iter().for_each(ServeHandle::wake);
+            }
+            result
+        }
+        Err(reason) => {
+            secured.send(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
+            Err(AdmissionError::Refused(reason))
+        }
+    }
+}
+
+/// Sends the welcome and passes the connection to its serving thread, with the answers that the
+/// initiator lacks.
+fn welcome(
+    shared: &Arc<TcpShared>,
+    mut secured: SecureChannel<DeadlineStream>,
+    hello: &Hello,
+    session: TcpSession,
+    lost_answers: Vec<u8>,
+) -> Result<(), AdmissionError> {
+    let encrypt = hello.encrypt || shared.options.encrypt;
+    let welcome = Welcome {
+        session: session.peer.id,
+        done: session.done(),
+        encrypt,
+        limits: shared.options.limits,
+        regions: shared.lock().tables.visible_regions(hello.who),
+    };
+    let said = secured.send(&hello::encode_reply(&Reply::Welcome(welcome)));
+    let (stream, cipher) = secured.into_parts();
+    let socket = OwnedFd::from(stream.into_inner());
+    if let Err(error) = said {
+        shared.park(session);
+        return Err(error.into());
+    }
+    let thread = session.peer.own.thread;
+    shared.handles[thread].add(AcceptedConnection {
+        socket,
+        session,
+        cipher: encrypt.then_some(cipher),
+        answers: lost_answers,
+    });
+    Ok(())
+}
+
+/// Begins or resumes a session. Also returns the answers that the initiator lacks.
+fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>), String> {
+    if let Some(epoch) = hello.who.epoch.checked_sub(1)
+        && shared.lock().tables.refusal(hello.who).is_none()
+    {
+        // Operations in flight of an earlier epoch of this host must not take effect later.
+        shared.fence(hello.who.host, epoch);
+    }
+    let mut state = shared.lock();
+    if shared.stop.load(Ordering::SeqCst) {
+        return Err(GOING_AWAY.into());
+    }
+    if let Some(reason) = state.tables.refusal(hello.who) {
+        return Err(reason);
+    }
+    let admitted = match hello.resume {
+        Some(resume) => resume_session(shared, &mut state, hello.who, resume),
+        None => begin_session(shared, &mut state, hello.who).map(|session| (session, Vec::new())),
+    };
+    // Counted under the lock under which `stop` was read, so a target that stops waits for this
+    // handshake.
+    shared.handshakes_in_progress.fetch_add(usize::from(admitted.is_ok()), Ordering::SeqCst);
+    admitted
+}
+
+fn begin_session(
+    shared: &Arc<TcpShared>,
+    state: &mut TcpTargetState,
+    who: Identity,
+) -> Result<TcpSession, String> {
+    let handles = shared.handles.len();
+    let peer =
+        state.peers.begin(who, |slot| TcpPeerState { thread: slot % handles, ..TcpPeerState::default() })?;
+    shared.control.open_slot(peer.slot, who);
+    Ok(TcpSession::new(shared, &peer, peer.slot))
+}
+
+fn resume_session(
+    shared: &Arc<TcpShared>,
+    state: &mut TcpTargetState,
+    who: Identity,
+    resume: Resume,
+) -> Result<(TcpSession, Vec<u8>), String> {
+    let matches = |peer: &TcpPeer| peer.id == resume.session && peer.who == who;
+    if let Some(at) = state.parked.iter().position(|(session, _)| matches(&session.peer)) {
+        let (mut session, _) = state.parked.swap_remove(at);
+        let mut answers = AnswerBuffer::default();
+        if session.resume(&resume, &mut answers) {
+            return Ok((session, std::mem::take(answers.bytes())));
+        }
+        state.parked.push((session, Instant::now()));
+        return Err("the session cannot be resumed from this position".into());
+    }
+    // The old connection is not known to be broken yet. Its thread closes it, and the initiator
+    // retries.
+    if let Some(peer) = state.peers.iter().find(|peer| matches(peer) && !peer.is_closed()) {
+        peer.own.is_stale.store(true, Ordering::SeqCst);
+        shared.handles[peer.own.thread].wake();
+        return Err(TRY_AGAIN.into());
+    }
+    Err("the session does not exist or has ended".into())
+}

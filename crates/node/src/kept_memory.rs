@@ -1,0 +1,114 @@
+//! Memory that outlives this process: the keeper holds it for the node's next process.
+
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_fabric::{Key, Memory, Target, shm};
+use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
+use aquifer_keeper::KeeperClient;
+use serde::{Deserialize, Serialize};
+
+use crate::error::NodeError;
+use crate::host_epochs::HostEpochs;
+
+/// Options of a node whose memory is kept.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct KeepOptions {
+    /// The keeper's socket.
+    pub keeper: PathBuf,
+    /// The time for which hosts wait for the node after its process has ended.
+    ///
+    /// The keeper's own grace time must not be shorter: it frees the memory when that has passed.
+    pub grace: Duration,
+}
+
+/// The connection to the keeper of this node's memory.
+#[derive(Debug)]
+pub(crate) struct MemoryKeeper {
+    client: KeeperClient,
+    node: u16,
+}
+
+/// Memory that an earlier process of the node has left.
+#[derive(Debug)]
+pub(crate) struct RestoredMemory {
+    pub memory: Arc<Memory>,
+    /// The key of the memory's region.
+    pub key: Key,
+    /// The epoch of the memory's life.
+    pub epoch: u64,
+    /// The last epochs of hosts that the process has seen.
+    pub epochs: HostEpochs,
+}
+
+/// The keeper's record of the memory.
+///
+/// It is JSON, because the node that reads it may be of a newer build.
+#[derive(Debug, Serialize, Deserialize)]
+struct KeptMemoryRecord {
+    epoch: u64,
+    key: u32,
+}
+
+impl MemoryKeeper {
+    /// Connects to the keeper. Returns the memory that an earlier process has left, if it is
+    /// usable.
+    ///
+    /// Waits until no access of that process's peers to the memory is in flight.
+    ///
+    /// # Errors
+    /// If the keeper cannot be reached, or another process runs as this node.
+    pub fn connect(options: &KeepOptions, node: u16) -> Result<(Self, Option<RestoredMemory>), NodeError> {
+        let (client, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Node(node))
+            .map_err(|source| NodeError::Keeper { path: options.keeper.clone(), source })?;
+        let mut restored = None;
+        for kept in kept {
+            match RestoredMemory::open(&kept.item.record, kept.fds) {
+                Ok(memory) => restored = Some(memory),
+                Err(error) => {
+                    tracing::error!(node, %error, "kept memory is unusable; what was on it is lost");
+                }
+            }
+        }
+        Ok((Self { client, node }, restored))
+    }
+
+    /// Has the keeper hold the memory. `key` opens its region, and `epoch` identifies its life.
+    pub fn hold(&self, memory: &Memory, key: Key, epochs: &HostEpochs, target: &dyn Target, epoch: u64) {
+        let record = KeptMemoryRecord { epoch, key: key.0 };
+        let record = serde_json::to_string(&record).expect("plain structs are JSON");
+        let item = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, record };
+        let fds: Vec<BorrowedFd<'_>> =
+            [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
+        self.client.hold(&item, &fds);
+    }
+
+    /// Has the keeper release the memory.
+    pub fn release(&self) {
+        self.client.release(HeldKind::Node, u64::from(self.node));
+    }
+
+    /// If the keeper was restarted, has the new one hold the memory. To be called regularly.
+    pub fn reconnect_if_closed(&self) {
+        self.client.reconnect_if_closed();
+    }
+}
+
+impl RestoredMemory {
+    /// Opens kept memory, and waits until no access of the dead process's peers is in flight.
+    fn open(record: &str, fds: Vec<OwnedFd>) -> io::Result<Self> {
+        let KeptMemoryRecord { epoch, key } = serde_json::from_str(record)?;
+        let mut fds = fds.into_iter();
+        let mut next = || fds.next().ok_or_else(|| io::Error::other("a descriptor is missing"));
+        let memory = Arc::new(Memory::whole(next()?)?);
+        let epochs = HostEpochs::open(next()?)?;
+        fds.try_for_each(shm::retire)?;
+        Ok(Self { memory, key: Key(key), epoch, epochs })
+    }
+}
+
+#[cfg(test)]
+mod golden_tests;

@@ -1,0 +1,382 @@
+//! The node's membership in the cluster: its lease and record, and the watches over the leases of
+//! hosts and over requests to change how much it lends.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord, RequestedMemory};
+use aquifer_directory::{
+    Compare, Directory, DirectoryEntry, DirectoryError, KeyOperation, Lease, Transaction, WatchEvent,
+    WatchEventKind,
+};
+use aquifer_fabric::{Host, Target};
+
+use crate::error::NodeError;
+use crate::fences::{Fence, LiveHosts};
+use crate::host_epochs::HostEpochs;
+use crate::lending::{Lending, LendingStatus};
+use crate::metrics::NodeCounters;
+use crate::shutdown::Shutdown;
+
+/// Attempts to write the record while other processes change it.
+const JOIN_ATTEMPTS: u32 = 8;
+/// Longest time for which a request to stop goes unnoticed.
+const TICK: Duration = Duration::from_millis(100);
+
+/// A node's membership.
+#[derive(Debug)]
+pub(crate) struct NodeMembership {
+    directory: Arc<dyn Directory>,
+    record: NodeRecord,
+    ttl: Duration,
+    lease: Lease,
+    /// The time of the last keep-alive.
+    kept_alive_at: Instant,
+    hosts: LiveHosts,
+    epochs: Arc<HostEpochs>,
+    lending: Arc<Lending>,
+    counters: Arc<NodeCounters>,
+}
+
+/// A node that has a lease and has fenced hosts, and has no record yet.
+#[derive(Debug)]
+pub(crate) struct JoiningNode {
+    directory: Arc<dyn Directory>,
+    ttl: Duration,
+    lease: Lease,
+    hosts: LiveHosts,
+    epochs: Arc<HostEpochs>,
+    counters: Arc<NodeCounters>,
+}
+
+impl JoiningNode {
+    /// Takes a lease, and fences all hosts whose leases are known to have ended, those of `epochs`
+    /// that are not in the directory any more included.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn new(
+        directory: Arc<dyn Directory>,
+        ttl: Duration,
+        epochs: Arc<HostEpochs>,
+        target: &dyn Target,
+    ) -> Result<Self, NodeError> {
+        let lease = directory.lease_grant(ttl)?;
+        let seen = epochs.all();
+        // The earlier process has fenced the smaller epochs of each host that it has seen.
+        for (host, epoch) in &seen {
+            epoch.checked_sub(1).into_iter().for_each(|epoch| target.fence(*host, epoch));
+        }
+        let (hosts, counters) = (LiveHosts::new(seen), Arc::default());
+        let mut joining = Self { directory, ttl, lease, hosts, epochs, counters };
+        list_hosts(&*joining.directory, &mut joining.hosts, &joining.epochs, target, &joining.counters)?;
+        Ok(joining)
+    }
+
+    /// The epoch of the lease.
+    pub const fn epoch(&self) -> u64 {
+        self.lease.epoch
+    }
+
+    /// Puts the node's record into the directory under the lease.
+    ///
+    /// # Errors
+    /// If the directory fails, or another node has the number.
+    pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<NodeMembership, NodeError> {
+        let Self { directory, ttl, mut lease, hosts, epochs, counters } = self;
+        // Registering memory that a device pins may take longer than the lease lasts.
+        let kept_alive_at = Instant::now();
+        match directory.lease_keep_alive(lease.id) {
+            Err(DirectoryError::LeaseGone(_)) => lease = directory.lease_grant(ttl)?,
+            outcome => outcome?,
+        }
+        let membership =
+            NodeMembership { directory, record, ttl, lease, kept_alive_at, hosts, epochs, lending, counters };
+        if let Err(error) = membership.put_record() {
+            membership.end_lease();
+            return Err(error);
+        }
+        Ok(membership)
+    }
+}
+
+impl NodeMembership {
+    /// The node's record in the directory. Its epoch identifies the life of the node's memory, and
+    /// stays when the lease is replaced.
+    #[must_use]
+    pub const fn record(&self) -> &NodeRecord {
+        &self.record
+    }
+
+    /// The node's counters.
+    pub(crate) fn counters(&self) -> &Arc<NodeCounters> {
+        &self.counters
+    }
+
+    /// Continues with another connection to the directory.
+    pub fn set_directory(&mut self, directory: Arc<dyn Directory>) {
+        self.directory = directory;
+        // The next keep-alive is due at once: the lease may have ended meanwhile.
+        self.kept_alive_at = Instant::now().checked_sub(self.ttl).unwrap_or(self.kept_alive_at);
+    }
+
+    /// Leaves the cluster for good: the memory is lost.
+    pub fn leave(&self) {
+        if let Err(error) = self.delete_life() {
+            tracing::debug!(%error, "deleting the record of the node's memory failed");
+        }
+        self.end_lease();
+    }
+
+    /// Ends the lease, and with it the record. Kept memory may return.
+    pub fn end_lease(&self) {
+        if let Err(error) = self.directory.lease_revoke(self.lease.id) {
+            tracing::debug!(%error, "revoking the lease failed; it expires by itself");
+        }
+    }
+
+    const fn life(&self) -> NodeLife {
+        let NodeRecord { id, epoch, kept_ms, .. } = self.record;
+        NodeLife { node: id, epoch, kept_ms }
+    }
+
+    /// Deletes the record of this life of the memory, unless it is that of another life.
+    fn delete_life(&self) -> Result<(), DirectoryError> {
+        let key = names::life_key(self.record.id);
+        if let Some(entry) = self.directory.get(&key)?
+            && names::decode::<NodeLife>(&entry)?.is_same(&self.life())
+        {
+            let compares = vec![Compare::version(&key, entry.version)];
+            let operations = vec![KeyOperation::delete(&key)];
+            self.directory.transaction(&Transaction { compares, operations })?;
+        }
+        Ok(())
+    }
+
+    /// Writes the node's record under the lease, and the record of its life.
+    fn put_record(&self) -> Result<(), NodeError> {
+        let key = names::node_key(self.record.id);
+        let value = names::encode(&self.record);
+        for _ in 0..JOIN_ATTEMPTS {
+            let compare = match self.directory.get(&key)? {
+                None => Compare::absent(&key),
+                Some(entry) => Compare::version(&key, self.replaceable(&entry)?),
+            };
+            let operations = vec![
+                KeyOperation::put(&key, value.clone(), Some(self.lease.id)),
+                KeyOperation::put(names::life_key(self.record.id), names::encode(&self.life()), None),
+            ];
+            let transaction = Transaction { compares: vec![compare], operations };
+            if self.directory.transaction(&transaction)?.is_committed() {
+                return Ok(());
+            }
+        }
+        Err(NodeError::Contended { id: self.record.id, attempts: JOIN_ATTEMPTS })
+    }
+
+    /// The version of a record that may be replaced: one with this node's address. Only one process
+    /// can listen at an address, and this one does, so the process that has written the record has
+    /// ended.
+    fn replaceable(&self, entry: &DirectoryEntry) -> Result<u64, NodeError> {
+        let address = match names::decode::<NodeRecord>(entry) {
+            Ok(record) if record.address == self.record.address => return Ok(entry.version),
+            Ok(record) => record.address,
+            Err(_) => "an unreadable address".to_owned(),
+        };
+        Err(NodeError::IdTaken { id: self.record.id, address })
+    }
+
+    /// Reads the requested memory from the directory.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn load_request(&self) -> Result<(), DirectoryError> {
+        if let Some(entry) = self.directory.get(&names::requested_memory_key(self.record.id))? {
+            self.apply_request(&entry);
+        }
+        Ok(())
+    }
+
+    /// Applies a request to lend more or less.
+    fn apply_request(&self, entry: &DirectoryEntry) {
+        match requested_bytes(entry, &self.record) {
+            Ok(Some(bytes)) if self.lending.requested_bytes() != bytes => {
+                tracing::info!(node = self.record.id, bytes, "memory requested");
+                self.lending.request(bytes);
+            }
+            Ok(_) => {}
+            Err(error) => tracing::warn!(key = entry.key, %error, "ignored unreadable request for memory"),
+        }
+    }
+
+    /// Writes into the directory how much is lent, if it has changed.
+    fn update_record(&mut self) -> Result<(), NodeError> {
+        let LendingStatus { lent_bytes, requested_bytes, blocker } = self.lending.status();
+        let updated = NodeRecord {
+            memory_bytes: lent_bytes,
+            requested_memory_bytes: requested_bytes,
+            resize_blocker: blocker,
+            ..self.record.clone()
+        };
+        if updated != self.record {
+            let before = std::mem::replace(&mut self.record, updated);
+            // After a failure it is written over the next connection.
+            self.put_record().inspect_err(|_| self.record = before)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until
+    /// `shutdown`.
+    ///
+    /// # Errors
+    /// If the directory fails, or its events could not be followed fast enough. It can be called
+    /// again, if necessary after [`set_directory`](Self::set_directory).
+    pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
+        self.keep_alive()?;
+        let revision = list_hosts(&*self.directory, &mut self.hosts, &self.epochs, target, &self.counters)?;
+        let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
+        self.load_request()?;
+        let request_key = names::requested_memory_key(self.record.id);
+        let mut requests = self.directory.watch(&request_key, revision + 1)?;
+        let tick = TICK.min(self.ttl / 8);
+        while !shutdown.is_requested() {
+            self.keep_alive()?;
+            if let Some(event) = watch.next(tick)? {
+                self.apply_host_event(&event, target);
+            }
+            while let Some(WatchEvent { key, kind, revision: version }) = requests.next(Duration::ZERO)? {
+                if let (true, WatchEventKind::Put { value, lease }) = (key == request_key, kind) {
+                    self.apply_request(&DirectoryEntry { key, value, version, lease });
+                }
+            }
+            self.update_record()?;
+        }
+        Ok(())
+    }
+
+    /// Fences a host if its lease has ended or was replaced.
+    fn apply_host_event(&mut self, event: &WatchEvent, target: &dyn Target) {
+        let key = event.key.clone();
+        let fence = match event.kind.clone() {
+            WatchEventKind::Put { value, lease } => {
+                let entry = DirectoryEntry { key, value, version: event.revision, lease };
+                host_and_epoch(&entry).and_then(|(host, epoch)| {
+                    self.epochs.record(host, epoch);
+                    self.hosts.add(host, epoch)
+                })
+            }
+            WatchEventKind::Delete => {
+                names::host_of_agent_key(&key).and_then(|host| self.hosts.remove(Host(host)))
+            }
+        };
+        if let Some(fence) = fence {
+            set_fence(target, fence, &self.counters);
+        }
+    }
+
+    /// Keeps the lease alive, if a keep-alive is due. If the lease has ended, takes a new one: the
+    /// memory is still valid, and connections of hosts do not depend on the lease.
+    fn keep_alive(&mut self) -> Result<(), NodeError> {
+        if self.kept_alive_at.elapsed() < self.ttl / 3 {
+            return Ok(());
+        }
+        match self.directory.lease_keep_alive(self.lease.id) {
+            Ok(()) => NodeCounters::increment(&self.counters.renewals),
+            Err(DirectoryError::LeaseGone(_)) => {
+                NodeCounters::increment(&self.counters.renewal_failures);
+                tracing::warn!(node = self.record.id, "lease of this node ended; taking a new one");
+                self.lease = self.directory.lease_grant(self.ttl)?;
+                self.put_record()?;
+            }
+            Err(error) => {
+                NodeCounters::increment(&self.counters.renewal_failures);
+                return Err(error.into());
+            }
+        }
+        self.kept_alive_at = Instant::now();
+        Ok(())
+    }
+}
+
+/// Lists the hosts, and fences those whose leases have ended. Returns the directory's revision.
+fn list_hosts(
+    directory: &dyn Directory,
+    hosts: &mut LiveHosts,
+    epochs: &HostEpochs,
+    target: &dyn Target,
+    counters: &NodeCounters,
+) -> Result<u64, DirectoryError> {
+    let listing = directory.list(names::AGENTS)?;
+    let live: BTreeMap<Host, u64> = listing.entries.iter().filter_map(host_and_epoch).collect();
+    live.iter().for_each(|(host, epoch)| epochs.record(*host, *epoch));
+    for fence in hosts.replace(&live) {
+        set_fence(target, fence, counters);
+    }
+    Ok(listing.revision)
+}
+
+fn set_fence(target: &dyn Target, fence: Fence, counters: &NodeCounters) {
+    tracing::debug!(host = fence.host.0, epoch = fence.epoch, "fenced a host");
+    target.fence(fence.host, fence.epoch);
+    NodeCounters::increment(&counters.fences);
+}
+
+/// The memory that is requested of the node with this record; `None` if the request is for another
+/// node or another life.
+fn requested_bytes(entry: &DirectoryEntry, record: &NodeRecord) -> Result<Option<u64>, DirectoryError> {
+    let request = names::decode::<RequestedMemory>(entry)?;
+    let is_own = (request.node, request.epoch) == (record.id, record.epoch);
+    Ok(is_own.then(|| request.memory_bytes.min(record.memory_bytes_max)))
+}
+
+/// The host and the epoch in a host's record; `None` if it is unreadable.
+fn host_and_epoch(entry: &DirectoryEntry) -> Option<(Host, u64)> {
+    let host = names::host_of_agent_key(&entry.key)?;
+    match names::decode::<AgentRecord>(entry) {
+        Ok(record) if record.host == host => Some((Host(host), record.epoch)),
+        _ => {
+            tracing::warn!(key = entry.key, "ignored host: unreadable record in the directory");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_for_one_life_of_one_node() {
+        let record = NodeRecord {
+            id: 3,
+            fabric: "shm".to_owned(),
+            address: "/there".to_owned(),
+            memory_bytes: 10,
+            memory_bytes_max: 50,
+            requested_memory_bytes: 10,
+            resize_blocker: None,
+            kept_ms: 0,
+            epoch: 7,
+        };
+        let of = |value: Vec<u8>| {
+            requested_bytes(
+                &DirectoryEntry { key: names::requested_memory_key(3), value, version: 1, lease: None },
+                &record,
+            )
+        };
+        let asked = |node, epoch, memory_bytes| {
+            of(names::encode(&RequestedMemory { node, epoch, memory_bytes })).expect("it can be read")
+        };
+        assert_eq!(asked(3, 7, 20), Some(20));
+        assert_eq!(asked(3, 7, 0), Some(0));
+        assert_eq!(asked(3, 7, u64::MAX), Some(50), "at most memory_bytes_max");
+        for (node, epoch) in [(3, 6), (3, 8), (2, 7)] {
+            assert_eq!(asked(node, epoch, 20), None, "{node}, {epoch}");
+        }
+        for odd in [&b""[..], b"{", b"null", br#"{"node":3,"epoch":7,"memory_bytes":-1}"#, b"\xff"] {
+            assert!(of(odd.to_vec()).is_err());
+        }
+    }
+}

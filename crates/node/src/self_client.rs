@@ -1,0 +1,144 @@
+//! The node's client of its own memory: it allocates and frees as host [`Host::NODE`], by the same
+//! operations over the same fabric as other hosts.
+
+use std::ops::Range;
+
+use aquifer_fabric::ClusterKey;
+use aquifer_fabric::tcp::ConnectOptions;
+use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Tenant};
+use aquifer_pool::word::AlignedRun;
+use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
+
+/// The tenant of the node itself; no user has this id.
+const NODE_TENANT: Tenant = Tenant(u32::MAX);
+
+/// Sections that are recovered together. A damaged section prevents the recovery of the others.
+const SECTIONS_PER_RECOVERY: u32 = 512;
+
+/// How the node connects to itself.
+#[derive(Debug)]
+pub(crate) struct SelfAddress {
+    pub address: FabricAddress,
+    pub key: Option<ClusterKey>,
+}
+
+/// A pool client of the node's own memory, which reconnects after a failure.
+#[derive(Debug)]
+pub(crate) struct SelfClient {
+    own: SelfAddress,
+    node: NodeId,
+    pool: Option<PoolClient>,
+    /// Number of connections so far. The number of a connection is its epoch.
+    connections: u64,
+    /// Sections with a change that is not known to be complete.
+    changing: Range<u32>,
+}
+
+impl SelfClient {
+    /// Creates a client that is not connected. An earlier process may have left changes of the
+    /// `uncertain` sections incomplete.
+    pub const fn new(own: SelfAddress, node: NodeId, uncertain: Range<u32>) -> Self {
+        Self { own, node, pool: None, connections: 0, changing: uncertain }
+    }
+
+    /// True if a change may be incomplete, which the next [`connect`](Self::connect) undoes.
+    pub fn has_unfinished_change(&self) -> bool {
+        self.pool.is_none() && (self.connections > 0 || !self.changing.is_empty())
+    }
+
+    /// Closes the connection after a failure.
+    pub fn disconnect(&mut self) {
+        self.pool = None;
+    }
+
+    /// Connects, if there is no connection. Then frees what an incomplete change has allocated;
+    /// that memory is unchanged or cleared.
+    ///
+    /// # Errors
+    /// If the connection or the recovery fails.
+    pub fn connect(&mut self) -> Result<&mut PoolClient, SelfClientError> {
+        if self.pool.is_none() {
+            self.connections += 1;
+            // The new epoch fences the last connection.
+            let identity = Identity { host: Host::NODE, epoch: self.connections, tenant: NODE_TENANT };
+            let endpoint =
+                self.own.address.connect(identity, self.own.key.as_ref(), &ConnectOptions::default())?;
+            let mut pool = PoolClient::new(identity.host, identity.tenant);
+            pool.add_node(self.node, endpoint)?;
+            while !self.changing.is_empty() {
+                let part =
+                    self.changing.start..self.changing.end.min(self.changing.start + SECTIONS_PER_RECOVERY);
+                match pool.recover_within(self.node, identity.host, part.clone()) {
+                    // The damage is permanent, and other sections must not wait for it.
+                    Err(error @ PoolError::Damaged { .. }) => {
+                        tracing::warn!(node = self.node.0, %error, "damaged section is not used any more");
+                    }
+                    outcome => drop(outcome?),
+                }
+                self.changing.start = part.end;
+            }
+            self.pool = Some(pool);
+        }
+        Ok(self.pool.as_mut().expect("it is connected"))
+    }
+
+    /// Changes a section. If `change` fails for another reason than damage, the next
+    /// [`connect`](Self::connect) frees what the node owns in the section.
+    ///
+    /// # Errors
+    /// Those of `connect` and of `change`.
+    pub fn change<T>(
+        &mut self,
+        section: u32,
+        change: impl FnOnce(&mut PoolClient, NodeId) -> Result<T, SelfClientError>,
+    ) -> Result<T, SelfClientError> {
+        let node = self.node;
+        self.connect()?;
+        self.changing = section..section + 1;
+        let changed = change(self.pool.as_mut().expect("it is connected"), node);
+        if changed.as_ref().map_or_else(SelfClientError::is_damage, |_| true) {
+            self.changing = 0..0;
+        }
+        changed
+    }
+}
+
+/// Allocates a group of spans of a section. `None` if a host owns part of it or is changing it.
+///
+/// # Errors
+/// Those of [`PoolClient::allocate_group`], except that the group is busy.
+pub(crate) fn allocate_group(
+    pool: &mut PoolClient,
+    node: NodeId,
+    section: u32,
+    group: AlignedRun,
+) -> Result<Option<Extent>, SelfClientError> {
+    match pool.allocate_group(node, section, group) {
+        // Nothing was changed. The caller continues with other groups.
+        Err(PoolError::Busy { .. }) => Ok(None),
+        outcome => Ok(outcome?),
+    }
+}
+
+/// Why a change of the node's own memory has failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SelfClientError {
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    #[error(transparent)]
+    Pool(#[from] PoolError),
+    /// Pages could not be released.
+    #[error("cannot release pages to the system: {0}")]
+    System(#[from] std::io::Error),
+}
+
+impl SelfClientError {
+    /// True if the metadata itself is damaged, so that a retry is useless.
+    pub const fn is_damage(&self) -> bool {
+        let Self::Pool(error) = self else { return false };
+        matches!(
+            error,
+            PoolError::Damaged { .. } | PoolError::NotAllocated { .. } | PoolError::NotOurs { .. }
+        )
+    }
+}
