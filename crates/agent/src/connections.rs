@@ -7,10 +7,11 @@ use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
+use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
 use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunReport};
 use aquifer_host::cluster_access::ClusterAccess;
@@ -63,6 +64,8 @@ pub(crate) struct Connections {
     access: ClusterAccess,
     /// Open connections by user id.
     counts: Mutex<HashMap<u32, usize>>,
+    /// Limits the log lines about connections that cannot be accepted.
+    accept_failures: Mutex<FailureLog>,
 }
 
 impl Connections {
@@ -79,6 +82,7 @@ impl Connections {
             swap_servers: SwapServers::default(),
             access,
             counts: Mutex::default(),
+            accept_failures: Mutex::default(),
         })
     }
 
@@ -88,7 +92,10 @@ impl Connections {
         let (socket, peer) = match accept(listener) {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "accepting a connection failed");
+                let mut log = self.accept_failures.lock().unwrap_or_else(PoisonError::into_inner);
+                if let Some(failures) = log.record(Instant::now()) {
+                    tracing::warn!(%error, failures, "accepting a connection failed");
+                }
                 return;
             }
         };

@@ -1,4 +1,4 @@
-//! The shared-memory handshake under strangers: wrong, cut, mutated and random bytes, both ways.
+//! The shared-memory handshake with wrong, truncated, mutated and random bytes, in both directions.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -52,7 +52,7 @@ fn what_is_written_is_read_back() {
     assert_eq!(cut, Ok(Reply::Refusal("é".repeat(128))));
 }
 
-/// The bytes are the format: this version will always be written so.
+/// The bytes are the format: this version must always write them so.
 #[test]
 fn the_corpus_is_judged_as_its_names_say() {
     for (name, bytes) in corpus() {
@@ -117,8 +117,8 @@ fn socket() -> OwnedFd {
     rustix::net::socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap()
 }
 
-/// Say something to a target and hear its answer.
-fn say(path: &Path, bytes: &[u8]) -> Vec<u8> {
+/// Sends bytes to a target and returns its answer.
+fn send(path: &Path, bytes: &[u8]) -> Vec<u8> {
     let socket = socket();
     rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::send(&socket, bytes, SendFlags::NOSIGNAL).unwrap();
@@ -136,7 +136,7 @@ fn node(options: Options) -> (tempfile::TempDir, PathBuf, ShmTarget) {
 }
 
 #[test]
-fn a_target_refuses_strangers_with_a_reason_and_goes_on() {
+fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
     let (_folder, path, _target) = node(Options::default());
     let good = handshake::encode_hello(WHO);
     let with = |place: usize, value: u8| {
@@ -156,12 +156,12 @@ fn a_target_refuses_strangers_with_a_reason_and_goes_on() {
         (vec![b'A'; 60_000], "does not begin as"),
     ];
     for (bytes, expected) in strangers {
-        match handshake::parse_reply(&say(&path, &bytes)) {
+        match handshake::parse_reply(&send(&path, &bytes)) {
             Ok(Reply::Refusal(reason)) => assert!(reason.contains(expected), "{reason}"),
             other => panic!("{expected}: {other:?}"),
         }
     }
-    // Those who hang up without a word, or stay silent, are in nobody's way.
+    // Peers that hang up at once or send nothing must not delay others.
     let silent: Vec<OwnedFd> = (0..aquifer_fabric::handshake::PENDING_LIMIT / 2)
         .map(|_| {
             let socket = socket();
@@ -229,7 +229,8 @@ fn options_out_of_bounds_are_refused() {
     }
 }
 
-/// A target that answers one connection with these bytes and descriptors.
+/// A target that answers one connection with these bytes and descriptors. Returns the endpoint's
+/// error.
 fn impostor(answer: &[u8], fds: &[BorrowedFd<'_>]) -> EndpointError {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("impostor");

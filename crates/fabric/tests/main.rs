@@ -1,4 +1,5 @@
-//! The fabric's providers: one conformance suite over all of them, and what only one of them does.
+//! Tests of the fabric's providers: a conformance suite over all of them, and tests of single
+//! providers.
 
 mod conformance;
 mod handshake;

@@ -1,5 +1,7 @@
-//! Endpoints that outlive an absence of their target, in the simulator: one host writes, reads and counts while its node is killed and started reconnect, and
-//! while the way to it is cut. What was acknowledged is there, what is read is not older than what was written before, and nothing of before a break comes late.
+//! Reconnecting endpoints in the simulator. One host writes, reads and counts while its node is
+//! killed and restarted, and while the link to it is cut. Acknowledged writes must be there, a read
+//! must not return a value older than an acknowledged write, and nothing of a broken connection may
+//! take effect late.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,7 +18,7 @@ use aquifer_fabric::{
 };
 
 const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
-/// Words that are written; behind them is one that is counted in.
+/// Number of words that are written. One more word is a counter.
 const WORDS: usize = 8;
 const DEPTH: usize = 16;
 
@@ -46,7 +48,7 @@ impl Reconnect for SimReconnect {
     }
 }
 
-/// What an operation was.
+/// An operation that was posted.
 #[derive(Clone, Copy, Debug)]
 enum Did {
     Write,
@@ -65,7 +67,7 @@ struct Play {
     rng: Rng,
     under_way: VecDeque<(u64, usize, Did)>,
     free_slots: Vec<usize>,
-    /// What each word is when everything that was posted is done.
+    /// The value of each word once all posted operations are done.
     words: [u64; WORDS],
     next: u64,
     counted: u64,
@@ -153,7 +155,7 @@ impl Play {
                     let mut found = [0; 8];
                     self.local.read(slot * 8, &mut found);
                     let found = u64::from_le_bytes(found);
-                    // One that is done once more may find what was written after it.
+                    // A READ that is repeated may find what was written after it.
                     assert!(found >= expected, "{found} was read where {expected} had been written");
                 }
                 (Did::Write, Ok(_)) => {}
@@ -204,7 +206,7 @@ impl Play {
             self.poll();
             self.fabric.step();
         }
-        // What is still on the wire of connections of before must change nothing.
+        // Operations of earlier connections that are still on the wire must change nothing.
         self.fabric.run();
         for (word, value) in self.words.iter().enumerate() {
             let found = self.remote.atomic_u64(word * 8).load(Ordering::Relaxed);
@@ -245,7 +247,7 @@ fn a_target_that_does_not_come_back_ends_everything() {
 }
 
 #[test]
-fn who_does_not_wait_is_told_at_once() {
+fn work_fails_at_once_without_waiting() {
     let mut play = Play::new(1, AwayPolicy::Fail);
     play.fabric.crash_node(play.target.node());
     let local = LocalSlice { key: LocalKey(1), offset: 0, len: 8 };
@@ -271,7 +273,7 @@ fn who_does_not_wait_is_told_at_once() {
 }
 
 #[test]
-fn who_comes_while_the_target_is_away_waits_for_it_all_the_same() {
+fn an_endpoint_made_while_the_target_is_away_waits_for_it() {
     let mut play = Play::new(1, AwayPolicy::Wait);
     play.fabric.crash_node(play.target.node());
     let reconnect = Arc::clone(&play.reconnect) as Arc<dyn Reconnect>;

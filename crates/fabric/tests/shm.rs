@@ -1,4 +1,4 @@
-//! What only true concurrency shows: threads that race, processes that are killed.
+//! Tests with real concurrency: threads that race, and processes that are killed.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -24,7 +24,7 @@ fn node(path: &Path) -> (ShmTarget, Arc<Memory>, Region) {
     (target, memory, region)
 }
 
-/// An endpoint with one piece of local memory.
+/// An endpoint with one local memory.
 fn client(path: &Path) -> (Box<dyn Endpoint>, Arc<Memory>, LocalSlice) {
     let mut endpoint = shm::connect(path, WHO).unwrap();
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
@@ -70,8 +70,8 @@ fn threads_lose_no_increment_and_see_no_torn_word() {
     assert_eq!(memory.atomic_u64(8).load(Ordering::SeqCst), (swaps << 32) + swaps);
 }
 
-/// The promise that recycling of memory stands on: once `invalidate` has returned, nobody reads
-/// or writes through the key, not even the end of a copy that had begun before.
+/// The property on which reuse of memory depends: once `invalidate` has returned, no access by the
+/// key is in flight, not even the end of a copy.
 #[test]
 fn no_access_outlives_its_key() {
     const ROUNDS: u64 = 500;
@@ -85,7 +85,7 @@ fn no_access_outlives_its_key() {
     let dead = AtomicU64::new(0);
     let stop = AtomicBool::new(false);
     let worked = AtomicU64::new(0);
-    // Counted, not asserted at once: a thread that panicked would leave the others waiting.
+    // Faults are counted and asserted later: a thread that panicked would leave the others waiting.
     let faults = Faults::default();
     std::thread::scope(|scope| {
         for writes in [false, true] {
@@ -123,7 +123,7 @@ fn no_access_outlives_its_key() {
             }
             target.invalidate(bound).unwrap();
             dead.store(u64::from(bound.0), Ordering::SeqCst);
-            // The memory is another's now. What it holds must stay, and stay unseen.
+            // The memory belongs to another user now. Its contents must neither change nor be read.
             memory.atomic_u64((64 << 10) - 8).store(u64::MAX, Ordering::SeqCst);
             memory.write(0, &vec![0xFF; 64 << 10]);
             let mut seen = vec![0; 64 << 10];
@@ -153,7 +153,7 @@ fn count(counter: &AtomicU64, happened: bool) {
     counter.fetch_add(u64::from(happened), Ordering::SeqCst);
 }
 
-/// Nothing of a fenced host takes effect once `fence` has returned.
+/// Nothing of a fenced host may take effect once `fence` has returned.
 #[test]
 fn a_fence_stops_a_hammering_host() {
     let folder = tempfile::tempdir().unwrap();
@@ -184,7 +184,7 @@ fn a_fence_stops_a_hammering_host() {
     }
 }
 
-/// This test binary again, as another process that plays a role in `as_child`.
+/// Starts this test binary as another process, which plays a role in `as_child`.
 fn spawn(role: &str, path: &Path) -> (Child, impl BufRead) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "shm::as_child", "--nocapture", "--test-threads=1"])
@@ -198,8 +198,8 @@ fn spawn(role: &str, path: &Path) -> (Child, impl BufRead) {
     (child, output)
 }
 
-/// Not a test of its own: what the children of the tests below run. Without a role it checks that
-/// nobody listens where nobody should.
+/// Runs the roles of the child processes of the tests below. Without a role it checks that
+/// connecting to a path without a target fails.
 #[test]
 fn as_child() {
     let path = std::env::var_os(CHILD_PATH).unwrap_or_else(|| "/nonexistent/node".into());
@@ -259,7 +259,7 @@ fn a_killed_target_process_is_noticed_under_load() {
 }
 
 #[test]
-fn a_killed_initiator_holds_up_nobody_and_leaves_its_place() {
+fn a_killed_initiator_delays_no_other_and_frees_its_slot() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("node");
     let (target, _, region) = node(&path);
@@ -274,7 +274,7 @@ fn a_killed_initiator_holds_up_nobody_and_leaves_its_place() {
         }
         assert_eq!(target.endpoints(), 1);
         child.kill().unwrap();
-        // It died inside a batch, or nearly always did.
+        // It was killed inside a batch in nearly all runs.
         target.invalidate(key).unwrap();
         target.fence(Host(6), 1);
         child.wait().unwrap();

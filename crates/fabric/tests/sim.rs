@@ -1,4 +1,5 @@
-//! What only the simulated fabric promises: replay, reordering, crashes that leave prefixes.
+//! Guarantees that only the simulated fabric gives: replay, reordering, and crashes that leave
+//! prefixes.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -54,7 +55,7 @@ fn drain(endpoint: &mut SimEndpoint) -> Vec<Completion> {
     out
 }
 
-/// Three hosts increment one word; what each found is the history.
+/// Three hosts increment one word. The values found are the history.
 fn history(seed: u64) -> (u64, Vec<u64>) {
     let scene = scene(seed, SimOptions::default());
     let mut endpoints = [scene.endpoint(1), scene.endpoint(2), scene.endpoint(3)];
@@ -105,7 +106,7 @@ fn a_crashed_host_leaves_a_prefix_and_nothing_more() {
             scene.fabric.step();
         }
         scene.fabric.crash_host(Host(1));
-        // The host comes back and uses its memory for something else.
+        // The host restarts and uses its memory for something else.
         (0..10).for_each(|word| local.atomic_u64(word * 8).store(99, Ordering::SeqCst));
         scene.fabric.run();
         let log: Vec<u64> = (0..10).map(|word| scene.word(word)).collect();

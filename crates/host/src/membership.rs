@@ -61,7 +61,7 @@ impl Membership {
     /// next agent can claim the number again.
     ///
     /// # Errors
-    /// Those of the directory. [`DirectoryError::Taken`] if another host has claim_epoch the number
+    /// Those of the directory. [`DirectoryError::Taken`] if another host has claimed the number
     /// of `predecessor`.
     pub fn join(
         directory: Arc<dyn Directory>,

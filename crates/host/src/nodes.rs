@@ -86,14 +86,15 @@ impl NodeRegistry {
     }
 
     fn apply_listing(&self, listing: &Listing) {
+        let (mut view, now) = (self.write_view(), Instant::now());
         let mut records: Vec<NodeRecord> = Vec::with_capacity(listing.entries.len());
         for entry in &listing.entries {
             match names::decode(entry) {
                 Ok(record) => records.push(record),
-                Err(error) => log_unreadable_record(&entry.key, &error),
+                Err(error) => view.log_unreadable_record(&entry.key, &error, now),
             }
         }
-        self.write_view().apply_listing(&records, listing.revision, Instant::now());
+        view.apply_listing(&records, listing.revision, now);
     }
 
     /// Applies an event of the watch over the nodes.
@@ -101,14 +102,15 @@ impl NodeRegistry {
         let Some(number) = event.key.strip_prefix(names::NODES).and_then(|number| number.parse().ok()) else {
             return;
         };
+        let (mut view, now) = (self.write_view(), Instant::now());
         let record = match &event.kind {
             WatchEventKind::Put { value, .. } => match serde_json::from_slice::<NodeRecord>(value) {
                 Ok(record) => Some(record),
-                Err(error) => return log_unreadable_record(&event.key, &error),
+                Err(error) => return view.log_unreadable_record(&event.key, &error, now),
             },
             WatchEventKind::Delete => None,
         };
-        self.write_view().apply_event(NodeId(number), record.as_ref(), event.revision, Instant::now());
+        view.apply_event(NodeId(number), record.as_ref(), event.revision, now);
     }
 
     /// Reads from the directory which memory existed before this process. Its nodes are waited for
@@ -380,10 +382,6 @@ impl NodeRegistry {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn log_unreadable_record(key: &str, error: &dyn std::fmt::Display) {
-    tracing::warn!(key, %error, "ignored memory node: unreadable record in the directory");
 }
 
 fn unknown_node(node: NodeId) -> EndpointError {

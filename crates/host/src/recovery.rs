@@ -2,7 +2,7 @@
 //!
 //! A host is dead when its lease has ended. A host that recovers it claims its number under a lease
 //! of its own. So no two hosts recover it at the same time, memory nodes fence what the dead host
-//! still has in flight, and if the recovering host dies, too, the number can be claim_epoch again.
+//! still has in flight, and if the recovering host dies, too, the number can be claimed again.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ struct RecoveryWorker {
 
 /// A dead host that is not recovered yet.
 struct DeadHost {
-    /// The claim of the number by which this death is distinguished from another one.
+    /// The epoch of the claim of the number; distinguishes this death from others of the number.
     claim_epoch: u64,
     seen_at: Instant,
     /// The time of the last failed attempt to recover the host.
@@ -143,7 +143,7 @@ impl RecoveryWorker {
     /// Recovers a host if its grace time has passed and no attempt has just failed.
     fn try_recover(&self, record: &HolderRecord, dead: &mut DeadHost) {
         if dead.claim_epoch != record.claim_epoch {
-            // The number was claim_epoch again, and that host has died, too.
+            // The number was claimed again, and that host has died, too.
             (dead.claim_epoch, dead.seen_at) = (record.claim_epoch, Instant::now());
         }
         let is_in_grace_time = dead.seen_at.elapsed() < Duration::from_millis(record.grace_ms);
@@ -166,7 +166,7 @@ impl RecoveryWorker {
                     );
                 }
             }
-            // Another host has recovered it, or its next agent has claim_epoch the number.
+            // Another host has recovered it, or its next agent has claimed the number.
             Err(RecoveryError::Directory(DirectoryError::Taken { .. })) => {}
             Err(error) if dead.failed_at.replace(Instant::now()).is_none() => {
                 tracing::warn!(host, %error, "recovery of a dead host failed; retrying every 10 s");

@@ -112,7 +112,7 @@ pub struct TenantStatistics {
     pub faults: u64,
     /// Pages read from memory nodes, ended runs included.
     pub remote_reads: u64,
-    /// Pages taken out of programs.
+    /// Pages evicted, ended runs included.
     pub evictions: u64,
     /// Pages that could not be read from any replica, ended runs included.
     pub lost_pages: u64,

@@ -12,7 +12,8 @@ use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 /// The tenant of the node itself; no user has this id.
 const NODE_TENANT: Tenant = Tenant(u32::MAX);
 
-/// Sections that are recovered together. A damaged section prevents the recovery of the others.
+/// Sections that are recovered together. A damaged section prevents the recovery of the others of
+/// its part.
 const SECTIONS_PER_RECOVERY: u32 = 512;
 
 /// How the node connects to itself.

@@ -1,6 +1,8 @@
-//! Endpoints in another machine, so that the suite runs between two: the tests and the target are here, the initiators there.
+//! Endpoints on another machine, so that the suite runs between two machines: the tests and the
+//! target on this one, the initiators on the other.
 //!
-//! Each endpoint is one TCP connection. A call is a message and an answer; local memory is there, and what of it matters goes along.
+//! Each endpoint is one TCP connection. A call is a message and an answer. Local memory is on the
+//! other machine; the bytes that matter are copied along.
 
 mod calls;
 #[expect(dead_code, reason = "what is answered is written in the other program, `initiators`")]
@@ -17,17 +19,17 @@ use aquifer_fabric::{
 use calls::{CONNECT, IS_BROKEN, POLL, POST, RECEIVE, REGISTER};
 use words::{Message, call};
 
-/// An endpoint that another machine holds for us.
+/// An endpoint that another machine holds for this one.
 #[derive(Debug)]
-pub struct Afar {
+pub struct RemoteEndpoint {
     stream: RefCell<TcpStream>,
     limits: Limits,
     regions: Vec<Region>,
-    /// By local key; the other machine has as much of its own.
+    /// By local key. The other machine has memory of the same length.
     locals: Vec<(LocalKey, Arc<Memory>)>,
 }
 
-/// Have the machine at `initiators` connect to the target at `address`.
+/// Makes the machine at `initiators` connect to the target at `address`.
 pub fn connect(
     initiators: SocketAddr,
     address: SocketAddr,
@@ -43,11 +45,11 @@ pub fn connect(
     answer.outcome()?;
     let limits = answer.read_limits();
     let regions = (0..answer.read()).map(|_| answer.read_region()).collect();
-    Ok(Box::new(Afar { stream, limits, regions, locals: Vec::new() }))
+    Ok(Box::new(RemoteEndpoint { stream, limits, regions, locals: Vec::new() }))
 }
 
-impl Afar {
-    /// The bytes that a slice names, if it names any.
+impl RemoteEndpoint {
+    /// The memory that a slice names, if the slice is inside it.
     fn local(&self, slice: LocalSlice) -> Option<&Arc<Memory>> {
         let (_, memory) = self.locals.iter().find(|(key, _)| *key == slice.key)?;
         let end = slice.offset.checked_add(u64::from(slice.len))?;
@@ -63,7 +65,7 @@ impl Afar {
     }
 }
 
-impl Endpoint for Afar {
+impl Endpoint for RemoteEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         let mut ask = Message::of(POST);
         ask.put(batch.len() as u64);

@@ -4,7 +4,7 @@ use aquifer_fabric::{Access, Host, Identity, RemoteAddr, Scope, Verb, Work, Work
 
 use super::harness::{Harness, WHO, signalled};
 
-pub fn compare_swap_tells_what_it_found<H: Harness>() {
+pub fn compare_swap_returns_the_value_found<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut client = harness.client(WHO);

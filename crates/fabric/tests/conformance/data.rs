@@ -51,12 +51,12 @@ pub fn a_batch_takes_effect_in_order<H: Harness>() {
     }
 }
 
-pub fn a_read_has_what_was_there_before_what_comes_after_it<H: Harness>() {
+pub fn a_read_returns_the_bytes_before_later_operations<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut client = harness.client(WHO);
     let at = |offset| RemoteAddr { addr: region.base + offset, key: region.key };
-    // As long as the memories allow with room for two, and a few words beside.
+    // The greatest length of which two copies and a few words fit into the memories.
     let len = u32::try_from(memory.len().min(client.memory.len()) / 2 - 64).unwrap().min(4096) & !7;
     let (first, second) = (0, u64::from(len));
     for round in 1..40_u8 {

@@ -6,7 +6,8 @@ fn increments(remote: RemoteAddr) -> Vec<Work> {
     (0..4).map(|id| signalled(id, Verb::FetchAdd { remote, add: 1 })).collect()
 }
 
-/// Post until the endpoint breaks; then check that causes come first and flushes after.
+/// Posts until the endpoint breaks. The first failures must have the cause, the later ones must be
+/// flushed.
 fn break_down<H: Harness>(client: &mut Client<'_, H>, remote: RemoteAddr, cause: WorkError) {
     let mut outcomes = Vec::new();
     while !outcomes.contains(&Err(WorkError::Flushed)) {
@@ -22,7 +23,7 @@ fn break_down<H: Harness>(client: &mut Client<'_, H>, remote: RemoteAddr, cause:
     assert_eq!(client.send(b"hello"), Err(WorkError::Flushed));
 }
 
-pub fn work_after_the_death_of_the_target_is_told_then_flushed<H: Harness>() {
+pub fn work_after_the_death_of_the_target_fails_then_is_flushed<H: Harness>() {
     let mut harness = H::start();
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let remote = RemoteAddr { addr: region.base, key: region.key };
@@ -53,7 +54,7 @@ pub fn a_dead_target_cannot_be_connected_to<H: Harness>() {
     assert!(matches!(refused, Err(EndpointError::Unreachable { .. })), "{refused:?}");
 }
 
-pub fn a_fenced_host_is_stopped_and_kept_out<H: Harness>() {
+pub fn a_fenced_host_is_stopped_and_refused<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let remote = RemoteAddr { addr: region.base, key: region.key };
@@ -82,7 +83,7 @@ pub fn a_fenced_host_is_stopped_and_kept_out<H: Harness>() {
     assert_eq!(renewed.add(remote.addr, remote.key, 1), Ok(at_fence + 1));
 }
 
-pub fn a_newer_epoch_of_a_host_shuts_the_older_out<H: Harness>() {
+pub fn a_newer_epoch_of_a_host_fences_the_older<H: Harness>() {
     let harness = H::start();
     let (memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let remote = RemoteAddr { addr: region.base, key: region.key };

@@ -1,4 +1,4 @@
-//! What a provider must offer to be tested, and a client that makes tests short.
+//! The interface by which the suite tests a provider, and a client that keeps tests short.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ pub const HOST: Host = Host(7);
 pub const WHO: Identity = Identity { host: HOST, epoch: 5, tenant: Tenant(70) };
 pub const REGION_BYTES: usize = 1 << 20;
 
-/// Small enough that tests reach every limit.
+/// Limits small enough that tests reach each of them.
 pub const LIMITS: Limits = Limits {
     queue_depth: 16,
     transfer_bytes_max: 256 << 10,
@@ -30,7 +30,7 @@ pub trait Harness: Sized {
     fn start() -> Self;
     fn target(&self) -> &dyn Target;
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
-    /// Let time pass.
+    /// Lets time pass.
     fn settle(&self) {
         std::thread::yield_now();
     }
@@ -62,13 +62,13 @@ pub struct Client<'a, H: Harness> {
 }
 
 impl<H: Harness> Client<'_, H> {
-    /// Post all of a signalled batch and wait for as many completions.
+    /// Posts a signalled batch and waits for its completions.
     pub fn run(&mut self, batch: &[Work]) -> Vec<Completion> {
         self.endpoint.post(batch).unwrap();
         self.wait(batch.len())
     }
 
-    /// Wait for so many completions.
+    /// Waits for `count` completions.
     pub fn wait(&mut self, count: usize) -> Vec<Completion> {
         let mut done = Vec::new();
         while done.len() < count {

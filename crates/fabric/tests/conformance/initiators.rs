@@ -1,4 +1,5 @@
-//! Holds endpoints for the suite on another machine, until it is killed: listens at `AQUIFER_INITIATORS`.
+//! A program that holds endpoints for the suite on another machine, until it is killed. It listens
+//! at `AQUIFER_INITIATORS`.
 
 mod afar {
     pub mod calls;
@@ -12,7 +13,7 @@ use std::net::TcpListener;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric_verbs as verbs;
 
-/// As in the suite's harness.
+/// The key of the suite's harness.
 const KEY: ClusterKey = ClusterKey([7; 32]);
 
 fn main() {

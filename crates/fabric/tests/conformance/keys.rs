@@ -96,7 +96,7 @@ pub fn forged_keys_are_refused<H: Harness>() {
     assert_eq!(client.read(region.base, region.key, 8), Ok(8));
 }
 
-pub fn a_stale_key_stays_stale_when_its_slot_is_bound_again<H: Harness>() {
+pub fn a_stale_key_stays_invalid_when_its_slot_is_bound_again<H: Harness>() {
     let harness = H::start();
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut client = harness.client(WHO);
@@ -144,7 +144,7 @@ pub fn windows_lie_inside_one_region<H: Harness>() {
 const ROW: u64 = 2 << 20;
 const ENTRIES_AT: u64 = 4096;
 
-/// Memory with a table of keys: a row of entries, then at the next multiple of 2 MiB what they open.
+/// Memory with a key table: a row of entries, then at the next multiple of 2 MiB the data.
 fn keyed<H: Harness>(harness: &H) -> (Arc<Memory>, Region) {
     let memory = Arc::new(Memory::create("keyed", 4 << 20).unwrap());
     let table = KeyTable { entries_at: ENTRIES_AT, data: ROW..2 * ROW };
@@ -163,7 +163,7 @@ fn entry(region: &Region, number: u64) -> u64 {
     region.base + ENTRIES_AT + number * 8
 }
 
-/// Whoever may write the table binds keys and strikes them with one-sided operations.
+/// A host that may write the table binds and revokes keys by one-sided operations.
 pub fn a_table_opens_runs_to_tenants<H: Harness>() {
     let harness = H::start();
     let (memory, region) = keyed(&harness);
@@ -171,7 +171,7 @@ pub fn a_table_opens_runs_to_tenants<H: Harness>() {
     let mut friend = harness.client(Identity { host: Host(8), ..WHO });
     let mut foreign = harness.client(Identity { host: Host(9), tenant: Tenant(71), ..WHO });
     let data = region.base + ROW;
-    // A page, 64 KiB, 256 KiB, all; with the number of the entry that speaks for it.
+    // A page, 64 KiB, 256 KiB and the whole row, each with the index of its entry.
     for (class, offset, number) in
         [(0, 5 << 12, 32 + 5), (4, 7 << 16, 32 + 7 * 16), (6, 1 << 18, 16 + 2), (9, 0, 0)]
     {
@@ -209,8 +209,8 @@ pub fn a_table_opens_runs_to_tenants<H: Harness>() {
     }
 }
 
-/// When a run goes from one tenant to another, what the first had under way is over.
-pub fn who_is_expelled_is_out<H: Harness>() {
+/// When a run passes to another tenant, no operation of the first tenant is in flight any more.
+pub fn expel_ends_accesses_by_revoked_keys<H: Harness>() {
     let harness = H::start();
     let (memory, region) = keyed(&harness);
     let mut old = harness.client(WHO);
@@ -224,7 +224,7 @@ pub fn who_is_expelled_is_out<H: Harness>() {
         let (local, remote) = (old.slice(0, 4096), RemoteAddr { addr, key: mine });
         let works: Vec<Work> = (0..8).map(|id| signalled(id, Verb::Write { local, remote })).collect();
         old.endpoint.post(&works).unwrap();
-        // Some may have been done, some not: it does not matter which.
+        // Either outcome of the operations in flight is correct.
         place.store(KeyEntry::closed(WHO.tenant).0, Ordering::SeqCst);
         harness.target().expel(addr..addr + ROW);
         memory.write(offset, &[0; 4096]);

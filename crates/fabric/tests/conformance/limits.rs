@@ -39,7 +39,7 @@ pub fn long_transfers_are_refused<H: Harness>() {
     assert_eq!(client.write(region.base, region.key, limit), Ok(u64::from(limit)));
 }
 
-pub fn endpoints_are_bounded_and_their_places_reused<H: Harness>() {
+pub fn endpoints_are_bounded_and_their_slots_reused<H: Harness>() {
     let harness = H::start();
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut clients: Vec<_> = (0..ENDPOINTS_MAX).map(|_| harness.client(WHO)).collect();
@@ -61,7 +61,7 @@ pub fn endpoints_are_bounded_and_their_places_reused<H: Harness>() {
     }
 }
 
-/// The target learns that an endpoint has left only a moment later.
+/// Connects as soon as there is room: the target notices a hang-up only a moment later.
 fn client_when_there_is_room<H: Harness>(harness: &H) -> Client<'_, H> {
     loop {
         match harness.connect(WHO) {

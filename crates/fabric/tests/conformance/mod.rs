@@ -1,4 +1,5 @@
-//! One suite for every provider: what the interface promises, each of them must keep. Those that need nothing; see `verbs.rs` for the other.
+//! One conformance suite for every provider. This module runs it over the providers that need no
+//! device; `verbs.rs` runs it over RDMA devices.
 
 #[macro_use]
 mod suite;

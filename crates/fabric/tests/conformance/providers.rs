@@ -1,4 +1,4 @@
-//! The providers that need no device.
+//! Harnesses of the providers that need no device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,7 +41,7 @@ impl Harness for ShmHarness {
     }
 }
 
-/// Over TCP, as `SEALED` says: encrypted or not.
+/// TCP, encrypted if `SEALED`.
 pub struct TcpHarness<const SEALED: bool> {
     target: Option<TcpTarget>,
     address: std::net::SocketAddr,
@@ -80,7 +80,7 @@ pub struct SimHarness {
     target: SimTarget,
 }
 
-/// Each test of the simulation runs under a seed of its own.
+/// Each test of the simulation has its own seed.
 static NEXT_SEED: AtomicU64 = AtomicU64::new(1);
 
 impl Harness for SimHarness {

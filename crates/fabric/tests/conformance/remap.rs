@@ -1,4 +1,4 @@
-//! Memory that is given other addresses while devices know it.
+//! Changing the pages of a region while a device uses it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -6,10 +6,11 @@ use super::harness::REGION_BYTES;
 use super::*;
 
 const HALF: u64 = REGION_BYTES as u64 / 2;
-/// A READ of so many bytes is one packet: it finds one page's, old or new.
+/// A READ of this length is one packet, so it finds the bytes of one page, old or new.
 const PIECE: u32 = 64;
 
-/// A movable region whose halves are full of ones and of twos, and a window that opens its first half.
+/// A movable region with one half of ones and one half of twos, and a window that opens the first
+/// half.
 fn halves(harness: &VerbsHarness) -> (Arc<Memory>, Region, Key) {
     let memory = Arc::new(Memory::create("movable", REGION_BYTES).unwrap());
     memory.write(0, &[1; REGION_BYTES / 2]);
@@ -55,7 +56,7 @@ fn pages_move_under_an_open_window_and_its_key_stays() {
         memory.read(at, &mut bytes);
         assert_eq!(bytes, [1; PIECE as usize], "and not to the old ones");
     }
-    // A part of it moves alone, and a key that is dead stays dead.
+    // A part of it moves alone, and an invalidated key stays invalid.
     target.remap(region.base + 4096, 0, 4096).unwrap();
     assert_eq!(client.read(region.base + 4096, key, PIECE), Ok(64));
     assert_eq!(first_byte(&client), 1);
@@ -67,7 +68,7 @@ fn pages_move_under_an_open_window_and_its_key_stays() {
 }
 
 #[test]
-fn who_reads_and_writes_while_pages_move_is_never_refused() {
+fn reads_and_writes_succeed_while_pages_move() {
     let harness = VerbsHarness::start();
     let (memory, region, key) = halves(&harness);
     let target = harness.target.as_ref().unwrap();
@@ -89,7 +90,7 @@ fn who_reads_and_writes_while_pages_move_is_never_refused() {
         });
         let mut before = 0;
         for round in 0..10 {
-            // It is at it, and was at it in each state of the pages.
+            // The worker runs, and has run in each state of the pages.
             while read_so_far.load(Ordering::SeqCst) <= before && !worker.is_finished() {
                 std::thread::yield_now();
             }
@@ -100,7 +101,7 @@ fn who_reads_and_writes_while_pages_move_is_never_refused() {
         is_over.store(true, Ordering::SeqCst);
         worker.join().unwrap()
     });
-    // What was refused was not done, and is done once: each addition is in one of the two pages.
+    // Refused work was not done, and is repeated once: each addition is in one of the two pages.
     let word = |at: u64| memory.atomic_u64(usize::try_from(at).unwrap()).load(Ordering::SeqCst);
     let begun = u64::from_ne_bytes([1; 8]).wrapping_add(u64::from_ne_bytes([2; 8]));
     assert_eq!(word(8192).wrapping_add(word(HALF + 8192)).wrapping_sub(begun), adds, "after {reads} READs");

@@ -1,4 +1,4 @@
-//! The tests of the suite by name, so that each provider runs all of them.
+//! The list of the suite's tests, so that each provider runs all of them.
 
 /// Every test of the suite, over a [`super::harness::Harness`].
 macro_rules! conformance {
@@ -6,26 +6,26 @@ macro_rules! conformance {
         conformance! { @each $harness;
             data::every_size_and_alignment_arrives,
             data::a_batch_takes_effect_in_order,
-            data::a_read_has_what_was_there_before_what_comes_after_it,
+            data::a_read_returns_the_bytes_before_later_operations,
             data::only_signalled_work_completes_unless_it_fails,
             data::empty_transfers_succeed,
             data::regions_are_announced_and_apart,
-            atomics::compare_swap_tells_what_it_found,
+            atomics::compare_swap_returns_the_value_found,
             atomics::increments_of_several_endpoints_are_not_lost,
             atomics::misaligned_atomics_are_refused,
             keys::ranges_are_enforced_to_the_byte,
             keys::rights_are_enforced,
             keys::foreign_keys_are_refused,
             keys::forged_keys_are_refused,
-            keys::a_stale_key_stays_stale_when_its_slot_is_bound_again,
+            keys::a_stale_key_stays_invalid_when_its_slot_is_bound_again,
             keys::windows_lie_inside_one_region,
             keys::a_table_opens_runs_to_tenants,
-            keys::who_is_expelled_is_out,
+            keys::expel_ends_accesses_by_revoked_keys,
             keys::a_table_must_fit_its_region,
             keys::unregistered_local_memory_is_refused,
             limits::the_queue_is_bounded,
             limits::long_transfers_are_refused,
-            limits::endpoints_are_bounded_and_their_places_reused,
+            limits::endpoints_are_bounded_and_their_slots_reused,
             limits::windows_are_bounded,
             limits::regions_are_bounded,
             limits::local_regions_are_bounded,
@@ -33,10 +33,10 @@ macro_rules! conformance {
             messages::the_receiver_is_bounded,
             messages::long_messages_are_refused,
             messages::messages_outlive_their_sender,
-            death::work_after_the_death_of_the_target_is_told_then_flushed,
+            death::work_after_the_death_of_the_target_fails_then_is_flushed,
             death::a_dead_target_cannot_be_connected_to,
-            death::a_fenced_host_is_stopped_and_kept_out,
-            death::a_newer_epoch_of_a_host_shuts_the_older_out,
+            death::a_fenced_host_is_stopped_and_refused,
+            death::a_newer_epoch_of_a_host_fences_the_older,
             death::a_fence_stops_earlier_epochs_only,
         }
     };

@@ -1,5 +1,6 @@
-//! The suite over an RDMA device: that with the IP address in `AQUIFER_VERBS_ADDRESS`. Where `AQUIFER_INITIATORS` is where
-//! `initiators-verbs` listens on another machine, the suite's endpoints are there, and what they do goes from machine to machine.
+//! The suite over the RDMA device with the IP address in `AQUIFER_VERBS_ADDRESS`. If
+//! `AQUIFER_INITIATORS` names the address of `initiators-verbs` on another machine, the suite's
+//! endpoints are there.
 
 #[macro_use]
 mod suite;
@@ -28,7 +29,7 @@ mod device {
     conformance!(super::VerbsHarness);
 }
 
-/// Over the RDMA device with the address that the environment names.
+/// The RDMA device whose address the environment names.
 struct VerbsHarness {
     target: Option<VerbsTarget>,
     address: SocketAddr,
@@ -65,12 +66,13 @@ impl Harness for VerbsHarness {
     }
 }
 
-/// Devices by this name are Soft-RoCE.
+/// The prefix of the names of Soft-RoCE devices.
 const SOFT: &str = "rxe";
 
-/// Rights and bounds against an initiator that is not honest, always on this machine. Soft-RoCE is known not to look at bounds: there the second half is expected to fail.
+/// A device must enforce rights and bounds against a hostile initiator, which always runs on this
+/// machine. Soft-RoCE does not check bounds, so there the second half is expected to fail.
 #[test]
-fn a_device_holds_dishonest_initiators_to_their_windows() {
+fn a_device_enforces_windows_against_hostile_initiators() {
     let harness = VerbsHarness::start();
     let (_memory, region) = harness.region(Access::ALL, Scope::Anyone);
     let range = region.base + 4096..region.base + 8192;

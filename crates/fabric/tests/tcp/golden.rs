@@ -108,7 +108,7 @@ fn golden_requests_and_answers() {
     assert!(outcomes[0].is_ok() && outcomes[1].is_ok());
     assert_eq!((&message[..], &read), (&b"hello!"[..], b"0123456789abc"));
 
-    say_to_a_target(&mut golden, &requests);
+    send_to_a_target(&mut golden, &requests);
     golden_layout!(
         golden,
         "head of a request",
@@ -134,7 +134,7 @@ use aquifer_fabric::tcp::wire::{Answer as AnswerHead, Request as RequestHead};
 
 /// Sends the requests to a target whose region has another address and key. Records the answers, a
 /// message of the target and its farewell.
-fn say_to_a_target(golden: &mut aquifer_tests_support::Golden, requests: &[(&str, Vec<u8>)]) {
+fn send_to_a_target(golden: &mut aquifer_tests_support::Golden, requests: &[(&str, Vec<u8>)]) {
     let (target, _, region) = node(Options::default());
     let stream = TcpStream::connect(target.address()).expect("it listens");
     let mut secured = secure::initiate(stream, &KEY).expect("it has the key");

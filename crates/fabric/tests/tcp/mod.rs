@@ -1,4 +1,4 @@
-//! What only a network does: connections that break, peers that stall, strangers.
+//! Tests of what only a network does: broken connections, stalled peers, hostile peers.
 
 mod golden;
 mod relay;
@@ -33,7 +33,7 @@ struct Client {
     local: LocalKey,
 }
 
-/// For whatever must come to an end on the slowest machine.
+/// The timeout for anything that must end, even on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn try_client(address: SocketAddr, who: Identity) -> Result<Client, EndpointError> {
@@ -106,7 +106,7 @@ fn threads_lose_no_increment_and_see_no_torn_word() {
     assert_eq!(memory.atomic_u64(8).load(Ordering::SeqCst), (swaps << 32) + swaps);
 }
 
-/// The promise that recycling of memory stands on, for a WRITE that arrives in many pieces too.
+/// The property on which reuse of memory depends, for a WRITE that arrives in many pieces.
 #[test]
 fn no_access_outlives_its_key() {
     const ROUNDS: u64 = 100;
@@ -150,7 +150,8 @@ fn no_access_outlives_its_key() {
     });
 }
 
-/// Every transfer limit's worth of bytes, both ways, deep in the queue: nothing is mixed up when both ends push back.
+/// Transfers of the greatest length, in both directions and with a full queue: no bytes are mixed
+/// up when both ends apply back-pressure.
 #[test]
 fn deep_queues_of_long_transfers_arrive_whole() {
     let (target, memory, region) = node(Options::default());
@@ -193,11 +194,13 @@ fn a_tenant_gets_its_share_and_no_more() {
         assert!(modest.one(Verb::FetchAdd { remote, add: 1 }).is_ok());
         greedy.wait(150);
     }
-    // 200 pass as a burst, and a batch is charged when it is done: at least 125 ms for the rest. A slow machine only takes longer.
+    // 200 pass as a burst, and a batch is charged when it is done: at least 125 ms for the rest. A
+    // slow machine only takes longer.
     assert!(start.elapsed() >= Duration::from_millis(100), "{:?}", start.elapsed());
 }
 
-/// While one endpoint keeps the target as busy as it can, another's operations wait for no more than what is before them.
+/// While one endpoint keeps the target busy, an operation of another waits only for those before
+/// it.
 #[test]
 fn a_flood_passes_others_by() {
     const OPERATIONS: usize = 200;
@@ -233,7 +236,8 @@ fn a_flood_passes_others_by() {
             });
             passed.count()
         };
-        // Threads of this test may be kept from running now and then, and while others want the processors for longer.
+        // Threads of this test may be descheduled now and then, and for longer if others use the
+        // processors.
         let passed = [(); 3].map(|()| passes());
         stop.store(true, Ordering::SeqCst);
         assert!(
@@ -261,7 +265,7 @@ fn what_was_done_is_counted_for_each_tenant() {
     other.one(Verb::FetchAdd { remote, add: 1 }).unwrap();
     let others = (Tenant(3), TenantCounters { operations: 1, bytes: 0 });
     assert_eq!((target.endpoints(), target.tenant_counters()), (2, vec![others, mine]));
-    // What is counted stays when they are gone, and grows when they are back.
+    // Counters stay when the endpoints are gone, and grow when they return.
     drop((first, other));
     while target.endpoints() > 0 {
         std::thread::yield_now();
@@ -273,7 +277,7 @@ fn what_was_done_is_counted_for_each_tenant() {
 }
 
 #[test]
-fn who_has_another_key_is_kept_out() {
+fn an_initiator_with_another_key_is_refused() {
     let (target, _, _) = node(Options::default());
     let other = ClusterKey([4; 32]);
     let refused = tcp::connect(target.address(), &other, WHO, ConnectOptions::default());

@@ -1,4 +1,5 @@
-//! A wire that breaks: connections through a relay are cut at random, and every operation's fate must still be known.
+//! Connections through a relay that cuts them at random. The outcome of every operation must still
+//! be known.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -10,18 +11,19 @@ use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
 
 use super::{PATIENCE, WHO, client, node, try_patient_client};
 
-/// Forwards to an address. While it is rough, each connection is cut after some bytes.
+/// Forwards connections to an address. While it is rough, each connection is cut after some bytes.
 pub struct Relay {
     pub address: SocketAddr,
     rough: Arc<AtomicBool>,
     pub cuts: Arc<AtomicU64>,
-    /// What the first so many connections bring is held back.
+    /// The number of first connections whose bytes are held back.
     held: Arc<AtomicU64>,
-    /// Connections whose target has closed them, and those whose initiator has, with all that it had sent.
+    /// Connections that the target has closed, and connections that the initiator has closed, once
+    /// all bytes were forwarded.
     ended: [Arc<AtomicU64>; 2],
 }
 
-/// A connection is cut after up to so many bytes one way.
+/// A connection is cut after at most this many bytes in one direction.
 const CUT_AFTER_MAX: u64 = 60_000;
 
 impl Relay {
@@ -74,7 +76,8 @@ impl Relay {
                                 break;
                             }
                         }
-                        // Who closed an end sends no more. What it sent is yet to be read by the other, which then closes its own.
+                        // The end that closed sends no more. The other end must still read what was
+                        // sent, and then closes, too.
                         let _ = sink.shutdown(if is_cut { Shutdown::Both } else { Shutdown::Write });
                         if is_cut {
                             let _ = source.shutdown(Shutdown::Both);
@@ -92,7 +95,7 @@ impl Relay {
     }
 }
 
-/// Increments, writes, reads and messages while the wire breaks again and again: each is done exactly once.
+/// Increments, writes, reads and messages while connections break: each is done exactly once.
 #[test]
 fn broken_connections_lose_and_double_nothing() {
     const ROUNDS: u64 = 60;
@@ -132,7 +135,7 @@ fn broken_connections_lose_and_double_nothing() {
     assert_eq!(target.endpoints(), 1, "it was one session all along");
 }
 
-/// The message that was sent arrives once, and an answer to it too.
+/// A sent message arrives once, and so does its answer.
 fn exchange(target: &TcpTarget, client: &mut super::Client, round: u64) {
     let mut message = Vec::new();
     assert_eq!(target.receive(&mut message), Some(WHO));
@@ -141,16 +144,16 @@ fn exchange(target: &TcpTarget, client: &mut super::Client, round: u64) {
     assert_eq!(target.send(WHO.host, &message), 1);
     let mut answer = Vec::new();
     while !client.endpoint.receive(&mut answer) {
-        // An idle endpoint finds out that its wire broke when it is used.
+        // An idle endpoint notices the broken connection when it is used.
         let _ = client.endpoint.poll(&mut Vec::<Completion>::new(), 1);
         std::thread::yield_now();
     }
     assert_eq!(answer, message);
 }
 
-/// What a connection that was given up still brings is done, unless it was ended.
+/// Operations in flight of a dropped endpoint are done, unless the endpoint was drained.
 #[test]
-fn what_was_ended_comes_too_late() {
+fn drained_operations_do_not_take_effect() {
     for is_ended in [false, true] {
         let (target, memory, region) = node(Options::default());
         let relay = Relay::start(target.address());
@@ -160,10 +163,10 @@ fn what_was_ended_comes_too_late() {
         assert!(client.endpoint.drain_handle().is_none(), "all is answered");
         relay.held.store(1, Ordering::SeqCst);
         client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
-        let mut late = client.endpoint.drain_handle().expect("it is not answered");
+        let mut drain = client.endpoint.drain_handle().expect("it is not answered");
         drop(client);
         if is_ended {
-            late.drain().expect("the target answers");
+            drain.drain().expect("the target answers");
         }
         relay.held.store(0, Ordering::SeqCst);
         while relay.ended.iter().any(|ended| ended.load(Ordering::SeqCst) == 0) {
@@ -173,7 +176,7 @@ fn what_was_ended_comes_too_late() {
     }
 }
 
-/// A target that is gone is told from a wire that broke.
+/// A target that is gone is distinguished from a broken connection.
 #[test]
 fn a_target_that_is_gone_is_not_waited_for() {
     let (target, _, region) = node(Options::default());
@@ -184,11 +187,12 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::PeerGone));
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Err(WorkError::Flushed));
     assert!(client.endpoint.is_broken());
-    let mut late = client.endpoint.drain_handle().expect("nobody has said what became of it");
-    late.drain().expect("nobody is there any more who could do it");
+    let mut drain = client.endpoint.drain_handle().expect("its outcome is unknown");
+    drain.drain().expect("the target is gone");
 }
 
-/// A machine that vanished does not even refuse. While it is knocked at, the thread that has the endpoint can do other things.
+/// A machine that vanished does not even refuse connections. While the endpoint reconnects, its
+/// thread can do other things.
 #[test]
 fn a_target_that_says_nothing_keeps_no_thread() {
     const POLLS_MIN: u32 = 20;
@@ -212,7 +216,7 @@ fn a_target_that_says_nothing_keeps_no_thread() {
                 let _ = end.shutdown(Shutdown::Both);
             }
             let _ends = pumps.map(|pump| pump.join());
-            // It listens on, and answers nobody.
+            // It listens, and answers no connection.
             listener
         }
     });

@@ -1,4 +1,4 @@
-//! Bytes from anyone: before the proof of the key, and after it from a host that has gone mad.
+//! Hostile bytes: from peers without the key, and from a host of the cluster after the handshake.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,8 +16,8 @@ use zerocopy::IntoBytes;
 
 use super::{KEY, WHO, client, node};
 
-/// A stream of one who has the key and says `bytes` after the welcome.
-fn mad_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {
+/// A connection of a host with the key that sends `bytes` after the welcome.
+fn hostile_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
     let mut secured = initiate(stream, &KEY).unwrap();
@@ -29,8 +29,8 @@ fn mad_host(address: SocketAddr, bytes: &[u8]) -> TcpStream {
     stream
 }
 
-/// Whether the target hangs up, rather than wait for more.
-fn is_hung_up_on(mut stream: TcpStream) -> bool {
+/// Whether the target hangs up instead of waiting for more.
+fn is_closed_by_target(mut stream: TcpStream) -> bool {
     match stream.read_to_end(&mut Vec::new()) {
         Ok(_) => true,
         Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
@@ -42,7 +42,7 @@ fn request(kind: u8, len: u32) -> Vec<u8> {
 }
 
 #[test]
-fn nonsense_costs_its_sender_the_connection_and_nobody_else() {
+fn a_protocol_violation_closes_only_its_own_connection() {
     let (target, _, region) = node(Options::default());
     let mut good = client(target.address());
     let remote = RemoteAddr { addr: region.base, key: region.key };
@@ -58,13 +58,13 @@ fn nonsense_costs_its_sender_the_connection_and_nobody_else() {
         vec![0xff; 100_000],
     ];
     for (round, bytes) in nonsense.iter().enumerate() {
-        assert!(is_hung_up_on(mad_host(target.address(), bytes)), "round {round} was borne");
+        assert!(is_closed_by_target(hostile_host(target.address(), bytes)), "round {round} was borne");
         assert_eq!(good.one(Verb::FetchAdd { remote, add: 1 }), Ok(round as u64));
     }
 }
 
 #[test]
-fn random_requests_are_survived() {
+fn random_requests_are_parsed_without_a_panic() {
     let (target, _, region) = node(Options::default());
     let good = std::cell::RefCell::new(client(target.address()));
     let remote = RemoteAddr { addr: region.base, key: region.key };
@@ -91,7 +91,7 @@ fn random_requests_are_survived() {
             bytes.extend_from_slice(head.as_bytes());
             bytes.extend_from_slice(&payload);
         }
-        drop(mad_host(target.address(), &bytes));
+        drop(hostile_host(target.address(), &bytes));
         let mut good = good.borrow_mut();
         let local = good.slice(0, 8);
         let outcome = good.one(Verb::Read { local, remote });
@@ -101,9 +101,9 @@ fn random_requests_are_survived() {
     result.unwrap();
 }
 
-/// Who says nothing, or half of something, holds up nobody.
+/// A peer that sends nothing or half a message must not delay others.
 #[test]
-fn silent_and_half_open_connections_hold_up_nobody() {
+fn silent_and_half_open_connections_delay_no_other() {
     let (target, _, region) = node(Options::default());
     let mut silent: Vec<TcpStream> =
         (0..PENDING_LIMIT - 2).map(|_| TcpStream::connect(target.address()).unwrap()).collect();
@@ -117,9 +117,9 @@ fn silent_and_half_open_connections_hold_up_nobody() {
     drop(silent);
 }
 
-/// A handshake that was recorded and is played again gets nowhere: its answers need the fresh keys.
+/// A recorded handshake that is replayed fails: its messages need the fresh keys.
 #[test]
-fn a_replayed_handshake_gets_nowhere() {
+fn a_replayed_handshake_fails() {
     let (target, _, _) = node(Options::default());
     let recorded = record(target.address());
     let before = target.endpoints();
@@ -132,7 +132,7 @@ fn a_replayed_handshake_gets_nowhere() {
     assert_eq!(target.endpoints(), before);
 }
 
-/// All that an initiator says up to its welcome.
+/// Records all bytes that an initiator sends up to its welcome.
 fn record(address: SocketAddr) -> Vec<u8> {
     struct Recorder(TcpStream, Vec<u8>);
     impl Read for Recorder {

@@ -3,8 +3,10 @@
 //! Pure: time is an argument.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::time::{Duration, Instant};
 
+use aquifer_directory::FailureLog;
 use aquifer_directory::names::{NodeLife, NodeRecord};
 use aquifer_fabric::FabricAddress;
 use aquifer_pool::NodeId;
@@ -20,23 +22,13 @@ pub(super) struct PresentNode {
 }
 
 impl PresentNode {
-    /// Parses a record; `None` if its address cannot be used.
-    fn from_record(record: &NodeRecord) -> Option<Self> {
-        match FabricAddress::parse(&record.fabric, &record.address) {
-            Ok(address) => {
-                Some(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
-            }
-            Err(reason) => {
-                tracing::warn!(
-                    node = record.id,
-                    fabric = record.fabric,
-                    address = record.address,
-                    reason,
-                    "ignored memory node: unusable address in the directory"
-                );
-                None
-            }
-        }
+    /// Parses a record.
+    ///
+    /// # Errors
+    /// Why its address cannot be used.
+    fn from_record(record: &NodeRecord) -> Result<Self, String> {
+        let address = FabricAddress::parse(&record.fabric, &record.address)?;
+        Ok(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
     }
 }
 
@@ -61,6 +53,8 @@ pub(super) struct NodeView {
     listing_revision: u64,
     /// Revision of the latest applied event. Older listings are ignored.
     event_revision: u64,
+    /// Limits the log lines about invalid records: a listing that is repeated has them again.
+    invalid_records: FailureLog,
 }
 
 impl NodeView {
@@ -77,7 +71,7 @@ impl NodeView {
             .filter(|node| records.iter().all(|record| record.id != node.0))
             .collect();
         missing.into_iter().for_each(|node| self.remove(node, now));
-        records.iter().for_each(|record| self.insert(record));
+        records.iter().for_each(|record| self.insert(record, now));
     }
 
     /// Applies a change of one node, unless a newer listing was applied. `record` is `None` if the
@@ -88,7 +82,7 @@ impl NodeView {
         }
         self.event_revision = self.event_revision.max(revision);
         match record {
-            Some(record) => self.insert(record),
+            Some(record) => self.insert(record, now),
             None => self.remove(node, now),
         }
     }
@@ -103,11 +97,32 @@ impl NodeView {
         }
     }
 
-    fn insert(&mut self, record: &NodeRecord) {
+    /// Logs that the record at a key of the directory cannot be parsed.
+    pub fn log_unreadable_record(&mut self, key: &str, error: &dyn Display, now: Instant) {
+        if let Some(failures) = self.invalid_records.record(now) {
+            tracing::warn!(key, %error, failures, "ignored memory node: unreadable record in the directory");
+        }
+    }
+
+    fn insert(&mut self, record: &NodeRecord, now: Instant) {
         let node = NodeId(record.id);
         self.away.remove(&node);
-        if let Some(present) = PresentNode::from_record(record) {
-            self.present.insert(node, present);
+        match PresentNode::from_record(record) {
+            Ok(present) => {
+                self.present.insert(node, present);
+            }
+            Err(reason) => {
+                if let Some(failures) = self.invalid_records.record(now) {
+                    tracing::warn!(
+                        node = record.id,
+                        fabric = record.fabric,
+                        address = record.address,
+                        reason,
+                        failures,
+                        "ignored memory node: unusable address in the directory"
+                    );
+                }
+            }
         }
     }
 

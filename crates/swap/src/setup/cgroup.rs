@@ -182,7 +182,7 @@ pub fn command(program: &OsStr, procs: File) -> Command {
 }
 
 /// Kills all processes in the cgroup at `path`, and waits until they have ended.
-pub fn kill_all(path: &Path) -> Result<(), SetupError> {
+pub(super) fn kill_all(path: &Path) -> Result<(), SetupError> {
     let procs = path.join("cgroup.procs");
     for _ in 0..KILL_WAITS {
         let pids = match fs::read_to_string(&procs) {
@@ -207,7 +207,7 @@ pub fn kill_all(path: &Path) -> Result<(), SetupError> {
 }
 
 /// Removes the cgroup at `path`, if it exists.
-pub fn remove(path: &Path) -> Result<(), SetupError> {
+pub(super) fn remove(path: &Path) -> Result<(), SetupError> {
     // Version 1 keeps a removed cgroup while page cache is charged to it, so that is freed first.
     let _ = fs::write(path.join("memory.force_empty"), "0");
     match fs::remove_dir(path) {

@@ -6,8 +6,8 @@
 
 mod area;
 pub mod cgroup;
-pub mod loop_device;
-pub mod mount;
+pub(crate) mod loop_device;
+pub(crate) mod mount;
 pub mod oom_wait;
 pub mod record;
 pub mod swapfile;

@@ -49,7 +49,7 @@ pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<(), SetupError> {
 }
 
 /// Stops swapping on the file and removes it, if it exists.
-pub fn remove(path: &Path) -> Result<(), SetupError> {
+pub(super) fn remove(path: &Path) -> Result<(), SetupError> {
     area::swap_off(path).map_err(SetupError::io("stop swapping on", path))?;
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {

@@ -37,7 +37,7 @@ pub fn create(record: &mut SetupRecord, bytes: u64) -> Result<u32, SetupError> {
 }
 
 /// Stops swapping on a device and resets it, if it exists. Removes it if this setup has `added` it.
-pub fn remove(number: u32, added: bool) -> Result<(), SetupError> {
+pub(super) fn remove(number: u32, added: bool) -> Result<(), SetupError> {
     let device = device(number);
     area::swap_off(&device).map_err(SetupError::io("stop swapping on", &device))?;
     if !device.exists() {

@@ -1,4 +1,4 @@
-//! The machine that holds endpoints for the other.
+//! The part of the machine that holds endpoints for the other.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,7 +14,7 @@ use super::words::Message;
 
 type Connect = fn(SocketAddr, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
 
-/// Hold an endpoint for each connection, made by `connect`, for as long as the process lives.
+/// Holds an endpoint, made by `connect`, for each connection. Does not return.
 pub fn serve(listener: &TcpListener, connect: Connect) -> ! {
     loop {
         let (stream, _) = listener.accept().expect("a listener accepts");
@@ -25,8 +25,8 @@ pub fn serve(listener: &TcpListener, connect: Connect) -> ! {
     }
 }
 
-/// One endpoint and what is under way on it.
-struct Held {
+/// An endpoint and its operations in flight.
+struct HeldEndpoint {
     endpoint: Box<dyn Endpoint>,
     locals: Vec<(LocalKey, Arc<Memory>)>,
     posted: VecDeque<Work>,
@@ -47,14 +47,14 @@ fn hold(mut stream: TcpStream, connect: Connect) -> io::Result<()> {
     }
     answer.write(&mut stream)?;
     let Ok(endpoint) = made else { return Err(io::ErrorKind::UnexpectedEof.into()) };
-    let mut held = Held { endpoint, locals: Vec::new(), posted: VecDeque::new() };
+    let mut held = HeldEndpoint { endpoint, locals: Vec::new(), posted: VecDeque::new() };
     loop {
         let mut ask = Message::read(&mut stream)?;
         held.obey(&mut ask).write(&mut stream)?;
     }
 }
 
-impl Held {
+impl HeldEndpoint {
     fn obey(&mut self, ask: &mut Message) -> Message {
         let mut answer = Message::default();
         match ask.read() {
@@ -106,7 +106,7 @@ impl Held {
         accepted as u64
     }
 
-    /// Completions, and what those READs brought that have ended by now.
+    /// Answers with completions, and with the bytes of READs that have ended.
     fn poll(&mut self, max: usize, answer: &mut Message) {
         let mut done = Vec::new();
         self.endpoint.poll(&mut done, max);
@@ -123,7 +123,8 @@ impl Held {
         done.iter().for_each(|end| answer.completion(end));
     }
 
-    /// Where the READs that this completion stands for have put their bytes: work ends in order, and what is not signalled says nothing unless it fails.
+    /// The destinations of the READs that this completion stands for. Work ends in order, and
+    /// unsignalled work completes only if it fails.
     fn ended(&mut self, end: &Completion) -> Vec<LocalSlice> {
         let mut read = Vec::new();
         while let Some(work) = self.posted.pop_front() {

@@ -1,4 +1,5 @@
-//! What is said between the two machines: words of 8 bytes, and bytes with their length. Both ends are built from this.
+//! The messages between the two machines: words of 8 bytes, and bytes with their length. Both
+//! programs use this module.
 
 use std::cell::RefCell;
 use std::io::{self, Read, Write};
@@ -21,14 +22,14 @@ const ERRORS: [WorkError; 9] = [
     WorkError::Flushed,
 ];
 
-/// One message; what is put first is taken first.
+/// A message, which is read in the order in which it was written.
 #[derive(Debug, Default)]
 pub struct Message {
     bytes: Vec<u8>,
     taken: usize,
 }
 
-/// Say it, and hear the answer.
+/// Sends a message and receives the answer.
 pub fn call(stream: &RefCell<TcpStream>, ask: &Message) -> Message {
     let mut stream = stream.borrow_mut();
     ask.write(&mut *stream).expect("the other machine hears");
@@ -214,7 +215,7 @@ impl Message {
         Completion { id, outcome: ERRORS.get(kind).map_or(Ok(value), |error| Err(*error)) }
     }
 
-    /// Why an endpoint could not be had, or nothing.
+    /// Appends the reason why an endpoint could not connect, or success.
     pub fn failure<T>(&mut self, outcome: &Result<T, EndpointError>) {
         match outcome {
             Ok(_) => self.put(0),
