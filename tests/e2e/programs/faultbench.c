@@ -128,10 +128,16 @@ static struct options parse(int argc, char **argv) {
     for (int c; (c = getopt_long(argc, argv, "", names, NULL)) != -1;) {
         switch (c) {
         case 'b': o.bytes = parse_bytes(optarg); break;
-        case 'p': o.random = strcmp(optarg, "random") == 0; if (!o.random && strcmp(optarg,
-            "seq")) usage(); break;
-        case 'o': o.write = strcmp(optarg, "write") == 0; if (!o.write && strcmp(optarg, "read")) usage();
-        break;
+        case 'p':
+            o.random = strcmp(optarg, "random") == 0;
+            if (!o.random && strcmp(optarg, "seq"))
+                usage();
+            break;
+        case 'o':
+            o.write = strcmp(optarg, "write") == 0;
+            if (!o.write && strcmp(optarg, "read"))
+                usage();
+            break;
         case 'n': o.passes = strtoull(optarg, NULL, 10); break;
         case 'w': o.warm = true; break;
         case 'c': o.cpu = atoi(optarg); break;

@@ -142,7 +142,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
     let reason = refusal(&cluster, &bytes_of(&hello(token, false)));
     assert!(reason.contains("userfaultfd"), "{reason}");
     let reason = refusal(&cluster, &bytes_of(&hello(token, true)));
-    assert!(reason.contains("not forked"), "{reason}");
+    assert!(reason.contains("has forked this process"), "{reason}");
     drop(connection);
     cluster.assert_all_free();
 }

@@ -21,7 +21,7 @@ fn set(cluster: &Cluster, pid: u32, size: &str) {
     let output =
         cluster.command().args(["limit", &pid.to_string(), size]).output().expect("it can be started");
     assert!(output.status.success(), "aquifer limit failed: {}", text(&output.stderr));
-    assert!(text(&output.stdout).contains("checker: may have"), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("checker: limit "), "{}", text(&output.stdout));
 }
 
 fn await_run(cluster: &Cluster, what: &str, mut fits: impl FnMut(&Value) -> bool) {
