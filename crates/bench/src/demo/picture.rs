@@ -1,4 +1,4 @@
-//! The demo's result: a table, bars in the terminal, and an SVG.
+//! Results of the demo: a table, bars in the terminal, and an SVG.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -18,10 +18,10 @@ const ROW_PX: i32 = 30;
 const NAME_PX: i32 = 110;
 const PANEL_PX: i32 = 280;
 const CURVE_PX: i32 = 260;
-/// One for each way.
+/// Colour of each way.
 const COLOURS: [RGBColor; 3] = [RGBColor(120, 130, 140), RGBColor(20, 110, 180), RGBColor(205, 110, 40)];
 
-/// Figures side by side.
+/// Table of the results.
 pub fn table(played: &[Played]) -> String {
     let head = ["", "time s", "÷ plain", "resident peak", "with mempool", "elsewhere", "faults"];
     let mut rows = vec![head.map(String::from).to_vec()];
@@ -32,9 +32,9 @@ pub fn table(played: &[Played]) -> String {
             run.failure
                 .as_ref()
                 .map_or_else(|| format!("{:.2}", run.seconds / played[0].seconds), |_| "–".into()),
-            seen(run.resident_peak_bytes),
-            seen(run.local_peak_bytes),
-            seen(run.elsewhere_peak_bytes),
+            bytes_or_dash(run.resident_peak_bytes),
+            bytes_or_dash(run.local_peak_bytes),
+            bytes_or_dash(run.elsewhere_peak_bytes),
             run.faults.map_or("–".into(), |faults| faults.to_string()),
         ]);
     }
@@ -45,12 +45,12 @@ pub fn table(played: &[Played]) -> String {
     text
 }
 
-/// Bytes that were seen; a way that failed before it began was not.
-fn seen(bytes: u64) -> String {
+/// Bytes as text; a dash for a way that failed before it started.
+fn bytes_or_dash(bytes: u64) -> String {
     if bytes == 0 { "–".into() } else { show_bytes(bytes) }
 }
 
-/// The time of a way for the picture, where there is room for a few words.
+/// The time of a way, or the start of its failure, for the picture.
 fn short_time(run: &Played) -> String {
     const CHARS_MAX: usize = 40;
     let time = run.time();
@@ -61,12 +61,12 @@ fn short_time(run: &Played) -> String {
     format!("{cut}…")
 }
 
-/// What the bar of its time shows: nothing if it did not come to its end.
+/// Length of the time's bar: 0 if the way failed.
 fn bar_seconds(run: &Played) -> f64 {
     if run.failure.is_some() { 0.0 } else { run.seconds }
 }
 
-/// Bars for a terminal.
+/// Bars as text for a terminal.
 pub fn text(played: &[Played], limit_bytes: u64) -> String {
     let mut text = String::new();
     let slowest = played.iter().map(bar_seconds).fold(0.0, f64::max);
@@ -84,7 +84,7 @@ pub fn text(played: &[Played], limit_bytes: u64) -> String {
     text
 }
 
-/// Bars of time and memory, and memory over time.
+/// Draws bars of time and memory, and a chart of memory over time.
 ///
 /// # Errors
 /// If the file cannot be written.

@@ -1,5 +1,5 @@
 //! The demo's program: Debian's sqlite3 builds a search index of the Linux kernel's documentation
-//! in memory, and asks it. Nothing of it knows of Aquifer.
+//! in memory, and queries it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,20 +8,20 @@ use crate::bench::BenchError;
 
 const SCRIPT: &str = include_str!("../../../../scripts/demo/kernel-docs.sql");
 const DOCS: &str = "/usr/share/doc";
-/// Folders of the documentation: a version follows.
+/// Start of the documentation's folder; the version follows.
 const DOCS_PREFIX: &str = "linux-doc-";
 
-/// A program, its input and the folder it works in.
+/// The program, its input and its working directory.
 #[derive(Clone, Debug)]
 pub struct Program {
     sqlite: PathBuf,
     pages: PathBuf,
-    /// What it reads on its standard input.
+    /// File with its standard input.
     pub script: PathBuf,
 }
 
 impl Program {
-    /// Finds program and corpus, and writes the script into `folder`.
+    /// Finds the program and the documentation, and writes the script into `folder`.
     ///
     /// # Errors
     /// If one is not installed.
@@ -36,7 +36,7 @@ impl Program {
         Ok(Self { sqlite, pages, script })
     }
 
-    /// In a sentence.
+    /// One-line description.
     pub fn about(&self) -> String {
         format!(
             "{} builds a full-text index of the Linux kernel's documentation ({}) in memory, and asks it.",
@@ -45,18 +45,18 @@ impl Program {
         )
     }
 
-    /// The program.
+    /// Path of the program.
     pub fn executable(&self) -> &Path {
         &self.sqlite
     }
 
-    /// Arguments and folder, for a command that runs it.
+    /// Adds arguments and working directory to a command.
     pub fn arrange(&self, command: &mut Command) {
         command.args(["-batch", ":memory:"]).current_dir(&self.pages);
     }
 }
 
-/// The pages of the newest version that has any.
+/// The pages of the newest version with any.
 fn newest_docs(docs: &Path) -> Option<PathBuf> {
     let entries = std::fs::read_dir(docs).ok()?.flatten();
     let versions = entries.filter_map(|entry| {
@@ -86,7 +86,7 @@ mod tests {
             std::fs::create_dir_all(&pages).unwrap();
             std::fs::write(pages.join("index.html"), "").unwrap();
         }
-        // A package may be installed without its pages.
+        // The package may be installed without its pages.
         std::fs::create_dir_all(folder.path().join("linux-doc-6.11/html")).unwrap();
         assert_eq!(newest_docs(folder.path()), Some(folder.path().join("linux-doc-6.10/html")));
     }

@@ -1,4 +1,4 @@
-//! The three ways, played one after the other.
+//! The three runs of the demo.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -13,39 +13,39 @@ use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
-/// How often cluster or kernel are asked what they hold; asking costs processor time that the
-/// program wants.
-const ASK: Duration = Duration::from_millis(500);
-/// How often a point of the curve is kept.
-const POINT: Duration = Duration::from_millis(100);
+/// Time between two queries of the memory held by cluster or kernel. A query takes processor time
+/// from the program.
+const QUERY_INTERVAL: Duration = Duration::from_millis(500);
+/// Time between two points of the curve.
+const POINT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// How the program gets its memory.
 #[derive(Clone, Copy, Debug)]
 pub enum Way<'a> {
-    /// As much as it wants.
+    /// Without a limit.
     Plain,
-    /// Within a limit, the rest on memory nodes.
+    /// With a limit, and the rest on memory nodes.
     Pool {
         /// The cluster.
         cluster: &'a Cluster,
         /// The limit.
         limit_bytes: u64,
     },
-    /// Within a limit, the rest in a swap file.
+    /// With a limit, and the rest in a swap file.
     Swap {
         /// The limit.
         limit_bytes: u64,
-        /// The file's size.
+        /// Size of the swap file.
         swap_bytes: u64,
     },
 }
 
 impl Way<'_> {
-    /// The name of a way, which is also that of its output's file.
+    /// Name of the plain run, and of its output file.
     pub const PLAIN: &'static str = "plainly";
-    /// As above.
+    /// Name of the run on the pool, and of its output file.
     pub const POOL: &'static str = "on the pool";
-    /// As above.
+    /// Name of the run on kernel swap, and of its output file.
     pub const SWAP: &'static str = "on swap";
 
     fn name(&self) -> &'static str {
@@ -60,42 +60,42 @@ impl Way<'_> {
 /// A point of a run's curve.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
-    /// Since the start.
+    /// Time since the start.
     pub elapsed_s: f64,
-    /// Anonymous memory resident.
+    /// Resident anonymous memory.
     pub resident_bytes: u64,
 }
 
-/// How a run went.
+/// Results of a run.
 #[derive(Clone, Debug, Default)]
 pub struct Played {
-    /// Which way.
+    /// Name of the way.
     pub name: &'static str,
-    /// From start to end.
+    /// Time from start to end.
     pub seconds: f64,
-    /// The most anonymous memory seen resident, from outside.
+    /// Peak of resident anonymous memory.
     pub resident_peak_bytes: u64,
-    /// The most seen of that and of the mempool's blocks that are the run's, together.
+    /// Peak of resident memory plus the run's part of the mempool.
     pub local_peak_bytes: u64,
-    /// The most that was elsewhere: on memory nodes, or in the swap file.
+    /// Peak on memory nodes or in the swap file.
     pub elsewhere_peak_bytes: u64,
-    /// Faults that needed a page from elsewhere.
+    /// Faults that read a page from there.
     pub faults: Option<u64>,
-    /// Bytes printed.
+    /// Size of the output.
     pub output_bytes: u64,
     /// Resident memory over time.
     pub curve: Vec<Point>,
-    /// Why it did not come to its end, if it did not.
+    /// Why the run failed, if it did.
     pub failure: Option<String>,
 }
 
 impl Played {
-    /// A way that failed before it could be watched.
+    /// A run that failed before it started.
     fn failed(name: &'static str, failure: String) -> Self {
         Self { name, failure: Some(failure), ..Self::default() }
     }
 
-    /// The time it took, or what kept it from its end.
+    /// The time, or the failure.
     pub fn time(&self) -> String {
         match &self.failure {
             None => format!("{:.1} s", self.seconds),
@@ -104,7 +104,7 @@ impl Played {
         }
     }
 
-    /// In a line.
+    /// One-line summary.
     pub fn line(&self) -> String {
         format!(
             "{:<12} {}, {} resident at the peak, {} elsewhere",
@@ -116,7 +116,7 @@ impl Played {
     }
 }
 
-/// The program and where its outputs go.
+/// The program, and the folder for its outputs.
 #[derive(Debug)]
 pub struct Stage {
     program: Program,
@@ -124,17 +124,17 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Outputs go to files in `folder`, named as the way.
+    /// Each output goes to a file in `folder` with the name of its way.
     pub fn new(program: Program, folder: PathBuf) -> Self {
         Self { program, folder }
     }
 
-    /// For the picture.
+    /// Title of the picture.
     pub fn title(&self) -> &'static str {
         "sqlite3 indexes the Linux kernel's documentation in memory"
     }
 
-    /// Plays one way, with progress on the terminal.
+    /// Runs the program in one way, with progress on the terminal.
     ///
     /// # Errors
     /// If it cannot be set up, fails, or a signal asks to stop.
@@ -159,7 +159,7 @@ impl Stage {
             }
             Way::Swap { limit_bytes, swap_bytes } => match self.swap(limit_bytes, swap_bytes) {
                 Err(BenchError::Interrupted) => Err(BenchError::Interrupted),
-                // Whatever happens to a peer is a result, not a failure of the demo.
+                // A failure of the peer is a result, not an error of the demo.
                 outcome => Ok(outcome.unwrap_or_else(|error| Played::failed(Way::SWAP, error.to_string()))),
             },
         }
@@ -186,7 +186,7 @@ impl Stage {
         Ok(played)
     }
 
-    /// As [`Self::watch`], of a program that must not fail.
+    /// Like [`Self::watch`], but a failure of the program is an error.
     fn play(
         &self,
         way: &Way<'_>,
@@ -200,7 +200,8 @@ impl Stage {
         Ok(played)
     }
 
-    /// `ask` tells bytes that are local but not the program's own, and bytes elsewhere.
+    /// Runs the program and samples its memory. `ask` returns the bytes in the mempool and the
+    /// bytes on nodes or in the swap file.
     fn watch(
         &self,
         way: &Way<'_>,
@@ -240,7 +241,7 @@ fn add(sum: (u64, u64), next: (u64, u64)) -> (u64, u64) {
     (sum.0 + next.0, sum.1 + next.1)
 }
 
-/// Follows a run: progress, curve, peaks.
+/// Progress, curve and peaks of a run.
 struct Watcher {
     bar: ProgressBar,
     limit_bytes: u64,
@@ -263,17 +264,17 @@ impl Watcher {
     fn see(&mut self, moment: Moment, ask: &impl Fn() -> Option<(u64, u64)>) {
         let Moment { elapsed, resident_bytes } = moment;
         let elapsed_s = elapsed.as_secs_f64();
-        if self.asked.is_none_or(|asked| asked.elapsed() >= ASK) {
+        if self.asked.is_none_or(|asked| asked.elapsed() >= QUERY_INTERVAL) {
             self.asked = Some(Instant::now());
             self.answer = ask().unwrap_or(self.answer);
-            // Both are of the same time only now.
+            // Both values are of the same time only here.
             let local_bytes = resident_bytes + self.answer.0;
             self.played.local_peak_bytes = self.played.local_peak_bytes.max(local_bytes);
         }
         let elsewhere_bytes = self.answer.1;
         self.played.elsewhere_peak_bytes = self.played.elsewhere_peak_bytes.max(elsewhere_bytes);
         let last_s = self.played.curve.last().map_or(f64::NEG_INFINITY, |point| point.elapsed_s);
-        if elapsed_s - last_s >= POINT.as_secs_f64() {
+        if elapsed_s - last_s >= POINT_INTERVAL.as_secs_f64() {
             self.played.curve.push(Point { elapsed_s, resident_bytes });
         }
         let limit = match self.limit_bytes {
@@ -301,7 +302,7 @@ mod tests {
         watcher.see(moment(0, 70), &|| Some((20, 500)));
         watcher.see(moment(10, 60), &|| Some((90, 400)));
         watcher.see(moment(150, 80), &|| Some((90, 400)));
-        // It was asked only once, so that the second answer is never heard.
+        // The interval allows one query only, so the second answer is not used.
         assert_eq!(watcher.played.local_peak_bytes, 90);
         assert_eq!(watcher.played.elsewhere_peak_bytes, 500);
         let residents: Vec<u64> = watcher.played.curve.iter().map(|point| point.resident_bytes).collect();

@@ -1,12 +1,10 @@
-//! Kernel swap as a peer: runs a program with little memory and a swap device, the way an operator
-//! would without Aquifer, so that demo and benches can show both side by side.
+//! Kernel swap as a peer: runs a program with a memory limit and a swap device, as an operator
+//! would do without Aquifer.
 //!
-//! A [`PeerSetup`] makes a memory cgroup and a swap device of its own and undoes both when it is
-//! dropped.
+//! A [`PeerSetup`] creates a memory cgroup and a swap device, and removes both when it is dropped.
 //!
-//! Swap devices belong to the whole machine: while a setup lives, other programs under memory
-//! pressure may swap to its device, too. Its priority is the highest, so that the program under
-//! test gets no other.
+//! A swap device serves the whole machine: other programs under memory pressure may swap to it,
+//! too. It has the highest priority, so that the measured program uses no other device.
 
 #[cfg(test)]
 mod tests;
@@ -23,15 +21,15 @@ use aquifer_swap::setup::oom_wait::OomWait;
 use aquifer_swap::setup::record::{SetupRecord, SetupStep};
 use aquifer_swap::setup::{PAGE_CLUSTER, SIZE_BYTES, SetupError, SetupUsage, read_number, swapfile, zram};
 
-/// Programs in want of memory wait so long between two tries.
-const TRY_AGAIN: Duration = Duration::from_millis(5);
+/// Pause of a program without memory before it retries.
+const RETRY_PAUSE: Duration = Duration::from_millis(5);
 
-/// Where the kernel swaps to.
+/// Kind of swap device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// A file on this machine's disk.
     SwapFile,
-    /// Compressed memory.
+    /// zram: compressed memory.
     ///
     /// The compressed pages are this machine's memory, but the kernel counts them against no
     /// cgroup: the program gets its limit *and* the store. [`SetupUsage::store_peak_bytes`] says
@@ -39,17 +37,16 @@ pub enum Peer {
     Zram,
 }
 
-/// How many pages the kernel reads at once when one is needed; it holds for all swap on the
-/// machine.
+/// Number of pages that the kernel reads at a fault; a setting of the whole machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadAhead {
-    /// Only the page itself: best for random access.
+    /// One page: best for random access.
     OnePage,
     /// Eight pages, the kernel's default: best for sequential access to a disk.
     EightPages,
 }
 
-/// A limited cgroup and a swap device, until dropped.
+/// A cgroup with a limit, and a swap device; removed when dropped.
 #[derive(Debug)]
 pub struct PeerSetup {
     cgroup: Cgroup,
@@ -61,7 +58,7 @@ impl PeerSetup {
     /// Sets up `peer` with `swap_bytes` of swap, for programs with `limit_bytes` of memory
     /// (anonymous memory and page cache together).
     ///
-    /// Nothing is left behind when this fails.
+    /// Leaves nothing behind on failure.
     pub fn new(peer: Peer, limit_bytes: u64, swap_bytes: u64) -> Result<Self, SetupError> {
         for (what, bytes) in [("memory limit", limit_bytes), ("swap device", swap_bytes)] {
             if !SIZE_BYTES.contains(&bytes) {
@@ -71,7 +68,7 @@ impl PeerSetup {
         if !rustix::process::geteuid().is_root() {
             return Err(SetupError::NotRoot);
         }
-        // From here on an early return drops the record, and that undoes what it holds.
+        // From here on an early return drops the record, which undoes its steps.
         let mut record = SetupRecord::create()?;
         let cgroup = Cgroup::create(&mut record, limit_bytes, swap_bytes)?;
         let zram = match peer {
@@ -84,7 +81,7 @@ impl PeerSetup {
         Ok(Self { cgroup, zram, record })
     }
 
-    /// Sets the read-ahead of swap; the former setting comes back when the setup is dropped.
+    /// Sets the read-ahead of swap. The previous setting is restored when the setup is dropped.
     pub fn set_read_ahead(&mut self, read_ahead: ReadAhead) -> Result<(), SetupError> {
         let path = Path::new(PAGE_CLUSTER);
         let former = read_number(path)?;
@@ -98,15 +95,16 @@ impl PeerSetup {
         fs::write(path, log2_pages).map_err(SetupError::io("set the swap read-ahead in", path))
     }
 
-    /// A command whose program runs within the limit, from before its first instruction.
+    /// A command that starts a program in the cgroup.
     pub fn command(&self, program: impl AsRef<OsStr>) -> Result<Command, SetupError> {
         Ok(cgroup::command(program.as_ref(), self.cgroup.procs()?))
     }
 
-    /// Runs `work`, and meanwhile lets programs that find no memory wait and try again, for which
-    /// the kernel else kills them, even with swap left. If they cannot wait here, it still does.
-    /// Says whether they were in want: then a program may have failed because of it, in a system
-    /// call that got no memory.
+    /// Runs `work` while programs that find no memory wait and retry, where the kernel supports
+    /// that.
+    ///
+    /// Otherwise the kernel would kill them although there is free swap. Also returns whether a
+    /// program had to wait: then one of its system calls may have failed for lack of memory.
     pub fn patiently<T>(&self, work: impl FnOnce() -> T) -> Result<(T, bool), SetupError> {
         self.cgroup.set_oom_waits(true)?;
         let (done, is_done) = mpsc::channel::<()>();
@@ -114,11 +112,11 @@ impl PeerSetup {
             let attendant = scope.spawn(move || {
                 let mut oom_wait = OomWait::default();
                 let mut was_in_want = false;
-                while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(TRY_AGAIN) {
+                while let Err(RecvTimeoutError::Timeout) = is_done.recv_timeout(RETRY_PAUSE) {
                     oom_wait.poll(&self.cgroup)?;
                     was_in_want |= !matches!(oom_wait, OomWait::None);
                 }
-                // What is left may be killed.
+                // From here on the kernel may kill remaining programs.
                 self.cgroup.set_oom_waits(false)?;
                 Ok(was_in_want)
             });
@@ -129,7 +127,7 @@ impl PeerSetup {
         })
     }
 
-    /// What has been used until now.
+    /// Memory and swap used so far.
     pub fn usage(&self) -> Result<SetupUsage, SetupError> {
         let mut usage = self.cgroup.usage()?;
         if let Some(number) = self.zram {
@@ -138,7 +136,7 @@ impl PeerSetup {
         Ok(usage)
     }
 
-    /// Undoes everything now, and says what went wrong; dropping does the same in silence.
+    /// Removes cgroup and device and returns errors, which dropping ignores.
     pub fn close(mut self) -> Result<(), SetupError> {
         self.record.undo()
     }

@@ -1,4 +1,5 @@
-//! Setups as a whole. They change the machine, so they take turns, and only root can run them.
+//! Tests of complete setups. They change the machine, so they run one after the other, and need
+//! root.
 
 use std::fs;
 use std::path::PathBuf;
@@ -35,7 +36,7 @@ fn swaps() -> String {
     fs::read_to_string("/proc/swaps").unwrap()
 }
 
-/// Runs faultbench over three times the limit, and returns what was used.
+/// Runs faultbench over three times the limit, and returns the usage.
 fn run_faultbench(setup: &PeerSetup) -> SetupUsage {
     let folder = tempfile::tempdir().unwrap();
     let output = setup
@@ -159,7 +160,7 @@ fn what_a_dead_owner_left_is_undone_once() {
     let before = swaps();
     let setup = PeerSetup::new(Peer::SwapFile, 16 * MIB, 16 * MIB).unwrap();
     let (name, path) = (setup.record.name().to_owned(), setup.record.path().to_owned());
-    // No pid is that large: the owner of this record is gone.
+    // Process numbers are smaller, so the owner of this record has ended.
     let stale = path.with_file_name("aquifer-setup-4294967295-1-0");
     let text = fs::read_to_string(&path).unwrap();
     assert!(text.contains(&name));
@@ -170,14 +171,14 @@ fn what_a_dead_owner_left_is_undone_once() {
     .unwrap();
     assert_eq!(cleanup_stale().unwrap(), 1);
     assert!(!stale.exists());
-    // The living owner's setup is untouched.
+    // The setup of a running owner is not removed.
     assert!(path.exists());
     assert_ne!(swaps(), before);
     assert_eq!(cleanup_stale().unwrap(), 0);
     setup.close().unwrap();
     assert!(!path.exists());
 
-    // A record that cannot be trusted is refused, and left for a person to look at.
+    // A record that names a file outside the setup is refused, and left in place.
     fs::write(&stale, "swap-file /etc/passwd\n").unwrap();
     assert!(matches!(cleanup_stale(), Err(SetupError::Record { .. })));
     assert!(Path::new("/etc/passwd").exists());

@@ -134,7 +134,7 @@ impl Postgres {
     fn reach(&self, server: &server::Server) -> Result<(), BenchError> {
         let asks =
             || self.on_socket("pg_isready", &["--quiet"]).status().is_ok_and(|status| status.success());
-        server.reach(PROGRAM, || asks().then_some(()))
+        server.connect(PROGRAM, || asks().then_some(()))
     }
 
     fn on_socket(&self, program: &str, words: &[&str]) -> Command {

@@ -45,7 +45,7 @@ impl Redis {
         let mut only = CpuSet::new();
         only.set(processor);
         sched_setaffinity(None, &only).map_err(|error| failed(error.into()))?;
-        let client = server.reach(PROGRAM, || Client::connect(&self.socket).ok())?;
+        let client = server.connect(PROGRAM, || Client::connect(&self.socket).ok())?;
         let mut store = Store { client, versions: vec![0; self.size.redis_keys], found: Vec::new() };
         store.fill()?;
         let mut draw = Draw::new(self.access, self.size.redis_keys);

@@ -1,4 +1,4 @@
-//! From samples to tables and targets.
+//! Tables and targets of the samples.
 
 use std::collections::BTreeMap;
 
@@ -40,13 +40,13 @@ impl View<'_> {
         self.spread(&|round| Some(ours(round)? / theirs(round)?))
     }
 
-    /// The cheapest bare userfaultfd of a round.
+    /// Median latency of the fastest bare userfaultfd in a round.
     fn floor_us(&self, round: usize) -> Option<f64> {
         let place = |other| self.figure(Way::Bare { other }, "p50 µs", round);
         [place(false), place(true)].into_iter().flatten().reduce(f64::min)
     }
 
-    /// The same and one READ: what a page from a memory node costs at the least.
+    /// The same plus one READ: the lower bound of a page from a memory node.
     fn floor_with_read_us(&self, round: usize) -> Option<f64> {
         Some(self.floor_us(round)? + self.reads.us.get(round)?)
     }
@@ -55,7 +55,7 @@ impl View<'_> {
         ways.iter().filter_map(|&way| self.figure(way, name, round)).reduce(better)
     }
 
-    /// Processor time beyond a plain run, for each page that was walked over.
+    /// Processor time for each accessed page, less that of a plain run.
     fn cpu_us_per_page(&self, way: Way, round: usize) -> Option<f64> {
         let pages = self.size.bytes / PAGE_BYTES * self.size.walks();
         let spent = self.figure(way, "CPU µs", round)? - self.figure(Way::Plain, "CPU µs", round)?;
@@ -149,7 +149,7 @@ impl View<'_> {
         let mib = |bytes: u64| float(bytes) / float(MIB);
         let whole = mib(self.size.bytes);
         let remote = self.ratio(&of(Way::Pool, "elsewhere MiB"), &|_| Some(whole));
-        add(format!("{name}: peak memory on nodes ÷ working set"), remote, 1.1, true);
+        add(format!("{name}: peak on memory nodes ÷ working set"), remote, 1.1, true);
         let resident = self.spread(&of(Way::Pool, "resident MiB"));
         let allowed = mib(self.size.limit_bytes) * 1.1 + 16.0;
         add(format!("{name}: peak resident memory in MiB (limit + 10 % + 16)"), resident, allowed, true);
@@ -254,7 +254,7 @@ mod tests {
             ((case, Way::Bare { other: false }), vec![sample(10.0, 0.0, 0.0), sample(20.0, 0.0, 0.0)]),
             ((case, Way::Bare { other: true }), vec![sample(5.0, 0.0, 0.0), sample(40.0, 0.0, 0.0)]),
             ((case, Way::Pool), vec![sample(10.0, 200.0, 1e6), sample(20.0, 100.0, 1e6)]),
-            // In the second round the kernel killed it.
+            // In the second round the kernel killed the program.
             ((case, SWAP), vec![sample(20.0, 400.0, 1e6), None]),
         ])
     }
@@ -303,7 +303,7 @@ mod tests {
         assert_eq!(bound(sequential, Fabric::Tcp).0, 1.0);
         let (most, name) = bound(Case { random: true, write: false }, Fabric::Tcp);
         assert!(most == 1.4 && name.contains("userfaultfd + raw tcp READ"), "{name}");
-        // Where only reading is promised, writing is judged beside the peer alone.
+        // Over TCP there is a target for reads; writes are compared with the peer only.
         let (most, name) = bound(Case { random: true, write: true }, Fabric::Tcp);
         assert!(most == 1.0 && name.contains("swap file"), "{name}");
     }

@@ -1,9 +1,9 @@
-//! Sizes for people.
+//! Sizes as text.
 
 /// One mebibyte.
 pub const MIB: u64 = 1 << 20;
 
-/// In MiB, or KiB below one.
+/// A size in MiB, or in KiB below 1 MiB.
 pub fn show_bytes(bytes: u64) -> String {
     let bytes = float(bytes);
     if bytes >= 1048576.0 {
@@ -13,7 +13,7 @@ pub fn show_bytes(bytes: u64) -> String {
     }
 }
 
-/// For figures, which need no more than the 52 bits that are kept.
+/// A count as a float. The conversion keeps 52 bits, which suffice for reports.
 pub fn float(count: u64) -> f64 {
     count as f64
 }

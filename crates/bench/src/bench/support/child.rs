@@ -1,4 +1,4 @@
-//! Runs a program and watches it from outside: time, processor time, resident memory.
+//! Runs programs and measures their time, processor time and resident memory.
 
 use std::fs::File;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -12,68 +12,68 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
 use super::{interrupt, procs};
 use crate::bench::BenchError;
 
-/// How often resident memory is looked at.
+/// Time between two samples of resident memory.
 const SAMPLE: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
-/// What a failed program said last is shown up to this many characters.
+/// Most characters of a failed program's standard error that are kept.
 const MESSAGE_CHARS_MAX: usize = 2000;
 
-/// Whose memory is the program's.
+/// The processes whose memory is sampled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Watched {
-    /// The started process and all that it starts.
+    /// The started process and its descendants.
     All,
-    /// Only what the started process starts: it is `aquifer run` itself.
+    /// Only the descendants of the started process, which is `aquifer run`.
     Started,
 }
 
-/// Where a program reads and writes.
+/// Input and output of a program.
 #[derive(Debug)]
 pub struct Streams<'a> {
-    /// Its input; nothing, if `None`.
+    /// File with its standard input; empty if `None`.
     pub input: Option<&'a Path>,
-    /// Gets its output.
+    /// File for its standard output.
     pub output: &'a Path,
 }
 
-/// How a program did.
+/// Exit status and measurements of a program.
 #[derive(Clone, Debug)]
 pub struct Outcome {
-    /// How it ended.
+    /// Exit status.
     pub status: ExitStatus,
-    /// From start to end.
+    /// Time from start to end.
     pub elapsed: Duration,
-    /// Processor time of it and of all that it waited for.
+    /// Processor time of the process and of the children that it waited for.
     pub cpu_us: u64,
-    /// The most anonymous memory that was seen resident.
+    /// Peak of sampled resident anonymous memory.
     pub resident_peak_bytes: u64,
-    /// What it said on standard error, its end.
+    /// The end of its standard error.
     pub message: String,
 }
 
-/// A moment of a running program.
+/// A sample of a running program.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
-    /// Since its start.
+    /// Time since its start.
     pub elapsed: Duration,
-    /// Anonymous memory that is resident.
+    /// Resident anonymous memory.
     pub resident_bytes: u64,
 }
 
-/// A process group that is killed if it is left behind.
+/// A process group, which is killed when this is dropped.
 struct Group(Pid);
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Of a group that has ended there is nothing left to kill.
+        // Fails if all its processes have ended.
         let _ = rustix::process::kill_process_group(self.0, Signal::KILL);
     }
 }
 
-/// Runs `command` in a process group of its own until it ends; `on_moment` hears of it every 10 ms.
+/// Runs a command in a process group of its own, and calls `on_moment` with a sample every 10 ms.
 ///
 /// # Errors
-/// If it cannot be started, or a signal asks to stop: then it and all that it started are killed.
-/// That the program fails is no error here.
+/// If the program cannot be started, or a signal asks to stop; then its group is killed. A program
+/// that fails is no error.
 pub fn run(
     command: Command,
     streams: &Streams<'_>,
@@ -83,10 +83,10 @@ pub fn run(
     attend(command, streams, watched, |_, moment| on_moment(moment))
 }
 
-/// As [`run`]; `on_moment` is told, too, whom it may send signals to.
+/// Like [`run`], but also passes the process number to `on_moment`, for signals.
 ///
 /// # Errors
-/// As [`run`].
+/// Those of [`run`].
 pub fn attend(
     mut command: Command,
     streams: &Streams<'_>,
@@ -103,7 +103,7 @@ pub fn attend(
     };
     command.stdin(input).stdout(create(streams.output)?).stderr(create(&message_path)?).process_group(0);
     let start = Instant::now();
-    // `reap` waits for it, and learns its processor time.
+    // Not waited for through `child`: `reap` reads its processor time.
     let child = command.spawn().map_err(BenchError::io("start", &program))?;
     let pid = child.id();
     let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process has a positive number");
@@ -131,13 +131,15 @@ pub fn attend(
     drop(group);
     interrupt::check()?;
     let message = tail(&std::fs::read(&message_path).unwrap_or_default());
-    // An empty one tells nothing; that it cannot be removed harms nothing, its folder goes, too.
+    // A failure does no harm: the folder is removed later.
     let _ = std::fs::remove_file(&message_path);
     Ok(Outcome { status, elapsed, cpu_us, resident_peak_bytes, message })
 }
 
-/// Of what was started those are counted that were there at the last look, `known`, too: a process
-/// that is about to become another program seems to have all that its parent has.
+/// Resident anonymous memory of the program.
+///
+/// Counts only descendants that were in the last sample, too (`known`): before its exec a new
+/// process shares the memory of its parent, which would be counted twice.
 fn resident(pid: u32, watched: Watched, known: &mut Vec<u32>) -> u64 {
     let own = if watched == Watched::All { procs::anonymous_bytes(pid) } else { 0 };
     let started = procs::descendants(pid);

@@ -1,4 +1,4 @@
-//! Tables and bars, for terminals and as SVG.
+//! Tables and bar charts, for terminals and as SVG.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -8,7 +8,7 @@ use plotters::prelude::*;
 
 use crate::bench::BenchError;
 
-/// Rows of a picture that stand under one title.
+/// A group of rows of a picture with a title.
 #[derive(Clone, Debug)]
 pub struct BarGroup {
     /// The title.
@@ -20,15 +20,15 @@ pub struct BarGroup {
 /// One row of a picture.
 #[derive(Clone, Debug)]
 pub struct Bar {
-    /// What it is.
+    /// Its label.
     pub name: String,
-    /// How long, in proportion to the others of its group.
+    /// Length of the bar, relative to others of its group.
     pub value: f64,
-    /// What stands beside it.
+    /// Text beside the bar.
     pub text: String,
 }
 
-/// A drawing area as the helpers here take it.
+/// A drawing area.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 const ROW_PX: i32 = 24;
@@ -36,11 +36,11 @@ const TITLE_PX: i32 = 34;
 const NAME_PX: i32 = 250;
 const BAR_PX: i32 = 360;
 const TEXT_PX: i32 = 280;
-/// Ours first, then the others'.
+/// Colours of Aquifer's bars and of the others.
 const COLOURS: [RGBColor; 2] = [RGBColor(20, 110, 180), RGBColor(150, 160, 170)];
 
-/// Columns padded to their widest cell; the first to the left, the others to the right. The first
-/// row is a head.
+/// A text table with padded columns. The first row is the head, and the first column is
+/// left-aligned.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -75,7 +75,7 @@ pub fn text_bar(value: f64, greatest: f64, width: u32) -> String {
     bar
 }
 
-/// Draws groups of bars below each other; bars named `pool…` are ours and coloured so.
+/// Draws groups of bars below each other. Bars named `pool…` get Aquifer's colour.
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -108,10 +108,10 @@ fn bar_group<'a>(area: &Area<'a>, group: &BarGroup, mut top: i32) -> DrawResult<
     Ok(top)
 }
 
-/// How drawing ends.
+/// Result of drawing.
 pub type DrawResult<'a, T> = Result<T, DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>>;
 
-/// Writes an SVG of the given size, white, with what `content` draws.
+/// Writes an SVG of the given size; `content` draws on its white background.
 ///
 /// # Errors
 /// If the file cannot be written.
@@ -131,7 +131,7 @@ pub fn picture(
     std::fs::write(path, svg).map_err(BenchError::io("write", path))
 }
 
-/// The nearest whole number that a picture can have.
+/// A coordinate rounded to a whole pixel.
 #[expect(clippy::cast_possible_truncation, reason = "clamped to what an i32 holds")]
 pub fn pixels(value: f64) -> i32 {
     value.round().clamp(0.0, 100_000.0) as i32

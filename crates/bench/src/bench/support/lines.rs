@@ -1,4 +1,4 @@
-//! Figures over time, as SVG.
+//! Line charts of values over time, as SVG.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use crate::bench::BenchError;
 const WIDTH_PX: i32 = 890;
 const TITLE_PX: i32 = 34;
 const CHART_PX: i32 = 380;
-/// Of the series, in turn.
+/// Colours of the series.
 const COLOURS: [RGBColor; 4] =
     [RGBColor(150, 160, 170), RGBColor(90, 95, 105), RGBColor(20, 110, 180), RGBColor(120, 190, 235)];
 
-/// Draws the series with one title into one chart, from zero on.
+/// Draws series into one chart, whose value axis starts at 0.
 ///
 /// # Errors
 /// If the file cannot be written.

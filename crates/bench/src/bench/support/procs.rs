@@ -1,9 +1,9 @@
-//! What `/proc` says of processes, seen from outside.
+//! Other processes, as `/proc` shows them.
 
 use std::fs;
 use std::path::Path;
 
-/// Anonymous memory that a process has resident, in bytes; 0 once it is gone.
+/// Resident anonymous memory of a process in bytes; 0 if it has ended.
 pub fn anonymous_bytes(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     parse_anonymous_bytes(&status).unwrap_or(0)
@@ -14,9 +14,9 @@ fn parse_anonymous_bytes(status: &str) -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kib| kib << 10)
 }
 
-/// Children, children's children and so on; not `pid` itself.
+/// All descendants of a process, without the process itself.
 pub fn descendants(pid: u32) -> Vec<u32> {
-    /// More generations than this are taken for a loop.
+    /// Bound of the search, in case process numbers are reused during it.
     const PROCESSES_MAX: usize = 1024;
     let mut found = children(pid);
     let mut next = 0;
@@ -39,18 +39,17 @@ fn parse_numbers(list: &str) -> Vec<u32> {
     list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
 }
 
-/// Processor time that a process has used, its own and the kernel's for it, in µs; 0 once it is
-/// gone.
+/// Processor time of a process in µs, in user and kernel mode; 0 if it has ended.
 pub fn cpu_us(pid: u32) -> u64 {
     cpu_ns(pid) / 1000
 }
 
-/// The same, in nanoseconds.
+/// Processor time of a process in ns, in user and kernel mode; 0 if it has ended.
 pub fn cpu_ns(pid: u32) -> u64 {
     let Ok(pid) = libc::pid_t::try_from(pid) else { return 0 };
     let mut clock = 0;
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: both places are there to be written, and are read only after a success.
+    // SAFETY: both pointers are valid for writes, and the values are read only after success.
     let is_known = unsafe {
         libc::clock_getcpuclockid(pid, &raw mut clock) == 0 && libc::clock_gettime(clock, &raw mut time) == 0
     };
@@ -61,8 +60,7 @@ pub fn cpu_ns(pid: u32) -> u64 {
     part(time.tv_sec) * 1_000_000_000 + part(time.tv_nsec)
 }
 
-/// Processes with `needle` among their arguments: the daemons of the cluster whose state lies
-/// there.
+/// Processes with an argument that starts with `needle`, such as the daemons with a state folder.
 pub fn with_argument(needle: &Path) -> Vec<u32> {
     let needle = needle.as_os_str().as_encoded_bytes();
     let Ok(entries) = fs::read_dir("/proc") else {

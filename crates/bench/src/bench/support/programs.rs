@@ -1,5 +1,4 @@
-//! The measured programs. Their sources are in this binary, and the machine's C compiler builds
-//! them.
+//! Measured programs in C. Their sources are in this binary; the machine's C compiler builds them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,14 +14,14 @@ const SOURCES: [(&str, &str); 4] = [
     ("zerofloor.c", include_str!("../../../../../tests/e2e/programs/zerofloor.c")),
 ];
 
-/// Where the built programs are.
+/// Paths of the built programs.
 #[derive(Clone, Debug)]
 pub struct Programs {
-    /// Walks over memory.
+    /// Accesses memory and measures faults.
     pub faultbench: PathBuf,
-    /// The usual malloc benchmarks.
+    /// Malloc benchmarks.
     pub mallocbench: PathBuf,
-    /// Measures floors.
+    /// Measures faults that need no I/O.
     pub zerofloor: PathBuf,
 }
 
@@ -45,7 +44,7 @@ pub fn build(folder: &Path) -> Result<Programs, BenchError> {
 fn compile(folder: &Path, name: &str) -> Result<PathBuf, BenchError> {
     let program = folder.join(name);
     let output = Command::new("cc")
-        // A compiler that knows malloc leaves out what only an allocator would notice.
+        // The compiler must not remove calls of malloc.
         .args(["-std=c11", "-O2", "-fno-builtin-malloc", "-pthread", "-o"])
         .arg(&program)
         .arg(folder.join(format!("{name}.c")))
@@ -60,27 +59,27 @@ fn compile(folder: &Path, name: &str) -> Result<PathBuf, BenchError> {
     }
 }
 
-/// The line of figures that both programs print.
+/// The results that faultbench and zerofloor print as a line of JSON.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Figures {
-    /// Pages touched in the measured passes.
+    /// Pages accessed in the measured passes.
     pub ops: u64,
-    /// The measured passes took this long.
+    /// Time of the measured passes.
     pub seconds: f64,
-    /// So many bytes of pages were touched in that time.
+    /// Throughput of the measured passes.
     pub mb_per_s: f64,
-    /// Of the touches that faulted.
+    /// Latencies of accesses that faulted.
     pub faults: Latencies,
-    /// Pages looked at.
+    /// Number of verified pages.
     pub verified_pages: u64,
-    /// Wrong words.
+    /// Number of wrong words.
     pub errors: u64,
 }
 
 /// Quantiles in µs.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Latencies {
-    /// How many there were.
+    /// Number of measurements.
     pub count: u64,
     /// Median.
     pub p50_us: f64,

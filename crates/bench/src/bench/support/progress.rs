@@ -1,8 +1,8 @@
-//! How far a bench has come.
+//! Progress bar of a bench.
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// A bar of so many steps, with the time and what is measured just now.
+/// A bar with this number of steps, the elapsed time and a message.
 pub fn bar(steps: usize) -> ProgressBar {
     let style = ProgressStyle::with_template("{elapsed} {wide_bar} {pos}/{len}  {msg}");
     let bar = ProgressBar::new(steps as u64);

@@ -1,5 +1,4 @@
-//! What a bench hands over: figures with their spreads, targets beside results, as text, JSON and
-//! picture.
+//! Report of a bench: tables with spreads, and targets with results; as text, JSON and picture.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -12,59 +11,58 @@ use super::lines;
 use super::spread::{Spread, short};
 use crate::bench::BenchError;
 
-/// A finished bench.
+/// The report of a bench.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Which bench.
+    /// Name of the bench.
     pub bench: &'static str,
-    /// Whether it was the quick one.
+    /// Whether it ran with `--quick`.
     pub quick: bool,
-    /// Processors of the machine.
+    /// Number of processors of the machine.
     pub processors: usize,
-    /// The kernel's release.
+    /// Release of the kernel.
     pub kernel: String,
-    /// How it was measured, in sentences.
+    /// Notes on the measurement.
     pub notes: Vec<String>,
     /// The tables.
     pub tables: Vec<Table>,
-    /// Figures over time, which the picture shows instead of bars.
+    /// Values over time; if there are any, the picture shows them instead of bars.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub series: Vec<Series>,
-    /// Targets and what became of them.
+    /// Targets with their results.
     pub targets: Vec<Target>,
 }
 
-/// A figure over time.
+/// Values over time.
 #[derive(Clone, Debug, Serialize)]
 pub struct Series {
-    /// What its picture shows; series with the same title share one.
+    /// Title of the chart. Series with the same title share a chart.
     pub title: String,
-    /// What it is.
+    /// Name.
     pub name: String,
     /// Times and values, in the units of the title.
     pub points: Vec<(f64, f64)>,
 }
 
-/// Rows of one kind.
+/// A table.
 #[derive(Clone, Debug, Serialize)]
 pub struct Table {
-    /// What it shows.
+    /// Title.
     pub title: String,
-    /// Names of the figures, in the order to be printed; those that are not named are in the JSON
-    /// only.
+    /// Names of the printed figures in order. Other figures are in the JSON only.
     #[serde(skip)]
     pub columns: Vec<Column>,
-    /// Which figure the picture shows, if any.
+    /// Name of the figure that the picture shows, if any.
     #[serde(skip)]
     pub pictured: Option<&'static str>,
-    /// A ratio that the picture writes beside it, where a row has it.
+    /// Name of a ratio that the picture shows as text, if the row has it.
     #[serde(skip)]
     pub ratio: Option<&'static str>,
     /// The rows.
     pub rows: Vec<Row>,
 }
 
-/// A figure that is printed.
+/// A printed column.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
     name: &'static str,
@@ -72,12 +70,12 @@ pub struct Column {
 }
 
 impl Column {
-    /// With its spread.
+    /// Printed with its spread.
     pub fn full(name: &'static str) -> Self {
         Self { name, with_spread: true }
     }
 
-    /// Only its middle.
+    /// Printed as its median only.
     pub fn middle(name: &'static str) -> Self {
         Self { name, with_spread: false }
     }
@@ -91,21 +89,21 @@ impl Column {
     }
 }
 
-/// One thing, measured in several rounds.
+/// A row: one way, measured in several rounds.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {
-    /// What it is.
+    /// Name.
     pub name: String,
-    /// Its figures, by name with unit.
+    /// Its figures, by name and unit.
     pub figures: BTreeMap<&'static str, Spread>,
 }
 
-/// What a figure should be.
+/// A target, and the measured value.
 #[derive(Clone, Debug, Serialize)]
 pub struct Target {
-    /// In words.
+    /// Description.
     pub name: String,
-    /// What was measured.
+    /// The measured value.
     pub value: Spread,
     /// The bound.
     pub bound: f64,
@@ -127,7 +125,7 @@ impl Target {
 }
 
 impl Report {
-    /// A report without figures yet.
+    /// An empty report.
     pub fn new(bench: &'static str, quick: bool) -> Self {
         let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
         Self {
@@ -142,7 +140,7 @@ impl Report {
         }
     }
 
-    /// For a terminal.
+    /// The report as text for a terminal.
     pub fn to_text(&self) -> String {
         let quick = if self.quick { ", quick" } else { "" };
         let mut text =
@@ -161,8 +159,8 @@ impl Report {
         text
     }
 
-    /// As bars, a group for each table that has a figure to be pictured; or as lines over time, if
-    /// there are such.
+    /// Draws the picture: a group of bars for each table with a pictured figure, or lines if the
+    /// report has series.
     ///
     /// # Errors
     /// If the file cannot be written.

@@ -1,4 +1,4 @@
-//! Runs a server for as long as something is done with it.
+//! Runs a server while a client works with it.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,45 +10,45 @@ use super::child::{self, Outcome, Streams, Watched};
 use super::interrupt;
 use crate::bench::BenchError;
 
-/// A server that does not answer for so long after its start never will.
-const START: Duration = Duration::from_secs(60);
-/// Between two tries to reach it.
-const PAUSE: Duration = Duration::from_millis(5);
+/// Time within which a server must accept connections.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// Pause between two attempts to connect.
+const RETRY_PAUSE: Duration = Duration::from_millis(5);
 
-/// A running server, as those see it who work with it.
+/// A running server, for the client's side.
 #[derive(Debug, Default)]
 pub struct Server {
-    gone: AtomicBool,
+    has_ended: AtomicBool,
 }
 
 impl Server {
-    /// Tries to reach it until it can be reached.
+    /// Calls `attempt` until it returns a connection.
     ///
     /// # Errors
-    /// If it ends before, takes too long, or a signal asks to stop.
-    pub fn reach<T>(&self, program: &str, mut attempt: impl FnMut() -> Option<T>) -> Result<T, BenchError> {
+    /// If the server ends, does not accept in time, or a signal asks to stop.
+    pub fn connect<T>(&self, program: &str, mut attempt: impl FnMut() -> Option<T>) -> Result<T, BenchError> {
         let start = Instant::now();
         loop {
             if let Some(reached) = attempt() {
                 return Ok(reached);
             }
             interrupt::check()?;
-            if self.gone.load(Ordering::SeqCst) || start.elapsed() > START {
+            if self.has_ended.load(Ordering::SeqCst) || start.elapsed() > START_TIMEOUT {
                 return Err(BenchError::Server {
                     program: program.into(),
                     reason: "it does not answer".into(),
                 });
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_PAUSE);
         }
     }
 }
 
-/// Runs `command`, does `work` beside it, and then sends it `end`, by which it is to end well.
+/// Runs a server, calls `work`, and then sends the signal `end` to the server.
 ///
 /// # Errors
-/// If it cannot be started, `work` fails, or a signal asks to stop: then it is killed. How it ended
-/// is in the outcome.
+/// If the server cannot be started, or a signal asks to stop. If `work` fails, the server is
+/// killed.
 pub fn beside<T: Send>(
     command: Command,
     streams: &Streams<'_>,
@@ -69,11 +69,11 @@ pub fn beside<T: Send>(
             if worker.is_finished() && !asked {
                 asked = true;
                 let signal = if failed.load(Ordering::SeqCst) { Signal::KILL } else { end };
-                // One that has just ended by itself needs no signal.
+                // Fails if the server has ended.
                 let _ = rustix::process::kill_process(pid, signal);
             }
         });
-        server.gone.store(true, Ordering::SeqCst);
+        server.has_ended.store(true, Ordering::SeqCst);
         let done = worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         Ok((outcome?, done))
     })
@@ -96,7 +96,7 @@ mod tests {
         beside(command, &Streams { input: None, output: &output }, Watched::All, Signal::TERM, work).unwrap()
     }
 
-    /// Says that it is ready, and waits without end.
+    /// Creates the file `ready`, and runs until SIGTERM.
     const SERVER: &str = "trap 'exit 3' TERM; : > ready; while :; do :; done";
 
     #[test]
@@ -104,7 +104,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let ready = folder.path().join("ready");
         let script = format!("cd {}; {SERVER}", folder.path().display());
-        let (outcome, done) = shell(&script, |server| server.reach("sh", || ready.exists().then_some(7)));
+        let (outcome, done) = shell(&script, |server| server.connect("sh", || ready.exists().then_some(7)));
         assert_eq!((outcome.status.code(), done.unwrap()), (Some(3), 7));
     }
 
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_server_that_is_gone_is_not_waited_for() {
-        let (outcome, done) = shell("exit 5", |server| server.reach("sh", || None));
+        let (outcome, done) = shell("exit 5", |server| server.connect("sh", || None));
         assert_eq!(outcome.status.code(), Some(5));
         assert!(done.unwrap_err().to_string().contains("sh"));
     }

@@ -1,20 +1,20 @@
-//! The middle of several measurements, and how far they lie apart.
+//! Minimum, median and maximum of several measurements.
 
 use serde::Serialize;
 
-/// Least, middle and greatest of several measurements of the same thing.
+/// Minimum, median and maximum of several measurements.
 #[derive(Clone, Copy, PartialEq, Debug, Serialize)]
 pub struct Spread {
-    /// The least.
+    /// Minimum.
     pub min: f64,
-    /// The middle one; of an even number, the mean of the two in the middle.
+    /// Median; for an even number of values, the mean of the two middle ones.
     pub median: f64,
-    /// The greatest.
+    /// Maximum.
     pub max: f64,
 }
 
 impl Spread {
-    /// `None` if there is no measurement, or one that is no number.
+    /// The spread of values; `None` if there are none, or one is not finite.
     pub fn of(values: &[f64]) -> Option<Self> {
         if values.is_empty() || values.iter().any(|value| !value.is_finite()) {
             return None;
@@ -26,15 +26,15 @@ impl Spread {
         Some(Self { min: sorted[0], median, max: sorted[last] })
     }
 
-    /// The spread of `ours[round] / theirs[round]`: both of a pair were measured in the same round,
-    /// so that what slows the whole machine cancels out.
+    /// The spread of `ours[round] / theirs[round]`. Both values of a pair are from the same round,
+    /// so that a slow machine affects both.
     pub fn of_ratios(ours: &[f64], theirs: &[f64]) -> Option<Self> {
         let ratios: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect();
         Self::of(&ratios)
     }
 }
 
-/// `12.3 (11.0–15.1)`; only the number, if nothing was spread.
+/// Writes `12.3 (11.0–15.1)`, or only the median if minimum and maximum are equal.
 impl std::fmt::Display for Spread {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { min, median, max } = *self;
@@ -47,7 +47,7 @@ impl std::fmt::Display for Spread {
     }
 }
 
-/// Three digits that matter, as people write them.
+/// A number with three significant digits.
 pub fn short(value: f64) -> String {
     let size = value.abs();
     let digits = match size {
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_middle_of_odd_and_even_numbers() {
+    fn the_median_of_odd_and_even_counts() {
         assert_eq!(Spread::of(&[3.0, 1.0, 2.0]), Some(Spread { min: 1.0, median: 2.0, max: 3.0 }));
         assert_eq!(Spread::of(&[4.0, 1.0, 2.0, 3.0]), Some(Spread { min: 1.0, median: 2.5, max: 4.0 }));
         assert_eq!(Spread::of(&[7.0]), Some(Spread { min: 7.0, median: 7.0, max: 7.0 }));
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn ratios_are_taken_within_a_round() {
-        // The second round was three times slower for both: the ratio does not show it.
+        // The second round was three times slower for both, so the ratio is the same.
         let ratios = Spread::of_ratios(&[10.0, 30.0], &[5.0, 15.0]);
         assert_eq!(ratios, Some(Spread { min: 2.0, median: 2.0, max: 2.0 }));
         assert_eq!(Spread::of_ratios(&[1.0], &[0.0]), None);
