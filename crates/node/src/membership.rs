@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, AgentRecord, NodeLife, NodeRecord, RequestedMemory};
 use aquifer_directory::{
-    Compare, Directory, DirectoryEntry, DirectoryError, KeyOperation, Lease, Transaction, WatchEvent,
-    WatchEventKind,
+    Compare, Directory, DirectoryEntry, DirectoryError, FailureLog, KeyOperation, Lease, Transaction,
+    WatchEvent, WatchEventKind,
 };
 use aquifer_fabric::{Host, Target};
 
@@ -37,6 +37,8 @@ pub(crate) struct NodeMembership {
     epochs: Arc<HostEpochs>,
     lending: Arc<Lending>,
     counters: Arc<NodeCounters>,
+    /// Limits the log lines about invalid records: they are read again after each failure.
+    invalid_records: FailureLog,
 }
 
 /// A node that has a lease and has fenced hosts, and has no record yet.
@@ -48,6 +50,7 @@ pub(crate) struct JoiningNode {
     hosts: LiveHosts,
     epochs: Arc<HostEpochs>,
     counters: Arc<NodeCounters>,
+    invalid_records: FailureLog,
 }
 
 impl JoiningNode {
@@ -68,10 +71,10 @@ impl JoiningNode {
         for (host, epoch) in &seen {
             epoch.checked_sub(1).into_iter().for_each(|epoch| target.fence(*host, epoch));
         }
-        let (hosts, counters) = (LiveHosts::new(seen), Arc::default());
-        let mut joining = Self { directory, ttl, lease, hosts, epochs, counters };
-        list_hosts(&*joining.directory, &mut joining.hosts, &joining.epochs, target, &joining.counters)?;
-        Ok(joining)
+        let (mut hosts, counters) = (LiveHosts::new(seen), Arc::default());
+        let mut invalid_records = FailureLog::default();
+        list_hosts(&*directory, &mut hosts, &epochs, target, &counters, &mut invalid_records)?;
+        Ok(Self { directory, ttl, lease, hosts, epochs, counters, invalid_records })
     }
 
     /// The epoch of the lease.
@@ -84,15 +87,25 @@ impl JoiningNode {
     /// # Errors
     /// If the directory fails, or another node has the number.
     pub fn join(self, record: NodeRecord, lending: Arc<Lending>) -> Result<NodeMembership, NodeError> {
-        let Self { directory, ttl, mut lease, hosts, epochs, counters } = self;
+        let Self { directory, ttl, mut lease, hosts, epochs, counters, invalid_records } = self;
         // Registering memory that a device pins may take longer than the lease lasts.
         let kept_alive_at = Instant::now();
         match directory.lease_keep_alive(lease.id) {
             Err(DirectoryError::LeaseGone(_)) => lease = directory.lease_grant(ttl)?,
             outcome => outcome?,
         }
-        let membership =
-            NodeMembership { directory, record, ttl, lease, kept_alive_at, hosts, epochs, lending, counters };
+        let membership = NodeMembership {
+            directory,
+            record,
+            ttl,
+            lease,
+            kept_alive_at,
+            hosts,
+            epochs,
+            lending,
+            counters,
+            invalid_records,
+        };
         if let Err(error) = membership.put_record() {
             membership.end_lease();
             return Err(error);
@@ -191,7 +204,7 @@ impl NodeMembership {
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn load_request(&self) -> Result<(), DirectoryError> {
+    pub fn load_request(&mut self) -> Result<(), DirectoryError> {
         if let Some(entry) = self.directory.get(&names::requested_memory_key(self.record.id))? {
             self.apply_request(&entry);
         }
@@ -199,14 +212,23 @@ impl NodeMembership {
     }
 
     /// Applies a request to lend more or less.
-    fn apply_request(&self, entry: &DirectoryEntry) {
+    fn apply_request(&mut self, entry: &DirectoryEntry) {
         match requested_bytes(entry, &self.record) {
             Ok(Some(bytes)) if self.lending.requested_bytes() != bytes => {
                 tracing::info!(node = self.record.id, bytes, "memory requested");
                 self.lending.request(bytes);
             }
             Ok(_) => {}
-            Err(error) => tracing::warn!(key = entry.key, %error, "ignored unreadable request for memory"),
+            Err(error) => {
+                if let Some(failures) = self.invalid_records.record(Instant::now()) {
+                    tracing::warn!(
+                        key = entry.key,
+                        %error,
+                        failures,
+                        "ignored unreadable request for memory"
+                    );
+                }
+            }
         }
     }
 
@@ -235,7 +257,14 @@ impl NodeMembership {
     /// again, if necessary after [`set_directory`](Self::set_directory).
     pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
         self.keep_alive()?;
-        let revision = list_hosts(&*self.directory, &mut self.hosts, &self.epochs, target, &self.counters)?;
+        let revision = list_hosts(
+            &*self.directory,
+            &mut self.hosts,
+            &self.epochs,
+            target,
+            &self.counters,
+            &mut self.invalid_records,
+        )?;
         let mut watch = self.directory.watch(names::AGENTS, revision + 1)?;
         self.load_request()?;
         let request_key = names::requested_memory_key(self.record.id);
@@ -262,7 +291,7 @@ impl NodeMembership {
         let fence = match event.kind.clone() {
             WatchEventKind::Put { value, lease } => {
                 let entry = DirectoryEntry { key, value, version: event.revision, lease };
-                host_and_epoch(&entry).and_then(|(host, epoch)| {
+                host_and_epoch(&entry, &mut self.invalid_records).and_then(|(host, epoch)| {
                     self.epochs.record(host, epoch);
                     self.hosts.add(host, epoch)
                 })
@@ -307,9 +336,11 @@ fn list_hosts(
     epochs: &HostEpochs,
     target: &dyn Target,
     counters: &NodeCounters,
+    invalid_records: &mut FailureLog,
 ) -> Result<u64, DirectoryError> {
     let listing = directory.list(names::AGENTS)?;
-    let live: BTreeMap<Host, u64> = listing.entries.iter().filter_map(host_and_epoch).collect();
+    let live: BTreeMap<Host, u64> =
+        listing.entries.iter().filter_map(|entry| host_and_epoch(entry, invalid_records)).collect();
     live.iter().for_each(|(host, epoch)| epochs.record(*host, *epoch));
     for fence in hosts.replace(&live) {
         set_fence(target, fence, counters);
@@ -332,12 +363,14 @@ fn requested_bytes(entry: &DirectoryEntry, record: &NodeRecord) -> Result<Option
 }
 
 /// The host and the epoch in a host's record; `None` if it is unreadable.
-fn host_and_epoch(entry: &DirectoryEntry) -> Option<(Host, u64)> {
+fn host_and_epoch(entry: &DirectoryEntry, invalid_records: &mut FailureLog) -> Option<(Host, u64)> {
     let host = names::host_of_agent_key(&entry.key)?;
     match names::decode::<AgentRecord>(entry) {
         Ok(record) if record.host == host => Some((Host(host), record.epoch)),
         _ => {
-            tracing::warn!(key = entry.key, "ignored host: unreadable record in the directory");
+            if let Some(failures) = invalid_records.record(Instant::now()) {
+                tracing::warn!(key = entry.key, failures, "ignored host: unreadable record in the directory");
+            }
             None
         }
     }

@@ -366,7 +366,7 @@ fn join_cluster(
 ) -> Result<(NodeMembership, Arc<Lending>), NodeError> {
     let record = record(options, address, opened);
     let lending = Arc::new(Lending::new(record.memory_bytes, record.requested_memory_bytes));
-    let membership = joining.join(record, Arc::clone(&lending))?;
+    let mut membership = joining.join(record, Arc::clone(&lending))?;
     // A request of this life that was made before a restart counts from the beginning.
     membership.load_request().map_err(NodeError::from).inspect_err(|_| membership.end_lease())?;
     Ok((membership, lending))
