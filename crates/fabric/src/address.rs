@@ -58,20 +58,31 @@ pub enum FabricAddress {
     Verbs(SocketAddr),
 }
 
+/// Why an address cannot be parsed.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum AddressError {
+    /// The provider is unknown.
+    #[error("unknown fabric \"{0}\": this program supports shm, tcp and verbs")]
+    UnknownProvider(String),
+    /// The address is not an IP address with a port.
+    #[error("\"{0}\" is not an address such as 10.0.0.1:7400")]
+    Malformed(String),
+}
+
 impl FabricAddress {
     /// Parses what [`Self::provider`] and [`Self::address`] returned.
     ///
     /// # Errors
-    /// A sentence, if this program does not know the provider or cannot parse the address.
-    pub fn parse(provider: &str, address: &str) -> Result<Self, String> {
+    /// If this program does not know the provider or cannot parse the address.
+    pub fn parse(provider: &str, address: &str) -> Result<Self, AddressError> {
         match provider {
             "shm" => Ok(Self::Shm(address.into())),
             "tcp" | "verbs" => match address.parse() {
                 Ok(address) if provider == "tcp" => Ok(Self::Tcp(address)),
                 Ok(address) => Ok(Self::Verbs(address)),
-                Err(_) => Err(format!("\"{address}\" is not an address such as 10.0.0.1:7400")),
+                Err(_) => Err(AddressError::Malformed(address.to_owned())),
             },
-            _ => Err(format!("unknown fabric \"{provider}\": this program supports shm, tcp and verbs")),
+            _ => Err(AddressError::UnknownProvider(provider.to_owned())),
         }
     }
 
@@ -147,7 +158,7 @@ mod tests {
         ] {
             assert_eq!(FabricAddress::parse(reach.provider(), &reach.address()), Ok(reach));
         }
-        assert!(FabricAddress::parse("tcp", "somewhere").unwrap_err().contains("somewhere"));
-        assert!(FabricAddress::parse("pigeon", "x").unwrap_err().contains("pigeon"));
+        assert!(FabricAddress::parse("tcp", "somewhere").unwrap_err().to_string().contains("somewhere"));
+        assert!(FabricAddress::parse("pigeon", "x").unwrap_err().to_string().contains("pigeon"));
     }
 }

@@ -62,6 +62,26 @@ const SPINS: u32 = 200;
 const YIELDS: u32 = 2000;
 const SLEEP_TIME: Duration = Duration::from_micros(50);
 
+/// Why control memory of a target cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// No control memory has this size.
+    #[error("the control memory has an impossible size")]
+    Size,
+    /// The memory cannot be mapped.
+    #[error("control memory: {0}")]
+    Memory(io::Error),
+    /// It is not control memory.
+    #[error("the control memory has a wrong magic number")]
+    Magic,
+    /// It has another version.
+    #[error("the control memory has version {0}, this program knows version {VERSION}")]
+    Version(u32),
+    /// The numbers of slots contradict the size.
+    #[error("the tables of the control memory do not match its size")]
+    Tables,
+}
+
 /// The mapped control memory of one target.
 #[derive(Debug)]
 pub struct ControlMemory {
@@ -83,22 +103,23 @@ impl ControlMemory {
         Ok(control)
     }
 
-    /// Maps the control memory that a target sent. The error says why it was refused.
-    pub fn open(fd: OwnedFd, len: u64) -> Result<Self, String> {
+    /// Maps the control memory that a target sent.
+    ///
+    /// # Errors
+    /// If the memory cannot be mapped, or is not control memory of this version.
+    pub fn open(fd: OwnedFd, len: u64) -> Result<Self, ControlError> {
         let longest = bytes(ENDPOINTS_LIMIT, crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT);
         let len = usize::try_from(len)
             .ok()
             .filter(|len| (ENDPOINT_TABLE_AT..=longest).contains(len))
-            .ok_or("the control memory has an impossible size")?;
-        let memory = Memory::from_fd(fd, len).map_err(|e| format!("control memory: {e}"))?;
+            .ok_or(ControlError::Size)?;
+        let memory = Memory::from_fd(fd, len).map_err(ControlError::Memory)?;
         if memory.atomic_u64(MAGIC_AT).load(Ordering::Acquire) != MAGIC {
-            return Err("the control memory has a wrong magic number".into());
+            return Err(ControlError::Magic);
         }
         let version = memory.atomic_u32(VERSION_AT).load(Ordering::Relaxed);
         if version != VERSION {
-            return Err(format!(
-                "the control memory has version {version}, this program knows version {VERSION}"
-            ));
+            return Err(ControlError::Version(version));
         }
         let count = |at| memory.atomic_u32(at).load(Ordering::Relaxed) as usize;
         let (endpoints, keys) = (count(ENDPOINTS_AT), count(KEYS_AT));
@@ -106,7 +127,7 @@ impl ControlMemory {
             && keys <= crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT
             && bytes(endpoints, keys) == len;
         if !possible {
-            return Err("the tables of the control memory do not match its size".into());
+            return Err(ControlError::Tables);
         }
         Ok(Self { memory, endpoints, keys })
     }

@@ -6,7 +6,7 @@ use super::*;
 
 const WHO: Identity = Identity { host: Host(9), epoch: 3, tenant: Tenant(4) };
 
-fn reopen(control: &ControlMemory) -> Result<ControlMemory, String> {
+fn reopen(control: &ControlMemory) -> Result<ControlMemory, ControlError> {
     ControlMemory::open(control.fd().try_clone_to_owned().unwrap(), control.bytes())
 }
 
@@ -53,7 +53,9 @@ fn another_version_and_other_sizes_are_refused() {
     }
     assert!(reopen(&control).is_ok());
     control.u32(VERSION_AT).store(2, Ordering::SeqCst);
-    assert!(reopen(&control).unwrap_err().contains("has version 2, this program knows version 1"));
+    assert!(
+        reopen(&control).unwrap_err().to_string().contains("has version 2, this program knows version 1")
+    );
 }
 
 proptest! {

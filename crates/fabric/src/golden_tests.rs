@@ -6,7 +6,8 @@ use aquifer_tests_support::golden;
 
 use crate::FabricAddress;
 use crate::handshake::GOING_AWAY;
-use crate::tables::{TargetTables, is_fence_refusal};
+use crate::handshake::refusal::is_fence_refusal;
+use crate::tables::TargetTables;
 use crate::target::{Host, Identity, Tenant};
 use crate::work::EndpointError;
 
@@ -19,7 +20,7 @@ fn golden_refusals_that_initiators_know() {
     let mut tables = TargetTables::new(1, 1, 1);
     tables.fence(Host(7), 9);
     let who = Identity { host: Host(7), epoch: 8, tenant: Tenant(0) };
-    let fenced = tables.refusal(who).expect("it is fenced");
+    let fenced = tables.refusal(who).expect("it is fenced").to_string();
     golden.text("fenced", &fenced);
     assert!(is_fence_refusal(&fenced) && refused(&fenced).is_fence() && !refused(GOING_AWAY).is_fence());
     golden.check();

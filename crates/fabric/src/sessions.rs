@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::handshake::RefusalReason;
 use crate::handshake::hello::{SessionId, new_session_id};
 use crate::limits::Limits;
 use crate::tables::TargetTables;
@@ -162,14 +163,14 @@ impl<P> PeerSessions<P> {
     /// Begins a session. `own` makes the provider's state from the slot.
     ///
     /// # Errors
-    /// The reason, as a sentence.
+    /// If all slots are in use, or the system gives no random bytes.
     pub fn begin(
         &mut self,
         who: Identity,
         own: impl FnOnce(usize) -> P,
-    ) -> Result<Arc<PeerSession<P>>, String> {
+    ) -> Result<Arc<PeerSession<P>>, RefusalReason> {
         let Some(slot) = self.slots.iter().position(|taken| !taken) else {
-            return Err(format!("{} endpoints are connected already", self.slots.len()));
+            return Err(RefusalReason::Full(self.slots.len()));
         };
         let (id, mailbox, is_closed) = (new_session_id()?, Mailbox::default(), AtomicBool::new(false));
         self.slots[slot] = true;
@@ -282,7 +283,7 @@ mod tests {
         let mut peers = PeerSessions::new(2);
         let (first, second) = (peers.begin(who(1), |_| ()).unwrap(), peers.begin(who(2), |_| ()).unwrap());
         assert!(!peers.has_room());
-        assert!(peers.begin(who(3), |_| ()).unwrap_err().contains("2 endpoints"));
+        assert!(peers.begin(who(3), |_| ()).unwrap_err().to_string().contains("2 endpoints"));
         assert!(second.mailbox.deliver(1, vec![1], 1));
         assert!(first.mailbox.deliver(2, vec![2], 1));
         assert!(!first.mailbox.deliver(4, Vec::new(), 1), "there is no room");

@@ -5,20 +5,12 @@ use std::sync::Arc;
 
 use crate::Memory;
 use crate::control::ControlMemory;
+use crate::handshake::RefusalReason;
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{AddressSpace, Grant, KeySlots, admits, split};
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
 use crate::work::Key;
-
-/// The text by which initiators recognise the refusal of a fenced host. It is part of the protocol
-/// between builds.
-const FENCED: &str = "is fenced up to epoch";
-
-/// Whether a refusal says that the host is fenced.
-pub fn is_fence_refusal(refusal: &str) -> bool {
-    refusal.contains(FENCED)
-}
 
 /// A registered region.
 #[derive(Debug)]
@@ -125,9 +117,9 @@ impl TargetTables {
     }
 
     /// The reason to refuse an endpoint, if there is one.
-    pub fn refusal(&self, who: Identity) -> Option<String> {
-        let fenced = self.fenced.get(&who.host).filter(|_| self.is_fenced(who))?;
-        Some(format!("host {} {FENCED} {fenced}, it has {}", who.host.0, who.epoch))
+    pub fn refusal(&self, who: Identity) -> Option<RefusalReason> {
+        let fenced = *self.fenced.get(&who.host).filter(|_| self.is_fenced(who))?;
+        Some(RefusalReason::Fenced { host: who.host, fenced, epoch: who.epoch })
     }
 
     /// The regions as one endpoint may see them: keys that are not for it are zero.

@@ -215,7 +215,7 @@ impl EndpointError {
     /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {
-        matches!(self, Self::Refused { reason, .. } if crate::tables::is_fence_refusal(reason))
+        matches!(self, Self::Refused { reason, .. } if crate::handshake::refusal::is_fence_refusal(reason))
     }
 }
 

@@ -6,6 +6,7 @@ use super::VerbsServer;
 use crate::answered::{AnsweredMessages, VerbsPeer};
 use crate::session::{SessionPhase, prove};
 use crate::target::{VerbsShared, VerbsTargetState};
+use aquifer_fabric::handshake::RefusalReason;
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
 use aquifer_fabric::target::Identity;
 
@@ -55,7 +56,7 @@ impl VerbsServer {
                 limits: shared.options.limits,
                 regions: shared.lock().tables.visible_regions(hello.who),
             }),
-            Err(reason) => Reply::Refusal(reason.clone()),
+            Err(reason) => Reply::Refusal(reason.to_string()),
         };
         let Some(session) = self.sessions.get_mut(&name) else { return };
         let SessionPhase::Greeting(cipher, deadline) = &mut session.phase else { return };
@@ -64,7 +65,7 @@ impl VerbsServer {
         session.phase = match admitted {
             Ok(peer) => SessionPhase::Open(peer),
             Err(reason) => {
-                tracing::info!(reason, "an endpoint was refused");
+                tracing::info!(%reason, "an endpoint was refused");
                 SessionPhase::Refused(*deadline)
             }
         };
@@ -72,7 +73,7 @@ impl VerbsServer {
     }
 
     /// Begins or resumes a session.
-    fn admit(&mut self, shared: &VerbsShared, hello: &Hello) -> Result<Arc<VerbsPeer>, String> {
+    fn admit(&mut self, shared: &VerbsShared, hello: &Hello) -> Result<Arc<VerbsPeer>, RefusalReason> {
         let who = hello.who;
         if let Some(epoch) = who.epoch.checked_sub(1)
             && shared.lock().tables.refusal(who).is_none()
@@ -92,17 +93,21 @@ impl VerbsServer {
             self.close(name);
         }
         let at = self.parked.iter().position(|(peer, _)| is_it(peer));
-        let at = at.ok_or("the session does not exist or has ended")?;
+        let at = at.ok_or(RefusalReason::UnknownSession)?;
         let (peer, _) = self.parked.swap_remove(at);
         if peer.mailbox.resume(resume.heard, resume.taken) {
             Ok(peer)
         } else {
             shared.lock().release(&peer);
-            Err("the session cannot be resumed from this position".into())
+            Err(RefusalReason::ResumePosition)
         }
     }
 
-    fn begin(&mut self, state: &mut VerbsTargetState, who: Identity) -> Result<Arc<VerbsPeer>, String> {
+    fn begin(
+        &mut self,
+        state: &mut VerbsTargetState,
+        who: Identity,
+    ) -> Result<Arc<VerbsPeer>, RefusalReason> {
         if !state.peers.has_room() && !self.parked.is_empty() {
             // Replaces the session that was parked first: it may never be resumed.
             let (oldest, _) = self.parked.remove(0);

@@ -4,6 +4,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::RefusalReason;
 use super::common::{self, RegionBody, short};
 use crate::REGIONS_LIMIT;
 use crate::limits::Limits;
@@ -18,11 +19,14 @@ const KIND_REFUSAL: u16 = 3;
 /// The identifier of a session. A host that presents it can resume the session.
 pub type SessionId = [u8; 16];
 
-/// A random identifier. The error is a sentence.
-pub fn new_session_id() -> Result<SessionId, String> {
+/// A random identifier.
+///
+/// # Errors
+/// If the system gives no random bytes.
+pub fn new_session_id() -> Result<SessionId, RefusalReason> {
     let mut id: SessionId = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| format!("the target has no random bytes: {error}"))?;
+        .map_err(|error| RefusalReason::NoRandomBytes(error.into()))?;
     Ok(id)
 }
 

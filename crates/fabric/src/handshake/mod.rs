@@ -8,8 +8,11 @@ pub(crate) mod common;
 #[cfg(test)]
 mod golden_tests;
 pub mod hello;
+pub mod refusal;
 pub mod secure;
 
+pub use refusal::RefusalReason;
+pub(crate) use refusal::{GOING_AWAY, TRY_AGAIN};
 pub use secure::ClusterKey;
 
 use std::io::{Read, Write};
@@ -26,12 +29,6 @@ pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 pub const PENDING_LIMIT: usize = 64;
 /// The time for which a target keeps the session of a broken connection.
 pub const LINGER_TIME: Duration = Duration::from_secs(5);
-
-/// The refusal of a target that is about to end. It is part of the protocol between builds.
-pub(crate) const GOING_AWAY: &str = "the target is going away";
-/// The refusal of a target that has not yet closed the old connection of a session. Initiators
-/// compare this text, so it is part of the protocol between builds.
-pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being closed";
 
 /// Runs the initiator's handshake over `stream`: proves possession of the cluster key, sends the
 /// hello and receives the welcome.

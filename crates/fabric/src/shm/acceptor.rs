@@ -13,7 +13,7 @@ use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
 use super::target::{ShmPeer, ShmShared, ShmTargetState};
 use crate::Memory;
-use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT};
+use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT, RefusalReason};
 use crate::memory::u64_from;
 use crate::target::Identity;
 
@@ -103,43 +103,40 @@ impl ShmAcceptor {
             Err(reason) => Some((socket, reason)),
         };
         if let Some((socket, reason)) = refused {
-            tracing::info!(reason, "an endpoint was refused");
+            tracing::info!(%reason, "an endpoint was refused");
             // The peer may have hung up already.
-            let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason)), &[]);
+            let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason.to_string())), &[]);
         }
     }
 
     /// The identity of the peer, or the reason to refuse it.
-    fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, String> {
-        let uid = socket::peer_uid(socket).map_err(|e| format!("the user id of the peer is unknown: {e}"))?;
+    fn check(&self, socket: &OwnedFd, hello: &[u8]) -> Result<Identity, RefusalReason> {
+        let uid = socket::peer_uid(socket).map_err(RefusalReason::UnknownUser)?;
         let allowed = self.shared.options.peer_uid;
         if uid != allowed {
-            return Err(format!("user {uid} may not connect, only user {allowed}"));
+            return Err(RefusalReason::OtherUser { uid, allowed });
         }
-        handshake::parse_hello(hello).map_err(|error| error.to_string())
+        Ok(handshake::parse_hello(hello)?)
     }
 
     /// Fences all smaller epochs of the host: their operations in flight must not take effect
     /// later. A process that stalls in the middle of an access is killed.
-    fn fence_earlier_epochs(&self, who: Identity) -> Result<(), String> {
+    fn fence_earlier_epochs(&self, who: Identity) -> Result<(), RefusalReason> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
             if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIME)) {
-                return Err(format!(
-                    "an earlier agent of host {} is still in the middle of an access",
-                    who.host.0
-                ));
+                return Err(RefusalReason::StalledAccess(who.host));
             }
         }
         Ok(())
     }
 
     /// Assigns a slot, a mailbox and the regions.
-    fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, String)> {
+    fn admit(&mut self, socket: OwnedFd, who: Identity) -> Result<(), (OwnedFd, RefusalReason)> {
         let ShmShared { options, control, .. } = &*self.shared;
         let mailbox = match Memory::create("aquifer-mailbox", mailbox_bytes(&options.limits)) {
             Ok(mailbox) => Arc::new(mailbox),
-            Err(error) => return Err((socket, format!("the target has no memory for a mailbox: {error}"))),
+            Err(error) => return Err((socket, RefusalReason::NoMailbox(error))),
         };
         let refusal = self.shared.lock().tables.refusal(who);
         if let Some(reason) = refusal.or_else(|| self.fence_earlier_epochs(who).err()) {
@@ -150,14 +147,14 @@ impl ShmAcceptor {
             return Err((socket, reason));
         }
         let Some(slot) = state.peers.iter().position(Option::is_none) else {
-            return Err((socket, format!("{} endpoints are connected already", state.peers.len())));
+            return Err((socket, RefusalReason::Full(state.peers.len())));
         };
         control.open_slot(slot, who);
         control.set_process(slot, socket::peer_pid(&socket));
         let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
             control.free_slot(slot);
-            return Err((socket, format!("the welcome cannot be sent: {error}")));
+            return Err((socket, RefusalReason::WelcomeNotSent(error)));
         }
         drop(fds);
         let process = socket::peer_process(&socket).map(Arc::new);

@@ -96,7 +96,7 @@ impl ShmEndpoint {
         };
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or("the welcome came without a descriptor");
-        let control = ControlMemory::open(next()?, welcome.control_len)?;
+        let control = ControlMemory::open(next()?, welcome.control_len).map_err(|error| error.to_string())?;
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
             return Err(format!("slot {slot} is beyond the endpoint table"));

@@ -16,7 +16,7 @@ use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
-use crate::handshake::{GOING_AWAY, HANDSHAKE_TIME, PENDING_LIMIT, TRY_AGAIN};
+use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
@@ -105,7 +105,7 @@ enum AdmissionError {
     #[error(transparent)]
     Hello(#[from] hello::HelloError),
     #[error("refused: {0}")]
-    Refused(String),
+    Refused(RefusalReason),
 }
 
 fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), AdmissionError> {
@@ -123,7 +123,7 @@ fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), Admission
             result
         }
         Err(reason) => {
-            secured.send(&hello::encode_reply(&Reply::Refusal(reason.clone())))?;
+            secured.send(&hello::encode_reply(&Reply::Refusal(reason.to_string())))?;
             Err(AdmissionError::Refused(reason))
         }
     }
@@ -146,10 +146,10 @@ fn welcome(
         limits: shared.options.limits,
         regions: shared.lock().tables.visible_regions(hello.who),
     };
-    let said = secured.send(&hello::encode_reply(&Reply::Welcome(welcome)));
+    let sent = secured.send(&hello::encode_reply(&Reply::Welcome(welcome)));
     let (stream, cipher) = secured.into_parts();
     let socket = OwnedFd::from(stream.into_inner());
-    if let Err(error) = said {
+    if let Err(error) = sent {
         shared.park(session);
         return Err(error.into());
     }
@@ -164,7 +164,7 @@ fn welcome(
 }
 
 /// Begins or resumes a session. Also returns the answers that the initiator lacks.
-fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>), String> {
+fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>), RefusalReason> {
     if let Some(epoch) = hello.who.epoch.checked_sub(1)
         && shared.lock().tables.refusal(hello.who).is_none()
     {
@@ -173,7 +173,7 @@ fn admit(shared: &Arc<TcpShared>, hello: &Hello) -> Result<(TcpSession, Vec<u8>)
     }
     let mut state = shared.lock();
     if shared.stop.load(Ordering::SeqCst) {
-        return Err(GOING_AWAY.into());
+        return Err(RefusalReason::GoingAway);
     }
     if let Some(reason) = state.tables.refusal(hello.who) {
         return Err(reason);
@@ -192,7 +192,7 @@ fn begin_session(
     shared: &Arc<TcpShared>,
     state: &mut TcpTargetState,
     who: Identity,
-) -> Result<TcpSession, String> {
+) -> Result<TcpSession, RefusalReason> {
     let handles = shared.handles.len();
     let peer =
         state.peers.begin(who, |slot| TcpPeerState { thread: slot % handles, ..TcpPeerState::default() })?;
@@ -205,7 +205,7 @@ fn resume_session(
     state: &mut TcpTargetState,
     who: Identity,
     resume: Resume,
-) -> Result<(TcpSession, Vec<u8>), String> {
+) -> Result<(TcpSession, Vec<u8>), RefusalReason> {
     let matches = |peer: &TcpPeer| peer.id == resume.session && peer.who == who;
     if let Some(at) = state.parked.iter().position(|(session, _)| matches(&session.peer)) {
         let (mut session, _) = state.parked.swap_remove(at);
@@ -214,14 +214,14 @@ fn resume_session(
             return Ok((session, std::mem::take(answers.bytes())));
         }
         state.parked.push((session, Instant::now()));
-        return Err("the session cannot be resumed from this position".into());
+        return Err(RefusalReason::ResumePosition);
     }
     // The old connection is not known to be broken yet. Its thread closes it, and the initiator
     // retries.
     if let Some(peer) = state.peers.iter().find(|peer| matches(peer) && !peer.is_closed()) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
         shared.handles[peer.own.thread].wake();
-        return Err(TRY_AGAIN.into());
+        return Err(RefusalReason::TryAgain);
     }
-    Err("the session does not exist or has ended".into())
+    Err(RefusalReason::UnknownSession)
 }

@@ -45,7 +45,8 @@ struct Node {
 impl Node {
     fn start() -> Result<Self, BenchError> {
         let (process, said, path) = ServingProcess::start("alloc")?;
-        let tcp = FabricAddress::parse("tcp", &said).map_err(|reason| BenchError::Fabric { reason })?;
+        let tcp = FabricAddress::parse("tcp", &said)
+            .map_err(|reason| BenchError::Fabric { reason: reason.to_string() })?;
         Ok(Self { process, reaches: [FabricAddress::Shm(path), tcp] })
     }
 }
