@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use aquifer_block::{BlockError, BlockVolume, Mover, Pump, PumpThread};
-use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
 use aquifer_pool::{NodeId, NodeMemory, PoolClient};
@@ -17,7 +17,7 @@ const NODE_BYTES: u64 = 16 << 20;
 #[derive(Debug)]
 struct TestNodes {
     fabric: SimFabric,
-    nodes: Vec<Node>,
+    nodes: Vec<SimNodeId>,
 }
 
 impl Connector for TestNodes {

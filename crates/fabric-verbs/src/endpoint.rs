@@ -17,10 +17,10 @@ use self::recovery::ReconnectAttempt;
 use super::key_cache::KeyCache;
 use super::link::{VerbsLink, open_session};
 use super::local_memory::RegisteredMemories;
-use super::messages::{Answer, Request};
+use super::messages::{InitiatorMessage, TargetMessage};
 use super::queue::WorkQueue;
 use super::slots::{MessageSlots, RECEIVED_BIT, SENT_BIT};
-use super::sys::completions::{Outcome, WorkCompletion};
+use super::sys::completions::{WorkCompletion, WorkOutcome};
 use super::sys::queue_pair::WorkRequest;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
@@ -210,7 +210,7 @@ impl VerbsEndpoint {
         let Some(link) = &mut self.link else { return };
         if end.id & SENT_BIT != 0 {
             link.free_slot(end.id);
-        } else if end.id & RECEIVED_BIT != 0 && end.outcome == Outcome::Done {
+        } else if end.id & RECEIVED_BIT != 0 && end.outcome == WorkOutcome::Done {
             let mut message = std::mem::take(&mut self.message);
             match link.receive(end, &mut message) {
                 Ok(()) => self.handle_answer(&message),
@@ -220,15 +220,15 @@ impl VerbsEndpoint {
             return;
         } else if end.id & RECEIVED_BIT == 0 {
             match end.outcome {
-                Outcome::Done => return self.done_through(end.id),
-                Outcome::RemoteAccess => {
+                WorkOutcome::Done => return self.done_through(end.id),
+                WorkOutcome::RemoteAccess => {
                     self.done_through_before(end.id);
                     return self.disconnect(Some(end.id));
                 }
                 _ => {}
             }
         }
-        if end.outcome != Outcome::Done {
+        if end.outcome != WorkOutcome::Done {
             self.disconnect(None);
         }
     }
@@ -253,13 +253,13 @@ impl VerbsEndpoint {
     }
 
     fn handle_answer(&mut self, message: &[u8]) {
-        match Answer::parse(message) {
-            Some(Answer::Opened(key, opened)) => {
+        match TargetMessage::parse(message) {
+            Some(TargetMessage::Opened(key, opened)) => {
                 if self.keys.handle_opened(key, opened) && opened.is_none() {
                     self.queue.complete_next(Err(WorkError::RemoteAccess));
                 }
             }
-            Some(Answer::Full(key)) => {
+            Some(TargetMessage::Full(key)) => {
                 if !self.keys.handle_full(key) {
                     tracing::warn!(
                         address = %self.address,
@@ -268,10 +268,10 @@ impl VerbsEndpoint {
                     self.disconnect(None);
                 }
             }
-            Some(Answer::Delivered(number, had_room)) => self.queue.complete_message(number, had_room),
+            Some(TargetMessage::Delivered(number, had_room)) => self.queue.complete_message(number, had_room),
             // Messages that arrived before the connection broke are sent again.
-            Some(Answer::Message(number, _)) if number < self.heard => {}
-            Some(Answer::Message(_, message)) => {
+            Some(TargetMessage::Message(number, _)) if number < self.heard => {}
+            Some(TargetMessage::Message(_, message)) => {
                 self.heard += 1;
                 self.messages.push_back(message.to_vec());
             }
@@ -283,7 +283,7 @@ impl VerbsEndpoint {
     }
 
     /// Sends a message now, or queues it until a slot is free.
-    fn send(&mut self, request: Request<'_>) {
+    fn send(&mut self, request: InitiatorMessage<'_>) {
         request.write(&mut self.message);
         let Some(link) = &mut self.link else { return };
         // Messages must stay in order.
@@ -352,7 +352,7 @@ impl Endpoint for VerbsEndpoint {
         let Some(message) = self.messages.pop_front() else { return false };
         out.extend_from_slice(&message);
         self.taken += 1;
-        self.send(Request::Taken(self.taken));
+        self.send(InitiatorMessage::Taken(self.taken));
         true
     }
 

@@ -43,7 +43,7 @@ use aquifer_fabric::{ClusterKey, Target, TargetError, VerbsProvider};
 /// Installs this crate as the provider for RDMA devices.
 pub fn install() {
     let listen = |address, key: &ClusterKey| {
-        let target = VerbsTarget::listen(address, key, Options::default())?;
+        let target = VerbsTarget::listen(address, key, VerbsOptions::default())?;
         let address = target.address();
         Ok((Arc::new(target) as Arc<dyn Target>, address))
     };
@@ -68,7 +68,7 @@ const WINDOWS_EACH: usize = 256;
 
 /// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct VerbsOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
     /// Greatest number of regions, at most [`aquifer_fabric::REGIONS_LIMIT`].
@@ -81,7 +81,7 @@ pub struct Options {
     pub limits: Limits,
 }
 
-impl Default for Options {
+impl Default for VerbsOptions {
     fn default() -> Self {
         Self {
             endpoints_max: ENDPOINTS_LIMIT,
@@ -92,7 +92,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl VerbsOptions {
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),

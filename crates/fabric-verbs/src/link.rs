@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::slots::{MessageSlots, RECEIVED_BIT, SENT_BIT, slot_of};
-use super::sys::completions::{CompletionQueue, Outcome, WorkCompletion};
+use super::sys::completions::{CompletionQueue, WorkCompletion, WorkOutcome};
 use super::sys::connection::{CmConnection, CmEventKind, CmEvents};
 use super::sys::device::Device;
 use super::sys::queue_pair::{QueuePair, WorkKind, WorkRequest};
@@ -212,7 +212,7 @@ impl HandshakeStream {
     fn receive_message(&mut self) -> io::Result<()> {
         loop {
             let end = self.next_end()?;
-            if end.outcome != Outcome::Done {
+            if end.outcome != WorkOutcome::Done {
                 return Err(io::ErrorKind::ConnectionReset.into());
             }
             if end.id & RECEIVED_BIT != 0 {

@@ -13,7 +13,7 @@ pub(super) const HEAD_BYTES: usize = 32;
 
 /// A message from the initiator to the target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Request<'a> {
+pub(super) enum InitiatorMessage<'a> {
     /// Asks what a key opens.
     Ask(KeyId),
     /// Says that a key is not used any more.
@@ -26,7 +26,7 @@ pub(super) enum Request<'a> {
 
 /// A message from the target to the initiator.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Answer<'a> {
+pub(super) enum TargetMessage<'a> {
     /// What a key opens; `None` if it is not for this initiator.
     Opened(KeyId, Option<OpenedKey>),
     /// The initiator must first forget another key, because no more can be open.
@@ -88,7 +88,7 @@ fn head(kind: u8, key: Key, number: u64) -> Head {
     }
 }
 
-impl<'a> Request<'a> {
+impl<'a> InitiatorMessage<'a> {
     /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
@@ -113,7 +113,7 @@ impl<'a> Request<'a> {
     }
 }
 
-impl<'a> Answer<'a> {
+impl<'a> TargetMessage<'a> {
     /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
@@ -181,34 +181,34 @@ mod tests {
             OpenedKey { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
         for request in [
-            Request::Ask(name(9)),
-            Request::Ask(KeyId::at(Key::of_run(3, 5), 77 << 20)),
-            Request::Forget(name(8)),
-            Request::Message(3, b"hello"),
-            Request::Taken(u64::MAX),
+            InitiatorMessage::Ask(name(9)),
+            InitiatorMessage::Ask(KeyId::at(Key::of_run(3, 5), 77 << 20)),
+            InitiatorMessage::Forget(name(8)),
+            InitiatorMessage::Message(3, b"hello"),
+            InitiatorMessage::Taken(u64::MAX),
         ] {
             request.write(&mut bytes);
-            assert_eq!(Request::parse(&bytes), Some(request));
-            assert_eq!(Request::parse(&bytes[..HEAD_BYTES - 1]), None);
+            assert_eq!(InitiatorMessage::parse(&bytes), Some(request));
+            assert_eq!(InitiatorMessage::parse(&bytes[..HEAD_BYTES - 1]), None);
         }
         for answer in [
-            Answer::Opened(name(9), Some(opened)),
-            Answer::Opened(name(9), None),
-            Answer::Full(name(3)),
-            Answer::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
-            Answer::Delivered(4, true),
-            Answer::Delivered(4, false),
-            Answer::Message(1, b""),
+            TargetMessage::Opened(name(9), Some(opened)),
+            TargetMessage::Opened(name(9), None),
+            TargetMessage::Full(name(3)),
+            TargetMessage::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
+            TargetMessage::Delivered(4, true),
+            TargetMessage::Delivered(4, false),
+            TargetMessage::Message(1, b""),
         ] {
             answer.write(&mut bytes);
-            assert_eq!(Answer::parse(&bytes), Some(answer));
+            assert_eq!(TargetMessage::parse(&bytes), Some(answer));
         }
     }
 
     proptest! {
         #[test]
         fn any_bytes_are_read_without_harm(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
-            let _ = (Request::parse(&bytes), Answer::parse(&bytes));
+            let _ = (InitiatorMessage::parse(&bytes), TargetMessage::parse(&bytes));
         }
     }
 }

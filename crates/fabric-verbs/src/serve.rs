@@ -20,15 +20,15 @@ use std::time::Instant;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use super::answered::VerbsPeer;
-use super::messages::Answer;
+use super::messages::TargetMessage;
 use super::session::{InFlightRequest, SessionPhase, VerbsSession};
 use super::slots::{MessageSlots, RECEIVED_BIT, slot_of};
-use super::sys::completions::{CompletionQueue, Outcome, WorkCompletion};
+use super::sys::completions::{CompletionQueue, WorkCompletion, WorkOutcome};
 use super::sys::connection::{CmConnection, CmEvent, CmEventKind, CmEvents};
 use super::sys::device::Device;
 use super::sys::receives::SharedReceives;
 use super::target::{ServerCommand, VerbsShared};
-use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, Options, WINDOWS_EACH};
+use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, VerbsOptions, WINDOWS_EACH};
 use aquifer_fabric::handshake::{HANDSHAKE_TIME, LINGER_TIME};
 use aquifer_fabric::target::{Host, Identity};
 
@@ -72,7 +72,10 @@ pub(super) struct VerbsServer {
 
 impl VerbsServer {
     /// Listens. Initiators are accepted only while [`Self::run`] runs.
-    pub fn listen(address: SocketAddr, options: &Options) -> io::Result<(Self, &'static Device, SocketAddr)> {
+    pub fn listen(
+        address: SocketAddr,
+        options: &VerbsOptions,
+    ) -> io::Result<(Self, &'static Device, SocketAddr)> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
         let events = CmEvents::new().map_err(named)?;
         let listener = CmConnection::new(&events).map_err(named)?;
@@ -271,7 +274,7 @@ impl VerbsServer {
     }
 
     fn handle_completion(&mut self, shared: &VerbsShared, end: &WorkCompletion) {
-        let is_done = end.outcome == Outcome::Done;
+        let is_done = end.outcome == WorkOutcome::Done;
         if end.id & RECEIVED_BIT != 0 {
             let mut message = std::mem::take(&mut self.message);
             let slot = slot_of(end.id);
@@ -304,7 +307,7 @@ impl VerbsServer {
             let mut has_some = false;
             while peer
                 .mailbox
-                .send_next(|number, message| session.queue_answer(&Answer::Message(number, message)))
+                .send_next(|number, message| session.queue_answer(&TargetMessage::Message(number, message)))
             {
                 has_some = true;
             }

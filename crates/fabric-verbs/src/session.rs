@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::answered::VerbsPeer;
-use super::messages::{Answer, OpenedKey};
+use super::messages::{OpenedKey, TargetMessage};
 use super::sys::connection::CmConnection;
 use super::sys::queue_pair::QueuePair;
 use super::sys::window::Window;
@@ -127,7 +127,7 @@ impl VerbsSession {
     }
 
     /// Queues an answer.
-    pub fn queue_answer(&mut self, answer: &Answer<'_>) {
+    pub fn queue_answer(&mut self, answer: &TargetMessage<'_>) {
         let mut message = Vec::new();
         answer.write(&mut message);
         self.queued.push_back(QueuedRequest::Message(message));

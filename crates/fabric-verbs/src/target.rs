@@ -10,7 +10,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::Options;
+use super::VerbsOptions;
 use super::answered::{AnsweredMessages, VerbsPeer};
 use super::remap::{LentRegion, RemapMethod, RemapRequest, Remappable};
 use super::serve::VerbsServer;
@@ -46,7 +46,7 @@ pub(super) enum ServerCommand {
 }
 
 pub(super) struct VerbsShared {
-    pub options: Options,
+    pub options: VerbsOptions,
     pub key: ClusterKey,
     pub control: ControlMemory,
     pub device: &'static Device,
@@ -116,7 +116,7 @@ impl VerbsTarget {
     /// # Errors
     /// If an option is out of bounds, the address is not that of a device or is in use, or the
     /// system refuses.
-    pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+    pub fn listen(address: SocketAddr, key: &ClusterKey, options: VerbsOptions) -> Result<Self, TargetError> {
         let system = |what| move |source| TargetError::System { what, source };
         options.check()?;
         let (server, device, address) =

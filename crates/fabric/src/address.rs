@@ -60,7 +60,7 @@ pub enum FabricAddress {
 
 /// Why an address cannot be parsed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
-pub enum AddressError {
+pub enum FabricAddressError {
     /// The provider is unknown.
     #[error("unknown fabric \"{0}\": this program supports shm, tcp and verbs")]
     UnknownProvider(String),
@@ -74,15 +74,15 @@ impl FabricAddress {
     ///
     /// # Errors
     /// If this program does not know the provider or cannot parse the address.
-    pub fn parse(provider: &str, address: &str) -> Result<Self, AddressError> {
+    pub fn parse(provider: &str, address: &str) -> Result<Self, FabricAddressError> {
         match provider {
             "shm" => Ok(Self::Shm(address.into())),
             "tcp" | "verbs" => match address.parse() {
                 Ok(address) if provider == "tcp" => Ok(Self::Tcp(address)),
                 Ok(address) => Ok(Self::Verbs(address)),
-                Err(_) => Err(AddressError::Malformed(address.to_owned())),
+                Err(_) => Err(FabricAddressError::Malformed(address.to_owned())),
             },
-            _ => Err(AddressError::UnknownProvider(provider.to_owned())),
+            _ => Err(FabricAddressError::UnknownProvider(provider.to_owned())),
         }
     }
 

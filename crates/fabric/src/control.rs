@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::Memory;
 use crate::key_table::KeyTable;
-use crate::keys::{Grant, split};
+use crate::keys::{KeyGrant, split};
 use crate::limits::ENDPOINTS_LIMIT;
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Scope, Tenant};
@@ -270,7 +270,7 @@ impl ControlMemory {
     }
 
     /// Makes a key valid. No endpoint may be reading its slot.
-    pub fn bind(&self, key: Key, grant: &Grant) {
+    pub fn bind(&self, key: Key, grant: &KeyGrant) {
         let (index, tag) = split(key);
         let at = self.key_at(index);
         self.memory.atomic_u64(at + BASE_IN).store(grant.base, Ordering::Relaxed);
@@ -308,7 +308,7 @@ impl ControlMemory {
 
     /// What a valid key opens. The `active` word of the calling endpoint must be odd.
     #[inline]
-    pub fn lookup(&self, key: Key) -> Option<Grant> {
+    pub fn lookup(&self, key: Key) -> Option<KeyGrant> {
         let (index, tag) = split(key);
         if index >= self.keys || tag == 0 {
             return None;
@@ -325,7 +325,7 @@ impl ControlMemory {
             2 => Scope::Host(Host(u16::try_from(value).ok()?)),
             _ => return None,
         };
-        Some(Grant {
+        Some(KeyGrant {
             base: self.memory.atomic_u64(at + BASE_IN).load(Ordering::Relaxed),
             len: self.memory.atomic_u64(at + LEN_IN).load(Ordering::Relaxed),
             access: Access {

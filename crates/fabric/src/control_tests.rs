@@ -34,7 +34,7 @@ fn a_grant_survives_the_table() {
     let key = Key((5 << 17) | 69);
     let scopes = [Scope::Anyone, Scope::Tenant(Tenant(u32::MAX)), Scope::Host(Host(4095))];
     for (scope, access) in scopes.into_iter().zip([Access::READ, Access::READ_WRITE, Access::ALL]) {
-        let grant = Grant { base: 1 << 50, len: u64::MAX, access, scope, region: 63 };
+        let grant = KeyGrant { base: 1 << 50, len: u64::MAX, access, scope, region: 63 };
         control.bind(key, &grant);
         assert_eq!(peer.lookup(key), Some(grant));
         assert_eq!(peer.lookup(Key((4 << 17) | 69)), None);

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use crate::Memory;
-use crate::keys::Grant;
+use crate::keys::KeyGrant;
 use crate::memory::u64_from;
 use crate::target::{Access, Identity, Scope, TargetError, Tenant};
 use crate::work::Key;
@@ -183,7 +183,7 @@ impl PlacedTable {
     /// The range that the key opens to `who` at an address, by the current entry. `memory` is that
     /// of the region.
     #[inline]
-    pub fn grant(&self, memory: &Memory, who: Identity, key: Key, addr: u64) -> Option<Grant> {
+    pub fn grant(&self, memory: &Memory, who: Identity, key: Key, addr: u64) -> Option<KeyGrant> {
         let run = key.run(addr)?;
         let data = &self.table.data;
         let offset = run.start.checked_sub(self.base)?.checked_sub(data.start)?;
@@ -198,7 +198,7 @@ impl PlacedTable {
         }
         let entry = memory.atomic_u64(usize::try_from(at).ok()?).load(Ordering::Acquire);
         let opens = entry == KeyEntry::open(key, who.tenant).0;
-        let grant = Grant {
+        let grant = KeyGrant {
             base: run.start,
             len: bytes,
             access: Access::READ_WRITE,

@@ -53,7 +53,7 @@ pub enum Right {
 
 /// The range that one bound key opens, and for which operations and endpoints.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Grant {
+pub struct KeyGrant {
     /// First address.
     pub base: u64,
     /// Length in bytes.
@@ -66,7 +66,7 @@ pub struct Grant {
     pub region: usize,
 }
 
-impl Grant {
+impl KeyGrant {
     /// Checks whether `who` may access `len` bytes at `addr` with this right.
     #[inline]
     pub fn check(&self, who: Identity, right: Right, addr: u64, len: u64) -> Result<(), WorkError> {
@@ -212,11 +212,11 @@ impl AddressSpace {
     }
 
     /// The grant of a window, which must lie inside one region.
-    pub fn grant(&self, window: &WindowSpec) -> Result<Grant, TargetError> {
+    pub fn grant(&self, window: &WindowSpec) -> Result<KeyGrant, TargetError> {
         let Range { start, end } = window.range;
         let holds = |region: &Range<u64>| region.start <= start && end <= region.end;
         match self.regions.iter().position(holds) {
-            Some(region) if start < end => Ok(Grant {
+            Some(region) if start < end => Ok(KeyGrant {
                 base: start,
                 len: end - start,
                 access: window.access,
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn a_range_is_checked_without_wrapping() {
         let access = Access::READ;
-        let grant = Grant { base: 100, len: 50, access, scope: Scope::Anyone, region: 0 };
+        let grant = KeyGrant { base: 100, len: 50, access, scope: Scope::Anyone, region: 0 };
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(1) };
         let check = |addr, len| grant.check(who, Right::Read, addr, len).is_ok();
         assert!(check(100, 50) && check(149, 1) && check(150, 0));

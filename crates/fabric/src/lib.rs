@@ -33,7 +33,7 @@ pub mod tcp;
 pub mod wake;
 pub mod work;
 
-pub use address::{AddressError, FabricAddress, VerbsProvider, WITHOUT_VERBS};
+pub use address::{FabricAddress, FabricAddressError, VerbsProvider, WITHOUT_VERBS};
 pub use alias::AliasMapping;
 pub use handshake::ClusterKey;
 pub use key_table::{KeyEntry, KeyTable};

@@ -27,7 +27,7 @@ use crate::work::{
     Completion, DrainHandle, Endpoint, EndpointError, Limits, LocalKey, PostError, Verb, Work, WorkError,
 };
 pub use reconnector::{Reconnect, ReconnectOutcome};
-use reconnector::{Reconnector, SharedDrain};
+use reconnector::{ReconnectAttempts, SharedDrain};
 
 /// Number of completions taken from an endpoint at a time.
 const POLL_MAX: usize = 64;
@@ -64,9 +64,9 @@ pub struct ReconnectingEndpoint {
 #[derive(Debug)]
 enum ReconnectState {
     Connected(Box<dyn Endpoint>),
-    Away(Reconnector),
+    Away(ReconnectAttempts),
     /// The target does not come back or refuses this host. Posted work gets the error.
-    Failed(Option<Reconnector>, WorkError),
+    Failed(Option<ReconnectAttempts>, WorkError),
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -134,7 +134,7 @@ impl ReconnectingEndpoint {
     }
 
     fn start_reconnecting(reconnect: &Arc<dyn Reconnect>, drain: Option<SharedDrain>) -> ReconnectState {
-        Reconnector::start(reconnect, drain).map_or_else(
+        ReconnectAttempts::start(reconnect, drain).map_or_else(
             |error| {
                 tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
                 ReconnectState::Failed(None, WorkError::PeerGone)
@@ -250,7 +250,7 @@ impl ReconnectingEndpoint {
         Some(endpoint)
     }
 
-    fn fail_all(&mut self, reconnector: Option<Reconnector>, cause: WorkError) {
+    fn fail_all(&mut self, reconnector: Option<ReconnectAttempts>, cause: WorkError) {
         self.state = ReconnectState::Failed(reconnector, cause);
         let left = self.in_flight.drain(..).map(|posted| posted.work).chain(self.waiting.drain(..));
         let ended = left.map(|work| Completion { id: work.id, outcome: Err(cause) });

@@ -7,7 +7,7 @@ use crate::Memory;
 use crate::control::ControlMemory;
 use crate::handshake::RefusalReason;
 use crate::key_table::{KeyTable, PlacedTable};
-use crate::keys::{AddressSpace, Grant, KeySlots, admits, split};
+use crate::keys::{AddressSpace, KeyGrant, KeySlots, admits, split};
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
 use crate::work::Key;
@@ -65,7 +65,7 @@ impl TargetTables {
         let region = Region { base: range.start, len, key };
         // Only keys of the table open its data.
         let opened = table.as_ref().map_or(len, |table| table.data.start);
-        control.bind(key, &Grant { base: region.base, len: opened, access, scope, region: index });
+        control.bind(key, &KeyGrant { base: region.base, len: opened, access, scope, region: index });
         let table = table.map(|table| {
             control.publish_table(index, &table);
             PlacedTable::at(index, region.base, &table)
@@ -75,7 +75,7 @@ impl TargetTables {
     }
 
     /// The range that a key of a key table opens to `who` at an address.
-    pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<Grant> {
+    pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<KeyGrant> {
         let is_of_it =
             |registered: &&RegisteredRegion| registered.table.as_ref().is_some_and(|table| table.holds(addr));
         let registered = self.regions.iter().find(is_of_it)?;

@@ -5,8 +5,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use aquifer_fabric::shm::handshake::{self, HandshakeError, Reply, Welcome};
-use aquifer_fabric::shm::{self, Options, ShmTarget};
+use aquifer_fabric::shm::handshake::{self, HandshakeError, ShmReply, ShmWelcome};
+use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
     Access, EndpointError, Host, Identity, Key, Memory, Region, Scope, Target, TargetError, Tenant,
 };
@@ -18,11 +18,11 @@ use rustix::net::{
 
 const WHO: Identity = Identity { host: Host(7), epoch: 1 << 40, tenant: Tenant(9) };
 
-fn welcome() -> Welcome {
+fn welcome() -> ShmWelcome {
     let region = |base| Region { base, len: 4096, key: Key(77) };
-    Welcome {
+    ShmWelcome {
         slot: 3,
-        limits: Options::default().limits,
+        limits: ShmOptions::default().limits,
         control_len: 8192,
         mailbox_len: 4096,
         regions: vec![region(1 << 21), region(1 << 22)],
@@ -43,13 +43,13 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 #[test]
 fn what_is_written_is_read_back() {
     assert_eq!(handshake::parse_hello(&handshake::encode_hello(WHO)), Ok(WHO));
-    let replies = [Reply::Welcome(welcome()), Reply::Refusal("go away".into())];
+    let replies = [ShmReply::Welcome(welcome()), ShmReply::Refusal("go away".into())];
     for reply in replies {
         assert_eq!(handshake::parse_reply(&handshake::encode_reply(&reply)), Ok(reply));
     }
-    let long = Reply::Refusal("é".repeat(300));
+    let long = ShmReply::Refusal("é".repeat(300));
     let cut = handshake::parse_reply(&handshake::encode_reply(&long));
-    assert_eq!(cut, Ok(Reply::Refusal("é".repeat(128))));
+    assert_eq!(cut, Ok(ShmReply::Refusal("é".repeat(128))));
 }
 
 /// The bytes are the format: this version must always write them so.
@@ -68,7 +68,7 @@ fn the_corpus_is_judged_as_its_names_say() {
 #[test]
 fn every_cut_and_every_extension_is_refused() {
     let hello = handshake::encode_hello(WHO);
-    let reply = handshake::encode_reply(&Reply::Welcome(welcome()));
+    let reply = handshake::encode_reply(&ShmReply::Welcome(welcome()));
     for len in 0..hello.len() {
         let cut = handshake::parse_hello(&hello[..len]);
         assert!(matches!(cut, Err(HandshakeError::Length { .. })), "{len} bytes: {cut:?}");
@@ -104,7 +104,7 @@ proptest! {
         if let Ok(who) = handshake::parse_hello(&bytes) {
             prop_assert!((1..=4095).contains(&who.host.0));
         }
-        if let Ok(Reply::Welcome(welcome)) = handshake::parse_reply(&bytes) {
+        if let Ok(ShmReply::Welcome(welcome)) = handshake::parse_reply(&bytes) {
             prop_assert!(welcome.limits.queue_depth <= aquifer_fabric::limits::QUEUE_DEPTH_LIMIT);
             prop_assert!(welcome.regions.len() <= aquifer_fabric::REGIONS_LIMIT);
             let apart = |pair: &[Region]| pair[0].base + pair[0].len <= pair[1].base;
@@ -128,7 +128,7 @@ fn send(path: &Path, bytes: &[u8]) -> Vec<u8> {
     answer
 }
 
-fn node(options: Options) -> (tempfile::TempDir, PathBuf, ShmTarget) {
+fn node(options: ShmOptions) -> (tempfile::TempDir, PathBuf, ShmTarget) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("node");
     let target = ShmTarget::listen(&path, options).unwrap();
@@ -137,7 +137,7 @@ fn node(options: Options) -> (tempfile::TempDir, PathBuf, ShmTarget) {
 
 #[test]
 fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
-    let (_folder, path, _target) = node(Options::default());
+    let (_folder, path, _target) = node(ShmOptions::default());
     let good = handshake::encode_hello(WHO);
     let with = |place: usize, value: u8| {
         let mut bytes = good.clone();
@@ -157,7 +157,7 @@ fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
     ];
     for (bytes, expected) in strangers {
         match handshake::parse_reply(&send(&path, &bytes)) {
-            Ok(Reply::Refusal(reason)) => assert!(reason.contains(expected), "{reason}"),
+            Ok(ShmReply::Refusal(reason)) => assert!(reason.contains(expected), "{reason}"),
             other => panic!("{expected}: {other:?}"),
         }
     }
@@ -177,7 +177,7 @@ fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
 #[test]
 fn another_user_is_refused() {
     let own = rustix::process::getuid().as_raw();
-    let (_folder, path, _target) = node(Options { peer_uid: own + 1, ..Options::default() });
+    let (_folder, path, _target) = node(ShmOptions { peer_uid: own + 1, ..ShmOptions::default() });
     match shm::connect(&path, WHO) {
         Err(EndpointError::Refused { reason, .. }) => {
             assert_eq!(reason, format!("user {own} may not connect, only user {}", own + 1));
@@ -190,8 +190,8 @@ fn another_user_is_refused() {
 
 #[test]
 fn a_path_is_taken_over_only_from_the_dead() {
-    let (folder, path, target) = node(Options::default());
-    let taken = ShmTarget::listen(&path, Options::default()).unwrap_err();
+    let (folder, path, target) = node(ShmOptions::default());
+    let taken = ShmTarget::listen(&path, ShmOptions::default()).unwrap_err();
     assert!(matches!(&taken, TargetError::System { source, .. }
         if source.kind() == std::io::ErrorKind::AddrInUse && source.to_string().contains("node")));
     drop(target);
@@ -199,29 +199,29 @@ fn a_path_is_taken_over_only_from_the_dead() {
     let abandoned = socket();
     rustix::net::bind(&abandoned, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     drop(abandoned);
-    let target = ShmTarget::listen(&path, Options::default()).unwrap();
+    let target = ShmTarget::listen(&path, ShmOptions::default()).unwrap();
     assert!(shm::connect(&path, WHO).is_ok());
     drop(target);
     std::fs::write(&path, "precious").unwrap();
-    assert!(ShmTarget::listen(&path, Options::default()).is_err());
+    assert!(ShmTarget::listen(&path, ShmOptions::default()).is_err());
     assert_eq!(std::fs::read(&path).unwrap(), b"precious");
     let long = folder.path().join("x".repeat(200));
-    assert!(ShmTarget::listen(&long, Options::default()).is_err());
+    assert!(ShmTarget::listen(&long, ShmOptions::default()).is_err());
     assert!(matches!(shm::connect(&long, WHO), Err(EndpointError::Unreachable { .. })));
 }
 
 #[test]
 fn options_out_of_bounds_are_refused() {
     let folder = tempfile::tempdir().unwrap();
-    let default = Options::default();
+    let default = ShmOptions::default();
     let limits = default.limits;
     let faulty = [
-        Options { endpoints_max: 257, ..default.clone() },
-        Options { endpoints_max: 0, ..default.clone() },
-        Options { regions_max: 65, ..default.clone() },
-        Options { windows_max: usize::MAX, ..default.clone() },
-        Options { limits: aquifer_fabric::Limits { receive_depth: 4097, ..limits }, ..default.clone() },
-        Options { limits: aquifer_fabric::Limits { queue_depth: 0, ..limits }, ..default },
+        ShmOptions { endpoints_max: 257, ..default.clone() },
+        ShmOptions { endpoints_max: 0, ..default.clone() },
+        ShmOptions { regions_max: 65, ..default.clone() },
+        ShmOptions { windows_max: usize::MAX, ..default.clone() },
+        ShmOptions { limits: aquifer_fabric::Limits { receive_depth: 4097, ..limits }, ..default.clone() },
+        ShmOptions { limits: aquifer_fabric::Limits { queue_depth: 0, ..limits }, ..default },
     ];
     for options in faulty {
         let refused = ShmTarget::listen(&folder.path().join("node"), options).unwrap_err();
@@ -268,7 +268,7 @@ fn an_initiator_refuses_impostors() {
     let memory = Memory::create("zeros", 1 << 20).unwrap();
     let open = rustix::fs::memfd_create("open", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
     rustix::fs::ftruncate(&open, 1 << 20).unwrap();
-    let good = handshake::encode_reply(&Reply::Welcome(welcome()));
+    let good = handshake::encode_reply(&ShmReply::Welcome(welcome()));
     let mut newer = good.clone();
     newer[8] = 2;
     let (sealed, open) = (memory.fd(), open.as_fd());
@@ -294,7 +294,7 @@ fn an_initiator_refuses_impostors() {
 
 #[test]
 fn scope_of_a_region_is_kept_in_what_is_announced() {
-    let (_folder, path, target) = node(Options::default());
+    let (_folder, path, target) = node(ShmOptions::default());
     let memory = std::sync::Arc::new(Memory::create("region", 4096).unwrap());
     target.register(memory, Access::READ, Scope::Host(Host(8))).unwrap();
     let endpoint = shm::connect(&path, WHO).unwrap();

@@ -11,7 +11,7 @@ use std::time::Duration;
 use aquifer_fabric::reconnecting::{
     AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint, TargetDescription,
 };
-use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Scope,
     Target, Tenant, Verb, Work, WorkError,
@@ -25,7 +25,7 @@ const DEPTH: usize = 16;
 #[derive(Debug)]
 struct SimReconnect {
     fabric: SimFabric,
-    node: Node,
+    node: SimNodeId,
     who: Identity,
     is_hopeless: AtomicBool,
 }

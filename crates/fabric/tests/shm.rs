@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use aquifer_fabric::shm::{self, Options, ShmTarget};
+use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, Host, Identity, Key, LocalSlice, Memory, Region, RemoteAddr, Scope, Target,
     Tenant, Verb, WindowSpec, Work, WorkError,
@@ -18,7 +18,7 @@ const CHILD_ROLE: &str = "AQUIFER_FABRIC_TEST_ROLE";
 const CHILD_PATH: &str = "AQUIFER_FABRIC_TEST_PATH";
 
 fn node(path: &Path) -> (ShmTarget, Arc<Memory>, Region) {
-    let target = ShmTarget::listen(path, Options::default()).unwrap();
+    let target = ShmTarget::listen(path, ShmOptions::default()).unwrap();
     let memory = Arc::new(Memory::create("region", REGION_BYTES).unwrap());
     let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
     (target, memory, region)

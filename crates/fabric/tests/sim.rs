@@ -13,22 +13,22 @@ use aquifer_fabric::{
 
 const SEEDS: u64 = 200;
 
-struct Scene {
+struct SimScene {
     fabric: SimFabric,
     target: SimTarget,
     memory: Arc<Memory>,
     region: Region,
 }
 
-fn scene(seed: u64, options: SimOptions) -> Scene {
+fn scene(seed: u64, options: SimOptions) -> SimScene {
     let fabric = SimFabric::new(seed, options);
     let target = fabric.add_node();
     let memory = Arc::new(Memory::create("region", 4096).unwrap());
     let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
-    Scene { fabric, target, memory, region }
+    SimScene { fabric, target, memory, region }
 }
 
-impl Scene {
+impl SimScene {
     fn endpoint(&self, host: u16) -> SimEndpoint {
         let who = Identity { host: Host(host), epoch: 1, tenant: Tenant(1) };
         self.fabric.connect_endpoint(self.target.node(), who).unwrap()

@@ -509,7 +509,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("node");
         let listen = || {
-            let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+            let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
             let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
             target.register(memory, Access::ALL, Scope::Anyone).expect("room");
             target

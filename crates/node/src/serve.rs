@@ -67,11 +67,11 @@ pub struct NodeOptions {
 #[derive(Clone, Debug)]
 pub enum ListenAddress {
     /// Shared memory of this machine, at a Unix socket.
-    Shm(PathBuf, shm::Options),
+    Shm(PathBuf, shm::ShmOptions),
     /// TCP, for hosts that have the cluster key.
-    Tcp(SocketAddr, ClusterKey, Box<tcp::Options>),
+    Tcp(SocketAddr, ClusterKey, Box<tcp::TcpOptions>),
     /// TCP, on a socket that already listens.
-    TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::Options>),
+    TcpOn(Arc<TcpListener>, ClusterKey, Box<tcp::TcpOptions>),
     /// The RDMA device with this address, for hosts that have the cluster key.
     Verbs(SocketAddr, ClusterKey),
 }

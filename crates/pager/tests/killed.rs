@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
+use aquifer_fabric::sim::{SimFabric, SimNodeId, SimOptions};
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Host, Identity, PostError, Tenant, Work, forward_endpoint,
 };
@@ -26,7 +26,7 @@ struct Killed;
 #[derive(Debug)]
 struct KillableAgent {
     fabric: SimFabric,
-    nodes: Vec<Node>,
+    nodes: Vec<SimNodeId>,
     epoch: AtomicU64,
     /// Operations until the agent is killed.
     left: AtomicU64,

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_fabric::sim::{Node, SimFabric, SimOptions};
+use aquifer_fabric::sim::{SimFabric, SimNodeId, SimOptions};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_mutation::Mutations;
 use aquifer_pager::{
@@ -20,7 +20,7 @@ const ROUNDS_MAX: usize = 10_000;
 #[derive(Clone, Debug)]
 struct ReplicaCluster {
     fabric: SimFabric,
-    nodes: Vec<Node>,
+    nodes: Vec<SimNodeId>,
 }
 
 impl Connector for ReplicaCluster {

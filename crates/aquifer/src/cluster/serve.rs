@@ -189,10 +189,10 @@ fn listen(state: &StateDir, settings: &NodeSettings, id: u16) -> Result<ListenAd
             return Err(why.into());
         }
         let socket = state.socket(&Daemon::Node(id).to_string());
-        return Ok(ListenAddress::Shm(socket, shm::Options::default()));
+        return Ok(ListenAddress::Shm(socket, shm::ShmOptions::default()));
     }
     let is_over_verbs = settings.fabric == Some(Network::Verbs);
-    let mut options = tcp::Options::default();
+    let mut options = tcp::TcpOptions::default();
     options.encrypt = encrypt.unwrap_or(options.encrypt);
     options.threads = threads.map_or(options.threads, usize::from);
     options.rate = tcp::Rate { bytes_per_s: *rate_bytes, operations_per_s: rate_operations.map(u64::from) };

@@ -45,13 +45,13 @@ pub fn lend(end: &CheckEnd) -> Result<(), Box<dyn Error>> {
     let register = |target: &dyn Target| target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone);
     let (lender, address, region) = match end.network {
         Network::Tcp => {
-            let options = tcp::Options { windows_max, ..tcp::Options::default() };
+            let options = tcp::TcpOptions { windows_max, ..tcp::TcpOptions::default() };
             let target = TcpTarget::listen(address, key, options)?;
             let (address, region) = (target.address(), register(&target)?);
             (Lender::Tcp(target), address, region)
         }
         Network::Verbs => {
-            let options = verbs::Options { windows_max, ..verbs::Options::default() };
+            let options = verbs::VerbsOptions { windows_max, ..verbs::VerbsOptions::default() };
             let target = VerbsTarget::listen(address, key, options)?;
             let (address, region) = (target.address(), register(&target)?);
             (Lender::Verbs(Movable::new(target)?), address, region)

@@ -2,7 +2,7 @@
 
 use super::{EndpointState, VerbsEndpoint, result_slot};
 use crate::key_cache::KeyLookup;
-use crate::messages::Request;
+use crate::messages::InitiatorMessage;
 use crate::sys::queue_pair::{LocalPiece, RemotePlace, WorkKind, WorkRequest};
 use aquifer_fabric::keys::{KeyId, Right};
 use aquifer_fabric::work::{RemoteAddr, Verb, Work, WorkError};
@@ -36,7 +36,7 @@ impl VerbsEndpoint {
                 NextStep::Send(bytes) => {
                     self.post_requests(&mut orders);
                     self.queue.post_next();
-                    self.send(Request::Message(number, &bytes));
+                    self.send(InitiatorMessage::Message(number, &bytes));
                 }
                 NextStep::Wait => break,
             }
@@ -133,9 +133,9 @@ impl VerbsEndpoint {
 
     fn ask(&mut self, name: KeyId, instead_of: Option<KeyId>) {
         if let Some(old) = instead_of {
-            self.send(Request::Forget(old));
+            self.send(InitiatorMessage::Forget(old));
         }
-        self.send(Request::Ask(name));
+        self.send(InitiatorMessage::Ask(name));
     }
 }
 

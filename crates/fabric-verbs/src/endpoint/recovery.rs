@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::{EndpointState, VerbsEndpoint};
 use crate::link::{VerbsLink, open_session};
-use crate::messages::Request;
+use crate::messages::InitiatorMessage;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::background::BackgroundTask;
 use aquifer_fabric::handshake::HANDSHAKE_TIME;
@@ -113,7 +113,7 @@ impl VerbsEndpoint {
         self.unsent.clear();
         self.queue.repost_all();
         // Some may have been taken while there was no connection.
-        self.send(Request::Taken(self.taken));
+        self.send(InitiatorMessage::Taken(self.taken));
     }
 
     fn fail_all(&mut self, cause: WorkError) {

@@ -5,14 +5,14 @@ use std::io;
 use super::{SESSION_DEPTH, VerbsServer};
 use crate::MESSAGE_SLOTS_MAX;
 use crate::answered::VerbsPeer;
-use crate::messages::{Answer, OpenedKey, Request};
+use crate::messages::{InitiatorMessage, OpenedKey, TargetMessage};
 use crate::remap::LentRegion;
 use crate::session::{BindFate, BoundWindow, InFlightRequest, PendingBind, QueuedRequest};
 use crate::slots::SENT_BIT;
 use crate::sys::queue_pair::{WindowBind, WorkKind, WorkRequest};
 use crate::sys::window::Window;
 use crate::target::VerbsShared;
-use aquifer_fabric::keys::{Grant, KeyId, admits};
+use aquifer_fabric::keys::{KeyGrant, KeyId, admits};
 
 /// Bound of the queued answers and messages of one session: twice what an initiator can have sent
 /// without an answer.
@@ -32,10 +32,10 @@ impl VerbsServer {
             tracing::warn!(host, "an endpoint has too many unread answers; closing its connection");
             return self.close(name);
         }
-        match Request::parse(message) {
-            Some(Request::Ask(name)) => session.queued.push_back(QueuedRequest::Bind(name)),
-            Some(Request::Forget(name)) => drop(session.windows.remove(&name)),
-            Some(Request::Message(number, message)) => {
+        match InitiatorMessage::parse(message) {
+            Some(InitiatorMessage::Ask(name)) => session.queued.push_back(QueuedRequest::Bind(name)),
+            Some(InitiatorMessage::Forget(name)) => drop(session.windows.remove(&name)),
+            Some(InitiatorMessage::Message(number, message)) => {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
                 let had_room = is_short
@@ -46,10 +46,10 @@ impl VerbsServer {
                         message,
                         limits.receive_depth,
                     );
-                session.queue_answer(&Answer::Delivered(number, had_room));
+                session.queue_answer(&TargetMessage::Delivered(number, had_room));
             }
-            Some(Request::Taken(count)) if peer.mailbox.credit_through(count) => {}
-            Some(Request::Taken(_)) => {
+            Some(InitiatorMessage::Taken(count)) if peer.mailbox.credit_through(count) => {}
+            Some(InitiatorMessage::Taken(_)) => {
                 tracing::warn!(host, "an endpoint reports unsent messages as taken; closing its connection");
                 return self.close(name);
             }
@@ -111,12 +111,12 @@ impl VerbsServer {
             shared.control.lookup(key).filter(|grant| admits(grant.scope, who))
         };
         let Some(grant) = grant.filter(|_| !session.has_window(wanted)) else {
-            session.queue_answer(&Answer::Opened(wanted, None));
+            session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
         };
         let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
         if !lends {
-            session.queue_answer(&Answer::Opened(wanted, None));
+            session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
         }
         let window = if session.windows_taken() < self.windows_each {
@@ -126,7 +126,7 @@ impl VerbsServer {
             None
         };
         let Some(window) = window else {
-            session.queue_answer(&Answer::Full(wanted));
+            session.queue_answer(&TargetMessage::Full(wanted));
             return Ok(());
         };
         let device_key = window.fresh_key();
@@ -134,7 +134,7 @@ impl VerbsServer {
             let state = shared.lock();
             let lent = state.regions.get(grant.region).and_then(LentRegion::registration);
             let region = lent.ok_or(io::ErrorKind::NotFound)?;
-            let Grant { base: addr, len, access, .. } = grant;
+            let KeyGrant { base: addr, len, access, .. } = grant;
             WindowBind { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }
         };
         let opened = OpenedKey { addr: grant.base, len: grant.len, access: grant.access, device_key };
@@ -163,9 +163,9 @@ impl VerbsServer {
         match fate {
             BindFate::Opens if is_done => {
                 session.windows.insert(wanted, bound);
-                session.queue_answer(&Answer::Opened(wanted, Some(opened)));
+                session.queue_answer(&TargetMessage::Opened(wanted, Some(opened)));
             }
-            BindFate::Opens | BindFate::Dead => session.queue_answer(&Answer::Opened(wanted, None)),
+            BindFate::Opens | BindFate::Dead => session.queue_answer(&TargetMessage::Opened(wanted, None)),
             BindFate::Again => session.queued.push_front(QueuedRequest::Bind(wanted)),
         }
     }

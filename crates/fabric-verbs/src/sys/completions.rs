@@ -13,7 +13,7 @@ const POLL_MAX: usize = 32;
 
 /// The outcome of work or of a receive.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Outcome {
+pub(crate) enum WorkOutcome {
     Done,
     /// The peer's device refused: the key does not open the range.
     RemoteAccess,
@@ -29,7 +29,7 @@ pub(crate) enum Outcome {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WorkCompletion {
     pub id: u64,
-    pub outcome: Outcome,
+    pub outcome: WorkOutcome,
     /// Number of the queue pair.
     pub pair: u32,
     /// Length of a received message.
@@ -133,11 +133,11 @@ fn ended(found: &sys::ibv_wc) -> WorkCompletion {
         IBV_WC_WR_FLUSH_ERR,
     };
     let outcome = match found.status {
-        IBV_WC_SUCCESS => Outcome::Done,
-        IBV_WC_REM_ACCESS_ERR => Outcome::RemoteAccess,
-        IBV_WC_WR_FLUSH_ERR => Outcome::Flushed,
-        IBV_WC_RETRY_EXC_ERR | IBV_WC_RNR_RETRY_EXC_ERR => Outcome::Unanswered,
-        other => Outcome::Failed(other),
+        IBV_WC_SUCCESS => WorkOutcome::Done,
+        IBV_WC_REM_ACCESS_ERR => WorkOutcome::RemoteAccess,
+        IBV_WC_WR_FLUSH_ERR => WorkOutcome::Flushed,
+        IBV_WC_RETRY_EXC_ERR | IBV_WC_RNR_RETRY_EXC_ERR => WorkOutcome::Unanswered,
+        other => WorkOutcome::Failed(other),
     };
     WorkCompletion { id: found.wr_id, outcome, pair: found.qp_num, bytes: found.byte_len }
 }

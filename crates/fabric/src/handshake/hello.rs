@@ -285,7 +285,7 @@ mod tests {
     }
 
     fn welcome() -> Welcome {
-        let limits = crate::tcp::Options::default().limits;
+        let limits = crate::tcp::TcpOptions::default().limits;
         let regions = vec![
             Region { base: 2 << 20, len: 100, key: Key(5) },
             Region { base: 6 << 20, len: 1, key: Key(0) },

@@ -77,7 +77,7 @@ impl DrainHandle for SharedDrain {
 
 /// The attempts to reconnect to one target.
 #[derive(Debug)]
-pub(super) struct Reconnector {
+pub(super) struct ReconnectAttempts {
     mode: SearchMode,
     drain: Option<SharedDrain>,
 }
@@ -88,7 +88,7 @@ enum SearchMode {
     InPoll(Arc<dyn Reconnect>),
 }
 
-impl Reconnector {
+impl ReconnectAttempts {
     /// Starts reconnecting. Operations in flight are drained first.
     ///
     /// # Errors

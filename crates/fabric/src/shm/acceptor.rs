@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 
-use super::handshake::{self, Reply, Welcome};
+use super::handshake::{self, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
 use super::target::{ShmPeer, ShmShared, ShmTargetState};
@@ -105,7 +105,8 @@ impl ShmAcceptor {
         if let Some((socket, reason)) = refused {
             tracing::info!(%reason, "an endpoint was refused");
             // The peer may have hung up already.
-            let _ = socket::send(&socket, &handshake::encode_reply(&Reply::Refusal(reason.to_string())), &[]);
+            let _ =
+                socket::send(&socket, &handshake::encode_reply(&ShmReply::Refusal(reason.to_string())), &[]);
         }
     }
 
@@ -195,8 +196,8 @@ fn welcome<'a>(
     slot: usize,
     mailbox: &'a Memory,
     who: Identity,
-) -> (Reply, Vec<BorrowedFd<'a>>) {
-    let welcome = Welcome {
+) -> (ShmReply, Vec<BorrowedFd<'a>>) {
+    let welcome = ShmWelcome {
         slot: u32::try_from(slot).unwrap_or(u32::MAX),
         limits: shared.options.limits,
         control_len: shared.control.bytes(),
@@ -205,5 +206,5 @@ fn welcome<'a>(
     };
     let mut fds = vec![shared.control.fd(), mailbox.fd()];
     fds.extend(state.tables.regions.iter().map(|registered| registered.memory.fd()));
-    (Reply::Welcome(welcome), fds)
+    (ShmReply::Welcome(welcome), fds)
 }

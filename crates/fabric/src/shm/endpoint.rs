@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use super::handshake::{self, Reply, Welcome};
+use super::handshake::{self, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
 use super::watch::{PeerSocket, watch};
@@ -75,8 +75,8 @@ impl ShmEndpoint {
             return Err(unreachable(cause));
         }
         match handshake::parse_reply(&bytes).map_err(|e| protocol(e.to_string()))? {
-            Reply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
-            Reply::Welcome(welcome) => {
+            ShmReply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
+            ShmReply::Welcome(welcome) => {
                 let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
                 watch(&endpoint.peer_socket).map_err(unreachable)?;
                 Ok(endpoint)
@@ -85,7 +85,7 @@ impl ShmEndpoint {
     }
 
     /// Maps the memory of a welcome. The error is a sentence.
-    fn open(socket: OwnedFd, who: Identity, welcome: Welcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
+    fn open(socket: OwnedFd, who: Identity, welcome: ShmWelcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
             return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()));

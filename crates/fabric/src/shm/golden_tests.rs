@@ -7,11 +7,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_tests_support::golden;
 
-use super::handshake::{self, Reply, Welcome};
+use super::handshake::{self, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use crate::control::{ControlMemory, FENCED, FREE, OPEN};
 use crate::key_table::KeyTable;
-use crate::keys::{Grant, split};
+use crate::keys::{KeyGrant, split};
 use crate::target::{Access, Host, Identity, Region, Scope, Tenant};
 use crate::work::{Key, Limits};
 use crate::{KeyEntry, Memory};
@@ -36,18 +36,18 @@ fn golden_handshake() {
         Region { base: 0x0001_0203_0405_0607, len: 0x1112_1314, key: Key(0x2122_2324) },
         Region { base: 0x4142_4344_4546_4748, len: 1, key: Key(0) },
     ];
-    let welcome = Welcome {
+    let welcome = ShmWelcome {
         slot: 0x4142_4344,
         limits: LIMITS,
         control_len: 0x5152_5354_5556_5758,
         mailbox_len: 0x6162_6364_6566_6768,
         regions,
     };
-    let lone = Welcome { regions: Vec::new(), ..welcome.clone() };
+    let lone = ShmWelcome { regions: Vec::new(), ..welcome.clone() };
     let replies = [
-        ("welcome", Reply::Welcome(welcome)),
-        ("welcome of a target without regions", Reply::Welcome(lone)),
-        ("refusal", Reply::Refusal("né".into())),
+        ("welcome", ShmReply::Welcome(welcome)),
+        ("welcome of a target without regions", ShmReply::Welcome(lone)),
+        ("refusal", ShmReply::Refusal("né".into())),
     ];
     for (name, reply) in replies {
         let bytes = handshake::encode_reply(&reply);
@@ -86,7 +86,7 @@ fn golden_control_memory() {
     for (slot, (scope, access)) in (1..).zip(scopes.into_iter().zip(accesses)) {
         let key = Key(0x0304 << 17 | slot);
         let grant =
-            Grant { base: 0x0102_0304_0506_0708, len: 0x1112_1314_1516_1718, access, scope, region: 0x3f };
+            KeyGrant { base: 0x0102_0304_0506_0708, len: 0x1112_1314_1516_1718, access, scope, region: 0x3f };
         control.bind(key, &grant);
         bound.push((key, grant));
     }

@@ -55,7 +55,7 @@ struct Header {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct HelloBody {
+struct ShmHelloBody {
     host: U16,
     reserved: U16,
     tenant: U32,
@@ -64,7 +64,7 @@ struct HelloBody {
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
-struct WelcomeBody {
+struct ShmWelcomeBody {
     slot: U32,
     regions: U32,
     queue_depth: U32,
@@ -80,7 +80,7 @@ struct WelcomeBody {
 /// What a target grants to an endpoint. Its descriptors come with it: control memory, mailbox, then
 /// one for each region.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Welcome {
+pub struct ShmWelcome {
     /// The endpoint's slot in control memory.
     pub slot: u32,
     /// The limits of the endpoint.
@@ -95,9 +95,9 @@ pub struct Welcome {
 
 /// The target's answer to a hello.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub enum Reply {
+pub enum ShmReply {
     /// The connection is accepted.
-    Welcome(Welcome),
+    Welcome(ShmWelcome),
     /// The connection is refused, with the reason.
     Refusal(String),
 }
@@ -105,7 +105,7 @@ pub enum Reply {
 /// Encodes a hello.
 #[must_use]
 pub fn encode_hello(who: Identity) -> Vec<u8> {
-    let body = HelloBody {
+    let body = ShmHelloBody {
         host: who.host.0.into(),
         reserved: 0.into(),
         tenant: who.tenant.0.into(),
@@ -123,23 +123,23 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
     if kind != KIND_HELLO {
         return Err(HandshakeError::Kind(kind));
     }
-    let hello: &HelloBody = exact(bytes.len(), body)?;
+    let hello: &ShmHelloBody = exact(bytes.len(), body)?;
     let host = common::parse_host(hello.host.get()).map_err(HandshakeError::Field)?;
     Ok(Identity { host, epoch: hello.epoch.get(), tenant: Tenant(hello.tenant.get()) })
 }
 
 /// Encodes an answer. A reason that is too long is truncated.
 #[must_use]
-pub fn encode_reply(reply: &Reply) -> Vec<u8> {
+pub fn encode_reply(reply: &ShmReply) -> Vec<u8> {
     match reply {
-        Reply::Welcome(welcome) => encode_welcome(welcome),
-        Reply::Refusal(reason) => [header(KIND_REFUSAL).as_bytes(), common::reason_bytes(reason)].concat(),
+        ShmReply::Welcome(welcome) => encode_welcome(welcome),
+        ShmReply::Refusal(reason) => [header(KIND_REFUSAL).as_bytes(), common::reason_bytes(reason)].concat(),
     }
 }
 
-fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
+fn encode_welcome(welcome: &ShmWelcome) -> Vec<u8> {
     let limits = &welcome.limits;
-    let body = WelcomeBody {
+    let body = ShmWelcomeBody {
         slot: welcome.slot.into(),
         regions: short(welcome.regions.len()),
         queue_depth: short(limits.queue_depth),
@@ -160,19 +160,19 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
 ///
 /// # Errors
 /// If the bytes are not an answer of this version, or a number in it is out of bounds.
-pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HandshakeError> {
+pub fn parse_reply(bytes: &[u8]) -> Result<ShmReply, HandshakeError> {
     let (kind, body) = split_header(bytes)?;
     match kind {
-        KIND_WELCOME => parse_welcome(bytes.len(), body).map(Reply::Welcome),
-        KIND_REFUSAL => Ok(Reply::Refusal(common::parse_reason(body))),
+        KIND_WELCOME => parse_welcome(bytes.len(), body).map(ShmReply::Welcome),
+        KIND_REFUSAL => Ok(ShmReply::Refusal(common::parse_reason(body))),
         _ => Err(HandshakeError::Kind(kind)),
     }
 }
 
-fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
+fn parse_welcome(found: usize, body: &[u8]) -> Result<ShmWelcome, HandshakeError> {
     let length = |expected| HandshakeError::Length { found, expected };
-    let fixed = size_of::<Header>() + size_of::<WelcomeBody>();
-    let (head, tail) = WelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
+    let fixed = size_of::<Header>() + size_of::<ShmWelcomeBody>();
+    let (head, tail) = ShmWelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
     // A target without regions is valid: it can exchange messages.
     let regions = head.regions.get() as usize;
     if regions > REGIONS_LIMIT {
@@ -193,7 +193,7 @@ fn parse_welcome(found: usize, body: &[u8]) -> Result<Welcome, HandshakeError> {
     if let Some(fault) = limits.fault() {
         return Err(HandshakeError::Field(fault.name));
     }
-    Ok(Welcome {
+    Ok(ShmWelcome {
         slot: head.slot.get(),
         limits,
         control_len: head.control_len.get(),

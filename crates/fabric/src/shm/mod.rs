@@ -28,7 +28,7 @@ use crate::target::TargetError;
 
 /// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct ShmOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
@@ -41,7 +41,7 @@ pub struct Options {
     pub peer_uid: u32,
 }
 
-impl Default for Options {
+impl Default for ShmOptions {
     fn default() -> Self {
         Self {
             endpoints_max: ENDPOINTS_LIMIT,
@@ -53,7 +53,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl ShmOptions {
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),

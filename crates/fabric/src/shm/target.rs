@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Signal, pidfd_send_signal};
 
-use super::Options;
+use super::ShmOptions;
 use super::acceptor::ShmAcceptor;
 use super::mailbox::MessageRing;
 use super::socket::{self, PeerProcess};
@@ -44,7 +44,7 @@ pub struct ShmTarget {
 }
 
 pub(super) struct ShmShared {
-    pub(super) options: Options,
+    pub(super) options: ShmOptions,
     pub(super) control: ControlMemory,
     pub(super) state: Mutex<ShmTargetState>,
     pub(super) wake: WakeFd,
@@ -80,7 +80,7 @@ impl ShmTarget {
     ///
     /// # Errors
     /// If an option is out of bounds, another process listens at `path`, or the system refuses.
-    pub fn listen(path: &Path, options: Options) -> Result<Self, TargetError> {
+    pub fn listen(path: &Path, options: ShmOptions) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));

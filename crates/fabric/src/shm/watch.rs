@@ -34,12 +34,12 @@ impl PeerSocket {
     }
 }
 
-struct Watcher {
+struct SocketWatcher {
     sockets: Mutex<Vec<Arc<PeerSocket>>>,
     wake: WakeFd,
 }
 
-static WATCHER: OnceLock<Result<Arc<Watcher>, i32>> = OnceLock::new();
+static WATCHER: OnceLock<Result<Arc<SocketWatcher>, i32>> = OnceLock::new();
 
 /// Watches a socket until it hangs up.
 pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
@@ -50,15 +50,15 @@ pub(super) fn watch(peer_socket: &Arc<PeerSocket>) -> io::Result<()> {
     Ok(())
 }
 
-fn start() -> io::Result<Arc<Watcher>> {
+fn start() -> io::Result<Arc<SocketWatcher>> {
     let wake = WakeFd::new()?;
-    let watcher = Arc::new(Watcher { sockets: Mutex::default(), wake });
+    let watcher = Arc::new(SocketWatcher { sockets: Mutex::default(), wake });
     let thread_watcher = Arc::clone(&watcher);
     std::thread::Builder::new().name("fabric-watch".into()).spawn(move || run(&thread_watcher))?;
     Ok(watcher)
 }
 
-fn run(watcher: &Watcher) {
+fn run(watcher: &SocketWatcher) {
     loop {
         let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];

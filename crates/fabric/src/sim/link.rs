@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::Node;
+use super::SimNodeId;
 use crate::Memory;
 use crate::locals::LocalMemories;
 use crate::target::Identity;
@@ -12,7 +12,7 @@ use crate::work::{Completion, LocalSlice, Work, WorkError};
 #[derive(Debug)]
 pub(super) struct SimLink {
     pub who: Identity,
-    pub node: Node,
+    pub node: SimNodeId,
     pub locals: LocalMemories,
     pub done: VecDeque<Completion>,
     pub inbox: VecDeque<Vec<u8>>,
@@ -47,7 +47,7 @@ pub(super) struct InFlightOp {
 }
 
 impl SimLink {
-    pub fn new(who: Identity, node: Node, now_ns: u64) -> Self {
+    pub fn new(who: Identity, node: SimNodeId, now_ns: u64) -> Self {
         Self {
             who,
             node,

@@ -24,7 +24,7 @@ use world::FabricWorld;
 
 /// A memory node of a simulated fabric.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
-pub struct Node(pub usize);
+pub struct SimNodeId(pub usize);
 
 /// The options of a simulated fabric.
 #[derive(Clone, Debug)]
@@ -86,7 +86,7 @@ impl SimFabric {
     ///
     /// # Errors
     /// If the node is dead, cut off or full, or has fenced this host.
-    pub fn connect(&self, node: Node, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+    pub fn connect(&self, node: SimNodeId, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         Ok(Box::new(self.connect_endpoint(node, who)?))
     }
 
@@ -94,7 +94,7 @@ impl SimFabric {
     ///
     /// # Errors
     /// The errors of [`Self::connect`].
-    pub fn connect_endpoint(&self, node: Node, who: Identity) -> Result<SimEndpoint, EndpointError> {
+    pub fn connect_endpoint(&self, node: SimNodeId, who: Identity) -> Result<SimEndpoint, EndpointError> {
         let mut world = self.lock();
         let (id, regions) = world.connect(node, who)?;
         let limits = world.options.limits;
@@ -135,12 +135,12 @@ impl SimFabric {
 
     /// Crashes a node. A random prefix of each endpoint's operations in flight has taken effect.
     /// The endpoints notice after a while.
-    pub fn crash_node(&self, node: Node) {
+    pub fn crash_node(&self, node: SimNodeId) {
         self.lock().crash_node(node);
     }
 
     /// Restarts a crashed node with its memory and its keys, but without its fences.
-    pub fn restart_node(&self, node: Node) {
+    pub fn restart_node(&self, node: SimNodeId) {
         self.lock().restart_node(node);
     }
 
@@ -152,7 +152,7 @@ impl SimFabric {
 
     /// Cuts or restores the link between a host and a node. Operations that meet a cut link end
     /// with [`crate::WorkError::Timeout`].
-    pub fn partition(&self, host: Host, node: Node, cut: bool) {
+    pub fn partition(&self, host: Host, node: SimNodeId, cut: bool) {
         self.lock().partition(host, node, cut);
     }
 
@@ -162,7 +162,7 @@ impl SimFabric {
     }
 
     /// Multiplies the delays of everything that is posted to a node from now on; 1 is normal.
-    pub fn slow_node(&self, node: Node, factor: u64) {
+    pub fn slow_node(&self, node: SimNodeId, factor: u64) {
         self.lock().slow_node(node, factor);
     }
 

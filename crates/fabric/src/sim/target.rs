@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use super::world::{FabricWorld, SimNode, SimRegion};
-use super::{Node, lock};
+use super::{SimNodeId, lock};
 use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
-use crate::keys::{Grant, split};
+use crate::keys::{KeyGrant, split};
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
 use crate::work::Key;
@@ -16,13 +16,13 @@ use crate::work::Key;
 #[derive(Clone, Debug)]
 pub struct SimTarget {
     pub(super) world: Arc<Mutex<FabricWorld>>,
-    pub(super) node: Node,
+    pub(super) node: SimNodeId,
 }
 
 impl SimTarget {
     /// Its number in the fabric.
     #[must_use]
-    pub fn node(&self) -> Node {
+    pub fn node(&self) -> SimNodeId {
         self.node
     }
 
@@ -50,7 +50,7 @@ impl Target for SimTarget {
             let range = node.space.place(len);
             let region = Region { base: range.start, len, key };
             let opened = table.as_ref().map_or(len, |table| table.data.start);
-            let grant = Grant { base: region.base, len: opened, access, scope, region: index };
+            let grant = KeyGrant { base: region.base, len: opened, access, scope, region: index };
             node.grants.insert(key, grant);
             let table = table.map(|table| PlacedTable::at(index, region.base, &table));
             node.regions.push(SimRegion { memory, scope, region: region.clone(), table });

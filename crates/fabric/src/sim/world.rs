@@ -5,10 +5,10 @@ use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 
 use super::link::{InFlightOp, SimLink};
-use super::{Node, Rng, SimOptions};
+use super::{Rng, SimNodeId, SimOptions};
 use crate::Memory;
 use crate::key_table::PlacedTable;
-use crate::keys::{AddressSpace, Grant, KeySlots, Right, admits};
+use crate::keys::{AddressSpace, KeyGrant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
@@ -25,9 +25,9 @@ pub(super) struct FabricWorld {
     serial: u64,
     pub nodes: Vec<SimNode>,
     pub links: Vec<SimLink>,
-    cuts: HashSet<(Host, Node)>,
+    cuts: HashSet<(Host, SimNodeId)>,
     slowness: HashMap<Host, u64>,
-    slow_nodes: HashMap<Node, u64>,
+    slow_nodes: HashMap<SimNodeId, u64>,
 }
 
 /// A scheduled event. The earliest comes first, then the order of scheduling applies.
@@ -64,7 +64,7 @@ pub(super) struct SimNode {
     pub regions: Vec<SimRegion>,
     pub space: AddressSpace,
     pub keys: KeySlots,
-    pub grants: HashMap<Key, Grant>,
+    pub grants: HashMap<Key, KeyGrant>,
     pub fenced: HashMap<Host, u64>,
     /// Waiting messages, each with the index of its connection.
     pub inbox: VecDeque<(usize, Vec<u8>)>,
@@ -95,7 +95,7 @@ impl FabricWorld {
         }
     }
 
-    pub fn add_node(&mut self) -> Node {
+    pub fn add_node(&mut self) -> SimNodeId {
         let secret = self.rng.next_u64();
         self.nodes.push(SimNode {
             alive: true,
@@ -106,10 +106,10 @@ impl FabricWorld {
             fenced: HashMap::new(),
             inbox: VecDeque::new(),
         });
-        Node(self.nodes.len() - 1)
+        SimNodeId(self.nodes.len() - 1)
     }
 
-    pub fn connect(&mut self, node: Node, who: Identity) -> Result<(usize, Vec<Region>), EndpointError> {
+    pub fn connect(&mut self, node: SimNodeId, who: Identity) -> Result<(usize, Vec<Region>), EndpointError> {
         let address = format!("simulated node {}", node.0);
         let state = self.nodes.get(node.0).filter(|state| state.alive);
         let Some(state) = state.filter(|_| !self.cuts.contains(&(who.host, node))) else {
@@ -192,7 +192,7 @@ impl FabricWorld {
 
     /// Sends a message from a node to a host. Returns the number of endpoints that have room for
     /// it.
-    pub fn send(&mut self, node: Node, to: Host, message: &[u8]) -> usize {
+    pub fn send(&mut self, node: SimNodeId, to: Host, message: &[u8]) -> usize {
         if message.len() > self.options.limits.message_bytes_max as usize {
             return 0;
         }
@@ -217,7 +217,7 @@ impl FabricWorld {
         taken
     }
 
-    pub fn crash_node(&mut self, node: Node) {
+    pub fn crash_node(&mut self, node: SimNodeId) {
         for id in 0..self.links.len() {
             if self.links[id].node != node || self.links[id].closed || !self.nodes[node.0].alive {
                 continue;
@@ -232,7 +232,7 @@ impl FabricWorld {
         self.nodes[node.0].alive = false;
     }
 
-    pub fn restart_node(&mut self, node: Node) {
+    pub fn restart_node(&mut self, node: SimNodeId) {
         // The buffers of the crashed process are gone.
         self.links.iter_mut().filter(|link| link.node == node).for_each(|link| link.strays.clear());
         let state = &mut self.nodes[node.0];
@@ -306,7 +306,7 @@ impl FabricWorld {
         Ok(())
     }
 
-    pub fn partition(&mut self, host: Host, node: Node, cut: bool) {
+    pub fn partition(&mut self, host: Host, node: SimNodeId, cut: bool) {
         if cut {
             self.cuts.insert((host, node));
         } else {
@@ -318,7 +318,7 @@ impl FabricWorld {
         self.slowness.insert(host, factor.max(1));
     }
 
-    pub fn slow_node(&mut self, node: Node, factor: u64) {
+    pub fn slow_node(&mut self, node: SimNodeId, factor: u64) {
         self.slow_nodes.insert(node, factor.max(1));
     }
 

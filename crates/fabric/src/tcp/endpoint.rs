@@ -20,7 +20,7 @@ use self::recovery::ReconnectReply;
 use super::ConnectOptions;
 use super::busy_poll::BusyPoll;
 use super::stream::{DeadlineStream, configure, connect_unpaced};
-use super::wire::{self, Request, padded};
+use super::wire::{self, RequestHead, padded};
 use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
@@ -194,7 +194,7 @@ impl TcpEndpoint {
     }
 
     fn encode(&mut self, verb: &Verb) {
-        let at = |mut request: Request, remote: RemoteAddr, value: u64| {
+        let at = |mut request: RequestHead, remote: RemoteAddr, value: u64| {
             request.addr = remote.addr.into();
             request.key = remote.key.0.into();
             request.value = value.into();
@@ -202,25 +202,25 @@ impl TcpEndpoint {
         };
         match *verb {
             Verb::Read { local, remote } => {
-                self.put(at(Request::new(wire::READ, local.len), remote, 0));
+                self.put(at(RequestHead::new(wire::READ, local.len), remote, 0));
             }
             Verb::Write { local, remote } => {
-                self.put(at(Request::new(wire::WRITE, local.len), remote, 0));
+                self.put(at(RequestHead::new(wire::WRITE, local.len), remote, 0));
                 self.put_local(local);
             }
             Verb::CompareSwap { remote, expected, desired } => {
-                self.put(at(Request::new(wire::SWAP, 8), remote, expected));
+                self.put(at(RequestHead::new(wire::SWAP, 8), remote, expected));
                 self.requests.extend_from_slice(&desired.to_le_bytes());
             }
-            Verb::FetchAdd { remote, add } => self.put(at(Request::new(wire::ADD, 8), remote, add)),
+            Verb::FetchAdd { remote, add } => self.put(at(RequestHead::new(wire::ADD, 8), remote, add)),
             Verb::Send { local } => {
-                self.put(Request::new(wire::SEND, local.len));
+                self.put(RequestHead::new(wire::SEND, local.len));
                 self.put_local(local);
             }
         }
     }
 
-    fn put(&mut self, request: Request) {
+    fn put(&mut self, request: RequestHead) {
         self.requests.extend_from_slice(request.as_bytes());
     }
 
@@ -384,7 +384,7 @@ impl Endpoint for TcpEndpoint {
         out.extend_from_slice(&message);
         self.taken += 1;
         if !self.broken {
-            self.put(Request::new(wire::CREDIT, 1));
+            self.put(RequestHead::new(wire::CREDIT, 1));
             self.flush();
         }
         true
@@ -410,7 +410,7 @@ impl Endpoint for TcpEndpoint {
 impl Drop for TcpEndpoint {
     fn drop(&mut self) {
         if !self.broken && !self.has_farewell && self.reconnecting.is_none() {
-            self.put(Request::new(wire::BYE, 0));
+            self.put(RequestHead::new(wire::BYE, 0));
             self.flush();
         }
     }

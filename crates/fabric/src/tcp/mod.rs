@@ -44,7 +44,7 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// The options of a target. Endpoints learn the limits when they connect.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct TcpOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
@@ -74,7 +74,7 @@ pub struct Rate {
     pub operations_per_s: Option<u64>,
 }
 
-impl Default for Options {
+impl Default for TcpOptions {
     fn default() -> Self {
         Self {
             endpoints_max: ENDPOINTS_LIMIT,
@@ -89,7 +89,7 @@ impl Default for Options {
     }
 }
 
-impl Options {
+impl TcpOptions {
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),

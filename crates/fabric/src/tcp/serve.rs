@@ -17,7 +17,7 @@ use super::busy_poll::BusyPoll;
 use super::reply::AnswerBuffer;
 use super::session::{ANSWERS_BYTES_MAX, ProtocolViolation, TcpSession};
 use super::target::{TcpShared, lock};
-use super::wire::{self, Answer};
+use super::wire::{self, AnswerHead};
 use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
 
@@ -346,7 +346,7 @@ impl ServeThread {
             self.farewell_until = Some(now + FAREWELL_TIMEOUT);
             for at in 0..self.connections.len() {
                 let Some(connection) = self.connections[at].as_mut() else { continue };
-                let farewell = Answer::new(wire::FAREWELL, Ok(connection.session.done()), 0);
+                let farewell = AnswerHead::new(wire::FAREWELL, Ok(connection.session.done()), 0);
                 connection.answers.put(farewell.as_bytes());
                 self.serve_connection(at);
             }

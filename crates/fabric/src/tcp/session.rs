@@ -12,10 +12,10 @@ use zerocopy::{FromBytes, IntoBytes};
 
 use super::reply::AnswerBuffer;
 use super::target::{RegionMapping, TcpPeer, TcpShared};
-use super::wire::{self, Answer, REQUEST_BYTES, Request, padded};
+use super::wire::{self, AnswerHead, REQUEST_BYTES, RequestHead, padded};
 use crate::control::FENCED;
 use crate::handshake::hello::Resume;
-use crate::keys::{Grant, Right};
+use crate::keys::{KeyGrant, Right};
 use crate::memory::{copy, u64_from};
 use crate::target::Identity;
 use crate::work::{Key, WorkError};
@@ -32,16 +32,16 @@ pub(super) struct ProtocolViolation(pub &'static str);
 struct SentAnswer {
     outcome: Result<u64, WorkError>,
     /// The READ, to be repeated: it changes nothing.
-    read: Option<Request>,
+    read: Option<RequestHead>,
 }
 
 /// The part of a request that the parser expects next.
 #[derive(Debug)]
 enum ParserState {
-    Request,
+    RequestHead,
     /// More bytes of a WRITE.
     Bytes {
-        request: Request,
+        request: RequestHead,
         taken: u32,
         outcome: Result<u64, WorkError>,
     },
@@ -51,7 +51,7 @@ enum ParserState {
         bytes: Vec<u8>,
     },
     /// The new value of a compare-and-swap.
-    Word(Request),
+    Word(RequestHead),
 }
 
 /// The state of one session.
@@ -79,7 +79,7 @@ impl TcpSession {
             slot,
             peer: Arc::clone(peer),
             shared: Arc::clone(shared),
-            next: ParserState::Request,
+            next: ParserState::RequestHead,
             done: 0,
             sent_answers: VecDeque::with_capacity(shared.options.limits.queue_depth),
             has_said_bye: false,
@@ -103,7 +103,7 @@ impl TcpSession {
     pub fn next_message(&self, out: &mut Vec<u8>) -> bool {
         self.peer.mailbox.send_next(|_, message| {
             let len = u32::try_from(message.len()).expect("bounded by the limits");
-            out.extend_from_slice(Answer::new(wire::MESSAGE, Ok(0), len).as_bytes());
+            out.extend_from_slice(AnswerHead::new(wire::MESSAGE, Ok(0), len).as_bytes());
             out.extend_from_slice(message);
             out.resize(out.len() + padded(len) - message.len(), 0);
         })
@@ -111,7 +111,7 @@ impl TcpSession {
 
     /// Discards a partly received request after the connection broke.
     pub fn discard_partial(&mut self) {
-        self.next = ParserState::Request;
+        self.next = ParserState::RequestHead;
     }
 
     /// Resumes after a broken connection, and appends the answers that the initiator lacks. Returns
@@ -130,7 +130,7 @@ impl TcpSession {
             match read {
                 // The READ may fail now, because its key may have been invalidated since.
                 Some(request) => drop(self.read(&request, out)),
-                None => out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes()),
+                None => out.put(AnswerHead::new(wire::ANSWER, outcome, 0).as_bytes()),
             }
         }
         true
@@ -156,8 +156,8 @@ impl TcpSession {
 
     fn step(&mut self, input: &[u8], out: &mut AnswerBuffer) -> Result<usize, ProtocolViolation> {
         match &mut self.next {
-            ParserState::Request => {
-                let Ok((request, rest)) = Request::read_from_prefix(input) else {
+            ParserState::RequestHead => {
+                let Ok((request, rest)) = RequestHead::read_from_prefix(input) else {
                     return Ok(0);
                 };
                 // A request that changes memory, or sends a message to a program that may change
@@ -182,7 +182,7 @@ impl TcpSession {
                     );
                     swapped.unwrap_or_else(|found| found)
                 });
-                self.next = ParserState::Request;
+                self.next = ParserState::RequestHead;
                 self.answer(outcome, out);
                 Ok(8)
             }
@@ -193,7 +193,7 @@ impl TcpSession {
                 if take == left {
                     bytes.truncate(*len as usize);
                     let message = std::mem::take(bytes);
-                    self.next = ParserState::Request;
+                    self.next = ParserState::RequestHead;
                     let outcome = self.deliver(message);
                     self.answer(outcome, out);
                 }
@@ -207,7 +207,7 @@ impl TcpSession {
     /// used.
     fn begin(
         &mut self,
-        request: Request,
+        request: RequestHead,
         rest: &[u8],
         out: &mut AnswerBuffer,
     ) -> Result<usize, ProtocolViolation> {
@@ -252,18 +252,18 @@ impl TcpSession {
     }
 
     /// Answers a READ. Returns its outcome.
-    fn read(&mut self, request: &Request, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
+    fn read(&mut self, request: &RequestHead, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
         let len = request.len.get();
         let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
             Ok(from) => from,
             Err(error) => {
-                out.put(Answer::new(wire::ANSWER, Err(error), 0).as_bytes());
+                out.put(AnswerHead::new(wire::ANSWER, Err(error), 0).as_bytes());
                 return Err(error);
             }
         };
         let outcome = Ok(u64::from(len));
         self.work.0 += u64::from(len);
-        out.put(Answer::new(wire::ANSWER, outcome, len).as_bytes());
+        out.put(AnswerHead::new(wire::ANSWER, outcome, len).as_bytes());
         // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed
         // ranges are sent before `active` is even again.
         unsafe { out.read(from, len as usize, padded(len)) };
@@ -298,7 +298,7 @@ impl TcpSession {
             Err(error) => outcome = Err(error),
         }
         if take == left {
-            self.next = ParserState::Request;
+            self.next = ParserState::RequestHead;
             self.answer(outcome, out);
         } else {
             let taken = taken + u32::try_from(take).expect("below the request's length");
@@ -319,7 +319,7 @@ impl TcpSession {
     }
 
     fn answer(&mut self, outcome: Result<u64, WorkError>, out: &mut AnswerBuffer) {
-        out.put(Answer::new(wire::ANSWER, outcome, 0).as_bytes());
+        out.put(AnswerHead::new(wire::ANSWER, outcome, 0).as_bytes());
         self.record(SentAnswer { outcome, read: None });
     }
 
@@ -338,7 +338,7 @@ impl TcpSession {
 
     /// The address of a remote range, if the key opens it.
     #[inline]
-    fn locate(&self, request: &Request, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
+    fn locate(&self, request: &RequestHead, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
         self.check_fence()?;
         let grant = self.grant(Key(request.key.get()), addr).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, addr, len)?;
@@ -350,7 +350,7 @@ impl TcpSession {
 
     /// The range that a key opens at an address.
     #[inline]
-    fn grant(&self, key: Key, addr: u64) -> Option<Grant> {
+    fn grant(&self, key: Key, addr: u64) -> Option<KeyGrant> {
         if !key.is_table_key() {
             return self.shared.control.lookup(key);
         }
@@ -360,7 +360,7 @@ impl TcpSession {
     }
 
     #[inline]
-    fn word(&self, request: &Request) -> Result<&AtomicU64, WorkError> {
+    fn word(&self, request: &RequestHead) -> Result<&AtomicU64, WorkError> {
         let addr = request.addr.get();
         if !addr.is_multiple_of(8) {
             return Err(WorkError::Misaligned);

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::Options;
+use super::TcpOptions;
 use super::acceptor::TcpAcceptor;
 use super::counters::{SessionCounters, TenantTable};
 use super::rate::RateLimiter;
@@ -47,7 +47,7 @@ pub(super) struct RegionMapping {
 }
 
 pub(super) struct TcpShared {
-    pub options: Options,
+    pub options: TcpOptions,
     pub key: ClusterKey,
     pub control: ControlMemory,
     /// The regions by index. Every access reads them without a lock.
@@ -89,7 +89,7 @@ impl TcpTarget {
     ///
     /// # Errors
     /// If an option is out of bounds, the address is in use, or the system refuses.
-    pub fn listen(address: SocketAddr, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+    pub fn listen(address: SocketAddr, key: &ClusterKey, options: TcpOptions) -> Result<Self, TargetError> {
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
         let listener = TcpListener::bind(address)
             .map_err(|error| TargetError::System { what: "cannot listen", source: named(error) })?;
@@ -100,7 +100,11 @@ impl TcpTarget {
     ///
     /// # Errors
     /// The errors of [`TcpTarget::listen`].
-    pub fn listen_on(listener: TcpListener, key: &ClusterKey, options: Options) -> Result<Self, TargetError> {
+    pub fn listen_on(
+        listener: TcpListener,
+        key: &ClusterKey,
+        options: TcpOptions,
+    ) -> Result<Self, TargetError> {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
@@ -361,7 +365,7 @@ mod tests {
     #[test]
     fn the_session_of_a_fenced_host_is_not_parked() {
         let key = ClusterKey([3; 32]);
-        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &key, Options::default()).unwrap();
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &key, TcpOptions::default()).unwrap();
         let parked = || target.shared.lock().parked.len();
         for (epoch, is_cut_first) in [(1, true), (2, false)] {
             let who = Identity { host: Host(7), epoch, tenant: Tenant(9) };

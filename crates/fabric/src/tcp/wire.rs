@@ -8,9 +8,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::work::WorkError;
 
 /// Bytes of the head of a request.
-pub const REQUEST_BYTES: usize = size_of::<Request>();
+pub const REQUEST_BYTES: usize = size_of::<RequestHead>();
 /// Bytes of the head of an answer.
-pub const ANSWER_BYTES: usize = size_of::<Answer>();
+pub const ANSWER_BYTES: usize = size_of::<AnswerHead>();
 
 /// Request: READ `len` bytes at `addr`.
 pub const READ: u8 = 1;
@@ -37,7 +37,7 @@ pub const FAREWELL: u8 = 3;
 /// The head of a request.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
-pub struct Request {
+pub struct RequestHead {
     /// The kind of the request.
     pub kind: u8,
     /// Reserved: 0.
@@ -54,7 +54,7 @@ pub struct Request {
     pub reserved2: U32,
 }
 
-impl Request {
+impl RequestHead {
     /// Makes a request without address and operand.
     #[must_use]
     pub fn new(kind: u8, len: u32) -> Self {
@@ -74,7 +74,7 @@ impl Request {
 /// The head of an answer, a message or a farewell.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Debug)]
 #[repr(C)]
-pub struct Answer {
+pub struct AnswerHead {
     /// What the head begins.
     pub kind: u8,
     /// The outcome, as a number of [`status`].
@@ -87,7 +87,7 @@ pub struct Answer {
     pub value: U64,
 }
 
-impl Answer {
+impl AnswerHead {
     /// Makes the head of an answer.
     #[must_use]
     pub fn new(kind: u8, outcome: Result<u64, WorkError>, len: u32) -> Self {

@@ -1,6 +1,6 @@
 use aquifer_fabric::{Access, EndpointError, Host, Identity, RemoteAddr, Scope, Verb, Work, WorkError};
 
-use super::harness::{Client, HOST, Harness, WHO, signalled};
+use super::harness::{HOST, Harness, SuiteClient, WHO, signalled};
 
 fn increments(remote: RemoteAddr) -> Vec<Work> {
     (0..4).map(|id| signalled(id, Verb::FetchAdd { remote, add: 1 })).collect()
@@ -8,7 +8,7 @@ fn increments(remote: RemoteAddr) -> Vec<Work> {
 
 /// Posts until the endpoint breaks. The first failures must have the cause, the later ones must be
 /// flushed.
-fn break_down<H: Harness>(client: &mut Client<'_, H>, remote: RemoteAddr, cause: WorkError) {
+fn break_down<H: Harness>(client: &mut SuiteClient<'_, H>, remote: RemoteAddr, cause: WorkError) {
     let mut outcomes = Vec::new();
     while !outcomes.contains(&Err(WorkError::Flushed)) {
         outcomes.extend(client.run(&increments(remote)).iter().map(|done| done.outcome));

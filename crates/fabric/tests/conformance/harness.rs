@@ -42,26 +42,26 @@ pub trait Harness: Sized {
         (memory, region)
     }
 
-    fn client(&self, who: Identity) -> Client<'_, Self> {
+    fn client(&self, who: Identity) -> SuiteClient<'_, Self> {
         self.client_of(self.connect(who).unwrap())
     }
 
-    fn client_of(&self, mut endpoint: Box<dyn Endpoint>) -> Client<'_, Self> {
+    fn client_of(&self, mut endpoint: Box<dyn Endpoint>) -> SuiteClient<'_, Self> {
         let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
         let local = endpoint.register_local(Arc::clone(&memory)).unwrap();
-        Client { harness: self, endpoint, memory, local }
+        SuiteClient { harness: self, endpoint, memory, local }
     }
 }
 
 /// An endpoint with local memory.
-pub struct Client<'a, H: Harness> {
+pub struct SuiteClient<'a, H: Harness> {
     harness: &'a H,
     pub endpoint: Box<dyn Endpoint>,
     pub memory: Arc<Memory>,
     pub local: LocalKey,
 }
 
-impl<H: Harness> Client<'_, H> {
+impl<H: Harness> SuiteClient<'_, H> {
     /// Posts a signalled batch and waits for its completions.
     pub fn run(&mut self, batch: &[Work]) -> Vec<Completion> {
         self.endpoint.post(batch).unwrap();

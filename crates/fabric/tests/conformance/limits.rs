@@ -4,7 +4,7 @@ use aquifer_fabric::{
     Access, EndpointError, Memory, PostError, RemoteAddr, Scope, TargetError, Verb, WindowSpec, WorkError,
 };
 
-use super::harness::{Client, ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
+use super::harness::{ENDPOINTS_MAX, Harness, LIMITS, REGIONS_MAX, SuiteClient, WHO, WINDOWS_MAX, signalled};
 
 pub fn the_queue_is_bounded<H: Harness>() {
     let harness = H::start();
@@ -62,7 +62,7 @@ pub fn endpoints_are_bounded_and_their_slots_reused<H: Harness>() {
 }
 
 /// Connects as soon as there is room: the target notices a hang-up only a moment later.
-fn client_when_there_is_room<H: Harness>(harness: &H) -> Client<'_, H> {
+fn client_when_there_is_room<H: Harness>(harness: &H) -> SuiteClient<'_, H> {
     loop {
         match harness.connect(WHO) {
             Ok(endpoint) => return harness.client_of(endpoint),

@@ -17,12 +17,12 @@ pub struct ShmHarness {
 impl Harness for ShmHarness {
     fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let options = shm::Options {
+        let options = shm::ShmOptions {
             endpoints_max: ENDPOINTS_MAX,
             regions_max: REGIONS_MAX,
             windows_max: WINDOWS_MAX,
             limits: LIMITS,
-            ..shm::Options::default()
+            ..shm::ShmOptions::default()
         };
         let target = ShmTarget::listen(&folder.path().join("node"), options).unwrap();
         Self { target: Some(target), folder }
@@ -49,13 +49,13 @@ pub struct TcpHarness<const SEALED: bool> {
 
 impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
     fn start() -> Self {
-        let options = tcp::Options {
+        let options = tcp::TcpOptions {
             endpoints_max: ENDPOINTS_MAX,
             regions_max: REGIONS_MAX,
             windows_max: WINDOWS_MAX,
             limits: LIMITS,
             threads: 2,
-            ..tcp::Options::default()
+            ..tcp::TcpOptions::default()
         };
         let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
         Self { address: target.address(), target: Some(target) }

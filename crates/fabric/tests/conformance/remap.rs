@@ -22,7 +22,7 @@ fn halves(harness: &VerbsHarness) -> (Arc<Memory>, Region, Key) {
     (memory, region, key)
 }
 
-fn first_byte(client: &harness::Client<'_, VerbsHarness>) -> u8 {
+fn first_byte(client: &harness::SuiteClient<'_, VerbsHarness>) -> u8 {
     let mut piece = [0; PIECE as usize];
     client.memory.read(0, &mut piece);
     assert!(piece.iter().all(|byte| *byte == piece[0]), "torn: {piece:?}");

@@ -37,7 +37,7 @@ struct VerbsHarness {
 
 impl Harness for VerbsHarness {
     fn start() -> Self {
-        let options = verbs::Options {
+        let options = verbs::VerbsOptions {
             endpoints_max: ENDPOINTS_MAX,
             regions_max: REGIONS_MAX,
             windows_max: WINDOWS_MAX,

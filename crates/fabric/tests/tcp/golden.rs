@@ -6,7 +6,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
 use aquifer_fabric::handshake::secure;
-use aquifer_fabric::tcp::wire::{ANSWER_BYTES, Answer, REQUEST_BYTES, padded};
+use aquifer_fabric::tcp::wire::{ANSWER_BYTES, AnswerHead, REQUEST_BYTES, padded};
 use aquifer_fabric::{Limits, tcp};
 use aquifer_tests_support::{golden, golden_layout};
 use zerocopy::{FromBytes, IntoBytes};
@@ -61,7 +61,7 @@ fn golden_requests_and_answers() {
         let memory = Arc::new(Memory::create("local", 4096).unwrap());
         memory.write(64, b"hello");
         let local = endpoint.register_local(Arc::clone(&memory)).unwrap();
-        let mut client = Client { endpoint, memory, local };
+        let mut client = TcpClient { endpoint, memory, local };
         let outcomes = work(local).map(|(_, verb)| client.one(verb));
         let mut message = Vec::new();
         while !client.endpoint.receive(&mut message) {
@@ -84,12 +84,12 @@ fn golden_requests_and_answers() {
     };
     secured.send(&hello::encode_reply(&Reply::Welcome(welcome))).expect("it waits");
     let (mut stream, _) = secured.into_parts();
-    let answers: [(&[u8], Answer); 5] = [
-        (b"", Answer::new(1, Ok(0), 0)),
-        (b"0123456789abc\0\0\0", Answer::new(1, Ok(13), 13)),
-        (b"", Answer::new(1, Ok(0), 0)),
-        (b"", Answer::new(1, Ok(0x5152_5354_5556_5758), 0)),
-        (b"", Answer::new(1, Err(WorkError::ReceiverNotReady), 0)),
+    let answers: [(&[u8], AnswerHead); 5] = [
+        (b"", AnswerHead::new(1, Ok(0), 0)),
+        (b"0123456789abc\0\0\0", AnswerHead::new(1, Ok(13), 13)),
+        (b"", AnswerHead::new(1, Ok(0), 0)),
+        (b"", AnswerHead::new(1, Ok(0x5152_5354_5556_5758), 0)),
+        (b"", AnswerHead::new(1, Err(WorkError::ReceiverNotReady), 0)),
     ];
     let mut requests = Vec::new();
     for ((name, _), (bytes, answer)) in work(LocalKey(0)).into_iter().zip(answers) {
@@ -98,7 +98,7 @@ fn golden_requests_and_answers() {
         requests.push((name, request));
         stream.write_all(answer.as_bytes()).and_then(|()| stream.write_all(bytes)).expect("it waits");
     }
-    let message = Answer::new(2, Ok(0), 6);
+    let message = AnswerHead::new(2, Ok(0), 6);
     golden.bytes("message", &[message.as_bytes(), b"hello!\0\0"].concat());
     stream.write_all(message.as_bytes()).and_then(|()| stream.write_all(b"hello!\0\0")).expect("it waits");
     golden.bytes("CREDIT", &exactly(&mut stream, REQUEST_BYTES));
@@ -123,19 +123,19 @@ fn golden_requests_and_answers() {
         ("fenced", WorkError::Fenced),
     ];
     for (name, error) in errors {
-        let answer = Answer::new(1, Err(error), 0);
+        let answer = AnswerHead::new(1, Err(error), 0);
         assert_eq!(answer.outcome(), Some(Err(error)));
         golden.bytes(name, answer.as_bytes());
     }
     golden.check();
 }
 
-use aquifer_fabric::tcp::wire::{Answer as AnswerHead, Request as RequestHead};
+use aquifer_fabric::tcp::wire::RequestHead;
 
 /// Sends the requests to a target whose region has another address and key. Records the answers, a
 /// message of the target and its farewell.
 fn send_to_a_target(golden: &mut aquifer_tests_support::Golden, requests: &[(&str, Vec<u8>)]) {
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let stream = TcpStream::connect(target.address()).expect("it listens");
     let mut secured = secure::initiate(stream, &KEY).expect("it has the key");
     let hello = Hello { who: WHO, encrypt: false, resume: None };

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::ClusterKey;
-use aquifer_fabric::tcp::{self, ConnectOptions, Options, Rate, TcpTarget};
+use aquifer_fabric::tcp::{self, ConnectOptions, Rate, TcpOptions, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
     RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work, WorkError,
@@ -20,14 +20,14 @@ const KEY: ClusterKey = ClusterKey([3; 32]);
 const WHO: Identity = Identity { host: Host(7), epoch: 1, tenant: Tenant(9) };
 const REGION_BYTES: usize = 4 << 20;
 
-fn node(options: Options) -> (TcpTarget, Arc<Memory>, Region) {
+fn node(options: TcpOptions) -> (TcpTarget, Arc<Memory>, Region) {
     let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
     let memory = Arc::new(Memory::create("region", REGION_BYTES).unwrap());
     let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
     (target, memory, region)
 }
 
-struct Client {
+struct TcpClient {
     endpoint: Box<dyn Endpoint>,
     memory: Arc<Memory>,
     local: LocalKey,
@@ -36,7 +36,7 @@ struct Client {
 /// The timeout for anything that must end, even on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-fn try_client(address: SocketAddr, who: Identity) -> Result<Client, EndpointError> {
+fn try_client(address: SocketAddr, who: Identity) -> Result<TcpClient, EndpointError> {
     try_patient_client(address, who, ConnectOptions::default().reconnect_time)
 }
 
@@ -44,19 +44,19 @@ fn try_patient_client(
     address: SocketAddr,
     who: Identity,
     reconnect_time: Duration,
-) -> Result<Client, EndpointError> {
+) -> Result<TcpClient, EndpointError> {
     let options = ConnectOptions { operation_time: PATIENCE, reconnect_time, ..ConnectOptions::default() };
     let mut endpoint = tcp::connect(address, &KEY, who, options)?;
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
     let local = endpoint.register_local(Arc::clone(&memory)).unwrap();
-    Ok(Client { endpoint, memory, local })
+    Ok(TcpClient { endpoint, memory, local })
 }
 
-fn client(address: SocketAddr) -> Client {
+fn client(address: SocketAddr) -> TcpClient {
     try_client(address, WHO).unwrap()
 }
 
-impl Client {
+impl TcpClient {
     fn slice(&self, offset: u64, len: u32) -> LocalSlice {
         LocalSlice { key: self.local, offset, len }
     }
@@ -81,7 +81,7 @@ impl Client {
 #[test]
 fn threads_lose_no_increment_and_see_no_torn_word() {
     const ROUNDS: u64 = 500;
-    let (target, memory, region) = node(Options { threads: 2, ..Options::default() });
+    let (target, memory, region) = node(TcpOptions { threads: 2, ..TcpOptions::default() });
     let remote = |word: u64| RemoteAddr { addr: region.base + word * 8, key: region.key };
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -111,7 +111,7 @@ fn threads_lose_no_increment_and_see_no_torn_word() {
 fn no_access_outlives_its_key() {
     const ROUNDS: u64 = 100;
     const BYTES: u32 = 1 << 20;
-    let (target, memory, region) = node(Options { threads: 2, ..Options::default() });
+    let (target, memory, region) = node(TcpOptions { threads: 2, ..TcpOptions::default() });
     let range = region.base..region.base + u64::from(BYTES);
     let window = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone };
     let (key, stop, worked) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU64::new(0));
@@ -154,7 +154,7 @@ fn no_access_outlives_its_key() {
 /// up when both ends apply back-pressure.
 #[test]
 fn deep_queues_of_long_transfers_arrive_whole() {
-    let (target, memory, region) = node(Options::default());
+    let (target, memory, region) = node(TcpOptions::default());
     let mut client = client(target.address());
     let stamp = |at: usize| u8::try_from(at % 251).unwrap();
     let bytes: Vec<u8> = (0..2 << 20).map(stamp).collect();
@@ -181,7 +181,7 @@ fn deep_queues_of_long_transfers_arrive_whole() {
 #[test]
 fn a_tenant_gets_its_share_and_no_more() {
     let rate = Rate { bytes_per_s: None, operations_per_s: Some(2000) };
-    let (target, _, region) = node(Options { rate, threads: 2, ..Options::default() });
+    let (target, _, region) = node(TcpOptions { rate, threads: 2, ..TcpOptions::default() });
     let (mut greedy, mut modest) = (client(target.address()), None);
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let add = |id| Work { id, verb: Verb::FetchAdd { remote, add: 1 }, signalled: true };
@@ -204,7 +204,7 @@ fn a_tenant_gets_its_share_and_no_more() {
 #[test]
 fn a_flood_passes_others_by() {
     const OPERATIONS: usize = 200;
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let mut modest = try_client(target.address(), Identity { tenant: Tenant(10), ..WHO }).unwrap();
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let stop = AtomicBool::new(false);
@@ -249,7 +249,7 @@ fn a_flood_passes_others_by() {
 
 #[test]
 fn what_was_done_is_counted_for_each_tenant() {
-    let (target, _, region) = node(Options { threads: 2, ..Options::default() });
+    let (target, _, region) = node(TcpOptions { threads: 2, ..TcpOptions::default() });
     assert_eq!((target.endpoints(), target.tenant_counters()), (0, vec![]));
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let outside = RemoteAddr { addr: region.base + REGION_BYTES as u64, key: region.key };
@@ -278,7 +278,7 @@ fn what_was_done_is_counted_for_each_tenant() {
 
 #[test]
 fn an_initiator_with_another_key_is_refused() {
-    let (target, _, _) = node(Options::default());
+    let (target, _, _) = node(TcpOptions::default());
     let other = ClusterKey([4; 32]);
     let refused = tcp::connect(target.address(), &other, WHO, ConnectOptions::default());
     match refused {

@@ -6,7 +6,7 @@ use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use aquifer_fabric::tcp::{Options, TcpTarget};
+use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
 
 use super::{PATIENCE, WHO, client, node, try_patient_client};
@@ -99,7 +99,7 @@ impl Relay {
 #[test]
 fn broken_connections_lose_and_double_nothing() {
     const ROUNDS: u64 = 60;
-    let (target, memory, region) = node(Options::default());
+    let (target, memory, region) = node(TcpOptions::default());
     let relay = Relay::start(target.address());
     let mut client = try_patient_client(relay.address, WHO, PATIENCE).unwrap();
     relay.set_rough(true);
@@ -136,7 +136,7 @@ fn broken_connections_lose_and_double_nothing() {
 }
 
 /// A sent message arrives once, and so does its answer.
-fn exchange(target: &TcpTarget, client: &mut super::Client, round: u64) {
+fn exchange(target: &TcpTarget, client: &mut super::TcpClient, round: u64) {
     let mut message = Vec::new();
     assert_eq!(target.receive(&mut message), Some(WHO));
     assert_eq!(message, round.to_le_bytes());
@@ -155,7 +155,7 @@ fn exchange(target: &TcpTarget, client: &mut super::Client, round: u64) {
 #[test]
 fn drained_operations_do_not_take_effect() {
     for is_ended in [false, true] {
-        let (target, memory, region) = node(Options::default());
+        let (target, memory, region) = node(TcpOptions::default());
         let relay = Relay::start(target.address());
         let mut client = client(relay.address);
         let add = Verb::FetchAdd { remote: RemoteAddr { addr: region.base, key: region.key }, add: 1 };
@@ -179,7 +179,7 @@ fn drained_operations_do_not_take_effect() {
 /// A target that is gone is distinguished from a broken connection.
 #[test]
 fn a_target_that_is_gone_is_not_waited_for() {
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let mut client = client(target.address());
     let remote = RemoteAddr { addr: region.base, key: region.key };
     assert_eq!(client.one(Verb::FetchAdd { remote, add: 1 }), Ok(0));
@@ -196,7 +196,7 @@ fn a_target_that_is_gone_is_not_waited_for() {
 #[test]
 fn a_target_that_says_nothing_keeps_no_thread() {
     const POLLS_MIN: u32 = 20;
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let onward = TcpStream::connect(target.address()).unwrap();

@@ -7,8 +7,8 @@ use std::time::Duration;
 use aquifer_fabric::handshake::PENDING_LIMIT;
 use aquifer_fabric::handshake::hello::{Hello, encode_hello, parse_reply};
 use aquifer_fabric::handshake::secure::initiate;
-use aquifer_fabric::tcp::Options;
-use aquifer_fabric::tcp::wire::{self, Request};
+use aquifer_fabric::tcp::TcpOptions;
+use aquifer_fabric::tcp::wire::{self, RequestHead};
 use aquifer_fabric::{RemoteAddr, Target, Verb};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -38,15 +38,15 @@ fn is_closed_by_target(mut stream: TcpStream) -> bool {
 }
 
 fn request(kind: u8, len: u32) -> Vec<u8> {
-    Request::new(kind, len).as_bytes().to_vec()
+    RequestHead::new(kind, len).as_bytes().to_vec()
 }
 
 #[test]
 fn a_protocol_violation_closes_only_its_own_connection() {
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let mut good = client(target.address());
     let remote = RemoteAddr { addr: region.base, key: region.key };
-    let over = Options::default().limits.transfer_bytes_max + 1;
+    let over = TcpOptions::default().limits.transfer_bytes_max + 1;
     let nonsense = [
         request(0, 0),
         request(200, 8),
@@ -65,7 +65,7 @@ fn a_protocol_violation_closes_only_its_own_connection() {
 
 #[test]
 fn random_requests_are_parsed_without_a_panic() {
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let good = std::cell::RefCell::new(client(target.address()));
     let remote = RemoteAddr { addr: region.base, key: region.key };
     let request = (
@@ -82,11 +82,11 @@ fn random_requests_are_parsed_without_a_panic() {
         for (kind, len, addr, value, key, payload) in requests {
             let key = if key % 3 == 0 { region.key.0 } else { key };
             let addr = if addr % 3 == 0 { region.base + addr % 8192 } else { addr };
-            let head = Request {
+            let head = RequestHead {
                 addr: addr.into(),
                 value: value.into(),
                 key: key.into(),
-                ..Request::new(kind, len)
+                ..RequestHead::new(kind, len)
             };
             bytes.extend_from_slice(head.as_bytes());
             bytes.extend_from_slice(&payload);
@@ -104,7 +104,7 @@ fn random_requests_are_parsed_without_a_panic() {
 /// A peer that sends nothing or half a message must not delay others.
 #[test]
 fn silent_and_half_open_connections_delay_no_other() {
-    let (target, _, region) = node(Options::default());
+    let (target, _, region) = node(TcpOptions::default());
     let mut silent: Vec<TcpStream> =
         (0..PENDING_LIMIT - 2).map(|_| TcpStream::connect(target.address()).unwrap()).collect();
     for (at, stream) in silent.iter_mut().enumerate() {
@@ -120,7 +120,7 @@ fn silent_and_half_open_connections_delay_no_other() {
 /// A recorded handshake that is replayed fails: its messages need the fresh keys.
 #[test]
 fn a_replayed_handshake_fails() {
-    let (target, _, _) = node(Options::default());
+    let (target, _, _) = node(TcpOptions::default());
     let recorded = record(target.address());
     let before = target.endpoints();
     let mut stream = TcpStream::connect(target.address()).unwrap();

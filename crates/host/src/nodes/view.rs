@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_directory::FailureLog;
 use aquifer_directory::names::{NodeLife, NodeRecord};
-use aquifer_fabric::{AddressError, FabricAddress};
+use aquifer_fabric::{FabricAddress, FabricAddressError};
 use aquifer_pool::NodeId;
 
 /// How to connect to a node that is in the directory.
@@ -26,7 +26,7 @@ impl PresentNode {
     ///
     /// # Errors
     /// Why its address cannot be used.
-    fn from_record(record: &NodeRecord) -> Result<Self, AddressError> {
+    fn from_record(record: &NodeRecord) -> Result<Self, FabricAddressError> {
         let address = FabricAddress::parse(&record.fabric, &record.address)?;
         Ok(Self { address, epoch: record.epoch, grace: Duration::from_millis(record.kept_ms) })
     }

@@ -123,8 +123,12 @@ impl NodeHarness {
             directory_link.connected()?;
             Ok(Arc::new(DirectoryHandle(Arc::clone(&directory_link))) as Arc<dyn Directory>)
         });
-        let mut options =
-            NodeOptions::new(id, bytes, ListenAddress::Shm(self.socket(), shm::Options::default()), connect);
+        let mut options = NodeOptions::new(
+            id,
+            bytes,
+            ListenAddress::Shm(self.socket(), shm::ShmOptions::default()),
+            connect,
+        );
         options.lease_ttl = TTL;
         options
     }

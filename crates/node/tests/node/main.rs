@@ -174,7 +174,7 @@ fn a_node_that_cannot_start_returns_the_reason() {
     assert!(matches!(refused(harness.options(1, u64::MAX)), NodeError::NoMemory { asked: u64::MAX, .. }));
     assert!(matches!(refused(harness.options(1, (2 << 20) - 1)), NodeError::Memory(_)));
     let mut nowhere = harness.options(1, BYTES);
-    nowhere.listen = ListenAddress::Shm(harness.dir.path().join("no/such/dir"), shm::Options::default());
+    nowhere.listen = ListenAddress::Shm(harness.dir.path().join("no/such/dir"), shm::ShmOptions::default());
     assert!(matches!(refused(nowhere), NodeError::Listen(_)));
     let node = harness.start(1);
     assert!(matches!(refused(harness.options(2, BYTES)), NodeError::Listen(_)), "another listens there");

@@ -5,7 +5,7 @@ mod suite;
 
 use std::path::PathBuf;
 
-use aquifer_fabric::shm::{self, Options, ShmTarget};
+use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
 
 /// A node's target.
@@ -21,7 +21,7 @@ impl Bed {
     fn bare() -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("node");
-        let target = ShmTarget::listen(&path, Options::default()).expect("a target");
+        let target = ShmTarget::listen(&path, ShmOptions::default()).expect("a target");
         Self { _dir: dir, path, target }
     }
 

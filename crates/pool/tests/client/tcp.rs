@@ -6,7 +6,7 @@ mod suite;
 use std::net::SocketAddr;
 
 use aquifer_fabric::ClusterKey;
-use aquifer_fabric::tcp::{self, ConnectOptions, Options, TcpTarget};
+use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
@@ -22,7 +22,7 @@ impl Bed {
 
     fn bare() -> Self {
         let any = "127.0.0.1:0".parse().expect("an address");
-        let target = TcpTarget::listen(any, &KEY, Options::default()).expect("a target");
+        let target = TcpTarget::listen(any, &KEY, TcpOptions::default()).expect("a target");
         Self { address: target.address(), target }
     }
 

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
-use aquifer_fabric_verbs::{self as verbs, Options, VerbsTarget};
+use aquifer_fabric_verbs::{self as verbs, VerbsOptions, VerbsTarget};
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
 
@@ -25,7 +25,7 @@ impl Bed {
         let address =
             std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is that of an RDMA device");
         let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
-        let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
+        let target = VerbsTarget::listen(address, &KEY, VerbsOptions::default()).expect("a target");
         Self { address: target.address(), target }
     }
 

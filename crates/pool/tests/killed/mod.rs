@@ -19,13 +19,13 @@ const VICTIM_TEST: &str = "killed::victim";
 fn over_shm() -> KilledScene {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("node");
-    let target = ShmTarget::listen(&path, shm::Options::default()).expect("a target");
+    let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
     KilledScene::on(Some(folder), Box::new(target), FabricAddress::Shm(path))
 }
 
 fn over_tcp() -> KilledScene {
     let any = "127.0.0.1:0".parse().expect("an address");
-    let target = TcpTarget::listen(any, &KEY, tcp::Options::default()).expect("a target");
+    let target = TcpTarget::listen(any, &KEY, tcp::TcpOptions::default()).expect("a target");
     let reach = FabricAddress::Tcp(target.address());
     KilledScene::on(None, Box::new(target), reach)
 }

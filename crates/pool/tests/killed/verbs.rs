@@ -10,7 +10,7 @@ mod victim;
 use std::net::SocketAddr;
 
 use aquifer_fabric::FabricAddress;
-use aquifer_fabric_verbs::{Options, VerbsTarget};
+use aquifer_fabric_verbs::{VerbsOptions, VerbsTarget};
 
 use scene::{KilledScene, Recoverer, at_every_step};
 use victim::{KEY, VictimEnd};
@@ -23,7 +23,7 @@ fn over_verbs() -> KilledScene {
     let address = std::env::var("AQUIFER_VERBS_ADDRESS")
         .expect("AQUIFER_VERBS_ADDRESS is the address of an RDMA device");
     let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
-    let target = VerbsTarget::listen(address, &KEY, Options::default()).expect("a target");
+    let target = VerbsTarget::listen(address, &KEY, VerbsOptions::default()).expect("a target");
     let reach = FabricAddress::Verbs(target.address());
     KilledScene::on(None, Box::new(target), reach)
 }

@@ -4,17 +4,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::reconnecting::{AwayPolicy, Reconnect, ReconnectOutcome, ReconnectingEndpoint};
-use aquifer_fabric::sim::{Node, SimFabric};
+use aquifer_fabric::sim::{SimFabric, SimNodeId};
 use aquifer_fabric::{Endpoint, EndpointError, Identity};
 
 /// The node that is away, and the number of attempts to reach it until it returns. Clones share one
 /// state.
 #[derive(Clone, Debug, Default)]
-pub struct NodeAbsence(Arc<Mutex<Option<(Node, u64)>>>);
+pub struct NodeAbsence(Arc<Mutex<Option<(SimNodeId, u64)>>>);
 
 impl NodeAbsence {
     /// Begins the absence of a node, if no node is away. Returns whether it did.
-    pub fn begin(&self, fabric: &SimFabric, node: Node, attempts: u64) -> bool {
+    pub fn begin(&self, fabric: &SimFabric, node: SimNodeId, attempts: u64) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let goes = away.is_none();
         if goes {
@@ -37,7 +37,7 @@ impl NodeAbsence {
     }
 
     /// Counts an attempt to reach a node, and returns whether the node is still away.
-    fn try_reach(&self, fabric: &SimFabric, node: Node) -> bool {
+    fn try_reach(&self, fabric: &SimFabric, node: SimNodeId) -> bool {
         let mut away = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((_, attempts)) = away.as_mut().filter(|(other, _)| *other == node) else { return false };
         *attempts = attempts.saturating_sub(1);
@@ -54,7 +54,7 @@ impl NodeAbsence {
 struct NodeReturn {
     fabric: SimFabric,
     absence: NodeAbsence,
-    node: Node,
+    node: SimNodeId,
     who: Identity,
 }
 
@@ -84,7 +84,7 @@ impl Reconnect for NodeReturn {
 pub fn connect(
     fabric: &SimFabric,
     absence: &NodeAbsence,
-    node: Node,
+    node: SimNodeId,
     who: Identity,
     policy: AwayPolicy,
 ) -> Result<Box<dyn Endpoint>, EndpointError> {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::reconnecting::AwayPolicy;
-use aquifer_fabric::sim::{Node, Rng, SimFabric, SimOptions, SimTarget};
+use aquifer_fabric::sim::{Rng, SimFabric, SimNodeId, SimOptions, SimTarget};
 use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, KeyEntry, Target, Tenant};
 use aquifer_pager::{Connector, PAGE_BYTES, Sender};
 use aquifer_pool::op::{Grant, Recovered, WordAt};
@@ -43,9 +43,9 @@ impl SimConnector {
 }
 
 /// Indexed by node number: the simulated node that has this number now.
-type SimNodes = Arc<Mutex<Vec<Node>>>;
+type SimNodes = Arc<Mutex<Vec<SimNodeId>>>;
 
-fn node_of(nodes: &SimNodes, number: usize) -> Node {
+fn node_of(nodes: &SimNodes, number: usize) -> SimNodeId {
     nodes.lock().unwrap_or_else(PoisonError::into_inner)[number]
 }
 
@@ -80,7 +80,7 @@ pub struct SimCluster {
     sender_factor: u64,
     pub replicas: usize,
     nodes: SimNodes,
-    slow: Option<Node>,
+    slow: Option<SimNodeId>,
     slow_factor: u64,
     targets: Vec<SimTarget>,
     node_memories: Vec<NodeMemory>,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use aquifer_fabric::sim::{Node, SimFabric};
+use aquifer_fabric::sim::{SimFabric, SimNodeId};
 use aquifer_fabric::{
     Completion, Endpoint, Host, Identity, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Tenant, Verb,
     Work,
@@ -70,7 +70,7 @@ pub struct SimClient {
     freeing: Vec<(Grant, u32)>,
     /// The extents that the killed process was freeing.
     unfinished: Vec<(Grant, u32)>,
-    node: Node,
+    node: SimNodeId,
     endpoint: Box<dyn Endpoint>,
     reply: Arc<Memory>,
     reply_key: LocalKey,
@@ -92,7 +92,7 @@ pub const CLIENTS_MAX: u32 = 64;
 
 impl SimClient {
     pub fn new(
-        (fabric, node): (&SimFabric, Node),
+        (fabric, node): (&SimFabric, SimNodeId),
         layout: Layout,
         (host, tenant): (Host, Tenant),
         number: u32,

@@ -50,8 +50,9 @@ pub fn measure(rounds: usize) -> Result<(Table, Vec<Aim>), BenchError> {
     let socket = folder.path().join("node.sock");
     let anywhere = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let key = ClusterKey::generate().map_err(|error| failed(&error))?;
-    let shm = ShmTarget::listen(&socket, shm::Options::default()).map_err(|error| failed(&error))?;
-    let tcp = TcpTarget::listen(anywhere, &key, tcp::Options::default()).map_err(|error| failed(&error))?;
+    let shm = ShmTarget::listen(&socket, shm::ShmOptions::default()).map_err(|error| failed(&error))?;
+    let tcp =
+        TcpTarget::listen(anywhere, &key, tcp::TcpOptions::default()).map_err(|error| failed(&error))?;
     let address = tcp.address();
     let nodes = [
         Node::new(&shm, FabricAddress::Shm(socket), None)?,

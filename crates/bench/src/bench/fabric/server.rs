@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_fabric::shm::{Options, ShmTarget};
+use aquifer_fabric::shm::{ShmOptions, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
 use aquifer_fabric::{Access, Memory, Scope, Target};
 
@@ -31,7 +31,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let target = lend(path, Arc::clone(&memory))?;
     let failed = |error: String| BenchError::Fabric { reason: error };
     let any_port = "127.0.0.1:0".parse().expect("a constant");
-    let tcp_target = TcpTarget::listen(any_port, &wire::KEY, tcp::Options::default())
+    let tcp_target = TcpTarget::listen(any_port, &wire::KEY, tcp::TcpOptions::default())
         .map_err(|error| failed(error.to_string()))?;
     tcp_target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     let echoes = wire::serve_echo().map_err(|error| failed(error.to_string()))?;
@@ -66,7 +66,7 @@ pub fn echo(target: &ShmTarget, message: &mut Vec<u8>) -> bool {
 /// If the target cannot listen.
 pub fn lend(path: &Path, memory: Arc<Memory>) -> Result<ShmTarget, BenchError> {
     let failed = |error: String| BenchError::Fabric { reason: error };
-    let target = ShmTarget::listen(path, Options::default()).map_err(|error| failed(error.to_string()))?;
+    let target = ShmTarget::listen(path, ShmOptions::default()).map_err(|error| failed(error.to_string()))?;
     target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     Ok(target)
 }

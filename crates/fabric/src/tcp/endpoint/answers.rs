@@ -7,7 +7,7 @@ use super::direct::DirectOutcome;
 use super::{PendingWork, TcpEndpoint};
 use crate::handshake::secure::SecureError;
 use crate::memory::copy;
-use crate::tcp::wire::{self, ANSWER_BYTES, Answer, padded};
+use crate::tcp::wire::{self, ANSWER_BYTES, AnswerHead, padded};
 use crate::work::{Completion, LocalSlice, Verb, Work, WorkError};
 
 impl TcpEndpoint {
@@ -86,7 +86,7 @@ impl TcpEndpoint {
                     return Some(at);
                 }
             }
-            let Ok((answer, rest)) = Answer::read_from_prefix(&bytes[at..]) else {
+            let Ok((answer, rest)) = AnswerHead::read_from_prefix(&bytes[at..]) else {
                 return Some(at);
             };
             let len = answer.len.get();
@@ -111,7 +111,7 @@ impl TcpEndpoint {
         }
     }
 
-    fn handle_answer(&mut self, answer: &Answer) -> Option<()> {
+    fn handle_answer(&mut self, answer: &AnswerHead) -> Option<()> {
         self.complete_known();
         let PendingWork { work, .. } = *self.pending.front()?;
         let outcome = answer.outcome()?;

@@ -8,7 +8,7 @@
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{INPUT_BYTES, TcpEndpoint};
-use crate::tcp::wire::{self, ANSWER_BYTES, Answer};
+use crate::tcp::wire::{self, ANSWER_BYTES, AnswerHead};
 use crate::work::{LocalSlice, Verb};
 
 /// Bound of the answers received by one call.
@@ -113,7 +113,7 @@ impl TcpEndpoint {
                 return;
             }
             self.complete_known();
-            let answer = Answer::read_from_bytes(&self.plan.heads[at]).expect("a head has that size");
+            let answer = AnswerHead::read_from_bytes(&self.plan.heads[at]).expect("a head has that size");
             let read = self.plan.reads[at];
             let expected = read.map_or(0, |local| local.len);
             let outcome =

@@ -10,7 +10,7 @@ use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::RecordCipher;
 use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
-use crate::tcp::wire::{self, Request};
+use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
 
 /// Time between attempts to connect.
@@ -102,7 +102,7 @@ impl TcpEndpoint {
     fn credit_since(&mut self, taken_at_break: u64) {
         let newly = u32::try_from(self.taken - taken_at_break).expect("bounded by the receive depth");
         if newly > 0 {
-            self.put(Request::new(wire::CREDIT, newly));
+            self.put(RequestHead::new(wire::CREDIT, newly));
         }
         self.flush();
     }

@@ -121,7 +121,7 @@ mod tests {
     fn a_doorbell_is_one_trip_and_a_second_cas_fails() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
-        let target = ShmTarget::listen(&path, shm::Options::default()).unwrap();
+        let target = ShmTarget::listen(&path, shm::ShmOptions::default()).unwrap();
         let memory = Arc::new(Memory::create("aquifer-test", 4096).unwrap());
         let region = target.register(memory, Access::ALL, Scope::Anyone).unwrap();
         let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };

@@ -193,7 +193,7 @@ mod tests {
     fn each_way_allocates_and_frees_distinct_extents() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
-        let target = Arc::new(ShmTarget::listen(&path, shm::Options::default()).unwrap());
+        let target = Arc::new(ShmTarget::listen(&path, shm::ShmOptions::default()).unwrap());
         let desk = server::lend(&*target).unwrap();
         let served = Arc::clone(&target);
         std::thread::spawn(move || server::attend(&*served, desk));

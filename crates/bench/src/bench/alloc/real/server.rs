@@ -29,9 +29,10 @@ const IDLE_PAUSE: Duration = Duration::from_millis(2);
 /// # Errors
 /// If it cannot listen there, or there is no memory.
 pub fn serve_at(path: &Path) -> Result<(), BenchError> {
-    let shm = ShmTarget::listen(path, shm::Options::default()).map_err(|error| failed(&error))?;
+    let shm = ShmTarget::listen(path, shm::ShmOptions::default()).map_err(|error| failed(&error))?;
     let anywhere = ([127, 0, 0, 1], 0).into();
-    let tcp = TcpTarget::listen(anywhere, &KEY, tcp::Options::default()).map_err(|error| failed(&error))?;
+    let tcp =
+        TcpTarget::listen(anywhere, &KEY, tcp::TcpOptions::default()).map_err(|error| failed(&error))?;
     let address = tcp.address();
     let targets: [Arc<dyn Target>; 2] = [Arc::new(shm), Arc::new(tcp)];
     let mut desks = Vec::new();
@@ -71,7 +72,7 @@ pub fn lend(target: &dyn Target) -> Result<Desk, String> {
 pub fn attend(target: &dyn Target, mut desk: Desk) {
     let mut message = Vec::new();
     // It looks for the next request for so long before it sleeps, as the fabric's own threads do.
-    let spin_time = tcp::Options::default().spin_time;
+    let spin_time = tcp::TcpOptions::default().spin_time;
     let mut last = Instant::now();
     let mut looks_until = last + spin_time;
     loop {
