@@ -1,6 +1,7 @@
-//! The factor ladder: what each mechanism of the pool adds. The machines are those of the product
-//! on every rung; what the mechanisms above a rung want done to the node is done there, but takes
-//! no time and is not counted.
+//! The ladder: the cost of each mechanism of the pool.
+//!
+//! Every rung runs the product's state machines. Operations of mechanisms above the rung are
+//! carried out, but take no time and are not counted.
 
 use std::collections::BTreeMap;
 
@@ -16,26 +17,27 @@ use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Row, Table};
 use crate::bench::support::spread::Spread;
 
-/// A rung; each has what those before it have.
+/// A rung. Each includes the mechanisms of those before it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Rung {
-    /// Words of sections and spans, and CASes on them.
+    /// Control words of sections and spans, and CASes on them.
     Bitmap,
-    /// Clients spread, avoid and mark what is contended, and read anew what may be stale.
+    /// Contention control: clients start at different spans, mark and avoid contended ones, and
+    /// re-read stale words.
     Contention,
-    /// Each extent has a key, each span an owner.
+    /// Keys of extents, and owners of spans.
     Keys,
-    /// Who holds what is in the full log, and a closed span is not mistaken: ours.
+    /// The full log and the record *ready*: the whole pool.
     Log,
-    /// A program has an agent, which keeps extents ready.
+    /// The agent's service, with a stock of extents.
     Service,
 }
 
 impl Rung {
-    /// From the lowest on.
+    /// All rungs from the lowest.
     const ALL: [Self; 5] = [Self::Bitmap, Self::Contention, Self::Keys, Self::Log, Self::Service];
 
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Bitmap => "bitmap alone",
@@ -46,13 +48,13 @@ impl Rung {
         }
     }
 
-    /// Whether clients keep out of each other's way.
+    /// Whether it has contention control.
     pub fn has_contention_control(self) -> bool {
         self >= Self::Contention
     }
 }
 
-/// Which mechanism wants something done.
+/// The mechanism that an operation belongs to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum For {
     Bitmap,
@@ -60,7 +62,7 @@ enum For {
     Log,
 }
 
-/// What of an operation's actions counts on a rung.
+/// Decides which operations count on a rung.
 #[derive(Clone, Debug)]
 pub struct Account {
     rung: Rung,
@@ -156,10 +158,10 @@ impl Account {
     }
 }
 
-/// 4 KiB and 64 KiB, by few clients and by many.
+/// Sizes and numbers of clients: 4 KiB and 64 KiB, few clients and many.
 const CASES: [(u8, usize); 4] = [(0, 16), (0, 128), (4, 16), (4, 128)];
 
-/// A table for each case.
+/// Measures, and returns a table for each case.
 ///
 /// # Errors
 /// If an allocator fails.

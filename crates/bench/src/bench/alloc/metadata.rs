@@ -1,4 +1,4 @@
-//! What the metadata of a node of 64 GiB takes.
+//! Size of the metadata of a node with 64 GiB.
 
 use std::collections::BTreeMap;
 
@@ -9,9 +9,9 @@ use crate::bench::support::bytes::float;
 use crate::bench::support::report::{Column, Row, Table};
 use crate::bench::support::spread::Spread;
 
-/// 64 GiB.
+/// Sections of 64 GiB.
 const SECTIONS: u32 = 32_768;
-/// Of keys, and as many of logs, for each section.
+/// Bytes of keys for each section, and bytes of logs.
 const ENTRIES_BYTES: u64 = SECTION_ENTRIES as u64 * 8;
 
 /// Of ours.
@@ -29,13 +29,13 @@ fn parts() -> Parts {
     Parts { words: layout.region_bytes() - data - 2 * entries, keys: entries, logs: entries, data }
 }
 
-/// All of ours, in percent of the memory.
+/// Metadata of the pool in percent of the memory.
 pub fn percent() -> f64 {
     let Parts { words, keys, logs, data } = parts();
     float(words + keys + logs) / float(data) * 100.0
 }
 
-/// What an RPC's node needs to know what is free is in its own heap, and not here.
+/// The table. The free lists of an RPC server are in its heap, and not counted.
 pub fn table() -> Table {
     let Parts { words, keys, logs, data } = parts();
     let array = u64::from(SECTIONS * SECTION_CHUNKS) * 8;

@@ -1,5 +1,5 @@
-//! Allocation under a cost model of RDMA: clients, memory nodes and the network as events in
-//! virtual time. Ours are the very machines that the product drives.
+//! Allocation with a cost model of RDMA: clients, nodes and network as events in virtual time. The
+//! pool's clients run the product's state machines.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -11,29 +11,29 @@ use super::trace::{Arrival, Replay};
 use super::ways::{AllocRequest, Client, Way};
 use super::words::{Arrived, World};
 
-/// Half of what a READ, a WRITE or an atomic takes, there and back, in nanoseconds.
+/// Half of the round trip of a READ, a WRITE or an atomic, in ns.
 pub const WAY_NS: u64 = 850;
-/// What each further operation of one doorbell adds.
+/// Time of each further operation of a doorbell.
 pub const MORE_NS: u64 = 100;
-/// What an RPC takes of its node's one core; with the way there and back that makes 4 µs.
+/// Time of an RPC on the node's only core. With the round trip an RPC takes 4 µs.
 const RPC_NS: u64 = 2_300;
-/// To register memory, for each 4 MiB.
+/// Time to register 4 MiB of memory.
 const REGISTER_4M_NS: u64 = 450_000;
-/// To bind a window, on the node's core.
+/// Time on the node's core to bind a window.
 const BIND_NS: u64 = 1_300;
-/// Half of the memory is taken, at most.
+/// At most half of the memory is allocated.
 const FILL: u64 = 2;
-/// Extents that a client has, at most.
+/// Most extents that a client holds.
 const HELD_MAX: u64 = 64;
 
-/// What is measured.
+/// A measured scene.
 #[derive(Clone, Copy, Debug)]
 pub struct Scene {
-    /// How extents are taken.
+    /// The way to allocate extents.
     pub way: Way,
-    /// So many clients, each of a host of its own, without a pause between two operations.
+    /// Number of clients. Each is of its own host, and makes no pause between two operations.
     pub clients: usize,
-    /// So many memory nodes.
+    /// Number of memory nodes.
     pub nodes: usize,
     /// Sections of all nodes together.
     pub sections: u32,
@@ -45,7 +45,7 @@ impl Scene {
         self.sections / u32::try_from(self.nodes).unwrap_or(1)
     }
 
-    /// Bytes of each client's share of what may be taken.
+    /// Most bytes that each client allocates.
     pub fn share_bytes(&self) -> u64 {
         u64::from(self.sections_each()) * self.nodes as u64 * SECTION_BYTES / FILL / self.clients as u64
     }
@@ -61,29 +61,29 @@ pub enum Load<'a> {
         /// Number of measured allocations. Measuring begins when all clients hold enough.
         allocations: usize,
     },
-    /// What a trace says.
+    /// The allocations of a trace.
     Trace(&'a [Arrival]),
 }
 
-/// What a client does next.
+/// Next step of a client.
 #[derive(Clone, Copy, Debug)]
 enum Next {
-    /// This, which was wanted since then.
+    /// An operation, and the time of its request.
     Begin(AllocRequest, u64),
-    /// Nothing until then.
+    /// Wait until a time.
     Rest(u64),
-    /// Nothing any more.
+    /// The client has finished.
     End,
 }
 
-/// Who wants what.
+/// Demand of the clients.
 #[derive(Debug)]
 enum Demand<'a> {
     Closed {
         class: SizeClass,
         allocations: usize,
         held_max: u64,
-        /// Clients that never had as much as they want, and how many they are.
+        /// For each client whether it has not held enough yet, and the number of such clients.
         grows: Vec<bool>,
         growing: usize,
     },
@@ -127,7 +127,7 @@ impl<'a> Demand<'a> {
         }
     }
 
-    /// What was to be done next is begun.
+    /// Notes that the next operation has started.
     fn begun(&mut self, number: usize, wish: AllocRequest) {
         if let Self::Trace(replays) = self {
             replays[number].begun(wish);
@@ -184,7 +184,7 @@ impl Outcome {
         self.free_ns as f64 / self.frees as f64 / 1e3
     }
 
-    /// So many for each allocation.
+    /// A count for each allocation.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     pub fn each(&self, count: u64) -> f64 {
         count as f64 / self.count()
@@ -193,23 +193,23 @@ impl Outcome {
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Event {
-    /// What a client has posted is at the node.
+    /// Posted operations arrive at the node.
     Arrives,
-    /// The answer is at the client.
+    /// The answer arrives at the client.
     Returns,
 }
 
-/// A client's operation.
+/// An operation in progress.
 #[derive(Clone, Copy, Debug)]
 struct Underway {
     wish: AllocRequest,
     since_ns: u64,
 }
 
-/// Play a scene.
+/// Simulates a scene.
 ///
 /// # Errors
-/// A sentence, if an allocator has no extent though half of the memory is free.
+/// A message if an allocator has no extent although half of the memory is free.
 pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<Outcome, String> {
     let mut game = Game {
         way: scene.way,
@@ -222,7 +222,7 @@ pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<Outcome, String
         queue: BinaryHeap::new(),
         order: 0,
     };
-    // They begin one after the other.
+    // The clients start one after the other.
     (0..scene.clients).for_each(|client| game.post(client as u64 * 137, Event::Returns, client));
     while let Some(Reverse((now_ns, _, event, number))) = game.queue.pop() {
         match event {
@@ -276,7 +276,7 @@ impl Game<'_> {
     }
 
     fn returns(&mut self, number: usize, now_ns: u64) -> Result<(), String> {
-        // What takes no trip is over at once, and the next begins.
+        // An operation without a trip is complete at once, and the next one starts.
         let mut is_over = self.underway[number].is_none() || self.clients[number].proceed()?;
         while is_over {
             if let Some(under) = self.underway[number].take() {

@@ -1,5 +1,5 @@
-//! A client of the pool in the model: the machines that the product drives, and for the ladder what
-//! of them is left out of the account.
+//! Client of the pool in the cost model: the product's state machines. For the ladder, some of
+//! their operations are not counted.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -12,30 +12,30 @@ use super::ladder::{Account, Rung};
 use super::ways::{AllocRequest, pick};
 use super::words::{Arrived, World, plain};
 
-/// A request to the agent of this host and its answer, through a ring that both look at.
+/// Time of a request to the agent of this host and its answer, through a polled ring.
 const RING_NS: u64 = 1_000;
 
-/// An operation of ours.
+/// An operation of the pool.
 #[derive(Debug)]
 enum Operation {
     Alloc(AllocOp, SizeClass),
     Free(FreeOp),
 }
 
-/// What a program asks its agent for.
+/// A request of a program to its agent.
 #[derive(Clone, Copy, Debug)]
 enum Asked {
     Allocate(usize, SizeClass),
     Free,
 }
 
-/// One client, of all nodes.
+/// A client of all nodes.
 #[derive(Debug)]
 pub struct OurClient {
     host: Host,
     caches: Vec<NodeCache>,
     held: Vec<(usize, Grant)>,
-    /// Where it is at work.
+    /// The node of the current operation.
     node: usize,
     operation: Option<Operation>,
     action: Option<Action>,
@@ -80,12 +80,12 @@ impl OurClient {
         }
     }
 
-    /// Extents that it has.
+    /// Number of extents that it holds.
     pub fn held(&self) -> usize {
         self.held.len()
     }
 
-    /// Begin to take an extent of a node; whether that is over already.
+    /// Starts an allocation; returns true if it is complete without a trip.
     pub fn allocate(&mut self, node: usize, class: SizeClass) -> Result<bool, String> {
         if self.rung == Rung::Service {
             self.asked = Some(Asked::Allocate(node, class));
@@ -94,7 +94,7 @@ impl OurClient {
         self.start(node, Operation::Alloc(AllocOp::new(self.host, class), class))
     }
 
-    /// Begin to give one back; whether that is over already.
+    /// Starts a free; returns true if it is complete without a trip.
     pub fn free(&mut self, any: usize, wish: AllocRequest) -> Result<bool, String> {
         let (node, grant) = pick(&mut self.held, any, wish);
         if self.rung == Rung::Service {
@@ -114,17 +114,17 @@ impl OurClient {
         }
     }
 
-    /// What it has posted is at the node.
+    /// Carries out the posted operations at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         let (Some(action), None) = (&self.action, self.asked) else { return plain(0) };
         let arrived = world.nodes[self.node].carry_out(action, &mut self.heard);
-        let takes = action.first_cas().and_then(|(at, _, desired)| takes(at, desired));
+        let takes = action.first_cas().and_then(|(at, _, desired)| is_allocation(at, desired));
         self.has_taken |= takes == Some(true) && arrived.lost == 0;
         self.has_lost = takes.is_some() && arrived.lost > 0 && !self.has_taken;
         self.account.charge(action, arrived)
     }
 
-    /// The answer is here; whether that was all.
+    /// Processes the answer; returns true if the operation is complete.
     pub fn proceed(&mut self) -> Result<bool, String> {
         match self.asked.take() {
             Some(Asked::Free) => return Ok(true),
@@ -207,8 +207,8 @@ impl OurClient {
     }
 }
 
-/// Whether a CAS takes an extent, if it is one of a control word.
-fn takes(at: WordAt, desired: u64) -> Option<bool> {
+/// Whether a CAS of a control word allocates an extent; `None` if it is a CAS of another word.
+fn is_allocation(at: WordAt, desired: u64) -> Option<bool> {
     let log = match at {
         WordAt::Span(_) => SpanWord(desired).log(),
         WordAt::Section(_) => SectionWord(desired).log(),

@@ -23,7 +23,7 @@ use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Row, Table, Target as Aim};
 use crate::bench::support::spread::Spread;
 
-/// A million chunks.
+/// Sections of a million chunks.
 const SECTIONS: u32 = (1 << 20) / SECTION_CHUNKS;
 const NODE: NodeId = NodeId(1);
 const DEAD: Host = Host(1);
@@ -32,7 +32,7 @@ const TENANT: Tenant = Tenant(0);
 const CASES: [(u8, &str); 2] = [(0, "of 4 KiB, s"), (5, "of 128 KiB, s")];
 const ROWS: [&str; 3] = ["the model, over one connection", "over shm", "over tcp"];
 
-/// Why a node was not recovered.
+/// Why the recovery of a node failed.
 #[derive(Debug, thiserror::Error)]
 enum RecoveryError {
     #[error(transparent)]
@@ -41,10 +41,10 @@ enum RecoveryError {
     Pool(#[from] PoolError),
 }
 
-/// A table, and what it should show.
+/// Measures; returns a table and targets.
 ///
 /// # Errors
-/// If there can be no node, or something is left of the dead host.
+/// If a node cannot be created, or memory of the dead host is not freed.
 pub fn measure(rounds: usize) -> Result<(Table, Vec<Aim>), BenchError> {
     let folder = folder::temporary()?;
     let socket = folder.path().join("node.sock");
@@ -111,7 +111,7 @@ impl Node {
         Ok(Self { node_memory, reach, key, epoch: std::cell::Cell::new(1) })
     }
 
-    /// Let the dead host hold that, and give it back.
+    /// Makes the dead host own the extents, and measures their recovery.
     fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
         let layout = self.node_memory.layout;
         let parts = [
@@ -155,7 +155,7 @@ fn cache() -> NodeCache {
     NodeCache::new(&layout(), 1, TENANT, NumberSource::counted(1, 64))
 }
 
-/// All memory of a node, taken by one host.
+/// Metadata of a node whose memory is all allocated by one host.
 fn held(class: SizeClass) -> Result<NodeWords, OpError> {
     let (mut words, mut cache) = (NodeWords::new(Way::Ours, SECTIONS), cache());
     for _ in 0..SECTIONS * SECTION_CHUNKS / class.chunks() {
@@ -164,14 +164,14 @@ fn held(class: SizeClass) -> Result<NodeWords, OpError> {
     Ok(words)
 }
 
-/// How long recovery takes by the model.
+/// Recovery time with the cost model.
 fn modelled_s(mut held: NodeWords) -> Result<f64, OpError> {
     let (recovered, time_ns) = run(&mut held, &mut cache(), RecoverOp::new(DEAD, DEAD));
     check(&recovered?).map_err(|_| OpError::NotAllocated)?;
     Ok(std::time::Duration::from_nanos(time_ns).as_secs_f64())
 }
 
-/// Run a machine on the words; how long it takes by the model, in nanoseconds.
+/// Runs a state machine on the words; returns its time in ns with the cost model.
 fn run<M: StateMachine>(
     words: &mut NodeWords,
     cache: &mut NodeCache,

@@ -1,5 +1,4 @@
-//! The allocation service as programs have it: a session with the agent, measured from inside the
-//! program.
+//! The allocation service: a session with the agent, measured in the program.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -12,37 +11,37 @@ use crate::bench::support::report::{Column, Row, Table, Target};
 use crate::bench::support::spread::Spread;
 use aquifer::Fabric;
 
-/// What the nodes lend.
+/// Memory that the nodes lend together.
 const MEMORY_BYTES: u64 = 512 << 20;
 /// Extents that are held where each comes from the pool: an eighth of what one user may have.
 const HELD_MAX: usize = 8192;
 const AT_ONCE: usize = 64;
-/// How often 64 are taken at once, and held.
+/// Number of allocations of 64 extents at once, which are held.
 const HELD_AT_ONCE_MAX: usize = 64;
-/// Bytes of a large extent, and how often one is taken.
+/// Size of a large extent, and number of its allocations.
 const LARGE_BYTES: u64 = 64 << 20;
 const LARGE_MAX: usize = 100;
 
-/// What is measured, in the order of its rows.
+/// Names of the rows in order.
 const STEPS: [&str; 9] = [
-    "allocate, kept ready",
+    "allocate, in stock",
     "free",
     "allocate, from the nodes",
     "allocate 64 at once, from the nodes, each",
-    "allocate 64 at once, kept ready, each",
+    "allocate 64 at once, in stock, each",
     "write 4 KiB",
     "read 4 KiB",
     "allocate 64 MiB",
     "free 64 MiB",
 ];
 
-/// Nanoseconds of each step, a list for each round.
+/// Latencies of each row in ns, a list for each round.
 type Rounds = [Vec<Vec<u64>>; STEPS.len()];
 
-/// A table for each fabric, and what it should show.
+/// Measures over each fabric; returns tables and targets.
 ///
 /// # Errors
-/// If there can be no cluster, or it fails.
+/// If a cluster cannot be started, or fails.
 pub fn measure(rounds: usize, count: usize) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let mut tables = Vec::new();
     let mut targets = Vec::new();
@@ -148,13 +147,13 @@ fn row(name: &str, rounds: &[Vec<u64>]) -> Row {
     Row { name: name.into(), figures }
 }
 
-/// The mean, in microseconds.
+/// The mean in µs.
 #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
 pub fn mean_us(times_ns: &[u64]) -> f64 {
     times_ns.iter().sum::<u64>() as f64 / times_ns.len() as f64 / 1e3
 }
 
-/// What so many in a thousand of sorted times stay below, in microseconds.
+/// A quantile of sorted times in µs; the median is 500.
 #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
 pub fn permille_us(sorted_ns: &[u64], permille: usize) -> f64 {
     let last = sorted_ns.len().saturating_sub(1);

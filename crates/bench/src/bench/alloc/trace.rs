@@ -1,5 +1,7 @@
-//! Traces: lines `MICROSECONDS SIZE_CLASS`, when an extent of 4 KiB · 2^class is wanted. Blank
-//! lines and what follows a `#` pass.
+//! Traces of allocations.
+//!
+//! A line `MICROSECONDS SIZE_CLASS` is the time at which an extent of 4 KiB · 2^class is requested.
+//! Blank lines, and text after `#`, are ignored.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -9,33 +11,33 @@ use aquifer_pool::SizeClass;
 use super::ways::AllocRequest;
 use crate::bench::BenchError;
 
-/// Most lines that say something.
+/// Most allocations in a trace.
 pub const ARRIVALS_MAX: usize = 1_000_000;
-/// The latest moment: an hour.
+/// Latest time: an hour.
 const AT_US_MAX: u64 = 3_600_000_000;
 
-/// An extent is wanted.
+/// A requested allocation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Arrival {
-    /// When, since the trace begins, in nanoseconds.
+    /// Time since the start of the trace in ns.
     pub at_ns: u64,
-    /// How large.
+    /// Size class of the extent.
     pub class: SizeClass,
 }
 
-/// Read a trace.
+/// Reads a trace.
 ///
 /// # Errors
-/// If there is no such file, or a line of it is no such line.
+/// If the file cannot be read, or a line is not valid.
 pub fn read(path: &Path) -> Result<Vec<Arrival>, BenchError> {
     let text = std::fs::read_to_string(path).map_err(BenchError::io("read the trace", path))?;
     parse(&text).map_err(|reason| BenchError::Trace { path: path.to_owned(), reason })
 }
 
-/// Read the text of a trace.
+/// Parses the text of a trace.
 ///
 /// # Errors
-/// A sentence with the number of the line.
+/// A message with the number of the line.
 pub fn parse(text: &str) -> Result<Vec<Arrival>, String> {
     let mut arrivals: Vec<Arrival> = Vec::new();
     for (line, number) in text.lines().zip(1..) {
@@ -95,12 +97,12 @@ pub struct Replay<'a> {
 }
 
 impl<'a> Replay<'a> {
-    /// The part of client `number` of so many.
+    /// The part of the client with this number.
     pub fn new(arrivals: &'a [Arrival], number: usize, clients: usize, share_bytes: u64) -> Self {
         Self { arrivals, next: number, step: clients, share_bytes, held: VecDeque::new(), held_bytes: 0 }
     }
 
-    /// What is next, and from when on it is wanted, if that is not before now.
+    /// The next request, and its time.
     pub fn next(&self, now_ns: u64) -> Option<(AllocRequest, u64)> {
         let arrival = self.arrivals.get(self.next)?;
         let is_full = !self.held.is_empty() && self.held_bytes + arrival.class.bytes() > self.share_bytes;
@@ -111,7 +113,7 @@ impl<'a> Replay<'a> {
         })
     }
 
-    /// That is under way.
+    /// Notes that the next request has started.
     pub fn begun(&mut self, wish: AllocRequest) {
         if let AllocRequest::Allocate(class) = wish {
             self.next += self.step;

@@ -1,4 +1,4 @@
-//! The ways to take an extent that are compared, as clients of the model.
+//! The compared ways to allocate an extent, as clients of the cost model.
 
 use aquifer_pool::SizeClass;
 
@@ -8,28 +8,28 @@ use super::model::Scene;
 use super::ours::OurClient;
 use super::words::{Arrived, World, plain};
 
-/// How extents are taken.
+/// A way to allocate extents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Way {
-    /// Asked for by RPC; the node registers each when it is asked (CoRM's way).
+    /// RPC; the node registers each extent on request (as CoRM).
     OnDemandRpc,
-    /// Asked for by RPC, of memory that is registered; no window of its own (FUSEE's way).
+    /// RPC; all memory is registered in advance, without windows (as FUSEE).
     Rpc,
-    /// The same, with a window for each.
+    /// RPC; all memory is registered in advance, with a window for each extent.
     RpcWindow,
     /// The one-sided array: CAS of an entry for each 4 KiB; no windows, no log (as CXL-SHM).
     Array,
     /// The pool.
     Ours,
-    /// A part of it.
+    /// The pool with the mechanisms of a rung of the ladder.
     Part(Rung),
 }
 
 impl Way {
-    /// All that are compared, ours last.
+    /// All compared ways; the pool is last.
     pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::RpcWindow, Self::Array, Self::Ours];
 
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::OnDemandRpc => "RPC, registered on demand",
@@ -41,7 +41,7 @@ impl Way {
         }
     }
 
-    /// What an RPC takes of the node's core beside the RPC itself, for an extent of this size.
+    /// Time on the node's core for an extent of this size, in addition to the RPC itself.
     pub fn core_ns(self, class: SizeClass, register_4m_ns: u64, bind_ns: u64) -> u64 {
         match self {
             Self::OnDemandRpc => (register_4m_ns << class.k()) / 1024,
@@ -51,7 +51,7 @@ impl Way {
     }
 }
 
-/// What a client is to do.
+/// The next operation of a client.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AllocRequest {
     /// Allocate an extent.
@@ -63,7 +63,7 @@ pub enum AllocRequest {
 }
 
 impl AllocRequest {
-    /// Whether it is to take one.
+    /// Whether it is an allocation.
     pub fn is_allocation(self) -> bool {
         matches!(self, Self::Allocate(_))
     }
@@ -75,12 +75,12 @@ pub fn pick<T>(held: &mut Vec<T>, any: usize, wish: AllocRequest) -> T {
     if wish == AllocRequest::FreeOldest { held.remove(0) } else { held.swap_remove(any) }
 }
 
-/// A client, of one way.
+/// A client of the cost model.
 #[derive(Debug)]
 pub struct Client {
     random: u64,
     nodes: usize,
-    /// Where it is at work.
+    /// The node of the current operation.
     node: usize,
     inner: Inner,
 }
@@ -92,7 +92,7 @@ enum Inner {
     Ours(Box<OurClient>),
 }
 
-/// What is asked for by RPC is only counted.
+/// A client that uses RPCs. The model only counts its extents.
 #[derive(Debug, Default)]
 struct RpcClient {
     held: Vec<(usize, SizeClass)>,
@@ -107,7 +107,7 @@ struct ArrayEnd {
 }
 
 impl Client {
-    /// One of a scene's.
+    /// A client of a scene.
     pub fn new(scene: &Scene, number: usize, seed: u64) -> Self {
         let host = u16::try_from(number + 1).unwrap_or(u16::MAX);
         let (sections, nodes) = (scene.sections_each(), scene.nodes);
@@ -125,7 +125,7 @@ impl Client {
         Self { random, nodes, node: 0, inner }
     }
 
-    /// Extents that it has.
+    /// Number of extents that it holds.
     pub fn held(&self) -> u64 {
         let count = match &self.inner {
             Inner::Rpc(rpc) => rpc.held.len(),
@@ -142,10 +142,10 @@ impl Client {
         usize::try_from((self.random >> 20) % bound.max(1) as u64).unwrap_or(0)
     }
 
-    /// Begin something; whether it is over already, without a trip.
+    /// Starts an operation; returns true if it is complete without a trip.
     ///
     /// # Errors
-    /// If there is no extent.
+    /// If no extent is free.
     pub fn begin(&mut self, wish: AllocRequest) -> Result<bool, String> {
         self.node = self.below(self.nodes);
         let held = usize::try_from(self.held()).unwrap_or(0);
@@ -173,8 +173,8 @@ impl Client {
         Ok(false)
     }
 
-    /// Time that goes by on this host alone before it goes on, in nanoseconds; `None` if a node has
-    /// something to do.
+    /// Time in ns until the operation continues, if the next step is local to this host; `None` if
+    /// it needs a node.
     pub fn local_ns(&self) -> Option<u64> {
         match &self.inner {
             Inner::Ours(ours) => ours.local_ns(),
@@ -182,7 +182,7 @@ impl Client {
         }
     }
 
-    /// What it has posted is at the node.
+    /// Carries out the posted operations at the node.
     pub fn arrive(&mut self, world: &mut World) -> Arrived {
         match &mut self.inner {
             Inner::Rpc(rpc) => Arrived { node: self.node, rpc: rpc.wish.map(|(class, _)| class), ..plain(1) },
@@ -191,10 +191,10 @@ impl Client {
         }
     }
 
-    /// The answer is here; whether that was all.
+    /// Processes the answer; returns true if the operation is complete.
     ///
     /// # Errors
-    /// If there is no extent.
+    /// If no extent is free.
     pub fn proceed(&mut self) -> Result<bool, String> {
         match &mut self.inner {
             Inner::Rpc(rpc) => {

@@ -1,4 +1,4 @@
-//! The nodes' memory in the model, as far as it matters, and what clients' operations do to it.
+//! Metadata of the nodes in the cost model, and the effects of clients' operations on it.
 
 use aquifer_pool::SizeClass;
 use aquifer_pool::layout::SECTION_ENTRIES;
@@ -8,47 +8,47 @@ use aquifer_pool::size::{SECTION_CHUNKS, SECTION_SPANS};
 use super::array::Touch;
 use super::ways::Way;
 
-/// What a client's operations did at the node.
+/// Counts of a client's operations at a node.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Arrived {
-    /// At which, if it was an RPC.
+    /// The node, if it was an RPC.
     pub node: usize,
-    /// So many operations.
+    /// Number of operations.
     pub operations: u64,
-    /// Of them CASes.
+    /// Number of CASes among them.
     pub swaps: u64,
-    /// CASes that found something else.
+    /// Number of failed CASes.
     pub lost: u64,
-    /// It was an RPC, about an extent of this size.
+    /// Size of the extent, if it was an RPC.
     pub rpc: Option<SizeClass>,
 }
 
-/// The nodes' memory, as far as it matters.
+/// Metadata of all nodes.
 #[derive(Debug)]
 pub struct World {
     pub nodes: Vec<NodeWords>,
 }
 
-/// The metadata of a node.
+/// Metadata of a node.
 #[derive(Clone, Debug, Default)]
 pub struct NodeWords {
     pub sections: Vec<u64>,
     pub spans: Vec<u64>,
     pub logs: Vec<u64>,
     pub keys: Vec<u64>,
-    /// Of the array: who has a chunk.
+    /// Owners of the chunks, for the one-sided array.
     owners: Vec<u16>,
 }
 
 impl World {
-    /// All free.
+    /// Metadata of free memory.
     pub fn new(way: Way, sections: u32, nodes: usize) -> Self {
         Self { nodes: (0..nodes).map(|_| NodeWords::new(way, sections)).collect() }
     }
 }
 
 impl NodeWords {
-    /// All free.
+    /// Metadata of free memory.
     pub fn new(way: Way, sections: u32) -> Self {
         let of = |is_used: bool, each: u32| if is_used { (sections * each) as usize } else { 0 };
         let (ours, array) = (matches!(way, Way::Ours | Way::Part(_)), way == Way::Array);
@@ -80,7 +80,7 @@ impl NodeWords {
         found
     }
 
-    /// Do what a client of the array wants done, all of one doorbell; what it hears.
+    /// Carries out the operations of one doorbell of an array client, and returns the results.
     pub fn touch(&mut self, touches: &[Touch], heard: &mut Vec<u16>) -> Arrived {
         heard.clear();
         let mut arrived = plain(touches.len() as u64);
@@ -104,7 +104,7 @@ impl NodeWords {
         arrived
     }
 
-    /// Carries out an action; `heard` becomes the answer.
+    /// Carries out an action of the pool, and writes the results to `heard`.
     pub fn carry_out(&mut self, action: &Action, heard: &mut Vec<u64>) -> Arrived {
         heard.clear();
         let mut arrived = plain(action.accesses().len() as u64);

@@ -1,4 +1,4 @@
-//! scikit-learn's k-means: walks over one large array again and again.
+//! scikit-learn's k-means, which reads one large array repeatedly.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -7,11 +7,11 @@ use super::{App, Played, Size};
 use crate::bench::BenchError;
 use crate::bench::support::child::{self, Outcome, Streams, Watched};
 
-/// Debian's own, for which its packages are.
+/// Debian's Python, which has Debian's packages.
 const PYTHON: &str = "/usr/bin/python3";
 const SCRIPT: &str = include_str!("kmeans.py");
 
-/// The script, and how much it does.
+/// The script and its parameters.
 #[derive(Debug)]
 pub struct KMeans {
     script: PathBuf,
@@ -19,7 +19,7 @@ pub struct KMeans {
 }
 
 impl KMeans {
-    /// If it is installed; the script is written to `folder`.
+    /// The program, if it is installed. Writes the script to `folder`.
     ///
     /// # Errors
     /// If the script cannot be written.

@@ -1,4 +1,4 @@
-//! Random numbers that are the same in every run, and which keys are asked for.
+//! Reproducible random numbers and distributions of keys.
 
 /// SplitMix64.
 #[derive(Clone, Debug)]
@@ -14,24 +14,24 @@ impl Random {
         word ^ (word >> 31)
     }
 
-    /// A number below `bound`, which is not 0. That small ones are more probable by `bound` / 2⁶⁴
-    /// harms nothing here.
+    /// A number below `bound`, which must not be 0. Small numbers are more probable by `bound` /
+    /// 2⁶⁴.
     pub fn below(&mut self, bound: usize) -> usize {
         usize::try_from(self.next() % bound as u64).expect("below a usize")
     }
 
-    /// At least 0 and less than 1.
+    /// A number of at least 0 and less than 1.
     fn share(&mut self) -> f64 {
         super::float(self.next() >> 12) / super::float(1 << 52)
     }
 }
 
-/// How often each key is asked for.
+/// Distribution of the requested keys.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
-    /// All alike.
+    /// All keys are equally frequent.
     Uniform,
-    /// Few of them most of the time: the probability falls with the rank to the power of 0.99.
+    /// Zipf: the probability of a key is proportional to its rank to the power of -0.99.
     Zipf,
 }
 
@@ -39,14 +39,14 @@ pub enum Access {
 #[derive(Debug)]
 pub struct Draw {
     random: Random,
-    /// For each rank, the probability that it or a lower one is drawn; empty if all are alike.
+    /// Cumulative probability of each rank; empty for a uniform distribution.
     cumulated: Vec<f64>,
-    /// The key of each rank: those of low rank lie all over the memory.
+    /// Key of each rank, shuffled, so that frequent keys are spread over the memory.
     keys: Vec<usize>,
 }
 
 impl Draw {
-    /// From `keys` keys, at least one.
+    /// A distribution of `keys` keys, at least one.
     pub fn new(access: Access, keys: usize) -> Self {
         const SKEW: f64 = 0.99;
         let mut random = Random(1);
@@ -68,7 +68,7 @@ impl Draw {
         Self { random, cumulated, keys: order }
     }
 
-    /// The next key.
+    /// Draws a key.
     pub fn key(&mut self) -> usize {
         let rank = if self.cumulated.is_empty() {
             self.random.below(self.keys.len())

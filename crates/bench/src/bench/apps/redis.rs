@@ -1,5 +1,5 @@
-//! redis-server with one client that waits for each answer: nine GETs to one SET, of values that
-//! tell whether they are right.
+//! redis-server with a client that waits for each answer: nine GETs for each SET, of values that
+//! can be checked.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -16,14 +16,14 @@ use crate::bench::support::child::{Outcome, Streams, Watched};
 use crate::bench::support::{interrupt, server};
 
 const PROGRAM: &str = "redis-server";
-/// What redis's allocator takes for it is 1 KiB.
+/// Length of a value. With its overhead, redis allocates 1 KiB.
 const VALUE_BYTES: usize = 1000;
-/// One request in so many is a SET.
+/// Requests for each SET.
 const SET_ONCE_IN: usize = 10;
-/// Commands under way while nothing is measured.
+/// Commands in flight while the server is filled and checked.
 const BATCH: usize = 128;
 
-/// One way to use it.
+/// redis with a distribution of keys.
 #[derive(Debug)]
 pub struct Redis {
     program: PathBuf,
@@ -33,14 +33,14 @@ pub struct Redis {
 }
 
 impl Redis {
-    /// If it is installed; its socket will be in `folder`.
+    /// The program, if it is installed. Its socket is in `folder`.
     pub fn find(access: Access, size: Size, folder: &Path) -> Option<Self> {
         Some(Self { program: find_program(PROGRAM)?, access, size, socket: folder.join("redis.sock") })
     }
 
     fn work(&self, server: &server::Server) -> Result<Played, BenchError> {
-        // Redis takes the same processor for its main thread, and leaves the worker of Aquifer's
-        // alone.
+        // redis uses this processor for its main thread only, so the worker of Aquifer is not
+        // pinned.
         let processor = first_processor();
         let mut only = CpuSet::new();
         only.set(processor);
@@ -91,12 +91,12 @@ impl App for Redis {
     }
 }
 
-/// The first that this process may use.
+/// The first processor that this process may use.
 fn first_processor() -> usize {
     sched_getaffinity(None).ok().and_then(|set| (0..CpuSet::MAX_CPU).find(|&at| set.is_set(at))).unwrap_or(0)
 }
 
-/// The server's keys, and what they should hold.
+/// The server's keys and their expected versions.
 struct Store {
     client: Client,
     versions: Vec<u32>,
@@ -119,7 +119,7 @@ impl Store {
         Ok(())
     }
 
-    /// µs until the answer.
+    /// Sends a command; returns its latency in µs.
     fn set(&mut self, key: usize) -> Result<f64, BenchError> {
         self.versions[key] += 1;
         self.client.add(&[b"SET", &name(key), &value(key, self.versions[key])]);
@@ -129,7 +129,7 @@ impl Store {
         Ok(start.elapsed().as_secs_f64() * 1e6)
     }
 
-    /// µs until the answer.
+    /// Sends a command; returns its latency in µs.
     fn get(&mut self, key: usize) -> Result<f64, BenchError> {
         interrupt::check()?;
         self.client.add(&[b"GET", &name(key)]);
@@ -185,8 +185,7 @@ fn name(key: usize) -> Vec<u8> {
     format!("key:{key}").into_bytes()
 }
 
-/// It begins with its key and version; half of the rest is random, half is not, so that it
-/// compresses as real ones do.
+/// The value of a key and version. Half of it is random, so that it compresses like real data.
 fn value(key: usize, version: u32) -> Vec<u8> {
     let words = VALUE_BYTES / 8;
     let head = [key as u64, u64::from(version)];

@@ -1,16 +1,15 @@
-//! Just enough of redis's protocol, RESP, to SET and GET: one connection, with as many commands
-//! under way as the caller likes.
+//! A client for SET and GET with redis's protocol RESP, with pipelined commands.
 
 use std::io::{self, BufRead, BufReader, Error, ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// A server that answers nothing for so long never will.
+/// Time to wait for an answer.
 const ANSWER: Duration = Duration::from_secs(120);
-/// A line of the protocol; values are no lines.
+/// Longest line of the protocol; values are not lines.
 const LINE_BYTES_MAX: u64 = 512;
-/// A value.
+/// Longest value.
 const VALUE_BYTES_MAX: usize = 1 << 20;
 
 /// A connection.
@@ -21,19 +20,19 @@ pub struct Client<S: Read + Write = UnixStream> {
     line: Vec<u8>,
 }
 
-/// What is answered.
+/// An answer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Answer {
-    /// It is done.
+    /// The command succeeded.
     Done,
-    /// A value; the buffer has it.
+    /// A value, which is in the buffer.
     Value,
-    /// No such key.
+    /// There is no such key.
     Nothing,
 }
 
 impl Client {
-    /// To a server's Unix socket.
+    /// Connects to a server's Unix socket.
     ///
     /// # Errors
     /// If no server listens there.
@@ -50,7 +49,7 @@ impl<S: Read + Write> Client<S> {
         Self { stream: BufReader::with_capacity(1 << 16, stream), request: Vec::new(), line: Vec::new() }
     }
 
-    /// Adds a command to what is sent next.
+    /// Queues a command.
     pub fn add(&mut self, words: &[&[u8]]) {
         let vector = &mut self.request;
         // Writing to a vector cannot fail.
@@ -62,7 +61,7 @@ impl<S: Read + Write> Client<S> {
         }
     }
 
-    /// Sends what was added.
+    /// Sends the queued commands.
     ///
     /// # Errors
     /// If the connection is broken.
@@ -72,10 +71,10 @@ impl<S: Read + Write> Client<S> {
         sent
     }
 
-    /// The next answer; a value's bytes are in `value`, without what was there before.
+    /// Receives the next answer. Replaces the content of `value` by the value, if there is one.
     ///
     /// # Errors
-    /// If the connection is broken, the server refuses, or says what is not of the protocol.
+    /// If the connection is broken, the server returns an error, or the answer is not valid.
     pub fn receive(&mut self, value: &mut Vec<u8>) -> io::Result<Answer> {
         self.line.clear();
         (&mut self.stream).take(LINE_BYTES_MAX).read_until(b'\n', &mut self.line)?;
@@ -119,7 +118,7 @@ mod tests {
 
     use super::*;
 
-    /// Says what it was given, and remembers what it was told.
+    /// A stream with fixed input, which records its output.
     struct FakeStream {
         says: Cursor<Vec<u8>>,
         told: Vec<u8>,

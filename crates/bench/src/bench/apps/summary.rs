@@ -1,4 +1,4 @@
-//! From samples to tables and targets.
+//! Tables and targets of the samples.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use super::{Sample, Samples, Size};
 use crate::bench::support::report::{Column, Report, Row, Table, Target};
 use crate::bench::support::spread::Spread;
 
-/// Per cent that fit where the pool is to be ahead.
+/// Percentage at which the targets compare with the peer.
 const JUDGED_PERCENT: u64 = 25;
 
 /// The samples of one program with a part of its memory.
@@ -21,7 +21,7 @@ struct View<'a> {
 
 impl View<'_> {
     fn sample(&self, way: Way, round: usize) -> Option<&Sample> {
-        // A plain run has all of its memory, whatever the others have.
+        // The plain run has all its memory at each percentage.
         let percent = if way == Way::Plain { 100 } else { self.percent };
         self.samples.get(&(self.app, percent, way))?.get(round)?.as_ref()
     }
@@ -34,7 +34,7 @@ impl View<'_> {
         Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
     }
 
-    /// How many times as long another way took as this one, in the same round.
+    /// Time of another way ÷ that of this one, in the same round.
     fn ahead_of(&self, other: Way, way: Way) -> Option<Spread> {
         self.spread(|round| Some(self.figure(other, "s", round)? / self.figure(way, "s", round)?))
     }
@@ -79,7 +79,7 @@ impl View<'_> {
         }
     }
 
-    /// Resident memory as a run on the pool promises it.
+    /// Targets for the resident memory on the pool.
     fn limit_holds(&self, way: Way) -> Option<Target> {
         let figure = |name, round| self.figure(way, name, round);
         let over = |round| Some(figure("resident MiB", round)? - 1.1 * figure("limit MiB", round)?);
@@ -102,7 +102,7 @@ impl View<'_> {
         pools.clone().filter_map(target).chain(pools.filter_map(|way| self.limit_holds(way))).collect()
     }
 
-    /// Who cannot be judged, as the kernel killed the peer in each round.
+    /// Notes about ways without a comparison, because the kernel killed the peer in each round.
     fn unjudged(&self, ways: &[Way]) -> Vec<String> {
         let without_peer = self
             .pools(ways)
@@ -158,7 +158,7 @@ mod tests {
             ((0, 100, Way::PoolShm), of(&[1.0, 2.0])),
             ((0, 25, Way::PoolShm), of(&[2.0, 4.0])),
             ((0, 25, Way::PoolTcp), of(&[8.0, 8.0])),
-            // In the second round the kernel killed it.
+            // In the second round the kernel killed the program.
             ((0, 25, Way::SwapFile), of(&[4.0, 0.0])),
         ])
     }

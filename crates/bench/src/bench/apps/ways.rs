@@ -1,4 +1,4 @@
-//! The ways in which a program gets its memory, and a run by each.
+//! The ways to run a program.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -17,15 +17,16 @@ use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer::Fabric;
 use aquifer_swap::setup::{SetupError, SetupUsage};
 
-/// What a zram leaves of a limit must be this part of it at least, or nothing could run there.
+/// Least part of a limit that a zram's store must leave to the program, as a divisor.
 const LEFT_PART: u64 = 4;
-/// Up to this part of a limit a store is mostly the device's own books, and does not tell how well
-/// pages compress.
+/// Up to this part of a limit, as a divisor, a store is mostly metadata of the device, and does not
+/// show how well pages compress.
 const SMALL_PART: u64 = 10;
-/// The kernel kills a program now and then that it would not kill the next time.
+/// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the
+/// next time.
 const TRIES: usize = 4;
 
-/// Where the program's memory is.
+/// A way to run a program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Way {
     /// All resident.
@@ -36,15 +37,15 @@ pub enum Way {
     PoolTcp,
     /// In a swap file, with the kernel's usual read-ahead.
     SwapFile,
-    /// In a zram, the same.
+    /// In a zram, with the kernel's usual read-ahead.
     Zram,
 }
 
 impl Way {
-    /// Those with a limit, in the order of a round; the peers need root and swap.
+    /// All ways with a limit, in the order of a round. The peers need root.
     pub const LIMITED: [Self; 4] = [Self::PoolShm, Self::PoolTcp, Self::SwapFile, Self::Zram];
 
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain, all resident",
@@ -55,7 +56,7 @@ impl Way {
         }
     }
 
-    /// How its nodes are reached, if it is the pool.
+    /// Fabric to the nodes, if it is the pool.
     pub fn fabric(self) -> Option<Fabric> {
         match self {
             Self::PoolShm => Some(Fabric::Shm),
@@ -71,10 +72,10 @@ impl Way {
         Ok(setup)
     }
 
-    /// Sets a small one up and takes it away again, if it is a peer.
+    /// Sets up a small swap device and removes it, if the way is a peer.
     ///
     /// # Errors
-    /// If this machine or user cannot have it.
+    /// If that is not possible.
     pub fn try_out(self) -> Result<(), SetupError> {
         match self {
             Self::SwapFile | Self::Zram => self.setup(4 << 20, 4 << 20)?.close(),
@@ -83,23 +84,23 @@ impl Way {
     }
 }
 
-/// How much a program gets.
+/// Memory of a program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Fit {
-    /// Per cent of its peak that fit.
+    /// The limit in percent of the peak.
     pub percent: u64,
-    /// Its peak of anonymous resident memory, run plainly.
+    /// Peak anonymous resident memory in the plain run.
     pub peak_bytes: u64,
 }
 
 impl Fit {
-    /// The limit.
+    /// The limit in bytes.
     pub fn limit_bytes(self) -> u64 {
         self.peak_bytes * self.percent / 100
     }
 }
 
-/// What the runs of a bench share.
+/// State that all runs share.
 #[derive(Debug)]
 pub struct Stage {
     /// For outputs and sockets.
@@ -107,28 +108,27 @@ pub struct Stage {
     /// For servers that refuse root.
     pub user: UnprivilegedUser,
     clusters: Vec<(Fabric, Cluster)>,
-    /// What remains of a limit beside a zram's store, once that is known; `None` if too little
-    /// does.
+    /// Limit less the size of a zram's store, once that is known; `None` if it is too small.
     beside_zram: BTreeMap<(&'static str, u64), Option<u64>>,
-    /// What happened that a reader must know.
+    /// Notes for the report.
     pub notes: Vec<String>,
 }
 
 impl Stage {
-    /// Without clusters yet.
+    /// State without clusters.
     ///
     /// # Errors
-    /// If there is no place for its folders.
+    /// If the folders cannot be created.
     pub fn new() -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
         let user = UnprivilegedUser::new()?;
         Ok(Self { folder, user, clusters: Vec::new(), beside_zram: BTreeMap::new(), notes: Vec::new() })
     }
 
-    /// Brings up a cluster over each fabric.
+    /// Starts a cluster over each fabric.
     ///
     /// # Errors
-    /// If one does not come up.
+    /// If one does not start.
     pub fn bring_up(&mut self, memory_bytes: u64) -> Result<(), BenchError> {
         for fabric in [Fabric::Shm, Fabric::Tcp] {
             let socket = self.user.socket(fabric.name());
@@ -137,7 +137,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Plays a program with all the memory that it wants; its peak of resident memory comes last.
+    /// Runs a program without a limit; also returns its peak resident memory.
     ///
     /// # Errors
     /// If it fails, or a signal asks to stop.
@@ -147,8 +147,8 @@ impl Stage {
         Ok((sample(&outcome, &played, 0), played, outcome.resident_peak_bytes))
     }
 
-    /// Plays a program within a limit. `None` if it failed each time, on a peer of ours; the notes
-    /// say how.
+    /// Runs a program with a limit. `None` if each attempt on kernel swap failed; the notes say
+    /// how.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -235,8 +235,8 @@ impl Stage {
         Ok((cluster.pooled_command(limit_bytes, &stats, app.program())?, stats))
     }
 
-    /// The kernel now and then finds nothing to swap out: it kills, or lets a system call of the
-    /// program fail, which it counts nowhere. Then it is tried again.
+    /// Runs a program on kernel swap. At times the kernel finds no page to swap out, and kills the
+    /// program or fails a system call. Then the run is repeated.
     fn swap_until_done(
         &mut self,
         app: &dyn App,
@@ -289,11 +289,11 @@ impl Stage {
         Ok(Ok((sample, played, usage)))
     }
 
-    /// Its store is this machine's memory, and is counted against the limit, where that leaves
-    /// anything.
+    /// Runs a program on a zram. The size of the store is subtracted from the limit, if enough
+    /// remains.
     fn zram(&mut self, app: &dyn App, fit: Fit) -> Result<Option<(Sample, Played)>, BenchError> {
         let key = (app.name(), fit.percent);
-        // If it does not end well, it is not known, and tried with all of the limit.
+        // If this run fails the size is not known, and the whole limit is used.
         if !self.beside_zram.contains_key(&key)
             && let Ok((_, _, usage)) = self.swap(app, Way::Zram, fit, fit.limit_bytes())?
         {
@@ -323,8 +323,8 @@ impl Stage {
     }
 }
 
-/// What a program may have so that it and the store fit in `limit_bytes` together. Each byte less
-/// of it is one more on swap, and so makes the store larger by what a swapped byte takes there.
+/// Memory of a program such that it and the store fit into `limit_bytes`. A byte less of it is a
+/// byte more on swap, and enlarges the store by the compressed size of a byte.
 fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     let store_bytes = usage.store_peak_bytes;
     let swapped_bytes = usage.swap_peak_bytes.filter(|_| store_bytes > limit_bytes / SMALL_PART);
@@ -371,8 +371,8 @@ mod tests {
 
     #[test]
     fn program_and_store_fit_in_the_limit_together() {
-        // A quarter of 40 MiB on swap is the store; of the 13 1/3 MiB more that then leave, a
-        // quarter, too.
+        // 40 MiB are swapped into a store of a quarter; so are the 13 1/3 MiB that are swapped in
+        // addition.
         let left = beside_store(40 * MIB, &usage(10 * MIB, Some(40 * MIB))).unwrap();
         let taken = 40 * MIB - left;
         assert_eq!(taken >> 10, (40 * MIB / 3) >> 10);
@@ -380,7 +380,7 @@ mod tests {
         assert!(left + store <= 40 * MIB + 4096, "{left} {store}");
         assert_eq!(beside_store(40 * MIB, &usage(MIB, None)), Some(39 * MIB));
         assert_eq!(beside_store(40 * MIB, &usage(0, Some(0))), Some(40 * MIB));
-        // Hardly anything was swapped.
+        // Almost nothing was swapped.
         assert_eq!(beside_store(40 * MIB, &usage(2 * MIB, Some(MIB))), Some(38 * MIB));
     }
 

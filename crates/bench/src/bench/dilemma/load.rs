@@ -1,5 +1,5 @@
-//! The load: half reads, half writes of whole pages, of keys after Zipf; and keys that die and are
-//! born, so that the number that lives goes up and down.
+//! The load: half reads and half writes of whole pages with a Zipf distribution. In between, pages
+//! are freed and written again, so that the number of used pages falls and rises.
 
 use std::time::Instant;
 
@@ -11,43 +11,43 @@ use crate::bench::BenchError;
 use crate::bench::apps::random::{Access, Draw, Random};
 use crate::bench::support::bytes::float;
 
-/// Once in so many operations a key dies, or is born.
+/// Operations between two frees or new pages.
 const CHANGE_EVERY: usize = 16;
-/// What is held is looked at once in so many operations of one thread.
+/// Operations of a thread between two samples of the allocated memory.
 const LOOK_EVERY: u64 = 256;
 
-/// How much is played.
+/// Size of the load.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
-    /// Pages, and the most that live.
+    /// Number of pages.
     pub keys: usize,
-    /// The least that live, of a thousand.
+    /// Least number of used pages, in thousandths.
     pub least_permille: usize,
-    /// How often the number that lives goes down and up again.
+    /// Number of times that the used pages fall and rise.
     pub waves: usize,
-    /// Threads, each with its own keys.
+    /// Threads, each with its own pages.
     pub threads: usize,
 }
 
-/// What came of it.
+/// Results of a load.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Outcome {
-    /// Reads, writes and frees a second, all threads together.
+    /// Reads, writes and frees per second, of all threads together.
     pub ops_per_s: f64,
-    /// Mean of what was held on nodes, MiB.
+    /// Mean of the memory allocated on nodes, in MiB.
     pub held_mib: f64,
-    /// The most, MiB.
+    /// Peak of the memory allocated on nodes, in MiB.
     pub peak_mib: f64,
-    /// Mean of what lived, MiB.
+    /// Mean of the used pages, in MiB.
     pub live_mib: f64,
     /// Pages that were moved out of sparse slabs.
     pub moved: f64,
 }
 
-/// Play it.
+/// Runs a load.
 ///
 /// # Errors
-/// If the volume fails, or a page is not what was written.
+/// If the volume fails, or a page differs from what was written.
 pub fn play(store: &Store, plan: Plan) -> Result<Outcome, BenchError> {
     let keys = plan.keys / plan.threads;
     let mut clients = Vec::new();
@@ -82,15 +82,15 @@ fn on_threads<'a>(
     })
 }
 
-/// One thread, and what it knows of its keys.
+/// A thread of the load, and its pages.
 struct Client<'a> {
     volume: &'a BlockVolume,
     reader: VolumeReader,
     plan: Plan,
     first: usize,
-    /// By key: its version; 0 if it does not live.
+    /// Version of each page; 0 if it is free.
     versions: Vec<u32>,
-    /// Keys that live come first; and where each key is in there.
+    /// All pages, used ones first, and the index of each page in this order.
     order: Vec<usize>,
     places: Vec<usize>,
     live: usize,
@@ -126,7 +126,7 @@ impl<'a> Client<'a> {
         })
     }
 
-    /// All keys live.
+    /// Writes all pages.
     fn fill(&mut self) -> Result<(), BenchError> {
         (0..self.order.len()).try_for_each(|key| self.write(key))
     }
@@ -153,7 +153,7 @@ impl<'a> Client<'a> {
         Ok(())
     }
 
-    /// Read or write a key that lives.
+    /// Reads or writes a used page.
     fn operate(&mut self) -> Result<(), BenchError> {
         let key = std::iter::repeat_with(|| self.draw.key()).find(|key| self.versions[*key] != 0);
         let Some(key) = key else { return Ok(()) };
@@ -217,7 +217,7 @@ impl<'a> Client<'a> {
     }
 }
 
-/// Every word tells which version of which page it is of.
+/// Fills a page with words that identify the page and its version.
 fn stamp(page: &mut [u8], key: usize, version: u32) {
     let word = (key as u64) << 32 | u64::from(version);
     page.chunks_exact_mut(8).for_each(|bytes| bytes.copy_from_slice(&word.to_le_bytes()));

@@ -1,5 +1,4 @@
-//! A volume over the nodes of a cluster, in this process: the pager as block devices have it, with
-//! slabs of a chosen size.
+//! A block volume over the nodes of a cluster, in this process, with slabs of a chosen size.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,13 +17,13 @@ use aquifer::DirectoryLocation;
 use aquifer::settings::DirectorySettings;
 use aquifer::state::StateDir;
 
-/// Of which a part is the mempool's share, as for any run.
+/// Limit of the volume's budget; a part of it is its share of the mempool.
 const LIMIT_BYTES: u64 = 64 << 20;
-/// A write waits so long for room, at most.
+/// Time that a write waits for free memory.
 const PATIENCE: Duration = Duration::from_secs(10);
 const SEED: u64 = 7;
 
-/// The way to a cluster's nodes.
+/// A host of a cluster.
 pub struct Host {
     membership: Membership,
     nodes: Arc<NodeRegistry>,
@@ -32,10 +31,10 @@ pub struct Host {
 }
 
 impl Host {
-    /// Come to the cluster whose state is in this folder, as a host of its own.
+    /// Joins the cluster in a state folder as another host.
     ///
     /// # Errors
-    /// If its agent lends nothing, or its directory does not take us in.
+    /// If the agent or the directory refuses.
     pub fn join(state: &Path) -> Result<Self, BenchError> {
         let state = StateDir::locate(Some(state)).map_err(|error| failed(&error))?;
         let (_socket, access) =
@@ -58,10 +57,10 @@ impl Host {
         Ok(Self { membership, nodes, tenant })
     }
 
-    /// A volume of so many pages.
+    /// Opens a volume with this number of pages.
     ///
     /// # Errors
-    /// If there is no memory or thread for it.
+    /// If there is too little memory, or a thread cannot be started.
     pub fn volume(&self, pages: usize, sizing: SlabSizing) -> Result<Store, BenchError> {
         let budget = Arc::new(Budget::new(LIMIT_BYTES));
         let share_bytes = LIMIT_BYTES - budget.resident_max() * PAGE_BYTES as u64;
@@ -79,13 +78,13 @@ impl Host {
         Ok(Store { volume, connector, pump })
     }
 
-    /// Leave the cluster.
+    /// Leaves the cluster.
     pub fn leave(self) {
         self.membership.leave();
     }
 }
 
-/// A volume in use.
+/// An open volume.
 pub struct Store {
     volume: Arc<BlockVolume>,
     connector: Arc<dyn Connector>,
@@ -98,15 +97,15 @@ impl Store {
         &self.volume
     }
 
-    /// What a thread needs to use it.
+    /// The buffers that a thread needs to use it.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If there is too little memory.
     pub fn reader(&self) -> Result<VolumeReader, BenchError> {
         self.volume.reader(Arc::clone(&self.connector)).map_err(|error| failed(&error))
     }
 
-    /// Give everything back.
+    /// Frees all memory of the volume.
     pub fn close(self) {
         self.pump.stop();
     }

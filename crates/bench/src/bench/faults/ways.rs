@@ -1,4 +1,4 @@
-//! The ways in which the program gets its memory, and a run by each.
+//! The ways to run the program.
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
@@ -16,49 +16,48 @@ use crate::bench::support::programs::{Figures, Programs};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 use aquifer_swap::setup::SetupError;
 
-/// Floors are measured over this much: they do not depend on it.
+/// Memory for the measurement of lower bounds, which do not depend on it.
 const FLOOR_BYTES: u64 = 24 << 20;
 const MIB: f64 = 1_048_576.0;
 
-/// Where the program's memory is.
+/// A way to run the program.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Way {
     /// All resident.
     Plain,
     /// On memory nodes.
     Pool,
-    /// On kernel swap: the device is a zram, and pages are read eight at once.
+    /// On kernel swap.
     Swap {
-        /// Not a file.
+        /// Whether the device is a zram instead of a file.
         zram: bool,
-        /// Read-ahead of eight pages, not one.
+        /// Whether the read-ahead is eight pages instead of one.
         eight: bool,
     },
-    /// Nowhere: a kernel's own fault on fresh memory.
+    /// Lower bound: the kernel's own fault on fresh memory.
     PlainFault,
-    /// Served by another process from its memory through a bare userfaultfd, on the same processor
-    /// or another.
+    /// Lower bound: another process resolves faults from its memory through a bare userfaultfd.
     Bare {
-        /// On another.
+        /// Whether that process is on another processor.
         other: bool,
     },
 }
 
 impl Way {
-    /// What every machine can do, in the order of a round.
+    /// The ways that every machine supports, in the order of a round.
     pub const ALWAYS: [Self; 5] =
         [Self::Plain, Self::PlainFault, Self::Bare { other: false }, Self::Bare { other: true }, Self::Pool];
-    /// What needs root and swap.
+    /// The ways that need root and swap.
     pub const PEERS: [Self; 4] = [
         Self::Swap { zram: false, eight: false },
         Self::Swap { zram: false, eight: true },
         Self::Swap { zram: true, eight: false },
         Self::ZRAM_8,
     ];
-    /// A read-ahead that hardly ever helps a zram.
+    /// zram with a read-ahead of eight pages, which rarely helps.
     pub const ZRAM_8: Self = Self::Swap { zram: true, eight: true };
 
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain, all resident",
@@ -88,35 +87,35 @@ impl Way {
         Ok(Some(setup))
     }
 
-    /// Sets a small one up and takes it away again.
+    /// Sets up a small swap device and removes it.
     ///
     /// # Errors
-    /// If this machine or user cannot have it.
+    /// If that is not possible.
     pub fn try_out(self) -> Result<(), SetupError> {
         self.setup(4 << 20, 4 << 20)?.map_or(Ok(()), PeerSetup::close)
     }
 }
 
-/// What the runs of a bench share.
+/// State that all runs share.
 #[derive(Debug)]
 pub struct Bench {
-    /// How much to do.
+    /// Sizes and rounds.
     pub size: Size,
     /// The measured programs.
     pub programs: Programs,
-    /// Where the pool is.
+    /// The cluster with the pool.
     pub cluster: Cluster,
-    /// For outputs.
+    /// Folder for outputs.
     pub folder: TempDir,
-    /// What happened that a reader must know.
+    /// Notes for the report.
     pub notes: Vec<String>,
 }
 
 impl Bench {
-    /// One run. `None` if the kernel killed the program for want of memory, twice.
+    /// Runs a case in a way. `None` if the kernel killed the program twice for lack of memory.
     ///
     /// # Errors
-    /// If it failed otherwise, or found a wrong page.
+    /// If the program failed otherwise, or found a wrong page.
     pub fn run(&mut self, case: Case, way: Way) -> Result<Option<Sample>, BenchError> {
         match way {
             Way::PlainFault | Way::Bare { .. } => self.floor(case, way).map(Some),
@@ -201,7 +200,7 @@ impl Bench {
         if usage.oom_kills > 0 {
             let name = case.name();
             self.notes
-                .push(format!("the kernel killed the program for want of memory: {name}, {}", way.name()));
+                .push(format!("the kernel killed the program for lack of memory: {name}, {}", way.name()));
             setup.close()?;
             return Ok(None);
         }
@@ -219,7 +218,7 @@ impl Bench {
         Ok(Some(sample))
     }
 
-    /// Runs a program that must end well and print its figures.
+    /// Runs a program that must succeed and print its results.
     ///
     /// # Errors
     /// If it does not.
@@ -248,7 +247,7 @@ fn figures(outcome: &Outcome, output: &Path, program: &str, way: &str) -> Result
     }
     let text = std::fs::read_to_string(output).map_err(BenchError::io("read", output))?;
     match serde_json::from_str::<Figures>(&text) {
-        // A run whose pages were not all looked at and found right measures nothing.
+        // The results count only if all pages were verified.
         Ok(figures) if figures.errors == 0 && figures.verified_pages >= figures.ops => Ok(figures),
         _ => Err(BenchError::Figures { program: program.into(), way: way.into(), text }),
     }

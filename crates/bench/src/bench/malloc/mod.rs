@@ -18,27 +18,27 @@ pub const TARGETS: &str = "targets: with a quarter of its memory each benchmark 
     file, \
     and not slower than with glibc under aquifer run; limits are kept";
 
-/// How much is done.
+/// Size of the bench.
 #[derive(Clone, Copy, Debug)]
 struct Size {
     rounds: usize,
-    /// Per cent of a benchmark's peak that fit.
+    /// Limits in percent of a benchmark's peak.
     fits: &'static [u64],
     bytes: u64,
-    /// Each count of operations is divided by this.
-    less: u64,
+    /// Divisor of the numbers of operations.
+    divisor: u64,
 }
 
-const QUICK: Size = Size { rounds: 1, fits: &[100, 25], bytes: 64 * MIB, less: 4 };
-const FULL: Size = Size { rounds: 3, fits: &[100, 50, 25], bytes: 128 * MIB, less: 1 };
+const QUICK: Size = Size { rounds: 1, fits: &[100, 25], bytes: 64 * MIB, divisor: 4 };
+const FULL: Size = Size { rounds: 3, fits: &[100, 50, 25], bytes: 128 * MIB, divisor: 1 };
 
-/// One of the program's benchmarks.
+/// A benchmark of the program.
 #[derive(Debug)]
 struct Benchmark {
-    /// As the program calls it.
+    /// Name in the program.
     name: &'static str,
     operations: u64,
-    /// Whether it holds much memory: the others are over before a limit matters.
+    /// Whether it uses much memory. The others end before a limit matters.
     is_large: bool,
 }
 
@@ -49,13 +49,13 @@ const BENCHMARKS: [Benchmark; 5] = [
     Benchmark { name: "xmalloc", operations: 2_400_000, is_large: false },
     Benchmark { name: "thrash", operations: 4_000_000, is_large: false },
 ];
-/// What a small benchmark may have; none comes near it.
+/// Limit of small benchmarks, which use much less.
 const SMALL_LIMIT_BYTES: u64 = 256 * MIB;
 
-/// The figures of one run, by name.
+/// Figures of a run, by name.
 type Sample = BTreeMap<&'static str, f64>;
-/// A benchmark with so many per cent of its memory, in some way; plain ways have all of it. A
-/// sample for each round; `None` where the kernel killed the program.
+/// Samples of each round, by benchmark, percentage of its memory, and way. `None` if the kernel
+/// killed the program.
 type Samples = BTreeMap<(usize, u64, Way), Vec<Option<Sample>>>;
 
 /// Runs the bench.
@@ -96,8 +96,7 @@ fn fits(size: Size, benchmark: &Benchmark) -> &'static [u64] {
     if benchmark.is_large { size.fits } else { &[100] }
 }
 
-/// Also returns the peak of each benchmark's resident memory, with glibc and all the memory that it
-/// wants.
+/// Measures; also returns the peak resident memory of each benchmark in the plain run with glibc.
 fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, Vec<u64>), BenchError> {
     let tables: usize = BENCHMARKS.iter().map(|benchmark| fits(size, benchmark).len()).sum();
     let bar = progress::bar(size.rounds * (2 * BENCHMARKS.len() + tables * limited.len()));
@@ -111,7 +110,7 @@ fn measure(size: Size, stage: &mut Stage, limited: &[Way]) -> Result<(Samples, V
                     benchmark.name,
                     way.name()
                 ));
-                let operations = benchmark.operations / size.less;
+                let operations = benchmark.operations / size.divisor;
                 let job = Job { name: benchmark.name, bytes: size.bytes, operations, limit_bytes, percent };
                 let played = stage.play(way, job)?;
                 bar.inc(1);

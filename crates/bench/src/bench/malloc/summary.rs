@@ -1,4 +1,4 @@
-//! From samples to tables and targets.
+//! Tables and targets of the samples.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use super::{Benchmark, Sample, Samples};
 use crate::bench::support::report::{Column, Report, Row, Table, Target};
 use crate::bench::support::spread::Spread;
 
-/// Per cent that fit where the pool is to be ahead of the peer.
+/// Percentage at which the targets compare with the peer.
 const JUDGED_PERCENT: u64 = 25;
 const SPEED: &str = "thousand ops/s";
 
@@ -33,7 +33,7 @@ impl View<'_> {
         Spread::of(&(0..self.rounds).filter_map(pick).collect::<Vec<_>>())
     }
 
-    /// How many times as fast one way was as another, in the same round.
+    /// Speed of a way ÷ that of another, in the same round.
     fn ahead_of(&self, way: Way, other: Way) -> Option<Spread> {
         self.spread(|round| Some(self.figure(way, SPEED, round)? / self.figure(other, SPEED, round)?))
     }
@@ -118,7 +118,7 @@ mod tests {
             ((0, 100, Way::Plain), vec![sample(110.0, 80.0), sample(210.0, 80.0)]),
             ((0, 25, Way::Library), vec![sample(20.0, 25.0), sample(40.0, 30.0)]),
             ((0, 25, Way::Run), vec![sample(10.0, 25.0), sample(20.0, 25.0)]),
-            // The kernel killed it once.
+            // In one round the kernel killed the program.
             ((0, 25, Way::SwapFile), vec![None, sample(20.0, 20.0)]),
         ])
     }

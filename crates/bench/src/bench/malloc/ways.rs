@@ -1,4 +1,4 @@
-//! The ways in which a benchmark gets its memory, and a run by each.
+//! The ways to run a benchmark.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,26 +19,27 @@ use aquifer::Fabric;
 use aquifer_swap::setup::SetupError;
 
 const LIBRARY: &str = "libaquifer_malloc.so";
-/// The kernel kills a program now and then that it would not kill the next time.
+/// Attempts of a run on kernel swap: at times the kernel kills a program that it does not kill the
+/// next time.
 const TRIES: usize = 4;
 
-/// Where a benchmark's memory is, and whose allocator it has.
+/// Allocator and paging of a run.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Way {
-    /// glibc's, all resident.
+    /// glibc, all resident.
     Glibc,
     /// The library without a limit: mimalloc, all resident.
     Plain,
     /// The library with a limit.
     Library,
-    /// glibc's under `aquifer run`.
+    /// glibc under `aquifer run`.
     Run,
-    /// glibc's in a cgroup with a swap file, with the kernel's usual read-ahead.
+    /// glibc in a cgroup with a swap file, with the kernel's usual read-ahead.
     SwapFile,
 }
 
 impl Way {
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::Glibc => "glibc, all resident",
@@ -49,10 +50,10 @@ impl Way {
         }
     }
 
-    /// Sets a small one up and takes it away again, if it is a peer.
+    /// Sets up a small swap device and removes it, if the way is kernel swap.
     ///
     /// # Errors
-    /// If this machine or user cannot have it.
+    /// If that is not possible.
     pub fn try_out(self) -> Result<(), SetupError> {
         if self == Self::SwapFile { swap(4 << 20, 4 << 20)?.close() } else { Ok(()) }
     }
@@ -64,22 +65,22 @@ fn swap(limit_bytes: u64, swap_bytes: u64) -> Result<PeerSetup, SetupError> {
     Ok(setup)
 }
 
-/// What is to be done.
+/// A benchmark with its parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct Job {
-    /// The benchmark, as the program calls it.
+    /// Name of the benchmark in the program.
     pub name: &'static str,
-    /// The set that it holds.
+    /// Bytes that it keeps allocated.
     pub bytes: u64,
-    /// How many operations.
+    /// Number of operations.
     pub operations: u64,
-    /// What may be resident, where there is a limit.
+    /// Limit of resident memory, for ways with a limit.
     pub limit_bytes: u64,
-    /// The same, in per cent of what it wants.
+    /// The limit in percent of the peak.
     pub percent: u64,
 }
 
-/// The line that the program prints.
+/// The results that the program prints.
 #[derive(Debug, Deserialize)]
 struct Figures {
     ops: u64,
@@ -87,23 +88,23 @@ struct Figures {
     errors: u64,
 }
 
-/// What all runs share.
+/// State that all runs share.
 #[derive(Debug)]
 pub struct Stage {
     folder: TempDir,
     program: PathBuf,
     library: PathBuf,
     cluster: Cluster,
-    /// What happened that a reader must know.
+    /// Notes for the report.
     pub notes: Vec<String>,
 }
 
 impl Stage {
-    /// With a cluster that lends so much.
+    /// Starts a cluster that lends this much.
     ///
     /// # Errors
-    /// If it does not come up, the program cannot be built, or the library is not beside this
-    /// program.
+    /// If it does not start, the program cannot be compiled, or the library is not in the folder of
+    /// this binary.
     pub fn new(memory_bytes: u64) -> Result<Self, BenchError> {
         let folder = folder::temporary()?;
         let program = programs::build(folder.path())?.mallocbench;
@@ -116,8 +117,8 @@ impl Stage {
         Ok(Self { folder, program, library, cluster, notes: Vec::new() })
     }
 
-    /// Plays a benchmark: its figures, and its peak of resident memory. `None` if the kernel killed
-    /// it each time, on a peer of ours.
+    /// Runs a benchmark; returns its figures and its peak resident memory. `None` if the kernel
+    /// killed each attempt on kernel swap.
     ///
     /// # Errors
     /// If it fails otherwise, or a signal asks to stop.
@@ -168,7 +169,7 @@ impl Stage {
         Ok((sample, outcome.resident_peak_bytes))
     }
 
-    /// As the kernel now and then finds nothing to swap out, and kills.
+    /// Runs a benchmark on kernel swap, and repeats it if the kernel killed it.
     fn swap_until_done(&mut self, job: Job) -> Result<Option<(Sample, u64)>, BenchError> {
         for _ in 0..TRIES {
             let setup = swap(job.limit_bytes, 4 * job.bytes.max(64 * MIB))?;

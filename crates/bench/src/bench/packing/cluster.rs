@@ -1,4 +1,4 @@
-//! A cluster in virtual time: hosts whose jobs keep half of their memory local and have the rest in
+//! A cluster in virtual time, whose jobs keep half of their peak memory local and swap the rest to
 //! the pool.
 
 use aquifer_pool::SizeClass;
@@ -8,43 +8,42 @@ use super::jobs::{Job, Mix, Random};
 use super::pool::{Extent, Pool};
 use crate::bench::support::bytes::float;
 
-/// Hosts, and what each has for jobs.
+/// Number of hosts.
 pub const HOSTS: usize = 8;
 /// 2 GiB.
 pub const HOST_PAGES: u64 = 524_288;
-/// Between two looks.
+/// Step of the virtual time.
 const TICK_S: u64 = 5;
-/// Until the cluster is full.
+/// Time until the cluster is full.
 pub const WARM_S: u64 = 3600;
-/// Static memory comes in blocks of 16 MiB: so many sections.
+/// Sections of a block of static memory: 16 MiB.
 const BLOCK_SECTIONS: u64 = 8;
-/// Pages leave in batches of at most so many, as the pager takes them.
+/// Most pages of a batch, as in the pager.
 const BATCH_PAGES: u64 = 64;
-/// Of the pool in a hundred, which are not given to new jobs when they are expected to need the
-/// mean.
+/// Percentage of the pool that is not used to start jobs.
 const RESERVE_PERCENT: u64 = 10;
-/// So many jobs must have ended before what they needed says anything.
+/// Number of ended jobs from which their mean need is used.
 const KNOWN_MIN: u64 = 20;
 
-/// How remote memory is had.
+/// Allocation policy of remote memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Policy {
-    /// All that a job may ever need, for all of its life.
+    /// A job allocates its maximum at its start.
     Static,
-    /// As pages leave, and back when they are freed.
+    /// A job allocates at eviction, and frees memory with its pages.
     Dynamic,
 }
 
-/// What is played.
+/// Parameters of a simulation.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
-    /// How remote memory is had.
+    /// Allocation policy.
     pub policy: Policy,
-    /// Which jobs.
+    /// Mix of jobs.
     pub mix: Mix,
-    /// Sections that are donated in all.
+    /// Sections that all nodes lend.
     pub sections: u32,
-    /// How long after the cluster is full, in seconds.
+    /// Simulated time after the cluster is full, in seconds.
     pub time_s: u64,
 }
 
@@ -61,24 +60,23 @@ pub struct Sample {
     pub jobs: u64,
 }
 
-/// What came of it.
+/// Results of a simulation.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// All moments since the cluster was full.
+    /// Samples since the cluster was full.
     pub samples: Vec<Sample>,
     /// Pages of the pool.
     pub donated: u64,
-    /// Jobs that ended since the cluster was full, and all that were started.
+    /// Jobs that ended since the cluster was full, and all started jobs.
     pub ended: u64,
     pub jobs_in_all: u64,
-    /// Seconds of jobs, and of those the ones in which they had to wait for memory.
+    /// Total time of jobs, and the part in which they waited for memory, in seconds.
     pub job_s: u64,
     pub stalled_s: u64,
-    /// Extents taken, and operations that taking and giving took, from the beginning.
+    /// Allocations, and operations for allocations and frees, from the start.
     pub taken: u64,
     pub trips: u64,
-    /// The sum of what jobs needed on the average for each page of their maximum, of those that
-    /// ended.
+    /// Mean need of the ended jobs ÷ their maximum.
     pub mean_to_max: f64,
 }
 
@@ -114,12 +112,12 @@ struct Cluster {
     setting: Setting,
     pool: Pool,
     local_free: [u64; HOSTS],
-    /// The oldest first.
+    /// Running jobs, the oldest first.
     running: Vec<Running>,
     random: Random,
-    /// The next to start: there is always another.
+    /// The next job to start.
     next: Job,
-    /// Of jobs that have ended: how many, and what they needed for each page of their maximum.
+    /// Number of ended jobs, and the sum of their mean needs ÷ maximum.
     known: u64,
     mean_to_max: f64,
     outcome: Outcome,
@@ -142,7 +140,7 @@ impl Cluster {
         }
     }
 
-    /// In their order: one that does not fit holds up all others.
+    /// Starts jobs in their order, until one does not fit.
     fn start_jobs(&mut self) -> Result<(), String> {
         loop {
             let job = self.next;
@@ -182,7 +180,7 @@ impl Cluster {
         self.running.iter().map(claim)
     }
 
-    /// All of it; false if there is no room, and then nothing is taken.
+    /// Allocates the maximum of a job; returns false, without an allocation, if it does not fit.
     fn premap(&mut self, running: &mut Running) -> Result<bool, String> {
         for _ in 0..blocks_of(&running.job) * BLOCK_SECTIONS {
             let Some(extent) = self.pool.allocate(running.host, SizeClass::SECTION)? else {
@@ -196,7 +194,7 @@ impl Cluster {
     }
 
     fn run_jobs(&mut self, now_s: u64) -> Result<(), String> {
-        self.pool.look_again();
+        self.pool.recheck();
         let is_measured = now_s >= WARM_S;
         for at in 0..self.running.len() {
             let wanted = self.running[at].job.remote_pages(self.running[at].ran_s + TICK_S);
@@ -223,8 +221,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Have as much as is wanted; false if the job must wait for that. What was taken last goes
-    /// back first, in whole extents.
+    /// Adjusts a job's memory to its need; returns false if the job must wait. Frees the newest
+    /// extents first.
     fn resize(&mut self, at: usize, wanted: u64) -> Result<bool, String> {
         if wanted > self.running[at].held {
             let more = wanted - self.running[at].held;
@@ -264,7 +262,7 @@ impl Cluster {
         });
     }
 
-    /// All jobs give everything back.
+    /// Frees the memory of all jobs.
     fn close(mut self) -> Result<Outcome, String> {
         for mut running in std::mem::take(&mut self.running) {
             free_all(&mut self.pool, &mut running)?;
@@ -283,8 +281,7 @@ impl Cluster {
     }
 }
 
-/// So many pages more, in extents of the sizes in which batches of them leave; smaller ones where
-/// there are no such.
+/// Allocates pages in extents of the sizes of batches, or in smaller ones if there are none.
 fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String> {
     let goal = running.held + more;
     while running.held < goal {
@@ -313,14 +310,14 @@ fn blocks_of(job: &Job) -> u64 {
     job.remote_pages_max().div_ceil(BLOCK_SECTIONS * u64::from(SECTION_CHUNKS))
 }
 
-/// What a job has, and what it may come to have.
+/// Held and maximum memory of a job.
 #[derive(Clone, Copy, Debug)]
 struct Claim {
     held: u64,
     max: u64,
 }
 
-/// The banker's rule: whether there is an order in which all can have their maximum, and end. So no
+/// The banker's algorithm: whether the jobs can get their maximum and end in some order, so that no
 /// job waits for ever.
 fn is_safe(free: u64, claims: impl Iterator<Item = Claim>) -> bool {
     let mut claims: Vec<Claim> = claims.collect();
@@ -385,7 +382,7 @@ mod tests {
 
     #[test]
     fn a_pool_that_runs_short_stalls_jobs_and_lets_them_end() {
-        // All that can be had of the smallest pool in which each job fits.
+        // The smallest pool in which each job fits.
         let outcome = play(&Setting { time_s: 3600, ..setting(Policy::Dynamic, 0, 512) }, 7).unwrap();
         assert!(outcome.stalled_s > 0, "there was always room");
         assert!(outcome.ended > 10, "{}", outcome.ended);

@@ -1,34 +1,35 @@
-//! Batch jobs, drawn with a seed: how long they run, how much memory they want at most, and how
-//! much of that when.
+//! Random batch jobs: run time, peak memory, and use of memory over time.
 
 use crate::bench::support::bytes::float;
 
-/// Pages of a mebibyte.
+/// Pages of 1 MiB.
 const MIB_PAGES: u64 = 256;
-/// Of the peaks: the median, the spread of its logarithm, and the bounds.
+/// Log-normal distribution of the peaks in pages: median, sigma, and bounds.
 const PEAK_PAGES: (f64, f64, u64, u64) = (65_536.0, 0.6, 64 * MIB_PAGES, 1024 * MIB_PAGES);
-/// The same of the run times, in seconds.
+/// Log-normal distribution of the run times in seconds: median, sigma, and bounds.
 const TIME_S: (f64, f64, u64, u64) = (600.0, 0.7, 120, 3600);
 
-/// How memory is used over a job's life.
+/// Use of memory over a job's time.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Shape {
-    /// From a tenth to the peak, evenly, to the end: what gathers a result.
+    /// Grows evenly from a tenth to the peak: a job that collects a result.
     Ramp,
-    /// To the peak in the first tenth, and nine tenths of it from then on: what loads and works.
+    /// Grows to the peak in the first tenth, then uses nine tenths of it: a job that loads data and
+    /// works.
     Plateau,
-    /// A third of the peak, and five times all of it, a quarter of the time in all: stages with a
-    /// shuffle in between.
+    /// Uses a third of the peak, and five times the peak, for a quarter of the time in all: stages
+    /// with shuffles.
     Spikes,
-    /// To the peak in the first fifth, then a quarter of it: what reads much, and keeps little.
+    /// Grows to the peak in the first fifth, then uses a quarter: a job that reads much and keeps
+    /// little.
     Idle,
 }
 
 impl Shape {
-    /// All of them.
+    /// All shapes.
     pub const ALL: [Self; 4] = [Self::Ramp, Self::Plateau, Self::Spikes, Self::Idle];
 
-    /// Which part of the peak is in use at this part of the life.
+    /// Used part of the peak after a part of the run time.
     pub fn used(self, life: f64) -> f64 {
         match self {
             Self::Ramp => 0.1 + 0.9 * life,
@@ -42,16 +43,16 @@ impl Shape {
     }
 }
 
-/// How many jobs in a hundred have which shape, in the order of [`Shape::ALL`].
+/// Percentages of the shapes, in the order of [`Shape::ALL`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Mix {
-    /// For people.
+    /// Name in the report.
     pub name: &'static str,
     percent: [u64; 4],
 }
 
 impl Mix {
-    /// Some of each; mostly level ones; mostly ones that are seldom at their peak.
+    /// The mixes: all shapes; mostly even use; mostly rare peaks.
     pub const ALL: [Self; 3] = [
         Self { name: "mixed", percent: [30, 30, 25, 15] },
         Self { name: "level", percent: [15, 70, 10, 5] },
@@ -73,16 +74,16 @@ impl Mix {
 /// A job.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct Job {
-    /// How its memory is used.
+    /// Use of its memory.
     pub shape: Shape,
-    /// The most that it ever uses, which is what it declares, in pages.
+    /// Peak memory in pages, which the job declares.
     pub peak_pages: u64,
-    /// How long it runs if it is never stalled.
+    /// Run time without stalls.
     pub time_s: u64,
 }
 
 impl Job {
-    /// One of a mix.
+    /// Draws a job of a mix.
     pub fn draw(mix: Mix, random: &mut Random) -> Self {
         Self {
             shape: mix.draw(random),
@@ -91,24 +92,24 @@ impl Job {
         }
     }
 
-    /// Of its memory this stays on its host: half of the peak.
+    /// Local memory: half of the peak.
     pub fn local_pages(&self) -> u64 {
         self.peak_pages / 2
     }
 
-    /// What it may have to swap out at most.
+    /// Most pages that it swaps out.
     pub fn remote_pages_max(&self) -> u64 {
         self.peak_pages - self.local_pages()
     }
 
-    /// What it has swapped out after it has run for so long.
+    /// Pages that are swapped out after a run time.
     pub fn remote_pages(&self, ran_s: u64) -> u64 {
         let life = float(ran_s.min(self.time_s)) / float(self.time_s);
         let used = whole(self.shape.used(life) * float(self.peak_pages)).min(self.peak_pages);
         used.saturating_sub(self.local_pages())
     }
 
-    /// Its mean over the job's life, for each page of the maximum.
+    /// Mean of the swapped pages over the run time ÷ their maximum.
     pub fn mean_to_max(&self) -> f64 {
         let steps = 200;
         let at = |step: u64| float(self.remote_pages(self.time_s * step / steps));
@@ -116,12 +117,12 @@ impl Job {
     }
 }
 
-/// Random numbers from a seed: splitmix64.
+/// Random numbers from a seed (SplitMix64).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
 impl Random {
-    /// The same numbers for the same seed.
+    /// A generator with a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
@@ -133,24 +134,24 @@ impl Random {
         mixed ^ mixed >> 31
     }
 
-    /// Less than that.
+    /// A number below a bound.
     pub fn below(&mut self, bound: u64) -> u64 {
         (self.next() >> 11) % bound.max(1)
     }
 
-    /// Between 0 and 1, never 0.
+    /// A number above 0, and at most 1.
     fn part(&mut self) -> f64 {
         (float(self.next() >> 12) + 0.5) / float(1 << 52)
     }
 
-    /// Of that median and spread, within bounds; by Box and Muller.
+    /// A log-normal number within bounds (Box-Muller transform).
     fn lognormal(&mut self, (median, sigma, least, most): (f64, f64, u64, u64)) -> u64 {
         let normal = (-2.0 * self.part().ln()).sqrt() * (std::f64::consts::TAU * self.part()).cos();
         whole(median * (sigma * normal).exp()).clamp(least, most)
     }
 }
 
-/// The whole number below; 0 for what is less.
+/// The number rounded down; 0 if it is negative.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,

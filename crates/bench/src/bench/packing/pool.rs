@@ -1,5 +1,5 @@
-//! The memory nodes, as the simulation has them: the machines that the product drives, on words of
-//! this process; and beside them an account of who has what, which checks them.
+//! Memory nodes of the simulation: the product's state machines on words of this process, and a
+//! record of owners that checks them.
 
 use aquifer_fabric::{Host, Tenant};
 use aquifer_pool::SizeClass;
@@ -11,10 +11,10 @@ use aquifer_pool::size::SECTION_CHUNKS;
 use crate::bench::alloc::ways::Way;
 use crate::bench::alloc::words::NodeWords;
 
-/// Memory nodes.
+/// Number of memory nodes.
 const NODES: usize = 4;
 
-/// An extent of one of them.
+/// An extent of a node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Extent {
     node: usize,
@@ -22,7 +22,7 @@ pub struct Extent {
 }
 
 impl Extent {
-    /// How much that is.
+    /// Number of pages.
     pub fn pages(&self) -> u64 {
         u64::from(self.grant.class.chunks())
     }
@@ -31,17 +31,17 @@ impl Extent {
 #[derive(Debug)]
 struct Node {
     words: NodeWords,
-    /// What each host remembers of it.
+    /// Each host's cache of its words.
     caches: Vec<NodeCache>,
-    /// By chunk: who has it.
+    /// Owner of each chunk.
     owners: Vec<u16>,
     free_pages: u64,
-    /// There was none of this class, or a larger one, and nothing that would make one has come back
-    /// since; or halves of one may have, since [`Pool::look_again`].
+    /// Smallest size class of which no extent was free at the last attempt. Frees lower the bound;
+    /// joined smaller extents count only after [`Pool::recheck`].
     full_from: u8,
 }
 
-/// All memory nodes.
+/// The pool of all nodes.
 #[derive(Debug)]
 pub struct Pool {
     nodes: Vec<Node>,
@@ -72,7 +72,7 @@ impl Pool {
         Self { nodes: (0..NODES).map(node).collect(), taken: 0, trips: 0 }
     }
 
-    /// Pages of all nodes.
+    /// Number of pages of all nodes.
     pub fn pages(&self) -> u64 {
         self.nodes.iter().map(|node| node.owners.len() as u64).sum()
     }
@@ -112,7 +112,7 @@ impl Pool {
     /// Frees an extent.
     ///
     /// # Errors
-    /// If the allocator fails, or it is not this host's.
+    /// If the allocator fails, or the extent is not of this host.
     pub fn free(&mut self, host: usize, extent: Extent) -> Result<(), String> {
         let Extent { node, grant } = extent;
         let node = &mut self.nodes[node];
@@ -123,14 +123,14 @@ impl Pool {
         given.and_then(|outcomes| outcomes[0]).map_err(|error| format!("a free failed: {error:?}"))
     }
 
-    /// Small extents that have come back may make larger ones by now.
-    pub fn look_again(&mut self) {
+    /// Discards what is known about full nodes, since freed small extents may have joined.
+    pub fn recheck(&mut self) {
         self.nodes.iter_mut().for_each(|node| node.full_from = SizeClass::COUNT);
     }
 
     /// Whether all pages are free, by the record of owners and by the nodes' words.
     pub fn is_all_free(&self) -> bool {
-        // The low half of a section's word is zero if all its spans are empty.
+        // The lower half of a section's word is zero if all its spans are free.
         let is_free = |node: &Node| {
             node.owners.iter().all(|owner| *owner == 0)
                 && node.words.sections.iter().all(|word| word & 0xffff_ffff == 0)

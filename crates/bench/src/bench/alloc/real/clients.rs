@@ -1,4 +1,4 @@
-//! Clients of a real node: each way over an endpoint of its own, which counts.
+//! Clients of a real node. Each has an endpoint, whose operations are counted.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,40 +14,40 @@ use super::rpc::{MESSAGE_BYTES, Request, decode_answer};
 use super::server::NODE;
 use crate::bench::alloc::array::{ArrayClient, ArrayProgress, Held, READ_MAX, Touch};
 
-/// An endpoint over a network is asked again after so long.
+/// Time between two polls of an endpoint over a network.
 const PATIENCE: Duration = Duration::from_millis(20);
-/// Looks before the processor is offered to others, as the pool's client has it.
+/// Polls before the thread yields the processor, as in the pool's client.
 const SPINS_MAX: u32 = 256;
-/// As the length of a SEND.
+/// Length of a message.
 const MESSAGE_LEN: u32 = 16;
 const _: () = assert!(MESSAGE_LEN as usize == MESSAGE_BYTES);
-/// Completions taken at a time.
+/// Completions polled at a time.
 const POLL_MAX: usize = 32;
-/// Entries of the array, and as many for what was read.
+/// Entries in the local memory, for CASes and for READs.
 const ENTRIES_BYTES: usize = READ_MAX as usize * 8;
-/// A word of zeros, after what is read.
+/// Offset of a word of zeros in the local memory.
 const ZERO_AT: u64 = ENTRIES_BYTES as u64;
 
-/// How extents of a real node are taken.
+/// A way to allocate extents of a real node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum RealWay {
-    /// Asked for by RPC; a window is bound for each, by a call of the target.
+    /// RPC; the target binds a window for each extent.
     OnDemandRpc,
-    /// Asked for by RPC, under the key of all memory.
+    /// RPC; one key for all memory.
     Rpc,
-    /// Taken in an array.
+    /// The one-sided array.
     Array,
     /// The pool.
     Ours,
-    /// Nothing is taken: the floor, one trip.
+    /// One trip without an allocation: the lower bound.
     Trip,
 }
 
 impl RealWay {
-    /// All, ours last but for the floor.
+    /// All ways; the pool and the lower bound are last.
     pub const ALL: [Self; 5] = [Self::OnDemandRpc, Self::Rpc, Self::Array, Self::Ours, Self::Trip];
 
-    /// For people.
+    /// Name in the report.
     pub fn name(self) -> &'static str {
         match self {
             Self::OnDemandRpc => "RPC, a window bound for each",
@@ -59,7 +59,7 @@ impl RealWay {
     }
 }
 
-/// What a client has.
+/// An allocation of a client.
 #[derive(Clone, Copy, Debug)]
 pub enum Allocation {
     Chunk(u32, SizeClass),
@@ -110,7 +110,7 @@ impl AllocClient {
         Ok(Self { tally, inner })
     }
 
-    /// What was done over its endpoint until now.
+    /// Counts of operations over its endpoint.
     pub fn counts(&self) -> Counts {
         self.tally.counts()
     }
@@ -148,10 +148,10 @@ impl AllocClient {
         }
     }
 
-    /// Frees it.
+    /// Frees an allocation.
     ///
     /// # Errors
-    /// If it is not this client's, or the endpoint fails.
+    /// If it is not of this client, or the endpoint fails.
     pub fn free(&mut self, taken: Allocation) -> Result<(), String> {
         match (&mut self.inner, taken) {
             (Inner::Rpc { wire, answer, .. }, Allocation::Chunk(chunk, class)) => {
@@ -184,7 +184,7 @@ struct Wire {
 }
 
 impl Wire {
-    /// To this region of the node.
+    /// A connection to a region of the node.
     fn new(mut endpoint: Box<dyn Endpoint>, region: usize) -> Result<Self, String> {
         let region = endpoint.regions().get(region).ok_or("the node has not registered its memory")?;
         let base = RemoteAddr { addr: region.base, key: region.key };
@@ -194,13 +194,13 @@ impl Wire {
         Ok(Self { endpoint, base, local, key, done: Vec::new(), outcomes: Vec::new() })
     }
 
-    /// Of an entry of this region.
+    /// Address of an entry of the region.
     fn remote(&self, entry: u32) -> RemoteAddr {
         RemoteAddr { addr: self.base.addr + u64::from(entry) * 8, key: self.base.key }
     }
 
-    /// Post operations, whose names are their places, and wait for the end of all; what came of
-    /// them is in `outcomes`.
+    /// Posts operations, whose ids are their indices, and waits for all. Their outcomes are then in
+    /// `outcomes`.
     fn run(&mut self, works: &[Work]) -> Result<(), String> {
         let (mut posted, mut ended, mut spins) = (0, 0, 0);
         self.outcomes.clear();
@@ -226,7 +226,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Send a request, and wait for the answer.
+    /// Sends a request and waits for the answer.
     fn ask(&mut self, request: Request, answer: &mut Vec<u8>) -> Result<(), String> {
         self.local.write(0, &request.encode());
         let local = LocalSlice { key: self.key, offset: 0, len: MESSAGE_LEN };
@@ -253,7 +253,7 @@ impl Wire {
         Ok(())
     }
 
-    /// Do what a client of the array wants done; what it hears.
+    /// Carries out the operations of an array client, and returns the results.
     fn touch(
         &mut self,
         touches: &[Touch],
@@ -267,7 +267,7 @@ impl Wire {
                     let local = LocalSlice { key: self.key, offset: ZERO_AT, len: 8 };
                     Verb::Write { local, remote: self.remote(entry) }
                 }
-                // No client reads twice by one doorbell.
+                // An array client has at most one READ in a doorbell.
                 Touch::Read { first, count } => {
                     let local = LocalSlice { key: self.key, offset: 0, len: count * 8 };
                     Verb::Read { local, remote: self.remote(first) }

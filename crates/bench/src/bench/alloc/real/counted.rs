@@ -1,22 +1,22 @@
-//! An endpoint that counts what is done over it, for all ways alike.
+//! An endpoint that counts its operations.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use aquifer_fabric::{Completion, Endpoint, PostError, Verb, Work, forward_endpoint};
 
-/// What was done.
+/// Counts of operations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Counts {
     /// Doorbells.
     pub trips: u64,
     /// Compare-and-swaps.
     pub swaps: u64,
-    /// Of these those that found something else.
+    /// Failed compare-and-swaps.
     pub lost: u64,
 }
 
-/// The same, as an endpoint counts it.
+/// Shared counters of an endpoint.
 #[derive(Debug, Default)]
 pub struct Tally {
     trips: AtomicU64,
@@ -25,7 +25,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// What was done until now.
+    /// The present counts.
     pub fn counts(&self) -> Counts {
         Counts {
             trips: self.trips.load(Relaxed),
@@ -36,7 +36,7 @@ impl Tally {
 }
 
 impl Counts {
-    /// What was done since then.
+    /// The difference to earlier counts.
     pub fn since(self, before: Self) -> Self {
         Self {
             trips: self.trips - before.trips,
@@ -45,7 +45,7 @@ impl Counts {
         }
     }
 
-    /// Both.
+    /// The sum of two counts.
     pub fn and(self, other: Self) -> Self {
         Self {
             trips: self.trips + other.trips,
@@ -55,17 +55,17 @@ impl Counts {
     }
 }
 
-/// See above.
+/// An endpoint that counts its operations.
 #[derive(Debug)]
 pub struct Counted {
     inner: Box<dyn Endpoint>,
     tally: Arc<Tally>,
-    /// CASes under way: their names, and what they expect.
+    /// CASes in flight: their ids and expected values.
     expected: Vec<(u64, u64)>,
 }
 
 impl Counted {
-    /// Count what is done over that.
+    /// Wraps an endpoint.
     pub fn new(inner: Box<dyn Endpoint>) -> (Self, Arc<Tally>) {
         let tally = Arc::new(Tally::default());
         (Self { inner, tally: Arc::clone(&tally), expected: Vec::new() }, tally)
@@ -95,7 +95,7 @@ impl Endpoint for Counted {
         let before = out.len();
         let count = self.inner.poll(out, max);
         for completion in &out[before..] {
-            // They end in the order in which they were posted.
+            // CASes complete in the order in which they were posted.
             let Some(at) = self.expected.iter().position(|(id, _)| *id == completion.id) else { continue };
             let (_, expected) = self.expected.remove(at);
             if completion.outcome.is_ok_and(|found| found != expected) {

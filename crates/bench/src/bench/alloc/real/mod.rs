@@ -1,5 +1,5 @@
-//! All ways for real: a node in a process of its own, clients with an endpoint each, over shared
-//! memory and over TCP.
+//! All ways on this machine: a node in another process, and clients with an endpoint each, over
+//! shared memory and over TCP.
 
 mod clients;
 mod counted;
@@ -35,7 +35,7 @@ const NODE_SECTIONS: u32 = 1024;
 const CLASSES: [u8; 3] = [0, 4, 9];
 const CLIENTS: [usize; 4] = [1, 4, 16, 128];
 
-/// A node, and the ways to it.
+/// A serving process, and its addresses.
 #[derive(Debug)]
 struct Node {
     process: ServingProcess,
@@ -51,8 +51,8 @@ impl Node {
     }
 }
 
-/// So many clients of a way, each with a number that none of another way has: who answers an RPC
-/// sends to the number.
+/// Connects clients of a way. Host numbers are unique over all ways, since an RPC server answers to
+/// the number.
 fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<AllocClient>, BenchError> {
     let failed = |reason: String| BenchError::Fabric { reason: format!("{}: {reason}", way.name()) };
     let first = RealWay::ALL.iter().position(|other| *other == way).unwrap_or(0) * 256;
@@ -67,7 +67,7 @@ fn connect(reach: &FabricAddress, way: RealWay, clients: usize) -> Result<Vec<Al
     (0..clients).map(connect).collect()
 }
 
-/// What a table compares.
+/// Size and clients of a table.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     fabric: usize,
@@ -75,10 +75,10 @@ struct Case {
     clients: usize,
 }
 
-/// Tables, and what they should show. Each round takes so many extents of each kind.
+/// Measures; returns tables and targets. `allocations` are those of a round.
 ///
 /// # Errors
-/// If there can be no node, or a way fails.
+/// If the serving process cannot be started, or a way fails.
 pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let node = Node::start()?;
     let classes = CLASSES.into_iter().filter_map(SizeClass::new);
@@ -91,7 +91,7 @@ pub fn measure(rounds: usize, allocations: usize) -> Result<(Vec<Table>, Vec<Tar
     for case in cases {
         bar.set_message(case.name(&node));
         let mut all: Vec<Vec<Measured>> = vec![Vec::new(); RealWay::ALL.len()];
-        // A round that does not count: it touches the metadata.
+        // The first round is not counted: it maps the metadata.
         for round in 0..=rounds {
             for (way, all) in RealWay::ALL.into_iter().zip(&mut all) {
                 interrupt::check()?;

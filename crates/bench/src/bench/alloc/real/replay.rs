@@ -1,4 +1,4 @@
-//! A trace, for real: clients take turns at its lines, each when its time has come.
+//! Replay of a trace on this machine. Clients take the lines in turn, each at its time.
 
 use std::time::{Duration, Instant};
 
@@ -14,10 +14,10 @@ use crate::bench::alloc::ways::AllocRequest;
 use crate::bench::support::report::Table;
 use crate::bench::support::{interrupt, procs, progress};
 
-/// A table for each fabric.
+/// Replays a trace; returns a table for each fabric.
 ///
 /// # Errors
-/// If there can be no node, or a way fails.
+/// If the serving process cannot be started, or a way fails.
 pub fn replay(arrivals: &[Arrival], clients: usize, rounds: usize) -> Result<Vec<Table>, BenchError> {
     let node = Node::start()?;
     let bar = progress::bar(node.reaches.len() * RealWay::ALL.len() * rounds);
@@ -63,8 +63,8 @@ fn play(takers: Vec<AllocClient>, node: u32, arrivals: &[Arrival]) -> Result<Mea
     Ok(all)
 }
 
-/// One client's part. What it was late for counts from when it was wanted, what it waited for from
-/// when it woke: timers are not what is measured.
+/// Replays a client's part. The latency of a late operation counts from its time in the trace; that
+/// of another one from the wake-up of the thread, so that timers are not measured.
 fn follow(mut client: AllocClient, mut replay: Replay<'_>, start: Instant) -> Result<Measured, String> {
     let mut measured = Measured::default();
     let mut held: Vec<Allocation> = Vec::new();
@@ -96,13 +96,13 @@ fn allocate(client: &mut AllocClient, class: SizeClass, held: &mut Vec<Allocatio
     Ok(())
 }
 
-/// When that time has come: then, if it is past already; else now, when it was waited for.
+/// Waits for a time. Returns it if it is past, else the time of the wake-up.
 fn wait_until(start: Instant, due: Instant) -> Instant {
     let now = Instant::now();
     if now >= due {
         return due.max(start);
     }
-    // No looking meanwhile: there are more clients than processors.
+    // Sleeps instead of polling, since there are more clients than processors.
     std::thread::sleep(due - now);
     Instant::now()
 }

@@ -1,4 +1,4 @@
-//! One round of one way: all clients take, all give half of it back, and so on.
+//! A round of a way: in turns, all clients allocate, then all free half of their extents.
 
 use std::sync::{Barrier, Mutex, PoisonError};
 use std::time::Instant;
@@ -13,10 +13,10 @@ use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::procs;
 
-/// Extents that a client has at most; of half of the memory, no more than its share.
+/// Most extents of a client, unless its share of half of the memory is smaller.
 const HELD_MAX: u64 = 64;
 
-/// What came of it, of allocations but where it says otherwise.
+/// Results of a round.
 #[derive(Clone, Debug, Default)]
 pub struct Measured {
     /// Latency of each allocation in nanoseconds, sorted.
@@ -70,7 +70,7 @@ pub fn play(
     let held_max = usize::try_from(share.clamp(2, HELD_MAX)).unwrap_or(2);
     let turns = (allocations / clients.len() / (held_max / 2)).max(2);
     let count = clients.len();
-    // One place more is for this thread, which looks at the node.
+    // This thread takes part in the barrier, too, and reads the node's processor time.
     let barrier = Barrier::new(count + 1);
     let failure = Mutex::new(None);
     let mut all = Measured::default();
@@ -113,7 +113,7 @@ pub fn play(
     Ok(all)
 }
 
-/// A client at work.
+/// A client in a round.
 struct Worker {
     client: AllocClient,
     class: SizeClass,
@@ -129,7 +129,7 @@ impl Worker {
         Self { client, class, held: Vec::new(), held_max, random, measured: Measured::default() }
     }
 
-    /// As much as it wants. The first time does not count.
+    /// Allocates until the client holds enough. The first turn is not counted.
     fn allocate_all(&mut self, counts: bool) -> Result<(), String> {
         let before = self.client.counts();
         while self.held.len() < self.held_max {
@@ -147,7 +147,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Half of it, at random; or all.
+    /// Frees half of the extents at random, or all.
     fn free_some(&mut self, all: bool) -> Result<(), String> {
         let kept = if all { 0 } else { self.held_max / 2 };
         while self.held.len() > kept {

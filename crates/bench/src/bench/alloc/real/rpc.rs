@@ -1,5 +1,5 @@
-//! The peer's end at the node: it is asked by messages, and hands out extents from lists of what is
-//! free, halving larger ones and joining halves again.
+//! RPC server of the peer: a buddy allocator with a free list for each size, which clients call by
+//! messages.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -7,22 +7,22 @@ use aquifer_fabric::{Access, Identity, Key, Scope, Target, WindowSpec};
 use aquifer_pool::SizeClass;
 use aquifer_pool::size::{CHUNK_BYTES, SECTION_CHUNKS};
 
-/// Bytes of a request and of an answer.
+/// Length of a request and of an answer.
 pub const MESSAGE_BYTES: usize = 16;
-/// In an answer: there is none, or there is no such extent.
+/// Chunk in an answer that refuses the request.
 const REFUSED: u64 = u64::MAX;
 
-/// What the node is asked for.
+/// A request to the node.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request {
-    /// An extent; with a window of its own, or under the key of all memory.
+    /// Allocate an extent, with or without a window.
     Allocate { class: SizeClass, window: bool },
-    /// That one back.
+    /// Free an extent.
     Free { chunk: u32, class: SizeClass },
 }
 
 impl Request {
-    /// As it is sent.
+    /// Writes the request as a message.
     pub fn encode(self) -> [u8; MESSAGE_BYTES] {
         let mut bytes = [0; MESSAGE_BYTES];
         match self {
@@ -50,14 +50,14 @@ impl Request {
     }
 }
 
-/// An extent as it is granted: its first chunk, and the key that opens it.
+/// A granted extent: its first chunk and its key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Granted {
     pub chunk: u32,
     pub key: Key,
 }
 
-/// The answer as it is sent.
+/// Writes an answer as a message.
 pub fn encode_answer(granted: Option<Granted>) -> [u8; MESSAGE_BYTES] {
     let mut bytes = [0; MESSAGE_BYTES];
     let chunk = granted.map_or(REFUSED, |granted| u64::from(granted.chunk));
@@ -66,7 +66,7 @@ pub fn encode_answer(granted: Option<Granted>) -> [u8; MESSAGE_BYTES] {
     bytes
 }
 
-/// The answer as it was sent; `None` if it is a refusal, or none at all.
+/// Parses an answer; `None` if it is a refusal, or not valid.
 pub fn decode_answer(bytes: &[u8]) -> Option<Granted> {
     let bytes: &[u8; MESSAGE_BYTES] = bytes.try_into().ok()?;
     let (chunk, rest) = bytes.split_first_chunk::<8>()?;
@@ -74,12 +74,12 @@ pub fn decode_answer(bytes: &[u8]) -> Option<Granted> {
     Some(Granted { chunk: u32::try_from(u64::from_le_bytes(*chunk)).ok()?, key })
 }
 
-/// What is free, by size.
+/// Free extents by size.
 #[derive(Debug)]
 pub struct Buddies([BTreeSet<u32>; SizeClass::COUNT as usize]);
 
 impl Buddies {
-    /// All of so many sections.
+    /// Free lists of this number of free sections.
     pub fn new(sections: u32) -> Self {
         let mut free: [BTreeSet<u32>; SizeClass::COUNT as usize] = Default::default();
         free[usize::from(SizeClass::SECTION.k())] =
@@ -87,7 +87,7 @@ impl Buddies {
         Self(free)
     }
 
-    /// One of this size.
+    /// Removes and returns an extent of this size, after splitting a larger one if needed.
     pub fn pop(&mut self, class: SizeClass) -> Option<u32> {
         let wanted = usize::from(class.k());
         let larger = (wanted..self.0.len()).find(|k| !self.0[*k].is_empty())?;
@@ -98,7 +98,7 @@ impl Buddies {
         Some(chunk)
     }
 
-    /// One comes back.
+    /// Adds a free extent, and joins it with its free buddies.
     pub fn push(&mut self, mut chunk: u32, class: SizeClass) {
         let mut k = usize::from(class.k());
         while k < usize::from(SizeClass::SECTION.k()) && self.0[k].remove(&(chunk ^ (1 << k))) {
@@ -109,24 +109,24 @@ impl Buddies {
     }
 }
 
-/// The node's end for one target.
+/// The RPC server of one target.
 #[derive(Debug)]
 pub struct Desk {
     free: Buddies,
-    /// What is taken: its size, and the window that was bound for it.
+    /// Allocated extents: size, and window if one was bound.
     taken: HashMap<u32, (SizeClass, Option<Key>)>,
-    /// The first address of the memory, and the key of all of it.
+    /// Address and key of all memory.
     base: u64,
     key: Key,
 }
 
 impl Desk {
-    /// For so many sections from this address on.
+    /// A server for sections from an address on.
     pub fn new(sections: u32, base: u64, key: Key) -> Self {
         Self { free: Buddies::new(sections), taken: HashMap::new(), base, key }
     }
 
-    /// Do what is asked; the answer.
+    /// Carries out a request and returns the answer.
     pub fn answer(&mut self, target: &dyn Target, who: Identity, asked: &[u8]) -> [u8; MESSAGE_BYTES] {
         encode_answer(match Request::decode(asked) {
             Some(Request::Allocate { class, window }) => self.allocate(target, who, class, window),

@@ -16,7 +16,7 @@ use super::{KEY, NODE_SECTIONS};
 use crate::bench::BenchError;
 use crate::bench::support::serving;
 
-/// The node's number.
+/// Number of the node.
 pub const NODE: NodeId = NodeId(1);
 /// Pause between two polls within `BUSY_TIME` of a request.
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
@@ -24,10 +24,10 @@ const BUSY_TIME: Duration = Duration::from_millis(20);
 /// Pause between two polls later, when other ways are measured.
 const IDLE_PAUSE: Duration = Duration::from_millis(2);
 
-/// Serves at `path` until its input ends.
+/// Serves at `path`, and over TCP, until standard input ends.
 ///
 /// # Errors
-/// If it cannot listen there, or there is no memory.
+/// If it cannot listen, or there is too little memory.
 pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let shm = ShmTarget::listen(path, shm::ShmOptions::default()).map_err(|error| failed(&error))?;
     let anywhere = ([127, 0, 0, 1], 0).into();
@@ -51,7 +51,7 @@ fn failed(error: &dyn std::fmt::Display) -> BenchError {
     BenchError::Fabric { reason: error.to_string() }
 }
 
-/// The pool comes first, then the array, then what RPCs hand out.
+/// Registers the memory: the pool is the first region, then the array, then the memory of RPCs.
 pub fn lend(target: &dyn Target) -> Result<Desk, String> {
     let show = |error: &dyn std::fmt::Display| error.to_string();
     NodeMemory::create(target, NODE, u64::from(NODE_SECTIONS) * SECTION_BYTES)
@@ -68,10 +68,10 @@ pub fn lend(target: &dyn Target) -> Result<Desk, String> {
     Ok(Desk::new(NODE_SECTIONS, region.base, region.key))
 }
 
-/// Answers what is asked, without end.
+/// Serves RPCs until the process ends.
 pub fn attend(target: &dyn Target, mut desk: Desk) {
     let mut message = Vec::new();
-    // It looks for the next request for so long before it sleeps, as the fabric's own threads do.
+    // Time for which the thread polls before it sleeps, as the fabric's threads do.
     let spin_time = tcp::TcpOptions::default().spin_time;
     let mut last = Instant::now();
     let mut looks_until = last + spin_time;
