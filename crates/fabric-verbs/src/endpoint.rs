@@ -72,10 +72,10 @@ pub struct VerbsEndpoint {
     /// Messages that wait for a free slot.
     unsent: VecDeque<Vec<u8>>,
     messages: VecDeque<Vec<u8>>,
-    heard: u64,
+    received: u64,
     taken: u64,
     // Buffers that are reused, so that nothing is allocated.
-    orders: Vec<WorkRequest>,
+    requests: Vec<WorkRequest>,
     ended: Vec<WorkCompletion>,
     message: Vec<u8>,
     empty_polls: u32,
@@ -134,9 +134,9 @@ impl VerbsEndpoint {
             results,
             unsent: VecDeque::new(),
             messages: VecDeque::new(),
-            heard: 0,
+            received: 0,
             taken: 0,
-            orders: Vec::with_capacity(limits.queue_depth),
+            requests: Vec::with_capacity(limits.queue_depth),
             ended: Vec::with_capacity(POLL_MAX),
             message: Vec::new(),
             empty_polls: 0,
@@ -270,9 +270,9 @@ impl VerbsEndpoint {
             }
             Some(TargetMessage::Delivered(number, had_room)) => self.queue.complete_message(number, had_room),
             // Messages that arrived before the connection broke are sent again.
-            Some(TargetMessage::Message(number, _)) if number < self.heard => {}
+            Some(TargetMessage::Message(number, _)) if number < self.received => {}
             Some(TargetMessage::Message(_, message)) => {
-                self.heard += 1;
+                self.received += 1;
                 self.messages.push_back(message.to_vec());
             }
             None => {

@@ -80,9 +80,9 @@ impl VerbsLink {
     ///
     /// # Safety
     /// The conditions of [`QueuePair::post`] apply.
-    pub unsafe fn post(&self, orders: &[WorkRequest]) -> io::Result<()> {
+    pub unsafe fn post(&self, requests: &[WorkRequest]) -> io::Result<()> {
         // SAFETY: guaranteed by the caller.
-        unsafe { self.pair.post(orders) }
+        unsafe { self.pair.post(requests) }
     }
 
     /// Sends a message. Returns false if all slots are in use.
@@ -93,10 +93,10 @@ impl VerbsLink {
         let Some(slot) = self.outbox.allocate() else { return Ok(false) };
         self.outbox.write(slot, bytes);
         let kind = WorkKind::Send { local: self.outbox.piece(slot, bytes.len()) };
-        let order = WorkRequest { id: SENT_BIT | u64::from(slot), kind, signalled: true, fenced: false };
+        let request = WorkRequest { id: SENT_BIT | u64::from(slot), kind, signalled: true, fenced: false };
         // SAFETY: the slot is registered for as long as the pair lives, and released only when the
         // message was sent.
-        unsafe { self.pair.post(&[order])? };
+        unsafe { self.pair.post(&[request])? };
         Ok(true)
     }
 
@@ -184,7 +184,7 @@ fn expect(events: &CmEvents, wanted: CmEventKind, deadline: Instant) -> io::Resu
 struct HandshakeStream {
     link: VerbsLink,
     outgoing: Vec<u8>,
-    heard: Vec<u8>,
+    received: Vec<u8>,
     taken: usize,
     deadline: Instant,
 }
@@ -217,7 +217,7 @@ impl HandshakeStream {
             }
             if end.id & RECEIVED_BIT != 0 {
                 self.taken = 0;
-                return self.link.receive(&end, &mut self.heard);
+                return self.link.receive(&end, &mut self.received);
             }
             self.link.free_slot(end.id);
         }
@@ -230,11 +230,11 @@ impl Read for HandshakeStream {
             let outgoing = std::mem::take(&mut self.outgoing);
             self.link.send(&outgoing)?;
         }
-        while self.taken == self.heard.len() {
+        while self.taken == self.received.len() {
             self.receive_message()?;
         }
-        let count = out.len().min(self.heard.len() - self.taken);
-        out[..count].copy_from_slice(&self.heard[self.taken..self.taken + count]);
+        let count = out.len().min(self.received.len() - self.taken);
+        out[..count].copy_from_slice(&self.received[self.taken..self.taken + count]);
         self.taken += count;
         Ok(count)
     }
@@ -261,7 +261,7 @@ pub(super) fn open_session(
     let deadline = Instant::now() + timeout;
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = VerbsLink::open(address, deadline).map_err(unreachable)?;
-    let stream = HandshakeStream { link, outgoing: Vec::new(), heard: Vec::new(), taken: 0, deadline };
+    let stream = HandshakeStream { link, outgoing: Vec::new(), received: Vec::new(), taken: 0, deadline };
     let (secured, welcome) = handshake::initiate_session(stream, address, key, hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

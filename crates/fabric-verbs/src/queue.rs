@@ -150,19 +150,19 @@ impl WorkQueue {
 
     /// Appends up to `max` completions to `out`, in order. Returns their number.
     pub fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
-        let mut told = 0;
-        while told < max
+        let mut count = 0;
+        while count < max
             && let Some(QueuedWork { work, outcome: Some(outcome) }) = self.entries.front().copied()
         {
             self.entries.pop_front();
             self.first += 1;
             if work.signalled || outcome.is_err() {
                 out.push(Completion { id: work.id, outcome });
-                told += 1;
+                count += 1;
             }
         }
         self.next = self.next.max(self.first);
-        told
+        count
     }
 
     fn place(&self, number: u64) -> Option<usize> {
@@ -190,7 +190,7 @@ mod tests {
         queue
     }
 
-    fn told(queue: &mut WorkQueue) -> Vec<(u64, Result<u64, WorkError>)> {
+    fn completed(queue: &mut WorkQueue) -> Vec<(u64, Result<u64, WorkError>)> {
         let mut out = Vec::new();
         queue.poll(&mut out, 100);
         out.iter().map(|done| (done.id, done.outcome)).collect()
@@ -204,7 +204,7 @@ mod tests {
         let mut after = queue(&[READ, WRITE]);
         after.post_next();
         after.done_through(0, |_, _| Some(8));
-        assert_eq!(told(&mut after), [(0, Ok(8))]);
+        assert_eq!(completed(&mut after), [(0, Ok(8))]);
         assert!(!after.post_next(), "it is done");
     }
 
@@ -215,9 +215,9 @@ mod tests {
             queue.post_next();
         }
         queue.done_through(2, |number, work| (work.verb != SEND).then_some(number));
-        assert_eq!(told(&mut queue), [(0, Ok(0))]);
+        assert_eq!(completed(&mut queue), [(0, Ok(0))]);
         queue.complete_message(1, false);
-        assert_eq!(told(&mut queue), [(1, Err(WorkError::ReceiverNotReady)), (2, Ok(2))]);
+        assert_eq!(completed(&mut queue), [(1, Err(WorkError::ReceiverNotReady)), (2, Ok(2))]);
         assert_eq!((queue.len(), queue.done()), (0, 3));
     }
 
@@ -231,7 +231,7 @@ mod tests {
         queue.complete(1, Err(WorkError::RemoteAccess));
         queue.repost_all();
         assert_eq!(queue.next().map(|(number, _)| number), Some(2));
-        assert_eq!(told(&mut queue), [(0, Ok(8)), (1, Err(WorkError::RemoteAccess))]);
+        assert_eq!(completed(&mut queue), [(0, Ok(8)), (1, Err(WorkError::RemoteAccess))]);
         assert!(!queue.post_next());
         assert!(queue.post_next(), "the WRITE waits for the atomic");
     }
@@ -260,7 +260,7 @@ mod tests {
         queue.done_through(0, |_, _| Some(8));
         assert!(queue.fail_all(WorkError::PeerGone));
         let gone = [(0, Ok(8)), (1, Err(WorkError::PeerGone)), (2, Err(WorkError::Flushed))];
-        assert_eq!(told(&mut queue), gone);
+        assert_eq!(completed(&mut queue), gone);
         assert!(!queue.fail_all(WorkError::PeerGone), "all work has an outcome");
     }
 
@@ -273,7 +273,7 @@ mod tests {
         }
         queue.complete(1, Err(WorkError::RemoteAccess));
         queue.done_through(2, |_, _| Some(8));
-        assert_eq!(told(&mut queue), [(1, Err(WorkError::RemoteAccess))]);
+        assert_eq!(completed(&mut queue), [(1, Err(WorkError::RemoteAccess))]);
         assert_eq!(queue.len(), 0);
     }
 }

@@ -188,8 +188,8 @@ impl VerbsServer {
     /// can be resumed.
     fn fence(&mut self, shared: &VerbsShared, host: Host, epoch: u64) {
         let is_fenced = |who: Identity| who.host == host && who.epoch <= epoch;
-        let of_it = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
-        let fenced = self.sessions.iter().filter(|(_, session)| of_it(session)).map(|(name, _)| *name);
+        let is_of_host = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
+        let fenced = self.sessions.iter().filter(|(_, session)| is_of_host(session)).map(|(name, _)| *name);
         fenced.collect::<Vec<_>>().into_iter().for_each(|name| self.close(name));
         self.release_parked(shared, |peer, _| is_fenced(peer.who));
     }
@@ -215,9 +215,9 @@ impl VerbsServer {
 
     fn end_expired(&mut self, shared: &VerbsShared) {
         let now = Instant::now();
-        let late = self.sessions.iter().filter(|(_, session)| session.is_expired(now));
-        let late: Vec<usize> = late.map(|(name, _)| *name).collect();
-        late.into_iter().for_each(|name| self.close(name));
+        let expired = self.sessions.iter().filter(|(_, session)| session.is_expired(now));
+        let expired: Vec<usize> = expired.map(|(name, _)| *name).collect();
+        expired.into_iter().for_each(|name| self.close(name));
         self.release_parked(shared, |_, since| now - since >= LINGER_TIME);
     }
 

@@ -204,23 +204,23 @@ impl Drop for VerbsSession {
 /// A stream with one received and one sent message, for the handshake.
 #[derive(Debug, Default)]
 struct BufferStream {
-    heard: Vec<u8>,
-    taken: usize,
-    said: Vec<u8>,
+    received: Vec<u8>,
+    read: usize,
+    sent: Vec<u8>,
 }
 
 impl Read for BufferStream {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
-        let count = out.len().min(self.heard.len() - self.taken);
-        out[..count].copy_from_slice(&self.heard[self.taken..self.taken + count]);
-        self.taken += count;
+        let count = out.len().min(self.received.len() - self.read);
+        out[..count].copy_from_slice(&self.received[self.read..self.read + count]);
+        self.read += count;
         Ok(count)
     }
 }
 
 impl Write for BufferStream {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.said.extend_from_slice(bytes);
+        self.sent.extend_from_slice(bytes);
         Ok(bytes.len())
     }
 
@@ -231,7 +231,7 @@ impl Write for BufferStream {
 
 /// Handles the first handshake message. Returns the cipher or the error, and the answer.
 pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
-    let mut script = BufferStream { heard: message.to_vec(), ..BufferStream::default() };
-    let outcome = respond(&mut script, key).map(|secured| secured.into_parts().1);
-    (outcome, script.said)
+    let mut stream = BufferStream { received: message.to_vec(), ..BufferStream::default() };
+    let outcome = respond(&mut stream, key).map(|secured| secured.into_parts().1);
+    (outcome, stream.sent)
 }

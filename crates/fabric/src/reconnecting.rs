@@ -166,8 +166,8 @@ impl ReconnectingEndpoint {
     }
 
     fn complete(&mut self, completion: Completion) {
-        let is_it = |posted: &InFlightWork| !posted.is_unknown && posted.work.id == completion.id;
-        let Some(mut at) = self.in_flight.iter().position(is_it) else { return };
+        let matches = |posted: &InFlightWork| !posted.is_unknown && posted.work.id == completion.id;
+        let Some(mut at) = self.in_flight.iter().position(matches) else { return };
         match completion.outcome {
             Err(WorkError::PeerGone | WorkError::Timeout | WorkError::Flushed) if !self.is_fenced => {
                 self.in_flight[at].is_unknown = true;

@@ -65,13 +65,13 @@ impl Mailbox {
         lock(&self.outbox).set_taken(taken)
     }
 
-    /// Resumes after a broken connection: `heard` messages have arrived at the initiator, and it
+    /// Resumes after a broken connection: `received` messages have arrived at the initiator, and it
     /// has taken `taken` of them. Returns false if that is impossible.
-    pub fn resume(&self, heard: u64, taken: u64) -> bool {
+    pub fn resume(&self, received: u64, taken: u64) -> bool {
         let mut outbox = lock(&self.outbox);
-        let is_possible = taken <= heard && heard <= outbox.sent && outbox.set_taken(taken);
+        let is_possible = taken <= received && received <= outbox.sent && outbox.set_taken(taken);
         if is_possible {
-            outbox.sent = heard;
+            outbox.sent = received;
         }
         is_possible
     }
@@ -265,8 +265,8 @@ mod tests {
         assert!(!mailbox.credit(3), "two were sent");
         assert!(mailbox.credit(1));
         assert!(mailbox.post(b"d", 3));
-        for (heard, taken) in [(3, 1), (1, 2), (0, 0), (1, u64::MAX)] {
-            assert!(!mailbox.resume(heard, taken), "{heard} {taken}");
+        for (received, taken) in [(3, 1), (1, 2), (0, 0), (1, u64::MAX)] {
+            assert!(!mailbox.resume(received, taken), "{received} {taken}");
         }
         assert!(mailbox.resume(1, 1));
         for (number, message) in [(1, b"b"), (2, b"c"), (3, b"d")] {
@@ -313,10 +313,14 @@ mod tests {
         let mut tables = TargetTables::new(1, 1, 0);
         tables.fence(Host(1), 1);
         peers.release(&all[1], |_| ());
-        let mut told = Vec::new();
+        let mut notified = Vec::new();
         assert_eq!(peers.send(Host(1), b"abc", &limits, &tables, |_| ()), 0, "it is too long");
-        assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| told.push(peer.own)), 1);
-        assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| told.push(peer.own)), 0, "no room");
-        assert_eq!(told, [2]);
+        assert_eq!(peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)), 1);
+        assert_eq!(
+            peers.send(Host(1), b"ab", &limits, &tables, |peer| notified.push(peer.own)),
+            0,
+            "no room"
+        );
+        assert_eq!(notified, [2]);
     }
 }

@@ -21,8 +21,8 @@ impl VerbsEndpoint {
     /// Posts all work that can be posted now, in order.
     pub(super) fn pump(&mut self) {
         self.send_unsent();
-        let mut orders = std::mem::take(&mut self.orders);
-        orders.clear();
+        let mut requests = std::mem::take(&mut self.requests);
+        requests.clear();
         while self.link.is_some()
             && self.life == EndpointState::Open
             && let Some((number, work)) = self.queue.next()
@@ -31,34 +31,34 @@ impl VerbsEndpoint {
                 NextStep::Known(outcome) => self.queue.complete_next(outcome),
                 NextStep::Give(kind) => {
                     let fenced = self.queue.post_next();
-                    orders.push(WorkRequest { id: number, kind, signalled: work.signalled, fenced });
+                    requests.push(WorkRequest { id: number, kind, signalled: work.signalled, fenced });
                 }
                 NextStep::Send(bytes) => {
-                    self.post_requests(&mut orders);
+                    self.post_requests(&mut requests);
                     self.queue.post_next();
                     self.send(InitiatorMessage::Message(number, &bytes));
                 }
                 NextStep::Wait => break,
             }
         }
-        self.post_requests(&mut orders);
-        self.orders = orders;
+        self.post_requests(&mut requests);
+        self.requests = requests;
     }
 
-    fn post_requests(&mut self, orders: &mut Vec<WorkRequest>) {
+    fn post_requests(&mut self, requests: &mut Vec<WorkRequest>) {
         // The completion of the last request stands for those before it.
-        let Some(last) = orders.last_mut() else { return };
+        let Some(last) = requests.last_mut() else { return };
         last.signalled = true;
         if let Some(link) = &self.link {
             // SAFETY: the ranges are in `locals` and `results`, which outlive the link: it is
             // dropped before either, and its work in flight with it.
-            let given = unsafe { link.post(orders) };
+            let given = unsafe { link.post(requests) };
             if let Err(error) = given {
                 tracing::warn!(address = %self.address, %error, "the device accepts no work; disconnecting");
                 self.disconnect(None);
             }
         }
-        orders.clear();
+        requests.clear();
     }
 
     fn send_unsent(&mut self) {

@@ -53,7 +53,8 @@ impl VerbsEndpoint {
             return;
         }
         let (address, key) = (self.address, self.cluster_key.clone());
-        let resume = Resume { session: self.session, answered: 0, heard: self.heard, taken: self.taken };
+        let resume =
+            Resume { session: self.session, answered: 0, received: self.received, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let resumes = refused.is_some();
         let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIME };

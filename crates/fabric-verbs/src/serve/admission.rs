@@ -86,16 +86,16 @@ impl VerbsServer {
             return Err(reason);
         }
         let Some(resume) = hello.resume else { return self.begin(&mut shared.lock(), who) };
-        let is_it = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
-        let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| is_it(peer)));
+        let matches = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
+        let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| matches(peer)));
         if let Some(name) = open.map(|(name, _)| *name) {
             // The old connection is not known to be broken yet.
             self.close(name);
         }
-        let at = self.parked.iter().position(|(peer, _)| is_it(peer));
+        let at = self.parked.iter().position(|(peer, _)| matches(peer));
         let at = at.ok_or(RefusalReason::UnknownSession)?;
         let (peer, _) = self.parked.swap_remove(at);
-        if peer.mailbox.resume(resume.heard, resume.taken) {
+        if peer.mailbox.resume(resume.received, resume.taken) {
             Ok(peer)
         } else {
             shared.lock().release(&peer);

@@ -150,11 +150,11 @@ impl VerbsServer {
         let session = self.sessions.get_mut(&name).ok_or(io::ErrorKind::NotConnected)?;
         session.in_flight.insert(id, what);
         self.in_flight.insert(id, name);
-        let order = WorkRequest { id, kind, signalled: true, fenced: false };
+        let request = WorkRequest { id, kind, signalled: true, fenced: false };
         // SAFETY: regions and slots are registered for as long as the target lives. A window or a
         // slot is recorded as in flight, so it is neither freed nor reused until the device has
         // reported its end or the queue pair is gone.
-        unsafe { session.pair.post(&[order]) }
+        unsafe { session.pair.post(&[request]) }
     }
 
     pub(super) fn handle_bound(&mut self, name: usize, binding: PendingBind, is_done: bool) {

@@ -112,13 +112,13 @@ impl QueuePair {
     /// # Safety
     /// Ranges and windows that the requests name must stay registered, and memory that is read must
     /// not be freed, until the work has ended.
-    pub unsafe fn post(self, orders: &[WorkRequest]) -> io::Result<()> {
-        for batch in orders.chunks(POST_MAX) {
+    pub unsafe fn post(self, requests: &[WorkRequest]) -> io::Result<()> {
+        for batch in requests.chunks(POST_MAX) {
             // SAFETY: plain numbers and pointers, for which zero is a value.
             let (mut works, mut pieces): ([sys::ibv_send_wr; POST_MAX], [sys::ibv_sge; POST_MAX]) =
                 unsafe { std::mem::zeroed() };
-            for (at, order) in batch.iter().enumerate() {
-                self.fill(&mut works[at], &mut pieces[at], order);
+            for (at, request) in batch.iter().enumerate() {
+                self.fill(&mut works[at], &mut pieces[at], request);
             }
             for at in 1..batch.len() {
                 works[at - 1].next = &raw mut works[at];
@@ -134,16 +134,16 @@ impl QueuePair {
         Ok(())
     }
 
-    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, order: &WorkRequest) {
+    fn fill(self, work: &mut sys::ibv_send_wr, piece: &mut sys::ibv_sge, request: &WorkRequest) {
         let mut flags = 0;
-        if order.signalled {
+        if request.signalled {
             flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
         }
-        if order.fenced {
+        if request.fenced {
             flags |= sys::ibv_send_flags::IBV_SEND_FENCE.0;
         }
-        work.wr_id = order.id;
-        let local = match order.kind {
+        work.wr_id = request.id;
+        let local = match request.kind {
             WorkKind::Read { local, remote } => {
                 work.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                 work.wr.rdma = sys::rdma_t { remote_addr: remote.addr, rkey: remote.key };

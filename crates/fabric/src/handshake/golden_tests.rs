@@ -20,7 +20,7 @@ fn golden_hello_and_replies() {
     let resume = Resume {
         session: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
         answered: 0x3132_3334_3536_3738,
-        heard: 0x4142_4344_4546_4748,
+        received: 0x4142_4344_4546_4748,
         taken: 0x5152_5354_5556_5758,
     };
     let hellos = [
@@ -123,7 +123,7 @@ fn golden_sealed_record() {
     let mut initiator = initiate(left, &KEY).expect("the target has the key");
     let mut target = target.join().expect("it ended well");
     initiator.send(b"hello").expect("the target is there");
-    assert_eq!(target.receive().expect("it was said"), b"hello");
+    assert_eq!(target.receive().expect("it was sent"), b"hello");
     let mut record = Vec::new();
     initiator.into_parts().1.encrypt(b"1234567", &mut record);
     assert_eq!(record[..2], 23_u16.to_le_bytes(), "7 bytes and a tag of 16");

@@ -57,7 +57,7 @@ pub struct Resume {
     /// Number of answers that have arrived.
     pub answered: u64,
     /// Number of messages that have arrived.
-    pub heard: u64,
+    pub received: u64,
     /// Number of those messages that were taken.
     pub taken: u64,
 }
@@ -109,7 +109,7 @@ struct HelloBody {
     reserved: [u8; 6],
     session: SessionId,
     answered: U64,
-    heard: U64,
+    received: U64,
     taken: U64,
 }
 
@@ -133,7 +133,7 @@ struct WelcomeBody {
 /// Encodes a hello.
 #[must_use]
 pub fn encode_hello(hello: &Hello) -> Vec<u8> {
-    let resume = hello.resume.unwrap_or(Resume { session: [0; 16], answered: 0, heard: 0, taken: 0 });
+    let resume = hello.resume.unwrap_or(Resume { session: [0; 16], answered: 0, received: 0, taken: 0 });
     let body = HelloBody {
         kind: KIND_HELLO.into(),
         host: hello.who.host.0.into(),
@@ -144,7 +144,7 @@ pub fn encode_hello(hello: &Hello) -> Vec<u8> {
         reserved: [0; 6],
         session: resume.session,
         answered: resume.answered.into(),
-        heard: resume.heard.into(),
+        received: resume.received.into(),
         taken: resume.taken.into(),
     };
     body.as_bytes().to_vec()
@@ -162,7 +162,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
     let resume = Resume {
         session: body.session,
         answered: body.answered.get(),
-        heard: body.heard.get(),
+        received: body.received.get(),
         taken: body.taken.get(),
     };
     let resumes = flag(body.resumes, "the resume flag")?;
@@ -280,7 +280,7 @@ mod tests {
         Hello {
             who,
             encrypt: true,
-            resume: Some(Resume { session: [9; 16], answered: 12, heard: 3, taken: 2 }),
+            resume: Some(Resume { session: [9; 16], answered: 12, received: 3, taken: 2 }),
         }
     }
 

@@ -46,11 +46,11 @@ pub fn initiate_session<S: Read + Write>(
     let exchange = || {
         let mut secured = initiate(stream, key)?;
         secured.send(&hello::encode_hello(hello))?;
-        let heard = secured.receive()?;
-        Ok((secured, heard))
+        let received = secured.receive()?;
+        Ok((secured, received))
     };
-    let (secured, heard) = match exchange() {
-        Ok(heard) => heard,
+    let (secured, received) = match exchange() {
+        Ok(received) => received,
         Err(SecureError::System(source)) => return Err(EndpointError::Unreachable { address, source }),
         Err(SecureError::WrongKey) => {
             let reason = "the cluster keys differ: give both ends the same --key file".into();
@@ -58,7 +58,7 @@ pub fn initiate_session<S: Read + Write>(
         }
         Err(other) => return Err(EndpointError::Protocol { address, reason: other.to_string() }),
     };
-    match hello::parse_reply(&heard) {
+    match hello::parse_reply(&received) {
         Ok(Reply::Welcome(welcome)) => Ok((secured, welcome)),
         Ok(Reply::Refusal(reason)) => Err(EndpointError::Refused { address, reason }),
         Err(error) => Err(EndpointError::Protocol { address, reason: error.to_string() }),

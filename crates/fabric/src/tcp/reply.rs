@@ -169,10 +169,10 @@ mod tests {
         let mut rest = Vec::new();
         // SAFETY: the page is still there.
         unsafe { answers.send_borrowed(&OwnedFd::from(ours), &mut rest) };
-        let mut heard = Vec::new();
-        theirs.read_to_end(&mut heard).unwrap();
-        heard.extend(rest);
-        assert_eq!(heard, expected(&page));
+        let mut received = Vec::new();
+        theirs.read_to_end(&mut received).unwrap();
+        received.extend(rest);
+        assert_eq!(received, expected(&page));
         assert!(answers.is_empty() && !answers.has_borrowed());
     }
 
@@ -193,10 +193,10 @@ mod tests {
         }
         assert!(!rest.is_empty(), "a socket does not accept two megabytes");
         drop(ours);
-        let mut heard = Vec::new();
-        theirs.read_to_end(&mut heard).unwrap();
-        heard.extend(rest);
-        assert!(heard == wanted);
+        let mut received = Vec::new();
+        theirs.read_to_end(&mut received).unwrap();
+        received.extend(rest);
+        assert!(received == wanted);
     }
 
     #[test]

@@ -122,7 +122,7 @@ impl TcpSession {
         else {
             return false;
         };
-        if lacking > self.sent_answers.len() || !self.peer.mailbox.resume(resume.heard, resume.taken) {
+        if lacking > self.sent_answers.len() || !self.peer.mailbox.resume(resume.received, resume.taken) {
             return false;
         }
         for at in self.sent_answers.len() - lacking..self.sent_answers.len() {

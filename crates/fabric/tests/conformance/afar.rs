@@ -5,7 +5,7 @@
 //! other machine; the bytes that matter are copied along.
 
 mod calls;
-#[expect(dead_code, reason = "what is answered is written in the other program, `initiators`")]
+#[expect(dead_code, reason = "answers are encoded in the other program, `initiators`")]
 mod words;
 
 use std::cell::RefCell;

@@ -99,7 +99,7 @@ pub fn a_newer_epoch_of_a_host_fences_the_older<H: Harness>() {
     assert_eq!((done as u64, word()), (at_takeover, at_takeover), "nothing of before takes effect later");
     assert_eq!(old.add(remote.addr, remote.key, 1), Err(WorkError::Fenced));
     assert!(harness.connect(WHO).is_err());
-    assert_eq!(other.add(remote.addr, remote.key, 1), Ok(at_takeover), "other hosts go on");
+    assert_eq!(other.add(remote.addr, remote.key, 1), Ok(at_takeover), "other hosts continue");
     assert_eq!(new.add(remote.addr, remote.key, 1), Ok(at_takeover + 1));
 }
 

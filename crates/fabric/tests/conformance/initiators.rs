@@ -4,7 +4,7 @@
 mod afar {
     pub mod calls;
     pub mod initiator;
-    #[expect(dead_code, reason = "what the caller says is written in its program")]
+    #[expect(dead_code, reason = "requests are encoded in the other program")]
     pub mod words;
 }
 

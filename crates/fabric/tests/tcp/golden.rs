@@ -73,8 +73,8 @@ fn golden_requests_and_answers() {
     });
     let (stream, _) = listener.accept().expect("the endpoint connects");
     let mut secured = secure::respond(stream, &KEY).expect("it has the key");
-    let said = hello::parse_hello(&secured.receive().expect("it says hello")).expect("it is a hello");
-    assert_eq!(said, Hello { who: WHO, encrypt: false, resume: None });
+    let parsed = hello::parse_hello(&secured.receive().expect("a message arrives")).expect("it is a hello");
+    assert_eq!(parsed, Hello { who: WHO, encrypt: false, resume: None });
     let welcome = Welcome {
         session: [9; 16],
         done: 0,

@@ -41,7 +41,7 @@ impl DrainHandle for TcpDrain {
     /// session's connection, then refuses. A refusal, for this reason or because the session does
     /// not exist, proves that no connection is left.
     fn drain(&mut self) -> Result<(), EndpointError> {
-        let resume = Resume { session: self.session, answered: u64::MAX, heard: 0, taken: 0 };
+        let resume = Resume { session: self.session, answered: u64::MAX, received: 0, taken: 0 };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let deadline = Instant::now() + HANDSHAKE_TIME;
         loop {

@@ -49,7 +49,7 @@ impl TcpEndpoint {
         let resume = Resume {
             session: self.session,
             answered: self.answered,
-            heard: self.received,
+            received: self.received,
             taken: self.taken,
         };
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
