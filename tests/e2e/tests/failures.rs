@@ -134,7 +134,7 @@ fn kill_the_node(fabric: &str) {
 /// Programs wait for a stopped node, as long as its machine acknowledges packets.
 #[test]
 fn a_stopped_node_is_waited_for() {
-    const LOOKS: usize = 40;
+    const CHECKS: usize = 40;
     let cluster = Cluster::up_with(2, "256M", &["--fabric", "tcp"]);
     let run = start_checker(&cluster, LIMIT, &["pages", "--bytes", "128M", "--rounds", "3"]);
     await_paging(&cluster, 64 << 20);
@@ -146,7 +146,7 @@ fn a_stopped_node_is_waited_for() {
         let faults = processes::faults(program);
         looks = if faults == last { looks + 1 } else { 0 };
         last = faults;
-        (looks >= LOOKS).then_some(())
+        (looks >= CHECKS).then_some(())
     });
     assert!(processes::is_alive(program), "a stopped node must not end a program");
     processes::signal(node, Signal::CONT);

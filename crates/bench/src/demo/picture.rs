@@ -196,10 +196,10 @@ mod tests {
     #[test]
     fn a_peer_that_was_killed_is_a_row() {
         let mut played = played();
-        let failure = Some("killed by the kernel for want of memory".to_owned());
+        let failure = Some("killed by the kernel for lack of memory".to_owned());
         played.push(Played { name: "on swap", failure, seconds: 7.0, ..played[1].clone() });
         let (table, bars) = (table(&played), text(&played, 100 * MIB));
-        let why = "killed by the kernel for want of memory, after 7.0 s";
+        let why = "killed by the kernel for lack of memory, after 7.0 s";
         assert!(table.contains("on swap: ") && table.contains(why) && bars.contains(why), "{table}{bars}");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("demo.svg");

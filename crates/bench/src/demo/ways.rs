@@ -174,7 +174,7 @@ impl Stage {
         let (mut played, outcome) = self.watch(&way, command, Watched::All, limit_bytes, ask)?;
         let usage = setup.usage()?;
         if usage.oom_kills > 0 {
-            played.failure = Some("killed by the kernel for want of memory".into());
+            played.failure = Some("killed by the kernel for lack of memory".into());
         } else if let Err(error) = self.check(&way, &outcome) {
             played.failure = Some(error.to_string());
         }

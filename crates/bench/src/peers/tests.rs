@@ -110,7 +110,7 @@ fn who_is_in_want_is_woken_to_try_again_and_not_killed_by_that() {
     setup.cgroup.set_oom_waits(true).unwrap();
     let mut child = setup.command(faultbench).unwrap().args(["--bytes", "192M"]).spawn().unwrap();
     while !setup.cgroup.is_under_oom() {
-        assert!(child.try_wait().unwrap().is_none(), "it ended before it was in want");
+        assert!(child.try_wait().unwrap().is_none(), "the program ended before it had to wait for memory");
         std::thread::yield_now();
     }
     // No memory is freed, so the program retries only if it is woken.

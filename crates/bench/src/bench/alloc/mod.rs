@@ -38,7 +38,8 @@ const CLIENTS: [usize; 5] = [1, 4, 16, 64, 128];
 const NODES: [usize; 4] = [1, 2, 4, 6];
 /// Clients in the tables that vary the number of nodes.
 const CLIENTS_AT_NODES: usize = 64;
-const CROWD: usize = 512;
+/// Clients in the tables with most contention.
+const CLIENTS_MAX: usize = 512;
 /// Clients that replay a trace.
 const REPLAY_CLIENTS: usize = 16;
 /// 3 GiB: as much on 1, 2, 4 or 6 nodes.
@@ -76,7 +77,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             .into(),
     );
     report.notes.push(
-        "under the model clients allocate extents without a pause, and free one at random when they hold \
+        "with the cost model clients allocate extents without a pause, and free one at random when they hold \
          enough; at most half of the memory is allocated. A node's card does any number of one-sided \
          operations at once, and freeing costs the node's core as much as allocating. Ours are the \
          product's state machines, with keys and logs; peers have neither, except where a window is named. \
@@ -157,7 +158,7 @@ fn cases() -> Vec<Case> {
     let by_size = CLASSES.into_iter().map(|k| Case { k, clients: 16, nodes: 1 });
     let by_clients = CLIENTS.into_iter().map(|clients| Case { k: 0, clients, nodes: 1 });
     let by_nodes = NODES.into_iter().map(|nodes| Case { k: 0, clients: CLIENTS_AT_NODES, nodes });
-    let crowds = [0, 3, 4].into_iter().map(|k| Case { k, clients: CROWD, nodes: 1 });
+    let crowds = [0, 3, 4].into_iter().map(|k| Case { k, clients: CLIENTS_MAX, nodes: 1 });
     let large = [(9, 1), (9, 128), (5, 128)].into_iter().map(|(k, clients)| Case { k, clients, nodes: 1 });
     let mut all: Vec<Case> = Vec::new();
     for case in by_size.chain(by_clients).chain(by_nodes).chain(crowds).chain(large) {
@@ -219,7 +220,7 @@ impl Scenes {
             let peers = [Way::Rpc, Way::RpcWindow, Way::Array].into_iter().filter_map(ratio);
             let closest = peers.max_by(|one, other| one.median.total_cmp(&other.median));
             target(format!("{name}: ÷ the best peer"), closest, 1.0);
-            if case.clients == CROWD {
+            if case.clients == CLIENTS_MAX {
                 let bound = match case.k {
                     0 => 1.1,
                     3 => 1.6,

@@ -1,8 +1,8 @@
-//! PostgreSQL under pgbench: each transaction sorts a table in its backend's private memory, and
-//! then does what TPC-B does.
+//! PostgreSQL with pgbench: each transaction sorts a table in its backend's private memory, and
+//! then does the work of TPC-B.
 //!
-//! Shared buffers are shared memory, which Aquifer leaves alone: they are small here, and kernel
-//! swap's programs get as much beside their limit.
+//! Aquifer does not page shared memory, so shared buffers are small here, and their size is added
+//! to the limit on kernel swap.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -17,17 +17,18 @@ use crate::bench::support::child::{self, Outcome, Streams, Watched};
 use crate::bench::support::server;
 
 const PROGRAM: &str = "postgres";
-/// Where Debian has its versions.
+/// Folder of Debian's PostgreSQL versions.
 const VERSIONS: &str = "/usr/lib/postgresql";
 const USER: &str = "bench";
 const SHARED_BUFFERS_BYTES: u64 = 4 << 20;
-/// More than a sort takes: it shall not go to files.
+/// `work_mem`: more than a sort needs, so that sorts do not use files.
 const WORK_MEM: &str = "work_mem=512MB";
-/// With several the kernel finds nothing to swap out so often that hardly any run on swap ends
-/// well.
+/// Number of clients. With several, almost every run on kernel swap fails, since the kernel finds
+/// no page to swap out.
 const CLIENTS: &str = "1";
 
-/// The report reads what the rest does not change, so that it is the same whenever it is made.
+/// The script of pgbench. Its report reads data that transactions do not change, so that it is the
+/// same in each run.
 const SCRIPT: &str = r"\set aid random(1, 100000 * :scale)
 \set tid random(1, 10 * :scale)
 \set bid random(1, :scale)
@@ -44,7 +45,7 @@ INSERT INTO pgbench_history (tid, bid, aid, delta, mtime)
 END;
 ";
 
-/// What must be true, and what must be the same in each run.
+/// Query of the check: a condition that must hold, and data that must be the same in each run.
 const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(delta) FROM \
     pgbench_history) \
      AND (SELECT sum(bbalance) FROM pgbench_branches) = (SELECT sum(tbalance) FROM pgbench_tellers), \
@@ -53,7 +54,7 @@ const CHECK: &str = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELE
      abalance <> 0), \
      (SELECT md5(string_agg(aid || digest, ',' ORDER BY aid, digest)) FROM reports)";
 
-/// Its programs, and its data as they are before each run.
+/// PostgreSQL's programs, and its data before each run.
 #[derive(Debug)]
 pub struct Postgres {
     programs: PathBuf,
@@ -101,7 +102,7 @@ impl Postgres {
         done.map(drop).map_err(|error| explain(error, &outcome))
     }
 
-    /// Each run begins with the same data.
+    /// Restores the data, so that each run begins with the same.
     fn template(&self) -> PathBuf {
         self.home.join("template")
     }
@@ -110,7 +111,7 @@ impl Postgres {
         self.folder.join("transaction.sql")
     }
 
-    /// The server's arguments. What a disk would add is not measured here.
+    /// Arguments of the server, without synchronous writes: the disk is not measured.
     fn arrange(&self, command: &mut Command, data: &Path) {
         command.arg("-D").arg(data).arg("-k").arg(&self.home);
         let buffers = format!("shared_buffers={}MB", SHARED_BUFFERS_BYTES >> 20);
@@ -144,7 +145,7 @@ impl Postgres {
         command
     }
 
-    /// Runs a client that must end well; what it printed, and how long it took.
+    /// Runs a client that must succeed; returns its output and its time.
     fn client(&self, command: Command) -> Result<(String, f64), BenchError> {
         let program = PathBuf::from(command.get_program()).display().to_string();
         let output = self.folder.join("client");
@@ -226,7 +227,7 @@ impl App for Postgres {
     }
 }
 
-/// A client's error with what the server said.
+/// An error of a client, with the output of the server.
 fn explain(error: BenchError, outcome: &Outcome) -> BenchError {
     match error {
         BenchError::Server { program, reason } => {
@@ -236,7 +237,7 @@ fn explain(error: BenchError, outcome: &Outcome) -> BenchError {
     }
 }
 
-/// The newest version's.
+/// The newest installed version.
 fn find_programs(versions: &Path) -> Option<PathBuf> {
     let folders = std::fs::read_dir(versions).ok()?.flatten();
     let version = |name: &OsStr| name.to_str()?.parse::<u32>().ok();
@@ -247,7 +248,7 @@ fn find_programs(versions: &Path) -> Option<PathBuf> {
     known.filter(|(_, programs)| whole(programs)).max().map(|(_, programs)| programs)
 }
 
-/// The third word of a line of pgbench's log.
+/// The latency in a line of pgbench's log: the third word.
 fn parse_latency_us(line: &str) -> Option<f64> {
     line.split_ascii_whitespace().nth(2)?.parse().ok().map(float)
 }

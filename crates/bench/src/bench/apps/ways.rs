@@ -274,7 +274,7 @@ impl Stage {
         let usage = setup.usage()?;
         setup.close()?;
         let (outcome, played) = match result {
-            _ if usage.oom_kills > 0 => return Ok(Err("killed for want of memory".into())),
+            _ if usage.oom_kills > 0 => return Ok(Err("killed for lack of memory".into())),
             Err(error @ (BenchError::Program { .. } | BenchError::Server { .. })) => {
                 return Ok(Err(error.to_string()));
             }

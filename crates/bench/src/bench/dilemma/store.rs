@@ -20,7 +20,7 @@ use aquifer::state::StateDir;
 /// Limit of the volume's budget; a part of it is its share of the mempool.
 const LIMIT_BYTES: u64 = 64 << 20;
 /// Time that a write waits for free memory.
-const PATIENCE: Duration = Duration::from_secs(10);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 const SEED: u64 = 7;
 
 /// A host of a cluster.
@@ -67,7 +67,7 @@ impl Host {
         let share_bytes = usize::try_from(share_bytes).map_err(|error| failed(&error))?;
         let mempool = Arc::new(Mempool::new(share_bytes).map_err(|error| failed(&error))?);
         let connector: Arc<dyn Connector> = self.nodes.connector(self.tenant.0);
-        let volume = BlockVolume::new((pages * PAGE_BYTES) as u64, mempool, budget, PATIENCE)
+        let volume = BlockVolume::new((pages * PAGE_BYTES) as u64, mempool, budget, WRITE_TIMEOUT)
             .map_err(|error| failed(&error))?;
         let pool = self.nodes.pool_client(self.tenant.0);
         let mut pump = Pump::new(Arc::clone(&volume), Arc::clone(&connector), pool, SEED);

@@ -25,7 +25,7 @@ use crate::bench::support::{interrupt, procs};
 
 /// Cluster key of the bench's two processes; it need not be secret.
 pub const KEY: ClusterKey = ClusterKey([11; 32]);
-const PATIENCE: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const PAGE_BYTES: u32 = 4096;
 const ANSWER: usize = ANSWER_BYTES + PAGE_BYTES as usize;
 /// READs in a floor.
@@ -224,7 +224,7 @@ fn measure_at(
 
 fn connect_plain(address: SocketAddr) -> Result<End, BenchError> {
     let failed = |error: std::io::Error| BenchError::Fabric { reason: error.to_string() };
-    let stream = tcp::connect_unpaced(address, PATIENCE).map_err(failed)?;
+    let stream = tcp::connect_unpaced(address, ANSWER_TIMEOUT).map_err(failed)?;
     stream.set_nodelay(true).map_err(failed)?;
     Ok(End::Plain(stream, vec![0; ANSWER * DEPTH]))
 }

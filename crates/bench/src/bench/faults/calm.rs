@@ -13,15 +13,15 @@ const LIMIT_BYTES: u64 = 512 * MIB;
 /// Times of one program, round by round.
 #[derive(Debug, Default)]
 pub struct Calm {
-    /// What the program does.
+    /// Name of the program.
     pub name: &'static str,
-    /// Seconds from start to end, run plainly.
+    /// Times of the plain runs in seconds.
     pub plain_s: Vec<f64>,
-    /// The same, on the pool.
+    /// Times of the runs on the pool in seconds.
     pub pool_s: Vec<f64>,
-    /// Processor time of the program, run plainly.
+    /// Processor times of the plain runs.
     pub plain_cpu_us: Vec<f64>,
-    /// The same, on the pool, `aquifer run` included.
+    /// Processor times of the runs on the pool, with `aquifer run`.
     pub pool_cpu_us: Vec<f64>,
 }
 
@@ -41,8 +41,7 @@ pub fn measure(bench: &Bench) -> Result<Vec<Calm>, BenchError> {
     for (name, program, args) in programs {
         let mut calm = Calm { name, ..Calm::default() };
         for round in 0..bench.size.calm_rounds {
-            // Which goes first changes, so that neither always finds the caches as the other left
-            // them.
+            // The order alternates, so that neither always starts with the caches of the other.
             for pooled in [round % 2 == 0, round % 2 == 1] {
                 let mut command = if pooled {
                     bench.cluster.pooled_command(LIMIT_BYTES, &stats, program)?

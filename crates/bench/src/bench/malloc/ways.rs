@@ -179,7 +179,7 @@ impl Stage {
             let usage = setup.usage()?;
             setup.close()?;
             let reason = match played {
-                _ if usage.oom_kills > 0 => "killed for want of memory".to_owned(),
+                _ if usage.oom_kills > 0 => "killed for lack of memory".to_owned(),
                 Err(error @ BenchError::Program { .. }) => error.to_string(),
                 played => {
                     let (mut sample, peak_bytes) = played?;

@@ -15,7 +15,7 @@ use super::server::NODE;
 use crate::bench::alloc::array::{ArrayClient, ArrayProgress, Held, READ_MAX, Touch};
 
 /// Time between two polls of an endpoint over a network.
-const PATIENCE: Duration = Duration::from_millis(20);
+const POLL_TIMEOUT: Duration = Duration::from_millis(20);
 /// Polls before the thread yields the processor, as in the pool's client.
 const SPINS_MAX: u32 = 256;
 /// Length of a message.
@@ -243,7 +243,7 @@ impl Wire {
         if self.endpoint.is_broken() {
             return Err("the node is gone".into());
         }
-        self.endpoint.wait(PATIENCE);
+        self.endpoint.wait(POLL_TIMEOUT);
         if *spins < SPINS_MAX {
             std::hint::spin_loop();
         } else {

@@ -194,9 +194,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("target");
         let target = Arc::new(ShmTarget::listen(&path, shm::ShmOptions::default()).unwrap());
-        let desk = server::lend(&*target).unwrap();
+        let rpc_server = server::lend(&*target).unwrap();
         let served = Arc::clone(&target);
-        std::thread::spawn(move || server::attend(&*served, desk));
+        std::thread::spawn(move || server::attend(&*served, rpc_server));
         let reach = FabricAddress::Shm(path);
         for way in RealWay::ALL.into_iter().filter(|way| *way != RealWay::Trip) {
             let mut clients = connect(&reach, way, 2).unwrap();

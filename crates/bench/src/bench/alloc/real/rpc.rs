@@ -111,7 +111,7 @@ impl Buddies {
 
 /// The RPC server of one target.
 #[derive(Debug)]
-pub struct Desk {
+pub struct RpcServer {
     free: Buddies,
     /// Allocated extents: size, and window if one was bound.
     taken: HashMap<u32, (SizeClass, Option<Key>)>,
@@ -120,7 +120,7 @@ pub struct Desk {
     key: Key,
 }
 
-impl Desk {
+impl RpcServer {
     /// A server for sections from an address on.
     pub fn new(sections: u32, base: u64, key: Key) -> Self {
         Self { free: Buddies::new(sections), taken: HashMap::new(), base, key }

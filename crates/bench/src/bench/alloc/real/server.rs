@@ -11,7 +11,7 @@ use aquifer_fabric::{Access, Memory, Scope, Target};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{NodeId, NodeMemory};
 
-use super::rpc::Desk;
+use super::rpc::RpcServer;
 use super::{KEY, NODE_SECTIONS};
 use crate::bench::BenchError;
 use crate::bench::support::serving;
@@ -35,14 +35,14 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         TcpTarget::listen(anywhere, &KEY, tcp::TcpOptions::default()).map_err(|error| failed(&error))?;
     let address = tcp.address();
     let targets: [Arc<dyn Target>; 2] = [Arc::new(shm), Arc::new(tcp)];
-    let mut desks = Vec::new();
+    let mut servers = Vec::new();
     for target in targets {
-        let desk = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
-        desks.push(std::thread::spawn(move || attend(&*target, desk)));
+        let rpc_server = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
+        servers.push(std::thread::spawn(move || attend(&*target, rpc_server)));
     }
     serving::ready(path, &address.to_string())?;
-    for desk in desks {
-        desk.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    for rpc_server in servers {
+        rpc_server.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
     Ok(())
 }
@@ -52,7 +52,7 @@ fn failed(error: &dyn std::fmt::Display) -> BenchError {
 }
 
 /// Registers the memory: the pool is the first region, then the array, then the memory of RPCs.
-pub fn lend(target: &dyn Target) -> Result<Desk, String> {
+pub fn lend(target: &dyn Target) -> Result<RpcServer, String> {
     let show = |error: &dyn std::fmt::Display| error.to_string();
     NodeMemory::create(target, NODE, u64::from(NODE_SECTIONS) * SECTION_BYTES)
         .map_err(|error| show(&error))?;
@@ -65,11 +65,11 @@ pub fn lend(target: &dyn Target) -> Result<Desk, String> {
     let handed_out = create(u64::from(NODE_SECTIONS) * SECTION_BYTES)?;
     let region =
         target.register(handed_out, Access::READ_WRITE, Scope::Anyone).map_err(|error| show(&error))?;
-    Ok(Desk::new(NODE_SECTIONS, region.base, region.key))
+    Ok(RpcServer::new(NODE_SECTIONS, region.base, region.key))
 }
 
 /// Serves RPCs until the process ends.
-pub fn attend(target: &dyn Target, mut desk: Desk) {
+pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
     let mut message = Vec::new();
     // Time for which the thread polls before it sleeps, as the fabric's threads do.
     let spin_time = tcp::TcpOptions::default().spin_time;
@@ -78,7 +78,7 @@ pub fn attend(target: &dyn Target, mut desk: Desk) {
     loop {
         message.clear();
         if let Some(who) = target.receive(&mut message) {
-            let answer = desk.answer(target, who, &message);
+            let answer = rpc_server.answer(target, who, &message);
             target.send(who.host, &answer);
             last = Instant::now();
             looks_until = last + spin_time;
