@@ -1,4 +1,4 @@
-//! The timed loops.
+//! Timed loops of operations and their bare counterparts.
 
 use std::collections::BTreeMap;
 use std::hint::black_box;
@@ -15,21 +15,21 @@ use crate::bench::support::interrupt;
 use crate::bench::support::procs;
 use crate::bench::support::spread::Spread;
 
-/// How much is measured.
+/// Amount of work.
 #[derive(Clone, Copy, Debug)]
 pub struct Volume {
-    /// Alternations of verb and bare operation.
+    /// Rounds; in each, the operation and its counterpart alternate.
     pub rounds: usize,
     /// Bytes copied in a round, for large copies.
     pub bytes: usize,
-    /// Operations in a round, at most.
+    /// Most operations in a round.
     pub operations: usize,
 }
 
 impl Volume {
-    /// A few seconds.
+    /// For `--quick`: a few seconds.
     pub const QUICK: Self = Self { rounds: 5, bytes: 64 << 20, operations: 50_000 };
-    /// Half a minute.
+    /// For a full run: half a minute.
     pub const FULL: Self = Self { rounds: 15, bytes: 192 << 20, operations: 200_000 };
 
     fn operations_of(self, bytes: u32) -> usize {
@@ -37,47 +37,48 @@ impl Volume {
     }
 }
 
-/// What is done.
+/// Kind of operation.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Kind {
-    /// Beside memcpy.
+    /// READ, beside memcpy.
     Read,
-    /// Beside memcpy.
+    /// WRITE, beside memcpy.
     Write,
-    /// Beside a bare compare-exchange.
+    /// CAS, beside a bare compare-exchange.
     CompareSwap,
-    /// Beside a bare fetch-add.
+    /// FAA, beside a bare fetch-add.
     FetchAdd,
 }
 
-/// Where it is done.
+/// Addresses of the operations.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Place {
-    /// Always at the same place.
+    /// One address.
     Hot,
-    /// All over the memory.
+    /// Random addresses in all the memory.
     Cold,
 }
 
-/// A verb and its bare counterpart, ns an operation, round by round.
+/// Times of an operation and of its bare counterpart, for each round.
 #[derive(Clone, Debug)]
 pub struct Pair {
-    /// What.
+    /// Kind of operation.
     pub kind: Kind,
-    /// Length.
+    /// Length in bytes.
     pub bytes: u32,
-    /// Where.
+    /// Addresses.
     pub place: Place,
     /// Operations posted at once.
     pub batch: usize,
-    /// Ours.
+    /// Times of the operation in ns.
     pub verb_ns: Vec<f64>,
-    /// The bare one's.
+    /// Times of the bare counterpart in ns.
     pub bare_ns: Vec<f64>,
 }
 
-/// Offsets in a random order that visits every slot once: by a multiplier that shares no factor
-/// with their number, a power of two.
+/// Offsets in a random order that visits every slot once.
+///
+/// The step is odd and the number of slots is a power of two, so they have no common factor.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     slots: usize,
@@ -88,8 +89,8 @@ struct Walk {
 
 impl Walk {
     fn new(bytes: u32, place: Place) -> Self {
-        // Small operations are a page apart and at differing lines of it, so that each meets a cold
-        // line.
+        // Small operations are a page apart and use different lines of a page, so that each line is
+        // cold.
         let slot_bytes = usize::try_from(bytes).unwrap_or(REGION_BYTES).max(4096);
         let slots = if place == Place::Hot { 1 } else { REGION_BYTES / slot_bytes };
         Self { slots, slot_bytes, at: 0, step: 0x9E37_79B1 | 1 }
@@ -98,7 +99,7 @@ impl Walk {
     #[inline]
     fn next(&mut self, bytes: u32) -> usize {
         self.at = self.at.wrapping_add(self.step);
-        // The middle bits of the sum wander more than its low ones.
+        // The middle bits of the sum vary more than its low ones.
         let slot = (self.at ^ (self.at >> 15)) % self.slots;
         let line = if bytes < 4096 && self.slots > 1 { (self.at >> 7) % 64 * 64 } else { 0 };
         slot * self.slot_bytes + line
@@ -119,7 +120,7 @@ pub fn pair(
 ) -> Result<Pair, BenchError> {
     let operations = volume.operations_of(bytes);
     let mut pair = Pair { kind, bytes, place, batch, verb_ns: Vec::new(), bare_ns: Vec::new() };
-    // One round that does not count: it maps pages and wakes the processor.
+    // The first round maps pages and wakes the processor, and is not counted.
     for round in 0..=volume.rounds {
         interrupt::check()?;
         let mut walk = Walk::new(bytes, place);
@@ -196,12 +197,12 @@ fn work(link: &Link, pair: &Pair, offset: usize, slot: usize, word: u64) -> Work
     Work { id: slot as u64, verb, signalled: true }
 }
 
-/// `ALONE`: each operation waits for the data of the one before.
+/// Times the bare counterpart. With `ALONE`, each operation depends on the data of the one before.
 fn bare<const ALONE: bool>(link: &Link, pair: &Pair, operations: usize, walk: &mut Walk) -> f64 {
     let len = usize::try_from(pair.bytes).unwrap_or(0);
     let (region, local) = (&link.bare, link.local());
     let mut word = 0;
-    // Zero, but the compiler does not know: it makes each place depend on the data before it.
+    // Always zero, but unknown to the compiler: makes each address depend on the data before.
     let wait = black_box(0);
     let start = Instant::now();
     for operation in 0..operations.div_ceil(pair.batch) * pair.batch {
@@ -245,10 +246,10 @@ fn per_operation_ns(start: Instant, operations: usize) -> f64 {
     start.elapsed().as_secs_f64() * 1e9 / float(operations.max(1) as u64)
 }
 
-/// Messages of 64 bytes to the other process and back, one at a time.
+/// Times messages of 64 bytes to the serving process and back, one at a time.
 ///
 /// # Errors
-/// If one fails, or the other process is gone.
+/// If a message fails, or the serving process has ended.
 pub fn messages(link: &mut Link, volume: Volume) -> Result<BTreeMap<&'static str, Spread>, BenchError> {
     let trips = volume.operations / 5;
     let (mut p50_us, mut p99_us) = (Vec::new(), Vec::new());
@@ -264,8 +265,7 @@ pub fn messages(link: &mut Link, volume: Volume) -> Result<BTreeMap<&'static str
         p50_us.push(times_us[trips / 2]);
         p99_us.push(times_us[trips * 99 / 100]);
     }
-    // The kernel counts processor time in ticks of 10 ms: only that of all rounds together means
-    // something.
+    // The kernel counts processor time in ticks of 10 ms, so only the sum of all rounds is precise.
     let per_trip_us = float(cpu_us(link) - before_us) / float((trips * volume.rounds) as u64);
     let figures = [("p50 µs", p50_us), ("p99 µs", p99_us), ("CPU µs", vec![per_trip_us])];
     Ok(figures.into_iter().filter_map(|(name, values)| Some((name, Spread::of(&values)?))).collect())

@@ -1,6 +1,6 @@
-//! READs over TCP, of as many pages as are under way at once, beside the same bytes over a plain
-//! socket: one at a time against a blocking round trip, many at once against a pipelined echo. Both
-//! servers are in the same other process.
+//! READs of pages over TCP, beside the same bytes over a plain socket: one READ at a time beside a
+//! blocking round trip, and many at once beside a pipelined echo. One serving process has both
+//! servers.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -28,14 +28,14 @@ pub const KEY: ClusterKey = ClusterKey([11; 32]);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const PAGE_BYTES: u32 = 4096;
 const ANSWER: usize = ANSWER_BYTES + PAGE_BYTES as usize;
-/// READs in a floor.
+/// READs in a measurement of the lower bound.
 const READS: usize = 2000;
-/// From one READ of a floor to the next: an odd number of pages, so that all are visited in turn.
+/// Distance between two such READs: an odd number of pages, so that all pages are read in turn.
 const FAR_BYTES: usize = 4096 * 0x9E37;
-/// Operations under way at once.
+/// Operations in flight.
 pub const DEPTH: usize = 32;
 
-/// Answers each request-sized piece with an answer-sized one, for as long as the connection lasts.
+/// Starts a server that answers each request with an answer of fixed length.
 ///
 /// # Errors
 /// If it cannot listen.
@@ -68,7 +68,7 @@ fn echo(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-/// One way to get pages, with `depth` of them under way.
+/// A way to read pages, with `depth` operations in flight.
 struct Way {
     name: &'static str,
     depth: usize,
@@ -87,7 +87,7 @@ impl Way {
         Self { name, depth, end, us: Vec::new(), server_cpu_us: Vec::new() }
     }
 
-    /// Get `operations` pages; µs for each.
+    /// Reads pages; returns the time of each in µs.
     fn measure(&mut self, operations: usize) -> Result<f64, BenchError> {
         let failed = |error: std::io::Error| BenchError::Fabric { reason: error.to_string() };
         let rounds = operations.div_ceil(self.depth);
@@ -117,8 +117,8 @@ impl Way {
     }
 }
 
-/// Where both ends run. A wake-up across processors costs more than all else, so it must not be
-/// left to chance.
+/// Processors of both ends. A wake-up across processors takes longer than all other steps, so the
+/// placement is fixed.
 #[derive(Clone, Copy)]
 struct Placement {
     name: &'static str,
@@ -132,7 +132,7 @@ const PLACEMENTS: [Placement; 2] = [
 ];
 
 impl Placement {
-    /// Put this thread and all of the other process there; false if there is no such processor.
+    /// Pins this thread and the serving process; returns false if a processor does not exist.
     fn apply(self, server: u32) -> bool {
         let only = |core: usize| {
             let mut set = CpuSet::new();
@@ -142,7 +142,7 @@ impl Placement {
         let tasks = std::fs::read_dir(format!("/proc/{server}/task")).into_iter().flatten().flatten();
         let threads = tasks.filter_map(|task| Pid::from_raw(task.file_name().to_str()?.parse().ok()?));
         for thread in threads {
-            // One that has just ended need not be moved.
+            // Fails if the thread has ended.
             let _ = sched_setaffinity(Some(thread), &only(self.target));
         }
         let process = i32::try_from(server).ok().and_then(Pid::from_raw);
@@ -151,11 +151,11 @@ impl Placement {
     }
 }
 
-/// What was measured.
+/// Results over TCP.
 pub struct Wire {
-    /// For the table.
+    /// Rows of the table.
     pub rows: Vec<Row>,
-    /// What is promised.
+    /// Targets.
     pub targets: Vec<Target>,
 }
 
@@ -179,7 +179,7 @@ pub fn measure(
         }
     }
     if let Some(before) = before {
-        // Where it may not be undone nothing else is harmed: what follows is not timed.
+        // A failure to undo the placement does no harm: the rest is not timed.
         let _ = sched_setaffinity(None, &before);
     }
     Ok(wire)
@@ -204,9 +204,9 @@ fn measure_at(
     ] {
         ways.push(Way::new(name, depth, End::Verbs(Box::new(connect_verbs(verbs, encrypt)?))));
     }
-    // Connections have brought threads of their own.
+    // Connections have started further threads, which must be pinned, too.
     placement.apply(server);
-    // One round that does not count: it maps pages and opens windows.
+    // The first round maps pages and opens windows, and is not counted.
     for round in 0..=volume.rounds {
         for way in &mut ways {
             interrupt::check()?;
@@ -237,8 +237,8 @@ fn connect_verbs(address: SocketAddr, encrypt: bool) -> Result<Link, BenchError>
     Link::new(endpoint, 4096)
 }
 
-/// The median of READs of a page, one at a time and all over the memory, in µs, with both ends
-/// where that is least.
+/// Median latency in µs of cold READs of a page, one at a time, with the best placement of both
+/// ends.
 ///
 /// # Errors
 /// As [`measure`].
@@ -251,7 +251,7 @@ pub fn read_p50_us(server: u32, verbs: SocketAddr) -> Result<f64, BenchError> {
             placement.apply(server);
             let p50_us = link.and_then(|mut link| p50_us(&mut link));
             if let Some(before) = &before {
-                // What is measured next must find its processors as it left them.
+                // The placement must not affect later measurements.
                 let _ = sched_setaffinity(None, before);
             }
             best_us = best_us.min(p50_us?);
@@ -269,7 +269,7 @@ fn p50_us(link: &mut Link) -> Result<f64, BenchError> {
         let verb = Verb::Read { local: link.slice(0, PAGE_BYTES), remote: link.remote(at) };
         let start = Instant::now();
         link.all(&[Work { id: 0, verb, signalled: true }])?;
-        // The first half opens windows and wakes processors.
+        // The first half opens windows and wakes processors, and is not counted.
         if operation >= READS {
             times_us.push(start.elapsed().as_secs_f64() * 1e6);
         }
@@ -278,7 +278,7 @@ fn p50_us(link: &mut Link) -> Result<f64, BenchError> {
     Ok(times_us[READS / 2])
 }
 
-/// The plain way with as much under way.
+/// The plain way with the same number of operations in flight.
 fn peer<'a>(way: &Way, ways: &'a [Way]) -> &'a Way {
     let is_peer = |other: &&Way| other.depth == way.depth && matches!(other.end, End::Plain(..));
     ways.iter().find(is_peer).expect("there is one for each depth")
