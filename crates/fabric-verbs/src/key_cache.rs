@@ -66,14 +66,14 @@ impl KeyCache {
     /// with numbers below `done` has ended.
     pub fn look_up(
         &mut self,
-        name: KeyId,
+        key_id: KeyId,
         right: Right,
         (addr, len): (u64, u64),
         number: u64,
         done: u64,
     ) -> KeyLookup {
         self.clock += 1;
-        if let Some(known) = self.known.get_mut(&name) {
+        if let Some(known) = self.known.get_mut(&key_id) {
             let OpenedKey { addr: base, len: bytes, access, .. } = known.opened;
             if self.checks
                 && let Err(error) = covers((base, bytes), access, right, addr, len)
@@ -88,38 +88,38 @@ impl KeyCache {
             return KeyLookup::Wait;
         }
         if self.known.len() < self.max {
-            self.asked = Some(name);
+            self.asked = Some(key_id);
             return KeyLookup::Ask;
         }
         let idle = self.known.iter().filter(|(_, known)| known.busy_until <= done);
         let Some((oldest, _)) = idle.min_by_key(|(_, known)| known.used) else { return KeyLookup::Wait };
         let oldest = *oldest;
         self.known.remove(&oldest);
-        self.asked = Some(name);
+        self.asked = Some(key_id);
         KeyLookup::Replace(oldest)
     }
 
     /// Handles the target's answer. Returns false if the target was not asked.
-    pub fn handle_opened(&mut self, name: KeyId, opened: Option<OpenedKey>) -> bool {
-        let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
+    pub fn handle_opened(&mut self, key_id: KeyId, opened: Option<OpenedKey>) -> bool {
+        let was_asked = self.asked.take_if(|asked| *asked == key_id).is_some();
         if let Some(opened) = opened.filter(|_| was_asked) {
             self.clock += 1;
-            self.known.insert(name, CachedKey { opened, used: self.clock, busy_until: 0 });
+            self.known.insert(key_id, CachedKey { opened, used: self.clock, busy_until: 0 });
         }
         was_asked
     }
 
     /// Handles the target's answer that no more keys can be open. Returns false if the target was
     /// not asked, or no key is open at all.
-    pub fn handle_full(&mut self, name: KeyId) -> bool {
-        let was_asked = self.asked.take_if(|asked| *asked == name).is_some();
+    pub fn handle_full(&mut self, key_id: KeyId) -> bool {
+        let was_asked = self.asked.take_if(|asked| *asked == key_id).is_some();
         self.max = self.known.len().max(1);
         was_asked && !self.known.is_empty()
     }
 
     /// Removes a key that the device refused: it may have been invalidated.
-    pub fn forget(&mut self, name: KeyId) {
-        self.known.remove(&name);
+    pub fn forget(&mut self, key_id: KeyId) {
+        self.known.remove(&key_id);
     }
 
     /// Removes all keys, since no window is bound to a new queue pair.
@@ -135,7 +135,7 @@ mod tests {
     use aquifer_fabric::target::Access;
     use aquifer_fabric::work::Key;
 
-    fn name(key: u32) -> KeyId {
+    fn key_id(key: u32) -> KeyId {
         KeyId::at(Key(key), 1000)
     }
 
@@ -146,29 +146,33 @@ mod tests {
     }
 
     fn known(keys: &mut KeyCache, key: Key, number: u64) {
-        assert_eq!(keys.look_up(name(key.0), Right::Read, WHOLE, number, 0), KeyLookup::Ask);
-        assert!(keys.handle_opened(name(key.0), Some(opened(key.0 + 1))));
-        assert_eq!(keys.look_up(name(key.0), Right::Read, WHOLE, number, 0), KeyLookup::Open(key.0 + 1));
+        assert_eq!(keys.look_up(key_id(key.0), Right::Read, WHOLE, number, 0), KeyLookup::Ask);
+        assert!(keys.handle_opened(key_id(key.0), Some(opened(key.0 + 1))));
+        assert_eq!(keys.look_up(key_id(key.0), Right::Read, WHOLE, number, 0), KeyLookup::Open(key.0 + 1));
     }
 
     #[test]
     fn a_key_is_asked_for_once_and_checked() {
         let mut keys = KeyCache::new(4);
-        assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
-        assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Wait);
-        assert_eq!(keys.look_up(name(8), Right::Read, WHOLE, 0, 0), KeyLookup::Wait, "one at a time");
-        assert!(!keys.handle_opened(name(9), Some(opened(3))), "it was not asked");
-        assert!(keys.handle_opened(name(7), Some(opened(3))));
-        assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Open(3));
+        assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
+        assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Wait);
+        assert_eq!(keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0), KeyLookup::Wait, "one at a time");
+        assert!(!keys.handle_opened(key_id(9), Some(opened(3))), "it was not asked");
+        assert!(keys.handle_opened(key_id(7), Some(opened(3))));
+        assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Open(3));
         let refused = KeyLookup::Refused(WorkError::RemoteAccess);
-        assert_eq!(keys.look_up(name(7), Right::Write, WHOLE, 0, 0), refused);
-        assert_eq!(keys.look_up(name(7), Right::Read, (1001, 100), 0, 0), refused);
-        assert_eq!(keys.look_up(name(7), Right::Read, (u64::MAX, 2), 0, 0), refused);
-        assert_eq!(keys.look_up(name(8), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
-        assert!(keys.handle_opened(name(8), None));
-        assert_eq!(keys.look_up(name(8), Right::Read, WHOLE, 0, 0), KeyLookup::Ask, "it may be bound by now");
+        assert_eq!(keys.look_up(key_id(7), Right::Write, WHOLE, 0, 0), refused);
+        assert_eq!(keys.look_up(key_id(7), Right::Read, (1001, 100), 0, 0), refused);
+        assert_eq!(keys.look_up(key_id(7), Right::Read, (u64::MAX, 2), 0, 0), refused);
+        assert_eq!(keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
+        assert!(keys.handle_opened(key_id(8), None));
+        assert_eq!(
+            keys.look_up(key_id(8), Right::Read, WHOLE, 0, 0),
+            KeyLookup::Ask,
+            "it may be bound by now"
+        );
         keys.clear();
-        assert_eq!(keys.look_up(name(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
+        assert_eq!(keys.look_up(key_id(7), Right::Read, WHOLE, 0, 0), KeyLookup::Ask);
     }
 
     #[test]
@@ -176,13 +180,13 @@ mod tests {
         let mut keys = KeyCache::new(2);
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);
-        assert_eq!(keys.look_up(name(3), Right::Read, WHOLE, 2, 0), KeyLookup::Wait, "both are in use");
-        assert_eq!(keys.look_up(name(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(name(1)));
-        assert!(keys.handle_opened(name(3), Some(opened(4))));
-        assert_eq!(keys.look_up(name(2), Right::Read, WHOLE, 3, 2), KeyLookup::Open(3));
+        assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 0), KeyLookup::Wait, "both are in use");
+        assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(key_id(1)));
+        assert!(keys.handle_opened(key_id(3), Some(opened(4))));
+        assert_eq!(keys.look_up(key_id(2), Right::Read, WHOLE, 3, 2), KeyLookup::Open(3));
         assert_eq!(
-            keys.look_up(name(1), Right::Read, WHOLE, 4, 3),
-            KeyLookup::Replace(name(3)),
+            keys.look_up(key_id(1), Right::Read, WHOLE, 4, 3),
+            KeyLookup::Replace(key_id(3)),
             "2 is still in use"
         );
     }
@@ -192,13 +196,13 @@ mod tests {
         let mut keys = KeyCache::new(4);
         known(&mut keys, Key(1), 0);
         known(&mut keys, Key(2), 1);
-        assert_eq!(keys.look_up(name(3), Right::Read, WHOLE, 2, 2), KeyLookup::Ask);
-        assert!(!keys.handle_full(name(4)), "it was not asked");
-        assert!(keys.handle_full(name(3)));
-        assert_eq!(keys.look_up(name(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(name(1)));
-        assert!(keys.handle_opened(name(3), Some(opened(4))));
+        assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Ask);
+        assert!(!keys.handle_full(key_id(4)), "it was not asked");
+        assert!(keys.handle_full(key_id(3)));
+        assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 2, 2), KeyLookup::Replace(key_id(1)));
+        assert!(keys.handle_opened(key_id(3), Some(opened(4))));
         keys.clear();
-        assert_eq!(keys.look_up(name(3), Right::Read, WHOLE, 3, 3), KeyLookup::Ask);
-        assert!(!keys.handle_full(name(3)), "not even one");
+        assert_eq!(keys.look_up(key_id(3), Right::Read, WHOLE, 3, 3), KeyLookup::Ask);
+        assert!(!keys.handle_full(key_id(3)), "not even one");
     }
 }

@@ -92,8 +92,8 @@ impl<'a> InitiatorMessage<'a> {
     /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Ask(name) => put(out, &head(ASK, name.key, name.start), &[]),
-            Self::Forget(name) => put(out, &head(FORGET, name.key, name.start), &[]),
+            Self::Ask(key_id) => put(out, &head(ASK, key_id.key, key_id.start), &[]),
+            Self::Forget(key_id) => put(out, &head(FORGET, key_id.key, key_id.start), &[]),
             Self::Message(number, bytes) => put(out, &head(MESSAGE, Key(0), number), bytes),
             Self::Taken(count) => put(out, &head(TAKEN, Key(0), count), &[]),
         }
@@ -102,10 +102,10 @@ impl<'a> InitiatorMessage<'a> {
     /// Parses a message; `None` if an initiator sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
-        let name = KeyId::at(Key(head.key.get()), head.number.get());
+        let key_id = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
-            ASK => Some(Self::Ask(name)),
-            FORGET => Some(Self::Forget(name)),
+            ASK => Some(Self::Ask(key_id)),
+            FORGET => Some(Self::Forget(key_id)),
             MESSAGE => Some(Self::Message(head.number.get(), message)),
             TAKEN => Some(Self::Taken(head.number.get())),
             _ => None,
@@ -117,8 +117,8 @@ impl<'a> TargetMessage<'a> {
     /// Encodes the message into `out`, which is replaced.
     pub fn write(&self, out: &mut Vec<u8>) {
         match *self {
-            Self::Opened(name, opened) => {
-                let mut head = head(OPENED, name.key, opened.map_or(name.start, |opened| opened.addr));
+            Self::Opened(key_id, opened) => {
+                let mut head = head(OPENED, key_id.key, opened.map_or(key_id.start, |opened| opened.addr));
                 if let Some(OpenedKey { len, access, device_key, .. }) = opened {
                     head.len = len.into();
                     head.device_key = device_key.into();
@@ -127,7 +127,7 @@ impl<'a> TargetMessage<'a> {
                 }
                 put(out, &head, &[]);
             }
-            Self::Full(name) => put(out, &head(FULL, name.key, name.start), &[]),
+            Self::Full(key_id) => put(out, &head(FULL, key_id.key, key_id.start), &[]),
             Self::Delivered(number, had_room) => {
                 let mut head = head(DELIVERED, Key(0), number);
                 head.flags = had_room.into();
@@ -140,7 +140,7 @@ impl<'a> TargetMessage<'a> {
     /// Parses a message; `None` if a target sends no such message.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (head, message) = Head::ref_from_prefix(bytes).ok()?;
-        let name = KeyId::at(Key(head.key.get()), head.number.get());
+        let key_id = KeyId::at(Key(head.key.get()), head.number.get());
         match head.kind {
             OPENED => {
                 let access = Access {
@@ -155,9 +155,9 @@ impl<'a> TargetMessage<'a> {
                     device_key: head.device_key.get(),
                 };
                 let is_open = access != Access { read: false, write: false, atomic: false };
-                Some(Self::Opened(name, is_open.then_some(opened)))
+                Some(Self::Opened(key_id, is_open.then_some(opened)))
             }
-            FULL => Some(Self::Full(name)),
+            FULL => Some(Self::Full(key_id)),
             DELIVERED => Some(Self::Delivered(head.number.get(), head.flags != 0)),
             MESSAGE => Some(Self::Message(head.number.get(), message)),
             _ => None,
@@ -171,7 +171,7 @@ mod tests {
 
     use super::*;
 
-    fn name(key: u32) -> KeyId {
+    fn key_id(key: u32) -> KeyId {
         KeyId::at(Key(key), 0)
     }
 
@@ -181,9 +181,9 @@ mod tests {
             OpenedKey { addr: 7 << 40, len: 4096, access: Access::READ_WRITE, device_key: 0x1234_5678 };
         let mut bytes = Vec::new();
         for request in [
-            InitiatorMessage::Ask(name(9)),
+            InitiatorMessage::Ask(key_id(9)),
             InitiatorMessage::Ask(KeyId::at(Key::of_run(3, 5), 77 << 20)),
-            InitiatorMessage::Forget(name(8)),
+            InitiatorMessage::Forget(key_id(8)),
             InitiatorMessage::Message(3, b"hello"),
             InitiatorMessage::Taken(u64::MAX),
         ] {
@@ -192,9 +192,9 @@ mod tests {
             assert_eq!(InitiatorMessage::parse(&bytes[..HEAD_BYTES - 1]), None);
         }
         for answer in [
-            TargetMessage::Opened(name(9), Some(opened)),
-            TargetMessage::Opened(name(9), None),
-            TargetMessage::Full(name(3)),
+            TargetMessage::Opened(key_id(9), Some(opened)),
+            TargetMessage::Opened(key_id(9), None),
+            TargetMessage::Full(key_id(3)),
             TargetMessage::Full(KeyId::at(Key::of_run(9, 5), 77 << 20)),
             TargetMessage::Delivered(4, true),
             TargetMessage::Delivered(4, false),

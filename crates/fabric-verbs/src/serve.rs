@@ -189,14 +189,18 @@ impl VerbsServer {
     fn fence(&mut self, shared: &VerbsShared, host: Host, epoch: u64) {
         let is_fenced = |who: Identity| who.host == host && who.epoch <= epoch;
         let is_of_host = |session: &VerbsSession| session.peer().is_some_and(|peer| is_fenced(peer.who));
-        let fenced = self.sessions.iter().filter(|(_, session)| is_of_host(session)).map(|(name, _)| *name);
-        fenced.collect::<Vec<_>>().into_iter().for_each(|name| self.close(name));
+        let fenced = self
+            .sessions
+            .iter()
+            .filter(|(_, session)| is_of_host(session))
+            .map(|(connection_id, _)| *connection_id);
+        fenced.collect::<Vec<_>>().into_iter().for_each(|connection_id| self.close(connection_id));
         self.release_parked(shared, |peer, _| is_fenced(peer.who));
     }
 
     /// Closes a connection. Its session may be resumed over another one.
-    fn close(&mut self, name: usize) {
-        let Some(session) = self.sessions.remove(&name) else { return };
+    fn close(&mut self, connection_id: usize) {
+        let Some(session) = self.sessions.remove(&connection_id) else { return };
         self.by_pair.remove(&session.pair.number());
         if let SessionPhase::Open(peer) = &session.phase {
             self.parked.push((Arc::clone(peer), Instant::now()));
@@ -216,8 +220,8 @@ impl VerbsServer {
     fn end_expired(&mut self, shared: &VerbsShared) {
         let now = Instant::now();
         let expired = self.sessions.iter().filter(|(_, session)| session.is_expired(now));
-        let expired: Vec<usize> = expired.map(|(name, _)| *name).collect();
-        expired.into_iter().for_each(|name| self.close(name));
+        let expired: Vec<usize> = expired.map(|(connection_id, _)| *connection_id).collect();
+        expired.into_iter().for_each(|connection_id| self.close(connection_id));
         self.release_parked(shared, |_, since| now - since >= LINGER_TIME);
     }
 
@@ -251,9 +255,10 @@ impl VerbsServer {
         let pair =
             connection.open_pair(device, completions, SESSION_DEPTH, 0, Some(receives), INLINE_BYTES)?;
         connection.accept(device.caps.reads_served)?;
-        let name = connection.name();
-        self.by_pair.insert(pair.number(), name);
-        self.sessions.insert(name, VerbsSession::new(connection, pair, Instant::now() + HANDSHAKE_TIME));
+        let connection_id = connection.id();
+        self.by_pair.insert(pair.number(), connection_id);
+        self.sessions
+            .insert(connection_id, VerbsSession::new(connection, pair, Instant::now() + HANDSHAKE_TIME));
         Ok(())
     }
 
@@ -267,8 +272,8 @@ impl VerbsServer {
         }
         self.ended = ended;
         if std::mem::take(&mut self.is_outbox_full) {
-            let names: Vec<usize> = self.sessions.keys().copied().collect();
-            names.into_iter().for_each(|name| self.post_queued(shared, name));
+            let connection_ids: Vec<usize> = self.sessions.keys().copied().collect();
+            connection_ids.into_iter().for_each(|connection_id| self.post_queued(shared, connection_id));
         }
         count
     }
@@ -282,27 +287,27 @@ impl VerbsServer {
             if let Err(error) = self.offer(slot) {
                 tracing::error!(%error, "the device does not accept a receive");
             }
-            if is_done && let Some(&name) = self.by_pair.get(&end.pair) {
-                self.handle_message(shared, name, &message);
+            if is_done && let Some(&connection_id) = self.by_pair.get(&end.pair) {
+                self.handle_message(shared, connection_id, &message);
             }
             self.message = message;
-        } else if let Some(name) = self.in_flight.remove(&end.id) {
-            let session = self.sessions.get_mut(&name);
+        } else if let Some(connection_id) = self.in_flight.remove(&end.id) {
+            let session = self.sessions.get_mut(&connection_id);
             match session.and_then(|session| session.in_flight.remove(&end.id)) {
                 Some(InFlightRequest::Message(slot)) => self.outbox.release(slot),
-                Some(InFlightRequest::Bind(binding)) => self.handle_bound(name, binding, is_done),
+                Some(InFlightRequest::Bind(binding)) => self.handle_bound(connection_id, binding, is_done),
                 None => {}
             }
-            self.post_queued(shared, name);
+            self.post_queued(shared, connection_id);
         }
-        if !is_done && let Some(&name) = self.by_pair.get(&end.pair) {
-            self.close(name);
+        if !is_done && let Some(&connection_id) = self.by_pair.get(&end.pair) {
+            self.close(connection_id);
         }
     }
 
     /// Queues unsent messages of the target's owner for each session.
     fn send_messages(&mut self, shared: &VerbsShared) {
-        let open = self.sessions.iter_mut().filter_map(|(name, session)| {
+        let open = self.sessions.iter_mut().filter_map(|(connection_id, session)| {
             let peer = Arc::clone(session.peer()?);
             let mut has_some = false;
             while peer
@@ -311,9 +316,11 @@ impl VerbsServer {
             {
                 has_some = true;
             }
-            has_some.then_some(*name)
+            has_some.then_some(*connection_id)
         });
-        open.collect::<Vec<_>>().into_iter().for_each(|name| self.post_queued(shared, name));
+        open.collect::<Vec<_>>()
+            .into_iter()
+            .for_each(|connection_id| self.post_queued(shared, connection_id));
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) enum SessionPhase {
 /// A bind in flight.
 #[derive(Debug)]
 pub(super) struct PendingBind {
-    pub name: KeyId,
+    pub key_id: KeyId,
     pub bound: BoundWindow,
     pub opened: OpenedKey,
     pub fate: BindFate,
@@ -59,8 +59,8 @@ pub(super) struct BoundWindow {
 
 impl BoundWindow {
     /// Whether the window is for a key of a key table and overlaps the range.
-    fn is_of_table_in(&self, name: KeyId, range: &Range<u64>) -> bool {
-        name.key.is_table_key() && self.range.start < range.end && range.start < self.range.end
+    fn is_of_table_in(&self, key_id: KeyId, range: &Range<u64>) -> bool {
+        key_id.key.is_table_key() && self.range.start < range.end && range.start < self.range.end
     }
 }
 
@@ -122,8 +122,8 @@ impl VerbsSession {
     }
 
     /// Whether a window is bound or being bound for a key.
-    pub fn has_window(&self, name: KeyId) -> bool {
-        self.windows.contains_key(&name) || self.bindings().any(|binding| binding.name == name)
+    pub fn has_window(&self, key_id: KeyId) -> bool {
+        self.windows.contains_key(&key_id) || self.bindings().any(|binding| binding.key_id == key_id)
     }
 
     /// Queues an answer.
@@ -137,7 +137,7 @@ impl VerbsSession {
     pub fn invalidate(&mut self, key: Key) {
         // When this returns the freed window opens nothing any more.
         self.windows.remove(&KeyId::at(key, 0));
-        for binding in self.bindings_mut().filter(|binding| binding.name.key == key) {
+        for binding in self.bindings_mut().filter(|binding| binding.key_id.key == key) {
             binding.fate = BindFate::Dead;
         }
     }
@@ -145,8 +145,9 @@ impl VerbsSession {
     /// Closes the windows of key-table keys in a range. An initiator that asks again gets the
     /// current entry.
     pub fn expel(&mut self, range: &Range<u64>) {
-        self.windows.retain(|name, bound| !bound.is_of_table_in(*name, range));
-        for binding in self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.name, range))
+        self.windows.retain(|key_id, bound| !bound.is_of_table_in(*key_id, range));
+        for binding in
+            self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.key_id, range))
         {
             binding.fate = BindFate::Dead;
         }
@@ -154,7 +155,7 @@ impl VerbsSession {
 
     /// Whether a bind for a key-table key in the range is in flight.
     pub fn is_binding_in(&self, range: &Range<u64>) -> bool {
-        self.bindings().any(|binding| binding.bound.is_of_table_in(binding.name, range))
+        self.bindings().any(|binding| binding.bound.is_of_table_in(binding.key_id, range))
     }
 
     /// Closes all windows of a region, and marks binds in flight to be repeated.

@@ -120,22 +120,22 @@ impl VerbsEndpoint {
         number: u64,
     ) -> Result<Option<u32>, WorkError> {
         let done = self.queue.done();
-        let name = KeyId::at(remote.key, remote.addr);
-        match self.keys.look_up(name, right, (remote.addr, u64::from(len)), number, done) {
+        let key_id = KeyId::at(remote.key, remote.addr);
+        match self.keys.look_up(key_id, right, (remote.addr, u64::from(len)), number, done) {
             KeyLookup::Open(key) => return Ok(Some(key)),
             KeyLookup::Refused(error) => return Err(error),
             KeyLookup::Wait => {}
-            KeyLookup::Ask => self.ask(name, None),
-            KeyLookup::Replace(old) => self.ask(name, Some(old)),
+            KeyLookup::Ask => self.ask(key_id, None),
+            KeyLookup::Replace(old) => self.ask(key_id, Some(old)),
         }
         Ok(None)
     }
 
-    fn ask(&mut self, name: KeyId, instead_of: Option<KeyId>) {
+    fn ask(&mut self, key_id: KeyId, instead_of: Option<KeyId>) {
         if let Some(old) = instead_of {
             self.send(InitiatorMessage::Forget(old));
         }
-        self.send(InitiatorMessage::Ask(name));
+        self.send(InitiatorMessage::Ask(key_id));
     }
 }
 

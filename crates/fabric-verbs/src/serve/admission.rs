@@ -12,8 +12,8 @@ use aquifer_fabric::target::Identity;
 
 impl VerbsServer {
     /// Handles a received message.
-    pub(super) fn handle_message(&mut self, shared: &VerbsShared, name: usize, message: &[u8]) {
-        let Some(session) = self.sessions.get_mut(&name) else { return };
+    pub(super) fn handle_message(&mut self, shared: &VerbsShared, connection_id: usize, message: &[u8]) {
+        let Some(session) = self.sessions.get_mut(&connection_id) else { return };
         match &mut session.phase {
             SessionPhase::Proving(deadline) => {
                 let deadline = *deadline;
@@ -25,28 +25,28 @@ impl VerbsServer {
                         SessionPhase::Refused(deadline)
                     }
                 };
-                self.send_message(shared, name, answer);
+                self.send_message(shared, connection_id, answer);
             }
             SessionPhase::Greeting(cipher, _) => {
                 let mut plain = Vec::new();
                 let opened = cipher.decrypt(message, &mut plain).map_err(|error| error.to_string());
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
-                    Ok(hello) => self.handle_hello(shared, name, &hello),
+                    Ok(hello) => self.handle_hello(shared, connection_id, &hello),
                     Err(error) => {
                         tracing::info!(error, "an endpoint was refused");
-                        self.close(name);
+                        self.close(connection_id);
                     }
                 }
             }
             SessionPhase::Open(peer) => {
                 let peer = Arc::clone(peer);
-                self.handle_request(shared, name, &peer, message);
+                self.handle_request(shared, connection_id, &peer, message);
             }
             SessionPhase::Refused(_) => {}
         }
     }
 
-    fn handle_hello(&mut self, shared: &VerbsShared, name: usize, hello: &Hello) {
+    fn handle_hello(&mut self, shared: &VerbsShared, connection_id: usize, hello: &Hello) {
         let admitted = self.admit(shared, hello);
         let reply = match &admitted {
             Ok(peer) => Reply::Welcome(Welcome {
@@ -58,7 +58,7 @@ impl VerbsServer {
             }),
             Err(reason) => Reply::Refusal(reason.to_string()),
         };
-        let Some(session) = self.sessions.get_mut(&name) else { return };
+        let Some(session) = self.sessions.get_mut(&connection_id) else { return };
         let SessionPhase::Greeting(cipher, deadline) = &mut session.phase else { return };
         let mut sealed = Vec::new();
         cipher.encrypt(&hello::encode_reply(&reply), &mut sealed);
@@ -69,7 +69,7 @@ impl VerbsServer {
                 SessionPhase::Refused(*deadline)
             }
         };
-        self.send_message(shared, name, sealed);
+        self.send_message(shared, connection_id, sealed);
     }
 
     /// Begins or resumes a session.
@@ -88,9 +88,9 @@ impl VerbsServer {
         let Some(resume) = hello.resume else { return self.begin(&mut shared.lock(), who) };
         let matches = |peer: &VerbsPeer| peer.id == resume.session && peer.who == who;
         let open = self.sessions.iter().find(|(_, session)| session.peer().is_some_and(|peer| matches(peer)));
-        if let Some(name) = open.map(|(name, _)| *name) {
+        if let Some(connection_id) = open.map(|(connection_id, _)| *connection_id) {
             // The old connection is not known to be broken yet.
-            self.close(name);
+            self.close(connection_id);
         }
         let at = self.parked.iter().position(|(peer, _)| matches(peer));
         let at = at.ok_or(RefusalReason::UnknownSession)?;

@@ -24,8 +24,8 @@ impl VerbsServer {
             _ => Err(io::ErrorKind::NotFound.into()),
         };
         self.is_paused = false;
-        let names: Vec<usize> = self.sessions.keys().copied().collect();
-        names.into_iter().for_each(|name| self.post_queued(shared, name));
+        let connection_ids: Vec<usize> = self.sessions.keys().copied().collect();
+        connection_ids.into_iter().for_each(|connection_id| self.post_queued(shared, connection_id));
         outcome
     }
 
@@ -44,13 +44,13 @@ impl VerbsServer {
         let deadline = Instant::now() + BINDS_TIME;
         loop {
             let binding = self.sessions.iter().filter(|(_, session)| is_binding(session));
-            let names: Vec<usize> = binding.map(|(name, _)| *name).collect();
-            if names.is_empty() {
+            let connection_ids: Vec<usize> = binding.map(|(connection_id, _)| *connection_id).collect();
+            if connection_ids.is_empty() {
                 return;
             }
             if Instant::now() >= deadline {
                 tracing::warn!("the device does not complete binds; closing their connections");
-                names.into_iter().for_each(|name| self.close(name));
+                connection_ids.into_iter().for_each(|connection_id| self.close(connection_id));
                 return;
             }
             self.handle_completions(shared);

@@ -22,19 +22,19 @@ impl VerbsServer {
     pub(super) fn handle_request(
         &mut self,
         shared: &VerbsShared,
-        name: usize,
+        connection_id: usize,
         peer: &VerbsPeer,
         message: &[u8],
     ) {
-        let Some(session) = self.sessions.get_mut(&name) else { return };
+        let Some(session) = self.sessions.get_mut(&connection_id) else { return };
         let host = peer.who.host.0;
         if session.queued.len() >= WAITING_MAX {
             tracing::warn!(host, "an endpoint has too many unread answers; closing its connection");
-            return self.close(name);
+            return self.close(connection_id);
         }
         match InitiatorMessage::parse(message) {
-            Some(InitiatorMessage::Ask(name)) => session.queued.push_back(QueuedRequest::Bind(name)),
-            Some(InitiatorMessage::Forget(name)) => drop(session.windows.remove(&name)),
+            Some(InitiatorMessage::Ask(key_id)) => session.queued.push_back(QueuedRequest::Bind(key_id)),
+            Some(InitiatorMessage::Forget(key_id)) => drop(session.windows.remove(&key_id)),
             Some(InitiatorMessage::Message(number, message)) => {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
@@ -51,35 +51,35 @@ impl VerbsServer {
             Some(InitiatorMessage::Taken(count)) if peer.mailbox.credit_through(count) => {}
             Some(InitiatorMessage::Taken(_)) => {
                 tracing::warn!(host, "an endpoint reports unsent messages as taken; closing its connection");
-                return self.close(name);
+                return self.close(connection_id);
             }
             None => {
                 tracing::warn!(host, "an endpoint violated the protocol; closing its connection");
-                return self.close(name);
+                return self.close(connection_id);
             }
         }
-        self.post_queued(shared, name);
+        self.post_queued(shared, connection_id);
     }
 
     /// Queues a message and posts it when a slot is free.
-    pub(super) fn send_message(&mut self, shared: &VerbsShared, name: usize, message: Vec<u8>) {
-        if let Some(session) = self.sessions.get_mut(&name) {
+    pub(super) fn send_message(&mut self, shared: &VerbsShared, connection_id: usize, message: Vec<u8>) {
+        if let Some(session) = self.sessions.get_mut(&connection_id) {
             session.queued.push_back(QueuedRequest::Message(message));
         }
-        self.post_queued(shared, name);
+        self.post_queued(shared, connection_id);
     }
 
     /// Posts queued requests to the device, in order.
-    pub(super) fn post_queued(&mut self, shared: &VerbsShared, name: usize) {
+    pub(super) fn post_queued(&mut self, shared: &VerbsShared, connection_id: usize) {
         while !self.is_paused
-            && let Some(session) = self.sessions.get_mut(&name)
+            && let Some(session) = self.sessions.get_mut(&connection_id)
             && session.in_flight.len() < SESSION_DEPTH
             && let Some(first) = session.queued.pop_front()
         {
             let given = match first {
-                QueuedRequest::Bind(wanted) => self.bind_window(shared, name, wanted),
+                QueuedRequest::Bind(wanted) => self.bind_window(shared, connection_id, wanted),
                 QueuedRequest::Message(message) => match self.outbox.allocate() {
-                    Some(slot) => self.send(name, slot, &message),
+                    Some(slot) => self.send(connection_id, slot, &message),
                     None => {
                         session.queued.push_front(QueuedRequest::Message(message));
                         self.is_outbox_full = true;
@@ -89,20 +89,20 @@ impl VerbsServer {
             };
             if let Err(error) = given {
                 tracing::warn!(%error, "the device accepts no more requests; closing the connection");
-                return self.close(name);
+                return self.close(connection_id);
             }
         }
     }
 
-    fn send(&mut self, name: usize, slot: u32, message: &[u8]) -> io::Result<()> {
+    fn send(&mut self, connection_id: usize, slot: u32, message: &[u8]) -> io::Result<()> {
         self.outbox.write(slot, message);
         let kind = WorkKind::Send { local: self.outbox.piece(slot, message.len()) };
-        self.post(name, SENT_BIT, InFlightRequest::Message(slot), kind)
+        self.post(connection_id, SENT_BIT, InFlightRequest::Message(slot), kind)
     }
 
     /// Binds a window for a key, if the key is for this session.
-    fn bind_window(&mut self, shared: &VerbsShared, name: usize, wanted: KeyId) -> io::Result<()> {
-        let Some(session) = self.sessions.get_mut(&name) else { return Ok(()) };
+    fn bind_window(&mut self, shared: &VerbsShared, connection_id: usize, wanted: KeyId) -> io::Result<()> {
+        let Some(session) = self.sessions.get_mut(&connection_id) else { return Ok(()) };
         let Some(who) = session.peer().map(|peer| peer.who) else { return Ok(()) };
         let KeyId { key, start } = wanted;
         let grant = if key.is_table_key() {
@@ -139,17 +139,23 @@ impl VerbsServer {
         };
         let opened = OpenedKey { addr: grant.base, len: grant.len, access: grant.access, device_key };
         let bound = BoundWindow { window, region: grant.region, range: grant.base..grant.base + grant.len };
-        let binding = PendingBind { name: wanted, bound, opened, fate: BindFate::Opens };
-        self.post(name, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
+        let binding = PendingBind { key_id: wanted, bound, opened, fate: BindFate::Opens };
+        self.post(connection_id, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
     }
 
     /// Posts a request to the device. It is recorded until it has ended.
-    fn post(&mut self, name: usize, class: u64, what: InFlightRequest, kind: WorkKind) -> io::Result<()> {
+    fn post(
+        &mut self,
+        connection_id: usize,
+        class: u64,
+        what: InFlightRequest,
+        kind: WorkKind,
+    ) -> io::Result<()> {
         let id = class | self.next_id;
         self.next_id += 1;
-        let session = self.sessions.get_mut(&name).ok_or(io::ErrorKind::NotConnected)?;
+        let session = self.sessions.get_mut(&connection_id).ok_or(io::ErrorKind::NotConnected)?;
         session.in_flight.insert(id, what);
-        self.in_flight.insert(id, name);
+        self.in_flight.insert(id, connection_id);
         let request = WorkRequest { id, kind, signalled: true, fenced: false };
         // SAFETY: regions and slots are registered for as long as the target lives. A window or a
         // slot is recorded as in flight, so it is neither freed nor reused until the device has
@@ -157,9 +163,9 @@ impl VerbsServer {
         unsafe { session.pair.post(&[request]) }
     }
 
-    pub(super) fn handle_bound(&mut self, name: usize, binding: PendingBind, is_done: bool) {
-        let Some(session) = self.sessions.get_mut(&name) else { return };
-        let PendingBind { name: wanted, bound, opened, fate } = binding;
+    pub(super) fn handle_bound(&mut self, connection_id: usize, binding: PendingBind, is_done: bool) {
+        let Some(session) = self.sessions.get_mut(&connection_id) else { return };
+        let PendingBind { key_id: wanted, bound, opened, fate } = binding;
         match fate {
             BindFate::Opens if is_done => {
                 session.windows.insert(wanted, bound);

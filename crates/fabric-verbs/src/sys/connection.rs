@@ -37,7 +37,7 @@ pub(crate) enum CmEventKind {
 #[derive(Debug)]
 pub(crate) struct CmEvent {
     pub kind: CmEventKind,
-    /// The connection: its [`CmConnection::name`].
+    /// The connection: its [`CmConnection::id`].
     pub of: usize,
     /// The connection that asks to be accepted, and whether it speaks this protocol.
     pub request: Option<(CmConnection, bool)>,
@@ -167,7 +167,7 @@ impl CmConnection {
     }
 
     /// The identifier by which [`CmEvent::of`] names this connection.
-    pub fn name(&self) -> usize {
+    pub fn id(&self) -> usize {
         self.id.addr()
     }
 
