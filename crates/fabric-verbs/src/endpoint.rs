@@ -25,7 +25,7 @@ use super::sys::queue_pair::WorkRequest;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::background::BackgroundTask;
-use aquifer_fabric::handshake::HANDSHAKE_TIME;
+use aquifer_fabric::handshake::HANDSHAKE_TIMEOUT;
 use aquifer_fabric::handshake::hello::{Hello, SessionId};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::target::{Identity, Region};
@@ -112,7 +112,7 @@ impl VerbsEndpoint {
     pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Result<Self, EndpointError> {
         let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
         let hello = Hello { who, encrypt: false, resume: None };
-        let (link, welcome) = open_session(address, key, &hello, HANDSHAKE_TIME)?;
+        let (link, welcome) = open_session(address, key, &hello, HANDSHAKE_TIMEOUT)?;
         let limits = welcome.limits;
         let results = u32::try_from(limits.queue_depth).unwrap_or(u32::MAX);
         let results =

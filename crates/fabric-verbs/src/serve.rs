@@ -29,7 +29,7 @@ use super::sys::device::Device;
 use super::sys::receives::SharedReceives;
 use super::target::{ServerCommand, VerbsShared};
 use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, VerbsOptions, WINDOWS_EACH};
-use aquifer_fabric::handshake::{HANDSHAKE_TIME, LINGER_TIME};
+use aquifer_fabric::handshake::{HANDSHAKE_TIMEOUT, PARKED_TIMEOUT};
 use aquifer_fabric::target::{Host, Identity};
 
 /// Number of completions taken at a time.
@@ -222,7 +222,7 @@ impl VerbsServer {
         let expired = self.sessions.iter().filter(|(_, session)| session.is_expired(now));
         let expired: Vec<usize> = expired.map(|(connection_id, _)| *connection_id).collect();
         expired.into_iter().for_each(|connection_id| self.close(connection_id));
-        self.release_parked(shared, |_, since| now - since >= LINGER_TIME);
+        self.release_parked(shared, |_, since| now - since >= PARKED_TIMEOUT);
     }
 
     fn release_parked(&mut self, shared: &VerbsShared, is_over: impl Fn(&VerbsPeer, Instant) -> bool) {
@@ -258,7 +258,7 @@ impl VerbsServer {
         let connection_id = connection.id();
         self.by_pair.insert(pair.number(), connection_id);
         self.sessions
-            .insert(connection_id, VerbsSession::new(connection, pair, Instant::now() + HANDSHAKE_TIME));
+            .insert(connection_id, VerbsSession::new(connection, pair, Instant::now() + HANDSHAKE_TIMEOUT));
         Ok(())
     }
 

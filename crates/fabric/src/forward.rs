@@ -11,8 +11,8 @@ macro_rules! forward_endpoint {
         }
     };
     (@wait $inner:ident) => {
-        fn wait(&mut self, patience: std::time::Duration) {
-            self.$inner.wait(patience);
+        fn wait(&mut self, timeout: std::time::Duration) {
+            self.$inner.wait(timeout);
         }
     };
     (@poll_fd $inner:ident) => {

@@ -231,10 +231,10 @@ pub trait Endpoint: Send + std::fmt::Debug {
     /// Appends up to `max` completions to `out` without waiting. Returns their number.
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize;
 
-    /// Waits until [`Self::poll`] or [`Self::receive`] may find something, for at most `patience`.
+    /// Waits until [`Self::poll`] or [`Self::receive`] may find something, for at most `timeout`.
     /// Returns at once where operations complete while they are posted.
-    fn wait(&mut self, patience: Duration) {
-        let _ = patience;
+    fn wait(&mut self, timeout: Duration) {
+        let _ = timeout;
     }
 
     /// A descriptor that becomes ready when [`Self::poll`] may find a completion or can make

@@ -14,7 +14,7 @@ use crate::link::{VerbsLink, open_session};
 use crate::messages::InitiatorMessage;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::background::BackgroundTask;
-use aquifer_fabric::handshake::HANDSHAKE_TIME;
+use aquifer_fabric::handshake::HANDSHAKE_TIMEOUT;
 use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
@@ -57,7 +57,7 @@ impl VerbsEndpoint {
             Resume { session: self.session, answered: 0, received: self.received, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let resumes = refused.is_some();
-        let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIME };
+        let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIMEOUT };
         let started = BackgroundTask::start("fabric-reconn", move |is_awaited| ReconnectAttempt {
             found: open_session_until(address, &key, &hello, deadline, is_awaited),
             resumes,
@@ -133,7 +133,7 @@ fn open_session_until(
     is_awaited: &dyn Fn() -> bool,
 ) -> Result<(VerbsLink, Welcome), EndpointError> {
     loop {
-        let error = match open_session(address, key, hello, HANDSHAKE_TIME) {
+        let error = match open_session(address, key, hello, HANDSHAKE_TIMEOUT) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

@@ -24,11 +24,11 @@ use self::secure::{SecureChannel, SecureError, initiate};
 use crate::work::EndpointError;
 
 /// A connection is closed if its handshake takes longer.
-pub const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bound of the connections with an unfinished handshake. More wait in the socket's backlog.
 pub const PENDING_LIMIT: usize = 64;
 /// The time for which a target keeps the session of a broken connection.
-pub const LINGER_TIME: Duration = Duration::from_secs(5);
+pub const PARKED_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Runs the initiator's handshake over `stream`: proves possession of the cluster key, sends the
 /// hello and receives the welcome.

@@ -13,7 +13,7 @@ use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
 use super::target::{ShmPeer, ShmShared, ShmTargetState};
 use crate::Memory;
-use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT, RefusalReason};
+use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::memory::u64_from;
 use crate::target::Identity;
 
@@ -53,7 +53,7 @@ impl ShmAcceptor {
                     _ => self.remove_endpoint(index - 1 - pending),
                 }
             }
-            self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIME);
+            self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIMEOUT);
         }
     }
 
@@ -69,8 +69,8 @@ impl ShmAcceptor {
         // Endpoints send nothing after the handshake, so any event is a hang-up.
         let ending = PollFlags::IN | PollFlags::RDHUP;
         polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, ending)));
-        let patience = (!self.pending.is_empty()).then_some(&TICK);
-        rustix::event::poll(&mut polled, patience)?;
+        let timeout = (!self.pending.is_empty()).then_some(&TICK);
+        rustix::event::poll(&mut polled, timeout)?;
         let ready = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
         Ok(ready.map(|(index, _)| index).collect())
     }
@@ -125,7 +125,7 @@ impl ShmAcceptor {
     fn fence_earlier_epochs(&self, who: Identity) -> Result<(), RefusalReason> {
         let Some(epoch) = who.epoch.checked_sub(1) else { return Ok(()) };
         for fenced in self.shared.begin_fence(who.host, epoch) {
-            if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIME)) {
+            if !self.shared.await_drained(&fenced, Some(HANDSHAKE_TIMEOUT)) {
                 return Err(RefusalReason::StalledAccess(who.host));
             }
         }

@@ -17,7 +17,7 @@ use rustix::process::{Pid, PidfdFlags};
 
 use super::handshake::MESSAGE_BYTES_MAX;
 use crate::REGIONS_LIMIT;
-use crate::handshake::HANDSHAKE_TIME;
+use crate::handshake::HANDSHAKE_TIMEOUT;
 
 /// Bound of the connections that wait to be accepted.
 const BACKLOG: i32 = 128;
@@ -55,13 +55,13 @@ fn is_abandoned(path: &Path, address: &SocketAddrUnix) -> io::Result<bool> {
     Ok(rustix::net::connect(&probe, address) == Err(rustix::io::Errno::CONNREFUSED))
 }
 
-/// Connects to `path`. Connecting, sending and receiving time out after [`HANDSHAKE_TIME`].
+/// Connects to `path`. Connecting, sending and receiving time out after [`HANDSHAKE_TIMEOUT`].
 pub(super) fn connect(path: &Path) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     for timeout in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
-        sockopt::set_socket_timeout(&socket, timeout, Some(HANDSHAKE_TIME))?;
+        sockopt::set_socket_timeout(&socket, timeout, Some(HANDSHAKE_TIMEOUT))?;
     }
     rustix::net::connect(&socket, &address)?;
     Ok(socket)

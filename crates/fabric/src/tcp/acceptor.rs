@@ -16,7 +16,7 @@ use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
-use crate::handshake::{HANDSHAKE_TIME, PENDING_LIMIT, RefusalReason};
+use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
@@ -110,7 +110,7 @@ enum AdmissionError {
 
 fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), AdmissionError> {
     configure(&stream)?;
-    let stream = DeadlineStream::new(stream, Instant::now() + HANDSHAKE_TIME);
+    let stream = DeadlineStream::new(stream, Instant::now() + HANDSHAKE_TIMEOUT);
     let mut secured = respond(stream, &shared.key)?;
     let hello = hello::parse_hello(&secured.receive()?)?;
     match admit(shared, &hello) {

@@ -25,7 +25,7 @@ use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
 use crate::handshake::secure::RecordCipher;
-use crate::handshake::{self, ClusterKey, HANDSHAKE_TIME};
+use crate::handshake::{self, ClusterKey, HANDSHAKE_TIMEOUT};
 use crate::locals::LocalMemories;
 use crate::memory::copy;
 use crate::target::{Identity, Region};
@@ -133,7 +133,7 @@ impl TcpEndpoint {
         options: ConnectOptions,
     ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
-        let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIME)?;
+        let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIMEOUT)?;
         Ok(Self {
             address,
             key: key.clone(),

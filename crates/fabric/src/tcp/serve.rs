@@ -148,7 +148,7 @@ impl ServeThread {
                 None => self.handle_events(&events),
             }
             self.resume_paused();
-            if self.shared.stop.load(Ordering::SeqCst) && self.say_farewell() {
+            if self.shared.stop.load(Ordering::SeqCst) && self.send_farewells() {
                 return;
             }
         }
@@ -156,7 +156,7 @@ impl ServeThread {
 
     /// Waits for input of the most recent connection, or for events of any connection.
     fn wait(&mut self, events: &mut Vec<Event>) -> Option<ReadyConnection> {
-        if self.has_ready_events(events) {
+        if self.poll_ready_events(events) {
             return None;
         }
         let timeout = self.timeout();
@@ -164,7 +164,7 @@ impl ServeThread {
         let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
         let mut ready = None;
         // Receiving costs no more than asking whether there is input.
-        let is_there = self.busy_poll.poll(|| {
+        let has_input = self.busy_poll.poll(|| {
             if *preferred < PREFERRED_MAX
                 && let Some((at, connection)) = &mut last
             {
@@ -177,7 +177,7 @@ impl ServeThread {
             *preferred = 0;
             epoll_wait(epoll, events, Some(&NOW)).is_ok_and(|count| count > 0)
         });
-        if is_there {
+        if has_input {
             return ready;
         }
         self.preferred = 0;
@@ -190,12 +190,11 @@ impl ServeThread {
 
     /// Polls for events that came while others were served. With several busy connections there
     /// mostly are some, and yielding the processor first would gain nothing.
-    fn has_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
-        let may_look = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
-        let has_ready_events =
-            may_look && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
-        self.busy_turns = if has_ready_events { self.busy_turns + 1 } else { 0 };
-        has_ready_events
+    fn poll_ready_events(&mut self, events: &mut Vec<Event>) -> bool {
+        let may_poll = self.is_contended && self.busy_turns < BUSY_TURNS_MAX && self.busy_poll.is_on();
+        let has_events = may_poll && epoll_wait(&self.epoll, events, Some(&NOW)).is_ok_and(|count| count > 0);
+        self.busy_turns = if has_events { self.busy_turns + 1 } else { 0 };
+        has_events
     }
 
     fn handle_events(&mut self, events: &[Event]) {
@@ -336,7 +335,7 @@ impl ServeThread {
 
     /// Sends a farewell with the number of done requests to all initiators, then closes the
     /// connections. Returns true when all are closed.
-    fn say_farewell(&mut self) -> bool {
+    fn send_farewells(&mut self) -> bool {
         if self.shared.handshakes_in_progress.load(Ordering::SeqCst) > 0 {
             return false;
         }

@@ -18,7 +18,7 @@ use super::session::TcpSession;
 use super::stream::avoid_pacing;
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
-use crate::handshake::{ClusterKey, LINGER_TIME};
+use crate::handshake::{ClusterKey, PARKED_TIMEOUT};
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::sessions::{self, PeerSessions};
 use crate::tables::TargetTables;
@@ -239,7 +239,7 @@ impl TcpShared {
 
     /// Ends the sessions that were parked for too long.
     pub fn end_expired(&self) {
-        self.end_parked_if(|_, since| since.elapsed() >= LINGER_TIME);
+        self.end_parked_if(|_, since| since.elapsed() >= PARKED_TIMEOUT);
     }
 
     fn end_parked_if(&self, mut is_over: impl FnMut(&TcpSession, Instant) -> bool) {

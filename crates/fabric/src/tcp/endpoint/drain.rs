@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::{TcpEndpoint, open_session};
 use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
-use crate::handshake::{HANDSHAKE_TIME, TRY_AGAIN};
+use crate::handshake::{HANDSHAKE_TIMEOUT, TRY_AGAIN};
 use crate::target::Identity;
 use crate::work::{DrainHandle, EndpointError};
 
@@ -43,7 +43,7 @@ impl DrainHandle for TcpDrain {
     fn drain(&mut self) -> Result<(), EndpointError> {
         let resume = Resume { session: self.session, answered: u64::MAX, received: 0, taken: 0 };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
-        let deadline = Instant::now() + HANDSHAKE_TIME;
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
             match open_session(self.address, &self.key, &hello, left) {

@@ -9,7 +9,7 @@ use super::{PendingWork, TcpEndpoint, open_session};
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::RecordCipher;
-use crate::handshake::{ClusterKey, HANDSHAKE_TIME, TRY_AGAIN};
+use crate::handshake::{ClusterKey, HANDSHAKE_TIMEOUT, TRY_AGAIN};
 use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
 
@@ -154,7 +154,7 @@ fn open_session_until(
 ) -> ReconnectReply {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let error = match open_session(address, key, hello, left.min(HANDSHAKE_TIME)) {
+        let error = match open_session(address, key, hello, left.min(HANDSHAKE_TIMEOUT)) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };
