@@ -19,9 +19,9 @@ use aquifer_fabric::work::Key;
 #[derive(Debug)]
 pub(super) enum SessionPhase {
     /// The initiator must prove before the deadline that it holds the cluster key.
-    Proving(Instant),
+    Authenticating(Instant),
     /// The key is proven. The hello must arrive before the deadline.
-    Greeting(RecordCipher, Instant),
+    AwaitingHello(RecordCipher, Instant),
     Open(Arc<VerbsPeer>),
     /// The initiator was refused. The answer is being sent.
     Refused(Instant),
@@ -33,17 +33,17 @@ pub(super) struct PendingBind {
     pub key_id: KeyId,
     pub bound: BoundWindow,
     pub opened: OpenedKey,
-    pub fate: BindFate,
+    pub end: BindEnd,
 }
 
 /// What happens to a window when its bind has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum BindFate {
-    Opens,
+pub(super) enum BindEnd {
+    Open,
     /// The key was invalidated while the window was being bound.
-    Dead,
+    Discard,
     /// The region's pages change, so the window must be bound again.
-    Again,
+    Repeat,
 }
 
 /// A window and the region that it opens.
@@ -96,7 +96,7 @@ impl VerbsSession {
             windows: HashMap::new(),
             connection,
             pair,
-            phase: SessionPhase::Proving(deadline),
+            phase: SessionPhase::Authenticating(deadline),
             in_flight: HashMap::new(),
             queued: VecDeque::new(),
         }
@@ -138,7 +138,7 @@ impl VerbsSession {
         // When this returns the freed window opens nothing any more.
         self.windows.remove(&KeyId::at(key, 0));
         for binding in self.bindings_mut().filter(|binding| binding.key_id.key == key) {
-            binding.fate = BindFate::Dead;
+            binding.end = BindEnd::Discard;
         }
     }
 
@@ -149,7 +149,7 @@ impl VerbsSession {
         for binding in
             self.bindings_mut().filter(|binding| binding.bound.is_of_table_in(binding.key_id, range))
         {
-            binding.fate = BindFate::Dead;
+            binding.end = BindEnd::Discard;
         }
     }
 
@@ -162,9 +162,9 @@ impl VerbsSession {
     pub fn close_windows(&mut self, region: usize) {
         self.windows.retain(|_, bound| bound.region != region);
         let opens =
-            |binding: &&mut PendingBind| binding.bound.region == region && binding.fate == BindFate::Opens;
+            |binding: &&mut PendingBind| binding.bound.region == region && binding.end == BindEnd::Open;
         for binding in self.bindings_mut().filter(opens) {
-            binding.fate = BindFate::Again;
+            binding.end = BindEnd::Repeat;
         }
     }
 
@@ -183,8 +183,8 @@ impl VerbsSession {
     /// Whether the handshake took too long.
     pub fn is_expired(&self, now: Instant) -> bool {
         match self.phase {
-            SessionPhase::Proving(deadline)
-            | SessionPhase::Greeting(_, deadline)
+            SessionPhase::Authenticating(deadline)
+            | SessionPhase::AwaitingHello(_, deadline)
             | SessionPhase::Refused(deadline) => now >= deadline,
             SessionPhase::Open(_) => false,
         }
@@ -231,7 +231,7 @@ impl Write for BufferStream {
 }
 
 /// Handles the first handshake message. Returns the cipher or the error, and the answer.
-pub(super) fn prove(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
+pub(super) fn authenticate(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
     let mut stream = BufferStream { received: message.to_vec(), ..BufferStream::default() };
     let outcome = respond(&mut stream, key).map(|secured| secured.into_parts().1);
     (outcome, stream.sent)

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::VerbsServer;
 use crate::answered::{AnsweredMessages, VerbsPeer};
-use crate::session::{SessionPhase, prove};
+use crate::session::{SessionPhase, authenticate};
 use crate::target::{VerbsShared, VerbsTargetState};
 use aquifer_fabric::handshake::RefusalReason;
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
@@ -15,11 +15,11 @@ impl VerbsServer {
     pub(super) fn handle_message(&mut self, shared: &VerbsShared, connection_id: usize, message: &[u8]) {
         let Some(session) = self.sessions.get_mut(&connection_id) else { return };
         match &mut session.phase {
-            SessionPhase::Proving(deadline) => {
+            SessionPhase::Authenticating(deadline) => {
                 let deadline = *deadline;
-                let (outcome, answer) = prove(message, &shared.key);
+                let (outcome, answer) = authenticate(message, &shared.key);
                 session.phase = match outcome {
-                    Ok(cipher) => SessionPhase::Greeting(cipher, deadline),
+                    Ok(cipher) => SessionPhase::AwaitingHello(cipher, deadline),
                     Err(error) => {
                         tracing::info!(%error, "an endpoint was refused");
                         SessionPhase::Refused(deadline)
@@ -27,7 +27,7 @@ impl VerbsServer {
                 };
                 self.send_message(shared, connection_id, answer);
             }
-            SessionPhase::Greeting(cipher, _) => {
+            SessionPhase::AwaitingHello(cipher, _) => {
                 let mut plain = Vec::new();
                 let opened = cipher.decrypt(message, &mut plain).map_err(|error| error.to_string());
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
@@ -59,7 +59,7 @@ impl VerbsServer {
             Err(reason) => Reply::Refusal(reason.to_string()),
         };
         let Some(session) = self.sessions.get_mut(&connection_id) else { return };
-        let SessionPhase::Greeting(cipher, deadline) = &mut session.phase else { return };
+        let SessionPhase::AwaitingHello(cipher, deadline) = &mut session.phase else { return };
         let mut sealed = Vec::new();
         cipher.encrypt(&hello::encode_reply(&reply), &mut sealed);
         session.phase = match admitted {

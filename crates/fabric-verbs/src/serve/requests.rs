@@ -7,7 +7,7 @@ use crate::MESSAGE_SLOTS_MAX;
 use crate::answered::VerbsPeer;
 use crate::messages::{InitiatorMessage, OpenedKey, TargetMessage};
 use crate::remap::LentRegion;
-use crate::session::{BindFate, BoundWindow, InFlightRequest, PendingBind, QueuedRequest};
+use crate::session::{BindEnd, BoundWindow, InFlightRequest, PendingBind, QueuedRequest};
 use crate::slots::SENT_BIT;
 use crate::sys::queue_pair::{WindowBind, WorkKind, WorkRequest};
 use crate::sys::window::Window;
@@ -139,7 +139,7 @@ impl VerbsServer {
         };
         let opened = OpenedKey { addr: grant.base, len: grant.len, access: grant.access, device_key };
         let bound = BoundWindow { window, region: grant.region, range: grant.base..grant.base + grant.len };
-        let binding = PendingBind { key_id: wanted, bound, opened, fate: BindFate::Opens };
+        let binding = PendingBind { key_id: wanted, bound, opened, end: BindEnd::Open };
         self.post(connection_id, 0, InFlightRequest::Bind(binding), WorkKind::Bind(opening))
     }
 
@@ -165,14 +165,14 @@ impl VerbsServer {
 
     pub(super) fn handle_bound(&mut self, connection_id: usize, binding: PendingBind, is_done: bool) {
         let Some(session) = self.sessions.get_mut(&connection_id) else { return };
-        let PendingBind { key_id: wanted, bound, opened, fate } = binding;
-        match fate {
-            BindFate::Opens if is_done => {
+        let PendingBind { key_id: wanted, bound, opened, end } = binding;
+        match end {
+            BindEnd::Open if is_done => {
                 session.windows.insert(wanted, bound);
                 session.queue_answer(&TargetMessage::Opened(wanted, Some(opened)));
             }
-            BindFate::Opens | BindFate::Dead => session.queue_answer(&TargetMessage::Opened(wanted, None)),
-            BindFate::Again => session.queued.push_front(QueuedRequest::Bind(wanted)),
+            BindEnd::Open | BindEnd::Discard => session.queue_answer(&TargetMessage::Opened(wanted, None)),
+            BindEnd::Repeat => session.queued.push_front(QueuedRequest::Bind(wanted)),
         }
     }
 }
