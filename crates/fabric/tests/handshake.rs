@@ -276,9 +276,9 @@ fn an_initiator_refuses_impostors() {
         (&newer, vec![], "speaks handshake version 2"),
         (b"HTTP/1.1 400 Bad Request", vec![], "does not begin as"),
         (&good[..60], vec![], "has 60 bytes"),
-        (&good, vec![], "0 descriptors came, 4 were announced"),
-        (&good, vec![sealed; 5], "5 descriptors came"),
-        (&good, vec![sealed; 4], "control memory does not begin"),
+        (&good, vec![], "came with 0 descriptors instead of 4"),
+        (&good, vec![sealed; 5], "came with 5 descriptors"),
+        (&good, vec![sealed; 4], "control memory has a wrong magic number"),
         (&good, vec![open; 4], "not sealed against shrinking"),
     ];
     for (answer, fds, expected) in cases {
