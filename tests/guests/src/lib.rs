@@ -28,14 +28,14 @@ pub enum GuestError {
     /// A system call failed.
     System(&'static str, io::Error),
     /// The command did not end within the time limit. Has its output so far.
-    TimedOut(Box<Outcome>),
+    TimedOut(Box<GuestOutcome>),
     /// The guest ended before the command. Has the command's output so far.
-    Crashed(Box<Outcome>),
+    Crashed(Box<GuestOutcome>),
 }
 
 /// Exit code and output of a command.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub struct GuestOutcome {
     /// Exit code, as of a shell: 128 + the signal's number if a signal ended the command.
     pub exit_code: i32,
     /// Standard output.
@@ -115,12 +115,12 @@ impl Guest {
     ///
     /// # Errors
     /// If the guest cannot be started or ends too early. A command that fails is no error.
-    pub fn run(&self, kernel: &Kernel, command: &[&str]) -> Result<Outcome, GuestError> {
+    pub fn run(&self, kernel: &Kernel, command: &[&str]) -> Result<GuestOutcome, GuestError> {
         self.start(kernel, command)?.wait()
     }
 }
 
-impl Outcome {
+impl GuestOutcome {
     /// The statistics of a run: the first JSON value in the output.
     ///
     /// # Panics
@@ -144,7 +144,7 @@ impl Outcome {
     }
 }
 
-impl std::fmt::Display for Outcome {
+impl std::fmt::Display for GuestOutcome {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { exit_code, stdout, stderr, console } = self;
         write!(f, "exit code {exit_code}\n-- stdout:\n{stdout}\n-- stderr:\n{stderr}\n-- console:\n{console}")

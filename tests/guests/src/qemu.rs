@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use tempfile::TempDir;
 
-use crate::{Guest, GuestError, Kernel, Link, Outcome};
+use crate::{Guest, GuestError, GuestOutcome, Kernel, Link};
 
 /// Exit code of `timeout` if the time limit was reached.
 const TIMED_OUT: i32 = 124;
@@ -113,10 +113,10 @@ impl Running {
     ///
     /// # Errors
     /// If the time limit was reached, or the guest ended first.
-    pub fn wait(mut self) -> Result<Outcome, GuestError> {
+    pub fn wait(mut self) -> Result<GuestOutcome, GuestError> {
         let status = self.qemu.take().map(|mut qemu| qemu.wait());
         let exit_code = self.file("status").trim().parse().ok();
-        let outcome = Outcome {
+        let outcome = GuestOutcome {
             exit_code: exit_code.unwrap_or(-1),
             stdout: self.file("stdout"),
             stderr: self.file("stderr"),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use aquifer_tests_e2e::build;
-use aquifer_tests_guests::{Guest, GuestError, Kernel, Outcome, kernel, script, test_program};
+use aquifer_tests_guests::{Guest, GuestError, GuestOutcome, Kernel, kernel, script, test_program};
 
 /// Time limit of a guest with redis, and of two guests at a time on two processors.
 const TIME_LIMIT: Duration = Duration::from_secs(600);
@@ -16,7 +16,7 @@ fn word(path: &Path) -> &str {
     path.to_str().expect("a plain path")
 }
 
-fn assert_paged(outcome: &Outcome) {
+fn assert_paged(outcome: &GuestOutcome) {
     let statistics = outcome.statistics();
     assert!(statistics["remote_reads"].as_u64().is_some_and(|reads| reads > 100), "{outcome}");
     assert_eq!(statistics["lost_pages"], 0, "{outcome}");

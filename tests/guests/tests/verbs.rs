@@ -3,12 +3,12 @@
 use std::io::Write;
 
 use aquifer_tests_e2e::build;
-use aquifer_tests_guests::{Guest, Kernel, Outcome, kernel, script, test_program};
+use aquifer_tests_guests::{Guest, GuestOutcome, Kernel, kernel, script, test_program};
 
 /// Address at which conformance tests of verbs listen.
 const ADDRESS_VARIABLE: &str = "AQUIFER_VERBS_ADDRESS=10.9.0.1";
 
-fn run(kernel: &Kernel, command: &[&str]) -> Outcome {
+fn run(kernel: &Kernel, command: &[&str]) -> GuestOutcome {
     Guest::default().run(kernel, command).unwrap_or_else(|error| panic!("{error}")).success()
 }
 

@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::program::Program;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::show_bytes;
-use crate::bench::support::child::{self, Moment, Outcome, Streams, Watched};
+use crate::bench::support::child::{self, Moment, ProgramOutcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
 
@@ -209,7 +209,7 @@ impl Stage {
         watched: Watched,
         limit_bytes: u64,
         ask: impl Fn() -> Option<(u64, u64)>,
-    ) -> Result<(Played, Outcome), BenchError> {
+    ) -> Result<(Played, ProgramOutcome), BenchError> {
         self.program.arrange(&mut command);
         let output = self.folder.join(way.name());
         let streams = Streams { input: Some(&self.program.script), output: &output };
@@ -224,7 +224,7 @@ impl Stage {
         Ok((played, outcome))
     }
 
-    fn check(&self, way: &Way<'_>, outcome: &Outcome) -> Result<(), BenchError> {
+    fn check(&self, way: &Way<'_>, outcome: &ProgramOutcome) -> Result<(), BenchError> {
         if outcome.status.success() {
             return Ok(());
         }

@@ -9,7 +9,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::op::{Action, WordAccess, WordAt};
 use aquifer_pool::word::{LogOp, SpanWord};
 
-use super::model::{Load, Outcome, Scene, play};
+use super::model::{Load, ModelResult, Scene, play};
 use super::ways::Way;
 use super::words::Arrived;
 use crate::bench::BenchError;
@@ -174,7 +174,7 @@ pub fn measure(sections: u32, allocations: usize, seeds: u64) -> Result<Vec<Tabl
         for rung in Rung::ALL {
             bar.set_message(format!("the ladder: {}", rung.name()));
             let scene = Scene { way: Way::Part(rung), clients, nodes: 1, sections };
-            let outcomes: Result<Vec<Outcome>, String> =
+            let outcomes: Result<Vec<ModelResult>, String> =
                 (0..seeds).map(|seed| play(&scene, &Load::Closed { class, allocations }, seed)).collect();
             let outcomes = outcomes.map_err(|reason| BenchError::Allocator { reason })?;
             rows.push(row(rung, &outcomes));
@@ -194,15 +194,16 @@ pub fn measure(sections: u32, allocations: usize, seeds: u64) -> Result<Vec<Tabl
     Ok(tables)
 }
 
-fn row(rung: Rung, outcomes: &[Outcome]) -> Row {
-    let figure = |of: &dyn Fn(&Outcome) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
+fn row(rung: Rung, outcomes: &[ModelResult]) -> Row {
+    let figure =
+        |of: &dyn Fn(&ModelResult) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
     let figures = [
-        ("mean µs", figure(&Outcome::mean_us)),
+        ("mean µs", figure(&ModelResult::mean_us)),
         ("p99 µs", figure(&|of| of.permille_us(990))),
         ("trips", figure(&|of| of.each(of.trips))),
         ("CASes", figure(&|of| of.each(of.swaps))),
         ("failed CASes", figure(&|of| of.each(of.lost))),
-        ("free µs", figure(&Outcome::free_us)),
+        ("free µs", figure(&ModelResult::free_us)),
     ];
     let figures: BTreeMap<_, _> =
         figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();
@@ -213,7 +214,7 @@ fn row(rung: Rung, outcomes: &[Outcome]) -> Row {
 mod tests {
     use super::*;
 
-    fn played(way: Way) -> Outcome {
+    fn played(way: Way) -> ModelResult {
         let scene = Scene { way, clients: 16, nodes: 1, sections: 1536 };
         play(&scene, &Load::Closed { class: SizeClass::CHUNK, allocations: 2000 }, 1).unwrap()
     }
@@ -222,10 +223,10 @@ mod tests {
     fn each_mechanism_costs_what_it_does() {
         let all = Rung::ALL.map(|rung| played(Way::Part(rung)));
         let [bitmap, contention, keys, log, service] = &all;
-        let trips = |of: &Outcome| of.each(of.trips);
+        let trips = |of: &ModelResult| of.each(of.trips);
         assert!(bitmap.lost > contention.lost, "{} and {} failed CASes", bitmap.lost, contention.lost);
         assert!(trips(keys) > trips(contention) + 0.9, "the key is written by a trip of its own");
-        let us = |of: &Outcome| (of.mean_us(), of.free_us());
+        let us = |of: &ModelResult| (of.mean_us(), of.free_us());
         assert!(
             log.mean_us() > keys.mean_us() && log.free_us() >= keys.free_us(),
             "{:?} {:?}",

@@ -22,7 +22,7 @@ use super::support::report::{Column, Report, Row, Table, Target};
 use super::support::spread::{Spread, short};
 use super::{BenchArgs, BenchError};
 use aquifer_pool::SizeClass;
-use model::{Load, Outcome, Scene, play};
+use model::{Load, ModelResult, Scene, play};
 pub use real::serve_at;
 use ways::Way;
 
@@ -123,7 +123,7 @@ fn replay(path: &Path, quick: bool, volume: Volume) -> Result<Report, BenchError
     let mut rows = Vec::new();
     for way in Way::ALL {
         let scene = Scene { way, clients: REPLAY_CLIENTS, nodes: 1, sections: SECTIONS };
-        let outcomes: Result<Vec<Outcome>, String> =
+        let outcomes: Result<Vec<ModelResult>, String> =
             (0..volume.seeds).map(|seed| play(&scene, &Load::Trace(&arrivals), seed)).collect();
         rows.push(row(way, &outcomes.map_err(|reason| BenchError::Allocator { reason })?));
     }
@@ -145,7 +145,7 @@ struct Case {
 struct Played {
     way: Way,
     case: Case,
-    outcomes: Vec<Outcome>,
+    outcomes: Vec<ModelResult>,
 }
 
 #[derive(Debug)]
@@ -253,12 +253,12 @@ impl Case {
 }
 
 impl Played {
-    fn figure(&self, of: impl Fn(&Outcome) -> f64) -> Option<Spread> {
+    fn figure(&self, of: impl Fn(&ModelResult) -> f64) -> Option<Spread> {
         Spread::of(&self.outcomes.iter().map(of).collect::<Vec<f64>>())
     }
 
     fn means(&self) -> Vec<f64> {
-        self.outcomes.iter().map(Outcome::mean_us).collect()
+        self.outcomes.iter().map(ModelResult::mean_us).collect()
     }
 }
 
@@ -269,17 +269,18 @@ fn table(title: String, rows: Vec<Row>) -> Table {
     Table { title, columns, pictured: Some("mean µs"), ratio: None, rows }
 }
 
-fn row(way: Way, outcomes: &[Outcome]) -> Row {
-    let figure = |of: &dyn Fn(&Outcome) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
+fn row(way: Way, outcomes: &[ModelResult]) -> Row {
+    let figure =
+        |of: &dyn Fn(&ModelResult) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
     let figures = [
-        ("mean µs", figure(&Outcome::mean_us)),
+        ("mean µs", figure(&ModelResult::mean_us)),
         ("p50 µs", figure(&|of| of.permille_us(500))),
         ("p99 µs", figure(&|of| of.permille_us(990))),
         ("trips", figure(&|of| of.each(of.trips))),
         ("CASes", figure(&|of| of.each(of.swaps))),
         ("failed CASes", figure(&|of| of.each(of.lost))),
         ("node's CPU µs", figure(&|of| of.each(of.node_cpu_ns) / 1e3)),
-        ("free µs", figure(&Outcome::free_us)),
+        ("free µs", figure(&ModelResult::free_us)),
     ];
     let figures: BTreeMap<_, _> =
         figures.into_iter().filter_map(|(name, spread)| Some((name, spread?))).collect();

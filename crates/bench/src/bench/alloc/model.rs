@@ -145,7 +145,7 @@ impl<'a> Demand<'a> {
 
 /// Results of a schedule.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub struct ModelResult {
     /// Latency of each allocation in nanoseconds, sorted.
     pub latencies_ns: Vec<u64>,
     /// Trips over the network.
@@ -161,7 +161,7 @@ pub struct Outcome {
     pub free_ns: u64,
 }
 
-impl Outcome {
+impl ModelResult {
     /// Number of allocations.
     #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
     fn count(&self) -> f64 {
@@ -210,7 +210,7 @@ struct Underway {
 ///
 /// # Errors
 /// A message if an allocator has no extent although half of the memory is free.
-pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<Outcome, String> {
+pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<ModelResult, String> {
     let mut game = Game {
         way: scene.way,
         world: World::new(scene.way, scene.sections_each(), scene.nodes),
@@ -218,7 +218,7 @@ pub fn play(scene: &Scene, load: &Load<'_>, seed: u64) -> Result<Outcome, String
         demand: Demand::new(scene, load),
         underway: vec![None; scene.clients],
         core_free_ns: vec![0; scene.nodes],
-        outcome: Outcome::default(),
+        outcome: ModelResult::default(),
         queue: BinaryHeap::new(),
         order: 0,
     };
@@ -245,7 +245,7 @@ struct Game<'a> {
     demand: Demand<'a>,
     underway: Vec<Option<Underway>>,
     core_free_ns: Vec<u64>,
-    outcome: Outcome,
+    outcome: ModelResult,
     queue: BinaryHeap<Reverse<(u64, u64, Event, usize)>>,
     order: u64,
 }

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use super::{App, Played, Size};
 use crate::bench::BenchError;
-use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
 
 /// Debian's Python, which has Debian's packages.
 const PYTHON: &str = "/usr/bin/python3";
@@ -52,7 +52,7 @@ impl App for KMeans {
         mut command: Command,
         watched: Watched,
         output: &Path,
-    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+    ) -> Result<(ProgramOutcome, Result<Played, BenchError>), BenchError> {
         command.arg(&self.script).arg("--bytes").arg(self.size.kmeans_bytes.to_string());
         command.arg("--iterations").arg(self.size.kmeans_iterations.to_string());
         let outcome = child::run(command, &Streams { input: None, output }, watched, |_| {})?;

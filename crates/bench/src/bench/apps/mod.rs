@@ -16,7 +16,7 @@ use std::process::Command;
 use indicatif::ProgressBar;
 
 use super::support::bytes::{MIB, float, show_bytes};
-use super::support::child::{Outcome, Watched};
+use super::support::child::{ProgramOutcome, Watched};
 use super::support::cluster;
 use super::support::progress;
 use super::support::report::Report;
@@ -100,7 +100,7 @@ pub trait App {
         command: Command,
         watched: Watched,
         output: &Path,
-    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError>;
+    ) -> Result<(ProgramOutcome, Result<Played, BenchError>), BenchError>;
 }
 
 /// Results of a load.

@@ -13,7 +13,7 @@ use rustix::process::Signal;
 use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Size, float};
 use crate::bench::BenchError;
-use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
 use crate::bench::support::server;
 
 const PROGRAM: &str = "postgres";
@@ -213,7 +213,7 @@ impl App for Postgres {
         mut command: Command,
         watched: Watched,
         output: &Path,
-    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+    ) -> Result<(ProgramOutcome, Result<Played, BenchError>), BenchError> {
         let data = self.home.join("data");
         if data.exists() {
             std::fs::remove_dir_all(&data).map_err(BenchError::io("remove", &data))?;
@@ -228,7 +228,7 @@ impl App for Postgres {
 }
 
 /// An error of a client, with the output of the server.
-fn explain(error: BenchError, outcome: &Outcome) -> BenchError {
+fn explain(error: BenchError, outcome: &ProgramOutcome) -> BenchError {
     match error {
         BenchError::Server { program, reason } => {
             BenchError::Server { program, reason: format!("{reason}; the server said: {}", outcome.message) }

@@ -12,7 +12,7 @@ use super::random::{Access, Draw, Random};
 use super::resp::{Answer, Client};
 use super::{App, Played, Size, find_program};
 use crate::bench::BenchError;
-use crate::bench::support::child::{Outcome, Streams, Watched};
+use crate::bench::support::child::{ProgramOutcome, Streams, Watched};
 use crate::bench::support::{interrupt, server};
 
 const PROGRAM: &str = "redis-server";
@@ -83,7 +83,7 @@ impl App for Redis {
         mut command: Command,
         watched: Watched,
         output: &Path,
-    ) -> Result<(Outcome, Result<Played, BenchError>), BenchError> {
+    ) -> Result<(ProgramOutcome, Result<Played, BenchError>), BenchError> {
         command.args(["--server_cpulist", &first_processor().to_string()]);
         command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&self.socket);
         let streams = Streams { input: None, output };

@@ -10,7 +10,7 @@ use super::unprivileged::UnprivilegedUser;
 use super::{App, Played, Sample};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float, show_bytes};
-use crate::bench::support::child::{Outcome, Watched};
+use crate::bench::support::child::{ProgramOutcome, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::bench::support::folder;
 use crate::peers::{Peer, PeerSetup, ReadAhead};
@@ -184,7 +184,7 @@ impl Stage {
         way: Way,
         command: Command,
         watched: Watched,
-    ) -> Result<(Outcome, Played), BenchError> {
+    ) -> Result<(ProgramOutcome, Played), BenchError> {
         let (outcome, done) = app.play(command, watched, &self.folder.path().join("output"))?;
         let is_well = outcome.status.success();
         match done {
@@ -340,7 +340,7 @@ fn beside_store(limit_bytes: u64, usage: &SetupUsage) -> Option<u64> {
     limit_bytes.checked_sub(taken_bytes).filter(|&left_bytes| left_bytes >= limit_bytes / LEFT_PART)
 }
 
-fn sample(outcome: &Outcome, played: &Played, daemons_us: u64) -> Sample {
+fn sample(outcome: &ProgramOutcome, played: &Played, daemons_us: u64) -> Sample {
     let mut sample = Sample::from([
         ("s", played.seconds),
         ("CPU s", float(outcome.cpu_us + daemons_us) / 1e6),

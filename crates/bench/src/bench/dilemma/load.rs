@@ -31,7 +31,7 @@ pub struct Plan {
 
 /// Results of a load.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Outcome {
+pub struct LoadResult {
     /// Reads, writes and frees per second, of all threads together.
     pub ops_per_s: f64,
     /// Mean of the memory allocated on nodes, in MiB.
@@ -48,7 +48,7 @@ pub struct Outcome {
 ///
 /// # Errors
 /// If the volume fails, or a page differs from what was written.
-pub fn play(store: &Store, plan: Plan) -> Result<Outcome, BenchError> {
+pub fn play(store: &Store, plan: Plan) -> Result<LoadResult, BenchError> {
     let keys = plan.keys / plan.threads;
     let mut clients = Vec::new();
     for thread in 0..plan.threads {
@@ -62,7 +62,7 @@ pub fn play(store: &Store, plan: Plan) -> Result<Outcome, BenchError> {
     let done: u64 = clients.iter().map(|client| client.done).sum();
     let looks: u64 = clients.iter().map(|client| client.looks).sum::<u64>().max(1);
     let mean = |of: fn(&Client<'_>) -> u64| mib(clients.iter().map(of).sum::<u64>() / looks);
-    Ok(Outcome {
+    Ok(LoadResult {
         ops_per_s: float(done) / seconds,
         held_mib: mean(|client| client.held_bytes),
         peak_mib: mib(clients.iter().map(|client| client.peak_bytes).max().unwrap_or(0)),

@@ -15,7 +15,7 @@ use super::support::report::{Column, Report, Row, Table, Target};
 use super::support::spread::Spread;
 use super::{BenchArgs, BenchError};
 use aquifer::Fabric;
-use load::{Outcome, Plan, play};
+use load::{LoadResult, Plan, play};
 use store::Host;
 
 /// Targets, for `aquifer bench list`.
@@ -74,7 +74,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     for fabric in fabrics {
         let cluster = Cluster::up(MEMORY_BYTES, fabric, None)?;
         let host = Host::join(cluster.state())?;
-        let mut outcomes: Vec<Vec<Outcome>> = vec![Vec::new(); grains.len()];
+        let mut outcomes: Vec<Vec<LoadResult>> = vec![Vec::new(); grains.len()];
         for _ in 0..rounds_of(fabric) {
             for ((name, sizing), outcomes) in grains.iter().zip(&mut outcomes) {
                 bar.set_message(format!("{name} over {}", fabric.name()));
@@ -118,11 +118,11 @@ fn choose(only: Option<&str>) -> Result<Vec<(&'static str, SlabSizing)>, BenchEr
     Ok(GRAINS.into_iter().filter(|(name, _)| [only, COARSEST].contains(name)).collect())
 }
 
-fn rows(grains: &[(&'static str, SlabSizing)], outcomes: &[Vec<Outcome>]) -> Vec<Row> {
+fn rows(grains: &[(&'static str, SlabSizing)], outcomes: &[Vec<LoadResult>]) -> Vec<Row> {
     let coarsest = grains.iter().position(|(name, _)| *name == COARSEST).unwrap_or(0);
-    let all = |of: fn(&Outcome) -> f64, at: usize| -> Vec<f64> { outcomes[at].iter().map(of).collect() };
+    let all = |of: fn(&LoadResult) -> f64, at: usize| -> Vec<f64> { outcomes[at].iter().map(of).collect() };
     let row = |(at, (name, _)): (usize, &(&str, SlabSizing))| {
-        let ratios = |of: fn(&Outcome) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
+        let ratios = |of: fn(&LoadResult) -> f64| Spread::of_ratios(&all(of, at), &all(of, coarsest));
         let figures = [
             ("operations/s", Spread::of(&all(|one| one.ops_per_s, at))),
             ("÷ 16 MiB", ratios(|one| one.ops_per_s)),

@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::{Case, Sample, Size};
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
-use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, read_statistics};
 use crate::bench::support::programs::{Figures, Programs};
 use crate::peers::{Peer, PeerSetup, ReadAhead};
@@ -228,7 +228,7 @@ impl Bench {
         watched: Watched,
         program: &str,
         way: &str,
-    ) -> Result<(Outcome, Figures), BenchError> {
+    ) -> Result<(ProgramOutcome, Figures), BenchError> {
         let output = self.folder.path().join("output");
         let outcome = child::run(command, &Streams { input: None, output: &output }, watched, |_| {})?;
         let figures = figures(&outcome, &output, program, way)?;
@@ -236,7 +236,7 @@ impl Bench {
     }
 }
 
-fn figures(outcome: &Outcome, output: &Path, program: &str, way: &str) -> Result<Figures, BenchError> {
+fn figures(outcome: &ProgramOutcome, output: &Path, program: &str, way: &str) -> Result<Figures, BenchError> {
     if !outcome.status.success() || outcome.status.signal().is_some() {
         return Err(BenchError::Program {
             program: program.into(),
@@ -265,7 +265,7 @@ fn latencies(figures: &Figures) -> Sample {
     ])
 }
 
-fn add_common(sample: &mut Sample, outcome: &Outcome, daemons_us: u64) {
+fn add_common(sample: &mut Sample, outcome: &ProgramOutcome, daemons_us: u64) {
     sample.insert("CPU µs", float(outcome.cpu_us + daemons_us));
     sample.insert("daemons' CPU µs", float(daemons_us));
     sample.insert("resident MiB", float(outcome.resident_peak_bytes) / MIB);

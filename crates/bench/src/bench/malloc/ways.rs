@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::Sample;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::{MIB, float};
-use crate::bench::support::child::{self, Outcome, Streams, Watched};
+use crate::bench::support::child::{self, ProgramOutcome, Streams, Watched};
 use crate::bench::support::cluster::{Cluster, aquifer_program};
 use crate::bench::support::folder;
 use crate::bench::support::programs;
@@ -193,7 +193,7 @@ impl Stage {
     }
 }
 
-fn sample(way: Way, job: Job, outcome: &Outcome, output: &Path) -> Result<Sample, BenchError> {
+fn sample(way: Way, job: Job, outcome: &ProgramOutcome, output: &Path) -> Result<Sample, BenchError> {
     let text = std::fs::read(output).map_err(BenchError::io("read", output))?;
     let figures: Figures = serde_json::from_slice(&text)
         .map_err(|error| BenchError::io("understand the figures in", output)(error.into()))?;

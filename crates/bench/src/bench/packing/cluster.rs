@@ -5,7 +5,7 @@ use aquifer_pool::SizeClass;
 use aquifer_pool::size::SECTION_CHUNKS;
 
 use super::jobs::{Job, Mix, Random};
-use super::pool::{Extent, Pool};
+use super::pool::{Extent, SimulatedPool};
 use crate::bench::support::bytes::float;
 
 /// Number of hosts.
@@ -49,7 +49,7 @@ pub struct Setting {
 
 /// The state of the cluster at a time.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub struct Sample {
+pub struct ClusterSample {
     /// Virtual time in seconds.
     pub at_s: u64,
     /// Pages that are in use.
@@ -62,9 +62,9 @@ pub struct Sample {
 
 /// Results of a simulation.
 #[derive(Clone, Debug, Default)]
-pub struct Outcome {
+pub struct PackingResult {
     /// Samples since the cluster was full.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<ClusterSample>,
     /// Pages of the pool.
     pub donated: u64,
     /// Jobs that ended since the cluster was full, and all started jobs.
@@ -93,8 +93,8 @@ struct Running {
 ///
 /// # Errors
 /// A message if an allocator fails, or memory is not free after all jobs have freed theirs.
-pub fn play(setting: &Setting, seed: u64) -> Result<Outcome, String> {
-    let mut cluster = Cluster::new(*setting, seed);
+pub fn play(setting: &Setting, seed: u64) -> Result<PackingResult, String> {
+    let mut cluster = SimulatedCluster::new(*setting, seed);
     let mut now_s = 0;
     while now_s < WARM_S + setting.time_s {
         cluster.start_jobs()?;
@@ -108,9 +108,9 @@ pub fn play(setting: &Setting, seed: u64) -> Result<Outcome, String> {
 }
 
 #[derive(Debug)]
-struct Cluster {
+struct SimulatedCluster {
     setting: Setting,
-    pool: Pool,
+    pool: SimulatedPool,
     local_free: [u64; HOSTS],
     /// Running jobs, the oldest first.
     running: Vec<Running>,
@@ -120,23 +120,23 @@ struct Cluster {
     /// Number of ended jobs, and the sum of their mean needs ÷ maximum.
     known: u64,
     mean_to_max: f64,
-    outcome: Outcome,
+    outcome: PackingResult,
 }
 
-impl Cluster {
+impl SimulatedCluster {
     fn new(setting: Setting, seed: u64) -> Self {
         let mut random = Random::new(seed + 1);
         let next = Job::draw(setting.mix, &mut random);
         Self {
             setting,
-            pool: Pool::new(setting.sections, HOSTS),
+            pool: SimulatedPool::new(setting.sections, HOSTS),
             local_free: [HOST_PAGES; HOSTS],
             running: Vec::new(),
             random,
             next,
             known: 0,
             mean_to_max: 0.0,
-            outcome: Outcome::default(),
+            outcome: PackingResult::default(),
         }
     }
 
@@ -254,7 +254,7 @@ impl Cluster {
     fn sample(&mut self, at_s: u64) {
         let used =
             self.running.iter().map(|running| running.job.remote_pages(running.ran_s).min(running.held));
-        self.outcome.samples.push(Sample {
+        self.outcome.samples.push(ClusterSample {
             at_s,
             used: used.sum(),
             held: self.pool.pages() - self.pool.free_pages(),
@@ -263,7 +263,7 @@ impl Cluster {
     }
 
     /// Frees the memory of all jobs.
-    fn close(mut self) -> Result<Outcome, String> {
+    fn close(mut self) -> Result<PackingResult, String> {
         for mut running in std::mem::take(&mut self.running) {
             free_all(&mut self.pool, &mut running)?;
         }
@@ -271,7 +271,7 @@ impl Cluster {
             return Err("something is left of jobs that have given everything back".into());
         }
         let (taken, trips, donated) = (self.pool.taken, self.pool.trips, self.pool.pages());
-        Ok(Outcome {
+        Ok(PackingResult {
             taken,
             trips,
             donated,
@@ -282,7 +282,7 @@ impl Cluster {
 }
 
 /// Allocates pages in extents of the sizes of batches, or in smaller ones if there are none.
-fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String> {
+fn grow(pool: &mut SimulatedPool, running: &mut Running, more: u64) -> Result<(), String> {
     let goal = running.held + more;
     while running.held < goal {
         let batch = (goal - running.held).min(BATCH_PAGES);
@@ -301,7 +301,7 @@ fn grow(pool: &mut Pool, running: &mut Running, more: u64) -> Result<(), String>
     Ok(())
 }
 
-fn free_all(pool: &mut Pool, running: &mut Running) -> Result<(), String> {
+fn free_all(pool: &mut SimulatedPool, running: &mut Running) -> Result<(), String> {
     running.held = 0;
     running.extents.drain(..).try_for_each(|extent| pool.free(running.host, extent))
 }

@@ -13,7 +13,7 @@ use super::support::progress;
 use super::support::report::{Column, Report, Row, Series, Table, Target};
 use super::support::spread::{Spread, short};
 use super::{BenchArgs, BenchError};
-use cluster::{HOST_PAGES, HOSTS, Outcome, Policy, Setting, WARM_S, play};
+use cluster::{HOST_PAGES, HOSTS, PackingResult, Policy, Setting, WARM_S, play};
 use jobs::Mix;
 
 /// Targets, for `aquifer bench list`.
@@ -53,7 +53,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             interrupt::check()?;
             bar.set_message(format!("{}, {policy:?}", case.name()));
             let setting = Setting { policy, mix: case.mix, sections: case.sections(), time_s };
-            let outcomes: Result<Vec<Outcome>, String> =
+            let outcomes: Result<Vec<PackingResult>, String> =
                 (0..seeds).map(|seed| play(&setting, seed)).collect();
             both.push(outcomes.map_err(|reason| BenchError::Allocator { reason })?);
             bar.inc(1);
@@ -102,7 +102,7 @@ impl Case {
         format!("{} jobs, a pool {ratio} the hosts' memory", self.mix.name)
     }
 
-    fn table(&self, both: &[Vec<Outcome>]) -> Table {
+    fn table(&self, both: &[Vec<PackingResult>]) -> Table {
         let jobs = both.first().map_or(&[][..], |outcomes| &outcomes[..]);
         let rows = POLICIES.iter().zip(both).map(|(policy, outcomes)| row(*policy, outcomes, jobs)).collect();
         let part = Spread::of(&jobs.iter().map(|outcome| outcome.mean_to_max).collect::<Vec<f64>>());
@@ -132,9 +132,10 @@ const COLUMNS: [&str; 8] = [
 /// Time of an operation on a node in ms, as in the cost model of `bench alloc`.
 const TRIP_MS: f64 = 0.0017;
 
-fn row(policy: Policy, outcomes: &[Outcome], fixed: &[Outcome]) -> Row {
-    let spread = |of: &dyn Fn(&Outcome) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
-    let jobs = |outcomes: &[Outcome]| outcomes.iter().map(jobs_per_h).collect::<Vec<f64>>();
+fn row(policy: Policy, outcomes: &[PackingResult], fixed: &[PackingResult]) -> Row {
+    let spread =
+        |of: &dyn Fn(&PackingResult) -> f64| Spread::of(&outcomes.iter().map(of).collect::<Vec<f64>>());
+    let jobs = |outcomes: &[PackingResult]| outcomes.iter().map(jobs_per_h).collect::<Vec<f64>>();
     let figures = [
         (COLUMNS[0], spread(&used_of_held)),
         (COLUMNS[1], spread(&used_of_lent)),
@@ -157,25 +158,25 @@ fn name_of(policy: Policy) -> &'static str {
     }
 }
 
-fn sum(outcome: &Outcome, of: impl Fn(&cluster::Sample) -> u64) -> f64 {
+fn sum(outcome: &PackingResult, of: impl Fn(&cluster::ClusterSample) -> u64) -> f64 {
     float(outcome.samples.iter().map(of).sum())
 }
 
-fn used_of_held(outcome: &Outcome) -> f64 {
+fn used_of_held(outcome: &PackingResult) -> f64 {
     sum(outcome, |sample| sample.used) / sum(outcome, |sample| sample.held) * 100.0
 }
 
-fn used_of_lent(outcome: &Outcome) -> f64 {
+fn used_of_lent(outcome: &PackingResult) -> f64 {
     sum(outcome, |sample| sample.used) / sum(outcome, |_| outcome.donated) * 100.0
 }
 
-fn jobs_per_h(outcome: &Outcome) -> f64 {
+fn jobs_per_h(outcome: &PackingResult) -> f64 {
     let time_s = outcome.samples.last().map_or(0, |last| last.at_s - WARM_S);
     float(outcome.ended) * 3600.0 / float(time_s)
 }
 
-fn used_targets(case: &Case, both: &[Vec<Outcome>]) -> Vec<Target> {
-    let target = |what: &str, figure: fn(&Outcome) -> f64| {
+fn used_targets(case: &Case, both: &[Vec<PackingResult>]) -> Vec<Target> {
+    let target = |what: &str, figure: fn(&PackingResult) -> f64| {
         let value = Spread::of(&both[1].iter().map(figure).collect::<Vec<f64>>())?;
         let name = format!("{}: dynamic, % of {what} memory that is used", case.name());
         Some(Target { name, value, bound: 74.0, at_most: false })
@@ -183,7 +184,7 @@ fn used_targets(case: &Case, both: &[Vec<Outcome>]) -> Vec<Target> {
     [target("lent", used_of_lent), target("held", used_of_held)].into_iter().flatten().collect()
 }
 
-fn jobs_target(case: &Case, both: &[Vec<Outcome>]) -> Option<Target> {
+fn jobs_target(case: &Case, both: &[Vec<PackingResult>]) -> Option<Target> {
     let of = |policy: usize| both[policy].iter().map(jobs_per_h).collect::<Vec<f64>>();
     let value = Spread::of_ratios(&of(1), &of(0))?;
     let name = format!("{}: jobs per hour, dynamic ÷ static", case.name());
@@ -191,19 +192,19 @@ fn jobs_target(case: &Case, both: &[Vec<Outcome>]) -> Option<Target> {
 }
 
 /// Used and held memory over time, of the first seed.
-fn series(case: &Case, both: &[Vec<Outcome>]) -> Vec<Series> {
+fn series(case: &Case, both: &[Vec<PackingResult>]) -> Vec<Series> {
     let mut all = Vec::new();
     for (policy, outcomes) in POLICIES.iter().zip(both) {
         let Some(outcome) = outcomes.first() else { continue };
         let step = outcome.samples.len().div_ceil(POINTS).max(1);
-        let line = |of: &dyn Fn(&cluster::Sample) -> u64| {
-            let point = |sample: &cluster::Sample| {
+        let line = |of: &dyn Fn(&cluster::ClusterSample) -> u64| {
+            let point = |sample: &cluster::ClusterSample| {
                 (float(sample.at_s) / 3600.0, float(of(sample)) / float(outcome.donated) * 100.0)
             };
             outcome.samples.iter().step_by(step).map(point).collect::<Vec<(f64, f64)>>()
         };
-        let held: (&str, &dyn Fn(&cluster::Sample) -> u64) = ("held", &|sample| sample.held);
-        let used: (&str, &dyn Fn(&cluster::Sample) -> u64) = ("used", &|sample| sample.used);
+        let held: (&str, &dyn Fn(&cluster::ClusterSample) -> u64) = ("held", &|sample| sample.held);
+        let used: (&str, &dyn Fn(&cluster::ClusterSample) -> u64) = ("used", &|sample| sample.used);
         for (what, of) in [used, held] {
             let title = format!("{}: % of the lent memory, over hours", case.name());
             all.push(Series { title, name: format!("{}: {what}", name_of(*policy)), points: line(of) });

@@ -37,20 +37,20 @@ struct Node {
     owners: Vec<u16>,
     free_pages: u64,
     /// Smallest size class of which no extent was free at the last attempt. Frees lower the bound;
-    /// joined smaller extents count only after [`Pool::recheck`].
+    /// joined smaller extents count only after [`SimulatedPool::recheck`].
     full_from: u8,
 }
 
 /// The pool of all nodes.
 #[derive(Debug)]
-pub struct Pool {
+pub struct SimulatedPool {
     nodes: Vec<Node>,
     /// Number of allocations, and of sequential operations on nodes for allocations and frees.
     pub taken: u64,
     pub trips: u64,
 }
 
-impl Pool {
+impl SimulatedPool {
     /// A pool with this number of sections in all.
     pub fn new(sections: u32, hosts: usize) -> Self {
         let each = sections / 4;
@@ -186,10 +186,10 @@ mod tests {
 
     #[test]
     fn another_hosts_extent_cannot_be_freed() {
-        let mut pool = Pool::new(8, 2);
+        let mut pool = SimulatedPool::new(8, 2);
         let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
         assert!(pool.free(1, extent).unwrap_err().contains("was 1's"));
-        let mut pool = Pool::new(8, 2);
+        let mut pool = SimulatedPool::new(8, 2);
         let extent = pool.allocate(0, SizeClass::SPAN).unwrap().unwrap();
         pool.free(0, extent).unwrap();
         assert!(pool.free(0, extent).is_err(), "once is enough");
@@ -201,7 +201,7 @@ mod tests {
         fn the_record_and_the_words_agree(
             requests in prop::collection::vec((0..SizeClass::COUNT, 0..3_usize, any::<u16>()), 1..300)
         ) {
-            let mut pool = Pool::new(8, 3);
+            let mut pool = SimulatedPool::new(8, 3);
             let mut held: Vec<(usize, Extent)> = Vec::new();
             for (k, host, at) in requests {
                 if at % 3 == 0 && !held.is_empty() {

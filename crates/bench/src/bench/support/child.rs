@@ -37,7 +37,7 @@ pub struct Streams<'a> {
 
 /// Exit status and measurements of a program.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct ProgramOutcome {
     /// Exit status.
     pub status: ExitStatus,
     /// Time from start to end.
@@ -79,7 +79,7 @@ pub fn run(
     streams: &Streams<'_>,
     watched: Watched,
     mut on_moment: impl FnMut(Moment),
-) -> Result<Outcome, BenchError> {
+) -> Result<ProgramOutcome, BenchError> {
     attend(command, streams, watched, |_, moment| on_moment(moment))
 }
 
@@ -92,7 +92,7 @@ pub fn attend(
     streams: &Streams<'_>,
     watched: Watched,
     mut on_moment: impl FnMut(Pid, Moment),
-) -> Result<Outcome, BenchError> {
+) -> Result<ProgramOutcome, BenchError> {
     interrupt::check()?;
     let program = PathBuf::from(command.get_program());
     let message_path = streams.output.with_extension("stderr");
@@ -133,7 +133,7 @@ pub fn attend(
     let message = tail(&std::fs::read(&message_path).unwrap_or_default());
     // A failure does no harm: the folder is removed later.
     let _ = std::fs::remove_file(&message_path);
-    Ok(Outcome { status, elapsed, cpu_us, resident_peak_bytes, message })
+    Ok(ProgramOutcome { status, elapsed, cpu_us, resident_peak_bytes, message })
 }
 
 /// Resident anonymous memory of the program.
@@ -182,7 +182,7 @@ fn tail(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn shell(script: &str, watched: Watched) -> (Outcome, String) {
+    fn shell(script: &str, watched: Watched) -> (ProgramOutcome, String) {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("output");
         let mut command = Command::new("sh");

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use super::child::{self, Outcome, Streams, Watched};
+use super::child::{self, ProgramOutcome, Streams, Watched};
 use super::interrupt;
 use crate::bench::BenchError;
 
@@ -55,7 +55,7 @@ pub fn beside<T: Send>(
     watched: Watched,
     end: Signal,
     work: impl FnOnce(&Server) -> Result<T, BenchError> + Send,
-) -> Result<(Outcome, Result<T, BenchError>), BenchError> {
+) -> Result<(ProgramOutcome, Result<T, BenchError>), BenchError> {
     let server = Server::default();
     let failed = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -88,7 +88,7 @@ mod tests {
     fn shell(
         script: &str,
         work: impl FnOnce(&Server) -> Result<u8, BenchError> + Send,
-    ) -> (Outcome, Result<u8, BenchError>) {
+    ) -> (ProgramOutcome, Result<u8, BenchError>) {
         let folder = tempfile::tempdir().unwrap();
         let output = folder.path().join("output");
         let mut command = Command::new("sh");
