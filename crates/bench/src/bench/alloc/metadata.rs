@@ -11,12 +11,12 @@ use crate::bench::support::spread::Spread;
 
 /// Sections of 64 GiB.
 const SECTIONS: u32 = 32_768;
-/// Bytes of keys for each section, and bytes of logs.
+/// Bytes of the keys of a section. Its logs have the same size.
 const ENTRIES_BYTES: u64 = SECTION_ENTRIES as u64 * 8;
 
-/// Of ours.
+/// Sizes of the parts of a node's region.
 struct Parts {
-    /// And the header, and what is left free before the data.
+    /// Control words, the header, and unused memory before the data.
     words: u64,
     keys: u64,
     logs: u64,

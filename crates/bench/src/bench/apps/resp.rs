@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 /// Time to wait for an answer.
-const ANSWER: Duration = Duration::from_secs(120);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Longest line of the protocol; values are not lines.
 const LINE_BYTES_MAX: u64 = 512;
 /// Longest value.
@@ -38,8 +38,8 @@ impl Client {
     /// If no server listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
         let stream = UnixStream::connect(path)?;
-        stream.set_read_timeout(Some(ANSWER))?;
-        stream.set_write_timeout(Some(ANSWER))?;
+        stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+        stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
         Ok(Self::over(stream))
     }
 }

@@ -300,16 +300,15 @@ impl Stage {
             let left = beside_store(fit.limit_bytes(), &usage);
             self.notes.push(match left {
                 Some(left) => format!(
-                    "zram, {} at {} %: {} of the limit of {} are its store's, the program gets the rest",
+                    "zram, {} at {} %: the store has {} of the limit of {}, and the program has the rest",
                     app.name(),
                     fit.percent,
                     show_bytes(fit.limit_bytes() - left),
                     show_bytes(fit.limit_bytes())
                 ),
                 None => format!(
-                    "zram, {} at {} %: its store of {} leaves too little of a limit of {}; it stands \
-                        beside the limit, as \
-                     memory that the other ways do not have",
+                    "zram, {} at {} %: its store of {} is too large for a limit of {}, so it is in addition \
+                     to the limit: memory that the other ways do not have",
                     app.name(),
                     fit.percent,
                     show_bytes(usage.store_peak_bytes),

@@ -268,7 +268,7 @@ impl SimulatedCluster {
             free_all(&mut self.pool, &mut running)?;
         }
         if !self.pool.is_all_free() {
-            return Err("something is left of jobs that have given everything back".into());
+            return Err("memory is still allocated after all jobs have freed theirs".into());
         }
         let (taken, trips, donated) = (self.pool.taken, self.pool.trips, self.pool.pages());
         Ok(PackingResult {

@@ -36,8 +36,10 @@ struct Node {
     /// Owner of each chunk.
     owners: Vec<u16>,
     free_pages: u64,
-    /// Smallest size class of which no extent was free at the last attempt. Frees lower the bound;
-    /// joined smaller extents count only after [`SimulatedPool::recheck`].
+    /// From this size class on, no extent was free at the last attempt.
+    ///
+    /// A free raises it above the class of the freed extent. Larger extents that joined from smaller
+    /// ones are found after [`SimulatedPool::recheck`].
     full_from: u8,
 }
 

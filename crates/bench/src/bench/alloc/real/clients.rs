@@ -23,7 +23,7 @@ const MESSAGE_LEN: u32 = 16;
 const _: () = assert!(MESSAGE_LEN as usize == MESSAGE_BYTES);
 /// Completions polled at a time.
 const POLL_MAX: usize = 32;
-/// Entries in the local memory, for CASes and for READs.
+/// Bytes of the largest READ of entries in the local memory.
 const ENTRIES_BYTES: usize = READ_MAX as usize * 8;
 /// Offset of a word of zeros in the local memory.
 const ZERO_AT: u64 = ENTRIES_BYTES as u64;
