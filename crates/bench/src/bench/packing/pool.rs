@@ -38,8 +38,8 @@ struct Node {
     free_pages: u64,
     /// From this size class on, no extent was free at the last attempt.
     ///
-    /// A free raises it above the class of the freed extent. Larger extents that joined from smaller
-    /// ones are found after [`SimulatedPool::recheck`].
+    /// A free raises it above the class of the freed extent. Larger extents that joined from
+    /// smaller ones are found after [`SimulatedPool::recheck`].
     full_from: u8,
 }
 
