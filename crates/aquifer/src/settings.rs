@@ -49,6 +49,7 @@ pub enum SettingsError {
 }
 
 /// Address of the cluster's directory, and certificates to reach it.
+#[expect(rustdoc::broken_intra_doc_links, reason = "the help text has optional parts in brackets")]
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DirectorySettings {

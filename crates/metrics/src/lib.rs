@@ -3,7 +3,7 @@
 //! - [`address`]: where the server listens; only this machine can connect, because the server has
 //!   no authentication.
 //! - [`server`]: the HTTP server, on its own thread.
-//! - [`write`]: encodes families of metrics, for a [`Collector`].
+//! - [`mod@write`]: encodes families of metrics, for a [`Collector`].
 
 #![forbid(unsafe_code)]
 

@@ -1,7 +1,7 @@
 //! Shared parts of the tests of several crates.
 //!
 //! - [`etcd`]: a real etcd of one or more members, which can be killed and restarted.
-//! - [`golden`]: golden files, which fix the bytes of a format.
+//! - [`mod@golden`]: golden files, which fix the bytes of a format.
 //! - [`openmetrics`]: fetches the metrics of a daemon, and reads them strictly.
 //! - [`relay`]: a TCP relay that delays, stops and cuts connections.
 
