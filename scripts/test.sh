@@ -59,7 +59,8 @@ step() {
 
 lint() {
     cargo clippy --workspace --all-targets --quiet -- -D warnings
-    RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --workspace --no-deps --document-private-items --quiet
+    RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+        cargo doc --workspace --no-deps --document-private-items --quiet
     # Tests that need RDMA devices, which --all-targets does not include.
     cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs \
         --test client-verbs --test killed-verbs -- -D warnings
