@@ -49,11 +49,18 @@ step() {
     echo
     echo "== $name"
     started=$SECONDS
-    "$@" || {
-        status=$?
+    # Not `"$@" || …`: that would switch off `set -e` inside of functions.
+    set +e
+    (
+        set -e
+        "$@"
+    )
+    status=$?
+    set -e
+    if [ "$status" != 0 ]; then
         printf '  %4d s  %s: failed\n' $((SECONDS - started)) "$name" >>"$times"
         return "$status"
-    }
+    fi
     printf '  %4d s  %s\n' $((SECONDS - started)) "$name" >>"$times"
 }
 

@@ -34,7 +34,7 @@ struct HeldEndpoint {
 
 fn hold(mut stream: TcpStream, connect: Connect) -> io::Result<()> {
     stream.set_nodelay(true)?;
-    let mut ask = Message::read(&mut stream)?;
+    let mut ask = Message::receive(&mut stream)?;
     assert_eq!(ask.read(), CONNECT);
     let address = ask.read_text().parse().expect("an address");
     let made = connect(address, ask.read_identity());
@@ -49,7 +49,7 @@ fn hold(mut stream: TcpStream, connect: Connect) -> io::Result<()> {
     let Ok(endpoint) = made else { return Err(io::ErrorKind::UnexpectedEof.into()) };
     let mut held = HeldEndpoint { endpoint, locals: Vec::new(), posted: VecDeque::new() };
     loop {
-        let mut ask = Message::read(&mut stream)?;
+        let mut ask = Message::receive(&mut stream)?;
         held.obey(&mut ask).write(&mut stream)?;
     }
 }

@@ -33,7 +33,7 @@ pub struct Message {
 pub fn call(stream: &RefCell<TcpStream>, ask: &Message) -> Message {
     let mut stream = stream.borrow_mut();
     ask.write(&mut *stream).expect("the other machine hears");
-    Message::read(&mut *stream).expect("the other machine answers")
+    Message::receive(&mut *stream).expect("the other machine answers")
 }
 
 impl Message {
@@ -47,7 +47,7 @@ impl Message {
         out.write_all(&[&(self.bytes.len() as u64).to_le_bytes(), &self.bytes[..]].concat())
     }
 
-    pub fn read(from: &mut impl Read) -> io::Result<Self> {
+    pub fn receive(from: &mut impl Read) -> io::Result<Self> {
         let mut len = [0; 8];
         from.read_exact(&mut len)?;
         let mut bytes = vec![0; usize::try_from(u64::from_le_bytes(len)).expect("a length")];
