@@ -392,7 +392,7 @@ key = "/etc/aquifer/own.key"
             ("memory = \"lots\"\n", "line 1", "not a size"),
             ("threads = 65\n", "line 1", "not in 1..=64"),
             ("rate-operations = 0\n", "line 1", "not in 1..="),
-            ("id = 1\nmetrics = \"0.0.0.0:7480\"\n", "line 2", "proxy that speaks TLS"),
+            ("id = 1\nmetrics = \"0.0.0.0:7480\"\n", "line 2", "proxy with TLS"),
             ("metrics = 7480\n", "line 1", "string"),
             ("listen = \"somewhere\"\n", "line 1", "address"),
             ("fabric = \"pigeon\"\n", "line 1", "verbs"),

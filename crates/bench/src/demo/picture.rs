@@ -204,7 +204,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("demo.svg");
         draw(&path, &played, 100 * MIB, "a title").unwrap();
-        assert!(std::fs::read_to_string(path).unwrap().contains("killed by the kernel for want of"));
+        assert!(std::fs::read_to_string(path).unwrap().contains("killed by the kernel for lack of"));
     }
 
     #[test]
