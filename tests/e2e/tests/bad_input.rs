@@ -35,6 +35,19 @@ fn run_without_a_cluster_fails() {
     assert_refused(&output, EXIT_FAILED, &["no cluster is up", "aquifer up"]);
 }
 
+/// A swap device has one copy of each page; the option must not be accepted and ignored.
+#[test]
+fn replicas_of_a_swap_device_are_refused() {
+    let state = TempDir::new().expect("a temporary folder can be made");
+    let output = Command::new(build::binary())
+        .arg("--state")
+        .arg(state.path())
+        .args(["run", "--swap", "--replicas", "2", "--local", "64M", "--", "true"])
+        .output()
+        .expect("aquifer can be started");
+    assert_refused(&output, EXIT_FAILED, &["--swap keeps one copy", "--replicas"]);
+}
+
 #[test]
 fn programs_that_cannot_be_run_are_refused() {
     let cluster = Cluster::up(1, "64M");

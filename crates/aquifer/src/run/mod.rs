@@ -76,6 +76,11 @@ pub enum RunError {
             if the program is dynamically linked"
     )]
     SwapNeedsRoot,
+    /// `--swap` with more than one replica.
+    #[error(
+        "--swap keeps one copy of each page: run without --replicas and AQUIFER_REPLICAS, or without --swap"
+    )]
+    SwapWithReplicas,
     /// The swap server cannot be started, or failed.
     #[error("swap server failed: {0}")]
     SwapServer(std::io::Error),
@@ -129,6 +134,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     let program = executable::find(&options.command[0])?;
     match &options.swap {
         None => run_on_agent(options, program),
+        Some(_) if options.replicas > 1 => Err(RunError::SwapWithReplicas),
         Some(swap) => run_on_swap(options, swap, program),
     }
 }
