@@ -62,7 +62,7 @@ impl RefusedChild {
         }
         for message in self.uffd.read_messages() {
             match message {
-                UffdMessage::Fault(fault) if self.canary.is_in(fault.thread) => kill(fault.thread),
+                UffdMessage::Fault(fault) => self.kill_if_own(fault.thread),
                 UffdMessage::Fork(fd) => {
                     let uffd = Userfaultfd::from(fd);
                     let canary = Canary { number: next_number(), ..self.canary };
@@ -73,14 +73,21 @@ impl RefusedChild {
         }
         true
     }
+
+    /// Kills a process if it has the child's memory. It must be named by its first thread.
+    ///
+    /// The pidfd is opened before the canary is read: if the number is reused in between, the
+    /// signal goes to the process that has ended, and not to the next one with that number.
+    fn kill_if_own(&self, pid: u32) {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(rustix::io::Errno::SRCH);
+        let pidfd = number.and_then(|number| pidfd_open(number, PidfdFlags::empty()));
+        if self.canary.is_in(pid) {
+            log_kill(pid, pidfd.and_then(|pidfd| pidfd_send_signal(pidfd, Signal::KILL)));
+        }
+    }
 }
 
-/// Kills a process that has a single thread, or is named by its first.
-fn kill(pid: u32) {
-    let pidfd = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(rustix::io::Errno::SRCH);
-    let killed = pidfd
-        .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()))
-        .and_then(|pidfd| pidfd_send_signal(pidfd, Signal::KILL));
+fn log_kill(pid: u32, killed: rustix::io::Result<()>) {
     match killed {
         Ok(()) => tracing::warn!(pid, "killed a forked child that cannot be served"),
         Err(error) => tracing::debug!(%error, pid, "cannot kill a forked child that cannot be served"),
