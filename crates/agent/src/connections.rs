@@ -13,14 +13,15 @@ use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunReport};
+use aquifer_faults::serve::{OpenRunError, PagingService, Run};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
+use aquifer_report::RunStatistics;
 use rustix::fs::{Mode, OFlags};
 
-use crate::report::{run_statistics, status};
+use crate::report::status;
 use crate::swap_servers::SwapServers;
 
 /// Interval at which notices are sent to a run's owner.
@@ -307,6 +308,6 @@ fn send_notices(socket: &OwnedFd, run: &Run, end_is_sent: &mut bool) {
     }
 }
 
-fn statistics_json(report: &RunReport) -> String {
-    serde_json::to_string(&run_statistics(report.clone())).expect("numbers can be written")
+fn statistics_json(report: &RunStatistics) -> String {
+    serde_json::to_string(report).expect("numbers can be written")
 }

@@ -6,9 +6,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_extents::{SessionService, UserReport};
+use aquifer_extents::SessionService;
 use aquifer_faults::FaultStats;
-use aquifer_faults::serve::{PagingService, RunReport, TenantReport};
+use aquifer_faults::serve::PagingService;
 use aquifer_host::membership::LeaseEvents;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_metrics::write::{
@@ -18,6 +18,7 @@ use aquifer_metrics::{
     Collector, DescriptorEncoder, MetricsAddress, MetricsError, MetricsListener, MetricsServer, Registry,
     Unit,
 };
+use aquifer_report::{RunStatistics, TenantStatistics, UserStatistics};
 
 use crate::report::mempool_bytes;
 
@@ -94,49 +95,49 @@ struct AgentCollector {
 /// A metric of each row: name, help, and the function that reads its value.
 type Metric<T> = (&'static str, &'static str, fn(&T) -> u64);
 
-const RUN_BYTES: [Metric<RunReport>; 5] = [
+const RUN_BYTES: [Metric<RunStatistics>; 5] = [
     ("limit", "Limit of the run's resident memory.", |run| run.limit_bytes),
-    ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes.0),
-    ("resident_peak", "The most resident memory in any sample.", |run| run.resident_bytes.1),
+    ("resident", "Resident memory of the run at the last sample.", |run| run.resident_bytes),
+    ("resident_peak", "The most resident memory in any sample.", |run| run.resident_peak_bytes),
     ("mempool_blocks", "Blocks of the mempool that the run uses.", |run| run.mempool_bytes),
-    ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes.0),
+    ("remote", "Memory that the run has allocated on memory nodes.", |run| run.remote_bytes),
 ];
 
-const RUN_COUNTERS: [Metric<RunReport>; 14] = [
+const RUN_COUNTERS: [Metric<RunStatistics>; 14] = [
     ("faults", "Page faults served.", |run| run.faults),
     ("zero_pages", "Pages filled with zeros.", |run| run.zero_pages),
     ("mempool_hits", "Pages filled from the mempool's reclaimable queue.", |run| run.mempool_hits),
     ("staging_hits", "Pages filled from the mempool's staging queue.", |run| run.staging_hits),
-    ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads.0),
-    ("remote_read_trips", "READs posted for remote_reads.", |run| run.remote_reads.1),
+    ("remote_reads", "Pages read from memory nodes.", |run| run.remote_reads),
+    ("remote_read_trips", "READs posted for remote_reads.", |run| run.remote_read_trips),
     ("prefetched", "Pages read before a fault on them.", |run| run.prefetched),
     (
         "unchanged_pages",
         "Evicted pages that were not written again because a memory node has the same bytes.",
         |run| run.unchanged_pages,
     ),
-    ("remote_writes", "Pages written to memory nodes; each replica counts.", |run| run.remote_writes.1),
-    ("remote_write_trips", "WRITEs posted for remote_writes.", |run| run.remote_writes.0),
+    ("remote_writes", "Pages written to memory nodes; each replica counts.", |run| run.remote_writes),
+    ("remote_write_trips", "WRITEs posted for remote_writes.", |run| run.remote_write_trips),
     ("vacated_slabs", "Sparse slabs that were emptied and freed.", |run| run.vacated_slabs),
     ("repacked_pages", "Pages that were moved out of sparse slabs.", |run| run.repacked_pages),
     ("evictions", "Pages evicted from programs.", |run| run.evictions),
     ("lost_pages", "Pages that could not be read from any replica.", |run| run.lost_pages),
 ];
 
-const USER_BYTES: [Metric<UserReport>; 1] =
+const USER_BYTES: [Metric<UserStatistics>; 1] =
     [("tenant_extents", "Memory that the tenant's sessions have allocated in the pool.", |tenant| {
         tenant.allocated_bytes
     })];
 
-const USER_COUNTERS: [Metric<UserReport>; 1] =
+const USER_COUNTERS: [Metric<UserStatistics>; 1] =
     [("tenant_extents_refused", "Requests refused because a key opens nothing.", |tenant| tenant.refused)];
 
-const TENANT_GAUGES: [Metric<TenantReport>; 2] = [
+const TENANT_GAUGES: [Metric<TenantStatistics>; 2] = [
     ("tenant_runs", "Runs of the tenant.", |tenant| count_u64(tenant.runs)),
     ("tenant_processes", "Processes in the tenant's runs.", |tenant| count_u64(tenant.processes)),
 ];
 
-const TENANT_BYTES: [Metric<TenantReport>; 3] = [
+const TENANT_BYTES: [Metric<TenantStatistics>; 3] = [
     ("tenant_resident", "Resident memory of the tenant's runs at the last sample.", |tenant| {
         tenant.resident_bytes
     }),
@@ -148,7 +149,7 @@ const TENANT_BYTES: [Metric<TenantReport>; 3] = [
     }),
 ];
 
-const TENANT_COUNTERS: [Metric<TenantReport>; 4] = [
+const TENANT_COUNTERS: [Metric<TenantStatistics>; 4] = [
     ("tenant_faults", "Page faults served, ended runs included.", |tenant| tenant.faults),
     ("tenant_remote_reads", "Pages read from memory nodes, ended runs included.", |tenant| {
         tenant.remote_reads
@@ -223,7 +224,7 @@ impl AgentCollector {
 }
 
 /// Encodes the metrics of runs.
-fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]) -> fmt::Result {
+fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunStatistics)]) -> fmt::Result {
     // The name is a label of one family only; `group_left(name)` joins it to the others.
     let named = rows.iter().map(|(labels, run)| {
         let name = label("name", &run.name);
@@ -231,8 +232,8 @@ fn encode_runs(encoder: &mut DescriptorEncoder<'_>, rows: &[(Labels, RunReport)]
     });
     let family = MetricFamily { name: "run_name", help: "Name of the run's program.", unit: None };
     gauges(encoder, family, named)?;
-    let processes: [Metric<RunReport>; 1] =
-        [("processes", "Processes of the run.", |run| count_u64(run.programs.len()))];
+    let processes: [Metric<RunStatistics>; 1] =
+        [("processes", "Processes of the run.", |run| count_u64(run.processes))];
     encode_all(encoder, rows, None, &processes, gauges)?;
     encode_all(encoder, rows, Some(&Unit::Bytes), &RUN_BYTES, gauges)?;
     encode_all(encoder, rows, None, &RUN_COUNTERS, counters)

@@ -23,8 +23,5 @@ mod pool;
 mod serve;
 
 pub use book::InvalidBook;
-pub use core::UserReport;
 pub use pool::NodeConnector;
-pub use serve::{
-    InheritError, InheritedSession, OpenSessionError, SessionKeeper, SessionReport, SessionService,
-};
+pub use serve::{InheritError, InheritedSession, OpenSessionError, SessionKeeper, SessionService};

@@ -16,11 +16,12 @@ use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
+use aquifer_report::{SessionStatistics, UserStatistics};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use crate::book::Book;
-use crate::core::{UserAccounts, UserReport};
+use crate::core::UserAccounts;
 use crate::pool::NodeConnector;
 pub use inherited::{InheritError, InheritedSession};
 use session_thread::SessionThread;
@@ -70,23 +71,6 @@ struct SessionRecord {
     pid: u32,
     /// Version of frames and ring that the program uses.
     version: u16,
-}
-
-/// Statistics of a session.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct SessionReport {
-    /// The user.
-    pub tenant: u32,
-    /// Process id of the program.
-    pub pid: u32,
-    /// Extents that the program has allocated.
-    pub extents: u64,
-    /// Bytes that the program has allocated.
-    pub bytes: u64,
-    /// Bytes that are kept ready for it.
-    pub stocked_bytes: u64,
-    /// Requests that this agent has answered.
-    pub requests: u64,
 }
 
 /// All sessions of an agent.
@@ -282,13 +266,13 @@ impl SessionService {
 
     /// Statistics of all sessions.
     #[must_use]
-    pub fn sessions(&self) -> Vec<SessionReport> {
+    pub fn sessions(&self) -> Vec<SessionStatistics> {
         self.lock().live.values().map(|shared| shared.report()).collect()
     }
 
     /// Statistics of all users that have or had sessions.
     #[must_use]
-    pub fn users(&self) -> Vec<UserReport> {
+    pub fn users(&self) -> Vec<UserStatistics> {
         self.accounts.all().iter().map(|account| account.report()).collect()
     }
 
@@ -309,8 +293,8 @@ impl SharedSession {
         Self { record, socket, stop: AtomicBool::new(false), extents, bytes, stocked_bytes, requests }
     }
 
-    fn report(&self) -> SessionReport {
-        SessionReport {
+    fn report(&self) -> SessionStatistics {
+        SessionStatistics {
             tenant: self.record.tenant,
             pid: self.record.pid,
             extents: self.extents.load(Relaxed),

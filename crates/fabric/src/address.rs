@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use crate::handshake::ClusterKey;
+use crate::handshake::{ClusterKey, Refusal};
 use crate::shm;
 use crate::target::Identity;
 use crate::target::{Target, TargetError};
@@ -132,13 +132,13 @@ impl FabricAddress {
             (Self::Verbs(address), Some(key)) => match VerbsProvider::installed() {
                 Some(verbs) => (verbs.connect)(*address, key, who),
                 None => {
-                    let (address, reason) = (address.to_string(), WITHOUT_VERBS.to_owned());
-                    Err(EndpointError::Refused { address, reason })
+                    let (address, refusal) = (address.to_string(), Refusal::other(WITHOUT_VERBS));
+                    Err(EndpointError::Refused { address, refusal })
                 }
             },
             (Self::Tcp(address) | Self::Verbs(address), None) => Err(EndpointError::Refused {
                 address: address.to_string(),
-                reason: "this host has no cluster key: give it one with --key FILE".into(),
+                refusal: Refusal::other("this host has no cluster key: give it one with --key FILE"),
             }),
         }
     }

@@ -1,28 +1,37 @@
-//! Golden texts that initiators parse: two refusals and the names of the providers.
+//! Golden codes of refusals and names of the providers.
 //! A changed golden file needs new versions in `docs/formats/fabric-tcp.md` and
-//! `docs/formats/fabric-shm.md`: an older initiator does not recognise other words.
+//! `docs/formats/fabric-shm.md`.
 
 use aquifer_tests_support::golden;
 
 use crate::FabricAddress;
-use crate::handshake::GOING_AWAY;
-use crate::handshake::refusal::is_fence_refusal;
-use crate::tables::TargetTables;
-use crate::target::{Host, Identity, Tenant};
+use crate::handshake::{Refusal, RefusalCode, RefusalReason};
+use crate::target::Host;
 use crate::work::EndpointError;
 
 #[test]
-fn golden_refusals_that_initiators_know() {
+fn golden_refusals() {
     let mut golden = golden!("refusals");
-    let refused = |reason: &str| EndpointError::Refused { address: "a".into(), reason: reason.into() };
-    golden.text("going away", GOING_AWAY);
-    assert!(refused(GOING_AWAY).is_target_away() && !refused("full").is_target_away());
-    let mut tables = TargetTables::new(1, 1, 1);
-    tables.fence(Host(7), 9);
-    let who = Identity { host: Host(7), epoch: 8, tenant: Tenant(0) };
-    let fenced = tables.refusal(who).expect("it is fenced").to_string();
-    golden.text("fenced", &fenced);
-    assert!(is_fence_refusal(&fenced) && refused(&fenced).is_fence() && !refused(GOING_AWAY).is_fence());
+    let host = Host(7);
+    let reasons = [
+        RefusalReason::GoingAway,
+        RefusalReason::TryAgain,
+        RefusalReason::Fenced { host, fenced: 9, epoch: 8 },
+        RefusalReason::Full(3),
+        RefusalReason::UnknownSession,
+        RefusalReason::OtherUser { uid: 1, allowed: 0 },
+    ];
+    for reason in &reasons {
+        golden.text(&reason.to_string(), &(reason.code() as u16).to_string());
+        let refusal = Refusal::parse(&reason.to_refusal().encode()).expect("it has a code");
+        assert_eq!(refusal, reason.to_refusal());
+        let error = EndpointError::Refused { address: "a".into(), refusal };
+        assert_eq!(error.is_target_away(), matches!(reason, RefusalReason::GoingAway), "{reason}");
+        assert_eq!(error.is_fence(), matches!(reason, RefusalReason::Fenced { .. }), "{reason}");
+    }
+    assert_eq!(RefusalCode::WrongKey as u16, 6);
+    assert_eq!(Refusal::parse(&[99, 0, b'x']), Some(Refusal::other("x")), "a later code");
+    assert_eq!(Refusal::parse(&[1]), None);
     golden.check();
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use rustix::event::PollFd;
 
 use crate::Memory;
+use crate::handshake::{Refusal, RefusalCode};
 pub use crate::limits::Limits;
 use crate::target::Region;
 
@@ -166,12 +167,12 @@ pub enum EndpointError {
         source: std::io::Error,
     },
     /// The target refused the connection and said why.
-    #[error("{address} refused the connection: {reason}")]
+    #[error("{address} refused the connection: {refusal}")]
     Refused {
         /// The target's address.
         address: String,
-        /// The peer's reason.
-        reason: String,
+        /// The target's answer.
+        refusal: Refusal,
     },
     /// The peer sent something that this version cannot parse.
     #[error("{address} does not speak this protocol: {reason}")]
@@ -207,7 +208,7 @@ impl EndpointError {
     pub fn is_target_away(&self) -> bool {
         match self {
             Self::Unreachable { .. } => true,
-            Self::Refused { reason, .. } => reason == crate::handshake::GOING_AWAY,
+            Self::Refused { refusal, .. } => refusal.code == RefusalCode::GoingAway,
             Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
         }
     }
@@ -215,7 +216,7 @@ impl EndpointError {
     /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {
-        matches!(self, Self::Refused { reason, .. } if crate::handshake::refusal::is_fence_refusal(reason))
+        matches!(self, Self::Refused { refusal, .. } if refusal.code == RefusalCode::Fenced)
     }
 }
 

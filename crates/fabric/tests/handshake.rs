@@ -5,6 +5,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use aquifer_fabric::handshake::Refusal;
 use aquifer_fabric::shm::handshake::{self, HandshakeError, ShmReply, ShmWelcome};
 use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
@@ -43,13 +44,13 @@ fn corpus() -> Vec<(String, Vec<u8>)> {
 #[test]
 fn what_is_written_is_read_back() {
     assert_eq!(handshake::parse_hello(&handshake::encode_hello(WHO)), Ok(WHO));
-    let replies = [ShmReply::Welcome(welcome()), ShmReply::Refusal("go away".into())];
+    let replies = [ShmReply::Welcome(welcome()), ShmReply::Refusal(Refusal::other("go away"))];
     for reply in replies {
         assert_eq!(handshake::parse_reply(&handshake::encode_reply(&reply)), Ok(reply));
     }
-    let long = ShmReply::Refusal("é".repeat(300));
+    let long = ShmReply::Refusal(Refusal::other("é".repeat(300)));
     let cut = handshake::parse_reply(&handshake::encode_reply(&long));
-    assert_eq!(cut, Ok(ShmReply::Refusal("é".repeat(128))));
+    assert_eq!(cut, Ok(ShmReply::Refusal(Refusal::other("é".repeat(128)))));
 }
 
 /// The bytes are the format: this version must always write them so.
@@ -145,7 +146,7 @@ fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
         bytes
     };
     let strangers = [
-        (with(8, 2), "speaks handshake version 2"),
+        (with(8, 3), "speaks handshake version 3"),
         (with(0, b'X'), "does not begin as"),
         (with(10, 2), "kind 2 was not expected"),
         (with(17, 0x10), "host number is out of bounds"),
@@ -157,7 +158,7 @@ fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
     ];
     for (bytes, expected) in strangers {
         match handshake::parse_reply(&send(&path, &bytes)) {
-            Ok(ShmReply::Refusal(reason)) => assert!(reason.contains(expected), "{reason}"),
+            Ok(ShmReply::Refusal(refusal)) => assert!(refusal.reason.contains(expected), "{refusal}"),
             other => panic!("{expected}: {other:?}"),
         }
     }
@@ -179,8 +180,8 @@ fn another_user_is_refused() {
     let own = rustix::process::getuid().as_raw();
     let (_folder, path, _target) = node(ShmOptions { peer_uid: own + 1, ..ShmOptions::default() });
     match shm::connect(&path, WHO) {
-        Err(EndpointError::Refused { reason, .. }) => {
-            assert_eq!(reason, format!("user {own} may not connect, only user {}", own + 1));
+        Err(EndpointError::Refused { refusal, .. }) => {
+            assert_eq!(refusal.reason, format!("user {own} may not connect, only user {}", own + 1));
         }
         other => panic!("{other:?}"),
     }
@@ -270,10 +271,10 @@ fn an_initiator_refuses_impostors() {
     rustix::fs::ftruncate(&open, 1 << 20).unwrap();
     let good = handshake::encode_reply(&ShmReply::Welcome(welcome()));
     let mut newer = good.clone();
-    newer[8] = 2;
+    newer[8] = 3;
     let (sealed, open) = (memory.fd(), open.as_fd());
     let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 7] = [
-        (&newer, vec![], "speaks handshake version 2"),
+        (&newer, vec![], "speaks handshake version 3"),
         (b"HTTP/1.1 400 Bad Request", vec![], "does not begin as"),
         (&good[..60], vec![], "has 60 bytes"),
         (&good, vec![], "came with 0 descriptors instead of 4"),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
-use crate::report::{AgentStatus, RunStatistics};
+use aquifer_report::{AgentStatus, RunStatistics};
 
 /// Longest time to wait for an answer. For a status, the agent queries its nodes first, and waits
 /// up to 5 s for a node that hangs.

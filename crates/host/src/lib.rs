@@ -7,7 +7,6 @@
 //! - [`leak_scan`]: frees extents of this host that no part of the host has recorded.
 //! - [`cluster_access`]: what the server of a swap device gets from the agent of its machine.
 //! - [`client`]: requests to that agent.
-//! - [`report`]: the JSON of its answers.
 
 #![forbid(unsafe_code)]
 
@@ -19,4 +18,3 @@ pub mod leak_scan;
 pub mod membership;
 pub mod nodes;
 pub mod recovery;
-pub mod report;

@@ -24,11 +24,11 @@ use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedK
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
 use aquifer_host::nodes::NodeRegistry;
-use aquifer_host::report::{LatencyUs, RunStatistics};
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
 use aquifer_pool::PoolClient;
+use aquifer_report::{LatencyUs, RunStatistics};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::agent_watch::AgentWatch;

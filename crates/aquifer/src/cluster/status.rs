@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use aquifer_directory::names::{self, AgentRecord, NodeRecord};
-use aquifer_host::report::AgentStatus;
+use aquifer_report::AgentStatus;
 use serde::Serialize;
 
 use super::config::ClusterConfig;
@@ -240,7 +240,7 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
             text,
             "  user {}: {} in extents, {} requests with wrong keys",
             user.tenant,
-            ByteSize(user.taken_bytes),
+            ByteSize(user.allocated_bytes),
             user.refused
         )?;
     }

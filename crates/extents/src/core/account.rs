@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use aquifer_fabric::Tenant;
+use aquifer_report::UserStatistics;
 
 /// Tries of unknown keys that a user has at first and at most.
 ///
@@ -17,17 +18,6 @@ const KEY_TRIES_MAX: u32 = 32;
 const KEY_TRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum interval between two log lines about wrong keys of a user.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-
-/// Statistics of a user.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct UserReport {
-    /// The user.
-    pub tenant: u32,
-    /// Bytes that its sessions have allocated, stocks included.
-    pub allocated_bytes: u64,
-    /// Requests that were refused because a key opens nothing.
-    pub refused: u64,
-}
 
 /// The account of a user.
 #[derive(Debug)]
@@ -115,9 +105,9 @@ impl UserAccount {
     }
 
     /// Statistics of the user.
-    pub fn report(&self) -> UserReport {
+    pub fn report(&self) -> UserStatistics {
         let allocated_bytes = self.allocated_bytes.load(Relaxed);
-        UserReport { tenant: self.tenant.0, allocated_bytes, refused: self.refused.load(Relaxed) }
+        UserStatistics { tenant: self.tenant.0, allocated_bytes, refused: self.refused.load(Relaxed) }
     }
 
     fn tries(&self) -> MutexGuard<'_, KeyTries> {

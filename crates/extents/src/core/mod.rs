@@ -13,7 +13,6 @@ use aquifer_ipc::ring::{RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, OperationGuard, SizeClass, Stretch};
 
 pub(crate) use account::UserAccounts;
-pub use account::UserReport;
 pub(crate) use session::SessionCore;
 
 /// Bytes to copy between an extent and the ring's data area.

@@ -56,7 +56,7 @@ impl VerbsServer {
                 limits: shared.options.limits,
                 regions: shared.lock().tables.visible_regions(hello.who),
             }),
-            Err(reason) => Reply::Refusal(reason.to_string()),
+            Err(reason) => Reply::Refusal(reason.to_refusal()),
         };
         let Some(session) = self.sessions.get_mut(&connection_id) else { return };
         let SessionPhase::AwaitingHello(cipher, deadline) = &mut session.phase else { return };

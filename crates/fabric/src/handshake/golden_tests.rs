@@ -8,6 +8,7 @@ use aquifer_tests_support::golden;
 
 use super::hello::{Hello, Reply, Resume, Welcome, encode_hello, encode_reply, parse_hello, parse_reply};
 use super::secure::{ClusterKey, MAGIC, VERSION, initiate, respond};
+use super::{Refusal, RefusalCode};
 use crate::target::{Host, Identity, Region, Tenant};
 use crate::work::{Key, Limits};
 
@@ -50,7 +51,7 @@ fn golden_hello_and_replies() {
     let replies = [
         ("welcome", Reply::Welcome(welcome)),
         ("welcome of a target without regions", Reply::Welcome(lone)),
-        ("refusal", Reply::Refusal("né".into())),
+        ("refusal", Reply::Refusal(Refusal { code: RefusalCode::Fenced, reason: "né".into() })),
     ];
     for (name, reply) in replies {
         let bytes = encode_reply(&reply);
@@ -88,7 +89,7 @@ impl Write for &mut Recorded {
 /// A recorded first flight of an initiator with [`KEY`]: preamble, length, Noise message.
 /// A target accepts it only with the same pattern, prologue and key.
 const FIRST_FLIGHT: &str = concat!(
-    "41514654435001003000ecd789ac2382d450a757e0de9ffc9cdfe99a67978298",
+    "41514654435002003000ecd789ac2382d450a757e0de9ffc9cdfe99a67978298",
     "5db22c290e5b9bb46f32a62b668759b772cff2a62cd8df3c3ca4",
 );
 
@@ -99,7 +100,7 @@ fn golden_first_flights() {
     let mut target = Recorded::new(flight.clone());
     respond(&mut target, &KEY).expect("the recorded initiator has the key");
     // Each flight is 8 bytes, a length, and a message of that length, which contains random bytes.
-    assert_eq!(target.1[..8], *b"AQFTCP\x01\0");
+    assert_eq!(target.1[..8], *b"AQFTCP\x02\0");
     assert_eq!(target.1[8..10], 48_u16.to_le_bytes());
     assert_eq!(target.1.len(), flight.len());
     assert_eq!(flight[..10], target.1[..10]);
@@ -112,8 +113,8 @@ fn golden_first_flights() {
 
     let mut stranger = Recorded::new(flight);
     assert!(respond(&mut stranger, &ClusterKey([1; 32])).is_err());
-    assert_eq!(stranger.1, b"AQFTCP\x01\0\0\0", "length 0 tells a stranger that its key is another");
-    assert_eq!((MAGIC, VERSION), (*b"AQFTCP", 1));
+    assert_eq!(stranger.1, b"AQFTCP\x02\0\0\0", "length 0 tells a stranger that its key is another");
+    assert_eq!((MAGIC, VERSION), (*b"AQFTCP", 2));
 }
 
 #[test]

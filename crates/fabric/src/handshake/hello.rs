@@ -4,8 +4,8 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use super::RefusalReason;
 use super::common::{self, RegionBody, short};
+use super::{Refusal, RefusalReason};
 use crate::REGIONS_LIMIT;
 use crate::limits::Limits;
 use crate::target::{Identity, Region, Tenant};
@@ -93,8 +93,8 @@ pub struct Welcome {
 pub enum Reply {
     /// The connection is accepted.
     Welcome(Welcome),
-    /// The connection is refused, with the reason.
-    Refusal(String),
+    /// The connection is refused.
+    Refusal(Refusal),
 }
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
@@ -178,9 +178,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Hello, HelloError> {
 pub fn encode_reply(reply: &Reply) -> Vec<u8> {
     match reply {
         Reply::Welcome(welcome) => encode_welcome(welcome),
-        Reply::Refusal(reason) => {
-            [KIND_REFUSAL.to_le_bytes().as_slice(), common::reason_bytes(reason)].concat()
-        }
+        Reply::Refusal(refusal) => [KIND_REFUSAL.to_le_bytes().as_slice(), &refusal.encode()].concat(),
     }
 }
 
@@ -212,7 +210,9 @@ fn encode_welcome(welcome: &Welcome) -> Vec<u8> {
 pub fn parse_reply(bytes: &[u8]) -> Result<Reply, HelloError> {
     match kind_of(bytes)? {
         KIND_WELCOME => parse_welcome(bytes).map(Reply::Welcome),
-        KIND_REFUSAL => Ok(Reply::Refusal(common::parse_reason(&bytes[2..]))),
+        KIND_REFUSAL => Refusal::parse(&bytes[2..])
+            .map(Reply::Refusal)
+            .ok_or(HelloError::Length { kind: KIND_REFUSAL, found: bytes.len() }),
         kind => Err(HelloError::Kind(kind)),
     }
 }
@@ -298,11 +298,11 @@ mod tests {
         assert_eq!(parse_hello(&encode_hello(&hello())), Ok(hello()));
         let plain = Hello { resume: None, encrypt: false, ..hello() };
         assert_eq!(parse_hello(&encode_hello(&plain)), Ok(plain));
-        for reply in [Reply::Welcome(welcome()), Reply::Refusal("no, because".into())] {
+        for reply in [Reply::Welcome(welcome()), Reply::Refusal(Refusal::other("no, because"))] {
             assert_eq!(parse_reply(&encode_reply(&reply)), Ok(reply));
         }
-        let long = encode_reply(&Reply::Refusal("ä".repeat(500)));
-        assert_eq!(long.len(), 2 + common::REASON_BYTES_MAX);
+        let long = encode_reply(&Reply::Refusal(Refusal::other("ä".repeat(500))));
+        assert_eq!(long.len(), 4 + common::REASON_BYTES_MAX);
     }
 
     #[test]

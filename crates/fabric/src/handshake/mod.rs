@@ -11,8 +11,7 @@ pub mod hello;
 pub mod refusal;
 pub mod secure;
 
-pub use refusal::RefusalReason;
-pub(crate) use refusal::{GOING_AWAY, TRY_AGAIN};
+pub use refusal::{Refusal, RefusalCode, RefusalReason};
 pub use secure::ClusterKey;
 
 use std::io::{Read, Write};
@@ -54,13 +53,14 @@ pub fn initiate_session<S: Read + Write>(
         Err(SecureError::System(source)) => return Err(EndpointError::Unreachable { address, source }),
         Err(SecureError::WrongKey) => {
             let reason = "the cluster keys differ: give both ends the same --key file".into();
-            return Err(EndpointError::Refused { address, reason });
+            let refusal = Refusal { code: RefusalCode::WrongKey, reason };
+            return Err(EndpointError::Refused { address, refusal });
         }
         Err(other) => return Err(EndpointError::Protocol { address, reason: other.to_string() }),
     };
     match hello::parse_reply(&received) {
         Ok(Reply::Welcome(welcome)) => Ok((secured, welcome)),
-        Ok(Reply::Refusal(reason)) => Err(EndpointError::Refused { address, reason }),
+        Ok(Reply::Refusal(refusal)) => Err(EndpointError::Refused { address, refusal }),
         Err(error) => Err(EndpointError::Protocol { address, reason: error.to_string() }),
     }
 }

@@ -1,34 +1,91 @@
 //! The reasons for which targets refuse endpoints.
 
+use std::fmt;
 use std::io;
 
+use super::common;
 use crate::target::Host;
 
-/// The refusal of a target that is about to end. It is part of the protocol between builds.
-pub(crate) const GOING_AWAY: &str = "the target is going away";
-/// The refusal of a target that has not yet closed the old connection of a session. Initiators
-/// compare this text, so it is part of the protocol between builds.
-pub(crate) const TRY_AGAIN: &str = "try again: the old connection is being closed";
-/// The text by which initiators recognise the refusal of a fenced host. It is part of the protocol
-/// between builds.
-const FENCED: &str = "is fenced up to epoch";
+/// What an initiator can do about a refusal. The numbers are part of the protocol.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u16)]
+pub enum RefusalCode {
+    /// The request is wrong, and stays so.
+    Other = 0,
+    /// The target is about to end. Its successor may serve.
+    GoingAway = 1,
+    /// The target has not yet closed the old connection of the session. Try again shortly.
+    TryAgain = 2,
+    /// The target has fenced this host up to the epoch that it presented: its lease has ended.
+    Fenced = 3,
+    /// The target lacks endpoints or memory. Its memory is intact, and a later attempt may succeed.
+    NoRoom = 4,
+    /// The session to resume is not known, and no connection of it is left.
+    SessionEnded = 5,
+    /// The cluster keys differ.
+    WrongKey = 6,
+}
 
-/// Whether a refusal says that the host is fenced.
-pub fn is_fence_refusal(refusal: &str) -> bool {
-    refusal.contains(FENCED)
+impl RefusalCode {
+    const ALL: [Self; 7] = [
+        Self::Other,
+        Self::GoingAway,
+        Self::TryAgain,
+        Self::Fenced,
+        Self::NoRoom,
+        Self::SessionEnded,
+        Self::WrongKey,
+    ];
+}
+
+/// A refusal, as the target sends it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Refusal {
+    /// What the initiator can do about it.
+    pub code: RefusalCode,
+    /// The reason, for people.
+    pub reason: String,
+}
+
+impl Refusal {
+    /// A refusal that no later attempt changes.
+    #[must_use]
+    pub fn other(reason: impl Into<String>) -> Self {
+        Self { code: RefusalCode::Other, reason: reason.into() }
+    }
+
+    /// The code and the reason, which is truncated if it is too long.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        [&(self.code as u16).to_le_bytes(), common::reason_bytes(&self.reason)].concat()
+    }
+
+    /// Parses what [`Self::encode`] encodes. A code that is not known is read as
+    /// [`RefusalCode::Other`].
+    pub(crate) fn parse(bytes: &[u8]) -> Option<Self> {
+        let (code, reason) = bytes.split_first_chunk::<2>()?;
+        let code = u16::from_le_bytes(*code);
+        let known = RefusalCode::ALL.into_iter().find(|known| *known as u16 == code);
+        Some(Self { code: known.unwrap_or(RefusalCode::Other), reason: common::parse_reason(reason) })
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.reason)
+    }
 }
 
 /// Why a target refuses an endpoint. The text is sent to the initiator.
 #[derive(Debug, thiserror::Error)]
 pub enum RefusalReason {
     /// The target is about to end.
-    #[error("{GOING_AWAY}")]
+    #[error("the target is going away")]
     GoingAway,
     /// The old connection of the session is still open.
-    #[error("{TRY_AGAIN}")]
+    #[error("the old connection of the session is being closed; try again")]
     TryAgain,
     /// The host is fenced.
-    #[error("host {} {FENCED} {fenced}, it has {epoch}", host.0)]
+    #[error("host {} is fenced up to epoch {fenced}, it has {epoch}", host.0)]
     Fenced {
         /// The host.
         host: Host,
@@ -72,4 +129,29 @@ pub enum RefusalReason {
     /// The welcome cannot be sent.
     #[error("the welcome cannot be sent: {0}")]
     WelcomeNotSent(io::Error),
+}
+
+impl RefusalReason {
+    /// What the initiator can do about it.
+    #[must_use]
+    pub fn code(&self) -> RefusalCode {
+        match self {
+            Self::GoingAway => RefusalCode::GoingAway,
+            Self::TryAgain => RefusalCode::TryAgain,
+            Self::Fenced { .. } => RefusalCode::Fenced,
+            Self::Full(_) | Self::NoRandomBytes(_) | Self::StalledAccess(_) | Self::NoMailbox(_) => {
+                RefusalCode::NoRoom
+            }
+            Self::UnknownSession | Self::ResumePosition => RefusalCode::SessionEnded,
+            Self::UnknownUser(_) | Self::OtherUser { .. } | Self::Hello(_) | Self::WelcomeNotSent(_) => {
+                RefusalCode::Other
+            }
+        }
+    }
+
+    /// What is sent to the initiator.
+    #[must_use]
+    pub fn to_refusal(&self) -> Refusal {
+        Refusal { code: self.code(), reason: self.to_string() }
+    }
 }

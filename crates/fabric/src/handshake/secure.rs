@@ -9,7 +9,7 @@ use snow::{Builder, HandshakeState, TransportState};
 /// The first bytes of a connection in both directions.
 pub const MAGIC: [u8; 6] = *b"AQFTCP";
 /// The version of the protocol.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Bound of the bytes of one encrypted record or handshake message.
 const RECORD_BYTES_MAX: usize = 65_535;
 /// Bytes that encryption adds to a record.
@@ -298,8 +298,8 @@ mod tests {
         };
         assert!(matches!(hear(b"GET / HTTP/1.1\r\n"), SecureError::Magic));
         assert!(matches!(hear(b"AQFTCP\x09\0...."), SecureError::Version(9)));
-        assert!(matches!(hear(b"AQFTCP\x01\0\xff\xff...."), SecureError::TooLong(65_535)));
-        assert!(matches!(hear(b"AQFTCP\x01\0\x05\0abcde"), SecureError::WrongKey));
+        assert!(matches!(hear(b"AQFTCP\x02\0\xff\xff...."), SecureError::TooLong(65_535)));
+        assert!(matches!(hear(b"AQFTCP\x02\0\x05\0abcde"), SecureError::WrongKey));
         assert!(matches!(hear(b"AQFTC"), SecureError::System(_)));
         assert!(!format!("{:?}", ClusterKey([7; 32])).contains('7'));
     }

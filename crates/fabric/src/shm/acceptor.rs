@@ -106,7 +106,7 @@ impl ShmAcceptor {
             tracing::info!(%reason, "an endpoint was refused");
             // The peer may have hung up already.
             let _ =
-                socket::send(&socket, &handshake::encode_reply(&ShmReply::Refusal(reason.to_string())), &[]);
+                socket::send(&socket, &handshake::encode_reply(&ShmReply::Refusal(reason.to_refusal())), &[]);
         }
     }
 

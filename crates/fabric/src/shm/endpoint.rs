@@ -75,7 +75,7 @@ impl ShmEndpoint {
             return Err(unreachable(cause));
         }
         match handshake::parse_reply(&bytes).map_err(|e| protocol(e.to_string()))? {
-            ShmReply::Refusal(reason) => Err(EndpointError::Refused { address, reason }),
+            ShmReply::Refusal(refusal) => Err(EndpointError::Refused { address, refusal }),
             ShmReply::Welcome(welcome) => {
                 let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
                 watch(&endpoint.peer_socket).map_err(unreachable)?;

@@ -10,6 +10,7 @@ use aquifer_tests_support::golden;
 use super::handshake::{self, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use crate::control::{ControlMemory, FENCED, FREE, OPEN};
+use crate::handshake::{Refusal, RefusalCode};
 use crate::key_table::KeyTable;
 use crate::keys::{KeyGrant, split};
 use crate::target::{Access, Host, Identity, Region, Scope, Tenant};
@@ -47,7 +48,7 @@ fn golden_handshake() {
     let replies = [
         ("welcome", ShmReply::Welcome(welcome)),
         ("welcome of a target without regions", ShmReply::Welcome(lone)),
-        ("refusal", ShmReply::Refusal("né".into())),
+        ("refusal", ShmReply::Refusal(Refusal { code: RefusalCode::Fenced, reason: "né".into() })),
     ];
     for (name, reply) in replies {
         let bytes = handshake::encode_reply(&reply);

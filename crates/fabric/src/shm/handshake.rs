@@ -4,6 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::REGIONS_LIMIT;
+use crate::handshake::Refusal;
 use crate::handshake::common::{self, RegionBody, short};
 use crate::limits::Limits;
 use crate::target::{Identity, Region, Tenant};
@@ -11,7 +12,7 @@ use crate::target::{Identity, Region, Tenant};
 /// First bytes of every handshake message.
 pub const MAGIC: [u8; 8] = *b"AQFSHAKE";
 /// The version of the handshake.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Bound of the bytes of a handshake message.
 pub const MESSAGE_BYTES_MAX: usize = 4096;
 
@@ -98,8 +99,8 @@ pub struct ShmWelcome {
 pub enum ShmReply {
     /// The connection is accepted.
     Welcome(ShmWelcome),
-    /// The connection is refused, with the reason.
-    Refusal(String),
+    /// The connection is refused.
+    Refusal(Refusal),
 }
 
 /// Encodes a hello.
@@ -133,7 +134,7 @@ pub fn parse_hello(bytes: &[u8]) -> Result<Identity, HandshakeError> {
 pub fn encode_reply(reply: &ShmReply) -> Vec<u8> {
     match reply {
         ShmReply::Welcome(welcome) => encode_welcome(welcome),
-        ShmReply::Refusal(reason) => [header(KIND_REFUSAL).as_bytes(), common::reason_bytes(reason)].concat(),
+        ShmReply::Refusal(refusal) => [header(KIND_REFUSAL).as_bytes(), &refusal.encode()].concat(),
     }
 }
 
@@ -164,7 +165,11 @@ pub fn parse_reply(bytes: &[u8]) -> Result<ShmReply, HandshakeError> {
     let (kind, body) = split_header(bytes)?;
     match kind {
         KIND_WELCOME => parse_welcome(bytes.len(), body).map(ShmReply::Welcome),
-        KIND_REFUSAL => Ok(ShmReply::Refusal(common::parse_reason(body))),
+        KIND_REFUSAL => {
+            let expected = size_of::<Header>() + 2;
+            let refusal = Refusal::parse(body);
+            refusal.map(ShmReply::Refusal).ok_or(HandshakeError::Length { found: bytes.len(), expected })
+        }
         _ => Err(HandshakeError::Kind(kind)),
     }
 }

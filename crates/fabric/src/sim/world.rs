@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::link::{InFlightOp, SimLink};
 use super::{Rng, SimNodeId, SimOptions};
 use crate::Memory;
+use crate::handshake::RefusalReason;
 use crate::key_table::PlacedTable;
 use crate::keys::{AddressSpace, KeyGrant, KeySlots, Right, admits};
 use crate::target::{Host, Identity, Region, Scope};
@@ -117,11 +118,11 @@ impl FabricWorld {
             return Err(EndpointError::Unreachable { address, source });
         };
         let present = self.links.iter().filter(|link| link.node == node && !link.closed).count();
-        let fenced = state.fenced.get(&who.host).is_some_and(|&epoch| who.epoch <= epoch);
-        let reason = if fenced {
-            format!("host {} is fenced, its epoch is {}", who.host.0, who.epoch)
+        let fenced = state.fenced.get(&who.host).filter(|&&epoch| who.epoch <= epoch);
+        let reason = if let Some(&fenced) = fenced {
+            RefusalReason::Fenced { host: who.host, fenced, epoch: who.epoch }
         } else if present >= self.options.endpoints_max {
-            format!("{present} endpoints are connected already")
+            RefusalReason::Full(present)
         } else {
             let announce = |registered: &SimRegion| {
                 let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
@@ -135,7 +136,7 @@ impl FabricWorld {
             self.links.push(SimLink::new(who, node, self.now_ns));
             return Ok((self.links.len() - 1, regions));
         };
-        Err(EndpointError::Refused { address, reason })
+        Err(EndpointError::Refused { address, refusal: reason.to_refusal() })
     }
 
     pub fn next_event_ns(&self) -> Option<u64> {

@@ -123,7 +123,7 @@ fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), Admission
             result
         }
         Err(reason) => {
-            secured.send(&hello::encode_reply(&Reply::Refusal(reason.to_string())))?;
+            secured.send(&hello::encode_reply(&Reply::Refusal(reason.to_refusal())))?;
             Err(AdmissionError::Refused(reason))
         }
     }

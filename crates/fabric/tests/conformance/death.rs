@@ -74,7 +74,7 @@ pub fn a_fenced_host_is_stopped_and_refused<H: Harness>() {
     assert_eq!(harness.target().send(HOST, b"hello"), 0);
     for epoch in [0, WHO.epoch - 1, WHO.epoch] {
         match harness.connect(Identity { epoch, ..WHO }) {
-            Err(EndpointError::Refused { reason, .. }) => assert!(reason.contains("fenced")),
+            Err(error) => assert!(error.is_fence(), "{error}"),
             other => panic!("epoch {epoch}: {other:?}"),
         }
     }

@@ -1,5 +1,6 @@
 use std::sync::Arc;
 
+use aquifer_fabric::handshake::RefusalCode;
 use aquifer_fabric::{
     Access, EndpointError, Memory, PostError, RemoteAddr, Scope, TargetError, Verb, WindowSpec, WorkError,
 };
@@ -44,8 +45,9 @@ pub fn endpoints_are_bounded_and_their_slots_reused<H: Harness>() {
     let (_, region) = harness.region(Access::ALL, Scope::Anyone);
     let mut clients: Vec<_> = (0..ENDPOINTS_MAX).map(|_| harness.client(WHO)).collect();
     match harness.connect(WHO) {
-        Err(EndpointError::Refused { reason, .. }) => {
-            assert!(reason.contains(&format!("{ENDPOINTS_MAX} endpoints")), "{reason}");
+        Err(EndpointError::Refused { refusal, .. }) => {
+            assert_eq!(refusal.code, RefusalCode::NoRoom);
+            assert!(refusal.reason.contains(&format!("{ENDPOINTS_MAX} endpoints")), "{refusal}");
         }
         other => panic!("one endpoint too many: {other:?}"),
     }

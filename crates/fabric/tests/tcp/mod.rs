@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::ClusterKey;
+use aquifer_fabric::handshake::RefusalCode;
 use aquifer_fabric::tcp::{self, ConnectOptions, Rate, TcpOptions, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
@@ -282,7 +283,7 @@ fn an_initiator_with_another_key_is_refused() {
     let other = ClusterKey([4; 32]);
     let refused = tcp::connect(target.address(), &other, WHO, ConnectOptions::default());
     match refused {
-        Err(EndpointError::Refused { reason, .. }) => assert!(reason.contains("keys differ"), "{reason}"),
+        Err(EndpointError::Refused { refusal, .. }) => assert_eq!(refusal.code, RefusalCode::WrongKey),
         other => panic!("{other:?}"),
     }
     assert_eq!(target.endpoints(), 0);

@@ -108,7 +108,7 @@ fn silent_and_half_open_connections_delay_no_other() {
     let mut silent: Vec<TcpStream> =
         (0..PENDING_LIMIT - 2).map(|_| TcpStream::connect(target.address()).unwrap()).collect();
     for (at, stream) in silent.iter_mut().enumerate() {
-        let half = &b"AQFTCP\x01\0\x30\0abc"[..at % 13];
+        let half = &b"AQFTCP\x02\0\x30\0abc"[..at % 13];
         stream.write_all(half).unwrap();
     }
     let mut good = client(target.address());

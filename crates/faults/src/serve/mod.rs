@@ -40,12 +40,12 @@ use std::thread::Thread;
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
+use aquifer_report::TenantStatistics;
 
 pub use attach::AttachError;
 pub use program::Program;
 pub use restore::RestoredRun;
-pub use run::{ProgramReport, Run, RunReport};
-pub use tenants::TenantReport;
+pub use run::Run;
 
 /// Most runs that one agent serves at once.
 pub const RUNS_MAX: usize = 1024;
@@ -200,7 +200,7 @@ impl PagingService {
 
     /// Statistics of each tenant that has or had a run.
     #[must_use]
-    pub fn tenants(&self) -> Vec<TenantReport> {
+    pub fn tenants(&self) -> Vec<TenantStatistics> {
         let runs = self.lock();
         self.ended.with_runs(runs.values())
     }

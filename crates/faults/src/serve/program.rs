@@ -10,13 +10,14 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use aquifer_channel::try_send_frame;
 use aquifer_ipc::{Frame, HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, Volume};
+use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::edge::{Attachment, ProcessEdge};
 use super::exit_watcher::ProgramExitWatcher;
 use super::priority::{URGENT, set_niceness};
-use super::run::{PROGRAMS_MAX, ProgramReport, Run};
+use super::run::{PROGRAMS_MAX, Run};
 use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
@@ -181,9 +182,9 @@ impl Program {
         Some(bytes)
     }
 
-    pub(crate) fn report(&self) -> ProgramReport {
+    pub(crate) fn report(&self) -> ProgramStatistics {
         let load = |counter: &AtomicU64| counter.load(Relaxed);
-        ProgramReport {
+        ProgramStatistics {
             pid: self.pid(),
             held_bytes: load(&self.held) * PAGE_BYTES as u64,
             faults: load(&self.stats.faults),

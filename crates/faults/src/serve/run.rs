@@ -6,7 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
-use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
+use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
+use aquifer_report::{LatencyUs, RunStatistics};
 
 use super::PagingService;
 use super::program::Program;
@@ -40,78 +41,6 @@ pub struct Run {
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
     programs_seen: AtomicU64,
-}
-
-/// Statistics of one process.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ProgramReport {
-    /// Process id; 0 while unknown.
-    pub pid: u32,
-    /// Resident pages that the monitor controls, in bytes.
-    pub held_bytes: u64,
-    /// Faults resolved.
-    pub faults: u64,
-    /// Pages read from memory nodes.
-    pub remote_reads: u64,
-    /// Pages evicted.
-    pub evictions: u64,
-    /// Pages that no replica could provide.
-    pub lost_pages: u64,
-}
-
-/// Statistics of a run, for users and for `--stats`.
-#[derive(Clone, PartialEq, Debug)]
-pub struct RunReport {
-    /// Name of the program.
-    pub name: String,
-    /// User that the run belongs to.
-    pub tenant: u32,
-    /// The limit.
-    pub limit_bytes: u64,
-    /// Processes that are alive.
-    pub programs: Vec<ProgramReport>,
-    /// Resident memory now, and the most that was sampled.
-    pub resident_bytes: (u64, u64),
-    /// Blocks of the mempool in use.
-    pub mempool_bytes: u64,
-    /// Memory allocated on nodes now, and the most there was.
-    pub remote_bytes: (u64, u64),
-    /// Pages on memory nodes.
-    pub remote_pages: u64,
-    /// Requested replicas of each page.
-    pub replicas: usize,
-    /// Slabs that now have fewer replicas than requested.
-    pub degraded_slabs: u64,
-    /// Slabs for which a missing replica was made.
-    pub copied_slabs: u64,
-    /// Damaged pages that were repaired from a good replica.
-    pub repaired_pages: u64,
-    /// Sparse slabs that were emptied into others.
-    pub vacated_slabs: u64,
-    /// Pages moved for that.
-    pub repacked_pages: u64,
-    /// Pages evicted without a change since they were read, and not written again.
-    pub unchanged_pages: u64,
-    /// WRITEs posted, and the pages in them; each replica counts.
-    pub remote_writes: (u64, u64),
-    /// Faults resolved.
-    pub faults: u64,
-    /// Pages filled with zeros.
-    pub zero_pages: u64,
-    /// Pages filled from the reclaimable queue.
-    pub mempool_hits: u64,
-    /// Pages filled from the staging queue.
-    pub staging_hits: u64,
-    /// Pages filled from memory nodes, and the READ trips for them.
-    pub remote_reads: (u64, u64),
-    /// Pages filled before a fault asked for them.
-    pub prefetched: u64,
-    /// Pages evicted.
-    pub evictions: u64,
-    /// Pages that no replica could provide.
-    pub lost_pages: u64,
-    /// Fault latency in nanoseconds: p50, p99, p999.
-    pub latency_ns: [u64; 3],
 }
 
 impl Run {
@@ -330,26 +259,22 @@ impl Run {
 
     /// The statistics now.
     #[must_use]
-    pub fn report(&self) -> RunReport {
+    pub fn report(&self) -> RunStatistics {
         self.report_with(&self.stats())
     }
 
     /// The statistics now, with counters from [`Self::stats`].
     #[must_use]
-    pub fn report_with(&self, total: &FaultStats) -> RunReport {
-        let programs = self.programs();
+    pub fn report_with(&self, total: &FaultStats) -> RunStatistics {
+        let programs: Vec<_> = self.programs().iter().map(|program| program.report()).collect();
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         let page = PAGE_BYTES as u64;
         let sent = self.sender.stats();
-        RunReport {
+        let (remote_bytes, remote_peak_bytes) = self.slabs.bytes();
+        RunStatistics {
             name: self.name.clone(),
             tenant: self.tenant,
             limit_bytes: self.limit_bytes.load(Relaxed),
-            programs: programs.iter().map(|program| program.report()).collect(),
-            resident_bytes: (self.budget.resident() * page, self.budget.peak() * page),
-            mempool_bytes: self.budget.mempool_bytes(),
-            remote_bytes: self.slabs.bytes(),
-            remote_pages: self.slabs.pages(),
             replicas: self.slabs.replicas_wanted(),
             degraded_slabs: sent.degraded_slabs,
             copied_slabs: sent.copied_slabs,
@@ -357,16 +282,25 @@ impl Run {
             vacated_slabs: sent.vacated_slabs,
             repacked_pages: load(&total.repacked),
             unchanged_pages: sent.unchanged_pages,
-            remote_writes: (sent.writes, sent.pages),
+            processes: programs.len(),
+            programs,
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),
             mempool_hits: load(&total.mempool_hits),
             staging_hits: load(&total.staging_hits),
-            remote_reads: (load(&total.remote_reads), load(&total.remote_read_trips)),
+            remote_reads: load(&total.remote_reads),
+            remote_read_trips: load(&total.remote_read_trips),
             prefetched: load(&total.prefetched),
+            remote_writes: sent.pages,
+            remote_write_trips: sent.writes,
             evictions: load(&total.evictions),
             lost_pages: load(&total.lost_pages),
-            latency_ns: [0.5, 0.99, 0.999].map(|share| total.latency.quantile(share)),
+            resident_bytes: self.budget.resident() * page,
+            resident_peak_bytes: self.budget.peak() * page,
+            mempool_bytes: self.budget.mempool_bytes(),
+            remote_bytes,
+            remote_peak_bytes,
+            fault_latency_us: latency_us(&total.latency),
         }
     }
 
@@ -379,4 +313,10 @@ impl Run {
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Program>>> {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Quantiles of fault latencies.
+fn latency_us(latency: &LatencyHistogram) -> LatencyUs {
+    let us = |share| Duration::from_nanos(latency.quantile(share)).as_secs_f64() * 1e6;
+    LatencyUs { p50: us(0.5), p99: us(0.99), p999: us(0.999) }
 }

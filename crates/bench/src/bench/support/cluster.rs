@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use aquifer_host::report::{AgentStatus, RunStatistics};
+use aquifer_report::{AgentStatus, RunStatistics};
 use tempfile::TempDir;
 
 use super::{folder, procs};

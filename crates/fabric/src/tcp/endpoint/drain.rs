@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::{TcpEndpoint, open_session};
 use crate::handshake::ClusterKey;
 use crate::handshake::hello::{Hello, Resume, SessionId};
-use crate::handshake::{HANDSHAKE_TIMEOUT, TRY_AGAIN};
+use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::target::Identity;
 use crate::work::{DrainHandle, EndpointError};
 
@@ -47,7 +47,9 @@ impl DrainHandle for TcpDrain {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
             match open_session(self.address, &self.key, &hello, left) {
-                Err(EndpointError::Refused { reason, .. }) if reason != TRY_AGAIN => return Ok(()),
+                Err(EndpointError::Refused { refusal, .. }) if refusal.code != RefusalCode::TryAgain => {
+                    return Ok(());
+                }
                 // The target is gone, and its memory with it.
                 Err(EndpointError::Unreachable { source, .. })
                     if source.kind() == std::io::ErrorKind::ConnectionRefused =>

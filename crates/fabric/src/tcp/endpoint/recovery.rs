@@ -9,7 +9,7 @@ use super::{PendingWork, TcpEndpoint, open_session};
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::RecordCipher;
-use crate::handshake::{ClusterKey, HANDSHAKE_TIMEOUT, TRY_AGAIN};
+use crate::handshake::{ClusterKey, HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
 
@@ -160,7 +160,7 @@ fn open_session_until(
         };
         let is_over = match &error {
             EndpointError::Unreachable { source, .. } => source.kind() == io::ErrorKind::ConnectionRefused,
-            EndpointError::Refused { reason, .. } => reason != TRY_AGAIN,
+            EndpointError::Refused { refusal, .. } => refusal.code != RefusalCode::TryAgain,
             _ => true,
         };
         if is_over || Instant::now() >= deadline || !is_awaited() {

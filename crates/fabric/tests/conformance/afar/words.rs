@@ -5,10 +5,21 @@ use std::cell::RefCell;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
 
+use aquifer_fabric::handshake::{Refusal, RefusalCode};
 use aquifer_fabric::{
     Completion, EndpointError, Host, Identity, Key, Limits, LocalKey, LocalSlice, Region, RemoteAddr, Tenant,
     Verb, Work, WorkError,
 };
+
+const REFUSALS: [RefusalCode; 7] = [
+    RefusalCode::Other,
+    RefusalCode::GoingAway,
+    RefusalCode::TryAgain,
+    RefusalCode::Fenced,
+    RefusalCode::NoRoom,
+    RefusalCode::SessionEnded,
+    RefusalCode::WrongKey,
+];
 
 const ERRORS: [WorkError; 9] = [
     WorkError::RemoteAccess,
@@ -219,9 +230,10 @@ impl Message {
     pub fn failure<T>(&mut self, outcome: &Result<T, EndpointError>) {
         match outcome {
             Ok(_) => self.put(0),
-            Err(EndpointError::Refused { reason, .. }) => {
+            Err(EndpointError::Refused { refusal, .. }) => {
                 self.put(1);
-                self.text(reason);
+                self.put(refusal.code as u64);
+                self.text(&refusal.reason);
             }
             Err(EndpointError::TooManyLocal { limit }) => {
                 self.put(2);
@@ -238,7 +250,11 @@ impl Message {
         let address = String::from("the target");
         match self.read() {
             0 => Ok(()),
-            1 => Err(EndpointError::Refused { address, reason: self.read_text() }),
+            1 => {
+                let (code, reason) = (self.read(), self.read_text());
+                let code = REFUSALS.into_iter().find(|known| *known as u64 == code).expect("it is known");
+                Err(EndpointError::Refused { address, refusal: Refusal { code, reason } })
+            }
             2 => Err(EndpointError::TooManyLocal { limit: self.read_usize() }),
             _ => Err(EndpointError::Unreachable { address, source: io::Error::other(self.read_text()) }),
         }

@@ -1,4 +1,10 @@
-//! JSON statistics of a host, for `aquifer run --stats` and `aquifer status`.
+//! The statistics of a host, declared once: services fill them, `aquifer run --stats` and `aquifer
+//! status --json` show them, and the agent's metrics are made from them.
+
+#![forbid(unsafe_code)]
+
+#[cfg(test)]
+mod golden_tests;
 
 use serde::{Deserialize, Serialize};
 
@@ -94,7 +100,7 @@ pub struct RunStatistics {
 }
 
 /// Statistics of a tenant, which is a user with runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TenantStatistics {
     /// User id.
     pub tenant: u32,
@@ -164,7 +170,8 @@ pub struct UserStatistics {
     /// User id.
     pub tenant: u32,
     /// Bytes allocated in the pool, extents that are kept ready included.
-    pub taken_bytes: u64,
+    #[serde(rename = "taken_bytes")]
+    pub allocated_bytes: u64,
     /// Requests refused because the key opens nothing.
     pub refused: u64,
 }

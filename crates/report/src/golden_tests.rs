@@ -1,0 +1,88 @@
+//! Golden JSON: `aquifer run --stats` and `aquifer status --json`.
+//! A changed golden file needs a line in CHANGELOG. A new field needs a default, because agents of
+//! other builds read these records.
+
+use std::fmt::Debug;
+
+use aquifer_tests_support::{Golden, golden};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::{
+    AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
+    TenantStatistics, UserStatistics,
+};
+
+fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, value: &T) {
+    let text = serde_json::to_string(value).expect("numbers and texts can be written");
+    assert_eq!(&serde_json::from_str::<T>(&text).expect("it was just written"), value, "{name}");
+    golden.text(name, &text);
+}
+
+fn run() -> RunStatistics {
+    let program =
+        ProgramStatistics { pid: 1, held_bytes: 2, faults: 3, remote_reads: 4, evictions: 5, lost_pages: 6 };
+    RunStatistics {
+        name: "ls".into(),
+        tenant: 1,
+        limit_bytes: 2,
+        replicas: 3,
+        degraded_slabs: 4,
+        copied_slabs: 5,
+        repaired_pages: 6,
+        vacated_slabs: 7,
+        repacked_pages: 8,
+        unchanged_pages: 9,
+        processes: 10,
+        programs: vec![program],
+        faults: 11,
+        zero_pages: 12,
+        mempool_hits: 13,
+        staging_hits: 14,
+        remote_reads: 15,
+        remote_read_trips: 16,
+        prefetched: 17,
+        remote_writes: 18,
+        remote_write_trips: 19,
+        evictions: 20,
+        lost_pages: 21,
+        resident_bytes: 22,
+        resident_peak_bytes: 23,
+        mempool_bytes: 24,
+        remote_bytes: 25,
+        remote_peak_bytes: 26,
+        fault_latency_us: LatencyUs { p50: 1.5, p99: 2.5, p999: 3.5 },
+    }
+}
+
+#[test]
+fn golden_statistics_and_status() {
+    let mut golden = golden!("statistics");
+    add(&mut golden, "run", &run());
+    let tenant = TenantStatistics {
+        tenant: 1,
+        runs: 2,
+        processes: 3,
+        resident_bytes: 4,
+        mempool_bytes: 5,
+        remote_bytes: 6,
+        faults: 7,
+        remote_reads: 8,
+        evictions: 9,
+        lost_pages: 10,
+    };
+    let session =
+        SessionStatistics { tenant: 1, pid: 2, extents: 3, bytes: 4, stocked_bytes: 5, requests: 6 };
+    let status = AgentStatus {
+        host: 1,
+        mempool_bytes: 2,
+        mempool_used_bytes: 3,
+        nodes: vec![NodeStatus { id: 1, memory_bytes: 2, free_bytes: 3 }],
+        tenants: vec![tenant],
+        users: vec![UserStatistics { tenant: 1, allocated_bytes: 2, refused: 3 }],
+        sessions: vec![session],
+        runs: vec![run()],
+    };
+    add(&mut golden, "agent", &status);
+    golden.check();
+}
