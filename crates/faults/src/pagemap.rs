@@ -42,7 +42,8 @@ struct ScanArgument {
     reported: u64,
 }
 
-/// Calls `report` with each run of present private pages of a range, in ascending order.
+/// Calls `report` with each range of consecutive present private pages in `range`, in ascending
+/// order.
 ///
 /// Stops after `max` pages, and returns the end of what was scanned.
 ///
@@ -128,7 +129,7 @@ mod tests {
     fn exactly_the_pages_that_were_touched_are_present() {
         let (memory, first) = memory();
         assert_eq!(scan(first, 0..PAGES as u64, u64::MAX), (vec![], PAGES as u64));
-        // More runs than one call reports.
+        // More ranges than one call reports.
         let touched: Vec<u64> = (0..PAGES as u64).filter(|page| page % 3 == 1).collect();
         for page in &touched {
             // SAFETY: inside the mapping.

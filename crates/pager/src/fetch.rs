@@ -73,7 +73,7 @@ pub struct Fetcher {
     ports: Ports,
     /// The number of the buffer in use, among the local memories of the ports.
     buffer: usize,
-    runs: Vec<ReadRun>,
+    ranges: Vec<ReadRange>,
     /// Nodes on which reading the current pages has failed.
     failed: Vec<NodeId>,
     late: Vec<LateRead>,
@@ -85,7 +85,7 @@ pub struct Fetcher {
 
 /// Consecutive pages of one replica, which one READ reads.
 #[derive(Clone, Copy, Debug)]
-struct ReadRun {
+struct ReadRange {
     first: usize,
     pages: usize,
     slab: SlabId,
@@ -126,7 +126,7 @@ impl Fetcher {
         Ok(Self {
             ports: Ports::new(connector, Arc::new(new_buffer()?)),
             buffer: 0,
-            runs: Vec::with_capacity(FETCH_PAGES_MAX),
+            ranges: Vec::with_capacity(FETCH_PAGES_MAX),
             failed: Vec::new(),
             late: Vec::new(),
             completions: Vec::with_capacity(FETCH_PAGES_MAX),
@@ -171,15 +171,15 @@ impl Fetcher {
         if !self.late.is_empty() {
             self.poll_late_reads();
         }
-        self.plan_runs(slabs, locations);
-        for number in 0..self.runs.len() {
-            let run = self.runs[number];
-            let replica = match self.read_run(slabs, run) {
+        self.plan_ranges(slabs, locations);
+        for number in 0..self.ranges.len() {
+            let range = self.ranges[number];
+            let replica = match self.read_range(slabs, range) {
                 Ok(replica) => replica,
-                Err(error) => return if run.first == 0 { Err(error) } else { Ok(run.first) },
+                Err(error) => return if range.first == 0 { Err(error) } else { Ok(range.first) },
             };
-            // A run that continues in the next slab was read from the extent of its first slab.
-            for (page, index) in (run.index..).zip(run.first..run.first + run.pages) {
+            // A range that continues in the next slab was read from the extent of its first slab.
+            for (page, index) in (range.index..).zip(range.first..range.first + range.pages) {
                 if let Err(error) = self.verify(slabs, locations[index], index, replica, page) {
                     return if index == 0 { Err(error) } else { Ok(index) };
                 }
@@ -188,33 +188,34 @@ impl Fetcher {
         Ok(locations.len())
     }
 
-    fn plan_runs(&mut self, slabs: &SlabSet, locations: &[Location]) {
-        self.runs.clear();
+    fn plan_ranges(&mut self, slabs: &SlabSet, locations: &[Location]) {
+        self.ranges.clear();
         self.failed.clear();
         for (first, location) in locations.iter().enumerate() {
             let (slab, index) = (location.slab(), location.index());
-            if let Some(run) = self.runs.last_mut()
-                && run.slab == slab
+            if let Some(range) = self.ranges.last_mut()
+                && range.slab == slab
                 && locations[first - 1].0 + 1 == location.0
             {
-                run.pages += 1;
+                range.pages += 1;
                 continue;
             }
             let choice = self.choose(slabs, slab).expect("a slab with a referenced page has a replica");
-            if let Some(run) = self.runs.last_mut() {
+            if let Some(range) = self.ranges.last_mut() {
                 // Slabs without further replicas whose extents are adjacent, under one key, are
                 // read by one READ.
-                let is_same_key = run.choice.replica.node == choice.replica.node
-                    && run.choice.replica.key == choice.replica.key;
-                let next = page_of(&run.choice.replica, run.index).addr + (run.pages * PAGE_BYTES) as u64;
+                let is_same_key = range.choice.replica.node == choice.replica.node
+                    && range.choice.replica.key == choice.replica.key;
+                let next =
+                    page_of(&range.choice.replica, range.index).addr + (range.pages * PAGE_BYTES) as u64;
                 let is_next = page_of(&choice.replica, index).addr == next;
                 if is_same_key && is_next && slabs.replicas_wanted() == 1 {
-                    run.pages += 1;
-                    run.slab = slab;
+                    range.pages += 1;
+                    range.slab = slab;
                     continue;
                 }
             }
-            self.runs.push(ReadRun { first, pages: 1, slab, index, choice });
+            self.ranges.push(ReadRange { first, pages: 1, slab, index, choice });
         }
     }
 
@@ -250,15 +251,15 @@ impl Fetcher {
         self.late.iter().any(|late| late.node == node)
     }
 
-    /// Reads a run from its replica, or else from another, and returns the replica that was read.
-    fn read_run(&mut self, slabs: &SlabSet, run: ReadRun) -> Result<Extent, FetchError> {
+    /// Reads a range from its replica, or else from another, and returns the replica that was read.
+    fn read_range(&mut self, slabs: &SlabSet, range: ReadRange) -> Result<Extent, FetchError> {
         self.failed.clear();
-        let mut choice = run.choice;
+        let mut choice = range.choice;
         let mut retried_node = None;
         loop {
             let node = choice.replica.node;
             let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
-            let error = match self.read(&choice, run.index, run.first, run.pages) {
+            let error = match self.read(&choice, range.index, range.first, range.pages) {
                 Ok(ReadOutcome::Complete) => return Ok(choice.replica),
                 Ok(ReadOutcome::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
                 Err(_) if retried_node != Some(node) && was_open && self.ports.open_port(node).is_none() => {
@@ -271,7 +272,7 @@ impl Fetcher {
                     error
                 }
             };
-            choice = self.choose(slabs, run.slab).ok_or(error)?;
+            choice = self.choose(slabs, range.slab).ok_or(error)?;
         }
     }
 

@@ -274,7 +274,7 @@ impl Sender {
         self.repack(result.is_err());
         let (early, first) = (Mutation::AcknowledgeEarly.is_active(), Mutation::AcknowledgeFirst.is_active());
         self.batches.retain(|batch| {
-            let is_acknowledged = batch.outstanding == 0 || early || first && batch.awaited_runs == 0;
+            let is_acknowledged = batch.outstanding == 0 || early || first && batch.awaited_groups == 0;
             let finished = batch.unposted | batch.unchanged == 0 && is_acknowledged;
             if finished {
                 let BatchWrite { owner, block, count, locations, .. } = *batch;
@@ -358,7 +358,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Posts a run to every replica of its slab. Returns false if the queue of a node is full.
+    /// Posts a page group to every replica of its slab. Returns false if the queue of a node is
+    /// full.
     fn post(&mut self, at: usize, first: usize, free: FreePages) -> bool {
         let replicas = self.slabs.replicas(free.first.slab());
         assert!(!replicas.is_empty(), "free pages are on a node");
@@ -389,7 +390,7 @@ impl Sender {
             batch.locations[index] = Some(location);
         }
         batch.unposted &= !mask;
-        batch.begin_run(first, mask);
+        batch.begin_group(first, mask);
         true
     }
 
@@ -456,7 +457,7 @@ impl Sender {
         for node in std::mem::take(&mut self.lost) {
             self.drop_node(node);
         }
-        self.retry_failed_runs();
+        self.retry_failed_groups();
     }
 
     /// Records the completion of an operation of a batch. Returns false if the operation failed.
@@ -469,32 +470,32 @@ impl Sender {
             return is_done;
         };
         batch.outstanding -= 1;
-        batch.run_outstanding[first] -= 1;
+        batch.group_outstanding[first] -= 1;
         if is_done {
-            batch.run_acknowledged[first] |= 1 << place;
-            batch.awaited_runs &= !(1 << first);
+            batch.group_acknowledged[first] |= 1 << place;
+            batch.awaited_groups &= !(1 << first);
         } else {
-            batch.failed_runs |= 1 << first;
+            batch.failed_groups |= 1 << first;
         }
         is_done
     }
 
-    /// Marks the pages of failed runs to be written again, if no replica that acknowledged them is
-    /// left.
-    fn retry_failed_runs(&mut self) {
+    /// Marks the pages of failed page groups to be written again, if no replica that acknowledged
+    /// them is left.
+    fn retry_failed_groups(&mut self) {
         for batch in &mut self.batches {
-            for first in bits(batch.failed_runs) {
-                if batch.run_outstanding[first] > 0 {
+            for first in bits(batch.failed_groups) {
+                if batch.group_outstanding[first] > 0 {
                     continue;
                 }
-                batch.failed_runs &= !(1 << first);
-                batch.awaited_runs &= !(1 << first);
+                batch.failed_groups &= !(1 << first);
+                batch.awaited_groups &= !(1 << first);
                 let slab = batch.locations[first].expect("it was posted to a location").slab();
-                let acknowledged = batch.run_acknowledged[first];
+                let acknowledged = batch.group_acknowledged[first];
                 if self.slabs.replicas(slab).placed().any(|(place, _)| acknowledged & 1 << place != 0) {
                     continue;
                 }
-                batch.write_anew(&self.slabs, batch.run_pages[first]);
+                batch.write_anew(&self.slabs, batch.group_pages[first]);
             }
         }
     }
@@ -503,7 +504,7 @@ impl Sender {
     fn is_writing(&self, slab: SlabId) -> bool {
         self.batches.iter().any(|batch| {
             (0..batch.count).any(|first| {
-                batch.run_outstanding[first] > 0
+                batch.group_outstanding[first] > 0
                     && batch.locations[first].is_some_and(|location| location.slab() == slab)
             })
         })

@@ -69,9 +69,9 @@ impl<E: Edge> Monitor<E> {
         present.clear();
         let end = self.edge.present_pages(part.start, part.end, max, &mut present);
         let part = Area { start: part.start, end };
-        for run in present.chunk_by(|one, next| one + 1 == *next).flat_map(|run| run.chunks(PROVE_PAGES_MAX))
-        {
-            self.adopt_run(run[0], run.len());
+        let ranges = present.chunk_by(|one, next| one + 1 == *next);
+        for range in ranges.flat_map(|range| range.chunks(PROVE_PAGES_MAX)) {
+            self.adopt_range(range[0], range.len());
         }
         let pages = present.len();
         self.present = present;
@@ -83,13 +83,13 @@ impl<E: Edge> Monitor<E> {
         pages
     }
 
-    /// Adopts pages that were seen present after their range was registered.
+    /// Adopts consecutive pages that were seen present after their range was registered.
     ///
     /// Since then they may have been unmapped, and unregistered memory mapped in their place. Such
     /// pages must never be evicted, because their faults would not be reported. A trial fill tells:
     /// the kernel first checks that the whole range is one registered area, and then finds the
     /// first page present. That proves that the pages are registered, and that no event was unread.
-    fn adopt_run(&mut self, first: PageNumber, pages: usize) {
+    fn adopt_range(&mut self, first: PageNumber, pages: usize) {
         let end = first + pages as u64;
         let mut page = first;
         while page < end && !self.has_ended {

@@ -38,7 +38,7 @@ fn new_test_of(nodes: u16, node_bytes: u64) -> FillerTest {
 }
 
 impl FillerTest {
-    /// Fills `pages` pages, in runs of at most `want`.
+    /// Fills `pages` pages, at most `want` consecutive ones at a time.
     fn fill(&mut self, pages: u32, want: u32) -> Result<Vec<Location>, NoRoom> {
         let mut filled = Vec::new();
         while filled.len() < pages as usize {

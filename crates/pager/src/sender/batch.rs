@@ -7,8 +7,8 @@ use crate::slabs::SlabSet;
 
 /// A batch in flight.
 ///
-/// A *run* is a sequence of pages that one WRITE per replica transfers, or a set of unchanged pages
-/// that one READ per replica confirms. It is identified by its first page.
+/// A *page group* is consecutive pages that one WRITE per replica transfers, or a set of unchanged
+/// pages that one READ per replica confirms. It is identified by its first page.
 #[derive(Debug)]
 pub(super) struct BatchWrite {
     /// Identifies the batch in work ids.
@@ -27,17 +27,17 @@ pub(super) struct BatchWrite {
     pub unchanged: u64,
     /// WRITEs and READs in flight.
     pub outstanding: usize,
-    /// Indexed by run: its pages, as a bit mask.
-    pub run_pages: [u64; BLOCK_PAGES],
-    /// Indexed by run: its operations in flight.
-    pub run_outstanding: [u8; BLOCK_PAGES],
-    /// Indexed by run: the places of the slab's record whose replica has acknowledged it, as a bit
-    /// mask.
-    pub run_acknowledged: [u8; BLOCK_PAGES],
-    /// Runs of which at least one operation has failed.
-    pub failed_runs: u64,
-    /// Runs that no replica has acknowledged yet.
-    pub awaited_runs: u64,
+    /// Indexed by page group: its pages, as a bit mask.
+    pub group_pages: [u64; BLOCK_PAGES],
+    /// Indexed by page group: its operations in flight.
+    pub group_outstanding: [u8; BLOCK_PAGES],
+    /// Indexed by page group: the places of the slab's record whose replica has acknowledged it, as
+    /// a bit mask.
+    pub group_acknowledged: [u8; BLOCK_PAGES],
+    /// Page groups of which at least one operation has failed.
+    pub failed_groups: u64,
+    /// Page groups that no replica has acknowledged yet.
+    pub awaited_groups: u64,
 }
 
 impl BatchWrite {
@@ -55,28 +55,28 @@ impl BatchWrite {
             unposted: 0,
             unchanged: 0,
             outstanding: 0,
-            run_pages: [0; BLOCK_PAGES],
-            run_outstanding: [0; BLOCK_PAGES],
-            run_acknowledged: [0; BLOCK_PAGES],
-            failed_runs: 0,
-            awaited_runs: 0,
+            group_pages: [0; BLOCK_PAGES],
+            group_outstanding: [0; BLOCK_PAGES],
+            group_acknowledged: [0; BLOCK_PAGES],
+            failed_groups: 0,
+            awaited_groups: 0,
         }
     }
 
-    /// Records that the operations of a run are being posted.
-    pub fn begin_run(&mut self, first: usize, pages: u64) {
-        self.run_pages[first] = pages;
-        self.run_acknowledged[first] = 0;
-        self.awaited_runs |= 1 << first;
+    /// Records that the operations of a page group are being posted.
+    pub fn begin_group(&mut self, first: usize, pages: u64) {
+        self.group_pages[first] = pages;
+        self.group_acknowledged[first] = 0;
+        self.awaited_groups |= 1 << first;
     }
 
-    /// Counts an operation of a run that was posted.
+    /// Counts an operation of a page group that was posted.
     pub fn posted(&mut self, first: usize) {
-        self.run_outstanding[first] += 1;
+        self.group_outstanding[first] += 1;
         self.outstanding += 1;
     }
 
-    /// The work id of the operation of a run to the replica at `place` of the slab's record.
+    /// The work id of the operation of a page group to the replica at `place` of the slab's record.
     pub fn id(&self, place: usize, first: usize) -> u64 {
         self.number << 16 | (place as u64) << 8 | first as u64
     }

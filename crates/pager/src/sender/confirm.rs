@@ -75,7 +75,7 @@ impl Sender {
             batch.posted(first);
         }
         batch.unchanged &= !pages;
-        batch.begin_run(first, pages);
+        batch.begin_group(first, pages);
         true
     }
 }
