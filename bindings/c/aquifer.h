@@ -6,12 +6,17 @@
  *         errx(1, "%s", aquifer_error());
  *     aquifer_write(session, &extent, 4096, "far away", 8);
  *
- * A function returns 0 or a negative errno. After an error, aquifer_error() returns a text.
+ * A function that returns an int returns 0 or a negative errno. After an error, aquifer_error()
+ * returns a text. Each function lists its own errnos. Every function that has a session can also
+ * return these:
+ * -EINVAL: an argument is a null pointer, or a length or a structure is impossible;
+ * -ECHILD: this process is a forked child of the process that opened the session;
+ * -EPIPE: the session has ended, or no agent took over from an agent that ended.
+ *
  * All functions are thread-safe. Calls for one session are serialised, so each thread should have a
  * session of its own.
- * A session belongs to the process that opened it: in a forked child its calls fail with -ECHILD.
- * If the agent is restarted, calls wait for the next agent. When a session has ended for another
- * reason, its calls fail with -EPIPE.
+ * A session belongs to the process that opened it. If the agent is restarted, calls wait for the
+ * next agent.
  */
 #ifndef AQUIFER_H
 #define AQUIFER_H
@@ -40,7 +45,7 @@ typedef struct aquifer_extent {
 
 /* Opens a session with the agent that listens at `socket`. If `socket` is NULL: with the agent that
  * AQUIFER_AGENT names, else with that of the user's own cluster, else with that of all users.
- * Returns NULL on failure. */
+ * Returns NULL on failure; aquifer_error() says why. */
 aquifer_session *aquifer_open(const char *socket);
 
 /* Frees all extents of a session and ends it. Ignores NULL. */
@@ -49,19 +54,27 @@ void aquifer_close(aquifer_session *session);
 /* Allocate an extent of at least `bytes` bytes, 1 to AQUIFER_EXTENT_BYTES_MAX; or `count` extents,
  * or none if one allocation fails. A new extent contains zeros, or what its last owner of the same
  * user left there.
- * -ENOMEM: no node has room; -EDQUOT: the user's quota is used up; -EINVAL: invalid size. */
+ * -EINVAL: invalid size;
+ * -ENOMEM: no node has room, or the session holds the maximum number of extents;
+ * -EDQUOT: the user's quota is used up;
+ * -EIO: the agent failed, and its log has the reason. */
 int aquifer_allocate(aquifer_session *session, uint64_t bytes, aquifer_extent *extent);
 int aquifer_allocate_many(aquifer_session *session, uint64_t bytes, size_t count, aquifer_extent *extents);
 
 /* Free extents that this session allocated. The next allocation may return the same extent with the
  * same key.
- * -EACCES: the session did not allocate the extent, or has freed it before. */
+ * aquifer_free_many returns the first error, and frees the other extents nevertheless. If the
+ * structure of one cannot be an extent, it frees none.
+ * -EACCES: the session did not allocate the extent, or has freed it before;
+ * -EIO: the agent failed, and its log has the reason. */
 int aquifer_free(aquifer_session *session, const aquifer_extent *extent);
 int aquifer_free_many(aquifer_session *session, const aquifer_extent *extents, size_t count);
 
 /* Read from and write to an extent.
- * -EIO: the memory node is gone and the data is lost; -EACCES: the extent was freed or belongs to
- * another user; -EINVAL: the range is not inside the extent. */
+ * -EINVAL: the range is not inside the extent;
+ * -EACCES: the extent was freed, or belongs to another user;
+ * -EIO: the memory node is gone and the data is lost, or the agent failed. aquifer_error() says
+ * which; if the agent failed, its log has the reason. */
 int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
                  void *out, size_t bytes);
 int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
@@ -69,7 +82,8 @@ int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64
 
 /* Carry out several reads or writes, faster than one by one. Jobs of one node are done in order.
  * The functions return the first error; the other jobs are done nevertheless. If a pointer is NULL,
- * or a structure cannot be an extent, no job is done. */
+ * or a structure cannot be an extent, no job is done.
+ * -EINVAL, -EACCES, -EIO: as for aquifer_read and aquifer_write. */
 typedef struct aquifer_read_job {
     aquifer_extent extent;
     uint64_t offset;
@@ -85,7 +99,8 @@ typedef struct aquifer_write_job {
 int aquifer_read_many(aquifer_session *session, const aquifer_read_job *jobs, size_t count);
 int aquifer_write_many(aquifer_session *session, const aquifer_write_job *jobs, size_t count);
 
-/* What a session has allocated, and what it has done since it was opened. */
+/* What a session has allocated, and what it has done since it was opened.
+ * aquifer_get_statistics sends no request, so it also succeeds when the session has ended. */
 typedef struct aquifer_statistics {
     uint64_t bytes;         /* size of the allocated extents */
     uint64_t allocated;     /* extents that were allocated */
