@@ -81,7 +81,7 @@ impl Mover {
         while self.fetching.len() < FETCH_PAGES_MAX
             && let Some(page) = self.pages.pop()
         {
-            if !volume.has_room(&mut state) {
+            if !volume.ensure_open_block(&mut state) {
                 self.pages.push(page);
                 return false;
             }
@@ -117,7 +117,7 @@ impl Mover {
                         let (page, location) = (self.fetching[at + number], self.locations[at + number]);
                         let is_there = state.volume.state(page) == PageState::Remote(location)
                             || Mutation::MoveUnchecked.is_active();
-                        if is_there && self.volume.has_room(&mut state) {
+                        if is_there && self.volume.ensure_open_block(&mut state) {
                             let bytes = view::page(self.fetcher.buffer(), number * PAGE_BYTES);
                             self.volume.absorb_page(&mut state, page, bytes);
                             Counters::add(&self.volume.counters.repacked_pages, 1);

@@ -17,7 +17,7 @@ impl BlockVolume {
             if state.is_closed {
                 return Err(BlockError::Closed);
             }
-            if self.has_room(&mut state) {
+            if self.ensure_open_block(&mut state) {
                 return Ok(state);
             }
             let now = Instant::now();
@@ -43,8 +43,8 @@ impl BlockVolume {
         self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Whether a block is open, or could be opened now.
-    pub(crate) fn has_room(&self, state: &mut VolumeState) -> bool {
+    /// Opens a block if none is open and the mempool has one. Returns whether a block is open.
+    pub(crate) fn ensure_open_block(&self, state: &mut VolumeState) -> bool {
         if state.open.is_none() && !state.is_closed {
             state.open = state.volume.open_block();
         }
