@@ -479,8 +479,11 @@ pub(crate) struct RecordedReplica {
     pub extent: Extent,
 }
 
-/// Frees recorded extents, and clears their records afterwards. They stay recorded while they are
-/// being freed.
+/// Frees extents that are recorded as replicas, node by node, and then clears their records.
+///
+/// Each stays recorded, as being freed, until its node has answered: so a later agent can complete
+/// the free. On a node that the pool does not have, nothing is freed: the records are cleared, and
+/// a leak scan frees the extents. What cannot be freed is logged.
 pub(crate) fn free_recorded(slabs: &SlabSet, pool: &mut PoolClient, recorded: &mut [RecordedReplica]) {
     recorded.sort_unstable_by_key(|recorded| recorded.extent.node);
     for of_node in recorded.chunk_by(|one, other| one.extent.node == other.extent.node) {

@@ -255,11 +255,16 @@ impl Sender {
         self.batches.push(batch);
     }
 
-    /// Posts WRITEs, collects acknowledgements, records empty slabs, and advances healing and
-    /// repacking. Never blocks. Appends the acknowledged batches to `done`.
+    /// Does all work of the sender that is possible now, and never blocks: applies completions,
+    /// posts READs and WRITEs, drops the nodes of failed operations, frees emptied slabs, and
+    /// advances healing and repacking by one step. Must be called repeatedly.
+    ///
+    /// Appends the batches that are finished to `done`: all their pages are acknowledged, or they
+    /// are abandoned and have no operation in flight.
     ///
     /// # Errors
-    /// If no node has free memory. The batches stay staged, and the next call tries again.
+    /// If no node has free memory. All of the above is done nevertheless. The pages without a
+    /// location stay staged, and the next call tries again.
     pub fn advance(&mut self, done: &mut Vec<WrittenBatch>) -> Result<(), NoRoom> {
         if self.slabs.has_emptied_slabs() {
             self.filler.collect_emptied(&mut self.pool);
@@ -329,8 +334,8 @@ impl Sender {
         Ok(())
     }
 
-    /// Frees all slabs, because the run has ended. Nothing may be in flight: see
-    /// [`Self::stop_healing`] and [`Self::is_idle`].
+    /// Frees all slabs, because the run has ended. Nothing may be in flight: the caller must call
+    /// [`Self::stop_healing`], and [`Self::advance`] until [`Self::is_idle`].
     pub fn close(&mut self) {
         self.batches.clear();
         self.end_healing();

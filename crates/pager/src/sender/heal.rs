@@ -197,11 +197,13 @@ impl Sender {
         self.healer.task.is_some()
     }
 
-    /// Begins no further task. A message in flight completes.
+    /// Makes no further replicas and repairs. The current task is abandoned by the next
+    /// [`Self::advance`] after its operation in flight has completed.
     pub fn stop_healing(&mut self) {
         self.healer.is_stopped = true;
     }
 
+    /// Abandons the current task, if there is one. It must have no operation in flight.
     pub(super) fn end_healing(&mut self) {
         if let Some(task) = self.healer.task.take() {
             self.abandon_task(&task);
@@ -425,7 +427,7 @@ impl Sender {
         }
     }
 
-    /// Ends a task, and frees the extent of its incomplete replica.
+    /// Ends a task without its result, and frees the extent of its incomplete replica.
     fn abandon_task(&mut self, task: &CopyTask) {
         if let Some((place, extent)) = task.place.and_then(|_| self.slabs.unfinished_replica(task.slab)) {
             let recorded = RecordedReplica { slab: task.slab, place, extent };
