@@ -320,7 +320,7 @@ fn start_services(
         Arc::clone(host) as Arc<dyn SessionKeeper>,
         options.extents_per_user,
     );
-    host.nodes.wait_for(&restorable.iter().flat_map(InheritedSession::nodes).collect());
+    host.nodes.wait_for_return_of(&restorable.iter().flat_map(InheritedSession::nodes).collect());
     sessions.restore(restorable);
     let restored = if resumes {
         service.restore(kept)

@@ -124,9 +124,11 @@ impl NodeRegistry {
         Ok(())
     }
 
-    /// Waits for those of `nodes` that are away and may return with their memory, until they
-    /// answer or their grace time has passed.
-    pub fn wait_for(&self, nodes: &BTreeSet<NodeId>) {
+    /// Connects to each of `nodes` whose memory is kept, to wait until it answers or its grace time
+    /// has passed. Nodes without kept memory are skipped.
+    ///
+    /// Returns nothing: a node that has not returned is logged.
+    pub fn wait_for_return_of(&self, nodes: &BTreeSet<NodeId>) {
         for node in nodes {
             let is_kept = match self.state(*node, Instant::now()) {
                 NodeState::Present(present) => !present.grace.is_zero(),
