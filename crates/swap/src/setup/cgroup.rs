@@ -109,19 +109,23 @@ impl Cgroup {
         Ok(())
     }
 
-    /// True if programs wait for memory.
+    /// True if programs wait for memory. In version 2, in which none can wait, it is false.
     pub fn is_under_oom(&self) -> bool {
         let control = fs::read_to_string(self.path.join("memory.oom_control")).unwrap_or_default();
         self.version == CgroupVersion::V1 && stat_field(&control, "under_oom") > 0
     }
 
-    /// Pages that were charged to the cgroup so far.
+    /// Pages that were charged to the cgroup so far. Version 1 only: in version 2, which does not
+    /// count them, it is 0.
     pub fn pages_charged(&self) -> u64 {
         let stat = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
         stat_field(&stat, "pgpgin")
     }
 
-    /// The number of times that the limit was hit so far.
+    /// The number of times that the limit was hit so far. Version 1 only.
+    ///
+    /// # Errors
+    /// If the counter cannot be read. Version 2 has no such file.
     pub fn limit_hits(&self) -> Result<u64, SetupError> {
         read_number(&self.path.join("memory.failcnt"))
     }

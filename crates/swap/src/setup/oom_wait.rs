@@ -12,7 +12,7 @@ const OOM_TIMEOUT: Duration = Duration::from_secs(10);
 ///
 /// If all resident pages are in use for a moment, the kernel finds nothing to swap out, and would
 /// kill a program although the device has room. So the programs wait, and retry at each
-/// [`poll`](Self::poll), for a limited time.
+/// [`poll`](Self::poll), for a limited time. With cgroups of version 2 they never wait.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum OomWait {
     /// They do not wait.
