@@ -41,7 +41,7 @@ impl<P: ExtentPool> SessionCore<P> {
                 return RingAnswer::without_extent(RingStatus::Failed);
             };
             self.book.set_state(number, ExtentState::InUse, request);
-            self.holdings.stocked_bytes -= class.bytes();
+            self.usage.stocked_bytes -= class.bytes();
             return self.count_allocation(&extent, 1);
         }
         match self.retry_without_stock(|session| session.allocate_from_pool(class, request)) {
@@ -92,7 +92,7 @@ impl<P: ExtentPool> SessionCore<P> {
     ) -> Result<T, RingStatus> {
         match allocate(self) {
             Err(RingStatus::Full | RingStatus::Quota | RingStatus::TooMany)
-                if self.holdings.stocked_bytes > 0 =>
+                if self.usage.stocked_bytes > 0 =>
             {
                 self.free_stock();
                 allocate(self)
@@ -116,8 +116,8 @@ impl<P: ExtentPool> SessionCore<P> {
             return extents().min_by_key(|extent| extent.addr);
         }
         for (_, BookEntry { extent, .. }) in &entries {
-            self.holdings.extents -= 1;
-            self.holdings.bytes -= extent.class.bytes();
+            self.usage.extents -= 1;
+            self.usage.bytes -= extent.class.bytes();
         }
         let numbers: Vec<u32> = entries.into_iter().map(|(number, _)| number).collect();
         self.free_entries(&numbers);
@@ -125,8 +125,8 @@ impl<P: ExtentPool> SessionCore<P> {
     }
 
     fn count_allocation(&mut self, first: &Extent, count: u32) -> RingAnswer {
-        self.holdings.extents += u64::from(count);
-        self.holdings.bytes += u64::from(count) * first.class.bytes();
+        self.usage.extents += u64::from(count);
+        self.usage.bytes += u64::from(count) * first.class.bytes();
         allocated(first)
     }
 
@@ -146,7 +146,7 @@ impl<P: ExtentPool> SessionCore<P> {
         let extents = self.allocate_within_limits(count, bytes, |pool| pool.allocate_many(class, count))?;
         let allocated_bytes = class.bytes() * extents.len() as u64;
         self.account.release(bytes - allocated_bytes);
-        self.holdings.stocked_bytes += allocated_bytes;
+        self.usage.stocked_bytes += allocated_bytes;
         for extent in extents {
             let number = self.record(&extent, ExtentState::Stocked, NO_REQUEST);
             self.stock.push(class, number);

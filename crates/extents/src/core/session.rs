@@ -27,7 +27,7 @@ const MAINTENANCE_EXTENTS_MAX: usize = 8;
 /// Maximum number of extents that are freed together.
 const FREED_TOGETHER_MAX: usize = 1024;
 /// Maximum bytes in stock, however busy the program is, because no other session can use them.
-const STOCKED_BYTES_MAX: u64 = 128 << 20;
+const SESSION_STOCK_BYTES_MAX: u64 = 128 << 20;
 
 /// Whether a request may be answered together with those before it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -53,9 +53,9 @@ impl RequestKind {
     }
 }
 
-/// Extents and bytes of a session.
+/// What a session has: the extents of its program, and the stock.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) struct Holdings {
+pub(crate) struct SessionUsage {
     /// Extents that the program has allocated.
     pub extents: u64,
     /// Bytes that the program has allocated.
@@ -87,7 +87,7 @@ pub(crate) struct SessionCore<P> {
     untrusted: HashSet<u32>,
     /// Unused entries below the book's end.
     pub(super) unused_entries: Vec<u32>,
-    pub(super) holdings: Holdings,
+    pub(super) usage: SessionUsage,
     /// Entries that the next request has already changed, before an earlier agent was killed.
     pub(super) resumed: Vec<u32>,
     /// Transfers of the requests that are being answered.
@@ -109,7 +109,7 @@ impl<P: ExtentPool> SessionCore<P> {
             deferred_frees: Vec::new(),
             untrusted: HashSet::new(),
             unused_entries: Vec::new(),
-            holdings: Holdings::default(),
+            usage: SessionUsage::default(),
             resumed: Vec::new(),
             transfers: Vec::new(),
             transfer_answers: Vec::new(),
@@ -132,13 +132,13 @@ impl<P: ExtentPool> SessionCore<P> {
         match state {
             ExtentState::InUse => {
                 self.known.insert(extent_id(&extent), number);
-                self.holdings.extents += 1;
-                self.holdings.bytes += bytes;
+                self.usage.extents += 1;
+                self.usage.bytes += bytes;
             }
             ExtentState::Stocked => {
                 self.known.insert(extent_id(&extent), number);
                 self.stock.push(extent.class, number);
-                self.holdings.stocked_bytes += bytes;
+                self.usage.stocked_bytes += bytes;
             }
             ExtentState::Freeing(record) => {
                 if self.pool.resume_free(extent, record) {
@@ -196,7 +196,7 @@ impl<P: ExtentPool> SessionCore<P> {
         for class in classes() {
             let is_there = |number| self.book.entry(number).is_some_and(|entry| entry.extent.node == node);
             let removed = self.stock.remove_where(class, is_there);
-            self.holdings.stocked_bytes -= removed.len() as u64 * class.bytes();
+            self.usage.stocked_bytes -= removed.len() as u64 * class.bytes();
             self.free_entries(&removed);
         }
     }
@@ -209,7 +209,7 @@ impl<P: ExtentPool> SessionCore<P> {
             let numbers = std::mem::take(&mut self.not_reusable);
             self.free_entries(&numbers);
         }
-        if self.holdings.stocked_bytes > STOCKED_BYTES_MAX {
+        if self.usage.stocked_bytes > SESSION_STOCK_BYTES_MAX {
             while let Some((class, count)) = self.stock.surplus() {
                 self.free_stocked(class, count);
             }
@@ -235,9 +235,9 @@ impl<P: ExtentPool> SessionCore<P> {
             return RingStatus::Refused;
         };
         self.book.set_state(number, ExtentState::Stocked, request);
-        self.holdings.extents -= 1;
-        self.holdings.bytes -= extent.class.bytes();
-        self.holdings.stocked_bytes += extent.class.bytes();
+        self.usage.extents -= 1;
+        self.usage.bytes -= extent.class.bytes();
+        self.usage.stocked_bytes += extent.class.bytes();
         if self.untrusted.remove(&number) {
             self.not_reusable.push(number);
         } else {
@@ -335,7 +335,7 @@ impl<P: ExtentPool> SessionCore<P> {
 
     fn free_stocked(&mut self, class: SizeClass, count: usize) {
         let removed = self.stock.remove_oldest(class, count);
-        self.holdings.stocked_bytes -= removed.len() as u64 * class.bytes();
+        self.usage.stocked_bytes -= removed.len() as u64 * class.bytes();
         self.free_entries(&removed);
     }
 
@@ -399,12 +399,12 @@ impl<P: ExtentPool> SessionCore<P> {
 
     /// Whether the stock has extents that the program does not use.
     pub const fn has_stock(&self) -> bool {
-        self.holdings.stocked_bytes > 0
+        self.usage.stocked_bytes > 0
     }
 
-    /// Extents and bytes of the session.
-    pub fn holdings(&self) -> Holdings {
-        self.holdings
+    /// What the session has.
+    pub fn usage(&self) -> SessionUsage {
+        self.usage
     }
 
     /// The pool of the session.

@@ -5,12 +5,12 @@ use std::collections::VecDeque;
 
 use aquifer_pool::SizeClass;
 
-/// Maximum bytes that are kept ready of one size class, unless [`STOCKED_MIN`] needs more.
-const STOCKED_BYTES_MAX: u64 = 4 << 20;
+/// Maximum bytes that are kept ready of one size class, unless [`CLASS_STOCK_MIN`] needs more.
+const CLASS_STOCK_BYTES_MAX: u64 = 4 << 20;
 /// Extents that may be kept ready of any size class.
-const STOCKED_MIN: usize = 2;
+const CLASS_STOCK_MIN: usize = 2;
 /// Maximum number of extents that are kept ready of one size class.
-const STOCKED_MAX: usize = 256;
+const CLASS_STOCK_MAX: usize = 256;
 
 /// The extents of one size class that are kept ready.
 #[derive(Debug, Default)]
@@ -88,8 +88,8 @@ impl Stock {
 
 /// Maximum number of extents of a size class that may be kept ready.
 fn capacity(class: SizeClass) -> usize {
-    usize::try_from(STOCKED_BYTES_MAX / class.bytes())
-        .map_or(STOCKED_MAX, |count| count.clamp(STOCKED_MIN, STOCKED_MAX))
+    usize::try_from(CLASS_STOCK_BYTES_MAX / class.bytes())
+        .map_or(CLASS_STOCK_MAX, |count| count.clamp(CLASS_STOCK_MIN, CLASS_STOCK_MAX))
 }
 
 #[cfg(test)]
@@ -119,7 +119,7 @@ mod tests {
         let (_, count) = stock.surplus().expect("the stock is above its capacity");
         assert_eq!(stock.remove_oldest(class, count).len(), count);
         assert_eq!(stock.surplus(), None);
-        assert_eq!(stock.0[0].numbers.len(), STOCKED_MAX);
+        assert_eq!(stock.0[0].numbers.len(), CLASS_STOCK_MAX);
         stock.push(SizeClass::SECTION, 1);
         assert_eq!(stock.shortage(), Some((SizeClass::SECTION, 1)));
         stock.push(SizeClass::SECTION, 2);

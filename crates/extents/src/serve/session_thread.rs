@@ -150,10 +150,10 @@ impl SessionThread {
     }
 
     fn report(&self) {
-        let holdings = self.session.holdings();
-        self.shared.extents.store(holdings.extents, Relaxed);
-        self.shared.bytes.store(holdings.bytes, Relaxed);
-        self.shared.stocked_bytes.store(holdings.stocked_bytes, Relaxed);
+        let usage = self.session.usage();
+        self.shared.extents.store(usage.extents, Relaxed);
+        self.shared.bytes.store(usage.bytes, Relaxed);
+        self.shared.stocked_bytes.store(usage.stocked_bytes, Relaxed);
     }
 }
 
