@@ -60,7 +60,7 @@ pub struct VerbsEndpoint {
     session: SessionId,
     limits: Limits,
     regions: Vec<Region>,
-    life: EndpointState,
+    state: EndpointState,
     /// `None` while reconnecting, and after the end.
     link: Option<VerbsLink>,
     reconnecting: Option<BackgroundTask<ReconnectAttempt>>,
@@ -125,7 +125,7 @@ impl VerbsEndpoint {
             session: welcome.session,
             limits,
             regions: welcome.regions,
-            life: EndpointState::Open,
+            state: EndpointState::Open,
             keys: KeyCache::new(super::WINDOWS_EACH),
             queue: WorkQueue::default(),
             locals: RegisteredMemories::new(link.device, limits),
@@ -306,7 +306,7 @@ impl Endpoint for VerbsEndpoint {
         let room = self.limits.queue_depth.saturating_sub(self.queue.len());
         let accepted = batch.len().min(room);
         batch[..accepted].iter().for_each(|work| self.queue.push(*work));
-        if let EndpointState::Over(cause) = &mut self.life {
+        if let EndpointState::Over(cause) = &mut self.state {
             if accepted > 0 {
                 self.queue.fail_all(cause.take().unwrap_or(WorkError::Flushed));
             }
@@ -365,6 +365,6 @@ impl Endpoint for VerbsEndpoint {
     }
 
     fn is_broken(&self) -> bool {
-        self.life != EndpointState::Open
+        self.state != EndpointState::Open
     }
 }

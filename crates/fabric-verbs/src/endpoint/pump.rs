@@ -24,7 +24,7 @@ impl VerbsEndpoint {
         let mut requests = std::mem::take(&mut self.requests);
         requests.clear();
         while self.link.is_some()
-            && self.life == EndpointState::Open
+            && self.state == EndpointState::Open
             && let Some((number, work)) = self.queue.next()
         {
             match self.next_step(number, &work) {

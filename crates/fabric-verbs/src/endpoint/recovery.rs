@@ -49,7 +49,7 @@ impl VerbsEndpoint {
         // Work in flight ends with the link. After this the device accesses none of our memory.
         drop(self.link.take());
         self.is_armed = false;
-        if self.life != EndpointState::Open || self.reconnecting.is_some() {
+        if self.state != EndpointState::Open || self.reconnecting.is_some() {
             return;
         }
         let (address, key) = (self.address, self.cluster_key.clone());
@@ -119,7 +119,7 @@ impl VerbsEndpoint {
 
     fn fail_all(&mut self, cause: WorkError) {
         let was_told = self.queue.fail_all(cause);
-        self.life = EndpointState::Over((!was_told).then_some(cause));
+        self.state = EndpointState::Over((!was_told).then_some(cause));
     }
 }
 
