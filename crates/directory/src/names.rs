@@ -134,9 +134,12 @@ pub struct RequestedMemory {
     pub memory_bytes: u64,
 }
 
-/// One lifetime of a node's memory, at `lives/{node}`.
+/// A life: one lifetime of a node's memory, at `lives/{node}`.
 ///
-/// A node that returns with the same memory continues the same life.
+/// It begins when a process of the node creates the memory, and ends when that memory is gone. Its
+/// identity is the node's number and the fencing epoch of the node's first lease in it. A process
+/// that takes over the memory of its predecessor continues the life; a process that creates new
+/// memory begins another, in which nothing is left that a host had allocated before.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NodeLife {
     /// The node's number.
@@ -212,7 +215,7 @@ pub fn nodes(directory: &dyn Directory) -> Result<Vec<NodeRecord>, DirectoryErro
     directory.list(NODES)?.entries.iter().map(decode).collect()
 }
 
-/// All node memory that exists, whether or not its node runs.
+/// The life of each node whose memory exists, whether or not the node runs.
 ///
 /// # Errors
 /// An error of the directory, or a record that is not valid.

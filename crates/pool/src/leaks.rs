@@ -37,9 +37,14 @@ pub trait Ledger: Send + Sync + Debug {
 }
 
 /// Finds and frees leaked memory. All clients of a host share one.
+///
+/// A node is *suspect* from the moment at which a part of the host reports that the host may have
+/// leaked memory there ([`Self::suspect_leak`]) until [`Self::pop_suspects`] returns the node for a
+/// leak scan.
 #[derive(Debug, Default)]
 pub struct LeakDetector {
     ledgers: Mutex<Vec<Weak<dyn Ledger>>>,
+    /// The suspect nodes.
     suspects: Mutex<BTreeSet<NodeId>>,
     abandoned: Mutex<Vec<AbandonedConnection>>,
     grace: GracePeriods,
@@ -98,7 +103,7 @@ impl LeakDetector {
         OperationGuard { generation: self.grace.begin(), leak_detector: Arc::clone(self) }
     }
 
-    /// Reports that this host may have leaked memory of a node.
+    /// Reports that this host may have leaked memory of a node. The node is suspect then.
     pub fn suspect_leak(&self, node: NodeId) {
         lock(&self.suspects).insert(node);
     }
@@ -136,7 +141,7 @@ impl LeakDetector {
         !lock(&self.suspects).is_empty()
     }
 
-    /// Returns the nodes that became suspect since the last call.
+    /// Returns the suspect nodes, which then are not suspect any more: the caller must scan them.
     #[must_use]
     pub fn pop_suspects(&self) -> BTreeSet<NodeId> {
         std::mem::take(&mut *lock(&self.suspects))

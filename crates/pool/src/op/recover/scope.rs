@@ -10,7 +10,10 @@ use crate::cache::NodeCache;
 use crate::op::{Grant, StateMachine, Step, StepResult};
 use crate::size::{SECTION_CHUNKS, SECTION_SPANS};
 
-/// Something of a node that a host owns, by the words and the log.
+/// A holding: something of a node that a host owns, by the words and the log.
+///
+/// It is an extent, or a span that the host is opening or closing. The leak scan lists the holdings
+/// of a live host, and frees those that no ledger names.
 ///
 /// If two passes find equal values, they found the same allocation: an allocation that was freed
 /// and made again has another key, log entry, or timestamp.
