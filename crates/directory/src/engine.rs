@@ -15,7 +15,7 @@ use crate::{DirectoryError, Watch};
 
 /// A store that makes deltas durable.
 pub(crate) trait DeltaStore: Send + Debug {
-    /// Makes the delta durable. If it fails, nothing is changed.
+    /// Makes the delta durable. After an error, the store may or may not have it.
     fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError>;
 }
 

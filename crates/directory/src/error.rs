@@ -83,7 +83,7 @@ impl LimitKind {
 pub enum DirectoryError {
     /// The directory cannot be reached, or the connection broke before the answer.
     ///
-    /// A change may have been made or not.
+    /// The change may or may not have been made.
     #[error("the directory at {address} cannot be reached: {cause}; is the cluster up?")]
     Unavailable {
         /// The directory's address.
@@ -140,7 +140,9 @@ pub enum DirectoryError {
         /// The reason, and what to do.
         why: String,
     },
-    /// The file could not be read or written.
+    /// The file could not be read or written, or etcd has no space.
+    ///
+    /// The change may or may not have been made.
     #[error("the directory's file {path} failed: {cause}")]
     Storage {
         /// The file.
@@ -149,6 +151,8 @@ pub enum DirectoryError {
         cause: String,
     },
     /// The peer violates the protocol, or a value is not a valid record.
+    ///
+    /// The change may or may not have been made.
     #[error("protocol error of the directory: {why}; check that all programs have the same version")]
     Protocol {
         /// The violation.

@@ -42,8 +42,12 @@ pub use model::{
 /// A store of the cluster's metadata.
 ///
 /// Calls may come from any thread, and block until they are answered.
-/// After [`DirectoryError::Unavailable`] a change may have been made or not.
-/// After any other error it was not made.
+///
+/// After [`DirectoryError::Unavailable`], [`DirectoryError::Storage`] or
+/// [`DirectoryError::Protocol`] the change may or may not have been made: the answer was lost, the
+/// change was perhaps not stored, or the answer was not understood.
+/// A caller that must know reads the directory again.
+/// After any other error the change was not made.
 pub trait Directory: Send + Sync + Debug {
     /// The entry of a key; `None` if the key is absent.
     ///
