@@ -92,14 +92,12 @@ impl NodeCache {
     }
 
     /// The number of sections, offline ones included.
-    #[must_use]
-    pub fn section_count(&self) -> u32 {
+    pub(crate) fn section_count(&self) -> u32 {
         u32::try_from(self.sections.len()).unwrap_or(u32::MAX)
     }
 
     /// Free chunks by the cached words, without those of spans that are being opened or closed.
-    #[must_use]
-    pub const fn free_chunks(&self) -> u64 {
+    pub(crate) const fn free_chunks(&self) -> u64 {
         self.free_chunks
     }
 

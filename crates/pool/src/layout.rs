@@ -89,26 +89,22 @@ impl Layout {
     }
 
     /// Offset of `sections[]`.
-    #[must_use]
-    pub const fn sections_at(&self) -> u64 {
+    const fn sections_at(&self) -> u64 {
         HEADER_BYTES as u64
     }
 
     /// Offset of `spans[]`.
-    #[must_use]
-    pub const fn spans_at(&self) -> u64 {
+    const fn spans_at(&self) -> u64 {
         page_up(self.sections_at() + self.sections as u64 * 8)
     }
 
     /// Offset of `keys[]`.
-    #[must_use]
-    pub const fn keys_at(&self) -> u64 {
+    const fn keys_at(&self) -> u64 {
         page_up(self.spans_at() + self.spans() as u64 * 8)
     }
 
     /// Offset of `logs[]`.
-    #[must_use]
-    pub const fn logs_at(&self) -> u64 {
+    const fn logs_at(&self) -> u64 {
         page_up(self.keys_at() + self.sections as u64 * KEYS_BYTES)
     }
 

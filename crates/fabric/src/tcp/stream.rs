@@ -22,6 +22,9 @@ const UNPACED: [&str; 2] = ["cubic", "reno"];
 
 /// Connects a socket without pacing.
 ///
+/// Public for measuring only: benches compare this provider with plain TCP connections, which must
+/// not be paced either.
+///
 /// # Errors
 /// If the peer does not answer within `timeout`, or the system refuses.
 pub fn connect_unpaced(address: SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
@@ -31,10 +34,11 @@ pub fn connect_unpaced(address: SocketAddr, timeout: Duration) -> io::Result<Tcp
     Ok(socket.into())
 }
 
-/// Disables pacing on a socket, and on connections that a listening socket accepts
-/// (decision 9): the timer takes longer than a page over
-/// a fast network. Must be called before the socket is connected, because pacing cannot be disabled
-/// later.
+/// Disables pacing on a socket, and on connections that a listening socket accepts (decision 9):
+/// the timer takes longer than a page over a fast network. Must be called before the socket is
+/// connected, because pacing cannot be disabled later.
+///
+/// Public for measuring only, as [`connect_unpaced`].
 pub fn avoid_pacing(socket: impl AsFd) {
     let paces = sockopt::tcp_congestion(&socket).is_ok_and(|name| name.starts_with(PACING));
     if paces && !UNPACED.iter().any(|name| sockopt::set_tcp_congestion(&socket, name).is_ok()) {

@@ -10,7 +10,7 @@ use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
 use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Target, Tenant};
 use aquifer_pool::cache::{NodeCache, NumberSource};
 use aquifer_pool::layout::Layout;
-use aquifer_pool::op::{AllocOp, OpError, RecoverOp, Recovered, StateMachine, Step, StepResult};
+use aquifer_pool::op::{AllocOp, OpError, RecoverOp, Recovered, StateMachine, Step, StepResult, WordAt};
 use aquifer_pool::size::SECTION_CHUNKS;
 use aquifer_pool::{NodeId, NodeMemory, PoolError, SizeClass, recover_node};
 
@@ -115,14 +115,15 @@ impl Node {
     fn recovered_in_s(&self, held: &NodeWords) -> Result<f64, BenchError> {
         let layout = self.node_memory.layout;
         let parts = [
-            (layout.sections_at(), &held.sections),
-            (layout.spans_at(), &held.spans),
-            (layout.keys_at(), &held.keys),
-            (layout.logs_at(), &held.logs),
+            (WordAt::Section(0), &held.sections),
+            (WordAt::Span(0), &held.spans),
+            (WordAt::Key(0), &held.keys),
+            (WordAt::Log(0), &held.logs),
         ];
-        for (at, words) in parts {
+        for (first, words) in parts {
             let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            self.node_memory.memory.write(usize::try_from(at).unwrap_or(usize::MAX), &bytes);
+            let at = usize::try_from(layout.word_at(first)).unwrap_or(usize::MAX);
+            self.node_memory.memory.write(at, &bytes);
         }
         let epoch = self.epoch.replace(self.epoch.get() + 1);
         let who = Identity { host: DEAD, epoch, tenant: TENANT };
