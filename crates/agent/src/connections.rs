@@ -39,13 +39,13 @@ const CONNECTIONS_PER_USER_MAX: usize = 512;
 #[derive(Debug, thiserror::Error)]
 enum RunRefusal {
     #[error(
-        "the cluster has no memory node: start one (aquifer node), or start the cluster anew \
-         (aquifer up)"
+        "the cluster has no memory node: start the nodes that have stopped (aquifer up), or another one \
+         (aquifer node --id NUMBER --memory SIZE)"
     )]
     NoNodes,
     #[error(
         "--replicas {replicas} wants each page on {replicas} memory nodes, and the cluster has \
-         {count}: start more (aquifer node, aquifer up --nodes), or ask for fewer replicas"
+         {count}: start more (aquifer node --id NUMBER --memory SIZE), or ask for fewer replicas"
     )]
     TooFewNodes { replicas: usize, count: usize },
     #[error(transparent)]

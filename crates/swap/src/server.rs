@@ -20,6 +20,7 @@ use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::Directory;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
+use aquifer_faults::serve::MORE_MEMORY_ADVICE;
 use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedKey, request_cluster_access};
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
@@ -67,13 +68,11 @@ enum SwapError {
         max = ByteSize(VOLUME_BYTES_MAX)
     )]
     Size(ByteSize),
-    #[error(
-        "the pool is full: {0} are free on all memory nodes together. Give the pool more memory (aquifer up \
-         --memory)"
-    )]
+    #[error("the pool is full: {0} are free on all memory nodes together; {MORE_MEMORY_ADVICE}")]
     Full(ByteSize),
     #[error(
-        "the cluster has no memory node: start one (aquifer node), or start the cluster anew (aquifer up)"
+        "the cluster has no memory node: start the nodes that have stopped (aquifer up), or another one \
+         (aquifer node --id NUMBER --memory SIZE)"
     )]
     NoNodes,
     #[error(transparent)]
@@ -270,9 +269,7 @@ impl DeviceServer {
         if let Some(reason) = self.volume.last_refusal() {
             // The kernel keeps a page that it cannot write, so the program would do little but
             // retry.
-            return Some(format!(
-                "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
-            ));
+            return Some(format!("{reason}. Run it with a larger --local, {MORE_MEMORY_ADVICE}"));
         }
         // The front end ends only when the file is unmounted, which is not done while programs run.
         self.front.is_finished().then(|| "its swap device has failed: the FUSE server has ended".into())

@@ -39,7 +39,11 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
     let memory_bytes = arguments.size / SECTION_BYTES * SECTION_BYTES;
     if memory_bytes > node.memory_bytes_max {
         let max = ByteSize(node.memory_bytes_max);
-        let why = format!("node {} can lend {max} at most: start it with a greater --memory-max", node.id);
+        let why = format!(
+            "node {} can lend {max} at most: restart it with a greater --memory-max, or start another \
+             (aquifer node --id NUMBER --memory SIZE)",
+            node.id
+        );
         return Err(why.into());
     }
     let request = RequestedMemory { node: node.id, epoch: node.epoch, memory_bytes };

@@ -120,9 +120,13 @@ fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
     if needed > available {
         let (each, needed, available) =
             (ByteSize(config.memory_bytes), ByteSize(needed), ByteSize(available));
+        let advice = if missing.len() == config.daemons().len() {
+            "give a smaller --memory or --nodes"
+        } else {
+            "free some, or stop the cluster (aquifer down) and start it with a smaller --memory or --nodes"
+        };
         return Err(format!(
-            "{nodes} nodes of {each} are {needed}, but only {available} of memory are available: \
-             give a smaller --memory or --nodes"
+            "{nodes} nodes of {each} are {needed}, but only {available} of memory are available: {advice}"
         )
         .into());
     }

@@ -52,6 +52,10 @@ pub const RUNS_MAX: usize = 1024;
 /// Most runs of one user at once.
 pub const RUNS_PER_TENANT_MAX: usize = 256;
 
+/// What helps if the pool is full while a cluster runs; the end of an error message.
+pub const MORE_MEMORY_ADVICE: &str = "start another memory node (aquifer node --id NUMBER --memory SIZE), \
+    or restart the cluster with more memory (aquifer down, then aquifer up --memory SIZE)";
+
 /// Why a run cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenRunError {

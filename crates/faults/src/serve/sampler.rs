@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_pager::{Budget, PAGE_BYTES};
 
+use super::MORE_MEMORY_ADVICE;
 use super::PagingService;
 use super::count::{MemoryUsage, ResidentCounter, shared_pages};
 use super::observed::ObservedDuration;
@@ -290,9 +291,7 @@ impl SampledRun {
         if let Some(reason) = self.lasting_room_shortage(run)
             && run.budget.excess(0) > 0
         {
-            run.end(&format!(
-                "{reason}. Give the pool more memory (aquifer up --memory), or the program a larger --local"
-            ));
+            run.end(&format!("{reason}. Run it with a larger --local, {MORE_MEMORY_ADVICE}"));
         }
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
