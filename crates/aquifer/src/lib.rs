@@ -42,9 +42,9 @@ pub fn main() -> ExitCode {
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
-        Command::Demo(arguments) => bench_binary::exec("demo", &cli.state, &arguments),
-        Command::Bench(arguments) => bench_binary::exec("bench", &cli.state, &arguments),
-        Command::Fabric(arguments) => bench_binary::exec("fabric", &cli.state, &arguments),
+        Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
+        Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),
+        Command::Fabric(arguments) => bench_binary::exec("fabric", cli.state.as_deref(), &arguments),
         Command::SwapServer(arguments) => {
             state(&cli.state).and_then(|state| run::serve_swap(&state, &arguments))
         }

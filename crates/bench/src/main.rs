@@ -10,7 +10,6 @@ mod fabric;
 mod golden_tests;
 mod peers;
 
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use aquifer::Outcome;
@@ -19,9 +18,6 @@ use clap::{Parser, Subcommand};
 #[derive(Parser, Debug)]
 #[command(name = "aquifer", bin_name = "aquifer", version, disable_help_subcommand = true)]
 struct Cli {
-    /// The cluster's state folder, for `aquifer fabric`
-    #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
-    state: Option<PathBuf>,
     #[command(subcommand)]
     command: Command,
 }
@@ -52,7 +48,7 @@ fn main() -> ExitCode {
         Command::Bench(arguments) => bench::run(&arguments).map_err(Into::into),
         Command::Demo(arguments) => demo::run(&arguments).map_err(Into::into),
         #[cfg(feature = "verbs")]
-        Command::Fabric(command) => fabric::run(&cli.state, command),
+        Command::Fabric(command) => fabric::run(command),
         #[cfg(not(feature = "verbs"))]
         Command::Fabric { .. } => Err(aquifer_fabric::WITHOUT_VERBS.into()),
     };

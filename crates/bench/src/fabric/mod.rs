@@ -11,7 +11,6 @@ mod lend;
 mod messages;
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 use aquifer_fabric::ClusterKey;
@@ -32,17 +31,17 @@ struct CheckEnd {
 }
 
 /// Runs a command of `aquifer fabric`.
-pub fn run(state: &Option<PathBuf>, command: FabricCommand) -> Outcome {
+pub fn run(command: FabricCommand) -> Outcome {
     match command {
         FabricCommand::Info => Ok(info::info()),
-        FabricCommand::Check(arguments) => run_check(state, &arguments),
+        FabricCommand::Check(arguments) => run_check(&arguments),
     }
 }
 
-fn run_check(state: &Option<PathBuf>, arguments: &CheckArguments) -> Outcome {
+fn run_check(arguments: &CheckArguments) -> Outcome {
     let key = match &arguments.key {
         Some(path) => key::load(path)?,
-        None => key::load(&StateDir::locate(state.as_deref())?.key_file())?,
+        None => key::load(&StateDir::locate(arguments.state.as_deref())?.key_file())?,
     };
     let end = |address| CheckEnd { address, network: arguments.fabric, key: key.clone() };
     match (arguments.listen, arguments.host) {
