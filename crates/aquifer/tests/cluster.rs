@@ -187,8 +187,20 @@ fn up_twice_starts_nothing_twice() {
     }
     let said = fail(&cluster.aquifer(&["up", "--nodes", "3"]), 1);
     assert!(said.contains("other settings") && said.contains("2 nodes of 16 MiB"), "{said}");
-    fail(&cluster.aquifer(&["up", "--memory", "32M"]), 1);
+    assert!(said.contains("--nodes 2 instead of 3"), "{said}");
+    let said = fail(&cluster.aquifer(&["up", "--nodes", "4", "--memory", "32M", "--keep-memory"]), 1);
+    for word in ["--nodes 2 instead of 4", "--memory 16 MiB instead of 32 MiB", "no --keep-memory"] {
+        assert!(said.contains(word), "{word} is missing in: {said}");
+    }
     assert_eq!(cluster.running(), before);
+}
+
+#[test]
+fn a_limit_without_a_cluster_says_what_to_do() {
+    let said = fail(&TestCluster::new().aquifer(&["limit", "1", "64M"]), 1);
+    for word in ["no cluster is up", "agent.sock", "aquifer up", "--state"] {
+        assert!(said.contains(word), "{word} is missing in: {said}");
+    }
 }
 
 #[test]

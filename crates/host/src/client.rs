@@ -27,9 +27,18 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// Changes the limit of the run that a process belongs to. Returns the run's statistics afterwards.
 ///
 /// # Errors
-/// If no agent listens there, or it refuses.
+/// If no agent listens there, with what to do; or the agent refuses.
 pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
-    let socket = connect(path)?;
+    let socket = connect(path).map_err(|error| {
+        let path = path.display();
+        io::Error::new(
+            error.kind(),
+            format!(
+                "no cluster is up (nothing answers at {path}: {error}): start one with `aquifer up`, or \
+                 name the state folder of the program's cluster with --state"
+            ),
+        )
+    })?;
     match request(&socket, &Frame::SetLimit(SetLimit { pid, limit_bytes }))? {
         Frame::Statistics(text) => serde_json::from_str(&text).map_err(io::Error::other),
         _ => Err(io::Error::other(UNEXPECTED_FRAME)),

@@ -14,7 +14,7 @@ use super::location::DirectoryLocation;
 use crate::cli::{Fabric, GRACE_MS, UpArguments};
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
-use aquifer_ipc::size::ByteSize;
+use aquifer_ipc::size::{self, ByteSize};
 
 /// Version of the stored configuration.
 const VERSION: u32 = 3;
@@ -43,12 +43,15 @@ pub enum ClusterConfigError {
     },
     /// A cluster with other settings runs in this state folder.
     #[error(
-        "a cluster with other settings runs here: {running}; stop it with `aquifer down`, or choose \
-            another state folder with --state"
+        "a cluster with other settings runs here ({running}): it has {}; stop it with `aquifer down`, \
+            leave these options out, or choose another state folder with --state",
+        differences.join(", ")
     )]
     Differs {
-        /// The settings of the cluster that runs.
+        /// The cluster that runs.
         running: String,
+        /// Each setting that differs from the given options.
+        differences: Vec<String>,
     },
 }
 
@@ -204,20 +207,70 @@ impl ClusterConfig {
     /// Checks that the options that were given agree with this configuration.
     ///
     /// # Errors
-    /// `Differs` if they do not.
+    /// `Differs` with all settings that do not.
     pub fn check(&self, arguments: &UpArguments) -> Result<(), ClusterConfigError> {
-        let agrees = arguments.nodes.is_none_or(|nodes| nodes == self.nodes)
-            && arguments.memory.is_none_or(|memory| memory == self.memory_bytes)
-            && arguments.memory_max.is_none_or(|memory_max| Some(memory_max) == self.memory_bytes_max)
-            && (!arguments.keep_memory || self.keep_memory)
-            && arguments.mempool.is_none_or(|mempool| Some(mempool) == self.mempool_bytes)
-            && arguments.extents_per_user.is_none_or(|extents| Some(extents) == self.extents_per_user)
-            && (arguments.shared_socket.is_none() || arguments.shared_socket == self.shared_socket)
-            && arguments.grace.is_none_or(|grace| grace == self.grace_ms)
-            && arguments.fabric.is_none_or(|fabric| fabric == self.fabric)
-            && (arguments.directory.address.is_none() || arguments.directory == self.directory);
-        if agrees { Ok(()) } else { Err(ClusterConfigError::Differs { running: self.to_string() }) }
+        let differences = self.differences(arguments);
+        if differences.is_empty() {
+            return Ok(());
+        }
+        Err(ClusterConfigError::Differs { running: self.to_string(), differences })
     }
+
+    /// Each setting that differs from the options that were given, as text.
+    fn differences(&self, arguments: &UpArguments) -> Vec<String> {
+        let (given, own) = (&arguments.directory, &self.directory);
+        // The certificates belong to the address.
+        let certificate = |option, given_file, own_file| {
+            let given_file = given.address.as_ref().map(|_| given_file);
+            difference(option, given_file, Some(own_file), |file: &&Option<PathBuf>| {
+                file.as_ref().map_or_else(|| "none".to_owned(), |file| file.display().to_string())
+            })
+        };
+        let size = |bytes: &u64| exact_size(*bytes);
+        let socket = |path: &&PathBuf| path.display().to_string();
+        let (given_socket, own_socket) = (arguments.shared_socket.as_ref(), self.shared_socket.as_ref());
+        [
+            difference("--nodes", arguments.nodes, Some(self.nodes), u16::to_string),
+            difference("--memory", arguments.memory, Some(self.memory_bytes), size),
+            difference("--memory-max", arguments.memory_max, self.memory_bytes_max, size),
+            (arguments.keep_memory && !self.keep_memory).then(|| "no --keep-memory".to_owned()),
+            difference("--fabric", arguments.fabric, Some(self.fabric), |fabric| fabric.name().to_owned()),
+            difference("--mempool", arguments.mempool, self.mempool_bytes, size),
+            difference("--shared-socket", given_socket, own_socket, socket),
+            difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
+            difference("--grace", arguments.grace, Some(self.grace_ms), |ms| format!("{ms}ms")),
+            difference("--directory", given.address.as_ref(), own.address.as_ref(), |address| {
+                address.to_string()
+            }),
+            certificate("--directory-ca", &given.ca, &own.ca),
+            certificate("--directory-cert", &given.cert, &own.cert),
+            certificate("--directory-key", &given.key, &own.key),
+        ]
+        .into_iter()
+        .flatten()
+        .collect()
+    }
+}
+
+/// A setting that differs, as text; `None` if the option was not given, or agrees.
+fn difference<T: PartialEq>(
+    option: &str,
+    given: Option<T>,
+    running: Option<T>,
+    show: impl Fn(&T) -> String,
+) -> Option<String> {
+    let given = given?;
+    match running {
+        Some(running) if running == given => None,
+        Some(running) => Some(format!("{option} {} instead of {}", show(&running), show(&given))),
+        None => Some(format!("no {option} instead of {}", show(&given))),
+    }
+}
+
+/// A size as text, in bytes if the usual text is rounded.
+fn exact_size(bytes: u64) -> String {
+    let text = ByteSize(bytes).to_string();
+    if size::parse(&text.replace(' ', "")) == Ok(bytes) { text } else { format!("{bytes} bytes") }
 }
 
 impl std::fmt::Display for ClusterConfig {
@@ -288,6 +341,32 @@ mod tests {
         for other in [arguments(Some(3), None), arguments(None, Some(2 << 30))] {
             let error = config.check(&other).unwrap_err().to_string();
             assert!(error.contains("2 nodes of 1 GiB"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_all_settings_that_differ() {
+        let config = ClusterConfig::from_arguments(&arguments(Some(2), Some(1 << 30)));
+        let mut other = arguments(Some(3), Some((1 << 30) + 4096));
+        (other.keep_memory, other.mempool, other.grace) = (true, Some(1 << 20), Some(500));
+        other.fabric = Some(Fabric::Shm);
+        let ClusterConfigError::Differs { differences, .. } = config.check(&other).unwrap_err() else {
+            panic!("the settings differ");
+        };
+        let expected = [
+            "--nodes 2 instead of 3",
+            "--memory 1 GiB instead of 1073745920 bytes",
+            "no --keep-memory",
+            "no --mempool instead of 1 MiB",
+            "--grace 30000ms instead of 500ms",
+        ];
+        assert_eq!(differences, expected);
+        other = arguments(None, None);
+        other.directory.address = Some("etcds://h:1/c".to_owned());
+        other.directory.ca = Some("/ca.pem".into());
+        let error = config.check(&other).unwrap_err().to_string();
+        for word in ["no --directory instead of etcds://h:1/c", "--directory-ca none instead of /ca.pem"] {
+            assert!(error.contains(word), "{error}");
         }
     }
 
