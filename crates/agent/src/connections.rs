@@ -9,7 +9,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::socket::{PeerCredentials, accept, wait_readable};
+use aquifer_channel::peer::PeerCredentials;
+use aquifer_channel::socket::{accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;

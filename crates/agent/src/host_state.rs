@@ -73,7 +73,7 @@ impl HostState {
             .into_iter()
             .chain(self.shared_listener.as_ref().map(AsFd::as_fd))
             .collect();
-        keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, record }, &fds);
+        keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, uid: 0, record }, &fds);
     }
 }
 

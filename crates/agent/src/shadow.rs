@@ -70,8 +70,13 @@ fn run(agent: Pid, keeper: &Path) -> io::Result<()> {
     for fd in userfaultfds {
         let number = u64::try_from(fd).map_err(io::Error::other)?;
         let agent = u64::try_from(agent.as_raw_nonzero().get()).map_err(io::Error::other)?;
-        let item =
-            HeldItem { kind: HeldKind::Orphan, id: agent << 32 | number, pid: 0, record: String::new() };
+        let item = HeldItem {
+            kind: HeldKind::Orphan,
+            id: agent << 32 | number,
+            pid: 0,
+            uid: 0,
+            record: String::new(),
+        };
         // SAFETY: the descriptor was just listed, and no other process is left that could close it.
         send_frame(&socket, &Frame::Hold(item), &[unsafe { BorrowedFd::borrow_raw(fd) }])?;
     }

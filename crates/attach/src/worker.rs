@@ -82,6 +82,7 @@ pub extern "C" fn main(argument: usize) -> ! {
     control.worker.store(thread as u32, Ordering::Release);
     worker.ready.store(1, Ordering::Release);
     let mut last = 0;
+    let mut cores = Cores::of_this_thread();
     loop {
         worker.assume();
         let command = control.command.load(Ordering::Acquire);
@@ -90,6 +91,7 @@ pub extern "C" fn main(argument: usize) -> ! {
             continue;
         }
         last = command;
+        cores.follow(control.core.load(Ordering::Relaxed));
         obey(worker, control);
         control.done.store(command, Ordering::Release);
         futex(&control.done, FUTEX_WAKE, 1);
@@ -127,6 +129,47 @@ fn hurry() {
     // SAFETY: changes the scheduling of this thread only.
     unsafe {
         syscall(libc::SYS_setpriority, [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0]);
+    }
+}
+
+/// Bytes of a set of cores: the kernel's are no larger.
+const CORE_SET_BYTES: usize = 1024;
+
+/// Where this thread runs. The agent asks for that, and does not do it: it has rights that the program does not have.
+struct Cores {
+    /// The cores that it may run on, a bit for each; empty if they are not known.
+    allowed: [u8; CORE_SET_BYTES],
+    /// The last one asked for, plus 1; 0 for any.
+    current: u32,
+}
+
+impl Cores {
+    fn of_this_thread() -> Self {
+        let mut allowed = [0; CORE_SET_BYTES];
+        // SAFETY: the kernel writes at most as many bytes.
+        unsafe {
+            syscall(libc::SYS_sched_getaffinity, [0, CORE_SET_BYTES, allowed.as_mut_ptr() as usize, 0, 0, 0]);
+        }
+        Self { allowed, current: 0 }
+    }
+
+    /// Move to the core `wanted` - 1; to any if `wanted` is 0.
+    fn follow(&mut self, wanted: u32) {
+        if wanted == self.current {
+            return;
+        }
+        self.current = wanted;
+        let mut set = self.allowed;
+        if let Some(core) = wanted.checked_sub(1) {
+            set = [0; CORE_SET_BYTES];
+            if let Some(byte) = set.get_mut(core as usize / 8) {
+                *byte = 1 << (core % 8);
+            }
+        }
+        // SAFETY: the kernel reads the set. An empty one it refuses, and a core that is not allowed it leaves out.
+        unsafe {
+            syscall(libc::SYS_sched_setaffinity, [0, CORE_SET_BYTES, set.as_ptr() as usize, 0, 0, 0]);
+        }
     }
 }
 

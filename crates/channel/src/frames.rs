@@ -7,7 +7,7 @@ use std::path::Path;
 
 use aquifer_ipc::{FRAME_BYTES_MAX, Frame, FrameError, HeldItem};
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
 
@@ -19,8 +19,7 @@ const FDS_MAX: usize = 8;
 pub struct RestoredItem {
     /// The item.
     pub item: HeldItem,
-    /// The descriptors that the keeper received with it. A program whose process is known has a
-    /// pidfd behind them.
+    /// The descriptors that the keeper received with it.
     pub fds: Vec<OwnedFd>,
 }
 
@@ -33,6 +32,9 @@ pub enum ReceiveError {
     /// The packet is not a frame of this version.
     #[error("{0}")]
     Frame(#[from] FrameError),
+    /// The kernel has cut the descriptors of a frame.
+    #[error("the descriptors of a message were cut: this process has too many open files")]
+    Cut,
     /// The other end has closed the connection.
     #[error("the other end has closed the connection")]
     Closed,
@@ -106,6 +108,9 @@ pub fn receive_frame(socket: impl AsFd) -> Result<(Frame, Vec<OwnedFd>), Receive
         if let RecvAncillaryMessage::ScmRights(rights) = message {
             fds.extend(rights);
         }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        return Err(ReceiveError::Cut);
     }
     Ok((Frame::parse(&bytes[..received.bytes])?, fds))
 }

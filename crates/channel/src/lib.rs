@@ -4,6 +4,8 @@
 //! - [`socket`]: listening, accepting and waiting at sockets.
 //! - [`RingMapping`]: the memory of a session's ring, mapped into a program.
 //! - [`wakeup`]: waiting for the other side of a ring, and waking it.
+//! - [`peer`]: the process at the other end of a socket.
+//! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
 //! This crate does not know what the frames mean.
@@ -11,7 +13,9 @@
 pub mod frames;
 #[cfg(test)]
 mod golden_tests;
+pub mod kill;
 pub mod paths;
+pub mod peer;
 mod ring_mapping;
 pub mod socket;
 pub mod wakeup;

@@ -5,10 +5,11 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use rustix::net::sockopt::{Timeout, set_socket_timeout, socket_peercred};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
 
 use crate::frames::frame_socket;
+use crate::peer::{PeerCredentials, peer_credentials};
 
 /// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 256;
@@ -32,26 +33,16 @@ pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The process at the other end of a connection, as the kernel reports it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct PeerCredentials {
-    /// Process id.
-    pub pid: u32,
-    /// User id.
-    pub uid: u32,
-}
-
 /// Waits for a connection and accepts it. Sends and receives on it time out after 5 s.
 ///
 /// # Errors
 /// If a system call fails.
 pub fn accept(listener: &OwnedFd) -> io::Result<(OwnedFd, PeerCredentials)> {
     let socket = accept_with(listener, SocketFlags::CLOEXEC)?;
-    let peer = socket_peercred(&socket)?;
+    let peer = peer_credentials(&socket)?;
     set_socket_timeout(&socket, Timeout::Recv, Some(IO_TIMEOUT))?;
     set_socket_timeout(&socket, Timeout::Send, Some(IO_TIMEOUT))?;
-    let pid = u32::try_from(peer.pid.as_raw_nonzero().get()).map_err(io::Error::other)?;
-    Ok((socket, PeerCredentials { pid, uid: peer.uid.as_raw() }))
+    Ok((socket, peer))
 }
 
 /// Waits until a descriptor is readable or its other end is closed. Returns false after `timeout`,

@@ -220,7 +220,7 @@ impl SessionService {
         let record = serde_json::to_string(&shared.record).expect("numbers can be serialised");
         // Process id 0, because the keeper must not end the program: it can continue without a
         // session.
-        let item = HeldItem { kind: HeldKind::Session, id, pid: 0, record };
+        let item = HeldItem { kind: HeldKind::Session, id, pid: 0, uid: 0, record };
         let ring = &parts.ring.words().0;
         let fds = [ring.fd(), parts.book.memory().fd(), shared.socket.as_fd(), parts.process.as_fd()];
         self.keeper.hold(&item, &fds);

@@ -126,14 +126,35 @@ impl Userfaultfd {
 
     /// Lets the kernel write pending messages to `buffer`; returns the number of bytes written.
     ///
-    /// Does not wait: the descriptor is non-blocking.
+    /// Does not wait, whatever the program has done to the flags of the descriptor that it shares.
     ///
     /// # Safety
     /// `length` bytes at `buffer` must be writable, and no other thread may access them meanwhile.
     pub unsafe fn read(&self, buffer: *mut u8, length: usize) -> usize {
+        let part = libc::iovec { iov_base: buffer.cast(), iov_len: length };
         // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
-        let length = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
-        usize::try_from(length).unwrap_or(0)
+        let done = unsafe { libc::preadv2(self.as_raw_fd(), &raw const part, 1, -1, libc::RWF_NOWAIT) };
+        if done < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP) {
+            // Before Linux 6.10.
+            // SAFETY: as above.
+            return unsafe { self.read_by_flag(buffer, length) };
+        }
+        usize::try_from(done).unwrap_or(0)
+    }
+
+    /// Reads with the flag of the descriptor set again, which the program may have cleared. One that
+    /// clears it in between holds up its own monitor only, until it ends.
+    ///
+    /// # Safety
+    /// As [`Self::read`].
+    unsafe fn read_by_flag(&self, buffer: *mut u8, length: usize) -> usize {
+        if let Err(error) = rustix::fs::fcntl_setfl(self, rustix::fs::OFlags::NONBLOCK) {
+            tracing::warn!(%error, "cannot make a userfaultfd non-blocking");
+            return 0;
+        }
+        // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
+        let done = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
+        usize::try_from(done).unwrap_or(0)
     }
 
     /// Reads pending messages, without waiting.

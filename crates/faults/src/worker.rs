@@ -96,15 +96,22 @@ impl WorkerPort {
         self.control().worker.load(Acquire)
     }
 
+    /// The core on which the worker should run from the next command on; `None` for any.
+    pub fn set_core(&self, core: Option<usize>) {
+        let number = core.and_then(|core| u32::try_from(core + 1).ok()).unwrap_or(0);
+        self.control().core.store(number, Relaxed);
+    }
+
     /// Learn of pages that the program has pinned since.
     pub fn refresh_pins(&mut self) {
         let count = self.control().pin_count.load(Acquire);
         if count == self.pins_seen {
             return;
         }
-        self.pins_seen = count;
         let known = (count as usize).min(self.control().pins.len());
         self.pins = self.control().pins[..known].iter().map(|pin| pin.load(Acquire)).collect();
+        // The count is raised before the entry is stored: such an entry is looked for again.
+        self.pins_seen = if self.pins.contains(&0) { 0 } else { count };
         self.pins.sort_unstable();
     }
 

@@ -39,8 +39,8 @@ pub struct WorkerControl {
     pub done: AtomicU32,
     /// Thread id of the worker. The worker lives as long as the program; its first thread may not.
     pub worker: AtomicU32,
-    /// Padding that aligns 8-byte fields.
-    pub reserved: AtomicU32,
+    /// The core on which the worker should run, plus 1; 0 for any.
+    pub core: AtomicU32,
     /// The staging buffer that the command fills.
     pub buffer: AtomicU32,
     /// Padding that aligns 8-byte fields.

@@ -6,7 +6,7 @@
 use crate::hello::{self, ProgramHello};
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -136,6 +136,8 @@ pub struct HeldItem {
     pub id: u64,
     /// Process id of a program; 0 for other kinds, and while it is unknown.
     pub pid: u32,
+    /// User of the item. With no more than this user's rights is the program killed.
+    pub uid: u32,
     /// JSON that the next daemon needs to resume. The keeper does not read it.
     pub record: String,
 }
@@ -313,6 +315,7 @@ impl Frame {
                 kind: held_kind(reader.u32()?)?,
                 id: reader.u64()?,
                 pid: reader.u32()?,
+                uid: reader.u32()?,
                 record: reader.text()?,
             }),
             12 => Self::Release(held_kind(reader.u32()?)?, reader.u64()?),
@@ -364,6 +367,7 @@ impl Frame {
                 out.extend_from_slice(&held_kind_number(item.kind).to_le_bytes());
                 out.extend_from_slice(&item.id.to_le_bytes());
                 out.extend_from_slice(&item.pid.to_le_bytes());
+                out.extend_from_slice(&item.uid.to_le_bytes());
                 write_text(&item.record, out);
             }
             Self::SetLimit(set) => {

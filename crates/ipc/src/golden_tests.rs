@@ -29,7 +29,13 @@ const HELLO: ProgramHello = ProgramHello {
 };
 
 fn hold(kind: HeldKind) -> Frame {
-    Frame::Hold(HeldItem { kind, id: 0x0102_0304_0506_0708, pid: 0x1112_1314, record: "{}".into() })
+    Frame::Hold(HeldItem {
+        kind,
+        id: 0x0102_0304_0506_0708,
+        pid: 0x1112_1314,
+        uid: 0x2122_2324,
+        record: "{}".into(),
+    })
 }
 
 fn frames() -> Vec<(&'static str, Frame)> {
@@ -111,7 +117,7 @@ fn golden_control_memory() {
             command,
             done,
             worker,
-            reserved,
+            core,
             buffer,
             reserved_too,
             batches,

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::kill::kill_as;
 use aquifer_channel::socket::wait_readable;
 use aquifer_ipc::{HeldItem, HeldKind};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::TICK;
 
@@ -17,8 +17,6 @@ const ITEMS_MAX: usize = 65_536;
 struct Entry {
     item: HeldItem,
     fds: Vec<OwnedFd>,
-    /// The pidfd of a program whose process is known.
-    pidfd: Option<OwnedFd>,
 }
 
 /// The items of a share in the order of their kinds: in the agent's share the host is first, then
@@ -42,8 +40,7 @@ impl ShareItems {
     /// Stores an item. Replaces an item of the same kind and number.
     pub fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) {
         let key = (item.kind, item.id);
-        let replaced = self.entries.remove(&key);
-        if self.entries.len() >= ITEMS_MAX {
+        if self.entries.len() >= ITEMS_MAX && !self.entries.contains_key(&key) {
             tracing::error!(
                 kind = ?item.kind,
                 id = item.id,
@@ -52,12 +49,7 @@ impl ShareItems {
             );
             return;
         }
-        let kept_pidfd = replaced.filter(|replaced| replaced.item.pid == item.pid).and_then(|old| old.pidfd);
-        let pidfd = kept_pidfd.or_else(|| {
-            let pid = i32::try_from(item.pid).ok().and_then(Pid::from_raw)?;
-            pidfd_open(pid, PidfdFlags::empty()).ok()
-        });
-        self.entries.insert(key, Entry { item, fds, pidfd });
+        self.entries.insert(key, Entry { item, fds });
     }
 
     /// Removes an item and closes its descriptors.
@@ -65,15 +57,9 @@ impl ShareItems {
         self.entries.remove(&(kind, id));
     }
 
-    /// All items with their descriptors. Behind the descriptors of a program whose process is known
-    /// is its pidfd.
+    /// All items with their descriptors.
     pub fn iter(&self) -> impl Iterator<Item = (HeldItem, Vec<BorrowedFd<'_>>)> {
-        self.entries.values().map(|entry| {
-            let fds = entry.fds.iter().chain(&entry.pidfd).map(AsFd::as_fd).collect();
-            // A process without a pidfd has ended.
-            let pid = if entry.pidfd.is_some() { entry.item.pid } else { 0 };
-            (HeldItem { pid, ..entry.item.clone() }, fds)
-        })
+        self.entries.values().map(|entry| (entry.item.clone(), entry.fds.iter().map(AsFd::as_fd).collect()))
     }
 
     /// Kills all programs, waits for their ends for at most `timeout`, and then closes the
@@ -97,14 +83,19 @@ impl ShareItems {
 }
 
 impl Entry {
+    /// The pidfd of a program whose process is known.
+    fn pidfd(&self) -> Option<&OwnedFd> {
+        let is_known = self.item.kind == HeldKind::Program && self.item.pid != 0;
+        self.fds.last().filter(|_| is_known)
+    }
+
     /// True if a process may still use the descriptors. A program whose process was never known may
     /// be alive.
     fn is_alive(&self) -> bool {
-        match &self.pidfd {
+        match self.pidfd() {
             Some(pidfd) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
             None => match self.item.kind {
-                HeldKind::Program => self.item.pid == 0,
-                HeldKind::Orphan => true,
+                HeldKind::Program | HeldKind::Orphan => true,
                 HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
             },
         }
@@ -112,14 +103,15 @@ impl Entry {
 
     /// True if the process has not ended and its end can be waited for.
     fn is_ending(&self) -> bool {
-        self.pidfd.is_some() && self.is_alive()
+        self.pidfd().is_some() && self.is_alive()
     }
 
     fn kill(&self) {
-        let Some(pidfd) = &self.pidfd else { return };
-        tracing::error!(pid = self.item.pid, "killed a program: no agent came back within the grace time");
-        if let Err(error) = pidfd_send_signal(pidfd, Signal::KILL) {
-            tracing::debug!(%error, pid = self.item.pid, "killing a program failed: it has ended");
+        let Some(pidfd) = self.pidfd() else { return };
+        let (pid, uid) = (self.item.pid, self.item.uid);
+        match kill_as(uid, pidfd.as_fd()) {
+            Ok(()) => tracing::error!(pid, "killed a program: no agent came back within the grace time"),
+            Err(error) => tracing::warn!(%error, pid, uid, "cannot kill a program"),
         }
     }
 }

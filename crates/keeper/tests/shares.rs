@@ -58,7 +58,7 @@ impl Drop for TestKeeper {
 /// Holds an item. Returns the pipe that ends when the item is released.
 fn hold(client: &KeeperClient, kind: HeldKind, id: u64) -> PipeReader {
     let (reader, writer) = pipe().expect("a pipe");
-    client.hold(&HeldItem { kind, id, pid: 0, record: String::new() }, &[writer.as_fd()]);
+    client.hold(&HeldItem { kind, id, pid: 0, uid: 0, record: String::new() }, &[writer.as_fd()]);
     reader
 }
 

@@ -80,7 +80,7 @@ impl MemoryKeeper {
     pub fn hold(&self, memory: &Memory, key: Key, epochs: &HostEpochs, target: &dyn Target, epoch: u64) {
         let record = KeptMemoryRecord { epoch, key: key.0 };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
-        let item = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, record };
+        let item = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, uid: 0, record };
         let fds: Vec<BorrowedFd<'_>> =
             [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
         self.client.hold(&item, &fds);

@@ -73,7 +73,7 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     refusal(&cluster, &longer);
     assert!(refusal(&cluster, b"GET / HTTP/1.1\r\n\r\n").contains("not an Aquifer message"));
     refusal(&cluster, &vec![b'A'; FRAME_BYTES_MAX + 1]);
-    let put = HeldItem { kind: HeldKind::Program, id: 1, pid: 1, record: String::new() };
+    let put = HeldItem { kind: HeldKind::Program, id: 1, pid: 1, uid: 0, record: String::new() };
     let drop = Frame::Release(HeldKind::Program, 1);
     for frame in [
         Frame::Welcome,

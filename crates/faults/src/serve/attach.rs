@@ -10,6 +10,7 @@ use aquifer_ipc::{Frame, ProgramHello};
 
 use super::PagingService;
 use super::edge::Attachment;
+use super::process::{ProofError, UnprovenProcess};
 use super::program::{self, MonitorRequest, Program};
 use super::run::Run;
 use crate::uffd::Userfaultfd;
@@ -36,6 +37,9 @@ pub enum AttachError {
          and CAP_SYS_PTRACE for the events of forks: start the agent as root"
     )]
     Features(io::Error),
+    /// The process is not the one that the userfaultfd serves.
+    #[error("the agent cannot tell which process this is: {0}")]
+    Proof(#[from] ProofError),
     /// No fork was reported for this child.
     #[error("no program of the run has forked this process")]
     UnknownChild,
@@ -79,31 +83,25 @@ impl PagingService {
         if let Some(reason) = run.end_reason() {
             return Err(AttachError::Ended(reason));
         }
+        let process = UnprovenProcess::peer(&socket, pid)?;
         let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
         if hello.is_child {
-            return self.attach_child(&run, pid, attachment);
+            return attach_child(&run, process, attachment);
         }
         let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
         let uffd = Userfaultfd::from(uffd);
         uffd.enable().map_err(AttachError::Features)?;
-        program::serve_root(&run, pid, uffd, attachment)?;
-        Ok(())
+        program::serve_root(&run, process, uffd, attachment)
     }
+}
 
-    fn attach_child(&self, run: &Run, pid: u32, attachment: Attachment) -> Result<(), AttachError> {
-        let is_this_child = |program: &Arc<Program>| {
-            program.id == attachment.hello.child_number
-                && program.thread.load(Relaxed) == 0
-                && [0, pid].contains(&program.pid())
-        };
-        let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
-        // In a PID namespace of its own, a child is not identified before its hello.
-        if program.pid() == 0 {
-            program.set_pid(pid, &self.exit_watcher);
-        }
-        program.request(MonitorRequest::Attach(Box::new(attachment)));
-        Ok(())
-    }
+/// Passes the hello of a forked child to its monitor, which finds out whether it is that child's.
+fn attach_child(run: &Run, process: UnprovenProcess, attachment: Attachment) -> Result<(), AttachError> {
+    let number = attachment.hello.child_number;
+    let is_this_child = |program: &Arc<Program>| program.id == number && program.is_forked.load(Relaxed);
+    let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
+    program.request(MonitorRequest::Attach(Box::new(attachment), process));
+    Ok(())
 }
 
 /// Whether a descriptor is a non-blocking userfaultfd. Any other could block the monitor.

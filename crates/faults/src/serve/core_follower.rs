@@ -7,9 +7,9 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use rustix::process::Pid;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use super::process::ProgramProcess;
 use super::stat::{PROCESSOR, field};
 
 /// Faults between two checks; a check takes some microseconds.
@@ -23,9 +23,6 @@ pub(crate) struct CoreFollower {
     pinned: Option<usize>,
     next_check: u64,
     stat: Option<(u32, File)>,
-    /// Core of the worker. Pages that it frees are in this core's cache when the next fault
-    /// needs one.
-    worker: Option<usize>,
     faults: u64,
 }
 
@@ -38,21 +35,22 @@ impl CoreFollower {
             pinned: None,
             next_check: FAULTS_PER_CHECK,
             stat: None,
-            worker: None,
             faults: 0,
         }
     }
 
     /// Notes a fault of a thread, and checks its core if that is due.
-    pub(crate) fn faulted(&mut self, process: u32, thread: u32) {
+    pub(crate) fn faulted(&mut self, process: Option<&ProgramProcess>, thread: u32) {
         self.faults += 1;
-        if self.faults >= self.next_check && process != 0 && thread != 0 {
+        if self.faults >= self.next_check
+            && let Some(process) = process
+        {
             self.next_check = self.faults + FAULTS_PER_CHECK;
             self.check(process, thread);
         }
     }
 
-    fn check(&mut self, process: u32, thread: u32) {
+    fn check(&mut self, process: &ProgramProcess, thread: u32) {
         let (Some(allowed), Some(core)) = (self.allowed, self.core_of(process, thread)) else {
             return;
         };
@@ -66,23 +64,18 @@ impl CoreFollower {
         }
     }
 
-    /// Moves the program's worker to the core of the monitor.
-    pub(crate) fn move_worker(&mut self, worker: u32) {
-        let pid = i32::try_from(worker).ok().and_then(Pid::from_raw);
-        let (Some(pid), Some(allowed)) = (pid, self.allowed) else { return };
-        if self.worker != self.pinned
-            && sched_setaffinity(Some(pid), &self.pinned.map_or(allowed, single_core)).is_ok()
-        {
-            self.worker = self.pinned;
-        }
+    /// The core of the monitor, where the program's worker should run too: pages that it frees are
+    /// in this core's cache when the next fault needs one. `None` if it may run anywhere.
+    pub(crate) fn core(&self) -> Option<usize> {
+        self.pinned
     }
 
     /// The core where a thread ran last; `None` if the process has no such thread.
     ///
     /// The number comes from the thread's own PID namespace, and may name another thread here.
-    fn core_of(&mut self, process: u32, thread: u32) -> Option<usize> {
+    fn core_of(&mut self, process: &ProgramProcess, thread: u32) -> Option<usize> {
         if self.stat.as_ref().is_none_or(|(known, _)| *known != thread) {
-            self.stat = Some((thread, File::open(format!("/proc/{process}/task/{thread}/stat")).ok()?));
+            self.stat = Some((thread, process.open_of_thread(thread, "stat").ok()?));
         }
         let mut buffer = [0; 1024];
         let length = self.stat.as_ref()?.1.read_at(&mut buffer, 0).ok()?;

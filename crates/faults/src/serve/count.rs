@@ -42,11 +42,9 @@ pub(super) struct ResidentCounter {
     next_scan: Instant,
     next_scan_if_changed: Instant,
     /// The open `/proc/PID/statm`: programs near their limit are sampled every millisecond.
-    statm: Option<(ProcessIdentity, File)>,
+    /// It is opened again when the worker is known, which lives longer than the first thread.
+    statm: Option<(bool, File)>,
 }
-
-/// Process id, and a thread that lives as long as the process.
-type ProcessIdentity = (u32, u32);
 
 impl ResidentCounter {
     pub(super) fn new() -> Self {
@@ -77,9 +75,10 @@ impl ResidentCounter {
 
     /// Size and resident anonymous pages.
     fn sizes(&mut self, program: &Program) -> Option<(u64, u64)> {
-        let identity = program.identity();
-        if self.statm.as_ref().is_none_or(|(of, _)| *of != identity) {
-            self.statm = Some((identity, program.proc_file("statm").ok()?));
+        let process = program.process()?;
+        let of_worker = process.has_worker();
+        if self.statm.as_ref().is_none_or(|(of, _)| *of != of_worker) {
+            self.statm = Some((of_worker, process.open("statm").ok()?));
         }
         let (_, file) = self.statm.as_ref()?;
         let mut text = [0; STATM_BYTES_MAX];
@@ -101,8 +100,7 @@ fn present_pages(program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     let page = aquifer_pager::PAGE_BYTES as u64;
     let mut count = 0;
-    let file = program.proc_file("pagemap").ok()?;
-    pagemap::present(&file, range.start / page..range.end / page, u64::MAX, |pages| {
+    pagemap::present(program.process()?.pagemap(), range.start / page..range.end / page, u64::MAX, |pages| {
         count += pages.end - pages.start;
     })
     .ok()?;
@@ -113,9 +111,9 @@ fn present_pages(program: &Program) -> Option<u64> {
 pub(super) fn shared_pages(program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     if !range.is_empty() {
-        return Some(maps::shared_pages(&program.read_proc("smaps")?, &range));
+        return Some(maps::shared_pages(&program.process()?.read("smaps")?, &range));
     }
-    let text = program.read_proc("smaps_rollup")?;
+    let text = program.process()?.read("smaps_rollup")?;
     let text = std::str::from_utf8(&text).ok()?;
     let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
     let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;

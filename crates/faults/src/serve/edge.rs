@@ -4,7 +4,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use aquifer_channel::send_frame;
@@ -17,10 +16,11 @@ use aquifer_pager::{
 use super::canary::Canary;
 use super::core_follower::CoreFollower;
 use super::exit_watcher::ProgramExitWatcher;
+use super::process::{ProgramProcess, ProofError, UnprovenProcess};
 use super::program::{self, Program};
 use super::records::{HelloRecord, ProgramRecord};
-use super::refused::RefusedChild;
 use super::run::Run;
+use super::unserved::UnservedMemory;
 use crate::areas::{Area, Areas};
 use crate::edge::{Edge, EvictedBatch, SenderEvent};
 use crate::journal::{Journal, PersistentRanges};
@@ -112,6 +112,24 @@ impl ProcessEdge {
         }
     }
 
+    /// Proves that a process has the memory that is served, and sets it.
+    pub(crate) fn identify(&self, process: UnprovenProcess) -> Result<(), ProofError> {
+        let canary = self.program.canary();
+        // A forked child may have touched its canary before, and found it filled.
+        let fill = || {
+            canary.fill(&self.uffd);
+        };
+        let process = process.prove(canary, fill)?;
+        self.program.set_process(process, &*self.exit_watcher()?);
+        self.keep();
+        Ok(())
+    }
+
+    /// Whether the program's worker is attached.
+    pub(crate) fn is_attached(&self) -> bool {
+        self.attachment.is_some()
+    }
+
     /// Attaches the program's worker and welcomes the program.
     ///
     /// The keeper must hold all descriptors before the program continues.
@@ -151,6 +169,7 @@ impl ProcessEdge {
             run: self.run.id(),
             origin: self.origin,
             private: [bounds.shim_range.start, bounds.shim_range.end, bounds.canary],
+            nonce: self.program.nonce,
             only: [bounds.paged_range.start, bounds.paged_range.end],
             hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
         };
@@ -158,7 +177,10 @@ impl ProcessEdge {
         if let Some(Attachment { socket, worker, .. }) = &self.attachment {
             fds.extend([worker.fd(), socket.as_fd()]);
         }
-        self.run.keep(&record.put(self.program.id, self.program.pid()), &fds);
+        let process = self.program.process();
+        fds.extend(process.map(ProgramProcess::pidfd));
+        let pid = process.map_or(0, ProgramProcess::pid);
+        self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), &fds);
     }
 
     /// Sets events that another agent has read and not applied, to be read first.
@@ -177,7 +199,7 @@ impl ProcessEdge {
     /// The registered ranges as the kernel reports them, without those of the shim.
     pub(crate) fn registered(&self) -> Areas {
         let mut areas = Areas::default();
-        if let Some(text) = self.program.read_proc("smaps") {
+        if let Some(text) = self.program.process().and_then(|process| process.read("smaps")) {
             maps::registered_areas(&text).into_iter().for_each(|area| areas.insert(area));
         }
         let PagingBounds { shim_range, canary, .. } = self.program.bounds();
@@ -192,7 +214,7 @@ impl ProcessEdge {
     }
 
     fn canary(&self) -> Canary {
-        Canary { page: self.program.canary() / PAGE, number: self.program.id }
+        self.program.canary()
     }
 
     /// Refuses a forked child that cannot be served, and ends the run.
@@ -200,13 +222,14 @@ impl ProcessEdge {
         self.run.end(&format!("a forked child cannot be served: {error}"));
         let service = self.run.service.upgrade().expect("the service outlives its programs");
         let canary = Canary { number: service.next_program(), ..self.canary() };
-        service.refused_children.add(RefusedChild { uffd, canary, is_in_keeper: false });
+        let tenant = self.run.tenant();
+        service.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: false });
     }
 
     /// Appends the pages of a range that no other process shares.
     fn read_pagemap(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
         const WANTED: u64 = PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE;
-        let file = self.program.proc_file("pagemap")?;
+        let file = self.program.process().ok_or(io::ErrorKind::NotFound)?.pagemap();
         let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
         let mut page = start;
         while page < end {
@@ -233,35 +256,22 @@ impl ProcessEdge {
 
     /// Identifies the process of a forked child by the thread of its first fault.
     ///
-    /// The number of the thread comes from its own PID namespace. Here it may name another process,
-    /// so the canary is compared.
-    fn identify_process(&self, thread: u32) {
-        // If the kernel refuses the fill, the canary is missing, and the next fault tries again.
-        let _ = self.canary().fill(&self.uffd);
-        if !self.canary().is_in(thread) {
-            return;
+    /// The number of the thread comes from its own PID namespace. Here it may name another process.
+    fn identify_by_thread(&self, thread: u32) {
+        let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));
+        if let Err(error) = identified {
+            // If the kernel has refused the fill, the next fault tries again. Else the hello does.
+            tracing::debug!(%error, thread, "a fault does not identify its process");
         }
-        if let Ok(exit_watcher) = self.exit_watcher() {
-            self.program.set_pid(thread, &exit_watcher);
-        }
-        self.keep();
     }
 
     /// Finds the worker's thread, and checks that it belongs to this process.
     fn find_worker_thread(&self) -> bool {
-        let Some(attachment) = &self.attachment else {
+        let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else {
             return false;
         };
-        if self.program.thread.load(Relaxed) != 0 {
-            return true;
-        }
-        let thread = attachment.worker.thread();
-        let is_own = thread != 0
-            && std::path::Path::new(&format!("/proc/{}/task/{thread}", self.program.pid())).exists();
-        if is_own {
-            self.program.thread.store(thread, Relaxed);
-        }
-        is_own
+        process.has_worker()
+            || attachment.worker.thread() != 0 && process.set_worker(attachment.worker.thread())
     }
 }
 
@@ -296,7 +306,7 @@ impl Kernel for ProcessEdge {
         self.messages = messages;
         for message in out.iter() {
             if let UffdMessage::Fault(fault) = message {
-                self.core_follower.faulted(self.program.pid(), fault.thread);
+                self.core_follower.faulted(self.program.process(), fault.thread);
             }
         }
         if self.program.pid() == 0
@@ -305,7 +315,7 @@ impl Kernel for ProcessEdge {
                 _ => None,
             })
         {
-            self.identify_process(thread);
+            self.identify_by_thread(thread);
         }
     }
 
@@ -385,10 +395,8 @@ impl Kernel for ProcessEdge {
         max: usize,
         out: &mut Vec<PageNumber>,
     ) -> PageNumber {
-        let looked = self
-            .program
-            .proc_file("pagemap")
-            .and_then(|file| pagemap::present(&file, start..end, max as u64, |pages| out.extend(pages)));
+        let Some(process) = self.program.process() else { return end };
+        let looked = pagemap::present(process.pagemap(), start..end, max as u64, |pages| out.extend(pages));
         looked.unwrap_or_else(|error| {
             tracing::debug!(%error, "cannot scan pagemap: the program has ended");
             end
@@ -410,7 +418,7 @@ impl Kernel for ProcessEdge {
         let program = Arc::clone(&self.program);
         let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
         attachment.worker.refresh_pins();
-        self.core_follower.move_worker(program.thread.load(Relaxed));
+        attachment.worker.set_core(self.core_follower.core());
         let is_alive = || !program.is_killed() && !program.has_exited();
         if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(ProgramEnded) }
     }
@@ -436,7 +444,7 @@ impl Kernel for ProcessEdge {
 impl Edge for ProcessEdge {
     fn submit_batch(&mut self, batch: EvictedBatch) {
         let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
-        self.run.sender.submit_batch(&self.program, self.program.thread.load(Relaxed), staging, batch);
+        self.run.sender.submit_batch(&self.program, staging, batch);
     }
 
     fn submit_block(&mut self, block: BlockId, slots: u64) {

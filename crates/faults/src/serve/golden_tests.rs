@@ -21,14 +21,21 @@ fn golden_records_of_runs_and_programs() {
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);
     golden.text("run", &put.record);
     let hello = HelloRecord { is_child: true, bounce_buffer: 1, staging: 2 };
-    let program = |origin, hello| ProgramRecord { run: 1, origin, private: [2, 3, 4], only: [5, 6], hello };
+    let program = |origin, hello| ProgramRecord {
+        run: 1,
+        origin,
+        private: [2, 3, 4],
+        nonce: [7; 16],
+        only: [5, 6],
+        hello,
+    };
     let programs = [
         ("program", program(None, Some(HelloRecord { is_child: false, ..hello }))),
         ("forked child", program(Some((7, 8)), Some(hello))),
         ("program before its hello", program(None, None)),
     ];
     for (name, program) in programs {
-        let put = program.put(9, 10);
+        let put = program.put(9, 10, 11);
         assert_eq!(decode::<ProgramRecord>(&put).expect("it was just written"), program, "{name}");
         golden.text(name, &put.record);
     }

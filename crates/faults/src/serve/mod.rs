@@ -20,15 +20,16 @@ mod exit_watcher;
 mod golden_tests;
 mod observed;
 pub mod priority;
+mod process;
 mod program;
 mod records;
-mod refused;
 mod restore;
 mod run;
 mod sampler;
 mod sender;
 mod stat;
 mod tenants;
+mod unserved;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
@@ -119,7 +120,7 @@ pub struct PagingService {
     /// Slabs of runs that could not be resumed: as ledgers they keep the leak scan from freeing
     /// extents that another agent may resume.
     unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
-    refused_children: refused::RefusedChildren,
+    unserved: unserved::UnservedMemories,
     sampler: OnceLock<Thread>,
     /// Whether there are programs that the sampler has not seen.
     has_new_programs: AtomicBool,
@@ -140,7 +141,7 @@ impl PagingService {
             // Numbers are unique over restarts, because the keeper still has those of other agents.
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             unserved_slabs: Mutex::default(),
-            refused_children: refused::RefusedChildren::default(),
+            unserved: unserved::UnservedMemories::default(),
             sampler: OnceLock::new(),
             has_new_programs: AtomicBool::new(false),
         });

@@ -1,26 +1,30 @@
 //! One program, and the thread that turns its monitor.
 
 use std::collections::VecDeque;
-use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use aquifer_channel::kill::kill_as;
 use aquifer_channel::try_send_frame;
 use aquifer_ipc::{Frame, HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, Volume};
 use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use super::attach::AttachError;
+use super::canary::{Canary, Nonce, new_nonce};
 use super::edge::{Attachment, ProcessEdge};
 use super::exit_watcher::ProgramExitWatcher;
 use super::priority::{URGENT, set_niceness};
+use super::process::{ProgramProcess, UnprovenProcess};
 use super::run::{PROGRAMS_MAX, Run};
+use super::unserved::UnservedMemory;
 use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
+use crate::kernel::FillStop;
 use crate::maps::PagingBounds;
 use crate::monitor::{Monitor, TurnOutcome};
 use crate::stats::FaultStats;
@@ -37,16 +41,16 @@ pub(crate) enum MonitorRequest {
     /// Adopt these areas.
     Areas(Vec<Area>),
     /// Attach this forked child, which has said hello.
-    Attach(Box<Attachment>),
+    Attach(Box<Attachment>, UnprovenProcess),
 }
 
 /// One process that the agent pages.
 #[derive(Debug)]
 pub struct Program {
     pub(crate) id: u64,
-    pid: AtomicU32,
-    /// The worker's thread, which lives as long as the process; 0 before it is known.
-    pub(crate) thread: AtomicU32,
+    /// The nonce of its canary.
+    pub(crate) nonce: Nonce,
+    process: OnceLock<ProgramProcess>,
     pub(crate) stats: Arc<FaultStats>,
     /// Resident pages that the monitor controls.
     pub(crate) held: AtomicU64,
@@ -62,7 +66,6 @@ pub struct Program {
     pub(crate) has_pending_faults: AtomicBool,
     wakeup: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
-    pidfd: Mutex<Option<OwnedFd>>,
     /// Whether the program has named the shim's memory in its hello. Before that no area may be
     /// registered: one may be the worker's stack, and a worker that faults on its own memory
     /// waits for itself.
@@ -75,11 +78,11 @@ pub struct Program {
 }
 
 impl Program {
-    fn new(id: u64) -> io::Result<Self> {
+    fn new(id: u64, nonce: Nonce) -> io::Result<Self> {
         Ok(Self {
             id,
-            pid: AtomicU32::new(0),
-            thread: AtomicU32::new(0),
+            nonce,
+            process: OnceLock::new(),
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
             bounds: [const { AtomicU64::new(0) }; 5],
@@ -92,7 +95,6 @@ impl Program {
             has_pending_faults: AtomicBool::new(false),
             wakeup: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             uffd: OnceLock::new(),
-            pidfd: Mutex::new(None),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
             is_killed: AtomicBool::new(false),
@@ -103,20 +105,18 @@ impl Program {
     /// Process id; 0 while unknown.
     #[must_use]
     pub fn pid(&self) -> u32 {
-        self.pid.load(Relaxed)
+        self.process().map_or(0, ProgramProcess::pid)
+    }
+
+    /// The process; `None` for a forked child that is not yet identified.
+    pub(crate) fn process(&self) -> Option<&ProgramProcess> {
+        self.process.get()
     }
 
     /// Sets the process and watches for its end.
-    pub(crate) fn set_pid(self: &Arc<Self>, pid: u32, exit_watcher: &ProgramExitWatcher) {
-        let pidfd = i32::try_from(pid)
-            .ok()
-            .and_then(Pid::from_raw)
-            .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        self.pid.store(pid, Relaxed);
-        if let Some(pidfd) = &pidfd {
-            exit_watcher.watch(self, pidfd);
-        }
-        *lock(&self.pidfd) = pidfd;
+    pub(crate) fn set_process(self: &Arc<Self>, process: ProgramProcess, exit_watcher: &ProgramExitWatcher) {
+        exit_watcher.watch(self, process.pidfd());
+        let _ = self.process.set(process);
     }
 
     /// Takes over the ranges of the hello.
@@ -143,8 +143,9 @@ impl Program {
         PagingBounds { shim_range: start..end, canary, paged_range: paged_start..paged_end }
     }
 
-    pub(crate) fn canary(&self) -> u64 {
-        self.bounds[4].load(Relaxed)
+    pub(crate) fn canary(&self) -> Canary {
+        let page = self.bounds[4].load(Relaxed) / PAGE_BYTES as u64;
+        Canary { page, number: self.id, nonce: self.nonce }
     }
 
     /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed.
@@ -161,27 +162,6 @@ impl Program {
         let _ = self.uffd.set(uffd.clone());
     }
 
-    /// Process id and the thread that lives as long as the process; each is 0 while unknown.
-    pub(crate) fn identity(&self) -> (u32, u32) {
-        (self.pid(), self.thread.load(Relaxed))
-    }
-
-    /// Opens a file in `/proc` by the worker's thread, which keeps its meaning after `exec`.
-    pub(crate) fn proc_file(&self, file: &str) -> io::Result<File> {
-        let (pid, thread) = self.identity();
-        match thread {
-            0 => File::open(format!("/proc/{pid}/{file}")),
-            thread => File::open(format!("/proc/{pid}/task/{thread}/{file}")),
-        }
-    }
-
-    /// Reads a whole file in `/proc`.
-    pub(crate) fn read_proc(&self, file: &str) -> Option<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.proc_file(file).and_then(|mut file| file.read_to_end(&mut bytes)).ok()?;
-        Some(bytes)
-    }
-
     pub(crate) fn report(&self) -> ProgramStatistics {
         let load = |counter: &AtomicU64| counter.load(Relaxed);
         ProgramStatistics {
@@ -194,17 +174,15 @@ impl Program {
         }
     }
 
-    /// Kills the process, if it is known.
+    /// Kills the process, if it is known, with the rights of a user.
     ///
     /// A forked child that is not yet identified is served until it says hello and is refused.
-    pub(crate) fn kill(&self) {
-        let pidfd = lock(&self.pidfd);
-        let Some(pidfd) = &*pidfd else { return };
-        if let Err(error) = pidfd_send_signal(pidfd, Signal::KILL) {
-            tracing::debug!(%error, pid = self.pid(), "cannot kill a program: it has ended");
+    pub(crate) fn kill(&self, uid: u32) {
+        let Some(process) = self.process() else { return };
+        if let Err(error) = kill_as(uid, process.pidfd()) {
+            tracing::warn!(%error, pid = self.pid(), uid, "cannot kill a program");
         }
-        // After the signal: the monitor ends now and closes the userfaultfd, and no thread of the
-        // program may continue and read zeros.
+        // The monitor ends now, and what it served stays unserved until the memory is gone.
         self.is_killed.store(true, SeqCst);
         self.wake();
     }
@@ -301,14 +279,13 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 /// Begins to serve a program that has said hello.
 pub(crate) fn serve_root(
     run: &Arc<Run>,
-    pid: u32,
+    process: UnprovenProcess,
     uffd: Userfaultfd,
     attachment: Attachment,
-) -> io::Result<()> {
-    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = new_program(run, service.next_program())?;
+) -> Result<(), AttachError> {
+    let service = run.service.upgrade().ok_or(io::Error::from(io::ErrorKind::NotConnected))?;
+    let program = new_program(run, service.next_program(), new_nonce()?)?;
     or_remove(run, &program, || {
-        program.set_pid(pid, &service.exit_watcher);
         program.attached(&attachment.hello);
         let mempool = Arc::clone(&service.mempool);
         let volume = Volume::new(Arc::clone(&run.slabs), mempool, Arc::clone(&run.budget))
@@ -316,10 +293,11 @@ pub(crate) fn serve_root(
         program.share_uffd(&uffd);
         let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
         edge.register_canary(attachment.hello.canary);
+        edge.identify(process)?;
         edge.attach(attachment)?;
-        spawn(run, &program, edge, |run, program, edge| {
+        Ok(spawn(run, &program, edge, |run, program, edge| {
             Some(monitor(run, program, edge, volume, Areas::default()))
-        })
+        })?)
     })
 }
 
@@ -333,7 +311,7 @@ pub(crate) fn serve_child(
     origin: (u64, u64),
 ) -> io::Result<()> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = new_program(run, service.next_program())?;
+    let program = new_program(run, service.next_program(), new_nonce()?)?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
@@ -345,9 +323,9 @@ pub(crate) fn serve_child(
 }
 
 /// Adds a program to a run.
-pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
+pub(crate) fn new_program(run: &Arc<Run>, id: u64, nonce: Nonce) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = Arc::new(Program::new(id)?);
+    let program = Arc::new(Program::new(id, nonce)?);
     if !run.add(&program) {
         return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));
     }
@@ -356,19 +334,29 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64) -> io::Result<Arc<Program>> {
 }
 
 /// Starts a program, and removes it from its run if that fails.
-fn or_remove(
+fn or_remove<E>(
     run: &Arc<Run>,
     program: &Arc<Program>,
-    start: impl FnOnce() -> io::Result<()>,
-) -> io::Result<()> {
+    start: impl FnOnce() -> Result<(), E>,
+) -> Result<(), E> {
     start().inspect_err(|_| remove_program(run, program))
 }
 
 /// Removes a program from its run, the exit watcher and the keeper.
+///
+/// Its memory may still exist: a thread that has been killed has not ended yet, and another process
+/// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
 fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
-        service.agent.remove_from_keeper(HeldKind::Program, program.id);
+        let (canary, tenant) = (program.canary(), run.tenant());
+        match program.uffd.get() {
+            Some(uffd) if canary.fill(uffd).stop != Some(FillStop::Ended) => {
+                let uffd = uffd.clone();
+                service.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: true });
+            }
+            _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
+        }
     }
     run.remove(program);
 }
@@ -445,21 +433,34 @@ impl MonitorLoop {
         for request in requests {
             match request {
                 MonitorRequest::Areas(areas) => self.monitor.adopt(&areas),
-                MonitorRequest::Attach(attachment) => self.attach(*attachment),
+                MonitorRequest::Attach(attachment, process) => self.attach(*attachment, process),
             }
         }
     }
 
     /// Attaches the worker of a forked child, or refuses the child, so that it ends.
-    fn attach(&mut self, attachment: Attachment) {
-        self.program.attached(&attachment.hello);
-        let reply_to = attachment.socket.try_clone();
-        let Err(error) = self.monitor.edge().attach(attachment) else { return };
-        tracing::warn!(%error, pid = self.program.pid(), "cannot attach a forked program");
+    fn attach(&mut self, attachment: Attachment, process: UnprovenProcess) {
+        let (reply_to, pid) = (attachment.socket.try_clone(), process.pid());
+        let Err(error) = self.try_attach(attachment, process) else { return };
+        tracing::warn!(%error, pid, "cannot attach a forked program");
         let refusal = Frame::Refused(format!("the agent cannot attach a forked process: {error}"));
         if let Err(error) = reply_to.and_then(|socket| try_send_frame(&socket, &refusal, &[])) {
             tracing::debug!(%error, "cannot send the refusal: the program has ended");
         }
+    }
+
+    fn try_attach(&mut self, attachment: Attachment, process: UnprovenProcess) -> Result<(), AttachError> {
+        let program = &self.program;
+        if program.is_attached.load(SeqCst) && self.monitor.edge().is_attached() {
+            return Err(AttachError::UnknownChild);
+        }
+        match program.process() {
+            None => self.monitor.edge().identify(process)?,
+            Some(known) if known.pid() == process.pid() => {}
+            Some(_) => return Err(AttachError::UnknownChild),
+        }
+        self.program.attached(&attachment.hello);
+        Ok(self.monitor.edge().attach(attachment)?)
     }
 
     /// Sleeps until the kernel, the sender, another thread or the program's end wakes it.

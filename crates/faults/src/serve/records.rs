@@ -6,10 +6,11 @@
 use std::io;
 
 use aquifer_ipc::{HeldItem, HeldKind, ProgramHello, RunToken};
-use aquifer_pager::{PAGE_BYTES, PageNumber};
+use aquifer_pager::PAGE_BYTES;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use super::canary::{Canary, Nonce};
 use crate::maps::PagingBounds;
 
 /// Record of a run; the keeper holds it with the memory of its slabs and the owner's socket.
@@ -26,8 +27,8 @@ pub(crate) struct RunRecord {
 
 /// Record of a program.
 ///
-/// The keeper holds it with the userfaultfd, the page table and the journal, and after the hello
-/// with the control memory and the program's socket.
+/// The keeper holds it with the userfaultfd, the page table and the journal, after the hello with
+/// the control memory and the program's socket, and last with the pidfd of a process that is known.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct ProgramRecord {
     /// Number of the run.
@@ -36,6 +37,8 @@ pub(crate) struct ProgramRecord {
     pub origin: Option<(u64, u64)>,
     /// Start and end of the shim's memory, and address of the canary page.
     pub private: [u64; 3],
+    /// The nonce of the canary.
+    pub nonce: Nonce,
     /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
@@ -53,7 +56,7 @@ pub(crate) struct HelloRecord {
 
 impl RunRecord {
     pub fn put(&self, id: u64) -> HeldItem {
-        HeldItem { kind: HeldKind::Run, id, pid: 0, record: encode(self) }
+        HeldItem { kind: HeldKind::Run, id, pid: 0, uid: self.tenant, record: encode(self) }
     }
 
     pub fn token(&self) -> io::Result<RunToken> {
@@ -63,8 +66,8 @@ impl RunRecord {
 }
 
 impl ProgramRecord {
-    pub fn put(&self, id: u64, pid: u32) -> HeldItem {
-        HeldItem { kind: HeldKind::Program, id, pid, record: encode(self) }
+    pub fn put(&self, id: u64, pid: u32, uid: u32) -> HeldItem {
+        HeldItem { kind: HeldKind::Program, id, pid, uid, record: encode(self) }
     }
 
     /// The hello of the program; `None` if it has not said one.
@@ -86,8 +89,9 @@ impl ProgramRecord {
         })
     }
 
-    pub fn canary_page(&self) -> PageNumber {
-        self.private[2] / PAGE_BYTES as u64
+    /// The canary of the program with number `id`.
+    pub fn canary(&self, id: u64) -> Canary {
+        Canary { page: self.private[2] / PAGE_BYTES as u64, number: id, nonce: self.nonce }
     }
 
     pub fn bounds(&self) -> PagingBounds {
@@ -133,17 +137,19 @@ mod tests {
             run: 1,
             origin: None,
             private: [hello.private_start, hello.private_end, hello.canary],
+            nonce: [6; 16],
             only: [hello.paged_start, hello.paged_end],
             hello: Some(HelloRecord::from(&hello)),
         };
-        let back: ProgramRecord = decode(&record.put(7, 8)).unwrap();
+        let back: ProgramRecord = decode(&record.put(7, 8, 9)).unwrap();
         assert_eq!(back.hello(hello.token), Some(hello));
     }
 
     #[test]
     fn a_record_without_a_range_means_that_all_areas_are_paged() {
-        let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],"hello":null}"#;
-        let put = HeldItem { kind: HeldKind::Program, id: 7, pid: 8, record: text.into() };
+        let text = r#"{"run":1,"origin":null,"private":[4096,8192,12288],
+            "nonce":[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15],"hello":null}"#;
+        let put = HeldItem { kind: HeldKind::Program, id: 7, pid: 8, uid: 9, record: text.into() };
         let record: ProgramRecord = decode(&put).unwrap();
         assert_eq!(
             record.bounds(),

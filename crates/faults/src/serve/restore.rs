@@ -10,21 +10,20 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
 
+use aquifer_channel::kill::kill_as;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{
-    BlockId, Budget, Memory, PageNumber, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move,
-};
+use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::process::{Signal, pidfd_send_signal};
 
 use super::PagingService;
 use super::canary::Canary;
 use super::edge::{Attachment, ProcessEdge};
+use super::process::{UnprovenProcess, has_ended};
 use super::program::{Program, new_program, spawn};
 use super::records::{ProgramRecord, RunRecord, decode};
-use super::refused::RefusedChild;
 use super::run::Run;
+use super::unserved::UnservedMemory;
 use crate::areas::Area;
 use crate::journal::{Journal, JournalContents, PersistentRanges};
 use crate::kernel::UffdMessage;
@@ -152,22 +151,20 @@ impl PagingService {
 
     /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
     fn end_programs(&self, programs: Vec<UnservableProgram>) {
-        for UnservableProgram { pidfd, .. } in &programs {
-            if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| pidfd_send_signal(pidfd, Signal::KILL)) {
-                tracing::debug!(%error, "cannot kill a program: it has ended");
+        for UnservableProgram { pidfd, tenant, .. } in &programs {
+            if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| kill_as(*tenant, pidfd.as_fd())) {
+                tracing::warn!(%error, "cannot kill a program");
             }
         }
-        for UnservableProgram { id, pidfd, child } in programs {
-            match (pidfd, child) {
-                (Some(pidfd), _) if is_ready(&pidfd, DEATH_TIMEOUT) => {
+        for UnservableProgram { id, pidfd, tenant, memory } in programs {
+            match (memory, pidfd) {
+                (Some((uffd, canary)), _) => {
+                    self.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: true });
+                }
+                (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
                     self.agent.remove_from_keeper(HeldKind::Program, id);
                 }
-                (Some(_), _) => tracing::error!(program = id, "a killed program does not end"),
-                (None, Some((uffd, page))) => {
-                    let canary = Canary { page, number: id };
-                    self.refused_children.add(RefusedChild { uffd, canary, is_in_keeper: true });
-                }
-                (None, None) => tracing::error!(program = id, "cannot end a program: its record is invalid"),
+                (None, _) => tracing::error!(program = id, "cannot end a program: its record is invalid"),
             }
         }
     }
@@ -178,8 +175,9 @@ struct UnservableProgram {
     id: u64,
     /// Its process; `None` for a forked child that is not yet identified.
     pidfd: Option<OwnedFd>,
-    /// Its userfaultfd and the page of its canary, unless its record is invalid.
-    child: Option<(Userfaultfd, PageNumber)>,
+    tenant: u32,
+    /// Its userfaultfd and its canary, unless its record is invalid.
+    memory: Option<(Userfaultfd, Canary)>,
 }
 
 impl UnservableProgram {
@@ -187,9 +185,10 @@ impl UnservableProgram {
         let clone = |fd: Option<&OwnedFd>| fd.and_then(|fd| fd.try_clone().ok());
         let pidfd = if kept.item.pid == 0 { None } else { clone(kept.fds.last()) };
         let record = decode::<ProgramRecord>(&kept.item).ok();
-        let child = record
-            .and_then(|record| Some((Userfaultfd::from(clone(kept.fds.first())?), record.canary_page())));
-        Self { id: kept.item.id, pidfd, child }
+        let id = kept.item.id;
+        let memory =
+            record.and_then(|record| Some((Userfaultfd::from(clone(kept.fds.first())?), record.canary(id))));
+        Self { id, pidfd, tenant: kept.item.uid, memory }
     }
 }
 
@@ -278,6 +277,7 @@ impl RecoveringRun {
 struct RecoveredProgram {
     id: u64,
     pid: u32,
+    tenant: u32,
     record: ProgramRecord,
     uffd: Userfaultfd,
     table: Memory,
@@ -303,6 +303,7 @@ impl RecoveredProgram {
         Ok(Self {
             id: kept.item.id,
             pid: kept.item.pid,
+            tenant: kept.item.uid,
             record,
             uffd,
             table,
@@ -316,12 +317,13 @@ impl RecoveredProgram {
     /// What is needed to end the program if it cannot be served.
     fn to_unservable(&self) -> UnservableProgram {
         let pidfd = self.pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
-        UnservableProgram { id: self.id, pidfd, child: Some((self.uffd.clone(), self.record.canary_page())) }
+        let memory = Some((self.uffd.clone(), self.record.canary(self.id)));
+        UnservableProgram { id: self.id, pidfd, tenant: self.tenant, memory }
     }
 
     /// Whether the process has ended or has executed another program.
     fn has_ended(&self) -> bool {
-        self.pidfd.as_ref().is_some_and(|pidfd| is_ready(pidfd, NO_WAIT))
+        self.pidfd.as_ref().is_some_and(has_ended)
             || self.worker.as_ref().is_some_and(|(_, socket)| is_ready(socket, NO_WAIT))
     }
 
@@ -404,13 +406,15 @@ impl ResumableProgram {
 
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
         let Self { program, recovered, unapplied } = self;
-        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, .. } = program;
-        let program = new_program(run, id)?;
+        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, pidfd, .. } = program;
+        let program = new_program(run, id, record.nonce)?;
         let start = || {
-            if pid != 0 {
-                program.set_pid(pid, &service.exit_watcher);
-            }
             program.set_bounds(&record.bounds());
+            if let Some(pidfd) = pidfd {
+                let process = UnprovenProcess::recovered(pid, pidfd);
+                let process = process.prove(program.canary(), || {}).map_err(io::Error::other)?;
+                program.set_process(process, &service.exit_watcher);
+            }
             program.is_attached.store(record.hello.is_some(), SeqCst);
             program.is_forked.store(record.origin.is_some(), Relaxed);
             program.share_uffd(&uffd);

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
@@ -153,8 +154,7 @@ impl Run {
     /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        let owner = rustix::net::sockopt::socket_peercred(&self.owner);
-        let is_owner = owner.is_ok_and(|owner| u32::try_from(owner.pid.as_raw_nonzero().get()) == Ok(pid));
+        let is_owner = peer_credentials(&self.owner).is_ok_and(|owner| owner.pid == pid);
         is_owner || self.lock().iter().any(|program| program.pid() == pid)
     }
 
@@ -230,7 +230,7 @@ impl Run {
         }
         drop(end_reason);
         for program in self.programs() {
-            program.kill();
+            program.kill(self.tenant);
         }
     }
 

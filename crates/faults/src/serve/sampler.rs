@@ -178,7 +178,7 @@ fn sample_all(service: &Weak<PagingService>) {
         if service.has_new_programs.swap(false, Relaxed) {
             sampled_runs.iter_mut().for_each(|sampled| sampled.next_sample = now);
         }
-        service.refused_children.poll(&service);
+        service.unserved.poll(&service);
         drop(service);
         let mut next = now + TICK_MAX;
         for sampled in &mut sampled_runs {
@@ -256,7 +256,7 @@ impl SampledRun {
         {
             return;
         }
-        let Some(text) = program.read_proc("maps") else {
+        let Some(text) = program.process().and_then(|process| process.read_maps().ok()) else {
             return;
         };
         let found = maps::pageable_areas(&text, &program.bounds());

@@ -1,7 +1,6 @@
 //! The sender's thread: copies batches from staging buffers, and writes blocks to memory nodes.
 
 use std::collections::VecDeque;
-use std::io::IoSliceMut;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +11,6 @@ use aquifer_pager::{
     BLOCK_PAGES, BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet, StageOutcome,
 };
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::process::Pid;
 
 use super::priority::{ELEVATED, set_niceness};
 use super::program::Program;
@@ -35,8 +33,8 @@ struct StageRequest {
 
 #[derive(Debug)]
 enum PageSource {
-    /// An evicted batch, with the address of the staging buffers and the worker's thread.
-    Batch { batch: EvictedBatch, staging: u64, thread: u32 },
+    /// An evicted batch, with the address of the staging buffers.
+    Batch { batch: EvictedBatch, staging: u64 },
     /// Slots of a block that holds their bytes already.
     Block { block: BlockId, slots: u64 },
 }
@@ -104,14 +102,8 @@ impl SenderThread {
     }
 
     /// Queues a batch in a staging buffer of the program.
-    pub(crate) fn submit_batch(
-        &self,
-        program: &Arc<Program>,
-        thread: u32,
-        staging: u64,
-        batch: EvictedBatch,
-    ) {
-        self.push(program, PageSource::Batch { batch, staging, thread });
+    pub(crate) fn submit_batch(&self, program: &Arc<Program>, staging: u64, batch: EvictedBatch) {
+        self.push(program, PageSource::Batch { batch, staging });
     }
 
     /// Queues a block whose bytes are in the mempool.
@@ -289,8 +281,8 @@ impl SenderLoop {
 
     fn stage(&mut self, request: &StageRequest, found: &mut Vec<StageOutcome>) {
         match &request.source {
-            PageSource::Batch { batch, staging, thread } => {
-                self.copy_and_stage(&request.program, batch, *staging, *thread, found);
+            PageSource::Batch { batch, staging } => {
+                self.copy_and_stage(&request.program, batch, *staging, found);
                 let (block, buffer) = (batch.block, batch.buffer);
                 request.program.push_sender_event(SenderEvent::Staged {
                     block,
@@ -322,10 +314,9 @@ impl SenderLoop {
         program: &Program,
         batch: &EvictedBatch,
         staging: u64,
-        thread: u32,
         found: &mut Vec<StageOutcome>,
     ) {
-        let readable = self.read_staging(batch, staging, thread).unwrap_or_else(|error| {
+        let readable = self.read_staging(program, batch, staging).unwrap_or_else(|error| {
             // The threads of a program end before the kernel reports its end.
             let has_ended = error.raw_os_error() == Some(libc::ESRCH);
             if has_ended || program.has_exited() || program.is_killed() {
@@ -347,39 +338,27 @@ impl SenderLoop {
     }
 
     /// Copies pages from a staging buffer of the program; returns how many arrived, from the first.
-    fn read_staging(&self, batch: &EvictedBatch, staging: u64, thread: u32) -> std::io::Result<usize> {
-        let pid = i32::try_from(thread).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::NotFound)?;
-        let base = staging + (batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64;
-        let mut remote = Vec::with_capacity(BLOCK_PAGES);
-        for position in &batch.positions {
-            let start = base + u64::from(*position) * PAGE_BYTES as u64;
-            match remote.last_mut() {
-                Some(libc::iovec { iov_base, iov_len }) if *iov_base as u64 + *iov_len as u64 == start => {
-                    *iov_len += PAGE_BYTES;
-                }
-                _ => remote.push(libc::iovec { iov_base: start as *mut libc::c_void, iov_len: PAGE_BYTES }),
-            }
-        }
+    fn read_staging(&self, program: &Program, batch: &EvictedBatch, staging: u64) -> std::io::Result<usize> {
+        let process = program.process().ok_or(std::io::ErrorKind::NotFound)?;
+        let base = staging.wrapping_add((batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64);
         let offset = batch.block.slot(0).offset();
         let bytes = batch.positions.len() * PAGE_BYTES;
         // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's
         // mapping.
         let block =
             unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
-        let local = IoSliceMut::new(block);
-        // SAFETY: the local memory is the block; the remote ranges are only read, and may be any
-        // addresses.
-        let length = unsafe {
-            libc::process_vm_readv(
-                pid.as_raw_nonzero().get(),
-                std::ptr::from_ref(&local).cast(),
-                1,
-                remote.as_ptr(),
-                remote.len() as libc::c_ulong,
-                0,
-            )
-        };
-        usize::try_from(length).map(|bytes| bytes / PAGE_BYTES).map_err(|_| std::io::Error::last_os_error())
+        let mut done = 0;
+        for stretch in batch.positions.chunk_by(|one, next| *next == one + 1) {
+            let start = base.wrapping_add(u64::from(stretch[0]) * PAGE_BYTES as u64);
+            let wanted = stretch.len();
+            let pages = &mut block[done * PAGE_BYTES..][..wanted * PAGE_BYTES];
+            let found = process.read_memory(start, pages)? / PAGE_BYTES;
+            done += found;
+            if found < wanted {
+                break;
+            }
+        }
+        Ok(done)
     }
 
     fn deliver(&mut self, written: aquifer_pager::WrittenBatch) {

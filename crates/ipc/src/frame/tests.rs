@@ -27,7 +27,7 @@ fn samples() -> Vec<Frame> {
         Frame::Ended("the pool is full".into()),
         Frame::StatusRequest,
         Frame::StatusReport("{}".into()),
-        Frame::Hold(HeldItem { kind: HeldKind::Program, id: 3, pid: 77, record: "{}".into() }),
+        Frame::Hold(HeldItem { kind: HeldKind::Program, id: 3, pid: 77, uid: 88, record: "{}".into() }),
         Frame::Release(HeldKind::Run, 3),
         Frame::Notice("a page is lost".into()),
         Frame::Claim(KeeperShare::Agent),

@@ -138,7 +138,8 @@ fn unusable_kept_memory_is_replaced_by_new_memory() {
     let (memory, epochs) = (Memory::create("other", 1 << 20), Memory::create("other", 1 << 15));
     let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
     let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();
-    client.hold(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, record }, &[memory.fd(), epochs.fd()]);
+    client
+        .hold(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, uid: 0, record }, &[memory.fd(), epochs.fd()]);
     drop(client);
     let node = start(&harness, &keeper);
     assert_ne!(node.record.epoch, 3, "it is another life of the memory");

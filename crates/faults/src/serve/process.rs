@@ -1,0 +1,272 @@
+//! The process whose memory a userfaultfd serves.
+//!
+//! The number of a process is not an identity: the process may end and leave its number to another
+//! one, or execute a program that its user may not look into. So a process is opened once, proves
+//! by the canary that it has the memory of the userfaultfd, and is known by descriptors afterwards.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+
+use aquifer_channel::peer::peer_pidfd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use super::canary::Canary;
+
+/// Why a process is not accepted as the one that a userfaultfd serves.
+#[derive(Debug, thiserror::Error)]
+pub enum ProofError {
+    /// The process cannot be opened.
+    #[error("cannot open the process: {0}")]
+    System(#[from] io::Error),
+    /// The process is in a PID namespace that the agent does not see.
+    #[error("the process is in a PID namespace that the agent does not see")]
+    OtherNamespace,
+    /// The process has ended.
+    #[error("the process has ended")]
+    Ended,
+    /// The process does not have the memory that its userfaultfd serves.
+    #[error("the userfaultfd serves the memory of another process")]
+    OtherMemory,
+}
+
+/// A process that has proved nothing yet.
+#[derive(Debug)]
+pub(crate) struct UnprovenProcess {
+    pid: u32,
+    pidfd: OwnedFd,
+}
+
+impl UnprovenProcess {
+    /// The process that has connected `socket`, with the number that the kernel reports for it.
+    pub fn peer(socket: impl AsFd, pid: u32) -> Result<Self, ProofError> {
+        if pid == 0 {
+            return Err(ProofError::OtherNamespace);
+        }
+        Ok(Self { pid, pidfd: peer_pidfd(socket)? })
+    }
+
+    /// The process that now has a number. It must be that of its first thread.
+    pub fn numbered(pid: u32) -> Result<Self, ProofError> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(ProofError::Ended)?;
+        let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(io::Error::from)?;
+        Ok(Self { pid, pidfd })
+    }
+
+    /// A process that another agent has known.
+    pub fn recovered(pid: u32, pidfd: OwnedFd) -> Self {
+        Self { pid, pidfd }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Proves that the process has the memory in which `fill` fills `canary`, unless that was done
+    /// before.
+    ///
+    /// The files are opened before: so a process that learns the nonce, and passes it on to another
+    /// one that it starts, comes too late.
+    ///
+    /// May wait as long as the program wants, if it is hostile: it can map a file of its own
+    /// making. So only a thread that serves nobody else may call this.
+    pub fn prove(self, canary: Canary, fill: impl FnOnce()) -> Result<ProgramProcess, ProofError> {
+        let Self { pid, pidfd } = self;
+        let folder = open_folder(rustix::fs::CWD, &format!("/proc/{pid}"))?;
+        // Until the process has ended nobody else has its number, so the folder is its own.
+        if has_ended(&pidfd) {
+            return Err(ProofError::Ended);
+        }
+        let first = MemoryFiles::open(&folder)?;
+        fill();
+        let files = if canary.is_in(&first.memory) {
+            first
+        } else {
+            // The first thread may have ended before the others.
+            MemoryFiles::open_by_any_thread(&folder, canary)?
+        };
+        Ok(ProgramProcess { pid, pidfd, folder, files, worker: OnceLock::new() })
+    }
+}
+
+/// Files in `/proc` that stay with the memory for which they were opened, whatever the process
+/// executes later. When that memory is gone, they read nothing.
+#[derive(Debug)]
+struct MemoryFiles {
+    memory: File,
+    pagemap: File,
+    maps: File,
+}
+
+impl MemoryFiles {
+    /// Opens the files of a process or a thread.
+    fn open(folder: &OwnedFd) -> io::Result<Self> {
+        let (pagemap, maps) = (open_file(folder, "pagemap")?, open_file(folder, "maps")?);
+        // The last one: memory that a process has left it does not get back, so that the canary is
+        // in the memory of this file proves that it is in that of the others.
+        Ok(Self { pagemap, maps, memory: open_file(folder, "mem")? })
+    }
+
+    /// Opens the files of a thread that has the memory with a canary.
+    fn open_by_any_thread(folder: &OwnedFd, canary: Canary) -> Result<Self, ProofError> {
+        let threads = rustix::fs::openat(folder, "task", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty());
+        let threads = threads.map_err(io::Error::from)?;
+        for entry in rustix::fs::Dir::read_from(&threads).map_err(io::Error::from)? {
+            let entry = entry.map_err(io::Error::from)?;
+            let files = open_folder(&threads, entry.file_name()).and_then(|thread| Self::open(&thread));
+            if let Ok(files) = files
+                && canary.is_in(&files.memory)
+            {
+                return Ok(files);
+            }
+        }
+        Err(ProofError::OtherMemory)
+    }
+}
+
+/// A process that has proved to have the memory that a userfaultfd serves.
+#[derive(Debug)]
+pub(crate) struct ProgramProcess {
+    pid: u32,
+    pidfd: OwnedFd,
+    /// `/proc/PID` of this process, never of another.
+    folder: OwnedFd,
+    files: MemoryFiles,
+    /// `/proc/PID/task/TID` of the worker, which lives as long as the memory.
+    worker: OnceLock<OwnedFd>,
+}
+
+impl ProgramProcess {
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Reads memory of the program. Returns fewer bytes if the memory is gone or a page is missing.
+    ///
+    /// Waits for no userfaultfd: a page that is missing is an error.
+    pub fn read_memory(&self, address: u64, bytes: &mut [u8]) -> io::Result<usize> {
+        self.files.memory.read_at(bytes, address)
+    }
+
+    pub fn pagemap(&self) -> &File {
+        &self.files.pagemap
+    }
+
+    /// The text of `/proc/PID/maps`.
+    pub fn read_maps(&self) -> io::Result<Vec<u8>> {
+        let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
+        loop {
+            match self.files.maps.read_at(&mut buffer, text.len() as u64)? {
+                0 => return Ok(text),
+                length => text.extend_from_slice(&buffer[..length]),
+            }
+        }
+    }
+
+    /// Notes the worker's thread; false if the process has no such thread.
+    pub fn set_worker(&self, thread: u32) -> bool {
+        if self.worker.get().is_none()
+            && let Ok(folder) = open_folder(&self.folder, format!("task/{thread}"))
+        {
+            let _ = self.worker.set(folder);
+        }
+        self.has_worker()
+    }
+
+    pub fn has_worker(&self) -> bool {
+        self.worker.get().is_some()
+    }
+
+    /// Opens a file of the process in `/proc` with numbers for statistics. After an exec it is that
+    /// of the new program.
+    pub fn open(&self, file: &str) -> io::Result<File> {
+        open_file(self.worker.get().unwrap_or(&self.folder), file)
+    }
+
+    /// Reads such a file.
+    pub fn read(&self, file: &str) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.open(file).and_then(|mut file| file.read_to_end(&mut bytes)).ok()?;
+        Some(bytes)
+    }
+
+    /// Opens a file of one of its threads.
+    pub fn open_of_thread(&self, thread: u32, file: &str) -> io::Result<File> {
+        open_file(&self.folder, &format!("task/{thread}/{file}"))
+    }
+}
+
+/// Whether the process of a pidfd has ended.
+pub(crate) fn has_ended(pidfd: impl AsFd) -> bool {
+    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+}
+
+fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(at, path, flags, Mode::empty())?)
+}
+
+fn open_file(folder: &OwnedFd, name: &str) -> io::Result<File> {
+    Ok(rustix::fs::openat(folder, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serve::canary::tests::filled_canary;
+
+    #[test]
+    fn only_the_process_that_has_the_memory_is_proven() {
+        let Some((_uffd, canary)) = filled_canary() else {
+            return aquifer_tests_support::skip("no userfaultfd that reports forks");
+        };
+        let own = UnprovenProcess::numbered(std::process::id()).unwrap().prove(canary, || {}).unwrap();
+        assert_eq!(own.pid(), std::process::id());
+        let mut bytes = [0; 8];
+        assert_eq!(own.read_memory(canary.page * 4096, &mut bytes).unwrap(), 8);
+        assert_eq!(u64::from_ne_bytes(bytes), canary.number);
+        assert!(own.read_maps().unwrap() == std::fs::read("/proc/self/maps").unwrap());
+
+        let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = UnprovenProcess::numbered(other.id()).unwrap();
+        assert!(matches!(process.prove(canary, || {}), Err(ProofError::OtherMemory)));
+        let process = UnprovenProcess::numbered(other.id()).unwrap();
+        other.kill().unwrap();
+        other.wait().unwrap();
+        let ended = process.prove(canary, || {});
+        assert!(matches!(ended, Err(ProofError::System(_) | ProofError::Ended)), "{ended:?}");
+        assert!(UnprovenProcess::numbered(0).is_err());
+    }
+
+    #[test]
+    fn a_number_that_another_process_has_got_proves_nothing() {
+        let Some((_uffd, canary)) = filled_canary() else {
+            return aquifer_tests_support::skip("no userfaultfd that reports forks");
+        };
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        let UnprovenProcess { pidfd, .. } = UnprovenProcess::numbered(ended.id()).unwrap();
+        ended.wait().unwrap();
+        // As if this process had been started with the number of the one that has ended.
+        let reused = UnprovenProcess { pid: std::process::id(), pidfd };
+        assert!(matches!(reused.prove(canary, || {}), Err(ProofError::Ended)));
+    }
+
+    #[test]
+    fn a_missing_page_is_not_waited_for() {
+        let Some((uffd, canary)) = filled_canary() else {
+            return aquifer_tests_support::skip("no userfaultfd that reports forks");
+        };
+        let process = UnprovenProcess::numbered(std::process::id()).unwrap().prove(canary, || {}).unwrap();
+        let missing = crate::serve::canary::tests::registered_page(&uffd);
+        assert!(process.read_memory(missing * 4096, &mut [0; 16]).is_err());
+    }
+}

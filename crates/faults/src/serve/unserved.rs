@@ -1,0 +1,102 @@
+//! Memory that has no monitor and may still have a process: that of a forked child that cannot be
+//! served, and that of a program which has been killed and has not ended yet.
+//!
+//! Its userfaultfd stays open until the memory is gone: when it is closed, missing pages read as
+//! zeros. The canary is filled, so that a child says hello and is refused with the reason; then the
+//! shim ends it. A process that faults on another page is identified by that fault, and killed.
+
+use std::sync::{Mutex, PoisonError};
+
+use aquifer_channel::kill::kill_as;
+use aquifer_ipc::HeldKind;
+
+use super::PagingService;
+use super::canary::{Canary, new_nonce};
+use super::process::{ProofError, UnprovenProcess};
+use crate::kernel::{FillStop, UffdMessage};
+use crate::uffd::Userfaultfd;
+
+/// All such memory.
+#[derive(Debug, Default)]
+pub(super) struct UnservedMemories(Mutex<Vec<UnservedMemory>>);
+
+/// The memory of one process.
+#[derive(Debug)]
+pub(super) struct UnservedMemory {
+    pub uffd: Userfaultfd,
+    pub canary: Canary,
+    /// The user with whose rights its processes are killed.
+    pub tenant: u32,
+    /// Whether the keeper holds it, under the number of its canary.
+    pub is_in_keeper: bool,
+}
+
+impl UnservedMemories {
+    /// Adds memory. Its run must have an end reason, or not exist.
+    pub fn add(&self, memory: UnservedMemory) {
+        memory.canary.fill(&memory.uffd);
+        // A fault that another agent has read is reported once more.
+        memory.uffd.wake_all();
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+    }
+
+    /// Kills the processes that a fault has identified, and drops memory that is gone.
+    pub fn poll(&self, service: &PagingService) {
+        let mut memories = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut forked = Vec::new();
+        memories.retain(|memory| {
+            let may_exist = memory.poll(&mut forked, || service.next_program());
+            if !may_exist && memory.is_in_keeper {
+                service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
+            }
+            may_exist
+        });
+        memories.append(&mut forked);
+    }
+}
+
+impl UnservedMemory {
+    /// Kills the process if a fault has identified it; returns whether the memory may still exist.
+    ///
+    /// That of children that it has forked is appended to `forked`.
+    fn poll(&self, forked: &mut Vec<Self>, next_number: impl Fn() -> u64) -> bool {
+        // Repeated, because the kernel refuses the fill while an event is unread.
+        if self.canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
+            return false;
+        }
+        for message in self.uffd.read_messages() {
+            match message {
+                UffdMessage::Fault(fault) => self.kill_if_own(fault.thread),
+                UffdMessage::Fork(fd) => {
+                    let uffd = Userfaultfd::from(fd);
+                    // Without random bytes the nonce is known: it only chooses whom to kill, with
+                    // no more than the rights of the user.
+                    let nonce = new_nonce().unwrap_or_default();
+                    let canary = Canary { number: next_number(), nonce, ..self.canary };
+                    forked.push(Self { uffd, canary, tenant: self.tenant, is_in_keeper: false });
+                }
+                _ => {}
+            }
+        }
+        true
+    }
+
+    /// Kills a process if it has this memory. It must be named by its first thread.
+    ///
+    /// In a thread, because the proof may wait for a hostile program.
+    fn kill_if_own(&self, pid: u32) {
+        let (canary, tenant) = (self.canary, self.tenant);
+        let kill = move || match kill_proven(pid, canary, tenant) {
+            Ok(()) => tracing::warn!(pid, "killed a process that cannot be served"),
+            Err(error) => tracing::debug!(%error, pid, "did not kill a process that cannot be served"),
+        };
+        if let Err(error) = std::thread::Builder::new().name("kill".into()).spawn(kill) {
+            tracing::warn!(%error, pid, "cannot kill a process that cannot be served");
+        }
+    }
+}
+
+fn kill_proven(pid: u32, canary: Canary, tenant: u32) -> Result<(), ProofError> {
+    let process = UnprovenProcess::numbered(pid)?.prove(canary, || {})?;
+    Ok(kill_as(tenant, process.pidfd())?)
+}
