@@ -71,7 +71,7 @@ mod tests {
 
     use super::*;
 
-    /// `nobody` of Debian, and another user that owns nothing.
+    /// Two users that own no other process.
     const USERS: [u32; 2] = [65_534, 61_183];
 
     fn sleeper(uid: u32) -> (Child, std::os::fd::OwnedFd) {

@@ -39,8 +39,8 @@ pub fn peer_pidfd(socket: impl AsFd) -> io::Result<OwnedFd> {
 
 fn get_option<T: Copy>(socket: impl AsFd, option: libc::c_int, value: &mut T) -> io::Result<()> {
     let mut length = libc::socklen_t::try_from(size_of::<T>()).expect("a small struct");
-    // SAFETY: the kernel writes at most `length` bytes at `value`. Both callers pass plain integers,
-    // for which any bytes are valid.
+    // SAFETY: the kernel writes at most `length` bytes at `value`. Both callers pass plain
+    // integers, for which any bytes are valid.
     let result = unsafe {
         libc::getsockopt(
             socket.as_fd().as_raw_fd(),

@@ -76,7 +76,7 @@ impl UnprovenProcess {
     /// making. So only a thread that serves nobody else may call this.
     pub fn prove(self, canary: Canary, fill: impl FnOnce()) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
-        let folder = open_folder(rustix::fs::CWD, &format!("/proc/{pid}"))?;
+        let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // Until the process has ended nobody else has its number, so the folder is its own.
         if has_ended(&pidfd) {
             return Err(ProofError::Ended);

@@ -1,0 +1,115 @@
+//! Attacks on the agent's knowledge of which process has which memory.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+
+use aquifer_channel::paths::agent_socket;
+use aquifer_channel::{connect, receive_frame, send_frame};
+use aquifer_ipc::{Frame, OpenRun, ProgramHello, RunToken};
+
+use crate::sys::{self, PAGE};
+
+const SHIM: usize = 0x1000_0000;
+const SHIM_BYTES: usize = 0x100_0000;
+const CANARY: usize = 0x3000_0000;
+
+fn ask(socket: impl AsFd, frame: &Frame, fds: &[&OwnedFd]) -> (Frame, Vec<OwnedFd>) {
+    let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+    send_frame(&socket, frame, &fds).expect("the agent listens");
+    receive_frame(&socket).expect("the agent answers")
+}
+
+/// Opens a run; it lasts as long as the socket.
+fn open_run(agent: &Path) -> (OwnedFd, RunToken) {
+    let socket = connect(agent).expect("the agent listens");
+    let open = OpenRun { limit_bytes: 64 << 20, replicas: 1, name: "attack".into() };
+    match ask(&socket, &Frame::OpenRun(open), &[]) {
+        (Frame::RunOpened(token), _) => (socket, token),
+        (other, _) => panic!("no run: {other:?}"),
+    }
+}
+
+/// The agent's `/dev/userfaultfd`.
+fn device(agent: &Path, token: RunToken) -> OwnedFd {
+    let socket = connect(agent).expect("the agent listens");
+    let (frame, mut fds) = ask(&socket, &Frame::DeviceRequest(token), &[]);
+    fds.pop().unwrap_or_else(|| panic!("no device: {frame:?}"))
+}
+
+fn hello(token: RunToken, canary: usize) -> Frame {
+    Frame::Hello(ProgramHello {
+        token,
+        is_child: false,
+        child_number: 0,
+        bounce_buffer: SHIM as u64,
+        staging: (SHIM + SHIM_BYTES / 2) as u64,
+        canary: canary as u64,
+        private_start: SHIM as u64,
+        private_end: (SHIM + SHIM_BYTES) as u64,
+        paged_start: 0,
+        paged_end: 0,
+    })
+}
+
+/// One process says hello with the userfaultfd of another one. The agent would read the memory of
+/// the first, which may execute a set-user-ID program next, for pages of the second.
+pub fn foreign_userfaultfd() -> bool {
+    let agent = agent_socket();
+    let (_run, token) = open_run(&agent);
+    let device = device(&agent, token);
+    sys::map_at(SHIM, SHIM_BYTES);
+    sys::map_at(CANARY, 2 * PAGE);
+    let own = sys::userfaultfd(&device);
+    let (to_parent, from_child) = UnixDatagram::pair().expect("descriptors");
+    let child = sys::fork(|| {
+        let uffd = sys::userfaultfd(&device);
+        send_frame(&to_parent, &Frame::Welcome, &[uffd.as_fd()]).expect("the parent receives");
+    });
+    let (_, mut fds) = receive_frame(&from_child).expect("the child sends");
+    let foreign = fds.pop().expect("a descriptor");
+    let say = |uffd: &OwnedFd, canary| {
+        let socket = connect(&agent).expect("the agent listens");
+        let (answer, _) = ask(&socket, &hello(token, canary), &[uffd]);
+        (answer, socket)
+    };
+    let (refused, _) = say(&foreign, CANARY);
+    println!("{refused:?}");
+    // What is refused is the other's: the same hello with the own one is accepted.
+    let (welcome, _socket) = say(&own, CANARY + PAGE);
+    println!("{welcome:?}");
+    sys::kill(child);
+    matches!(refused, Frame::Refused(reason) if reason.contains("another process"))
+        && welcome == Frame::Welcome
+}
+
+/// Clears `O_NONBLOCK` of the userfaultfd that this program shares with the agent, and then lets
+/// the agent find nothing to read in it.
+pub fn clear_nonblocking() -> bool {
+    let mut cleared = 0;
+    for task in std::fs::read_dir("/proc/self/task").expect("proc").flatten() {
+        let Ok(thread) = task.file_name().to_string_lossy().parse::<i32>() else { continue };
+        for entry in std::fs::read_dir(task.path().join("fd")).into_iter().flatten().flatten() {
+            let is_uffd = std::fs::read_link(entry.path())
+                .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");
+            let fd = entry.file_name().to_string_lossy().parse::<i32>();
+            if let (true, Ok(fd)) = (is_uffd, fd)
+                && let Some(stolen) = sys::steal(thread, fd)
+            {
+                rustix::fs::fcntl_setfl(&stolen, rustix::fs::OFlags::empty()).expect("it is open");
+                cleared += 1;
+            }
+        }
+    }
+    println!("cleared the flag of {cleared} userfaultfds");
+    // More than the limit, twice: pages must leave and return.
+    let mut pages = vec![0_u64; (48 << 20) / 8];
+    let mut right = true;
+    for round in 1..3 {
+        for (index, word) in pages.iter_mut().enumerate().step_by(PAGE / 8) {
+            right &= *word == if round == 1 { 0 } else { index as u64 };
+            *word = index as u64;
+        }
+    }
+    right && cleared > 0
+}

@@ -1,0 +1,17 @@
+//! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
+//! repelled, and prints what the agent answered.
+
+mod identity;
+mod sys;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let attack = std::env::args().nth(1).unwrap_or_default();
+    let repelled = match attack.as_str() {
+        "foreign-userfaultfd" => identity::foreign_userfaultfd(),
+        "clear-nonblocking" => identity::clear_nonblocking(),
+        _ => panic!("there is no attack {attack}"),
+    };
+    if repelled { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

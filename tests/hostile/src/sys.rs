@@ -1,0 +1,59 @@
+//! System calls that an attacker makes without the help of the shim.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+pub const PAGE: usize = 4096;
+const DEVICE_NEW: u64 = 0xaa00;
+const PIDFD_THREAD: i32 = libc::O_EXCL;
+
+/// Maps anonymous memory at an address.
+pub fn map_at(address: usize, bytes: usize) {
+    let (protection, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE,
+    );
+    // SAFETY: maps memory where nothing is.
+    let mapped = unsafe { libc::mmap(address as *mut c_void, bytes, protection, flags, -1, 0) };
+    assert_eq!(mapped as usize, address, "{}", io::Error::last_os_error());
+}
+
+/// A userfaultfd of the calling process, from the open device.
+pub fn userfaultfd(device: &OwnedFd) -> OwnedFd {
+    // SAFETY: creates a descriptor.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), DEVICE_NEW, libc::O_CLOEXEC | libc::O_NONBLOCK) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: nothing else owns it.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// Forks. The child runs `child` and then waits to be killed.
+pub fn fork(child: impl FnOnce()) -> i32 {
+    // SAFETY: this process has one thread.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        child();
+        loop {
+            // SAFETY: waits for a signal.
+            unsafe { libc::pause() };
+        }
+    }
+    pid
+}
+
+pub fn kill(pid: i32) {
+    // SAFETY: signals a child of this process.
+    unsafe { libc::kill(pid, libc::SIGKILL) };
+}
+
+/// A descriptor of another thread of this process that has a table of files of its own.
+pub fn steal(thread: i32, fd: i32) -> Option<OwnedFd> {
+    // SAFETY: creates descriptors.
+    unsafe {
+        let pidfd = libc::syscall(libc::SYS_pidfd_open, thread, PIDFD_THREAD);
+        let stolen = libc::syscall(libc::SYS_pidfd_getfd, pidfd, fd, 0);
+        libc::close(i32::try_from(pidfd).ok()?);
+        i32::try_from(stolen).ok().filter(|fd| *fd >= 0).map(|fd| OwnedFd::from_raw_fd(fd))
+    }
+}

@@ -1,0 +1,4 @@
+//! A hostile user against the agent of root. These tests need root: they fail without it.
+
+mod identity;
+mod user;

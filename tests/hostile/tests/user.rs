@@ -1,0 +1,46 @@
+//! The hostile user, and the cluster that it attacks.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use aquifer_tests_e2e::SharedCluster;
+use aquifer_tests_e2e::cluster::text;
+
+/// The user that attacks.
+pub const MALLORY: u32 = 65_521;
+
+/// A cluster of root, with the program of the hostile user.
+pub struct Victim(pub SharedCluster);
+
+impl Victim {
+    pub fn up() -> Self {
+        assert!(rustix::process::geteuid().is_root(), "only root can run a cluster for other users");
+        let shared = SharedCluster::up();
+        let attacker = Path::new(env!("CARGO_BIN_EXE_attacker"));
+        std::fs::copy(attacker, shared.path("attacker")).expect("a program can be copied");
+        Self(shared)
+    }
+
+    /// The attacker, as a plain process.
+    pub fn attacker(&self, attack: &str) -> Command {
+        let mut command = self.0.plain_command(MALLORY, &self.0.path("attacker"));
+        command.arg(attack).env("AQUIFER_AGENT", self.0.path("agent.sock"));
+        command
+    }
+
+    /// The attacker, as a program on the pool.
+    pub fn paged_attacker(&self, attack: &str, limit: &str) -> Command {
+        let attacker = self.0.path("attacker");
+        let words = ["run", "--local", limit, "--", attacker.to_str().expect("a plain path"), attack];
+        self.0.command(MALLORY, &words)
+    }
+
+    /// Runs an attack and checks that it was repelled, and that nothing of it is left.
+    pub fn repels(&self, attack: &mut Command) -> Output {
+        let output = attack.output().expect("setpriv can be started");
+        let said = text(&output.stdout) + &text(&output.stderr);
+        assert!(output.status.success(), "{attack:?}: {}: {said}", output.status);
+        self.0.cluster.assert_all_free();
+        output
+    }
+}
