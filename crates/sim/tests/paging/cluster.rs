@@ -109,11 +109,15 @@ impl SimCluster {
         let slowest_ns = [2_000, 20_000, 200_000][rng.index(3)];
         let options = SimOptions { step_on_poll: true, delay_ns: 500..slowest_ns, ..SimOptions::default() };
         let fabric = SimFabric::new(seed, options);
-        let is_slow = rng.chance(1, 4) || focus == Focus::Replicas;
+        let is_slow = match focus {
+            Focus::Replicas => true,
+            Focus::Writes => rng.chance(1, 2),
+            _ => rng.chance(1, 4),
+        };
         let sender_factor = if is_slow { 100 } else { 1 };
         fabric.slow(Host(SENDER), sender_factor);
         let replicas = match focus {
-            Focus::Replicas => 2 + rng.index(2),
+            Focus::Replicas | Focus::Writes => 2 + rng.index(2),
             Focus::Absences => 1,
             _ => [1, 1, 1, 2, 2, 3][rng.index(6)],
         };
@@ -124,7 +128,7 @@ impl SimCluster {
             .map(|(id, target)| NodeMemory::create(target, NodeId(id), NODE_BYTES).expect("memory"))
             .collect();
         let may_be_away = match focus {
-            Focus::Replicas => false,
+            Focus::Replicas | Focus::Writes => false,
             Focus::Absences => true,
             _ => Rng::new(seed ^ ABSENCES).chance(1, 4),
         };
@@ -238,6 +242,11 @@ impl SimCluster {
             self.has_lost_node = true;
         }
         dies
+    }
+
+    /// Whether all operations of the sender are slow.
+    pub fn has_slow_sender(&self) -> bool {
+        self.sender_factor > 1
     }
 
     /// Whether nodes may be away.

@@ -9,31 +9,41 @@ struct AgentDied;
 thread_local! {
     /// Steps until the agent of this thread's schedule dies; 0 if it does not.
     static STEPS_LEFT: Cell<u32> = const { Cell::new(0) };
-    /// Whether only steps at which an event is applied count.
-    static IS_EVENTS_ONLY: Cell<bool> = const { Cell::new(false) };
+    /// The only steps that count; `None` if all do.
+    static KIND: Cell<Option<StepKind>> = const { Cell::new(None) };
+}
+
+/// The steps at which the death of an agent is most likely to do harm.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum StepKind {
+    /// An event is applied. The other events that were read with it are delivered again.
+    Event,
+    /// A fetched page is moved to another slab.
+    Move,
 }
 
 /// Kills the agent after this number of steps.
 pub fn schedule(steps: u32) {
     STEPS_LEFT.set(steps);
-    IS_EVENTS_ONLY.set(false);
+    KIND.set(None);
 }
 
-/// Kills the agent at the step at which it applies this number of events. The other events that it
-/// had read are delivered again.
-pub fn schedule_at_event(steps: u32) {
+/// Kills the agent after this number of steps of one kind.
+pub fn schedule_at(kind: StepKind, steps: u32) {
     STEPS_LEFT.set(steps);
-    IS_EVENTS_ONLY.set(true);
+    KIND.set(Some(kind));
 }
 
-/// Counts a step at which an event is applied.
-pub fn event_step() {
-    count();
+/// Counts a step of a kind.
+pub fn step_of(kind: StepKind) {
+    if KIND.get().is_none_or(|counted| counted == kind) {
+        count();
+    }
 }
 
 /// Counts any other step.
 pub fn step() {
-    if !IS_EVENTS_ONLY.get() {
+    if KIND.get().is_none() {
         count();
     }
 }

@@ -13,6 +13,8 @@ use aquifer_pager::{
     view,
 };
 
+use super::death::StepKind;
+use super::focus::Focus;
 use super::memory::{ModelFrame, decode, index};
 use super::process::{KernelEvent, SimProcess};
 use super::world::PagingWorld;
@@ -177,13 +179,18 @@ impl Kernel for SimEdge {
         let is_chain = |(first, (from, _, pages)): (usize, (usize, usize, usize))| {
             moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
         };
-        if moves.clone().enumerate().any(is_chain) && world.agent_may_die && world.rng.chance(3, 4) {
-            super::death::schedule_at_event(1);
+        // With `Focus::Reuse` any move will do, because its old place is then used at once.
+        let is_worth_dying = match world.focus {
+            Focus::Reuse => moves.clone().next().is_some(),
+            _ => moves.clone().enumerate().any(is_chain),
+        };
+        if is_worth_dying && world.agent_may_die && world.rng.chance(3, 4) {
+            super::death::schedule_at(StepKind::Event, 1);
         }
     }
 
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
-        super::death::event_step();
+        super::death::step_of(StepKind::Event);
         let journal = &mut self.world.borrow_mut().processes[self.process].journal;
         assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
         journal.applied = index + 1;
@@ -199,7 +206,7 @@ impl Kernel for SimEdge {
     }
 
     fn begin_remap(&mut self, index: usize) {
-        super::death::event_step();
+        super::death::step_of(StepKind::Event);
         let mut world = self.world.borrow_mut();
         if !Mutation::ForgetMoving.is_active() {
             world.processes[self.process].journal.moving = Some(index);
@@ -347,6 +354,11 @@ impl Kernel for SimEdge {
         if world.rng.chance(1, 2048) {
             world.kill(self.process);
         }
+        let may_replace = world.focus == Focus::Reuse && !world.agent_may_die && !world.is_winding_down;
+        if may_replace && world.rng.chance(1, 4) {
+            let at = index(pages[world.rng.index(pages.len())]);
+            world.replace_page(self.process, at);
+        }
         drop(world);
         super::death::step();
         self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);
@@ -408,7 +420,13 @@ impl Edge for SimEdge {
     }
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
-        drop(self.run_world());
+        let mut world = self.run_world();
+        if world.focus == Focus::Writes && self.fetcher.late_reads() > 0 {
+            // The fetch polls for late READs, which steps the fabric. With other operations in
+            // flight, the late READ may stay in flight during the fetch.
+            world.sender.probe();
+        }
+        drop(world);
         let damaged_pages = self.fetcher.damaged_pages();
         let outcome = self.fetcher.fetch(slabs, locations);
         let mut world = self.world.borrow_mut();
@@ -423,7 +441,7 @@ impl Edge for SimEdge {
     }
 
     fn fetched_page(&self, index: usize) -> &[u8] {
-        super::death::step();
+        super::death::step_of(StepKind::Move);
         self.world.borrow_mut().counts.repacked += 1;
         view::page(self.fetcher.buffer(), index * PAGE_BYTES)
     }

@@ -13,15 +13,26 @@ pub enum Focus {
     Restarts,
     /// Events are late while pages are evicted and filled all the time.
     Events,
+    /// WRITEs to replicas and late READs stay in flight while pages are evicted and fetched all the
+    /// time.
+    Writes,
+    /// Ranges that were unmapped or moved away are mapped anew and used at once, while pages are
+    /// evicted or agents die.
+    ///
+    /// There are no forks: if a shared page is being evicted and the program moves a
+    /// write-protected page onto it, the worker and the agent wait for each other.
+    Reuse,
 }
 
 impl Focus {
     pub fn of(seed: u64) -> Self {
-        match seed % 8 {
-            1 => Self::Replicas,
+        match seed % 16 {
+            1 | 9 => Self::Replicas,
             3 => Self::Absences,
-            5 => Self::Restarts,
+            5 | 13 => Self::Restarts,
             7 => Self::Events,
+            11 => Self::Writes,
+            15 => Self::Reuse,
             _ => Self::None,
         }
     }

@@ -2,6 +2,7 @@
 
 use aquifer_fabric::sim::Rng;
 
+use super::focus::Focus;
 use super::memory::{ModelPage, number};
 use super::process::{AfterEvents, KernelEvent, SimProcess, ThreadState};
 use super::world::PagingWorld;
@@ -120,9 +121,40 @@ impl PagingWorld {
         target.touch(thread, at, write)
     }
 
+    /// The owner of a page unmaps it. Another thread maps memory there and writes to it at once.
+    pub fn replace_page(&mut self, process: usize, at: usize) {
+        let stamp = self.new_stamp();
+        let target = &mut self.processes[process];
+        let is_idle = |thread: &usize| matches!(target.threads[*thread].state, ThreadState::Idle);
+        let page = &target.pages[at];
+        let owner = page.owner.filter(|owner| is_idle(owner) && page.is_mapped && !page.is_being_dropped);
+        let heir = (0..target.threads.len()).find(|heir| is_idle(heir) && Some(*heir) != owner);
+        let (Some(owner), Some(heir)) = (owner, heir) else { return };
+        let events = target.unmap(at, at + 1);
+        target.raise_events(owner, events, AfterEvents::Nothing, false);
+        target.pages[at] = ModelPage::mapped_by(heir, false);
+        let written = target.touch(heir, at, Some(stamp));
+        written.unwrap_or_else(|error| panic!("new memory is writable: {error}"));
+    }
+
+    /// A thread maps memory in a range that is free, and writes to it at once.
+    pub fn use_range(&mut self, process: usize, start: usize, end: usize) {
+        let target = &self.processes[process];
+        let idle = target.threads.iter().position(|thread| matches!(thread.state, ThreadState::Idle));
+        let is_free = target.pages[start..end].iter().all(|page| !page.is_mapped);
+        let Some(thread) = idle.filter(|_| is_free) else { return };
+        for at in start..end {
+            let stamp = self.new_stamp();
+            let target = &mut self.processes[process];
+            target.pages[at] = ModelPage::mapped_by(thread, false);
+            let written = target.touch(thread, at, Some(stamp));
+            written.unwrap_or_else(|error| panic!("new memory is writable: {error}"));
+        }
+    }
+
     fn fork(&mut self, process: usize, thread: usize) {
         let id = self.processes.len();
-        if id >= PROCESSES_MAX || self.processes[process].is_moving() {
+        if id >= PROCESSES_MAX || self.focus == Focus::Reuse || self.processes[process].is_moving() {
             return;
         }
         let looks_until_worker = u32::try_from(self.rng.below(30)).expect("small");

@@ -8,6 +8,8 @@ use aquifer_pager::{Mutation, Volume, finish_move};
 
 use super::death;
 use super::edge::SimEdge;
+use super::focus::Focus;
+use super::process::KernelEvent;
 use super::schedule::PagingSchedule;
 use super::world::reopen;
 
@@ -35,7 +37,26 @@ impl PagingSchedule {
             let budget = Arc::clone(&self.world.borrow().budget);
             let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
             self.put_monitor(process, monitor);
+            self.scan_early(process);
         }
+    }
+
+    /// With [`Focus::Reuse`]: before the first turn of the new agent's monitor, the program uses
+    /// the place from which it has moved pages, and the sampler scans the process.
+    fn scan_early(&mut self, process: usize) {
+        let mut world = self.world.borrow_mut();
+        if world.focus != Focus::Reuse || world.is_winding_down {
+            return;
+        }
+        let moved = world.processes[process].journal.again.iter().find_map(|event| match event {
+            KernelEvent::Remap { from, pages, .. } => Some((*from, *pages)),
+            _ => None,
+        });
+        if let Some((from, pages)) = moved {
+            world.use_range(process, from, from + usize::try_from(pages).expect("few"));
+        }
+        drop(world);
+        self.scan(process);
     }
 
     fn recover(&self, process: usize) -> Option<ResumeState> {

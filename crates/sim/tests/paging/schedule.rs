@@ -11,7 +11,7 @@ use aquifer_pager::Volume;
 use aquifer_fabric::sim::Rng;
 
 use super::cluster::SimCluster;
-use super::death;
+use super::death::{self, StepKind};
 use super::edge::SimEdge;
 use super::focus::Focus;
 use super::memory::{ModelPage, number};
@@ -70,6 +70,11 @@ impl PagingFaults {
             Focus::Absences => {
                 Self { absence: true, restarts: rng.chance(1, 4), slow: rng.chance(1, 4), ..Self::NONE }
             }
+            Focus::Writes => {
+                let crashes = rng.chance(2, 3);
+                Self { crashes, slow: !cluster.has_slow_sender(), ..Self::NONE }
+            }
+            Focus::Reuse => Self { restarts: rng.chance(1, 2), ..Self::NONE },
             Focus::Restarts => Self { restarts: true, ..Self::choose_any(rng, cluster) },
             Focus::None | Focus::Events => Self::choose_any(rng, cluster),
         }
@@ -114,8 +119,13 @@ pub fn run(seed: u64) -> Result<PagingCounts, String> {
     world.agent_may_die = faults_planned.restarts;
     let rng = &mut world.rng;
     let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
-    let pages = 24 + rng.index(if world.focus == Focus::Events { 60 } else { 170 });
-    let has_many_faults = [Focus::Replicas, Focus::Absences].contains(&world.focus);
+    let pages = 24
+        + rng.index(match world.focus {
+            Focus::Events => 60,
+            Focus::Writes | Focus::Reuse => 30,
+            _ => 170,
+        });
+    let has_many_faults = [Focus::Replicas, Focus::Absences, Focus::Writes].contains(&world.focus);
     let process = first_process(&mut world, pages, threads, buffers);
     world.processes.push(process);
     let mut schedule = PagingSchedule {
@@ -253,8 +263,11 @@ impl PagingSchedule {
             35..37 if self.faults_planned.restarts => {
                 let world = &mut *self.world.borrow_mut();
                 let rng = &mut world.rng;
-                if rng.chance(1, if world.focus == Focus::Restarts { 1 } else { 3 }) {
-                    death::schedule_at_event(1 + u32::try_from(rng.below(4)).expect("small"));
+                let has_focus = [Focus::Restarts, Focus::Reuse].contains(&world.focus);
+                if rng.chance(1, if has_focus { 1 } else { 3 }) {
+                    let steps = 1 + u32::try_from(rng.below(4)).expect("small");
+                    let is_at_move = has_focus && rng.chance(1, 3);
+                    death::schedule_at(if is_at_move { StepKind::Move } else { StepKind::Event }, steps);
                     return;
                 }
                 let within = DEATH_STEPS[rng.index(DEATH_STEPS.len())];
@@ -273,7 +286,7 @@ impl PagingSchedule {
     }
 
     /// Runs the sampler on a process. The areas that it finds are adopted some time later.
-    fn scan(&mut self, process: usize) {
+    pub fn scan(&mut self, process: usize) {
         let mut world = self.world.borrow_mut();
         let target = &world.processes[process];
         if target.is_alive && target.is_started {
@@ -292,7 +305,8 @@ impl PagingSchedule {
         let faults_planned = self.faults_planned;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        match world.rng.below(7) {
+        let is_slow_likely = world.focus == Focus::Writes && faults_planned.slow;
+        match if is_slow_likely && world.rng.chance(1, 2) { 5 } else { world.rng.below(7) } {
             0..3 if faults_planned.absence => {
                 world.counts.absences += u64::from(world.cluster.begin_absence(&mut world.rng))
             }

@@ -215,14 +215,15 @@ impl PagingWorld {
         let mut rng = Rng::new(seed);
         let focus = Focus::of(seed);
         let cluster = SimCluster::new(rng.next_u64(), &mut rng, focus);
-        let blocks = 1 + rng.index(6);
+        let blocks = 1 + rng.index(if focus == Focus::Writes { 2 } else { 6 });
         let mempool = Mempool::new(blocks * aquifer_pager::BLOCK_PAGES * aquifer_pager::PAGE_BYTES);
         let mempool = Arc::new(mempool.expect("memory"));
         let slabs = Arc::new(SlabSet::with_replicas(cluster.replicas).expect("memory"));
         // The mempool share is four blocks. The monitor keeps 128 pages free, and most limits let
         // some pages be resident all the same.
-        let moves_often = rng.chance(1, 6) || focus == Focus::Restarts && rng.chance(2, 3);
-        let kind = if [Focus::Events, Focus::Absences].contains(&focus) {
+        let moves_often =
+            rng.chance(1, 6) || focus == Focus::Reuse || focus == Focus::Restarts && rng.chance(2, 3);
+        let kind = if [Focus::Events, Focus::Absences, Focus::Writes, Focus::Reuse].contains(&focus) {
             0
         } else if moves_often {
             1 + rng.index(2)
@@ -255,12 +256,17 @@ impl PagingWorld {
             pace: 1 + rng.below(5),
             waits: 0,
             stamps: 0,
-            operations: if focus == Focus::Events { 300 } else { 20 }
+            operations: if [Focus::Events, Focus::Writes, Focus::Reuse].contains(&focus) { 300 } else { 20 }
                 + u32::try_from(rng.below(180)).expect("small"),
-            mix: if focus == Focus::Events { 30 } else { [30, 40, 60, 120][rng.index(4)] },
+            mix: match focus {
+                Focus::Events => 30,
+                Focus::Writes => 240,
+                Focus::Reuse => 120,
+                _ => [30, 40, 60, 120][rng.index(4)],
+            },
             moves_often,
             late_events: rng.chance(1, 3) || [Focus::Restarts, Focus::Events].contains(&focus),
-            is_fabric_lazy: rng.chance(1, 3),
+            is_fabric_lazy: rng.chance(1, 3) || focus == Focus::Writes,
             is_winding_down: false,
             agent_may_die: false,
             failure: None,
@@ -431,7 +437,7 @@ impl PagingWorld {
     /// Restarts dead nodes at times, and connects to nodes that the sender does not use. A
     /// connected node is added to the sender at once or later.
     fn join_nodes(&mut self) {
-        let often = if self.focus == Focus::Replicas { 2 } else { 8 };
+        let often = if [Focus::Replicas, Focus::Writes].contains(&self.focus) { 2 } else { 8 };
         if self.rng.chance(1, often) {
             self.counts.returns += u64::from(self.cluster.replace_dead_node(&mut self.rng));
         }
