@@ -131,7 +131,8 @@ pub struct NodeSettings {
     /// File with the cluster key [default: cluster.key in the state folder]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Require encryption of all TCP traffic, even if the host does not
+    /// Encrypt all TCP traffic; false permits plain traffic with hosts that want it too [default:
+    /// true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
     /// Threads that serve TCP connections [default: 1]
@@ -177,7 +178,8 @@ pub struct AgentSettings {
     /// serve only the agent's own user]
     #[arg(long, value_name = "PATH")]
     pub shared_socket: Option<PathBuf>,
-    /// Require encryption of all TCP traffic to nodes, even if the nodes do not
+    /// Encrypt all TCP traffic to nodes; false permits plain traffic with nodes that want it too
+    /// [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub encrypt: Option<bool>,
     /// Time after the end of this agent's lease before other hosts free its memory; must be the

@@ -109,6 +109,7 @@ impl StateDir {
     /// # Errors
     /// If it cannot be created, or another user created it first.
     pub fn create(&self) -> Result<(), StateError> {
+        self.create_home_folders()?;
         let mut builder = DirBuilder::new();
         match builder.mode(Self::mode()).create(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -119,6 +120,18 @@ impl StateDir {
             created => created.map_err(|source| self.error("written to", source))?,
         }
         self.check()
+    }
+
+    /// Creates `.local/state` in the home folder, if the folder is the default one there.
+    fn create_home_folders(&self) -> Result<(), StateError> {
+        match self.path.parent() {
+            Some(parent) if parent.ends_with(".local/state") && self.path == cluster_folder() => {
+                let mut builder = DirBuilder::new();
+                let created = builder.recursive(true).mode(0o700).create(parent);
+                created.map_err(|source| self.creation_error(source))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn mode() -> u32 {

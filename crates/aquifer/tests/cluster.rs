@@ -196,6 +196,35 @@ fn up_twice_starts_nothing_twice() {
 }
 
 #[test]
+fn a_socket_that_is_gone_is_noticed() {
+    let cluster = TestCluster::new();
+    let shared = cluster.folder.path().join("shared.sock");
+    let up = ["up", "--nodes=1", "--memory=16M", "--shared-socket", shared.to_str().unwrap()];
+    succeed(&cluster.aquifer(&up));
+    succeed(&cluster.aquifer(&["status"]));
+    std::fs::remove_file(&shared).unwrap();
+    let path = shared.to_str().unwrap();
+    assert!(fail(&cluster.aquifer(&up), 1).contains(path));
+    let status = cluster.aquifer(&["status"]);
+    assert_eq!(status.status.code(), Some(3));
+    assert!(String::from_utf8(status.stdout).unwrap().contains(&format!("{path} is gone")));
+}
+
+#[test]
+fn the_shared_socket_replaces_no_file_and_no_living_agent() {
+    let (cluster, other) = (TestCluster::new(), TestCluster::new());
+    let shared = cluster.folder.path().join("shared.sock");
+    std::fs::write(&shared, "a file").unwrap();
+    let up = ["up", "--nodes=1", "--memory=16M", "--shared-socket", shared.to_str().unwrap()];
+    assert!(fail(&cluster.aquifer(&up), 1).contains("no socket"));
+    assert_eq!(std::fs::read_to_string(&shared).unwrap(), "a file");
+    std::fs::remove_file(&shared).unwrap();
+    succeed(&cluster.aquifer(&up));
+    assert!(fail(&other.aquifer(&up), 1).contains("another process listens there"));
+    succeed(&cluster.aquifer(&["status"]));
+}
+
+#[test]
 fn a_limit_without_a_cluster_says_what_to_do() {
     let said = fail(&TestCluster::new().aquifer(&["limit", "1", "64M"]), 1);
     for word in ["no cluster is up", "agent.sock", "aquifer up", "--state"] {

@@ -295,7 +295,23 @@ fn connect() -> i32 {
         if socket < 0 || libc::connect(socket, (&raw const address).cast(), size) < 0 {
             say::fail("the agent does not answer: is the cluster up?", errno());
         }
+        check_owner(socket);
         socket
+    }
+}
+
+/// End the program if a stranger listens: it would get all of the program's memory.
+fn check_owner(socket: i32) {
+    let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `length` bytes to a struct of integers.
+    let (result, own) = unsafe {
+        let place = (&raw mut peer).cast();
+        let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, place, &raw mut length);
+        (result, libc::geteuid())
+    };
+    if result < 0 || peer.uid != 0 && peer.uid != own {
+        say::fail("another user listens at the agent's socket, and gets no memory of this program", 0);
     }
 }
 

@@ -11,6 +11,8 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
 
+use crate::peer::peer_credentials;
+
 /// Maximum number of descriptors in a frame.
 const FDS_MAX: usize = 8;
 
@@ -48,14 +50,27 @@ pub fn frame_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// Connects to the process that listens at a path.
+/// Connects to the process that listens at a path, which must belong to this user or to root: a
+/// stranger's must not get memory, or be asked for it.
 ///
 /// # Errors
 /// If no process listens there, or the path is too long.
 pub fn connect(path: &Path) -> io::Result<OwnedFd> {
     let socket = frame_socket()?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    check_owner(&socket, path)?;
     Ok(socket)
+}
+
+/// Checks that the process that listens is one of root or of this user.
+fn check_owner(socket: &OwnedFd, path: &Path) -> io::Result<()> {
+    let (owner, own) = (peer_credentials(socket)?.uid, rustix::process::geteuid().as_raw());
+    if [0, own].contains(&owner) {
+        return Ok(());
+    }
+    let path = path.display();
+    let reason = format!("user {owner} listens at {path}, and only root or user {own} is trusted there");
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, reason))
 }
 
 /// Sends one frame with descriptors. Waits while the socket is full.

@@ -19,18 +19,32 @@ const IO_TIMEOUT: Duration = Duration::from_secs(5);
 /// Listens at a path with this file mode. Replaces the socket of a process that has ended.
 ///
 /// # Errors
-/// If a system call fails, or the path is too long.
+/// If a system call fails, the path is too long, something else than a socket is there, or a
+/// process listens there.
 pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
-    match std::fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    remove_dead_socket(path)?;
     let socket = frame_socket()?;
     let address = SocketAddrUnix::new(path)?;
     bind(&socket, &address)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))?;
     listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Removes a socket at which no process listens.
+fn remove_dead_socket(path: &Path) -> io::Result<()> {
+    let metadata = match std::fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        metadata => metadata?,
+    };
+    if !std::os::unix::fs::FileTypeExt::is_socket(&metadata.file_type()) {
+        return Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is no socket is there"));
+    }
+    match rustix::net::connect(&frame_socket()?, &SocketAddrUnix::new(path)?) {
+        Err(rustix::io::Errno::CONNREFUSED) => std::fs::remove_file(path),
+        // Also a socket of another type, or one whose queue is full.
+        _ => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens there")),
+    }
 }
 
 /// Waits for a connection and accepts it. Sends and receives on it time out after 5 s.
@@ -61,5 +75,24 @@ pub fn wait_readable(fds: &[&OwnedFd], timeout: Duration) -> io::Result<bool> {
         Ok(ready) => Ok(ready > 0),
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_dead_socket_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        std::fs::write(&path, "text").unwrap();
+        assert_eq!(listen_at(&path, 0o600).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "text");
+        std::fs::remove_file(&path).unwrap();
+        let first = listen_at(&path, 0o600).unwrap();
+        assert_eq!(listen_at(&path, 0o600).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(first);
+        listen_at(&path, 0o600).unwrap();
     }
 }

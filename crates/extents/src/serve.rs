@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::peer::peer_pidfd;
 use aquifer_channel::{send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
 use aquifer_report::{SessionStatistics, UserStatistics};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 
 use crate::book::Book;
@@ -164,7 +164,7 @@ impl SessionService {
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES)?);
         let book = Arc::new(Book::new()?);
         self.connector.leak_detector().register_ledger(&book);
-        let process = open_pidfd(pid).map_err(|source| OpenSessionError::Process { pid, source })?;
+        let process = peer_pidfd(socket).map_err(|source| OpenSessionError::Process { pid, source })?;
         let socket = socket.try_clone()?;
         let mut sessions = self.lock();
         if sessions.is_stopping {
@@ -279,11 +279,6 @@ impl SessionService {
     fn lock(&self) -> MutexGuard<'_, OpenSessions> {
         self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn open_pidfd(pid: u32) -> io::Result<OwnedFd> {
-    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
-    Ok(pidfd_open(pid, PidfdFlags::empty())?)
 }
 
 impl SharedSession {

@@ -76,6 +76,9 @@ pub trait Edge: Kernel {
     /// The child's userfaultfd must stay open as long as the child lives.
     fn refuse_child(&mut self, child: Self::Child, error: &TableError);
 
+    /// Ends the run, because a program does what no program does that leaves its userfaultfd alone.
+    fn end_run(&mut self, reason: &str);
+
     /// Wakes the monitors of all other programs of the run.
     ///
     /// Called when this program cannot make room, or has freed a block that another waits for.

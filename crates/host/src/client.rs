@@ -30,6 +30,9 @@ pub fn connect(path: &Path) -> io::Result<OwnedFd> {
 /// If no agent listens there, with what to do; or the agent refuses.
 pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStatistics> {
     let socket = connect(path).map_err(|error| {
+        if error.kind() == io::ErrorKind::PermissionDenied {
+            return error;
+        }
         let path = path.display();
         io::Error::new(
             error.kind(),
@@ -50,8 +53,10 @@ pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStati
 /// # Errors
 /// If no answer of an agent of this build arrives in time.
 pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
-    let Ok(socket) = connect(path) else {
-        return Ok(None);
+    let socket = match connect(path) {
+        Ok(socket) => socket,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
+        Err(_) => return Ok(None),
     };
     match request(&socket, &Frame::StatusRequest)? {
         Frame::StatusReport(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),

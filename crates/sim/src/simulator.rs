@@ -30,19 +30,23 @@ pub struct Simulator<M: 'static, T> {
     pub name: &'static str,
     /// Plays the schedule with this seed. Fails if the protocol violated an invariant.
     pub play: fn(u64) -> Result<T, String>,
+    /// Schedules that once showed a fault of the product.
+    pub regressions: &'static [u64],
     /// The mutations that it must notice.
     pub mutations: &'static [M],
 }
 
 impl<M: Mutations + Sync, T> Simulator<M, T> {
-    /// Plays schedules 0 to `count` and those of the corpus, and passes each result to `each`.
+    /// Plays schedules 0 to `count`, the regressions and those of the corpus, and passes each
+    /// result to `each`.
     /// Returns false if [`SEED_VARIABLE`] selects one schedule: then counts mean nothing.
     ///
     /// # Panics
     /// If a schedule fails, with its seed.
     pub fn play_fixed(&self, count: u64, each: impl FnMut(T) + Send) -> bool {
-        let recorded = Corpus::read(self.name).0.into_values().filter(|seed| *seed >= count);
-        let seeds = asked_seed().map_or_else(|| (0..count).chain(recorded).collect(), |seed| vec![seed]);
+        let recorded = Corpus::read(self.name).0.into_values().chain(self.regressions.iter().copied());
+        let others = recorded.filter(|seed| *seed >= count);
+        let seeds = asked_seed().map_or_else(|| (0..count).chain(others).collect(), |seed| vec![seed]);
         self.assert_all_pass(&seeds, each);
         asked_seed().is_none()
     }
@@ -140,7 +144,7 @@ mod tests {
     }
 
     fn simulator(mutations: &'static [Mutation]) -> Simulator<Mutation, ()> {
-        Simulator { name: "none-of-the-corpora", play: play_one, mutations }
+        Simulator { name: "none-of-the-corpora", play: play_one, regressions: &[], mutations }
     }
 
     #[test]

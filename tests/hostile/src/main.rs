@@ -2,6 +2,7 @@
 //! repelled, and prints what the agent answered.
 
 mod identity;
+mod stranger;
 mod sys;
 
 use std::process::ExitCode;
@@ -11,6 +12,7 @@ fn main() -> ExitCode {
     let repelled = match attack.as_str() {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
+        "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),
     };
     if repelled { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -1,4 +1,5 @@
 //! A hostile user against the agent of root. These tests need root: they fail without it.
 
 mod identity;
+mod stranger;
 mod user;

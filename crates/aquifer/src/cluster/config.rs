@@ -107,16 +107,13 @@ impl ClusterConfig {
         }
     }
 
-    /// Makes paths absolute, since daemons have another working directory.
-    ///
-    /// # Errors
-    /// If this process has no working directory.
-    pub fn make_paths_absolute(&mut self) -> io::Result<()> {
-        let DirectorySettings { ca, cert, key, .. } = &mut self.directory;
-        for path in [ca, cert, key].into_iter().flatten() {
-            *path = std::path::absolute(&path)?;
-        }
-        Ok(())
+    /// Sockets of the agent that are gone, so that programs cannot reach it although it runs.
+    pub fn lost_sockets(&self, state: &StateDir) -> Vec<PathBuf> {
+        let sockets = [Some(state.agent_socket()), self.shared_socket.clone()];
+        let is_lost = |path: &PathBuf| {
+            path.symlink_metadata().is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+        };
+        sockets.into_iter().flatten().filter(is_lost).collect()
     }
 
     /// The cluster's daemons. The directory is one of them only if it is the embedded one of the

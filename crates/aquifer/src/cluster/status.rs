@@ -12,6 +12,7 @@ use super::config::ClusterConfig;
 use super::daemon::Daemon;
 use super::launch::{LaunchError, process_of};
 use super::location::DirectoryLocation;
+use super::up::lost_socket;
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
@@ -28,6 +29,9 @@ struct Status {
     state: String,
     /// Whether there is a cluster and all its daemons run.
     up: bool,
+    /// Whether the agent's sockets exist.
+    #[serde(skip)]
+    is_reachable: bool,
     #[serde(rename = "parts")]
     daemons: Vec<DaemonStatus>,
     nodes: Vec<NodeStatus>,
@@ -74,8 +78,13 @@ pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
 }
 
 impl Status {
-    /// Whether a daemon of the cluster does not run.
+    /// Whether programs cannot rely on the cluster.
     fn is_degraded(&self) -> bool {
+        self.has_missing_daemons() || !self.is_reachable
+    }
+
+    /// Whether a daemon of the cluster does not run.
+    fn has_missing_daemons(&self) -> bool {
         self.daemons.iter().any(|daemon| !daemon.is_running)
     }
 }
@@ -87,8 +96,13 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         daemons.push(daemon_status(state, daemon)?);
     }
     let mut problems = Vec::new();
+    let lost_sockets = config.iter().flat_map(|config| config.lost_sockets(state));
     let is_running =
         |name: &str| daemons.iter().any(|daemon: &DaemonStatus| daemon.name == name && daemon.is_running);
+    if is_running("agent") {
+        problems.extend(lost_sockets.map(|socket| lost_socket(&socket)));
+    }
+    let is_reachable = problems.is_empty();
     let location = config.as_ref().map(|config| DirectoryLocation::new(&config.directory)).transpose()?;
     // An external directory is queried only if a daemon of the cluster runs.
     let is_queried = |location: &DirectoryLocation| {
@@ -132,6 +146,7 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
     Ok(Status {
         state: state.path().display().to_string(),
         up: !daemons.is_empty() && daemons.iter().all(|daemon| daemon.is_running),
+        is_reachable,
         daemons,
         nodes,
         agents,
@@ -182,7 +197,7 @@ fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
     }
     if status.daemons.is_empty() {
         writeln!(text, "An agent of this host serves you")?;
-    } else if status.is_degraded() {
+    } else if status.has_missing_daemons() {
         let missing = status.daemons.len() - running;
         let (count, state) = (status.daemons.len(), &status.state);
         writeln!(

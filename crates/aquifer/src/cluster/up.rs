@@ -1,6 +1,7 @@
 //! `aquifer up`: starts the daemons of the cluster that do not run.
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::process::ExitCode;
 
 use super::config::ClusterConfig;
@@ -13,6 +14,7 @@ use super::lock::{FileLock, LockHolder};
 use crate::Outcome;
 use crate::cli::UpArguments;
 use crate::say::say_line;
+use crate::settings::DirectorySettings;
 use crate::state::StateDir;
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
@@ -27,9 +29,12 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
             state.path().display()
         );
     })?;
-    let config = config(state, arguments)?;
+    let config = config(state, &with_absolute_paths(arguments)?)?;
     let missing = missing(state, &config)?;
     if missing.is_empty() {
+        if let Some(socket) = config.lost_sockets(state).first() {
+            return Err(lost_socket(socket).into());
+        }
         say_line!("The cluster is up already: {config}, in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
@@ -53,6 +58,25 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     say_line!("The cluster is up: {config}, in {}", state.path().display());
     say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
     Ok(ExitCode::SUCCESS)
+}
+
+/// What to do about a socket of the agent that is gone.
+pub(super) fn lost_socket(socket: &Path) -> String {
+    format!(
+        "the agent's socket {} is gone, so that no program can reach the agent: stop the cluster with \
+         `aquifer down` and start it again",
+        socket.display()
+    )
+}
+
+/// The arguments with absolute paths, since daemons have another working directory.
+fn with_absolute_paths(arguments: &UpArguments) -> std::io::Result<UpArguments> {
+    let mut arguments = arguments.clone();
+    let DirectorySettings { ca, cert, key, .. } = &mut arguments.directory;
+    for path in [ca, cert, key, &mut arguments.shared_socket].into_iter().flatten() {
+        *path = std::path::absolute(&path)?;
+    }
+    Ok(arguments)
 }
 
 /// Has the keeper log how each daemon ends.
@@ -92,7 +116,6 @@ fn new_config(
     arguments: &UpArguments,
 ) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
     let mut config = ClusterConfig::from_arguments(arguments);
-    config.make_paths_absolute()?;
     config.choose_ports()?;
     key::ensure(&state.key_file())?;
     Ok(config)

@@ -30,7 +30,10 @@ pub(super) struct RunConnection {
 impl RunConnection {
     /// Opens a run at the agent.
     pub(super) fn open(path: &Path, name: &str, limit_bytes: u64, replicas: u32) -> Result<Self, RunError> {
-        let socket = client::connect(path).map_err(|_| RunError::NoCluster { path: path.to_owned() })?;
+        let socket = client::connect(path).map_err(|error| match error.kind() {
+            io::ErrorKind::PermissionDenied => RunError::Stranger(error),
+            _ => RunError::NoCluster { path: path.to_owned() },
+        })?;
         let open = Frame::OpenRun(OpenRun { limit_bytes, replicas, name: name.to_owned() });
         send_frame(&socket, &open, &[]).map_err(RunError::Agent)?;
         match receive_frame(&socket) {

@@ -57,6 +57,9 @@ pub enum RunError {
         /// The socket.
         path: PathBuf,
     },
+    /// A stranger listens at the socket.
+    #[error("not run on the pool: {0}")]
+    Stranger(std::io::Error),
     /// The agent or the swap server refused the run, with this reason.
     #[error("{0}")]
     Refused(String),

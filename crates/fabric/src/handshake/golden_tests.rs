@@ -89,8 +89,8 @@ impl Write for &mut Recorded {
 /// A recorded first flight of an initiator with [`KEY`]: preamble, length, Noise message.
 /// A target accepts it only with the same pattern, prologue and key.
 const FIRST_FLIGHT: &str = concat!(
-    "41514654435002003000ecd789ac2382d450a757e0de9ffc9cdfe99a67978298",
-    "5db22c290e5b9bb46f32a62b668759b772cff2a62cd8df3c3ca4",
+    "415146544350020030008184f0ea041e3ce3bc10435490b8928010254a563b1b",
+    "4ec15711db51b17f5f1a51e92a7a24278b9501fc7c2e90b5489f",
 );
 
 #[test]

@@ -18,7 +18,7 @@ const TAG_BYTES: usize = 16;
 const PLAIN_BYTES_MAX: usize = RECORD_BYTES_MAX - TAG_BYTES;
 /// Bound of the bytes of a handshake message, far above what any needs.
 const HANDSHAKE_BYTES_MAX: usize = 4096;
-const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
+const PATTERN: &str = "Noise_NNpsk0_25519_AESGCM_BLAKE2s";
 
 /// The cluster key: a host that holds it may lend and borrow memory.
 #[derive(Clone, PartialEq, Eq)]

@@ -55,7 +55,8 @@ pub struct TcpOptions {
     pub limits: Limits,
     /// Number of serving threads, at most [`THREADS_LIMIT`].
     pub threads: usize,
-    /// Whether the target requires encryption of all traffic.
+    /// Whether the target requires encryption of all traffic. Traffic is plain only if neither end
+    /// requires it, and then a peer on the network path can read and change memory.
     pub encrypt: bool,
     /// The limit of each tenant's rate.
     pub rate: Rate,
@@ -82,7 +83,7 @@ impl Default for TcpOptions {
             windows_max: 65_536,
             limits: Limits::default(),
             threads: 1,
-            encrypt: false,
+            encrypt: true,
             rate: Rate::default(),
             spin_time: SPIN_TIME,
         }
@@ -105,7 +106,7 @@ impl TcpOptions {
 /// The options of an initiator.
 #[derive(Clone, Debug)]
 pub struct ConnectOptions {
-    /// Whether the initiator requires encryption of all traffic.
+    /// Whether the initiator requires encryption of all traffic. See [`TcpOptions::encrypt`].
     pub encrypt: bool,
     /// An operation without an answer for this time breaks the endpoint.
     pub operation_time: Duration,
@@ -119,7 +120,7 @@ pub struct ConnectOptions {
 impl Default for ConnectOptions {
     fn default() -> Self {
         Self {
-            encrypt: false,
+            encrypt: true,
             operation_time: Duration::from_secs(10),
             reconnect_time: Duration::from_secs(2),
             spin_time: SPIN_TIME,

@@ -55,6 +55,7 @@ impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
             windows_max: WINDOWS_MAX,
             limits: LIMITS,
             threads: 2,
+            encrypt: false,
             ..tcp::TcpOptions::default()
         };
         let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();

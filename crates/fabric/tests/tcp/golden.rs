@@ -56,7 +56,8 @@ fn golden_requests_and_answers() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("there are ports");
     let address = listener.local_addr().expect("it is bound");
     let endpoint = std::thread::spawn(move || {
-        let options = ConnectOptions { operation_time: PATIENCE, ..ConnectOptions::default() };
+        let options =
+            ConnectOptions { encrypt: false, operation_time: PATIENCE, ..ConnectOptions::default() };
         let mut endpoint = tcp::connect(address, &KEY, WHO, options).expect("the target is played");
         let memory = Arc::new(Memory::create("local", 4096).unwrap());
         memory.write(64, b"hello");

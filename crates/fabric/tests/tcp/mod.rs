@@ -21,7 +21,9 @@ const KEY: ClusterKey = ClusterKey([3; 32]);
 const WHO: Identity = Identity { host: Host(7), epoch: 1, tenant: Tenant(9) };
 const REGION_BYTES: usize = 4 << 20;
 
+/// A target that permits plain traffic: [`crate::conformance`] tests both.
 fn node(options: TcpOptions) -> (TcpTarget, Arc<Memory>, Region) {
+    let options = TcpOptions { encrypt: false, ..options };
     let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
     let memory = Arc::new(Memory::create("region", REGION_BYTES).unwrap());
     let region = target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
@@ -46,7 +48,12 @@ fn try_patient_client(
     who: Identity,
     reconnect_time: Duration,
 ) -> Result<TcpClient, EndpointError> {
-    let options = ConnectOptions { operation_time: PATIENCE, reconnect_time, ..ConnectOptions::default() };
+    let options = ConnectOptions {
+        encrypt: false,
+        operation_time: PATIENCE,
+        reconnect_time,
+        ..ConnectOptions::default()
+    };
     let mut endpoint = tcp::connect(address, &KEY, who, options)?;
     let memory = Arc::new(Memory::create("local", REGION_BYTES).unwrap());
     let local = endpoint.register_local(Arc::clone(&memory)).unwrap();

@@ -67,16 +67,18 @@ impl<E: Edge> Monitor<E> {
     fn adopt_part(&mut self, part: Area, max: usize) -> usize {
         let mut present = std::mem::take(&mut self.present);
         present.clear();
-        let end = self.edge.present_pages(part.start, part.end, max, &mut present);
-        let part = Area { start: part.start, end };
+        let mut end = self.edge.present_pages(part.start, part.end, max, &mut present);
         let ranges = present.chunk_by(|one, next| one + 1 == *next);
         for range in ranges.flat_map(|range| range.chunks(PROVE_PAGES_MAX)) {
-            self.adopt_range(range[0], range.len());
+            if let Some(stale_from) = self.adopt_range(range[0], range.len()) {
+                end = stale_from;
+                break;
+            }
         }
         let pages = present.len();
         self.present = present;
         // A part that was unmapped meanwhile is not in `adopting` any more.
-        for area in self.adopting.extract(part) {
+        for area in self.adopting.extract(Area { start: part.start, end }) {
             self.areas.insert(area);
             self.removed.remove(area);
         }
@@ -89,7 +91,10 @@ impl<E: Edge> Monitor<E> {
     /// pages must never be evicted, because their faults would not be reported. A trial fill tells:
     /// the kernel first checks that the whole range is one registered area, and then finds the
     /// first page present. That proves that the pages are registered, and that no event was unread.
-    fn adopt_range(&mut self, first: PageNumber, pages: usize) {
+    ///
+    /// If an event was unread, it is applied, and the page from which on the presence must be looked
+    /// up again is returned: a remap may have put an evicted page where a present one was seen.
+    fn adopt_range(&mut self, first: PageNumber, pages: usize) -> Option<PageNumber> {
         let end = first + pages as u64;
         let mut page = first;
         while page < end && !self.has_ended {
@@ -104,8 +109,12 @@ impl<E: Edge> Monitor<E> {
                     continue;
                 }
             };
-            page += self.prove_registered(page, pages) as u64;
+            match self.prove_registered(page, pages) {
+                0 => return Some(page),
+                decided => page += decided as u64,
+            }
         }
+        None
     }
 
     /// Proves that pages are registered, or that they are not.
@@ -118,10 +127,13 @@ impl<E: Edge> Monitor<E> {
         }
         let filled = self.edge.fill(first, pages, FillSource::Zeros { is_private: false });
         let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);
-        assert!(
-            filled.pages == 0 || !is_known_elsewhere,
-            "page {first:#x} was reported present and was missing"
-        );
+        if filled.pages > 0 && is_known_elsewhere {
+            self.edge.end_run(&format!(
+                "a program of it changes its userfaultfd: the page {first:#x} was present and is missing"
+            ));
+            self.has_ended = true;
+            return pages;
+        }
         match filled.stop {
             None | Some(FillStop::Exists) => {
                 self.forget_pending_unmaps();

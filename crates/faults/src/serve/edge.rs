@@ -481,6 +481,10 @@ impl Edge for ProcessEdge {
         self.refuse(Userfaultfd::from(child), error);
     }
 
+    fn end_run(&mut self, reason: &str) {
+        self.run.end(reason);
+    }
+
     fn wake_other_programs(&mut self) {
         self.run.wake_other_programs(self.program.id);
     }

@@ -15,6 +15,7 @@ use world::{BlocksCounts, run};
 const SIMULATOR: Simulator<Mutation, BlocksCounts> = Simulator {
     name: "blocks",
     play: run,
+    regressions: &[],
     mutations: &[
         Mutation::DropUpdateFlag,
         Mutation::ReclaimUnacknowledged,

@@ -456,6 +456,10 @@ impl Edge for SimEdge {
         self.run_world().failure = Some(format!("child {child} was refused: {error}"));
     }
 
+    fn end_run(&mut self, reason: &str) {
+        panic!("{reason}");
+    }
+
     fn wake_other_programs(&mut self) {
         let mut world = self.run_world();
         for process in &mut world.processes {

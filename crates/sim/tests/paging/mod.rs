@@ -35,6 +35,7 @@ use world::PagingCounts;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
+    regressions: &[1_134_063],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,

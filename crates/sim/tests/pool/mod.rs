@@ -14,7 +14,7 @@ use aquifer_sim::Simulator;
 use schedule::{PoolCounts, run};
 
 const SIMULATOR: Simulator<Mutation, PoolCounts> =
-    Simulator { name: "pool", play: run, mutations: Mutation::ALL };
+    Simulator { name: "pool", play: run, regressions: &[], mutations: Mutation::ALL };
 const SCHEDULES: u64 = 1_200;
 
 #[test]

@@ -32,6 +32,7 @@ fn golden_status() {
     let status = Status {
         state: "/run/user/1/aquifer".into(),
         up: true,
+        is_reachable: true,
         daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7) }],
         nodes: vec![node],
         agents: vec![agent],
@@ -42,6 +43,7 @@ fn golden_status() {
     let stopped = Status {
         state: String::new(),
         up: false,
+        is_reachable: true,
         daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None }],
         nodes: Vec::new(),
         agents: Vec::new(),
@@ -57,6 +59,7 @@ fn a_cluster_with_a_dead_daemon_is_degraded() {
     let status = |running: &[bool]| Status {
         state: String::new(),
         up: false,
+        is_reachable: true,
         daemons: running
             .iter()
             .map(|is_running| DaemonStatus { name: "agent".into(), is_running: *is_running, pid: None })

@@ -31,8 +31,12 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let target = lend(path, Arc::clone(&memory))?;
     let failed = |error: String| BenchError::Fabric { reason: error };
     let any_port = "127.0.0.1:0".parse().expect("a constant");
-    let tcp_target = TcpTarget::listen(any_port, &wire::KEY, tcp::TcpOptions::default())
-        .map_err(|error| failed(error.to_string()))?;
+    let tcp_target = TcpTarget::listen(
+        any_port,
+        &wire::KEY,
+        tcp::TcpOptions { encrypt: false, ..tcp::TcpOptions::default() },
+    )
+    .map_err(|error| failed(error.to_string()))?;
     tcp_target.register(memory, Access::ALL, Scope::Anyone).map_err(|error| failed(error.to_string()))?;
     let echoes = wire::serve_echo().map_err(|error| failed(error.to_string()))?;
     serving::ready(path, &format!("{} {echoes}", tcp_target.address()))?;

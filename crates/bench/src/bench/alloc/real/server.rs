@@ -32,7 +32,8 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let shm = ShmTarget::listen(path, shm::ShmOptions::default()).map_err(|error| failed(&error))?;
     let anywhere = ([127, 0, 0, 1], 0).into();
     let tcp =
-        TcpTarget::listen(anywhere, &KEY, tcp::TcpOptions::default()).map_err(|error| failed(&error))?;
+        TcpTarget::listen(anywhere, &KEY, tcp::TcpOptions { encrypt: false, ..tcp::TcpOptions::default() })
+            .map_err(|error| failed(&error))?;
     let address = tcp.address();
     let targets: [Arc<dyn Target>; 2] = [Arc::new(shm), Arc::new(tcp)];
     let mut servers = Vec::new();
