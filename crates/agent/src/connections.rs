@@ -34,7 +34,7 @@ pub(crate) const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
 /// Most connections of one user at once. Each run is one.
-const CONNECTIONS_PER_USER_MAX: usize = 512;
+const CONNECTIONS_PER_USER_MAX: usize = 2048;
 
 /// Why a run is not opened; a sentence for its user.
 #[derive(Debug, thiserror::Error)]

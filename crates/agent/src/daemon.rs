@@ -19,7 +19,7 @@ use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
-use aquifer_host::nodes::NodeRegistry;
+use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperClient;
@@ -117,7 +117,11 @@ struct HostServices {
 
 impl AgentServices for HostServices {
     fn connector(&self, tenant: u32) -> Arc<dyn Connector> {
-        self.nodes.connector(tenant)
+        self.nodes.connector(tenant, EndpointPurpose::Write)
+    }
+
+    fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector> {
+        self.nodes.connector(tenant, EndpointPurpose::Fetch)
     }
 
     fn pool(&self, tenant: u32) -> PoolClient {

@@ -23,6 +23,7 @@ pub mod keys;
 pub mod limits;
 mod locals;
 pub mod memory;
+pub mod multiplex;
 pub mod reconnecting;
 pub mod sessions;
 pub mod shm;

@@ -213,11 +213,39 @@ impl EndpointError {
         }
     }
 
+    /// Whether this machine or the target lacks descriptors, memory or endpoints, or is too busy to
+    /// answer. It says nothing about the target's memory, and a later attempt may succeed.
+    #[must_use]
+    pub fn is_lack_of_room(&self) -> bool {
+        match self {
+            Self::Unreachable { source, .. } | Self::Local { source, .. } => is_lack_of_room(source),
+            Self::Refused { refusal, .. } => refusal.code == RefusalCode::NoRoom,
+            Self::Protocol { .. } | Self::TooManyLocal { .. } => false,
+        }
+    }
+
     /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {
         matches!(self, Self::Refused { refusal, .. } if refusal.code == RefusalCode::Fenced)
     }
+}
+
+/// Whether an error of the system says that it lacks something, or that time has run out.
+pub(crate) fn is_lack_of_room(error: &std::io::Error) -> bool {
+    use rustix::io::Errno;
+    const LACKS: [Errno; 8] = [
+        Errno::MFILE,
+        Errno::NFILE,
+        Errno::NOMEM,
+        Errno::NOBUFS,
+        Errno::AGAIN,
+        Errno::TIMEDOUT,
+        Errno::ADDRNOTAVAIL,
+        Errno::TOOMANYREFS,
+    ];
+    let kinds = [std::io::ErrorKind::TimedOut, std::io::ErrorKind::WouldBlock];
+    Errno::from_io_error(error).is_some_and(|errno| LACKS.contains(&errno)) || kinds.contains(&error.kind())
 }
 
 /// A reliable connected queue pair.

@@ -3,6 +3,7 @@
 
 mod conformance;
 mod handshake;
+mod multiplex;
 mod reconnecting;
 mod shm;
 mod sim;

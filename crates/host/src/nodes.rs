@@ -1,6 +1,7 @@
 //! The memory nodes of the cluster, and connections to them.
 
 mod reconnect;
+mod shares;
 mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -8,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, Rw
 use std::time::{Duration, Instant};
 
 use aquifer_directory::names::{self, NodeRecord};
-use aquifer_directory::{Directory, DirectoryError, Listing, WatchEvent, WatchEventKind};
+use aquifer_directory::{Directory, DirectoryError, FailureLog, Listing, WatchEvent, WatchEventKind};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::reconnecting::{AwayPolicy, ReconnectingEndpoint, TargetDescription};
 use aquifer_fabric::tcp::ConnectOptions;
@@ -17,6 +18,8 @@ use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 use reconnect::Reconnector;
+pub use shares::EndpointPurpose;
+use shares::{EndpointShares, ShareKey};
 use view::{NodeState, NodeView, PresentNode};
 
 /// Interval between attempts to connect to a node that is away.
@@ -35,6 +38,9 @@ pub struct NodeRegistry {
     view: RwLock<NodeView>,
     /// Nodes with kept memory to which a tenant of this host has connected.
     contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
+    shares: EndpointShares,
+    /// Limits the log lines about connections that wait.
+    waits: Mutex<FailureLog>,
     leak_detector: Arc<LeakDetector>,
 }
 
@@ -71,6 +77,8 @@ impl NodeRegistry {
             connect,
             view: RwLock::default(),
             contacts: Mutex::default(),
+            shares: EndpointShares::default(),
+            waits: Mutex::default(),
             leak_detector: Arc::default(),
         })
     }
@@ -182,10 +190,11 @@ impl NodeRegistry {
         self.identity.host
     }
 
-    /// A connector for one tenant of this host.
+    /// A connector for one tenant of this host and one purpose. Connections that do not wait are for
+    /// [`EndpointPurpose::Allocate`].
     #[must_use]
-    pub fn connector(self: &Arc<Self>, tenant: u32) -> Arc<dyn Connector> {
-        Arc::new(TenantConnector { nodes: Arc::clone(self), tenant: Tenant(tenant) })
+    pub fn connector(self: &Arc<Self>, tenant: u32, purpose: EndpointPurpose) -> Arc<dyn Connector> {
+        Arc::new(TenantConnector { nodes: Arc::clone(self), tenant: Tenant(tenant), purpose })
     }
 
     /// The leak detector that all pool clients of this host share.
@@ -225,7 +234,16 @@ impl NodeRegistry {
     /// # Errors
     /// If the node cannot be reached or refuses the connection.
     pub fn connect(&self, node: NodeId, tenant: Tenant) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, tenant, AwayPolicy::Wait)
+        self.connect_for(node, tenant, EndpointPurpose::Write)
+    }
+
+    fn connect_for(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        self.connect_in(node, tenant, purpose, AwayPolicy::Wait)
     }
 
     /// Connects to a node as [`Connector::connect_without_waiting`] does.
@@ -234,7 +252,7 @@ impl NodeRegistry {
         node: NodeId,
         tenant: Tenant,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.connect_in(node, tenant, AwayPolicy::Fail)
+        self.connect_in(node, tenant, EndpointPurpose::Allocate, AwayPolicy::Fail)
     }
 
     /// Connects to a node as [`Connector::connect_lazily`] does.
@@ -242,10 +260,15 @@ impl NodeRegistry {
         &self,
         node: NodeId,
         tenant: Tenant,
+        purpose: EndpointPurpose,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        match self.try_connect(node, tenant, AwayPolicy::Wait, &mut None) {
+        match self.try_connect(node, tenant, purpose, AwayPolicy::Wait, &mut None) {
             Ok(endpoint) => return Ok(endpoint),
             Err(ConnectFailure { error, is_temporary: false }) => return Err(error),
+            // It is not away.
+            Err(ConnectFailure { error, .. }) if error.is_lack_of_room() => {
+                return self.connect_for(node, tenant, purpose);
+            }
             Err(_) => {}
         }
         let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
@@ -258,7 +281,7 @@ impl NodeRegistry {
                     AwayPolicy::Wait,
                 )))
             }
-            _ => self.connect(node, tenant),
+            _ => self.connect_for(node, tenant, purpose),
         }
     }
 
@@ -266,16 +289,20 @@ impl NodeRegistry {
         &self,
         node: NodeId,
         tenant: Tenant,
+        purpose: EndpointPurpose,
         policy: AwayPolicy,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut failing_since = None;
         loop {
-            match self.try_connect(node, tenant, policy, &mut failing_since) {
+            match self.try_connect(node, tenant, purpose, policy, &mut failing_since) {
                 Ok(endpoint) => return Ok(endpoint),
                 Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {
                     return Err(failure.error);
                 }
-                Err(_) => std::thread::sleep(RETRY_INTERVAL),
+                Err(failure) => {
+                    self.log_wait(node, &failure.error);
+                    std::thread::sleep(RETRY_INTERVAL);
+                }
             }
         }
     }
@@ -285,14 +312,23 @@ impl NodeRegistry {
         &self,
         node: NodeId,
         tenant: Tenant,
+        purpose: EndpointPurpose,
         policy: AwayPolicy,
         failing_since: &mut Option<Instant>,
     ) -> Result<Box<dyn Endpoint>, ConnectFailure> {
         let (present, error) = match self.state(node, Instant::now()) {
-            NodeState::Present(present) => match self.open_endpoint(&present, tenant) {
-                Ok(endpoint) => return Ok(self.wrap(node, tenant, endpoint, &present, policy)),
-                Err(error) => (Some(present), error),
-            },
+            NodeState::Present(present) => {
+                let key = ShareKey { node, life: present.epoch, tenant, purpose };
+                let open = || {
+                    let endpoint = self.open_endpoint(&present, tenant)?;
+                    self.shares.forget_earlier_lives(node, present.epoch);
+                    Ok(self.wrap(node, tenant, endpoint, &present, policy))
+                };
+                match self.shares.endpoint(key, open) {
+                    Ok(endpoint) => return Ok(endpoint),
+                    Err(error) => (Some(present), error),
+                }
+            }
             NodeState::Away => (None, unknown_node(node)),
             NodeState::Unknown => {
                 return Err(ConnectFailure { error: unknown_node(node), is_temporary: false });
@@ -300,9 +336,18 @@ impl NodeRegistry {
         };
         // A node that has just died is in the directory until its lease ends.
         let since = *failing_since.get_or_insert_with(Instant::now);
-        let is_temporary =
-            present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
+        let is_away = present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
+        let is_temporary = is_away || error.is_lack_of_room();
         Err(ConnectFailure { error, is_temporary })
+    }
+
+    /// Says at intervals what connections wait for.
+    fn log_wait(&self, node: NodeId, error: &EndpointError) {
+        if error.is_lack_of_room()
+            && let Some(attempts) = lock(&self.waits).record(Instant::now())
+        {
+            tracing::warn!(node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are");
+        }
     }
 
     /// Records a connection, unless another thread has recorded one to a later life of the node.
@@ -398,11 +443,12 @@ fn unknown_node(node: NodeId) -> EndpointError {
 struct TenantConnector {
     nodes: Arc<NodeRegistry>,
     tenant: Tenant,
+    purpose: EndpointPurpose,
 }
 
 impl Connector for TenantConnector {
     fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.nodes.connect(node, self.tenant)
+        self.nodes.connect_for(node, self.tenant, self.purpose)
     }
 
     fn connect_without_waiting(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
@@ -410,7 +456,7 @@ impl Connector for TenantConnector {
     }
 
     fn connect_lazily(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
-        self.nodes.connect_lazily(node, self.tenant)
+        self.nodes.connect_lazily(node, self.tenant, self.purpose)
     }
 }
 
@@ -523,12 +569,18 @@ mod tests {
         nodes.refresh().expect("list");
         let before = nodes.connect(NodeId(1), Tenant(5)).expect("it listens");
         drop(target);
-        let queued = nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it was seen before");
+        let queued =
+            nodes.connect_lazily(NodeId(1), Tenant(5), EndpointPurpose::Write).expect("it was seen before");
         assert!(queued.is_away());
         assert_eq!(queued.regions(), before.regions());
         directory.delete(&names::node_key(1)).expect("delete");
         nodes.refresh().expect("list");
-        assert!(nodes.connect_lazily(NodeId(1), Tenant(5)).expect("it may return").is_away());
+        assert!(
+            nodes
+                .connect_lazily(NodeId(1), Tenant(5), EndpointPurpose::Write)
+                .expect("it may return")
+                .is_away()
+        );
         let reconnector = |epoch| {
             let (nodes, grace) = (Arc::clone(&nodes), Duration::from_secs(3600));
             Reconnector { nodes, node: NodeId(1), tenant: Tenant(5), epoch, grace }

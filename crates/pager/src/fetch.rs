@@ -258,12 +258,16 @@ impl Fetcher {
         let mut retried_node = None;
         loop {
             let node = choice.replica.node;
-            let was_open = self.ports.open_port(node).is_some() && !Mutation::TryOnce.is_active();
             let error = match self.read(&choice, range.index, range.first, range.pages) {
                 Ok(ReadOutcome::Complete) => return Ok(choice.replica),
                 Ok(ReadOutcome::Late) => FetchError::Refused { node, cause: WorkError::Timeout },
-                Err(_) if retried_node != Some(node) && was_open && self.ports.open_port(node).is_none() => {
-                    // The endpoint dates from before the node's return.
+                Err(FetchError::Refused { .. })
+                    if retried_node != Some(node)
+                        && self.ports.open_port(node).is_none()
+                        && !Mutation::TryOnce.is_active() =>
+                {
+                    // The endpoint broke. It may date from before the node's return, or others may
+                    // have broken it.
                     retried_node = Some(node);
                     continue;
                 }

@@ -24,7 +24,7 @@ use aquifer_faults::serve::MORE_MEMORY_ADVICE;
 use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedKey, request_cluster_access};
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
-use aquifer_host::nodes::NodeRegistry;
+use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
@@ -175,7 +175,7 @@ impl DeviceServer {
         let resident_bytes = budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(options.limit_bytes - resident_bytes).map_err(io::Error::other)?;
         let mempool = Arc::new(Mempool::new(share_bytes)?);
-        let connector: Arc<dyn Connector> = nodes.connector(tenant.0);
+        let connector: Arc<dyn Connector> = nodes.connector(tenant.0, EndpointPurpose::Write);
         let volume = BlockVolume::new(bytes, mempool, budget, WRITE_TIMEOUT)?;
         // From here on, an early return drops the record, which undoes its steps.
         let mut record = SetupRecord::create()?;

@@ -114,9 +114,20 @@ fn run(
         return Err(format!("{daemon} runs already in {}", state.path().display()).into());
     };
     log_to_stderr();
+    raise_descriptor_limit();
     serve(stop, ReadyNotifier { daemon, is_detached: detach.detached })?;
     tracing::info!(%daemon, "daemon stopped");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Raises the soft limit of open files to the hard one: the usual soft limit is for programs that
+/// use `select`, and an agent has some twenty descriptors for each program.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
+        tracing::warn!(%error, "the limit of open files cannot be raised");
+    }
 }
 
 fn directory(state: &StateDir, stop: StopSignal, ready: ReadyNotifier) -> Result<(), Box<dyn Error>> {

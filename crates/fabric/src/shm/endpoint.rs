@@ -13,7 +13,7 @@ use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
 use super::watch::{PeerSocket, watch};
 use crate::Memory;
-use crate::control::{ControlMemory, FENCED, OPEN};
+use crate::control::{ControlError, ControlMemory, FENCED, OPEN};
 use crate::key_table::PlacedTable;
 use crate::keys::Right;
 use crate::locals::LocalMemories;
@@ -21,7 +21,7 @@ use crate::memory::{copy, u64_from};
 use crate::target::{Identity, Region};
 use crate::work::{
     Completion, Endpoint, EndpointError, Limits, LocalKey, LocalSlice, PostError, RemoteAddr, Verb, Work,
-    WorkError,
+    WorkError, is_lack_of_room,
 };
 
 /// A batch pauses after this many bytes, so that a target that invalidates a key waits for one long
@@ -56,6 +56,27 @@ pub fn connect(path: &Path, who: Identity) -> Result<Box<dyn Endpoint>, Endpoint
     Ok(Box::new(ShmEndpoint::connect(path, who)?))
 }
 
+/// Why the memory of a welcome cannot be opened.
+enum OpenFault {
+    /// This process lacks something.
+    NoRoom(io::Error),
+    /// The target does not keep to the protocol. A sentence.
+    Protocol(String),
+}
+
+impl OpenFault {
+    /// The fault of a mapping.
+    fn of(error: io::Error, what: &str) -> Self {
+        if is_lack_of_room(&error) { Self::NoRoom(error) } else { Self::Protocol(format!("{what}: {error}")) }
+    }
+}
+
+impl<T: Into<String>> From<T> for OpenFault {
+    fn from(reason: T) -> Self {
+        Self::Protocol(reason.into())
+    }
+}
+
 impl ShmEndpoint {
     /// Connects like [`connect`], for callers that want static dispatch.
     ///
@@ -77,29 +98,40 @@ impl ShmEndpoint {
         match handshake::parse_reply(&bytes).map_err(|e| protocol(e.to_string()))? {
             ShmReply::Refusal(refusal) => Err(EndpointError::Refused { address, refusal }),
             ShmReply::Welcome(welcome) => {
-                let endpoint = Self::open(socket, who, welcome, fds).map_err(protocol)?;
+                let endpoint = Self::open(socket, who, welcome, fds).map_err(|fault| match fault {
+                    OpenFault::NoRoom(source) => unreachable(source),
+                    OpenFault::Protocol(reason) => protocol(reason),
+                })?;
                 watch(&endpoint.peer_socket).map_err(unreachable)?;
                 Ok(endpoint)
             }
         }
     }
 
-    /// Maps the memory of a welcome. The error is a sentence.
-    fn open(socket: OwnedFd, who: Identity, welcome: ShmWelcome, fds: Vec<OwnedFd>) -> Result<Self, String> {
+    /// Maps the memory of a welcome.
+    fn open(
+        socket: OwnedFd,
+        who: Identity,
+        welcome: ShmWelcome,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self, OpenFault> {
         if fds.len() != 2 + welcome.regions.len() {
             let needed = 2 + welcome.regions.len();
-            return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()));
+            return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()).into());
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
-            Memory::from_fd(fd, len).map_err(|error| format!("{what}: {error}"))
+            Memory::from_fd(fd, len).map_err(|error| OpenFault::of(error, what))
         };
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or("the welcome came without a descriptor");
-        let control = ControlMemory::open(next()?, welcome.control_len).map_err(|error| error.to_string())?;
+        let control = ControlMemory::open(next()?, welcome.control_len).map_err(|error| match error {
+            ControlError::Memory(error) => OpenFault::of(error, "control memory"),
+            other => OpenFault::Protocol(other.to_string()),
+        })?;
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
-            return Err(format!("slot {slot} is beyond the endpoint table"));
+            return Err(format!("slot {slot} is beyond the endpoint table").into());
         }
         if welcome.mailbox_len != u64_from(mailbox_bytes(&welcome.limits)) {
             return Err("the mailbox does not fit the limits".into());

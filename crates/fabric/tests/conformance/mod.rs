@@ -28,3 +28,7 @@ mod tcp_sealed {
 mod sim {
     conformance!(super::providers::SimHarness);
 }
+
+mod multiplexed {
+    conformance_without_messages!(super::providers::MultiplexedHarness);
+}

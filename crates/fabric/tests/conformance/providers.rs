@@ -2,10 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use aquifer_fabric::multiplex::{MultiplexedEndpoint, Multiplexer};
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::sim::{SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpTarget};
-use aquifer_fabric::{Endpoint, EndpointError, Identity, Target};
+use aquifer_fabric::{Endpoint, EndpointError, Identity, Limits, PostError, Target, Work, forward_endpoint};
 
 use super::harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WINDOWS_MAX};
 
@@ -69,6 +70,71 @@ impl<const SEALED: bool> Harness for TcpHarness<SEALED> {
     fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
         let options = ConnectOptions { encrypt: SEALED, ..ConnectOptions::default() };
         tcp::connect(self.address, &KEY, who, options)
+    }
+
+    fn kill_target(&mut self) {
+        self.target = None;
+    }
+}
+
+/// Endpoints that share one with another user, over TCP.
+pub struct MultiplexedHarness {
+    target: Option<TcpTarget>,
+    address: std::net::SocketAddr,
+}
+
+/// Users of one endpoint.
+const USERS: usize = 2;
+
+/// An endpoint beside which another user has its own.
+#[derive(Debug)]
+struct Neighbours {
+    endpoint: MultiplexedEndpoint,
+    _neighbour: MultiplexedEndpoint,
+    _multiplexer: Multiplexer,
+}
+
+impl Endpoint for Neighbours {
+    forward_endpoint!(
+        endpoint: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, is_away,
+        drain_handle
+    );
+
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        self.endpoint.post(batch)
+    }
+}
+
+impl Harness for MultiplexedHarness {
+    fn start() -> Self {
+        let options = tcp::TcpOptions {
+            endpoints_max: ENDPOINTS_MAX,
+            regions_max: REGIONS_MAX,
+            windows_max: WINDOWS_MAX,
+            limits: Limits {
+                queue_depth: USERS * LIMITS.queue_depth,
+                local_regions_max: USERS * LIMITS.local_regions_max,
+                ..LIMITS
+            },
+            encrypt: false,
+            ..tcp::TcpOptions::default()
+        };
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
+        Self { address: target.address(), target: Some(target) }
+    }
+
+    fn target(&self) -> &dyn Target {
+        self.target.as_ref().unwrap()
+    }
+
+    fn connect(&self, who: Identity) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let options = ConnectOptions { encrypt: false, ..ConnectOptions::default() };
+        let endpoint = tcp::connect(self.address, &KEY, who, options)?;
+        let multiplexer = Multiplexer::new(endpoint, USERS).unwrap();
+        let user = || multiplexer.add_user().expect("there is room for two");
+        let (endpoint, neighbour) = (user(), user());
+        assert!(multiplexer.add_user().is_none(), "and for no more");
+        Ok(Box::new(Neighbours { endpoint, _neighbour: neighbour, _multiplexer: multiplexer }))
     }
 
     fn kill_target(&mut self) {

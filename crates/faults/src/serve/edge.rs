@@ -85,7 +85,7 @@ impl ProcessEdge {
             uffd,
             table: volume.table_memory().fd().try_clone_to_owned()?,
             origin,
-            fetcher: Fetcher::new(service.agent.connector(run.tenant()))?,
+            fetcher: Fetcher::new(service.agent.fetch_connector(run.tenant()))?,
             zeros: vec![0; FETCH_PAGES_MAX * PAGE_BYTES].into_boxed_slice(),
             attachment: None,
             started: Instant::now(),

@@ -49,9 +49,9 @@ pub use restore::RestoredRun;
 pub use run::Run;
 
 /// Most runs that one agent serves at once.
-pub const RUNS_MAX: usize = 1024;
+pub const RUNS_MAX: usize = 4096;
 /// Most runs of one user at once.
-pub const RUNS_PER_TENANT_MAX: usize = 256;
+pub const RUNS_PER_TENANT_MAX: usize = 1024;
 
 /// What helps if the pool is full while a cluster runs; the end of an error message.
 pub const MORE_MEMORY_ADVICE: &str = "start another memory node (aquifer node --id NUMBER --memory SIZE), \
@@ -85,8 +85,11 @@ pub enum OpenRunError {
 
 /// What the agent provides to the paging service.
 pub trait AgentServices: Send + Sync + Debug {
-    /// Connects to memory nodes on behalf of a tenant.
+    /// Connects to memory nodes on behalf of a tenant, to write pages.
     fn connector(&self, tenant: u32) -> Arc<dyn Connector>;
+
+    /// The same, to read pages that a program waits for.
+    fn fetch_connector(&self, tenant: u32) -> Arc<dyn Connector>;
 
     /// A pool client of a tenant, with all nodes that are reachable now.
     fn pool(&self, tenant: u32) -> PoolClient;

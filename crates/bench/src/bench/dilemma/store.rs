@@ -9,7 +9,7 @@ use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_host::cluster_access::request_cluster_access;
 use aquifer_host::membership::Membership;
-use aquifer_host::nodes::NodeRegistry;
+use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
 use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES, SlabSizing};
 
 use crate::bench::BenchError;
@@ -66,7 +66,7 @@ impl Host {
         let share_bytes = LIMIT_BYTES - budget.resident_max() * PAGE_BYTES as u64;
         let share_bytes = usize::try_from(share_bytes).map_err(|error| failed(&error))?;
         let mempool = Arc::new(Mempool::new(share_bytes).map_err(|error| failed(&error))?);
-        let connector: Arc<dyn Connector> = self.nodes.connector(self.tenant.0);
+        let connector: Arc<dyn Connector> = self.nodes.connector(self.tenant.0, EndpointPurpose::Write);
         let volume = BlockVolume::new((pages * PAGE_BYTES) as u64, mempool, budget, WRITE_TIMEOUT)
             .map_err(|error| failed(&error))?;
         let pool = self.nodes.pool_client(self.tenant.0);

@@ -1,0 +1,46 @@
+//! Waits for what a dropped user has left in flight.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Shared;
+use crate::handshake::HANDSHAKE_TIMEOUT;
+use crate::work::{DrainHandle, EndpointError};
+
+/// The interval at which the endpoint is polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Drains the operations that one user had in flight. Other users go on.
+#[derive(Debug)]
+pub(super) struct MultiplexedDrain {
+    pub shared: Arc<Shared>,
+    /// The numbers of the operations.
+    pub unfinished: Vec<u64>,
+    /// The endpoint's own, for when it is broken.
+    pub drain: Option<Box<dyn DrainHandle>>,
+}
+
+impl DrainHandle for MultiplexedDrain {
+    fn drain(&mut self) -> Result<(), EndpointError> {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        loop {
+            let mut state = self.shared.lock();
+            state.collect(None);
+            if state.endpoint.is_broken() {
+                // Completed as failed, and unknown to be done: the target must confirm.
+                drop(state);
+                return self.drain.as_mut().map_or(Ok(()), |drain| drain.drain());
+            }
+            if !state.table.has_any(&self.unfinished) {
+                return Ok(());
+            }
+            drop(state);
+            if Instant::now() >= deadline {
+                let source = io::ErrorKind::TimedOut.into();
+                return Err(EndpointError::Unreachable { address: "a shared endpoint".into(), source });
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+}

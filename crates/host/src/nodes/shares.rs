@@ -1,0 +1,166 @@
+//! How many endpoints a tenant has to a node.
+//!
+//! A node grants a bounded number of endpoints to the whole cluster, and each costs both machines
+//! descriptors and memory. So the first users of a tenant get endpoints of their own, which are
+//! faster, and all further ones share.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use aquifer_fabric::multiplex::Multiplexer;
+use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
+use aquifer_pool::NodeId;
+
+/// Endpoints that only one user has, of one tenant, to one node, for one purpose.
+const OWN_MAX: usize = 8;
+/// Users of a shared endpoint.
+const USERS_MAX: usize = 16;
+
+/// What an endpoint is for. Endpoints are shared for the same purpose only, so that a fetch does
+/// not wait behind many WRITEs.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum EndpointPurpose {
+    /// Reading pages that a program waits for.
+    Fetch,
+    /// Writing pages.
+    Write,
+    /// Allocating and freeing extents.
+    Allocate,
+}
+
+/// Which users can share an endpoint.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct ShareKey {
+    pub node: NodeId,
+    /// The epoch of the node's life. Another life is other memory.
+    pub life: u64,
+    pub tenant: Tenant,
+    pub purpose: EndpointPurpose,
+}
+
+/// All endpoints of this host.
+#[derive(Debug, Default)]
+pub(super) struct EndpointShares(Mutex<HashMap<ShareKey, Arc<Mutex<Share>>>>);
+
+#[derive(Debug, Default)]
+struct Share {
+    /// One reference for each endpoint that only one user has.
+    own: Arc<()>,
+    multiplexers: Vec<Multiplexer>,
+}
+
+impl EndpointShares {
+    /// An endpoint of a new user, which `open` opens unless one can be shared.
+    ///
+    /// # Errors
+    /// Those of `open`.
+    pub fn endpoint(
+        &self,
+        key: ShareKey,
+        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let share = Arc::clone(lock(&self.0).entry(key).or_default());
+        // Held while connecting, so that those who come meanwhile share the new one.
+        let mut share = lock(&share);
+        if Arc::strong_count(&share.own) <= OWN_MAX {
+            let endpoint = open()?;
+            return Ok(Box::new(OwnEndpoint { endpoint, _counted: Arc::clone(&share.own) }));
+        }
+        share.endpoint(open)
+    }
+
+    /// Forgets the lives of a node before this one. Their endpoints close with their users.
+    pub fn forget_earlier_lives(&self, node: NodeId, life: u64) {
+        lock(&self.0).retain(|key, _| key.node != node || key.life >= life);
+    }
+}
+
+impl Share {
+    /// An endpoint on a shared one, which `open` opens if all have as many users as they can.
+    fn endpoint(
+        &mut self,
+        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let mut added = None;
+        // One that takes no more users and has none is closed.
+        self.multiplexers.retain(|multiplexer| {
+            if added.is_none() {
+                added = multiplexer.add_user();
+            }
+            multiplexer.users() > 0
+        });
+        if let Some(endpoint) = added {
+            return Ok(Box::new(endpoint));
+        }
+        let unreachable = |source| EndpointError::Unreachable { address: "a shared endpoint".into(), source };
+        let multiplexer = Multiplexer::new(open()?, USERS_MAX).map_err(unreachable)?;
+        let broken = || unreachable(std::io::ErrorKind::ConnectionAborted.into());
+        let endpoint = multiplexer.add_user().ok_or_else(broken)?;
+        self.multiplexers.push(multiplexer);
+        Ok(Box::new(endpoint))
+    }
+}
+
+/// An endpoint that only one user has.
+#[derive(Debug)]
+struct OwnEndpoint {
+    endpoint: Box<dyn Endpoint>,
+    _counted: Arc<()>,
+}
+
+impl Endpoint for OwnEndpoint {
+    aquifer_fabric::forward_endpoint!(
+        endpoint: poll, wait, poll_fd, register_local, receive, regions, limits, is_broken, is_away,
+        drain_handle
+    );
+
+    fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
+        self.endpoint.post(batch)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use aquifer_fabric::sim::{SimFabric, SimOptions};
+    use aquifer_fabric::{Host, Identity};
+
+    use super::*;
+
+    #[test]
+    fn the_first_users_have_their_own_and_the_others_share() {
+        let fabric = SimFabric::new(1, SimOptions::default());
+        let node = fabric.add_node();
+        let who = Identity { host: Host(1), epoch: 1, tenant: Tenant(7) };
+        let shares = EndpointShares::default();
+        let opened = Cell::new(0);
+        let key = ShareKey { node: NodeId(1), life: 1, tenant: Tenant(7), purpose: EndpointPurpose::Fetch };
+        let endpoint = |key| {
+            let open = || {
+                opened.set(opened.get() + 1);
+                fabric.connect(node.node(), who)
+            };
+            shares.endpoint(key, open).unwrap()
+        };
+        let mut users: Vec<_> = (0..OWN_MAX).map(|_| endpoint(key)).collect();
+        assert_eq!(opened.get(), OWN_MAX);
+        users.extend((0..2 * USERS_MAX).map(|_| endpoint(key)));
+        assert_eq!(opened.get(), OWN_MAX + 2);
+        users.truncate(OWN_MAX + 3);
+        users.extend((0..USERS_MAX - 3).map(|_| endpoint(key)));
+        assert_eq!(opened.get(), OWN_MAX + 2, "places that are free again are used");
+        users.remove(0);
+        users.push(endpoint(key));
+        assert_eq!(opened.get(), OWN_MAX + 3, "another one has its own");
+        let other = ShareKey { purpose: EndpointPurpose::Write, ..key };
+        users.push(endpoint(other));
+        assert_eq!(opened.get(), OWN_MAX + 4);
+        shares.forget_earlier_lives(NodeId(1), 2);
+        assert!(lock(&shares.0).is_empty());
+    }
+}
