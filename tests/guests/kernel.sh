@@ -70,7 +70,7 @@ base=$work/package
 [ -d "$base/lib/modules" ] || base=$work/package/usr
 version=$(basename "$base"/lib/modules/*)
 depmod -b "$base" "$version"
-image=$(ls "$work"/package/boot/vmlinuz-* "$base/lib/modules/$version/vmlinuz" 2>/dev/null | head -n 1)
+image=$(find "$work/package" -name 'vmlinuz*' -type f | sort | head -n 1)
 cp "$image" "$work/vmlinuz"
 
 # The initramfs: busybox, and the modules that mount the host's files, in the order of loading.

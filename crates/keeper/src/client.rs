@@ -60,8 +60,16 @@ impl KeeperClient {
     /// number.
     pub fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
         let mut state = self.lock();
-        let copies = fds.iter().filter_map(|fd| fd.try_clone_to_owned().ok()).collect();
-        state.items.insert((item.kind, item.id), (item.clone(), copies));
+        match fds.iter().map(BorrowedFd::try_clone_to_owned).collect() {
+            Ok(copies) => drop(state.items.insert((item.kind, item.id), (item.clone(), copies))),
+            // An item with some of its descriptors would be taken for another.
+            Err(error) => tracing::error!(
+                kind = ?item.kind,
+                id = item.id,
+                %error,
+                "no copy of an item: it is lost if the keeper is restarted"
+            ),
+        }
         if send_frame(&state.socket, &Frame::Hold(item.clone()), fds).is_err() {
             self.reconnect(&mut state);
         }
@@ -139,13 +147,11 @@ fn claim(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> 
     }
 }
 
-/// Copies restored items, without the pidfd that the keeper adds to the item of a program.
+/// Copies restored items, to send them again.
 fn copy_items(kept: &[RestoredItem]) -> io::Result<SentItems> {
     let mut items = SentItems::new();
     for RestoredItem { item, fds } in kept {
-        let has_pidfd = item.kind == HeldKind::Program && item.pid != 0;
-        let sent = &fds[..fds.len().saturating_sub(usize::from(has_pidfd))];
-        let copies = sent.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        let copies = fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
         items.insert((item.kind, item.id), (item.clone(), copies));
     }
     Ok(items)

@@ -15,6 +15,7 @@ use std::time::Duration;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::{KeeperClient, KeeperOptions, serve};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 const LONG: Duration = Duration::from_secs(1000);
 
@@ -131,6 +132,31 @@ fn a_daemon_sends_its_items_to_the_next_keeper() {
     assert_eq!(found, [(HeldKind::Node, 7)]);
     client.release(HeldKind::Node, 7);
     await_release(held);
+}
+
+#[test]
+fn a_restored_item_is_sent_again_with_all_its_descriptors() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let (agent, _) = keeper.connect(KeeperShare::Agent);
+    let mut program = std::process::Command::new("sleep").arg("1000").spawn().expect("sleep is installed");
+    let process = Pid::from_child(&program);
+    let pidfd = pidfd_open(process, PidfdFlags::empty()).expect("it runs");
+    let (_reader, writer) = pipe().expect("a pipe");
+    let uid = rustix::process::geteuid().as_raw();
+    let item = HeldItem { kind: HeldKind::Program, id: 1, pid: program.id(), uid, record: String::new() };
+    agent.hold(&item, &[writer.as_fd(), pidfd.as_fd()]);
+    synchronise(&keeper);
+    drop(agent);
+    let (agent, _) = keeper.connect(KeeperShare::Agent);
+    drop(keeper);
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    agent.reconnect_if_closed();
+    drop(agent);
+    let (_agent, kept) = KeeperClient::connect(&keeper.socket, KeeperShare::Agent).expect("it serves");
+    assert_eq!(kept.iter().map(|kept| (kept.item.pid, kept.fds.len())).collect::<Vec<_>>(), [(item.pid, 2)]);
+    program.kill().expect("it may have ended");
+    program.wait().expect("it is ours");
 }
 
 #[test]

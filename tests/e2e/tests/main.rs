@@ -21,6 +21,7 @@ mod large;
 mod lend;
 mod limit;
 mod malloc;
+mod many;
 mod metrics;
 mod network;
 mod node_restart;

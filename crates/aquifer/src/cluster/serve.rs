@@ -120,16 +120,6 @@ fn run(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Raises the soft limit of open files to the hard one: the usual soft limit is for programs that
-/// use `select`, and an agent has some twenty descriptors for each program.
-fn raise_descriptor_limit() {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let maximum = getrlimit(Resource::Nofile).maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        tracing::warn!(%error, "the limit of open files cannot be raised");
-    }
-}
-
 fn directory(state: &StateDir, stop: StopSignal, ready: ReadyNotifier) -> Result<(), Box<dyn Error>> {
     let socket = state.socket(&Daemon::Directory.to_string());
     use std::os::fd::AsFd;
@@ -146,7 +136,6 @@ fn keeper(
     let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
     let options = KeeperOptions { socket: state.socket(&Daemon::Keeper.to_string()), grace, listener };
     let stopped = stop_flag(stop)?;
-    raise_descriptor_limit();
     keeper::serve(&options, &stopped, || ready.notify())
         .map_err(|error| format!("keeper cannot serve at {}: {error}", options.socket.display()).into())
 }
@@ -282,21 +271,24 @@ fn agent(
         metrics: settings.metrics.clone(),
     };
     let stopped = stop_flag(stop)?;
-    raise_descriptor_limit();
     aquifer_agent::serve(&options, &stopped, || ready.notify())?;
     shadow.dismiss();
     Ok(())
 }
 
-/// Raises the limit of open files to the hard limit: each paged program needs about a dozen
-/// descriptors in the agent and in the keeper.
+/// Most descriptors that a daemon asks for: enough for the programs of [`aquifer_agent`]'s limits.
+const DESCRIPTORS_WANTED: u64 = 262_144;
+
+/// Raises the limit of open files: each paged program needs some thirty descriptors in the agent,
+/// and some in the keeper. Root may raise the hard limit, too.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    let wanted = Rlimit { current: limit.maximum, maximum: limit.maximum };
-    if let Err(error) = setrlimit(Resource::Nofile, wanted) {
-        tracing::warn!(%error, ?limit, "limit of open files not raised; it bounds the number of paged \
-            programs");
+    let hard = getrlimit(Resource::Nofile).maximum;
+    let raise = |limit| setrlimit(Resource::Nofile, Rlimit { current: limit, maximum: limit });
+    let higher = hard.filter(|hard| *hard < DESCRIPTORS_WANTED).map(|_| DESCRIPTORS_WANTED);
+    let raised = higher.map_or(raise(hard), |wanted| raise(Some(wanted)).or_else(|_| raise(hard)));
+    if let Err(error) = raised {
+        tracing::warn!(%error, "limit of open files not raised; it bounds the number of paged programs");
     }
 }
 

@@ -1,0 +1,42 @@
+//! Many runs at once: a lack of endpoints, descriptors or memory delays programs and loses no page.
+
+use std::collections::BTreeMap;
+use std::process::{Child, Stdio};
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::{Cluster, build};
+
+/// Starts `count` runs, each with 12 MiB in 8, and checks that all see the right pages.
+fn all_succeed(cluster: &Cluster, count: usize) {
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "12M", "--threads", "1"];
+    let start = |_| -> Child {
+        let mut command = cluster.run_command("8M", &program);
+        command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().expect("aquifer can be started")
+    };
+    let runs: Vec<_> = (0..count).map(start).collect();
+    let mut failures = BTreeMap::new();
+    for run in runs {
+        let output = run.wait_with_output().expect("it ends");
+        if !output.status.success() {
+            *failures.entry(format!("{}: {}", output.status, text(&output.stderr))).or_insert(0) += 1;
+        }
+    }
+    assert!(failures.is_empty(), "of {count} runs: {failures:#?}");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn fifty_runs_at_once() {
+    all_succeed(&Cluster::up(4, "256M"), 50);
+}
+
+mod long {
+    use super::*;
+
+    /// As many as 20,000 descriptors are enough for.
+    #[test]
+    fn hundreds_of_runs_at_once() {
+        all_succeed(&Cluster::up(8, "512M"), 400);
+    }
+}
