@@ -177,7 +177,7 @@ impl Endpoint for MultiplexedEndpoint {
         }
         // The parts of all users together are the whole queue.
         state.endpoint.post(&state.batch).expect("the queue has room for the parts of all users");
-        state.collect(Some(self.user));
+        state.collect(None);
         let is_waited_for = was_idle && state.table.in_flight() > 0;
         drop(guard);
         if is_waited_for {
@@ -190,11 +190,11 @@ impl Endpoint for MultiplexedEndpoint {
         let mut state = self.shared.lock();
         state.collect(Some(self.user));
         let count = state.table.take_done(self.user, out, max);
-        // With the lock held, so that no wake-up for what is left is lost.
-        if let Some(wake) = self.wake.get()
-            && !state.table.has_done(self.user)
-        {
-            wake.clear();
+        // With the lock held, so that no wake-up is lost.
+        match self.wake.get() {
+            Some(wake) if state.table.has_done(self.user) => wake.wake(),
+            Some(wake) => wake.clear(),
+            None => {}
         }
         count
     }
