@@ -12,11 +12,11 @@ const GIB: u64 = 1 << 30;
 mod long {
     use super::*;
 
-    /// Two replicas of 7 GiB on three nodes of 6 GiB. After the death of a node, the others hold at
-    /// least one replica of each page.
+    /// Two replicas of 7 GiB on four nodes of 5 GiB. After the death of a node, the others have room
+    /// for both replicas of all pages.
     #[test]
     fn eight_gib_in_one_with_two_copies_survive_a_node() {
-        let mut cluster = Cluster::up_with(3, "6G", &["--mempool", "512M"]);
+        let mut cluster = Cluster::up_with(4, "5G", &["--mempool", "512M"]);
         cluster.set_run_options(&["--replicas", "2"]);
         let checker = build::programs().join("checker");
         let program = [checker.to_str().expect("a plain path"), "pages", "--bytes", "8G", "--rounds", "1"];
