@@ -65,6 +65,11 @@ fn direct_io_works_with_evicted_pages() {
 }
 
 #[test]
+fn a_process_that_shares_the_memory_of_one_that_has_ended_is_served() {
+    check("outlive");
+}
+
+#[test]
 fn signals_are_handled_on_a_stack_that_may_be_evicted() {
     check("signal-stack");
 }

@@ -142,6 +142,11 @@ impl ProcessEdge {
         self.send_welcome()
     }
 
+    /// Forgets the worker, which has ended with its process.
+    pub(crate) fn detach(&mut self) {
+        self.attachment = None;
+    }
+
     /// Attaches a worker that another agent has attached.
     ///
     /// The program may not have been welcomed yet. A program that has been ignores a second

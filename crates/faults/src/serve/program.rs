@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use aquifer_channel::kill::kill_as;
 use aquifer_channel::try_send_frame;
@@ -30,8 +31,10 @@ use crate::monitor::{Monitor, TurnOutcome};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
-/// Interval at which a program with an unknown process is checked for its end.
-const PROBE_MS: i32 = 1000;
+/// Interval at which the memory of an unknown process, or of one that has ended, is looked for.
+const PROBE_INTERVAL: Duration = Duration::from_secs(1);
+/// Time from the end of a process to the first look whether its memory is gone. It doubles.
+const FIRST_PROBE: Duration = Duration::from_millis(1);
 /// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
 const YIELDS_BEFORE_SLEEP: u32 = 2;
 
@@ -385,7 +388,7 @@ pub(crate) fn spawn(
     let serve = move || {
         set_niceness(URGENT);
         if let Some(monitor) = make(&run, &program, edge) {
-            MonitorLoop { monitor, program: Arc::clone(&program) }.run();
+            MonitorLoop { monitor, program: Arc::clone(&program), outlived: None }.run();
         }
         remove_program(&run, &program);
     };
@@ -396,6 +399,8 @@ pub(crate) fn spawn(
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
+    /// If the process has ended and its memory has not: the time to the next look whether it has.
+    outlived: Option<Duration>,
 }
 
 impl MonitorLoop {
@@ -468,7 +473,7 @@ impl MonitorLoop {
         self.program.has_pending_faults.store(self.monitor.has_pending_faults(), SeqCst);
         if !self.program.begin_sleep() {
             if self.program.has_exited() {
-                self.monitor.end();
+                self.process_has_ended();
             }
             return;
         }
@@ -477,16 +482,35 @@ impl MonitorLoop {
         fds[0].fd = edge.uffd().as_raw_fd();
         fds[1].fd = self.program.wakeup.as_raw_fd();
         // No watch reports the end of an unknown process, so it is checked at intervals.
-        let timeout_ms = if self.program.pid() == 0 { PROBE_MS } else { -1 };
+        let interval = self.outlived.or((self.program.pid() == 0).then_some(PROBE_INTERVAL));
+        let timeout_ms = interval.map_or(-1, |interval| i32::try_from(interval.as_millis()).unwrap_or(-1));
         // SAFETY: the array has two valid entries.
         let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
         self.program.end_sleep();
         if fds[1].revents != 0 {
             self.program.drain_wakeup();
         }
-        if self.program.has_exited() || (ready == 0 && !self.monitor.edge().is_alive()) {
+        if self.program.has_exited() {
+            self.process_has_ended();
+        } else if ready == 0 && !self.monitor.edge().is_alive() {
             self.monitor.end();
+        } else if ready == 0 {
+            self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
         }
+    }
+
+    /// Ends the monitor if the memory of the process is gone, or must not be served any more.
+    ///
+    /// The kernel may not have freed it yet. And another process may share it, made by `clone` with
+    /// `CLONE_VM` or by `vfork`: then it is served on, and nothing is evicted from it, because the
+    /// worker has ended with the process.
+    fn process_has_ended(&mut self) {
+        if self.program.is_killed() || !self.monitor.edge().is_alive() {
+            return self.monitor.end();
+        }
+        self.program.has_exited.store(false, SeqCst);
+        self.monitor.edge().detach();
+        self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
     }
 
     /// Frees all that the program had.

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use aquifer_channel::kill::kill_as;
 use aquifer_channel::{RestoredItem, send_frame};
@@ -26,13 +27,16 @@ use super::run::Run;
 use super::unserved::UnservedMemory;
 use crate::areas::Area;
 use crate::journal::{Journal, JournalContents, PersistentRanges};
-use crate::kernel::UffdMessage;
+use crate::kernel::{FillStop, UffdMessage};
 use crate::monitor::{Monitor, ResumeState};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
 /// Longest wait for the end of a killed program.
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
+/// Longest time that the kernel needs to free the memory of a process that has ended.
+const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(2);
+const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A run that was resumed.
@@ -241,6 +245,11 @@ impl RecoveringRun {
         for mut program in std::mem::take(&mut self.programs) {
             let id = program.id;
             if program.has_ended() {
+                if !program.is_memory_gone() {
+                    self.fail("a process shares the memory of one that has ended".into());
+                    self.unservable.push(program.to_unservable());
+                    continue;
+                }
                 if program.has_unserved_fork(&served) {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
@@ -325,6 +334,21 @@ impl RecoveredProgram {
     fn has_ended(&self) -> bool {
         self.pidfd.as_ref().is_some_and(has_ended)
             || self.worker.as_ref().is_some_and(|(_, socket)| is_ready(socket, NO_WAIT))
+    }
+
+    /// Whether the memory of a process that has ended is gone. The kernel may need a moment.
+    fn is_memory_gone(&self) -> bool {
+        let canary = self.record.canary(self.id);
+        let deadline = Instant::now() + MEMORY_END_TIMEOUT;
+        loop {
+            if canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(MEMORY_END_INTERVAL);
+        }
     }
 
     /// Whether the first unapplied event is a fork whose child the keeper already has.
