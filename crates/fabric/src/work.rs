@@ -224,6 +224,14 @@ impl EndpointError {
         }
     }
 
+    /// Whether the target did not answer in time.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        use std::io::ErrorKind::{TimedOut, WouldBlock};
+        // A socket with a timeout says that it would block.
+        matches!(self, Self::Unreachable { source, .. } if [TimedOut, WouldBlock].contains(&source.kind()))
+    }
+
     /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {

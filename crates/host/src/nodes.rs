@@ -144,7 +144,7 @@ impl NodeRegistry {
                     tracing::info!(node = node.0, "waiting for a memory node that is away");
                     true
                 }
-                NodeState::Unknown => false,
+                NodeState::Suspect(_) | NodeState::Unknown => false,
             };
             // A node that has just died is in the directory until its lease ends, so only a
             // connection shows whether it is present.
@@ -318,16 +318,17 @@ impl NodeRegistry {
     ) -> Result<Box<dyn Endpoint>, ConnectFailure> {
         let (present, error) = match self.state(node, Instant::now()) {
             NodeState::Present(present) => {
-                let key = ShareKey { node, life: present.epoch, tenant, purpose };
-                let open = || {
-                    let endpoint = self.open_endpoint(&present, tenant)?;
-                    self.shares.forget_earlier_lives(node, present.epoch);
-                    Ok(self.wrap(node, tenant, endpoint, &present, policy))
-                };
-                match self.shares.endpoint(key, open) {
+                match self.share_endpoint(node, tenant, purpose, &present, policy) {
                     Ok(endpoint) => return Ok(endpoint),
                     Err(error) => (Some(present), error),
                 }
+            }
+            NodeState::Suspect(last) => {
+                return self.share_endpoint(node, tenant, purpose, &last, policy).map_err(|error| {
+                    // One that does not answer either has ended, for all that can be known.
+                    let is_temporary = error.is_lack_of_room() && !error.is_timeout();
+                    ConnectFailure { error, is_temporary }
+                });
             }
             NodeState::Away => (None, unknown_node(node)),
             NodeState::Unknown => {
@@ -339,6 +340,23 @@ impl NodeRegistry {
         let is_away = present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
         let is_temporary = is_away || error.is_lack_of_room();
         Err(ConnectFailure { error, is_temporary })
+    }
+
+    /// An endpoint to a node, of its own or shared.
+    fn share_endpoint(
+        &self,
+        node: NodeId,
+        tenant: Tenant,
+        purpose: EndpointPurpose,
+        present: &PresentNode,
+        policy: AwayPolicy,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        let key = ShareKey { node, life: present.epoch, tenant, purpose };
+        self.shares.endpoint(key, || {
+            let endpoint = self.open_endpoint(present, tenant)?;
+            self.shares.forget_earlier_lives(node, present.epoch);
+            Ok(self.wrap(node, tenant, endpoint, present, policy))
+        })
     }
 
     /// Says at intervals what connections wait for.
@@ -411,7 +429,7 @@ impl NodeRegistry {
         identity: Identity,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         match self.state(node, Instant::now()) {
-            NodeState::Present(present) => {
+            NodeState::Present(present) | NodeState::Suspect(present) => {
                 present.address.connect(identity, self.key.as_ref(), &self.connect)
             }
             NodeState::Away | NodeState::Unknown => Err(unknown_node(node)),
@@ -550,6 +568,28 @@ mod tests {
         directory.delete(&names::node_key(1)).expect("delete");
         nodes.refresh().expect("list");
         assert_eq!(nodes.list(), [NodeId(2)]);
+    }
+
+    /// A lease can end because its node, or the directory, was too busy to renew it.
+    #[test]
+    fn a_node_without_a_lease_is_used_as_long_as_it_answers() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node");
+        let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
+        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+        target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
+        let nodes = nodes(&directory);
+        register_at(&*directory, 1, path.display().to_string(), 0);
+        nodes.refresh().expect("list");
+        directory.delete(&names::node_key(1)).expect("delete");
+        nodes.refresh().expect("list");
+        assert_eq!(nodes.list(), []);
+        let connector = nodes.connector(5, EndpointPurpose::Fetch);
+        assert!(!connector.connect(NodeId(1)).expect("it answers").is_broken());
+        drop(target);
+        assert!(connector.connect(NodeId(1)).is_err(), "its memory is gone");
+        assert!(connector.connect_lazily(NodeId(2)).is_err(), "it was never seen");
     }
 
     #[test]

@@ -25,7 +25,7 @@ pub(super) struct Reconnector {
 impl Reconnect for Reconnector {
     fn attempt(&self) -> ReconnectOutcome {
         match self.nodes.state(self.node, Instant::now()) {
-            NodeState::Present(present) if present.epoch != self.epoch => {
+            NodeState::Present(present) | NodeState::Suspect(present) if present.epoch != self.epoch => {
                 tracing::warn!(
                     node = self.node.0,
                     tenant = self.tenant.0,
@@ -33,19 +33,21 @@ impl Reconnect for Reconnector {
                 );
                 ReconnectOutcome::Gone
             }
-            NodeState::Present(present) => match self.nodes.open_endpoint(&present, self.tenant) {
-                Ok(endpoint) => ReconnectOutcome::Connected(endpoint),
-                Err(error) if error.is_fence() => {
-                    tracing::warn!(
-                        node = self.node.0,
-                        tenant = self.tenant.0,
-                        %error,
-                        "memory node returned and has fenced this host"
-                    );
-                    ReconnectOutcome::Gone
+            NodeState::Present(present) | NodeState::Suspect(present) => {
+                match self.nodes.open_endpoint(&present, self.tenant) {
+                    Ok(endpoint) => ReconnectOutcome::Connected(endpoint),
+                    Err(error) if error.is_fence() => {
+                        tracing::warn!(
+                            node = self.node.0,
+                            tenant = self.tenant.0,
+                            %error,
+                            "memory node returned and has fenced this host"
+                        );
+                        ReconnectOutcome::Gone
+                    }
+                    Err(_) => ReconnectOutcome::Retry,
                 }
-                Err(_) => ReconnectOutcome::Retry,
-            },
+            }
             NodeState::Away => ReconnectOutcome::Retry,
             // It was present once, so its grace time has passed.
             NodeState::Unknown => ReconnectOutcome::Gone,

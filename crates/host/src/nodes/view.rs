@@ -37,6 +37,9 @@ impl PresentNode {
 pub(super) enum NodeState {
     /// The directory has the node.
     Present(PresentNode),
+    /// The node's lease has ended, and its memory ends with its process. Whether that still runs,
+    /// only a connection shows: its pages are not lost before. It gets no new ones.
+    Suspect(PresentNode),
     /// The node is away, and may return with its memory.
     Away,
     /// The node was never seen, or its memory is lost.
@@ -47,6 +50,8 @@ pub(super) enum NodeState {
 #[derive(Debug, Default)]
 pub(super) struct NodeView {
     present: BTreeMap<NodeId, PresentNode>,
+    /// Nodes whose lease has ended and whose memory is not kept, by their last record.
+    suspects: BTreeMap<NodeId, PresentNode>,
     /// Nodes that are away, each with the time until which its memory is kept.
     away: BTreeMap<NodeId, Instant>,
     /// Revision of the latest applied listing. Older events are ignored.
@@ -107,6 +112,7 @@ impl NodeView {
     fn insert(&mut self, record: &NodeRecord, now: Instant) {
         let node = NodeId(record.id);
         self.away.remove(&node);
+        self.suspects.remove(&node);
         match PresentNode::from_record(record) {
             Ok(present) => {
                 self.present.insert(node, present);
@@ -127,9 +133,10 @@ impl NodeView {
     }
 
     fn remove(&mut self, node: NodeId, now: Instant) {
-        let grace = self.present.remove(&node).map_or(Duration::ZERO, |node| node.grace);
-        if !grace.is_zero() {
-            self.away.insert(node, now + grace);
+        match self.present.remove(&node) {
+            Some(present) if present.grace.is_zero() => drop(self.suspects.insert(node, present)),
+            Some(present) => drop(self.away.insert(node, now + present.grace)),
+            None => {}
         }
     }
 
@@ -137,6 +144,9 @@ impl NodeView {
     pub fn state(&self, node: NodeId, now: Instant) -> NodeState {
         if let Some(present) = self.present.get(&node) {
             return NodeState::Present(present.clone());
+        }
+        if let Some(suspect) = self.suspects.get(&node) {
+            return NodeState::Suspect(suspect.clone());
         }
         let is_kept = self.away.get(&node).is_some_and(|until| now < *until);
         if is_kept { NodeState::Away } else { NodeState::Unknown }
@@ -176,7 +186,8 @@ mod tests {
         view.apply_event(NodeId(2), None, 12, at(100));
         assert_eq!(view.state(NodeId(1), at(599)), NodeState::Away);
         assert_eq!(view.state(NodeId(1), at(600)), NodeState::Unknown);
-        assert_eq!(view.state(NodeId(2), at(100)), NodeState::Unknown);
+        assert!(matches!(view.state(NodeId(2), at(100)), NodeState::Suspect(PresentNode { epoch: 8, .. })));
+        assert!(view.present().all(|node| node != NodeId(2)), "it gets no new pages");
         view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(200));
         assert!(matches!(view.state(NodeId(1), at(900)), NodeState::Present(PresentNode { epoch: 7, .. })));
         // A listing without the node has the effect of a deletion.
