@@ -76,6 +76,11 @@ pub trait Edge: Kernel {
     /// The child's userfaultfd must stay open as long as the child lives.
     fn refuse_child(&mut self, child: Self::Child, error: &TableError);
 
+    /// Ends the run, because the parent of a forked child is served no more and the child cannot be.
+    ///
+    /// The child's userfaultfd must stay open as long as the child lives.
+    fn abandon_child(&mut self, child: Self::Child);
+
     /// Ends the run, because a program does what no program does that leaves its userfaultfd alone.
     fn end_run(&mut self, reason: &str);
 

@@ -57,6 +57,16 @@ pub enum UffdMessage<C> {
 }
 
 impl<C> UffdMessage<C> {
+    /// A bound of the pages that the message names.
+    pub(crate) fn last_page(&self) -> PageNumber {
+        match self {
+            Self::Fault(fault) => fault.page.saturating_add(1),
+            Self::Fork(_) => 0,
+            Self::Remap { from, to, pages } => (*from).max(*to).saturating_add(*pages),
+            Self::Remove { end, .. } | Self::Unmap { end, .. } => *end,
+        }
+    }
+
     /// Converts the descriptor of a forked child.
     pub fn map_child<D>(self, make: impl FnOnce(C) -> D) -> UffdMessage<D> {
         match self {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use aquifer_pager::PAGE_BYTES;
+use aquifer_pager::{PAGE_BYTES, PAGES_MAX};
 
 use crate::areas::{Area, Areas};
 
@@ -63,7 +63,7 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
-        if is_pageable(&line, below.as_ref()) {
+        if is_pageable(&line, below.as_ref()) && line.end / PAGE <= PAGES_MAX {
             areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
         below = Some(line);
@@ -101,7 +101,8 @@ pub fn registered_areas(text: &[u8]) -> Vec<Area> {
             let is_registered = flags.split(|byte| *byte == b' ').any(|flag| flag == b"um");
             areas.extend(last.take().filter(|_| is_registered));
         } else if let Some(line) = parse(line) {
-            last = Some(Area { start: line.start / PAGE, end: line.end / PAGE });
+            let area = Area { start: line.start / PAGE, end: line.end / PAGE };
+            last = Some(area).filter(|area| area.end <= PAGES_MAX);
         }
     }
     areas

@@ -19,7 +19,10 @@ pub(crate) use eviction::SPARE_PAGES;
 
 use std::sync::Arc;
 
-use aquifer_pager::{BLOCK_PAGES, Batch, Budget, FETCH_PAGES_MAX, Location, Mutation, PageNumber, Volume};
+use aquifer_pager::{
+    BLOCK_PAGES, Batch, Budget, FETCH_PAGES_MAX, Location, Mutation, PAGE_BYTES, PageNumber, TABLE_BYTES_MAX,
+    Volume,
+};
 
 use crate::areas::{Area, Areas};
 use crate::edge::{Edge, SenderEvent};
@@ -33,6 +36,8 @@ use repack::RepackProgress;
 
 /// Messages that fit without a new allocation; the journal reads at most as many at once.
 const MESSAGES_MAX: usize = 64;
+/// A page table may be this large under any limit: enough for 8 GiB of neighbouring pages.
+const TABLE_BYTES_FREE: usize = 16 << 20;
 
 /// What the caller must do after a turn.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -182,6 +187,7 @@ impl<E: Edge> Monitor<E> {
     /// Does all that can be done without waiting.
     pub fn turn(&mut self) -> TurnOutcome {
         self.apply_sender_events();
+        self.check_table();
         if !self.has_ended && !self.place_batches() {
             // Nothing notifies this monitor when the mempool has a free block, so it polls.
             self.has_ended = !self.edge.wait_for_sender();
@@ -208,6 +214,24 @@ impl<E: Edge> Monitor<E> {
             TurnOutcome::Again
         } else {
             TurnOutcome::Sleep
+        }
+    }
+
+    /// Ends the run if its page table is larger than its limit.
+    ///
+    /// A program that touches one page in each 2 MiB needs as much memory for the table as for the
+    /// pages.
+    fn check_table(&mut self) {
+        let limit = self.budget.resident_max().saturating_mul(PAGE_BYTES as u64);
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX).clamp(TABLE_BYTES_FREE, TABLE_BYTES_MAX);
+        let bytes = self.volume.table_bytes();
+        if bytes > limit && !self.has_ended {
+            self.edge.end_run(&format!(
+                "its pages are so far apart that a page table of {} MiB would be needed, which is more than \
+                 its limit: give it a larger --local",
+                bytes >> 20
+            ));
+            self.has_ended = true;
         }
     }
 

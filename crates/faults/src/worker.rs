@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, STATUS_PENDING};
 use aquifer_ipc::{BATCH_PAGES_MAX, WorkerControl};
-use aquifer_pager::{PAGE_BYTES, PageNumber};
+use aquifer_pager::{PAGE_BYTES, PAGES_MAX, PageNumber};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
@@ -198,7 +198,11 @@ impl WorkerPort {
             let places = batch.addresses[..count].iter().zip(&batch.statuses);
             places
                 .map(|(address, status)| {
-                    (address.load(Relaxed) / PAGE_BYTES as u64, outcome(status.load(Relaxed)))
+                    let page = address.load(Relaxed) / PAGE_BYTES as u64;
+                    // The program can write there. What cannot be a page was not moved.
+                    let outcome =
+                        if page < PAGES_MAX { outcome(status.load(Relaxed)) } else { MoveOutcome::Kept };
+                    (page, outcome)
                 })
                 .collect()
         };

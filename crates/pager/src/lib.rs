@@ -48,5 +48,5 @@ pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};
 pub use ports::Connector;
 pub use sender::{Sender, SenderStats, WrittenBatch};
 pub use slabs::{REPLICAS_MAX, SlabId, SlabReplicas, SlabSet, page_of};
-pub use table::TableError;
+pub use table::{PAGES_MAX, TABLE_BYTES_MAX, TableError};
 pub use volume::{Batch, RecoveredVolume, SealedBlock, StageOutcome, Volume, finish_move};

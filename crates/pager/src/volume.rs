@@ -129,6 +129,12 @@ impl Volume {
         })
     }
 
+    /// Bytes of memory that the page table occupies.
+    #[must_use]
+    pub fn table_bytes(&self) -> usize {
+        self.table.bytes()
+    }
+
     /// Sets the hook of [`PageTable::before_store`], also for volumes that are cloned from this
     /// one.
     pub fn before_store(&mut self, hook: fn()) {

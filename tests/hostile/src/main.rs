@@ -1,6 +1,7 @@
 //! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
 //! repelled, and prints what the agent answered.
 
+mod exhaustion;
 mod identity;
 mod stranger;
 mod sys;
@@ -12,6 +13,7 @@ fn main() -> ExitCode {
     let repelled = match attack.as_str() {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
+        "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),
     };

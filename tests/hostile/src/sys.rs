@@ -19,6 +19,22 @@ pub fn map_at(address: usize, bytes: usize) {
     assert_eq!(mapped as usize, address, "{}", io::Error::last_os_error());
 }
 
+/// Maps anonymous memory that the system does not account for; returns its address.
+pub fn reserve(bytes: usize) -> usize {
+    let (protection, flags) =
+        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    // SAFETY: a new mapping.
+    let mapped = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+    assert_ne!(mapped, libc::MAP_FAILED, "{}", io::Error::last_os_error());
+    mapped as usize
+}
+
+/// Writes to a byte of a mapping.
+pub fn touch(address: usize) {
+    // SAFETY: the address is in a mapping of this process.
+    unsafe { (address as *mut u8).write_volatile(1) };
+}
+
 /// A userfaultfd of the calling process, from the open device.
 pub fn userfaultfd(device: &OwnedFd) -> OwnedFd {
     // SAFETY: creates a descriptor.

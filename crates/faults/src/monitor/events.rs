@@ -2,7 +2,7 @@
 //!
 //! The rules for the kernel's events are in `docs/formats/paging.md`.
 
-use aquifer_pager::{Mutation, PageNumber, Volume};
+use aquifer_pager::{Mutation, PAGES_MAX, PageNumber, Volume};
 
 use super::{Monitor, PendingFault};
 use crate::areas::Area;
@@ -31,7 +31,17 @@ impl<E: Edge> Monitor<E> {
         }
         let now_ns = self.edge.now_ns();
         for (index, message) in messages.drain(..).enumerate() {
+            if message.last_page() > PAGES_MAX {
+                self.edge.end_run("a program of it has memory above the addresses that can be paged");
+                self.has_ended = true;
+            }
             match message {
+                _ if self.has_ended => {
+                    if let UffdMessage::Fork(child) = message {
+                        self.edge.abandon_child(child);
+                    }
+                    continue;
+                }
                 UffdMessage::Fault(fault) => {
                     self.pending.push(PendingFault { fault, since_ns: now_ns });
                     continue;
@@ -42,7 +52,7 @@ impl<E: Edge> Monitor<E> {
                 UffdMessage::Unmap { start, end } => self.apply_unmap(Area { start, end }),
             }
             if self.has_ended {
-                break;
+                continue;
             }
             let ranges = PersistentRanges { pending_unmaps: &self.pending_unmaps, removed: &self.removed };
             self.edge.event_applied(index, ranges);
@@ -136,7 +146,7 @@ impl<E: Edge> Monitor<E> {
             self.wait_while(Volume::is_in_flight);
         }
         if self.has_ended {
-            return;
+            return self.edge.abandon_child(child);
         }
         self.volume.reclaim_all();
         let child_volume = self.volume.clone_for_fork();

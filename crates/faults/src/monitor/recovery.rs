@@ -99,8 +99,11 @@ impl<E: Edge> Monitor<E> {
                 if *outcome != MoveOutcome::Moved {
                     continue;
                 }
+                // The program can write the list: a page counts once.
                 let is_leaving = leaving.remove(page)
-                    || partly_staged.is_some() && self.volume.state(*page) == PageState::Leaving;
+                    || partly_staged.is_some()
+                        && !pages.contains(page)
+                        && self.volume.state(*page) == PageState::Leaving;
                 if is_leaving {
                     pages.push(*page);
                     positions.push(u8::try_from(position).expect("batches are small"));

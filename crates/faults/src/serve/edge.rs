@@ -462,7 +462,8 @@ impl Edge for ProcessEdge {
 
     fn wait_for_sender(&mut self) -> bool {
         self.program.sleep_until_signalled(PATIENCE);
-        !self.program.is_killed() && !self.program.has_exited()
+        // Not if the process has ended: the sender goes on, and children may need the pages.
+        !self.program.is_killed()
     }
 
     fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
@@ -484,6 +485,10 @@ impl Edge for ProcessEdge {
 
     fn refuse_child(&mut self, child: OwnedFd, error: &TableError) {
         self.refuse(Userfaultfd::from(child), error);
+    }
+
+    fn abandon_child(&mut self, child: OwnedFd) {
+        self.refuse(Userfaultfd::from(child), &"its parent has ended");
     }
 
     fn end_run(&mut self, reason: &str) {

@@ -456,6 +456,10 @@ impl Edge for SimEdge {
         self.run_world().failure = Some(format!("child {child} was refused: {error}"));
     }
 
+    fn abandon_child(&mut self, child: usize) {
+        self.run_world().failure = Some(format!("child {child} was abandoned"));
+    }
+
     fn end_run(&mut self, reason: &str) {
         panic!("{reason}");
     }

@@ -236,6 +236,14 @@ void test_robust(void) {
 
 // ---- a process that shares the memory of one that has ended --------------------------------------
 
+static void expect_two_ends(const char *test) {
+    for (int ended = 0; ended < 2; ended++) {
+        int status;
+        if (wait(&status) < 0) die("wait");
+        if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail(test, "a process read wrong memory");
+    }
+}
+
 static struct area inherited;
 
 static int outlive(void *pipe_ends) {
@@ -266,10 +274,26 @@ void test_outlive(void) {
         _exit(0);
     }
     close(ends[1]);
-    for (int ended = 0; ended < 2; ended++) {
-        int status;
-        if (wait(&status) < 0) die("wait");
-        if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail("outlive", "a process read wrong memory");
-    }
+    expect_two_ends("outlive");
     finish(&inherited);
 }
+
+// ---- a child whose parent ends at once, while its pages are on their way -------------------------
+
+void test_orphan(void) {
+    struct numbers numbers = numbers_new(9100);
+    struct area area = half("orphan");
+    modify_every(&area, &numbers);
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
+    for (int round = 0; round < 20; round++) {
+        pid_t parent = forked();
+        if (parent == 0) {
+            for (uint64_t page = 0; page < area.pages; page++) modify_page(&area, page, &numbers);
+            if (forked() == 0) verify_all(&area);
+            _exit(0);
+        }
+        expect_two_ends("orphan");
+    }
+    finish(&area);
+}
+
