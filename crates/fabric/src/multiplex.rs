@@ -189,7 +189,7 @@ impl Endpoint for MultiplexedEndpoint {
     fn poll(&mut self, out: &mut Vec<Completion>, max: usize) -> usize {
         let mut state = self.shared.lock();
         state.collect(Some(self.user));
-        let count = state.table.take_done(self.user, out, max);
+        let count = state.table.drain_done(self.user, out, max);
         // With the lock held, so that no wake-up is lost.
         match self.wake.get() {
             Some(wake) if state.table.has_done(self.user) => wake.wake(),

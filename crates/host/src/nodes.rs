@@ -190,8 +190,8 @@ impl NodeRegistry {
         self.identity.host
     }
 
-    /// A connector for one tenant of this host and one purpose. Connections that do not wait are for
-    /// [`EndpointPurpose::Allocate`].
+    /// A connector for one tenant of this host and one purpose. Connections that do not wait are
+    /// for [`EndpointPurpose::Allocate`].
     #[must_use]
     pub fn connector(self: &Arc<Self>, tenant: u32, purpose: EndpointPurpose) -> Arc<dyn Connector> {
         Arc::new(TenantConnector { nodes: Arc::clone(self), tenant: Tenant(tenant), purpose })
@@ -364,7 +364,9 @@ impl NodeRegistry {
         if error.is_lack_of_room()
             && let Some(attempts) = lock(&self.waits).record(Instant::now())
         {
-            tracing::warn!(node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are");
+            tracing::warn!(
+                node = node.0, %error, attempts, "waiting for an endpoint; pages stay where they are"
+            );
         }
     }
 
@@ -479,159 +481,4 @@ impl Connector for TenantConnector {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use aquifer_directory::sim::DirectoryWorld;
-    use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
-    use aquifer_fabric::shm::{self, ShmTarget};
-    use aquifer_fabric::{Access, Memory, Scope, Target};
-
-    fn nodes(directory: &Arc<dyn Directory>) -> Arc<NodeRegistry> {
-        let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
-        NodeRegistry::new(Arc::clone(directory), identity, None, ConnectOptions::default())
-    }
-
-    fn register(directory: &dyn Directory, id: u16) {
-        register_at(directory, id, format!("/node-{id}"), 0);
-    }
-
-    fn register_at(directory: &dyn Directory, id: u16, address: String, kept_ms: u64) {
-        let fabric = "shm".into();
-        let record = NodeRecord {
-            id,
-            fabric,
-            address,
-            memory_bytes: 1 << 20,
-            memory_bytes_max: 1 << 20,
-            requested_memory_bytes: 1 << 20,
-            resize_blocker: None,
-            kept_ms,
-            epoch: 1,
-        };
-        directory.put(&names::node_key(id), &names::encode(&record), None).expect("put");
-    }
-
-    #[test]
-    fn require_lists_nodes_that_the_watch_has_not_reported() {
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        assert_eq!(nodes.require(1), Err(0));
-        // No watch has reported it.
-        register(&*directory, 1);
-        assert_eq!(nodes.require(1), Ok(()));
-        assert_eq!(nodes.require(2), Err(1));
-    }
-
-    #[test]
-    fn a_late_event_does_not_undo_a_listing() {
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        let mut watch = directory.watch(names::NODES, 1).expect("watch");
-        register(&*directory, 1);
-        directory.delete(&names::node_key(1)).expect("delete");
-        register(&*directory, 1);
-        nodes.refresh().expect("list");
-        while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
-            nodes.apply_event(&event);
-            assert_eq!(nodes.list(), [NodeId(1)], "{event:?} removed a node");
-        }
-        directory.delete(&names::node_key(1)).expect("delete");
-        nodes.apply_event(&watch.next(Duration::ZERO).expect("an event").expect("the deletion"));
-        assert_eq!(nodes.count(), 0);
-    }
-
-    #[test]
-    fn a_late_listing_does_not_undo_an_event() {
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        let mut watch = directory.watch(names::NODES, 1).expect("watch");
-        register(&*directory, 1);
-        let listing = directory.list(names::NODES).expect("list");
-        register(&*directory, 2);
-        directory.delete(&names::node_key(1)).expect("delete");
-        while let Some(event) = watch.next(Duration::ZERO).expect("an event") {
-            nodes.apply_event(&event);
-        }
-        nodes.apply_listing(&listing);
-        assert_eq!(nodes.list(), [NodeId(2)]);
-    }
-
-    #[test]
-    fn a_listing_removes_nodes_whose_deletion_was_missed() {
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        register(&*directory, 1);
-        register(&*directory, 2);
-        nodes.refresh().expect("list");
-        directory.delete(&names::node_key(1)).expect("delete");
-        nodes.refresh().expect("list");
-        assert_eq!(nodes.list(), [NodeId(2)]);
-    }
-
-    /// A lease can end because its node, or the directory, was too busy to renew it.
-    #[test]
-    fn a_node_without_a_lease_is_used_as_long_as_it_answers() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("node");
-        let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
-        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
-        target.register(memory, Access::ALL, Scope::Anyone).expect("room");
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        register_at(&*directory, 1, path.display().to_string(), 0);
-        nodes.refresh().expect("list");
-        directory.delete(&names::node_key(1)).expect("delete");
-        nodes.refresh().expect("list");
-        assert_eq!(nodes.list(), []);
-        let connector = nodes.connector(5, EndpointPurpose::Fetch);
-        assert!(!connector.connect(NodeId(1)).expect("it answers").is_broken());
-        drop(target);
-        assert!(connector.connect(NodeId(1)).is_err(), "its memory is gone");
-        assert!(connector.connect_lazily(NodeId(2)).is_err(), "it was never seen");
-    }
-
-    #[test]
-    fn connect_lazily_does_not_wait_for_a_node_that_is_away() {
-        let folder = tempfile::tempdir().expect("a folder");
-        let path = folder.path().join("node");
-        let listen = || {
-            let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
-            let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
-            target.register(memory, Access::ALL, Scope::Anyone).expect("room");
-            target
-        };
-        let target = listen();
-        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
-        let nodes = nodes(&directory);
-        register_at(&*directory, 1, path.display().to_string(), 3_600_000);
-        nodes.refresh().expect("list");
-        let before = nodes.connect(NodeId(1), Tenant(5)).expect("it listens");
-        drop(target);
-        let queued =
-            nodes.connect_lazily(NodeId(1), Tenant(5), EndpointPurpose::Write).expect("it was seen before");
-        assert!(queued.is_away());
-        assert_eq!(queued.regions(), before.regions());
-        directory.delete(&names::node_key(1)).expect("delete");
-        nodes.refresh().expect("list");
-        assert!(
-            nodes
-                .connect_lazily(NodeId(1), Tenant(5), EndpointPurpose::Write)
-                .expect("it may return")
-                .is_away()
-        );
-        let reconnector = |epoch| {
-            let (nodes, grace) = (Arc::clone(&nodes), Duration::from_secs(3600));
-            Reconnector { nodes, node: NodeId(1), tenant: Tenant(5), epoch, grace }
-        };
-        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Retry));
-        let restarted = listen();
-        register_at(&*directory, 1, path.display().to_string(), 3_600_000);
-        nodes.refresh().expect("list");
-        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Connected(_)));
-        assert!(matches!(reconnector(2).attempt(), ReconnectOutcome::Gone), "other memory");
-        restarted.fence(Host(1), 1);
-        assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Gone), "it has fenced this host");
-    }
-}
+mod tests;

@@ -12,8 +12,8 @@ const GIB: u64 = 1 << 30;
 mod long {
     use super::*;
 
-    /// Two replicas of 7 GiB on four nodes of 5 GiB. After the death of a node, the others have room
-    /// for both replicas of all pages.
+    /// Two replicas of 7 GiB on four nodes of 5 GiB. After the death of a node, the others have
+    /// room for both replicas of all pages.
     #[test]
     fn eight_gib_in_one_with_two_copies_survive_a_node() {
         let mut cluster = Cluster::up_with(4, "5G", &["--mempool", "512M"]);

@@ -70,11 +70,6 @@ fn a_process_that_shares_the_memory_of_one_that_has_ended_is_served() {
 }
 
 #[test]
-fn a_child_is_served_whose_parent_has_ended_at_once() {
-    check("orphan");
-}
-
-#[test]
 fn signals_are_handled_on_a_stack_that_may_be_evicted() {
     check("signal-stack");
 }

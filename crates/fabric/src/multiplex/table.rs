@@ -129,7 +129,7 @@ impl WorkTable {
     }
 
     /// Appends up to `max` completions of a user; returns their number.
-    pub fn take_done(&mut self, user: usize, out: &mut Vec<Completion>, max: usize) -> usize {
+    pub fn drain_done(&mut self, user: usize, out: &mut Vec<Completion>, max: usize) -> usize {
         let done = &mut self.users[user].as_mut().expect("it polls").done;
         let count = done.len().min(max);
         out.extend(done.drain(..count));

@@ -36,7 +36,7 @@ static const struct test tests[] = {
     {"daemon", test_daemon, false},     {"setuid", test_setuid, false},
     {"populate", test_populate, false}, {"direct", test_direct, false},
     {"robust", test_robust, false},     {"signal-stack", test_signal_stack, false},
-    {"outlive", test_outlive, false},   {"orphan", test_orphan, false},
+    {"outlive", test_outlive, false},
     // Ways to make a child; these change how malloc works.
     {"by-fork", test_by_fork, false},             {"by-fork-alone", test_by_fork_alone, false},
     {"by-clone", test_by_clone, false},           {"by-raw-clone", test_by_raw_clone, false},

@@ -25,7 +25,6 @@ void test_populate(void);
 void test_direct(void);
 void test_signal_stack(void);
 void test_outlive(void);
-void test_orphan(void);
 void test_robust(void);
 
 // Ways to make a child: children.c

@@ -234,7 +234,7 @@ void test_robust(void) {
     finish(&pressure);
 }
 
-// ---- a process that shares the memory of one that has ended --------------------------------------
+// ---- a process that shares the memory of one that has ended -------------------------------------
 
 static void expect_two_ends(const char *test) {
     for (int ended = 0; ended < 2; ended++) {
@@ -277,23 +277,3 @@ void test_outlive(void) {
     expect_two_ends("outlive");
     finish(&inherited);
 }
-
-// ---- a child whose parent ends at once, while its pages are on their way -------------------------
-
-void test_orphan(void) {
-    struct numbers numbers = numbers_new(9100);
-    struct area area = half("orphan");
-    modify_every(&area, &numbers);
-    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
-    for (int round = 0; round < 20; round++) {
-        pid_t parent = forked();
-        if (parent == 0) {
-            for (uint64_t page = 0; page < area.pages; page++) modify_page(&area, page, &numbers);
-            if (forked() == 0) verify_all(&area);
-            _exit(0);
-        }
-        expect_two_ends("orphan");
-    }
-    finish(&area);
-}
-
