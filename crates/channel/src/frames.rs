@@ -14,7 +14,7 @@ use rustix::net::{
 use crate::peer::peer_credentials;
 
 /// Maximum number of descriptors in a frame.
-const FDS_MAX: usize = 8;
+const FDS_MAX: usize = 12;
 
 /// An item that the keeper returns to the daemon that claims its share.
 #[derive(Debug)]

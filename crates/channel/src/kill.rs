@@ -3,6 +3,11 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+/// The real and the saved user of the process that sends the signal. The effective one decides what
+/// it may signal, and these decide who may signal it: only root, because its user could stop it for
+/// ever.
+const UNUSED_UID: libc::c_long = 4_294_967_294;
+
 /// Kills a process as user `uid` would, so that the kernel refuses what that user may not do.
 ///
 /// A process that a user has started may have executed a set-user-ID program since, and a check
@@ -36,7 +41,7 @@ fn kill_and_exit(uid: u32, pidfd: i32) -> ! {
     let uid = libc::c_long::from(uid);
     // SAFETY: system calls without pointers, in a process with one thread.
     unsafe {
-        let mut result = libc::syscall(libc::SYS_setresuid, uid, uid, uid);
+        let mut result = libc::syscall(libc::SYS_setresuid, UNUSED_UID, uid, UNUSED_UID);
         if result == 0 {
             result = libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0);
         }

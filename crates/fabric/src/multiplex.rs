@@ -13,7 +13,7 @@ mod table;
 
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -38,6 +38,18 @@ const IDLE_INTERVAL: Duration = Duration::from_secs(1);
 /// Shares one endpoint. The endpoint closes when this value and all users are dropped.
 #[derive(Debug)]
 pub struct Multiplexer(Arc<Shared>);
+
+/// A multiplexer that exists as long as it has a user.
+#[derive(Debug)]
+pub struct WeakMultiplexer(Weak<Shared>);
+
+impl WeakMultiplexer {
+    /// The multiplexer; `None` if it has had no user for a moment.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Multiplexer> {
+        self.0.upgrade().map(Multiplexer)
+    }
+}
 
 #[derive(Debug)]
 struct Shared {
@@ -103,6 +115,12 @@ impl Multiplexer {
         let user = state.table.add_user(Arc::clone(&wake));
         drop(state);
         Some(MultiplexedEndpoint { shared: Arc::clone(&self.0), user, wake, local_memories: 0 })
+    }
+
+    /// A reference that does not keep the endpoint open.
+    #[must_use]
+    pub fn downgrade(&self) -> WeakMultiplexer {
+        WeakMultiplexer(Arc::downgrade(&self.0))
     }
 
     /// The number of users, and of dropped users with operations in flight.

@@ -64,8 +64,9 @@ fn direct_io_works_with_evicted_pages() {
     check("direct");
 }
 
+/// It is served, or killed if a page was just leaving.
 #[test]
-fn a_process_that_shares_the_memory_of_one_that_has_ended_is_served() {
+fn a_process_that_shares_the_memory_of_one_that_has_ended_reads_no_zeros() {
     check("outlive");
 }
 

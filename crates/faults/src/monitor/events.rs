@@ -167,6 +167,10 @@ impl<E: Edge> Monitor<E> {
         if self.has_ended {
             return;
         }
+        self.check_table();
+        if self.has_ended {
+            return;
+        }
         self.volume.discard(to, to + pages);
         self.edge.begin_remap(index);
         self.volume.move_range(from, to, pages);

@@ -52,9 +52,9 @@ impl<E: Edge> Monitor<E> {
         monitor.adopting = registered;
         monitor.pending_unmaps = pending_unmaps;
         monitor.removed = removed;
-        let leaving = leaving.into_iter().collect();
+        let mut leaving = leaving.into_iter().collect();
         let partly_staged: Vec<Option<BlockId>> =
-            batches.iter().map(|batch| monitor.unstage_partly_staged(batch, &leaving)).collect();
+            batches.iter().map(|batch| monitor.unstage_partly_staged(batch, &mut leaving)).collect();
         for (block, slots) in staged.into_iter().filter(|(block, _)| !partly_staged.contains(&Some(*block))) {
             monitor.edge.submit_block(block, slots);
         }
@@ -64,11 +64,12 @@ impl<E: Edge> Monitor<E> {
 
     /// Takes a batch that was being recorded as staged out of its block.
     ///
-    /// Such a batch has pages that are leaving and pages that are staged. Returns its block.
+    /// Such a batch has pages that are leaving and pages that are staged. Returns its block, and adds
+    /// the staged pages to `leaving`.
     fn unstage_partly_staged(
         &mut self,
         batch: &[(PageNumber, MoveOutcome)],
-        leaving: &BTreeSet<PageNumber>,
+        leaving: &mut BTreeSet<PageNumber>,
     ) -> Option<BlockId> {
         let moved = batch.iter().filter(|(_, outcome)| *outcome == MoveOutcome::Moved).map(|(page, _)| *page);
         if !moved.clone().any(|page| leaving.contains(&page)) {
@@ -78,7 +79,7 @@ impl<E: Edge> Monitor<E> {
             PageState::Staged(slot) if slot.block().1 == index => Some(slot.block().0),
             _ => None,
         })?;
-        self.volume.unstage(block);
+        leaving.extend(self.volume.unstage(block));
         Some(block)
     }
 
@@ -99,12 +100,8 @@ impl<E: Edge> Monitor<E> {
                 if *outcome != MoveOutcome::Moved {
                     continue;
                 }
-                // The program can write the list: a page counts once.
-                let is_leaving = leaving.remove(page)
-                    || partly_staged.is_some()
-                        && !pages.contains(page)
-                        && self.volume.state(*page) == PageState::Leaving;
-                if is_leaving {
+                // The program can write the lists: a page counts once, in all of them together.
+                if leaving.remove(page) {
                     pages.push(*page);
                     positions.push(u8::try_from(position).expect("batches are small"));
                 }

@@ -13,7 +13,7 @@ use aquifer_pager::{
     Volume, view,
 };
 
-use super::canary::Canary;
+use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::ProgramExitWatcher;
 use super::process::{ProgramProcess, ProofError, UnprovenProcess};
@@ -112,17 +112,33 @@ impl ProcessEdge {
         }
     }
 
-    /// Proves that a process has the memory that is served, and sets it.
-    pub(crate) fn identify(&self, process: UnprovenProcess) -> Result<(), ProofError> {
-        let canary = self.program.canary();
-        // A forked child may have touched its canary before, and found it filled.
-        let fill = || {
-            canary.fill(&self.uffd);
-        };
-        let process = process.prove(canary, fill)?;
+    /// Proves by a canary that a process has the memory that is served, and sets it.
+    pub(crate) fn identify_by(&self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
+        let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
         self.program.set_process(process, &*self.exit_watcher()?);
         self.keep();
+        // It may have taken long, and those that were ended meanwhile did not know the process.
+        if self.run.end_reason().is_some() {
+            self.program.kill(self.run.tenant());
+        }
         Ok(())
+    }
+
+    /// The same by the program's own canary, which must be missing.
+    pub(crate) fn identify(&self, process: UnprovenProcess) -> Result<(), ProofError> {
+        self.identify_by(self.canary(), process)
+    }
+
+    /// The same for a forked child that has said hello, and may have read its own canary: by the
+    /// first page of its bounce buffer, which its worker empties.
+    pub(crate) fn identify_child(
+        &self,
+        hello: &ProgramHello,
+        process: UnprovenProcess,
+    ) -> Result<(), ProofError> {
+        let page = hello.bounce_buffer / PAGE;
+        self.uffd.register(page, page + 1)?;
+        self.identify_by(Canary { page, number: self.program.id, nonce: new_nonce()? }, process)
     }
 
     /// Whether the program's worker is attached.
@@ -183,7 +199,7 @@ impl ProcessEdge {
             fds.extend([worker.fd(), socket.as_fd()]);
         }
         let process = self.program.process();
-        fds.extend(process.map(ProgramProcess::pidfd));
+        fds.extend(process.iter().flat_map(|process| process.kept_fds()));
         let pid = process.map_or(0, ProgramProcess::pid);
         self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), &fds);
     }
@@ -228,7 +244,13 @@ impl ProcessEdge {
         let service = self.run.service.upgrade().expect("the service outlives its programs");
         let canary = Canary { number: service.next_program(), ..self.canary() };
         let tenant = self.run.tenant();
-        service.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: false });
+        service.unserved.add(UnservedMemory {
+            uffd,
+            canary,
+            tenant,
+            is_in_keeper: false,
+            is_killing: Arc::default(),
+        });
     }
 
     /// Appends the pages of a range that no other process shares.

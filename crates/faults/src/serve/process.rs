@@ -57,38 +57,30 @@ impl UnprovenProcess {
         Ok(Self { pid, pidfd })
     }
 
-    /// A process that another agent has known.
-    pub fn recovered(pid: u32, pidfd: OwnedFd) -> Self {
-        Self { pid, pidfd }
-    }
-
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// Proves that the process has the memory in which `fill` fills `canary`, unless that was done
-    /// before.
+    /// Proves that the process has the memory in which `fill` fills `canary`, and returns whether it
+    /// has.
     ///
-    /// The files are opened before: so a process that learns the nonce, and passes it on to another
-    /// one that it starts, comes too late.
+    /// The nonce must be new, and in no memory before: one that a process has read before can be in
+    /// the memory of another one that it has started. So the files are opened first, and a canary
+    /// that was filled already proves nothing.
     ///
     /// May wait as long as the program wants, if it is hostile: it can map a file of its own
-    /// making. So only a thread that serves nobody else may call this.
-    pub fn prove(self, canary: Canary, fill: impl FnOnce()) -> Result<ProgramProcess, ProofError> {
+    /// making. So only a thread that serves no other program may call this.
+    pub fn prove(self, canary: Canary, fill: impl FnOnce() -> bool) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // Until the process has ended nobody else has its number, so the folder is its own.
         if has_ended(&pidfd) {
             return Err(ProofError::Ended);
         }
-        let first = MemoryFiles::open(&folder)?;
-        fill();
-        let files = if canary.is_in(&first.memory) {
-            first
-        } else {
-            // The first thread may have ended before the others.
-            MemoryFiles::open_by_any_thread(&folder, canary)?
-        };
+        let files = MemoryFiles::open(&folder)?;
+        if !fill() || !canary.is_in(&files.memory) {
+            return Err(ProofError::OtherMemory);
+        }
         Ok(ProgramProcess { pid, pidfd, folder, files, worker: OnceLock::new() })
     }
 }
@@ -110,22 +102,18 @@ impl MemoryFiles {
         // in the memory of this file proves that it is in that of the others.
         Ok(Self { pagemap, maps, memory: open_file(folder, "mem")? })
     }
+}
 
-    /// Opens the files of a thread that has the memory with a canary.
-    fn open_by_any_thread(folder: &OwnedFd, canary: Canary) -> Result<Self, ProofError> {
-        let threads = rustix::fs::openat(folder, "task", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty());
-        let threads = threads.map_err(io::Error::from)?;
-        for entry in rustix::fs::Dir::read_from(&threads).map_err(io::Error::from)? {
-            let entry = entry.map_err(io::Error::from)?;
-            let files = open_folder(&threads, entry.file_name()).and_then(|thread| Self::open(&thread));
-            if let Ok(files) = files
-                && canary.is_in(&files.memory)
-            {
-                return Ok(files);
-            }
-        }
-        Err(ProofError::OtherMemory)
-    }
+/// Descriptors that the keeper holds of a process.
+const KEPT_FDS: usize = 4;
+
+/// Those descriptors.
+#[derive(Debug)]
+pub(crate) struct KeptProcess {
+    pub memory: OwnedFd,
+    pub pagemap: OwnedFd,
+    pub maps: OwnedFd,
+    pub pidfd: OwnedFd,
 }
 
 /// A process that has proved to have the memory that a userfaultfd serves.
@@ -141,6 +129,23 @@ pub(crate) struct ProgramProcess {
 }
 
 impl ProgramProcess {
+    /// The process that another agent has known, by the descriptors that it has kept.
+    pub fn recovered(pid: u32, kept: KeptProcess) -> io::Result<Self> {
+        let KeptProcess { memory, pagemap, maps, pidfd } = kept;
+        let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
+        if has_ended(&pidfd) {
+            return Err(io::Error::other("the process has ended"));
+        }
+        let files = MemoryFiles { memory: memory.into(), pagemap: pagemap.into(), maps: maps.into() };
+        Ok(Self { pid, pidfd, folder, files, worker: OnceLock::new() })
+    }
+
+    /// What the keeper holds of the process, the pidfd last.
+    pub fn kept_fds(&self) -> [BorrowedFd<'_>; KEPT_FDS] {
+        let MemoryFiles { memory, pagemap, maps } = &self.files;
+        [memory.as_fd(), pagemap.as_fd(), maps.as_fd(), self.pidfd.as_fd()]
+    }
+
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -222,34 +227,39 @@ fn open_file(folder: &OwnedFd, name: &str) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::serve::canary::tests::filled_canary;
+    use crate::serve::canary::tests::missing_canary;
 
     #[test]
     fn only_the_process_that_has_the_memory_is_proven() {
-        let Some((_uffd, canary)) = filled_canary() else {
+        let Some((uffd, canary)) = missing_canary() else {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
-        let own = UnprovenProcess::numbered(std::process::id()).unwrap().prove(canary, || {}).unwrap();
+        let own = UnprovenProcess::numbered(std::process::id()).unwrap();
+        let own = own.prove(canary, || canary.fill(&uffd).pages == 1).unwrap();
         assert_eq!(own.pid(), std::process::id());
         let mut bytes = [0; 8];
         assert_eq!(own.read_memory(canary.page * 4096, &mut bytes).unwrap(), 8);
         assert_eq!(u64::from_ne_bytes(bytes), canary.number);
         assert!(own.read_maps().unwrap() == std::fs::read("/proc/self/maps").unwrap());
 
+        let again = UnprovenProcess::numbered(std::process::id()).unwrap();
+        let again = again.prove(canary, || canary.fill(&uffd).pages == 1);
+        assert!(matches!(again, Err(ProofError::OtherMemory)), "what was filled before proves nothing");
+
         let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let process = UnprovenProcess::numbered(other.id()).unwrap();
-        assert!(matches!(process.prove(canary, || {}), Err(ProofError::OtherMemory)));
+        assert!(matches!(process.prove(canary, || true), Err(ProofError::OtherMemory)));
         let process = UnprovenProcess::numbered(other.id()).unwrap();
         other.kill().unwrap();
         other.wait().unwrap();
-        let ended = process.prove(canary, || {});
+        let ended = process.prove(canary, || true);
         assert!(matches!(ended, Err(ProofError::System(_) | ProofError::Ended)), "{ended:?}");
         assert!(UnprovenProcess::numbered(0).is_err());
     }
 
     #[test]
     fn a_number_that_another_process_has_got_proves_nothing() {
-        let Some((_uffd, canary)) = filled_canary() else {
+        let Some((uffd, canary)) = missing_canary() else {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
         let mut ended = std::process::Command::new("true").spawn().unwrap();
@@ -257,15 +267,16 @@ mod tests {
         ended.wait().unwrap();
         // As if this process had been started with the number of the one that has ended.
         let reused = UnprovenProcess { pid: std::process::id(), pidfd };
-        assert!(matches!(reused.prove(canary, || {}), Err(ProofError::Ended)));
+        assert!(matches!(reused.prove(canary, || canary.fill(&uffd).pages == 1), Err(ProofError::Ended)));
     }
 
     #[test]
     fn a_missing_page_is_not_waited_for() {
-        let Some((uffd, canary)) = filled_canary() else {
+        let Some((uffd, canary)) = missing_canary() else {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
-        let process = UnprovenProcess::numbered(std::process::id()).unwrap().prove(canary, || {}).unwrap();
+        let process = UnprovenProcess::numbered(std::process::id()).unwrap();
+        let process = process.prove(canary, || canary.fill(&uffd).pages == 1).unwrap();
         let missing = crate::serve::canary::tests::registered_page(&uffd);
         assert!(process.read_memory(missing * 4096, &mut [0; 16]).is_err());
     }

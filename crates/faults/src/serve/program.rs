@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_channel::kill::kill_as;
 use aquifer_channel::try_send_frame;
@@ -342,10 +342,20 @@ fn or_remove<E>(
     program: &Arc<Program>,
     start: impl FnOnce() -> Result<(), E>,
 ) -> Result<(), E> {
-    start().inspect_err(|_| remove_program(run, program))
+    // No page of it has left, so its userfaultfd need not stay open.
+    start().inspect_err(|_| forget_program(run, program))
 }
 
 /// Removes a program from its run, the exit watcher and the keeper.
+fn forget_program(run: &Run, program: &Program) {
+    if let Some(service) = run.service.upgrade() {
+        service.exit_watcher.unwatch(program.id);
+        service.agent.remove_from_keeper(HeldKind::Program, program.id);
+    }
+    run.remove(program);
+}
+
+/// The same for a program that was served.
 ///
 /// Its memory may still exist: a thread that has been killed has not ended yet, and another process
 /// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
@@ -356,7 +366,13 @@ fn remove_program(run: &Run, program: &Program) {
         match program.uffd.get() {
             Some(uffd) if canary.fill(uffd).stop != Some(FillStop::Ended) => {
                 let uffd = uffd.clone();
-                service.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: true });
+                service.unserved.add(UnservedMemory {
+                    uffd,
+                    canary,
+                    tenant,
+                    is_in_keeper: true,
+                    is_killing: Arc::default(),
+                });
             }
             _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
         }
@@ -388,7 +404,13 @@ pub(crate) fn spawn(
     let serve = move || {
         set_niceness(URGENT);
         if let Some(monitor) = make(&run, &program, edge) {
-            MonitorLoop { monitor, program: Arc::clone(&program), outlived: None }.run();
+            MonitorLoop {
+                monitor,
+                program: Arc::clone(&program),
+                outlived: None,
+                next_probe: Instant::now(),
+            }
+            .run();
         }
         remove_program(&run, &program);
     };
@@ -399,8 +421,10 @@ pub(crate) fn spawn(
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
-    /// If the process has ended and its memory has not: the time to the next look whether it has.
+    /// If the process has ended and its memory has not: the time between two looks whether it has.
     outlived: Option<Duration>,
+    /// The time of the next look, also for an unknown process.
+    next_probe: Instant,
 }
 
 impl MonitorLoop {
@@ -460,7 +484,7 @@ impl MonitorLoop {
             return Err(AttachError::UnknownChild);
         }
         match program.process() {
-            None => self.monitor.edge().identify(process)?,
+            None => self.monitor.edge().identify_child(&attachment.hello, process)?,
             Some(known) if known.pid() == process.pid() => {}
             Some(_) => return Err(AttachError::UnknownChild),
         }
@@ -485,17 +509,22 @@ impl MonitorLoop {
         let interval = self.outlived.or((self.program.pid() == 0).then_some(PROBE_INTERVAL));
         let timeout_ms = interval.map_or(-1, |interval| i32::try_from(interval.as_millis()).unwrap_or(-1));
         // SAFETY: the array has two valid entries.
-        let ready = unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
+        unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
         self.program.end_sleep();
         if fds[1].revents != 0 {
             self.program.drain_wakeup();
         }
         if self.program.has_exited() {
             self.process_has_ended();
-        } else if ready == 0 && !self.monitor.edge().is_alive() {
-            self.monitor.end();
-        } else if ready == 0 {
+        } else if let Some(interval) = interval
+            && Instant::now() >= self.next_probe
+        {
+            // Other threads may wake the monitor all the time.
+            self.next_probe = Instant::now() + interval;
             self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
+            if !self.monitor.edge().is_alive() {
+                self.monitor.end();
+            }
         }
     }
 

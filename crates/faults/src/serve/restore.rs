@@ -20,7 +20,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::PagingService;
 use super::canary::Canary;
 use super::edge::{Attachment, ProcessEdge};
-use super::process::{UnprovenProcess, has_ended};
+use super::process::{KeptProcess, ProgramProcess, has_ended};
 use super::program::{Program, new_program, spawn};
 use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
@@ -34,7 +34,7 @@ use crate::worker::WorkerPort;
 
 /// Longest wait for the end of a killed program.
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// Longest time that the kernel needs to free the memory of a process that has ended.
+/// Longest time that the kernel needs to free the memory of processes that have ended, all together.
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(2);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -76,8 +76,9 @@ impl PagingService {
             self.assign_program(kept, &mut runs);
         }
         let mut used = HashSet::new();
+        let deadline = Instant::now() + MEMORY_END_TIMEOUT;
         for run in runs.values_mut() {
-            run.recover(self, &mut orphans, &mut used);
+            run.recover(self, &mut orphans, &mut used, deadline);
         }
         self.mempool.finish_recovery(&used);
         // Before other programs can allocate them.
@@ -163,7 +164,13 @@ impl PagingService {
         for UnservableProgram { id, pidfd, tenant, memory } in programs {
             match (memory, pidfd) {
                 (Some((uffd, canary)), _) => {
-                    self.unserved.add(UnservedMemory { uffd, canary, tenant, is_in_keeper: true });
+                    self.unserved.add(UnservedMemory {
+                        uffd,
+                        canary,
+                        tenant,
+                        is_in_keeper: true,
+                        is_killing: Arc::default(),
+                    });
                 }
                 (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
                     self.agent.remove_from_keeper(HeldKind::Program, id);
@@ -239,13 +246,19 @@ impl RecoveringRun {
     }
 
     /// Recovers all volumes, and adds their blocks of the mempool to `used`.
-    fn recover(&mut self, service: &PagingService, orphans: &mut Orphans, used: &mut HashSet<BlockId>) {
+    fn recover(
+        &mut self,
+        service: &PagingService,
+        orphans: &mut Orphans,
+        used: &mut HashSet<BlockId>,
+        deadline: Instant,
+    ) {
         let served: HashSet<_> = self.programs.iter().filter_map(|program| program.record.origin).collect();
         let mut blocks = Vec::new();
         for mut program in std::mem::take(&mut self.programs) {
             let id = program.id;
             if program.has_ended() {
-                if !program.is_memory_gone() {
+                if !program.is_memory_gone(deadline) {
                     self.fail("a process shares the memory of one that has ended".into());
                     self.unservable.push(program.to_unservable());
                     continue;
@@ -293,7 +306,7 @@ struct RecoveredProgram {
     journal: Journal,
     contents: JournalContents,
     worker: Option<(WorkerPort, OwnedFd)>,
-    pidfd: Option<OwnedFd>,
+    process: Option<KeptProcess>,
 }
 
 impl RecoveredProgram {
@@ -308,7 +321,10 @@ impl RecoveredProgram {
             Some(_) => Some((WorkerPort::recover(next()?)?, next()?)),
             None => None,
         };
-        let pidfd = if kept.item.pid == 0 { None } else { Some(next()?) };
+        let process = match kept.item.pid {
+            0 => None,
+            _ => Some(KeptProcess { memory: next()?, pagemap: next()?, maps: next()?, pidfd: next()? }),
+        };
         Ok(Self {
             id: kept.item.id,
             pid: kept.item.pid,
@@ -319,27 +335,26 @@ impl RecoveredProgram {
             journal,
             contents,
             worker,
-            pidfd,
+            process,
         })
     }
 
     /// What is needed to end the program if it cannot be served.
     fn to_unservable(&self) -> UnservableProgram {
-        let pidfd = self.pidfd.as_ref().and_then(|fd| fd.try_clone().ok());
+        let pidfd = self.process.as_ref().and_then(|process| process.pidfd.try_clone().ok());
         let memory = Some((self.uffd.clone(), self.record.canary(self.id)));
         UnservableProgram { id: self.id, pidfd, tenant: self.tenant, memory }
     }
 
     /// Whether the process has ended or has executed another program.
     fn has_ended(&self) -> bool {
-        self.pidfd.as_ref().is_some_and(has_ended)
+        self.process.as_ref().is_some_and(|process| has_ended(&process.pidfd))
             || self.worker.as_ref().is_some_and(|(_, socket)| is_ready(socket, NO_WAIT))
     }
 
     /// Whether the memory of a process that has ended is gone. The kernel may need a moment.
-    fn is_memory_gone(&self) -> bool {
+    fn is_memory_gone(&self, deadline: Instant) -> bool {
         let canary = self.record.canary(self.id);
-        let deadline = Instant::now() + MEMORY_END_TIMEOUT;
         loop {
             if canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
                 return true;
@@ -430,14 +445,12 @@ impl ResumableProgram {
 
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
         let Self { program, recovered, unapplied } = self;
-        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, pidfd, .. } = program;
+        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, process, .. } = program;
         let program = new_program(run, id, record.nonce)?;
         let start = || {
             program.set_bounds(&record.bounds());
-            if let Some(pidfd) = pidfd {
-                let process = UnprovenProcess::recovered(pid, pidfd);
-                let process = process.prove(program.canary(), || {}).map_err(io::Error::other)?;
-                program.set_process(process, &service.exit_watcher);
+            if let Some(kept) = process {
+                program.set_process(ProgramProcess::recovered(pid, kept)?, &service.exit_watcher);
             }
             program.is_attached.store(record.hello.is_some(), SeqCst);
             program.is_forked.store(record.origin.is_some(), Relaxed);

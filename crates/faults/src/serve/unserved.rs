@@ -5,7 +5,8 @@
 //! zeros. The canary is filled, so that a child says hello and is refused with the reason; then the
 //! shim ends it. A process that faults on another page is identified by that fault, and killed.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::HeldKind;
@@ -29,6 +30,8 @@ pub(super) struct UnservedMemory {
     pub tenant: u32,
     /// Whether the keeper holds it, under the number of its canary.
     pub is_in_keeper: bool,
+    /// Whether a thread is killing a process of it. It may wait for a hostile program.
+    pub is_killing: Arc<AtomicBool>,
 }
 
 impl UnservedMemories {
@@ -73,7 +76,13 @@ impl UnservedMemory {
                     // no more than the rights of the user.
                     let nonce = new_nonce().unwrap_or_default();
                     let canary = Canary { number: next_number(), nonce, ..self.canary };
-                    forked.push(Self { uffd, canary, tenant: self.tenant, is_in_keeper: false });
+                    forked.push(Self {
+                        uffd,
+                        canary,
+                        tenant: self.tenant,
+                        is_in_keeper: false,
+                        is_killing: Arc::default(),
+                    });
                 }
                 _ => {}
             }
@@ -85,18 +94,27 @@ impl UnservedMemory {
     ///
     /// In a thread, because the proof may wait for a hostile program.
     fn kill_if_own(&self, pid: u32) {
-        let (canary, tenant) = (self.canary, self.tenant);
-        let kill = move || match kill_proven(pid, canary, tenant) {
-            Ok(()) => tracing::warn!(pid, "killed a process that cannot be served"),
-            Err(error) => tracing::debug!(%error, pid, "did not kill a process that cannot be served"),
+        if self.is_killing.swap(true, Relaxed) {
+            return;
+        }
+        let (canary, tenant, is_killing) = (self.canary, self.tenant, Arc::clone(&self.is_killing));
+        let kill = move || {
+            match kill_found(pid, canary, tenant) {
+                Ok(()) => tracing::warn!(pid, "killed a process that cannot be served"),
+                Err(error) => tracing::debug!(%error, pid, "did not kill a process that cannot be served"),
+            }
+            is_killing.store(false, Relaxed);
         };
         if let Err(error) = std::thread::Builder::new().name("kill".into()).spawn(kill) {
             tracing::warn!(%error, pid, "cannot kill a process that cannot be served");
+            self.is_killing.store(false, Relaxed);
         }
     }
 }
 
-fn kill_proven(pid: u32, canary: Canary, tenant: u32) -> Result<(), ProofError> {
-    let process = UnprovenProcess::numbered(pid)?.prove(canary, || {})?;
+/// Kills a process that has the canary, with no more than the rights of the tenant: the canary may
+/// have been read before, so it proves nothing that must not be wrong.
+fn kill_found(pid: u32, canary: Canary, tenant: u32) -> Result<(), ProofError> {
+    let process = UnprovenProcess::numbered(pid)?.prove(canary, || true)?;
     Ok(kill_as(tenant, process.pidfd())?)
 }

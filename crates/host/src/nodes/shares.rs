@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use aquifer_fabric::multiplex::Multiplexer;
+use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
 use aquifer_fabric::{Endpoint, EndpointError, PostError, Tenant, Work};
 use aquifer_pool::NodeId;
 
@@ -46,7 +46,8 @@ pub(super) struct EndpointShares(Mutex<HashMap<ShareKey, Arc<Mutex<Share>>>>);
 struct Share {
     /// One reference for each endpoint that only one user has.
     own: Arc<()>,
-    multiplexers: Vec<Multiplexer>,
+    /// Each closes its endpoint with its last user.
+    multiplexers: Vec<WeakMultiplexer>,
 }
 
 impl EndpointShares {
@@ -82,12 +83,12 @@ impl Share {
         open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let mut added = None;
-        // One that takes no more users and has none is closed.
         self.multiplexers.retain(|multiplexer| {
+            let Some(multiplexer) = multiplexer.upgrade() else { return false };
             if added.is_none() {
                 added = multiplexer.add_user();
             }
-            multiplexer.users() > 0
+            true
         });
         if let Some(endpoint) = added {
             return Ok(Box::new(endpoint));
@@ -96,7 +97,7 @@ impl Share {
         let multiplexer = Multiplexer::new(open()?, USERS_MAX).map_err(unreachable)?;
         let broken = || unreachable(std::io::ErrorKind::ConnectionAborted.into());
         let endpoint = multiplexer.add_user().ok_or_else(broken)?;
-        self.multiplexers.push(multiplexer);
+        self.multiplexers.push(multiplexer.downgrade());
         Ok(Box::new(endpoint))
     }
 }
@@ -160,6 +161,12 @@ mod tests {
         let other = ShareKey { purpose: EndpointPurpose::Write, ..key };
         users.push(endpoint(other));
         assert_eq!(opened.get(), OWN_MAX + 4);
+        users.clear();
+        let share = Arc::clone(&lock(&shares.0)[&key]);
+        // The thread of each may be about to look.
+        while lock(&share).multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
+            std::thread::yield_now();
+        }
         shares.forget_earlier_lives(NodeId(1), 2);
         assert!(lock(&shares.0).is_empty());
     }

@@ -117,8 +117,9 @@ impl Volume {
     }
 
     /// Reverts a batch of which the killed agent had recorded only some pages as staged: they are
-    /// leaving again, so that the whole batch can be staged in the same block.
-    pub fn unstage(&mut self, id: BlockId) {
+    /// leaving again, so that the whole batch can be staged in the same block. Returns these pages.
+    pub fn unstage(&mut self, id: BlockId) -> Vec<PageNumber> {
+        let mut leaving = Vec::new();
         let block = self.remove_block(id, BlockPhase::Staged);
         self.blocks_in_flight -= 1;
         for (index, page) in block.pages.iter().enumerate() {
@@ -126,9 +127,11 @@ impl Volume {
             if word.state() == PageState::Staged(id.slot(index)) {
                 self.count_held(1);
                 self.table.set(*page, word.with_state(PageState::Leaving));
+                leaving.push(*page);
             }
         }
         self.spare_blocks.push(block);
+        leaving
     }
 
     /// Reserves blocks for batches that left the program before the restart and did not reach the
