@@ -86,7 +86,7 @@ fn kind_of(fd: &OwnedFd) -> String {
             let size = rustix::fs::fstat(fd).expect("it is open").st_size;
             format!("memory of {size} bytes")
         }
-        link => ["socket", "userfaultfd", "pidfd"]
+        link => ["socket", "userfaultfd", "pidfd", "/mem", "/pagemap", "/maps"]
             .into_iter()
             .find(|kind| link.contains(kind))
             .unwrap_or_else(|| panic!("{link} is of no known kind"))
