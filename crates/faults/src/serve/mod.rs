@@ -148,6 +148,7 @@ impl PagingService {
             sampler: OnceLock::new(),
             has_new_programs: AtomicBool::new(false),
         });
+        unserved::start(&service)?;
         let sampler = sampler::start(&service)?;
         let _ = service.sampler.set(sampler);
         Ok(service)

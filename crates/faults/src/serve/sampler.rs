@@ -178,7 +178,6 @@ fn sample_all(service: &Weak<PagingService>) {
         if service.has_new_programs.swap(false, Relaxed) {
             sampled_runs.iter_mut().for_each(|sampled| sampled.next_sample = now);
         }
-        service.unserved.poll(&service);
         drop(service);
         let mut next = now + TICK_MAX;
         for sampled in &mut sampled_runs {

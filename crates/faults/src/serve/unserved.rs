@@ -6,7 +6,8 @@
 //! shim ends it. A process that faults on another page is identified by that fault, and killed.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::HeldKind;
@@ -16,6 +17,9 @@ use super::canary::{Canary, new_nonce};
 use super::process::{ProofError, UnprovenProcess};
 use crate::kernel::{FillStop, UffdMessage};
 use crate::uffd::Userfaultfd;
+
+/// Interval at which all are polled.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// All such memory.
 #[derive(Debug, Default)]
@@ -40,12 +44,13 @@ impl UnservedMemories {
         memory.canary.fill(&memory.uffd);
         // A fault that another agent has read is reported once more.
         memory.uffd.wake_all();
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
+        self.lock().push(memory);
     }
 
     /// Kills the processes that a fault has identified, and drops memory that is gone.
-    pub fn poll(&self, service: &PagingService) {
-        let mut memories = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+    fn poll(&self, service: &PagingService) {
+        // Without the lock: a hostile program can make the read of its userfaultfd wait.
+        let mut memories = std::mem::take(&mut *self.lock());
         let mut forked = Vec::new();
         memories.retain(|memory| {
             let may_exist = memory.poll(&mut forked, || service.next_program());
@@ -54,8 +59,29 @@ impl UnservedMemories {
             }
             may_exist
         });
-        memories.append(&mut forked);
+        let mut others = self.lock();
+        others.append(&mut memories);
+        others.append(&mut forked);
     }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<UnservedMemory>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Starts the thread that polls, which ends with the service.
+///
+/// It is a thread of its own, because others must not wait for a hostile program with it.
+pub(super) fn start(service: &Arc<PagingService>) -> std::io::Result<()> {
+    let weak = Arc::downgrade(service);
+    let poll_all = move || {
+        while let Some(service) = weak.upgrade() {
+            service.unserved.poll(&service);
+            drop(service);
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    };
+    std::thread::Builder::new().name("unserved".into()).spawn(poll_all).map(drop)
 }
 
 impl UnservedMemory {
