@@ -135,7 +135,7 @@ impl Userfaultfd {
         // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
         let done = unsafe { libc::preadv2(self.as_raw_fd(), &raw const part, 1, -1, libc::RWF_NOWAIT) };
         if done < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP) {
-            // Before Linux 6.10.
+            // The userfaultfd of a forked child, or any before Linux 6.10.
             // SAFETY: as above.
             return unsafe { self.read_by_flag(buffer, length) };
         }
@@ -143,7 +143,7 @@ impl Userfaultfd {
     }
 
     /// Reads with the flag of the descriptor set again, which the program may have cleared. One that
-    /// clears it in between holds up its own monitor only, until it ends.
+    /// clears it in between holds up the calling thread, which must serve no other program.
     ///
     /// # Safety
     /// As [`Self::read`].
