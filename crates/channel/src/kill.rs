@@ -50,7 +50,7 @@ fn kill_and_exit(uid: u32, pidfd: i32) -> ! {
     }
 }
 
-/// Waits for the child. A child that is killed counts as `EPERM`: its user has killed it.
+/// Waits for the child. A child that is killed counts as `EPERM`: only root can do that.
 fn exit_code(child: libc::c_long) -> io::Result<i32> {
     let child = libc::pid_t::try_from(child).map_err(io::Error::other)?;
     let mut status = 0;

@@ -61,8 +61,8 @@ impl UnprovenProcess {
         self.pid
     }
 
-    /// Proves that the process has the memory in which `fill` fills `canary`, and returns whether it
-    /// has.
+    /// Proves that the process has the memory in which `fill` fills `canary`. `fill` returns whether
+    /// it has filled it.
     ///
     /// The nonce must be new, and in no memory before: one that a process has read before can be in
     /// the memory of another one that it has started. So the files are opened first, and a canary
@@ -73,7 +73,7 @@ impl UnprovenProcess {
     pub fn prove(self, canary: Canary, fill: impl FnOnce() -> bool) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
-        // Until the process has ended nobody else has its number, so the folder is its own.
+        // A process keeps its number until it has ended, so the folder is its own.
         if has_ended(&pidfd) {
             return Err(ProofError::Ended);
         }
@@ -95,7 +95,7 @@ struct MemoryFiles {
 }
 
 impl MemoryFiles {
-    /// Opens the files of a process or a thread.
+    /// Opens the files of a process.
     fn open(folder: &OwnedFd) -> io::Result<Self> {
         let (pagemap, maps) = (open_file(folder, "pagemap")?, open_file(folder, "maps")?);
         // The last one: memory that a process has left it does not get back, so that the canary is
@@ -124,7 +124,7 @@ pub(crate) struct ProgramProcess {
     /// `/proc/PID` of this process, never of another.
     folder: OwnedFd,
     files: MemoryFiles,
-    /// `/proc/PID/task/TID` of the worker, which lives as long as the memory.
+    /// `/proc/PID/task/TID` of the worker, which lives as long as the process.
     worker: OnceLock<OwnedFd>,
 }
 

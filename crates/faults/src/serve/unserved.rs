@@ -98,8 +98,8 @@ impl UnservedMemory {
                 UffdMessage::Fault(fault) => self.kill_if_own(fault.thread),
                 UffdMessage::Fork(fd) => {
                     let uffd = Userfaultfd::from(fd);
-                    // Without random bytes the nonce is known: it only chooses whom to kill, with
-                    // no more than the rights of the user.
+                    // Without random bytes the nonce is known: it only chooses the process to kill,
+                    // with no more than the rights of the user.
                     let nonce = new_nonce().unwrap_or_default();
                     let canary = Canary { number: next_number(), nonce, ..self.canary };
                     forked.push(Self {

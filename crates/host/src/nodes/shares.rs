@@ -61,7 +61,7 @@ impl EndpointShares {
         open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
         let share = Arc::clone(lock(&self.0).entry(key).or_default());
-        // Held while connecting, so that those who come meanwhile share the new one.
+        // Held while connecting, so that users that come meanwhile share the new endpoint.
         let mut share = lock(&share);
         if Arc::strong_count(&share.own) <= OWN_MAX {
             let endpoint = open()?;
