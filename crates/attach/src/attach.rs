@@ -1,22 +1,20 @@
 //! How a program, and each child it forks, comes under the agent's care.
 
-use core::cell::UnsafeCell;
 use core::mem::{offset_of, zeroed};
 use core::ptr::{self, null_mut};
-use core::sync::atomic::{AtomicIsize, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{
     BATCH_PAGES_MAX, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl, control::CONTROL_BYTES,
 };
 
 use crate::children;
-use crate::credentials::{self, Credentials};
+use crate::memory;
 use crate::say;
 use crate::uffd;
-use crate::worker::{self, Worker};
+use crate::worker::{STACK_BYTES, Worker, start};
 
 const PAGE: usize = 4096;
-const STACK_BYTES: usize = 16 * PAGE;
 const ANTECHAMBER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
 const STAGING_BYTES: usize = STAGING_BUFFERS * BATCH_PAGES_MAX * PAGE;
 const PATH_BYTES: usize = 108;
@@ -49,9 +47,6 @@ static ORIGIN: Origin = Origin {
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
 static CONTROL: AtomicPtr<WorkerControl> = AtomicPtr::new(null_mut());
-static WORKER: AtomicPtr<Worker> = AtomicPtr::new(null_mut());
-/// The process whose worker that is.
-static OWNER: AtomicIsize = AtomicIsize::new(0);
 /// Says 1 in a process that is attached. Its page is empty in each child that has a copy of the memory, however that was made.
 static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
@@ -62,6 +57,16 @@ pub fn pin(address: usize) {
     if !control.is_null() {
         // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
         unsafe { &*control }.pin((address / PAGE) as u64);
+    }
+}
+
+/// Has the agent know that forked children may not get all memory.
+pub fn report_fork_advice() {
+    attach_if_forked();
+    let control = CONTROL.load(Ordering::Acquire);
+    if !control.is_null() {
+        // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
+        unsafe { &*control }.has_fork_advice.store(1, Ordering::Release);
     }
 }
 
@@ -92,11 +97,16 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
 /// A page that each child finds missing, whatever its parent did there.
 fn map_wiped_by_fork() -> usize {
     let page = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
-    // SAFETY: our own fresh mapping.
-    unsafe {
-        libc::madvise(page as *mut libc::c_void, PAGE, libc::MADV_WIPEONFORK);
-    }
+    advise(page, PAGE, libc::MADV_WIPEONFORK);
     page
+}
+
+/// Advises the kernel about a mapping of our own, which the agent does not page.
+fn advise(address: usize, length: usize, advice: i32) {
+    // SAFETY: the advice changes only what a forked child gets.
+    unsafe {
+        crate::raw::syscall(libc::SYS_madvise, [address, length, advice as usize, 0, 0, 0]);
+    }
 }
 
 /// Attach this process if it is a child that has not been: one that libc did not make.
@@ -122,8 +132,6 @@ unsafe extern "C" fn after_fork() {
 /// Attach under the number that the agent has written into the canary.
 fn attach_child() {
     CONTROL.store(null_mut(), Ordering::Release);
-    WORKER.store(null_mut(), Ordering::Release);
-    credentials::forget_others();
     let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: the page was mapped before the fork and belongs to the shim.
     let number = unsafe { ptr::read_volatile(canary) };
@@ -162,10 +170,8 @@ fn attach(paged: i32, number: u64) {
     let private = map(private_bytes, anonymous, -1);
     let antechamber = private + STACK_BYTES;
     let staging = antechamber + ANTECHAMBER_BYTES;
-    // SAFETY: our own fresh mapping. A child makes its own instead of inheriting this.
-    unsafe {
-        libc::madvise(private as *mut libc::c_void, private_bytes, libc::MADV_DONTFORK);
-    }
+    // A child makes its own instead of inheriting this.
+    advise(private, private_bytes, libc::MADV_DONTFORK);
     let result = uffd::register(staged, staging, STAGING_BYTES);
     if result < 0 {
         say::fail("the staging area cannot be registered", -result);
@@ -185,67 +191,21 @@ fn attach(paged: i32, number: u64) {
     let (socket, control_fd, child_paged) = say_hello(&hello, paged);
     let paged = if is_child { child_paged } else { paged };
     let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut WorkerControl;
-    // SAFETY: as above; the mapping is CONTROL_BYTES long.
-    unsafe {
-        libc::madvise(control.cast(), CONTROL_BYTES, libc::MADV_DONTFORK);
-        if !(*control).is_valid() {
-            say::fail("the agent is of another version: use parts of one build", 0);
-        }
+    advise(control as usize, CONTROL_BYTES, libc::MADV_DONTFORK);
+    // SAFETY: the mapping is CONTROL_BYTES long.
+    if !unsafe { &*control }.is_valid() {
+        say::fail("the agent is of another version: use parts of one build", 0);
     }
     uffd::close(control_fd);
     CONTROL.store(control, Ordering::Release);
+    if memory::has_fork_advice() {
+        report_fork_advice();
+    }
     pin_self();
-    start_worker(
-        private,
-        Worker {
-            ready: AtomicU32::new(0),
-            socket,
-            paged,
-            staged,
-            antechamber,
-            staging,
-            control,
-            assumed: UnsafeCell::new(Credentials::NONE),
-            assuming: AtomicU32::new(0),
-        },
-    );
+    start::start(private, Worker::new(socket, paged, staged, antechamber, staging, control));
     for fd in [socket, paged, staged] {
         uffd::close(fd);
     }
-}
-
-/// Have this process' worker be who the caller is now.
-pub fn have_worker_assume(credentials: Credentials) {
-    // SAFETY: null, or the bottom of the worker's stack, which stays. A child has just got its own.
-    let worker = unsafe { WORKER.load(Ordering::Acquire).as_ref() };
-    // SAFETY: tells the process. One that shares this memory until it executes something must not speak for the worker's.
-    let is_ours = unsafe { crate::raw::syscall(libc::SYS_getpid, [0; 6]) } == OWNER.load(Ordering::Relaxed);
-    if let Some(worker) = worker.filter(|_| is_ours) {
-        worker.have_assume(credentials);
-    }
-}
-
-fn start_worker(private: usize, worker: Worker) {
-    let place = private as *mut Worker;
-    // SAFETY: the bottom of the worker's stack is large enough and nobody else's; the worker uses the stack from
-    // the other end and never returns. Signals are blocked while it starts, so that it handles none, ever.
-    unsafe {
-        ptr::write(place, worker);
-        let mut all: libc::sigset_t = zeroed();
-        let mut old: libc::sigset_t = zeroed();
-        libc::sigfillset(&raw mut all);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut old);
-        let result = crate::raw::spawn(private + STACK_BYTES, worker::main, place as usize);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, null_mut());
-        if result < 0 {
-            say::fail("the worker thread cannot be started", -result);
-        }
-        while (*place).ready.load(Ordering::Acquire) == 0 {
-            libc::sched_yield();
-        }
-        OWNER.store(crate::raw::syscall(libc::SYS_getpid, [0; 6]), Ordering::Relaxed);
-    }
-    WORKER.store(place, Ordering::Release);
 }
 
 /// The kernel clears a word in a thread's control block when the thread ends, at a time when it cannot wait for a page.

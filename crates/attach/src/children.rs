@@ -7,6 +7,7 @@ use core::ffi::{c_int, c_long, c_void};
 use core::mem::transmute;
 
 use crate::attach::attach_if_forked;
+use crate::memory;
 use crate::next::{Next, fail};
 
 type Work = extern "C" fn(*mut c_void) -> c_int;
@@ -101,9 +102,20 @@ pub unsafe extern "C" fn syscall(
     f: usize,
 ) -> c_long {
     // SAFETY: the caller answers for it.
-    let result = unsafe { crate::raw::syscall(number, [a, b, c, d, e, f]) };
+    let result = unsafe {
+        match number {
+            libc::SYS_madvise => memory::before_madvise(c as c_int),
+            libc::SYS_shmat => memory::before_shmat(a as c_int, b, c as c_int),
+            _ => {}
+        }
+        crate::raw::syscall(number, [a, b, c, d, e, f])
+    };
     if result == 0 {
         attach_if_forked();
+        if number == libc::SYS_madvise {
+            // SAFETY: the kernel has followed the same advice.
+            unsafe { memory::after_madvise(a, b, c as c_int) };
+        }
     }
     if (-4095..0).contains(&result) { c_long::from(fail(-result as c_int)) } else { result as c_long }
 }

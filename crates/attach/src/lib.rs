@@ -1,6 +1,8 @@
-//! What puts a process under the agent's care, from inside it. It opens a userfaultfd, hands it to the agent, and keeps a worker thread
-//! that takes pages out of the process when the agent says so. Stands in for those functions of libc that make children and threads, or change
-//! who a process is. What loads it decides what is paged: the shim everything, the allocator only what it hands out.
+//! The code inside a program that attaches it to the agent.
+//!
+//! It opens a userfaultfd, sends it to the agent, and starts the worker: a process that shares the program's memory and moves
+//! pages out of it at the agent's command. It interposes the functions of libc that make children and threads. The library
+//! that contains it decides what is paged: the shim all memory, the allocator only its own.
 //!
 //! It uses libc and `ipc` only, allocates nothing after a fork, and does nothing at all before [`attach_program`].
 
@@ -17,7 +19,7 @@
 mod attach;
 pub mod batch;
 mod children;
-mod credentials;
+mod memory;
 mod next;
 mod raw;
 pub mod say;
@@ -27,7 +29,5 @@ mod worker;
 
 pub use attach::{Paged, attach_program};
 pub use children::{_Fork, clone, syscall};
-pub use credentials::{
-    setegid, seteuid, setgid, setgroups, setregid, setresgid, setresuid, setreuid, setuid,
-};
+pub use memory::{madvise, shmat};
 pub use threads::pthread_create;

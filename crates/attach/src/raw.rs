@@ -1,4 +1,4 @@
-//! System calls without libc: the worker may touch neither errno nor any other memory of the program.
+//! System calls without libc: the worker may access neither errno nor any other memory of the program.
 
 use core::arch::asm;
 
@@ -27,17 +27,20 @@ pub unsafe fn syscall(number: i64, arguments: [usize; 6]) -> isize {
     result
 }
 
-/// Start a thread of this process on `stack_top`, which runs `entry(argument)` and never returns. It is unknown to libc.
+/// Starts a process that shares this one's memory, and runs `entry(argument)` on `stack_top`.
+///
+/// The new process is unknown to libc. Its end sends no signal, and a tracer of this process does not trace it.
+/// Returns its number, or a negative errno.
 ///
 /// # Safety
 /// `stack_top` must be the 16-aligned end of memory that nothing else uses, and `entry` must never return.
-pub unsafe fn spawn(stack_top: usize, entry: extern "C" fn(usize) -> !, argument: usize) -> isize {
-    const FLAGS: i32 = libc::CLONE_VM
-        | libc::CLONE_FS
-        | libc::CLONE_FILES
-        | libc::CLONE_SIGHAND
-        | libc::CLONE_THREAD
-        | libc::CLONE_SYSVSEM;
+pub unsafe fn spawn(
+    flags: i32,
+    stack_top: usize,
+    entry: extern "C" fn(usize) -> !,
+    argument: usize,
+) -> isize {
+    let flags = libc::CLONE_VM | libc::CLONE_UNTRACED | flags;
     let result: isize;
     // SAFETY: in the child the stack pointer is `stack_top` and the only thing done is the call of `entry`, whose
     // argument and address were in registers; the parent goes on as after any system call.
@@ -52,7 +55,7 @@ pub unsafe fn spawn(stack_top: usize, entry: extern "C" fn(usize) -> !, argument
             "ud2",
             "2:",
             inlateout("rax") libc::SYS_clone => result,
-            in("rdi") i64::from(FLAGS),
+            in("rdi") i64::from(flags),
             in("rsi") stack_top,
             in("rdx") 0,
             in("r10") 0,

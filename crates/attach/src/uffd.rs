@@ -6,8 +6,8 @@ const PAGE: u64 = 4096;
 const API: u64 = 0xaa;
 const UFFDIO_API: usize = 0xc018_aa3f;
 const UFFDIO_REGISTER: usize = 0xc020_aa00;
-const UFFDIO_WRITEPROTECT: usize = 0xc018_aa06;
-const UFFDIO_MOVE: usize = 0xc028_aa05;
+pub const UFFDIO_WRITEPROTECT: usize = 0xc018_aa06;
+pub const UFFDIO_MOVE: usize = 0xc028_aa05;
 const DEVICE_NEW: usize = 0xaa00;
 const FLAGS: usize = (libc::O_CLOEXEC | libc::O_NONBLOCK) as usize;
 

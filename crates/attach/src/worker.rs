@@ -1,106 +1,136 @@
-//! The worker: a thread inside the program that takes pages out of it at the agent's command.
+//! The worker: a process that shares the program's memory and moves pages out of it at the agent's
+//! command.
 //!
-//! It depends on none of the program's memory: raw system calls, its own stack, its own table of open files, no
-//! thread-local storage. When the agent is gone it waits for ever and harms nothing.
+//! It is a process and no thread, so that the program has the threads, signals, children and limits
+//! that it would have without Aquifer, and so that a program that is stopped can still be paged.
+//! It depends on none of the program's pageable memory: raw system calls, its own stack, its own
+//! descriptors, no thread-local storage. While the agent is away it waits and harms nothing.
+//!
+//! The program can write to its memory, its stack included. So it confines itself to the few calls
+//! that it makes (`confine`), and has nothing that the program does not have.
 
-use core::cell::UnsafeCell;
+mod confine;
+mod cores;
+mod leave;
+pub mod start;
+
 use core::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 
 use crate::batch::{self, Batch, Pages};
-use crate::credentials::Credentials;
 use crate::raw::syscall;
 use crate::uffd;
+use cores::Cores;
+use leave::Watch;
 
 const PAGE: usize = 4096;
+/// Size of the worker's stack. The [`Worker`] is at its lower end.
+pub const STACK_BYTES: usize = 16 * PAGE;
 const NICENESS: isize = -15;
-const FUTEX_WAIT: usize = 0;
 const FUTEX_WAKE: usize = 1;
 const MADV_POPULATE_WRITE: usize = 23;
 
-/// What the worker knows. It lies at the bottom of the worker's own stack.
+/// What the worker knows. It lies at the lower end of the worker's own stack.
 #[repr(C)]
 pub struct Worker {
-    /// Raised when the worker has its own descriptors and the starter may close its copies.
-    pub ready: AtomicU32,
-    /// The socket to the agent, held open so that the agent notices the program's end.
-    pub socket: i32,
+    /// [`start::STARTING`], [`start::READY`], or a negative errno if the worker could not start.
+    state: AtomicU32,
+    /// Number of the worker's process; 0 until it is known.
+    process: AtomicU32,
+    /// The word that the kernel clears when the thread that started the worker ends or executes
+    /// another program; null if there is none.
+    thread_word: *const AtomicU32,
+    /// The socket to the agent, held open so that the agent notices the worker's end.
+    socket: i32,
     /// The program's userfaultfd: moves on it fail while the agent has an event unread.
-    pub paged: i32,
+    paged: i32,
     /// The event-free userfaultfd of the staging area.
-    pub staged: i32,
+    staged: i32,
     /// See [`aquifer_ipc::ProgramHello::bounce_buffer`].
-    pub antechamber: usize,
+    antechamber: usize,
     /// See [`aquifer_ipc::ProgramHello::staging`].
-    pub staging: usize,
+    staging: usize,
     /// The memory shared with the agent.
-    pub control: *const WorkerControl,
-    /// Who the worker is to be. Here, and not in the program's memory: that may have left, and would not come back while the agent waits
-    /// for the worker.
-    pub assumed: UnsafeCell<Credentials>,
-    /// 1 while a thread waits until the worker is that.
-    pub assuming: AtomicU32,
+    control: *const WorkerControl,
 }
 
 impl Worker {
-    /// Have the worker assume credentials, and wait until it has. Called by one of the program's threads at a time.
-    pub fn have_assume(&self, credentials: Credentials) {
-        // SAFETY: the worker looks at it only while `assuming` is 1, which the thread that was here before waited for the end of.
-        unsafe { *self.assumed.get() = credentials };
-        self.assuming.store(1, Ordering::Release);
-        // SAFETY: the control memory is mapped for the life of the process.
-        let command = unsafe { &(*self.control).command };
-        while self.assuming.load(Ordering::Acquire) == 1 {
-            // Again and again: the worker may be just about to sleep.
-            futex(command, FUTEX_WAKE, 1);
-            // SAFETY: only lets others run.
-            unsafe { syscall(libc::SYS_sched_yield, [0; 6]) };
-        }
-    }
-
-    fn assume(&self) {
-        if self.assuming.load(Ordering::Acquire) == 1 {
-            // SAFETY: whoever has written it waits until it is taken back.
-            if !unsafe { &*self.assumed.get() }.assume() {
-                give_up();
-            }
-            self.assuming.store(0, Ordering::Release);
+    pub fn new(
+        socket: i32,
+        paged: i32,
+        staged: i32,
+        antechamber: usize,
+        staging: usize,
+        control: *const WorkerControl,
+    ) -> Self {
+        Self {
+            state: AtomicU32::new(start::STARTING),
+            process: AtomicU32::new(0),
+            thread_word: start::thread_word(),
+            socket,
+            paged,
+            staged,
+            antechamber,
+            staging,
+            control,
         }
     }
 }
 
-/// The thread's entry.
-pub extern "C" fn main(argument: usize) -> ! {
-    // SAFETY: the starter placed a `Worker` there and never touches it again but for `ready`.
+/// The process's entry.
+extern "C" fn main(argument: usize) -> ! {
+    // SAFETY: the starter placed a `Worker` there, and afterwards only reads `state`.
     let worker = unsafe { &*(argument as *const Worker) };
-    own_descriptors(worker);
-    // SAFETY: the control memory is mapped for the life of the process and holds atomics only; gettid touches nothing.
-    let (control, thread) = unsafe { (&*worker.control, syscall(libc::SYS_gettid, [0; 6])) };
-    hurry();
-    control.worker.store(thread as u32, Ordering::Release);
-    worker.ready.store(1, Ordering::Release);
+    leave_program(worker);
+    let mut cores = Cores::of_this_process();
+    // SAFETY: returns a number.
+    let number = unsafe { syscall(libc::SYS_getpid, [0; 6]) };
+    let confined = confine::confine();
+    if confined < 0 {
+        worker.state.store(confined as u32, Ordering::Release);
+        exit();
+    }
+    // SAFETY: the control memory is mapped as long as the memory exists, and holds atomics only.
+    let control = unsafe { &*worker.control };
+    control.worker.store(number as u32, Ordering::Release);
+    worker.state.store(start::READY, Ordering::Release);
+    let mut watch = Watch::new(worker);
     let mut last = 0;
-    let mut cores = Cores::of_this_thread();
     loop {
-        worker.assume();
         let command = control.command.load(Ordering::Acquire);
         if command == last {
-            futex(&control.command, FUTEX_WAIT, last);
+            watch.wait_for_command(last);
             continue;
         }
         last = command;
         cores.follow(control.core.load(Ordering::Relaxed));
         obey(worker, control);
         control.done.store(command, Ordering::Release);
-        futex(&control.done, FUTEX_WAKE, 1);
+        wake(&control.done, 1);
     }
 }
 
-/// Leave the program's table of files, so that a program that closes all its descriptors does not close ours, and keep
-/// nothing of the program's open.
-fn own_descriptors(worker: &Worker) {
+/// Leaves everything that the program may notice: its session, its folder and its descriptors.
+fn leave_program(worker: &Worker) {
+    const PRIO_PROCESS: usize = 0;
+    // SAFETY: changes this process only, and passes constant strings.
+    unsafe {
+        // So that a signal to the program's process group or from its terminal does not stop it.
+        syscall(libc::SYS_setsid, [0; 6]);
+        // So that the file system of the program's folder can be unmounted.
+        syscall(libc::SYS_chdir, [c"/".as_ptr() as usize, 0, 0, 0, 0, 0]);
+        let name = c"aquifer-worker".as_ptr() as usize;
+        syscall(libc::SYS_prctl, [libc::PR_SET_NAME as usize, name, 0, 0, 0, 0]);
+        // Faults wait for this process: let it run first, if the user may ask for that.
+        syscall(libc::SYS_setpriority, [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0]);
+    }
+    close_others(worker);
+}
+
+/// Closes all descriptors but the worker's own.
+fn close_others(worker: &Worker) {
     let mut kept = [worker.socket, worker.paged, worker.staged];
     for at in 0..kept.len() {
         for other in at + 1..kept.len() {
@@ -109,9 +139,8 @@ fn own_descriptors(worker: &Worker) {
             }
         }
     }
-    // SAFETY: unshare gives this thread its own table; closing is then seen by no other thread.
+    // SAFETY: closes descriptors of this process only, which has its own table.
     unsafe {
-        syscall(libc::SYS_unshare, [libc::CLONE_FILES as usize, 0, 0, 0, 0, 0]);
         let mut next = 0;
         for fd in kept {
             if fd > next {
@@ -123,60 +152,21 @@ fn own_descriptors(worker: &Worker) {
     }
 }
 
-/// Faults wait for this thread: let it run first, if the user may ask for that.
-fn hurry() {
-    const PRIO_PROCESS: usize = 0;
-    // SAFETY: changes the scheduling of this thread only.
+/// Wakes up to `count` threads or processes that wait on a word.
+fn wake(word: &AtomicU32, count: usize) {
+    // SAFETY: the kernel only looks the address up.
     unsafe {
-        syscall(libc::SYS_setpriority, [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0]);
+        syscall(libc::SYS_futex, [word.as_ptr() as usize, FUTEX_WAKE, count, 0, 0, 0]);
     }
 }
 
-/// Bytes of a set of cores: the kernel's are no larger.
-const CORE_SET_BYTES: usize = 1024;
-
-/// Where this thread runs. The agent asks for that, and does not do it: it has rights that the program does not have.
-struct Cores {
-    /// The cores that it may run on, a bit for each; empty if they are not known.
-    allowed: [u8; CORE_SET_BYTES],
-    /// The last one asked for, plus 1; 0 for any.
-    current: u32,
-}
-
-impl Cores {
-    fn of_this_thread() -> Self {
-        let mut allowed = [0; CORE_SET_BYTES];
-        // SAFETY: the kernel writes at most as many bytes.
+/// Ends this process.
+fn exit() -> ! {
+    loop {
+        // SAFETY: ends this process only.
         unsafe {
-            syscall(libc::SYS_sched_getaffinity, [0, CORE_SET_BYTES, allowed.as_mut_ptr() as usize, 0, 0, 0]);
+            syscall(libc::SYS_exit_group, [0; 6]);
         }
-        Self { allowed, current: 0 }
-    }
-
-    /// Move to the core `wanted` - 1; to any if `wanted` is 0.
-    fn follow(&mut self, wanted: u32) {
-        if wanted == self.current {
-            return;
-        }
-        self.current = wanted;
-        let mut set = self.allowed;
-        if let Some(core) = wanted.checked_sub(1) {
-            set = [0; CORE_SET_BYTES];
-            if let Some(byte) = set.get_mut(core as usize / 8) {
-                *byte = 1 << (core % 8);
-            }
-        }
-        // SAFETY: the kernel reads the set. An empty one it refuses, and a core that is not allowed it leaves out.
-        unsafe {
-            syscall(libc::SYS_sched_setaffinity, [0, CORE_SET_BYTES, set.as_ptr() as usize, 0, 0, 0]);
-        }
-    }
-}
-
-fn futex(word: &AtomicU32, operation: usize, value: u32) {
-    // SAFETY: the word lives as long as the process.
-    unsafe {
-        syscall(libc::SYS_futex, [word.as_ptr() as usize, operation, value as usize, 0, 0, 0]);
     }
 }
 
@@ -186,7 +176,9 @@ fn obey(worker: &Worker, control: &WorkerControl) {
     let count = (record.count.load(Ordering::Relaxed) as usize).min(BATCH_PAGES_MAX);
     let room = worker.staging + buffer * BATCH_PAGES_MAX * PAGE;
     if batch::obey(&mut Memory { worker, room }, &Command { record, count }).is_err() {
-        give_up();
+        // A page can move neither on nor back. The agent notices the end and kills the program: that
+        // is better than a program that reads zeros.
+        exit();
     }
 }
 
@@ -266,19 +258,6 @@ impl Pages for Memory<'_> {
         unsafe {
             let bytes = BATCH_PAGES_MAX * PAGE;
             syscall(libc::SYS_madvise, [self.room, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
-        }
-    }
-}
-
-/// A taken page can neither go on nor back, or rights cannot be given up: it is better that the program ends than that it reads zeros, or
-/// keeps a thread that may do what it may not.
-fn give_up() -> ! {
-    loop {
-        // SAFETY: ends the process.
-        unsafe {
-            let pid = syscall(libc::SYS_getpid, [0; 6]);
-            syscall(libc::SYS_kill, [pid as usize, libc::SIGABRT as usize, 0, 0, 0, 0]);
-            syscall(libc::SYS_exit_group, [134, 0, 0, 0, 0, 0]);
         }
     }
 }

@@ -192,19 +192,30 @@ pub trait Kernel {
     /// Appends the pages of a range that are present and that no other process shares.
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
-    /// Lets the worker move pages into a staging buffer, and waits for it.
+    /// The areas in which a forked child has what its parent had, once, if that is not all.
+    fn take_inherited_areas(&mut self) -> Option<Areas>;
+
+    /// Notes that all other pages were discarded.
+    fn inheritance_checked(&mut self);
+
+    /// Lets the worker move pages into a staging buffer.
     ///
-    /// Appends one outcome for each page. Must not read messages while it waits: an event that is
-    /// raised meanwhile stays unread, so the kernel refuses the moves that it would make wrong.
+    /// No messages may be read before it has finished: an event that is raised meanwhile stays
+    /// unread, so the kernel refuses the moves that it would make wrong.
+    fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]);
+
+    /// Waits for the worker for a while; returns whether it has finished.
+    ///
+    /// Then one outcome for each page is appended. The worker may not be able to run for any time.
     ///
     /// # Errors
     /// If the program has ended.
-    fn move_out(
+    fn finish_move_out(
         &mut self,
         buffer: usize,
         pages: &[PageNumber],
         out: &mut Vec<MoveOutcome>,
-    ) -> Result<(), ProgramEnded>;
+    ) -> Result<bool, ProgramEnded>;
 
     /// Marks a staging buffer as copied, so that a restart does not read it again.
     fn release_buffer(&mut self, buffer: usize);

@@ -93,13 +93,27 @@ pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
 
 /// The areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.
 #[must_use]
-pub fn registered_areas(text: &[u8]) -> Vec<Area> {
-    let mut areas = Vec::new();
+pub fn registered_areas(text: &[u8]) -> Areas {
+    areas_with(text, |flags| flags.contains(&&b"um"[..]))
+}
+
+/// The areas in which a forked child has what its parent had, in the text of its
+/// `/proc/PID/smaps`.
+///
+/// Areas with `MADV_DONTFORK` do not exist in the child, and those with `MADV_WIPEONFORK` are empty.
+#[must_use]
+pub fn inherited_areas(text: &[u8]) -> Areas {
+    areas_with(text, |flags| !flags.contains(&&b"wf"[..]))
+}
+
+/// The areas whose flags satisfy a condition, in the text of `/proc/PID/smaps`.
+fn areas_with(text: &[u8], is_wanted: impl Fn(&[&[u8]]) -> bool) -> Areas {
+    let mut areas = Areas::default();
     let mut last = None;
     for line in text.split(|byte| *byte == b'\n') {
         if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            let is_registered = flags.split(|byte| *byte == b' ').any(|flag| flag == b"um");
-            areas.extend(last.take().filter(|_| is_registered));
+            let flags: Vec<&[u8]> = flags.split(|byte| *byte == b' ').collect();
+            last.take().filter(|_| is_wanted(&flags)).into_iter().for_each(|area| areas.insert(area));
         } else if let Some(line) = parse(line) {
             let area = Area { start: line.start / PAGE, end: line.end / PAGE };
             last = Some(area).filter(|area| area.end <= PAGES_MAX);
@@ -179,6 +193,14 @@ mod tests {
                      VmFlags: um\n7f0000400000-7f0000401000 r--p 00000000 fe:00 9 /x-1 um\nVmFlags: rd um\n";
         let starts: Vec<u64> = registered_areas(text).iter().map(|area| area.start * 4096).collect();
         assert_eq!(starts, [0x7f00_0000_0000, 0x7f00_0040_0000]);
+    }
+
+    #[test]
+    fn a_forked_child_inherits_what_is_mapped_and_not_wiped() {
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nVmFlags: rd wr um \n\
+                     7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \nVmFlags: rd wr wf um\n";
+        let inherited: Vec<_> = inherited_areas(text).iter().collect();
+        assert_eq!(inherited, [Area { start: 0x7_f000_0000, end: 0x7_f000_0100 }]);
     }
 
     #[test]

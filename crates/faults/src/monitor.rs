@@ -180,6 +180,10 @@ impl<E: Edge> Monitor<E> {
             self.edge.wait_for_sender();
             self.apply_sender_events();
         }
+        // The worker may wait for that.
+        for batch in std::mem::take(&mut self.unplaced_batches) {
+            self.edge.release_buffer(batch.buffer());
+        }
         self.volume.close();
         self.announce_free_block();
     }
@@ -201,6 +205,7 @@ impl<E: Edge> Monitor<E> {
         // Adoption reads messages too: the faults among them are served below.
         self.adopt_some();
         self.read_and_apply();
+        self.discard_uninherited();
         self.protect();
         let must_retry = self.serve_pending() || self.must_protect;
         self.make_room();

@@ -1,11 +1,12 @@
-//! Commands to a program's worker, through the memory that both map. Nothing that the program writes there is believed.
+//! Commands to a program's worker, through memory that both map. The agent trusts nothing that the
+//! program could have written there.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
-use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, STATUS_PENDING};
+use aquifer_ipc::control::{BatchRecord, CONTROL_BYTES, PROCESS_ENDED, STATUS_PENDING, WORKER_IS_LAST};
 use aquifer_ipc::{BATCH_PAGES_MAX, WorkerControl};
 use aquifer_pager::{PAGE_BYTES, PAGES_MAX, PageNumber};
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -14,7 +15,7 @@ use rustix::thread::futex;
 
 use crate::kernel::MoveOutcome;
 
-/// How long to wait for a worker before looking whether its program still lives.
+/// How long to wait for a worker before the caller does other work.
 const PATIENCE: Duration = Duration::from_millis(50);
 
 /// The agent's end of a control memory.
@@ -90,10 +91,34 @@ impl WorkerPort {
         unsafe { &*self.control }
     }
 
-    /// The worker's thread, as the program says; 0 before it runs.
+    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs, and
+    /// after it has ended by itself.
     #[must_use]
-    pub fn thread(&self) -> u32 {
+    pub fn process(&self) -> u32 {
         self.control().worker.load(Acquire)
+    }
+
+    /// Whether the program may have memory that its forked children do not get, or get empty.
+    #[must_use]
+    pub fn has_fork_advice(&self) -> bool {
+        self.control().has_fork_advice.load(Acquire) != 0
+    }
+
+    /// Whether no process but the worker has the memory.
+    #[must_use]
+    pub fn is_last(&self) -> bool {
+        self.control().process_ended.load(Acquire) == WORKER_IS_LAST
+    }
+
+    /// Releases all staging buffers: nothing in them is needed.
+    pub fn release_all(&self) {
+        self.control().batches.iter().for_each(|batch| batch.count.store(0, Release));
+    }
+
+    /// Has the worker check whether another process has the memory, and end if none has.
+    pub fn report_process_end(&self) {
+        self.control().process_ended.fetch_max(PROCESS_ENDED, Release);
+        self.wake();
     }
 
     /// The core on which the worker should run from the next command on; `None` for any.
@@ -121,19 +146,16 @@ impl WorkerPort {
         self.pins.binary_search(&page).is_ok()
     }
 
-    /// Have the pages moved into staging buffer `buffer`, and wait. `is_alive` is asked now and then; when it says no,
-    /// `false` comes back.
-    pub fn take(
-        &mut self,
-        buffer: usize,
-        pages: &[PageNumber],
-        out: &mut Vec<MoveOutcome>,
-        mut is_alive: impl FnMut() -> bool,
-    ) -> bool {
+    /// Sends a command to move pages into staging buffer `buffer`.
+    ///
+    /// # Panics
+    /// If there are more than [`BATCH_PAGES_MAX`] pages.
+    pub fn begin_batch(&mut self, buffer: usize, pages: &[PageNumber]) {
         assert!(pages.len() <= BATCH_PAGES_MAX);
         let control = self.control();
         let batch = &control.batches[buffer];
-        // Whoever takes over from us must not take the outcome of an older command for that of this one.
+        // An agent that takes over must not take the outcome of an older command for that of this
+        // one.
         batch.count.store(0, Release);
         for ((status, place), page) in batch.statuses.iter().zip(&batch.addresses).zip(pages) {
             status.store(STATUS_PENDING, Relaxed);
@@ -143,32 +165,38 @@ impl WorkerPort {
         control.buffer.store(u32::try_from(buffer).expect("a few buffers"), Relaxed);
         let command = self.command.wrapping_add(1);
         control.command.store(command, Release);
-        if let Err(error) = futex::wake(&control.command, futex::Flags::empty(), 1) {
-            tracing::warn!(%error, "a worker cannot be woken");
-        }
-        if !self.wait_for(command, &mut is_alive) {
-            return false;
-        }
-        out.extend(batch.statuses[..pages.len()].iter().map(|status| outcome(status.load(Relaxed))));
         self.command = command;
-        true
+        self.wake();
     }
 
-    /// Wait until a command is done; false if the program has ended.
-    fn wait_for(&self, command: u32, is_alive: &mut impl FnMut() -> bool) -> bool {
-        let control = self.control();
-        loop {
-            let done = control.done.load(Acquire);
-            if done == command {
-                return true;
-            }
-            let patience = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(PATIENCE.subsec_nanos()) };
-            // Any outcome means: look again.
-            let _ = futex::wait(&control.done, futex::Flags::empty(), done, Some(&patience));
-            if control.done.load(Acquire) != command && !is_alive() {
-                return false;
-            }
+    /// Waits for the last command for a while. Returns whether it is done; then the outcomes of its
+    /// pages are appended to `out`.
+    pub fn finish_batch(&self, buffer: usize, pages: usize, out: &mut Vec<MoveOutcome>) -> bool {
+        let is_done = self.wait_a_while();
+        if is_done {
+            let statuses = &self.control().batches[buffer].statuses[..pages];
+            out.extend(statuses.iter().map(|status| outcome(status.load(Relaxed))));
         }
+        is_done
+    }
+
+    fn wake(&self) {
+        if let Err(error) = futex::wake(&self.control().command, futex::Flags::empty(), 1) {
+            tracing::warn!(%error, "a worker cannot be woken");
+        }
+    }
+
+    /// Waits for the last command for a while; returns whether it is done.
+    fn wait_a_while(&self) -> bool {
+        let control = self.control();
+        let done = control.done.load(Acquire);
+        if done == self.command {
+            return true;
+        }
+        let patience = rustix::fs::Timespec { tv_sec: 0, tv_nsec: i64::from(PATIENCE.subsec_nanos()) };
+        // Whatever ends the wait, the word is read again.
+        let _ = futex::wait(&control.done, futex::Flags::empty(), done, Some(&patience));
+        control.done.load(Acquire) == self.command
     }
 
     /// The pages of a buffer have been copied.
@@ -190,8 +218,10 @@ impl WorkerPort {
     /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
     /// `None` if the program ends meanwhile.
     pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
-        if !self.wait_for(self.command, &mut is_alive) {
-            return None;
+        while !self.wait_a_while() {
+            if !is_alive() {
+                return None;
+            }
         }
         let of = |batch: &BatchRecord| {
             let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);

@@ -20,6 +20,12 @@ pub const PINS_MAX: usize = 8192;
 pub const STATUS_MOVED: u32 = 0;
 /// Status of a page that the worker has not processed yet.
 pub const STATUS_PENDING: u32 = u32::MAX;
+/// Value of [`WorkerControl::process_ended`] that the agent writes. Another process may have the
+/// memory.
+pub const PROCESS_ENDED: u32 = 1;
+/// Value of [`WorkerControl::process_ended`] that the worker writes. It waits until the agent has
+/// emptied the staging buffers.
+pub const WORKER_IS_LAST: u32 = 2;
 /// First word of control memory.
 pub const CONTROL_MAGIC: u32 = 0x4151_4354;
 /// Size of control memory, in whole pages.
@@ -37,14 +43,20 @@ pub struct WorkerControl {
     pub command: AtomicU32,
     /// Number of the newest completed command. The agent waits on this futex.
     pub done: AtomicU32,
-    /// Thread id of the worker. The worker lives as long as the program; its first thread may not.
+    /// Number of the worker's process in its own PID namespace; 0 before it runs, and after it has
+    /// ended by itself.
     pub worker: AtomicU32,
     /// The core on which the worker should run, plus 1; 0 for any.
     pub core: AtomicU32,
     /// The staging buffer that the command fills.
     pub buffer: AtomicU32,
+    /// [`PROCESS_ENDED`] when the program's process has ended, [`WORKER_IS_LAST`] when no process
+    /// but the worker has the memory, else 0.
+    pub process_ended: AtomicU32,
+    /// 1 if the program may have memory that its forked children do not get, or get empty.
+    pub has_fork_advice: AtomicU32,
     /// Padding that aligns 8-byte fields.
-    pub reserved_too: AtomicU32,
+    pub reserved: AtomicU32,
     /// The last command of each staging buffer. It stays until the agent has copied the buffer, so
     /// that an agent that takes over knows which pages are in it.
     pub batches: [BatchRecord; STAGING_BUFFERS],

@@ -119,7 +119,7 @@ fn golden_control_memory() {
             worker,
             core,
             buffer,
-            reserved_too,
+            process_ended,
             batches,
             pin_count,
             pins_overflowed,

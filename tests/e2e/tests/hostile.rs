@@ -157,3 +157,18 @@ fn silent_connections_do_not_delay_others() {
     drop(silent);
     eventually("the agent to serve on", || status(cluster.agent_socket()));
 }
+
+/// The worker shares the program's memory, so a program can have it run any code.
+#[test]
+fn a_program_gains_nothing_from_the_stack_of_its_worker() {
+    let cluster = Cluster::up(1, "128M");
+    let proof = cluster.state().join("proof");
+    let steer = build::programs().join("steer");
+    let program = [steer.to_str().expect("a plain path"), proof.to_str().expect("a plain path")];
+    let outcome = cluster.run("16M", &program);
+    assert_eq!(text(&outcome.stdout), "steered\n", "{}", text(&outcome.stderr));
+    assert!(text(&outcome.stderr).contains("was killed, so its memory"), "{}", text(&outcome.stderr));
+    assert!(!proof.exists(), "the worker created a file");
+    assert_serves(&cluster);
+    cluster.assert_all_free();
+}

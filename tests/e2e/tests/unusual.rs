@@ -64,10 +64,59 @@ fn direct_io_works_with_evicted_pages() {
     check("direct");
 }
 
-/// It is served, or killed if a page was just leaving.
 #[test]
-fn a_process_that_shares_the_memory_of_one_that_has_ended_reads_no_zeros() {
+fn a_program_has_no_thread_and_no_child_that_it_has_not_made() {
+    check("alone");
+}
+
+#[test]
+fn a_program_that_sandboxes_all_its_threads_stays_paged() {
+    check("sandboxed");
+}
+
+#[test]
+fn a_process_ends_with_its_last_thread() {
+    check("raw-exit");
+}
+
+#[test]
+fn a_stopped_process_holds_up_no_relative() {
+    check("stopped");
+}
+
+#[test]
+fn a_traced_process_holds_up_no_relative() {
+    check("traced");
+}
+
+#[test]
+fn a_process_that_shares_the_memory_of_one_that_has_ended_stays_paged() {
     check("outlive");
+}
+
+#[test]
+fn a_child_has_all_pages_of_a_parent_that_ends_at_once() {
+    check("fork-exit");
+}
+
+#[test]
+fn memory_that_is_wiped_on_fork_is_empty_in_the_child() {
+    check("wipe-on-fork");
+}
+
+#[test]
+fn what_is_mapped_where_a_child_did_not_inherit_is_empty() {
+    check("dont-fork");
+}
+
+#[test]
+fn guards_drop_contents_that_are_away() {
+    check("guard");
+}
+
+#[test]
+fn shared_memory_replaces_contents_that_are_away() {
+    check("shm-remap");
 }
 
 #[test]

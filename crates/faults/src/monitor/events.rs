@@ -158,6 +158,18 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
+    /// Discards what a forked child has not got from its parent.
+    ///
+    /// Areas that the child has got empty are still registered. They are adopted anew.
+    pub(super) fn discard_uninherited(&mut self) {
+        let Some(inherited) = self.edge.take_inherited_areas() else { return };
+        for part in self.areas.iter().flat_map(|area| inherited.missing(area)).collect::<Vec<_>>() {
+            self.volume.discard(part.start, part.end);
+            self.forget_area(part);
+        }
+        self.edge.inheritance_checked();
+    }
+
     /// Applies a Remap: page words move to their new numbers.
     fn apply_remap(&mut self, index: usize, from: PageNumber, to: PageNumber, pages: u64) {
         // The sender knows the pages of a batch by the numbers with which they left.

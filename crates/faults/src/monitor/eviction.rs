@@ -4,7 +4,7 @@ use aquifer_pager::{BLOCK_PAGES, Batch, BlockId};
 
 use super::Monitor;
 use crate::edge::{Edge, EvictedBatch};
-use crate::kernel::MoveOutcome;
+use crate::kernel::{MoveOutcome, ProgramEnded};
 use crate::stats::FaultStats;
 
 /// Pages kept free below the limit, so that faults seldom wait for room.
@@ -102,14 +102,27 @@ impl<E: Edge> Monitor<E> {
         }
         let buffer = self.free_buffers.pop().expect("make_room has checked that a buffer is free");
         self.move_outcomes.clear();
-        if self.edge.move_out(buffer, &self.victims, &mut self.move_outcomes).is_err() {
-            // What has left is gone with the program.
-            self.victims.iter().for_each(|page| self.volume.refused(*page));
-            self.free_block(block);
-            self.has_ended = true;
-            return false;
+        self.edge.begin_move_out(buffer, &self.victims);
+        loop {
+            match self.edge.finish_move_out(buffer, &self.victims, &mut self.move_outcomes) {
+                Ok(true) => return self.record_batch(block, buffer),
+                Ok(false) => self.release_blocks(),
+                Err(ProgramEnded) => break,
+            }
         }
-        self.record_batch(block, buffer)
+        // What has left is gone with the program.
+        self.victims.iter().for_each(|page| self.volume.refused(*page));
+        self.free_block(block);
+        self.has_ended = true;
+        false
+    }
+
+    /// Releases blocks that other programs wait for, while the worker cannot run.
+    fn release_blocks(&mut self) {
+        self.apply_sender_events();
+        while self.volume.pass_block() {
+            self.announce_free_block();
+        }
     }
 
     /// Allocates a block for a batch; without one, queues this program and wakes the others.

@@ -39,6 +39,12 @@ pub(super) struct UnplacedBatch {
     positions: Vec<u8>,
 }
 
+impl UnplacedBatch {
+    pub(super) fn buffer(&self) -> usize {
+        self.buffer
+    }
+}
+
 impl<E: Edge> Monitor<E> {
     /// Creates a monitor that continues where another was stopped at any moment.
     ///

@@ -42,7 +42,7 @@ pub(super) struct ResidentCounter {
     next_scan: Instant,
     next_scan_if_changed: Instant,
     /// The open `/proc/PID/statm`: programs near their limit are sampled every millisecond.
-    /// It is opened again when the worker is known, which lives longer than the first thread.
+    /// It is opened again when the worker is known, which lives longer than the process.
     statm: Option<(bool, File)>,
 }
 
@@ -80,12 +80,21 @@ impl ResidentCounter {
         if self.statm.as_ref().is_none_or(|(of, _)| *of != of_worker) {
             self.statm = Some((of_worker, process.open("statm").ok()?));
         }
-        let (_, file) = self.statm.as_ref()?;
-        let mut text = [0; STATM_BYTES_MAX];
-        // After the program has ended, the read returns nothing.
-        let length = file.read_at(&mut text, 0).ok()?;
-        sizes_in(std::str::from_utf8(&text[..length]).ok()?)
+        let sizes = read_sizes(&self.statm.as_ref()?.1)?;
+        if sizes.0 > 0 {
+            return Some(sizes);
+        }
+        // The first thread has ended, and others have not.
+        self.statm = Some((of_worker, process.open_of_any_thread("statm").ok()?));
+        read_sizes(&self.statm.as_ref()?.1)
     }
+}
+
+/// Size and resident anonymous pages of an open `/proc/PID/statm`; `None` if the process has ended.
+fn read_sizes(statm: &File) -> Option<(u64, u64)> {
+    let mut text = [0; STATM_BYTES_MAX];
+    let length = statm.read_at(&mut text, 0).ok()?;
+    sizes_in(std::str::from_utf8(&text[..length]).ok()?)
 }
 
 /// Size and resident anonymous pages in the text of `/proc/PID/statm`.

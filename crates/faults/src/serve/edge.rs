@@ -1,9 +1,11 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 use aquifer_channel::send_frame;
@@ -15,9 +17,9 @@ use aquifer_pager::{
 
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
-use super::exit_watcher::ProgramExitWatcher;
+use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::process::{ProgramProcess, ProofError, UnprovenProcess};
-use super::program::{self, Program};
+use super::program::{self, ForkedProgram, Program};
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
 use super::unserved::UnservedMemory;
@@ -67,6 +69,8 @@ pub(crate) struct ProcessEdge {
     messages: Vec<UffdMessage<RawFd>>,
     /// Events that another agent has read and not applied.
     unapplied: Vec<UffdMessage<OwnedFd>>,
+    /// See [`Kernel::take_inherited_areas`].
+    inherited: Cell<Option<Areas>>,
 }
 
 impl ProcessEdge {
@@ -94,6 +98,7 @@ impl ProcessEdge {
             journal,
             messages: Vec::new(),
             unapplied: Vec::new(),
+            inherited: Cell::new(None),
         })
     }
 
@@ -117,11 +122,24 @@ impl ProcessEdge {
         let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
         self.program.set_process(process, &*self.exit_watcher()?);
         self.keep();
+        self.read_inherited_areas();
         // It may have taken long, and those that were ended meanwhile did not know the process.
         if self.run.end_reason().is_some() {
             self.program.kill(self.run.tenant());
         }
         Ok(())
+    }
+
+    /// If a forked child may not have got all memory, finds out what it has got.
+    ///
+    /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until its
+    /// monitor has used that.
+    fn read_inherited_areas(&self) {
+        if !self.program.must_check_inheritance.load(Relaxed) {
+            return;
+        }
+        let text = self.program.process().and_then(|process| process.read("smaps"));
+        self.inherited.set(text.map(|text| maps::inherited_areas(&text)));
     }
 
     /// The same by the program's own canary, which must be missing.
@@ -152,13 +170,13 @@ impl ProcessEdge {
     pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
         let first = attachment.hello.bounce_buffer / PAGE;
         self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
-        self.exit_watcher()?.watch(&self.program, &attachment.socket);
+        self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         self.attachment = Some(attachment);
         self.keep();
         self.send_welcome()
     }
 
-    /// Forgets the worker, which has ended with its process.
+    /// Forgets the worker, which has ended.
     pub(crate) fn detach(&mut self) {
         self.attachment = None;
     }
@@ -168,8 +186,8 @@ impl ProcessEdge {
     /// The program may not have been welcomed yet. A program that has been ignores a second
     /// welcome.
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
-        self.exit_watcher()?.watch(&self.program, &attachment.socket);
-        let is_running = attachment.worker.thread() != 0;
+        self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
+        let is_running = attachment.worker.process() != 0;
         self.attachment = Some(attachment);
         if is_running { Ok(()) } else { self.send_welcome() }
     }
@@ -192,6 +210,7 @@ impl ProcessEdge {
             private: [bounds.shim_range.start, bounds.shim_range.end, bounds.canary],
             nonce: self.program.nonce,
             only: [bounds.paged_range.start, bounds.paged_range.end],
+            must_check_inheritance: self.program.must_check_inheritance.load(Relaxed),
             hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
         };
         let mut fds = vec![self.uffd.as_fd(), self.table.as_fd(), self.journal.memory().fd()];
@@ -212,17 +231,15 @@ impl ProcessEdge {
     /// Per staging buffer, what another agent has evicted; `None` if the program has ended.
     pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
-        // The worker's thread also gives access to the staging buffers and to `/proc`.
-        self.find_worker_thread();
+        self.find_worker();
+        self.read_inherited_areas();
         attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())
     }
 
     /// The registered ranges as the kernel reports them, without those of the shim.
     pub(crate) fn registered(&self) -> Areas {
-        let mut areas = Areas::default();
-        if let Some(text) = self.program.process().and_then(|process| process.read("smaps")) {
-            maps::registered_areas(&text).into_iter().for_each(|area| areas.insert(area));
-        }
+        let text = self.program.process().and_then(|process| process.read("smaps"));
+        let mut areas = text.map_or_else(Areas::default, |text| maps::registered_areas(&text));
         let PagingBounds { shim_range, canary, .. } = self.program.bounds();
         areas.remove(Area { start: shim_range.start / PAGE, end: shim_range.end / PAGE });
         areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
@@ -292,13 +309,35 @@ impl ProcessEdge {
         }
     }
 
-    /// Finds the worker's thread, and checks that it belongs to this process.
-    fn find_worker_thread(&self) -> bool {
+    /// Whether the worker runs. Looks for its process, which has statistics of the memory after the
+    /// program's process has ended.
+    fn find_worker(&self) -> bool {
         let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else {
             return false;
         };
-        process.has_worker()
-            || attachment.worker.thread() != 0 && process.set_worker(attachment.worker.thread())
+        let worker = attachment.worker.process();
+        if worker != 0 {
+            process.find_worker(worker, self.canary());
+        }
+        worker != 0
+    }
+
+    /// Has the worker check whether it is the last process that has the memory.
+    pub(crate) fn report_process_end(&self) {
+        if let Some(attachment) = &self.attachment {
+            attachment.worker.report_process_end();
+        }
+    }
+
+    /// Whether no process but the worker has the memory.
+    pub(crate) fn is_worker_last(&self) -> bool {
+        self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_last())
+    }
+
+    /// Whether the worker was running when its socket was closed: it was killed, or could not bring
+    /// a page to staging.
+    pub(crate) fn has_worker_failed(&self) -> bool {
+        self.attachment.as_ref().is_some_and(|attachment| attachment.worker.process() != 0)
     }
 }
 
@@ -436,22 +475,37 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn move_out(
+    fn take_inherited_areas(&mut self) -> Option<Areas> {
+        self.inherited.take()
+    }
+
+    fn inheritance_checked(&mut self) {
+        self.program.must_check_inheritance.store(false, Relaxed);
+        self.keep();
+    }
+
+    fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
+        let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
+        attachment.worker.refresh_pins();
+        attachment.worker.set_core(self.core_follower.core());
+        attachment.worker.begin_batch(buffer, pages);
+    }
+
+    fn finish_move_out(
         &mut self,
         buffer: usize,
         pages: &[PageNumber],
         out: &mut Vec<MoveOutcome>,
-    ) -> Result<(), ProgramEnded> {
-        let program = Arc::clone(&self.program);
-        let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
-        attachment.worker.refresh_pins();
-        attachment.worker.set_core(self.core_follower.core());
-        let is_alive = || !program.is_killed() && !program.has_exited();
-        if attachment.worker.take(buffer, pages, out, is_alive) { Ok(()) } else { Err(ProgramEnded) }
+    ) -> Result<bool, ProgramEnded> {
+        let attachment = self.attachment.as_ref().ok_or(ProgramEnded)?;
+        if attachment.worker.finish_batch(buffer, pages.len(), out) {
+            return Ok(true);
+        }
+        if self.program.is_killed() || self.program.has_exited() { Err(ProgramEnded) } else { Ok(false) }
     }
 
     fn has_worker(&self) -> bool {
-        self.find_worker_thread()
+        self.find_worker()
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
@@ -499,7 +553,12 @@ impl Edge for ProcessEdge {
     fn start_child(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
         let origin = (self.program.id, self.journal.sequence());
         let uffd = Userfaultfd::from(child);
-        let started = program::serve_child(&self.run, &self.program, uffd.clone(), volume, areas, origin);
+        // A child that is not attached has no control memory and may have the memory of its parent.
+        let attached = self.attachment.as_ref();
+        let must_check = self.program.must_check_inheritance.load(Relaxed)
+            || attached.is_some_and(|attached| attached.worker.has_fork_advice());
+        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, must_check };
+        let started = program::serve_child(&self.run, &self.program, forked);
         if let Err(error) = started {
             self.refuse(uffd, &error);
         }

@@ -1,7 +1,8 @@
 //! One thread that notices the end of each program.
 //!
-//! A program has ended when the socket of its worker hangs up, after `exit`, `exec` or death.
-//! Before a program has a worker, its pidfd reports the end.
+//! A program has ended when the socket of its worker hangs up: the worker ends when no other process
+//! has the memory. Before a program has a worker, and for one that cannot notice it, the pidfd
+//! reports the end.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,6 +14,15 @@ use rustix::event::epoll;
 use super::program::Program;
 
 const EVENTS_MAX: usize = 64;
+
+/// What is watched for its end.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum WatchedEnd {
+    /// The program's process, by its pidfd. Another process may have its memory.
+    Process,
+    /// Its worker, by the socket.
+    Worker,
+}
 
 /// Notifies monitors that their programs have ended.
 #[derive(Debug)]
@@ -31,10 +41,10 @@ impl ProgramExitWatcher {
         Ok(watcher)
     }
 
-    /// Marks `program` as ended when `fd` becomes readable.
-    pub(crate) fn watch(&self, program: &Arc<Program>, fd: impl AsFd) {
+    /// Notifies `program` when `fd` becomes readable.
+    pub(crate) fn watch(&self, program: &Arc<Program>, what: WatchedEnd, fd: impl AsFd) {
         self.lock().insert(program.id, Arc::downgrade(program));
-        let data = epoll::EventData::new_u64(program.id);
+        let data = epoll::EventData::new_u64(program.id << 1 | u64::from(what == WatchedEnd::Worker));
         let flags = epoll::EventFlags::IN | epoll::EventFlags::ONESHOT;
         if let Err(error) = epoll::add(&self.epoll, fd, data, flags) {
             let pid = program.pid();
@@ -60,9 +70,12 @@ impl ProgramExitWatcher {
                 }
             }
             for event in &events {
-                let program = self.lock().get(&event.data.u64()).and_then(Weak::upgrade);
-                if let Some(program) = program {
-                    program.mark_exited();
+                let (id, is_worker) = (event.data.u64() >> 1, event.data.u64() & 1 == 1);
+                let program = self.lock().get(&id).and_then(Weak::upgrade);
+                match program {
+                    Some(program) if is_worker => program.mark_exited(),
+                    Some(program) => program.mark_process_ended(),
+                    None => {}
                 }
             }
         }

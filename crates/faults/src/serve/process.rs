@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use aquifer_channel::peer::peer_pidfd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{Dir, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::canary::Canary;
@@ -81,7 +81,7 @@ impl UnprovenProcess {
         if !fill() || !canary.is_in(&files.memory) {
             return Err(ProofError::OtherMemory);
         }
-        Ok(ProgramProcess { pid, pidfd, folder, files, worker: OnceLock::new() })
+        Ok(ProgramProcess { pid, pidfd, folder: Some(folder), files, worker: OnceLock::new() })
     }
 }
 
@@ -121,23 +121,23 @@ pub(crate) struct KeptProcess {
 pub(crate) struct ProgramProcess {
     pid: u32,
     pidfd: OwnedFd,
-    /// `/proc/PID` of this process, never of another.
-    folder: OwnedFd,
+    /// `/proc/PID` of this process, never of another; `None` if the process had ended when this
+    /// agent took over, and another process has its memory.
+    folder: Option<OwnedFd>,
     files: MemoryFiles,
-    /// `/proc/PID/task/TID` of the worker, which lives as long as the process.
-    worker: OnceLock<OwnedFd>,
+    /// `/proc/PID` of the worker, which lives as long as the memory; `None` if the worker is in
+    /// another PID namespace.
+    worker: OnceLock<Option<OwnedFd>>,
 }
 
 impl ProgramProcess {
     /// The process that another agent has known, by the descriptors that it has kept.
-    pub fn recovered(pid: u32, kept: KeptProcess) -> io::Result<Self> {
+    pub fn recovered(pid: u32, kept: KeptProcess) -> Self {
         let KeptProcess { memory, pagemap, maps, pidfd } = kept;
-        let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
-        if has_ended(&pidfd) {
-            return Err(io::Error::other("the process has ended"));
-        }
+        let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}")).ok();
+        let folder = folder.filter(|_| !has_ended(&pidfd));
         let files = MemoryFiles { memory: memory.into(), pagemap: pagemap.into(), maps: maps.into() };
-        Ok(Self { pid, pidfd, folder, files, worker: OnceLock::new() })
+        Self { pid, pidfd, folder, files, worker: OnceLock::new() }
     }
 
     /// What the keeper holds of the process, the pidfd last.
@@ -176,24 +176,35 @@ impl ProgramProcess {
         }
     }
 
-    /// Notes the worker's thread; false if the process has no such thread.
-    pub fn set_worker(&self, thread: u32) -> bool {
-        if self.worker.get().is_none()
-            && let Ok(folder) = open_folder(&self.folder, format!("task/{thread}"))
-        {
-            let _ = self.worker.set(folder);
-        }
-        self.has_worker()
+    /// Finds the worker's process, which has `number` in its own PID namespace. Here that may be the
+    /// number of another process, which does not have the canary.
+    ///
+    /// A program that lies falsifies only its own statistics.
+    pub fn find_worker(&self, number: u32, canary: Canary) {
+        self.worker.get_or_init(|| {
+            let folder = open_folder(rustix::fs::CWD, format!("/proc/{number}")).ok()?;
+            let memory = open_file(&folder, "mem").ok()?;
+            canary.is_in(&memory).then_some(folder)
+        });
     }
 
     pub fn has_worker(&self) -> bool {
         self.worker.get().is_some()
     }
 
-    /// Opens a file of the process in `/proc` with numbers for statistics. After an exec it is that
-    /// of the new program.
+    /// Opens a file of the process in `/proc` with numbers for statistics. Without a worker, it is
+    /// that of the new program after an exec.
     pub fn open(&self, file: &str) -> io::Result<File> {
-        open_file(self.worker.get().unwrap_or(&self.folder), file)
+        let folder = self.worker.get().and_then(Option::as_ref).or(self.folder.as_ref());
+        open_file(folder.ok_or(io::ErrorKind::NotFound)?, file)
+    }
+
+    /// The same of a thread that has not ended, unless that is the first one.
+    pub fn open_of_any_thread(&self, file: &str) -> io::Result<File> {
+        let folder = self.folder.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let tasks = rustix::fs::openat(folder, "task", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())?;
+        let last = Dir::read_from(&tasks)?.flatten().last().ok_or(io::ErrorKind::NotFound)?;
+        open_file(&open_folder(&tasks, last.file_name())?, file)
     }
 
     /// Reads such a file.
@@ -205,7 +216,8 @@ impl ProgramProcess {
 
     /// Opens a file of one of its threads.
     pub fn open_of_thread(&self, thread: u32, file: &str) -> io::Result<File> {
-        open_file(&self.folder, &format!("task/{thread}/{file}"))
+        let folder = self.folder.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        open_file(folder, &format!("task/{thread}/{file}"))
     }
 }
 

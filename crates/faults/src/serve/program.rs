@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::attach::AttachError;
 use super::canary::{Canary, Nonce, new_nonce};
 use super::edge::{Attachment, ProcessEdge};
-use super::exit_watcher::ProgramExitWatcher;
+use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::priority::{URGENT, set_niceness};
 use super::process::{ProgramProcess, UnprovenProcess};
 use super::run::{PROGRAMS_MAX, Run};
@@ -31,9 +31,9 @@ use crate::monitor::{Monitor, TurnOutcome};
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
-/// Interval at which the memory of an unknown process, or of one that has ended, is looked for.
+/// Interval at which the memory of an unknown process, or of one without a worker, is looked for.
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Time from the end of a process to the first look whether its memory is gone. It doubles.
+/// Time from the end of a worker to the first look whether the memory is gone. It doubles.
 const FIRST_PROBE: Duration = Duration::from_millis(1);
 /// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
 const YIELDS_BEFORE_SLEEP: u32 = 2;
@@ -76,7 +76,11 @@ pub struct Program {
     /// Whether the program was forked and has not executed another program since, so that its
     /// pages may be shared with its parent.
     pub(crate) is_forked: AtomicBool,
+    /// Whether it may have less memory than its parent had, because of an advice (`MADV_DONTFORK`,
+    /// `MADV_WIPEONFORK`), and that was not checked yet.
+    pub(crate) must_check_inheritance: AtomicBool,
     is_killed: AtomicBool,
+    has_process_ended: AtomicBool,
     has_exited: AtomicBool,
 }
 
@@ -100,7 +104,9 @@ impl Program {
             uffd: OnceLock::new(),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
+            must_check_inheritance: AtomicBool::new(false),
             is_killed: AtomicBool::new(false),
+            has_process_ended: AtomicBool::new(false),
             has_exited: AtomicBool::new(false),
         })
     }
@@ -118,7 +124,7 @@ impl Program {
 
     /// Sets the process and watches for its end.
     pub(crate) fn set_process(self: &Arc<Self>, process: ProgramProcess, exit_watcher: &ProgramExitWatcher) {
-        exit_watcher.watch(self, process.pidfd());
+        exit_watcher.watch(self, WatchedEnd::Process, process.pidfd());
         let _ = self.process.set(process);
     }
 
@@ -190,7 +196,16 @@ impl Program {
         self.wake();
     }
 
-    /// Notes that the process has ended or has executed another program.
+    /// Notes that the process has ended. Its worker goes on if another process has the memory.
+    pub(crate) fn mark_process_ended(&self) {
+        self.has_process_ended.store(true, SeqCst);
+        if !self.is_attached.load(SeqCst) {
+            self.has_exited.store(true, SeqCst);
+        }
+        self.signal();
+    }
+
+    /// Notes that the worker has ended, or that there is none and the process has ended.
     pub(crate) fn mark_exited(&self) {
         self.has_exited.store(true, SeqCst);
         self.signal();
@@ -304,20 +319,26 @@ pub(crate) fn serve_root(
     })
 }
 
+/// What a forked child has from its parent.
+pub(crate) struct ForkedProgram {
+    pub uffd: Userfaultfd,
+    pub volume: Volume,
+    pub areas: Areas,
+    /// See [`super::records::ProgramRecord::origin`].
+    pub origin: (u64, u64),
+    /// See [`Program::must_check_inheritance`].
+    pub must_check: bool,
+}
+
 /// Begins to serve a forked child, before its hello.
-pub(crate) fn serve_child(
-    run: &Arc<Run>,
-    parent: &Program,
-    uffd: Userfaultfd,
-    volume: Volume,
-    areas: Areas,
-    origin: (u64, u64),
-) -> io::Result<()> {
+pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
+    let ForkedProgram { uffd, volume, areas, origin, must_check } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program(), new_nonce()?)?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
+        program.must_check_inheritance.store(must_check, Relaxed);
         program.share_uffd(&uffd);
         let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
         edge.keep();
@@ -408,6 +429,7 @@ pub(crate) fn spawn(
                 monitor,
                 program: Arc::clone(&program),
                 outlived: None,
+                has_worker_failed: false,
                 next_probe: Instant::now(),
             }
             .run();
@@ -421,8 +443,10 @@ pub(crate) fn spawn(
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
-    /// If the process has ended and its memory has not: the time between two looks whether it has.
+    /// If the worker has ended and the memory has not: the time between two looks whether it has.
     outlived: Option<Duration>,
+    /// Whether that worker had not ended by itself.
+    has_worker_failed: bool,
     /// The time of the next look, also for an unknown process.
     next_probe: Instant,
 }
@@ -496,9 +520,7 @@ impl MonitorLoop {
     fn sleep(&mut self) {
         self.program.has_pending_faults.store(self.monitor.has_pending_faults(), SeqCst);
         if !self.program.begin_sleep() {
-            if self.program.has_exited() {
-                self.process_has_ended();
-            }
+            self.handle_end();
             return;
         }
         let edge = self.monitor.edge();
@@ -514,32 +536,57 @@ impl MonitorLoop {
         if fds[1].revents != 0 {
             self.program.drain_wakeup();
         }
-        if self.program.has_exited() {
-            self.process_has_ended();
-        } else if let Some(interval) = interval
+        if !self.handle_end()
+            && let Some(interval) = interval
             && Instant::now() >= self.next_probe
         {
             // Other threads may wake the monitor all the time.
             self.next_probe = Instant::now() + interval;
-            self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
-            if !self.monitor.edge().is_alive() {
-                self.monitor.end();
-            }
+            self.probe(interval);
         }
     }
 
-    /// Ends the monitor if the memory of the process is gone, or must not be served any more.
+    /// Handles the end of the process or of its worker; returns whether the worker has ended.
+    fn handle_end(&mut self) -> bool {
+        if self.program.has_process_ended.swap(false, SeqCst) {
+            self.monitor.edge().report_process_end();
+        }
+        let has_exited = self.program.has_exited();
+        if has_exited {
+            self.worker_has_ended();
+        }
+        has_exited
+    }
+
+    /// Ends the monitor if the memory is gone, is of no use, or must not be served any more.
     ///
     /// The kernel may not have freed it yet. And another process may share it, made by `clone` with
-    /// `CLONE_VM` or by `vfork`: then it is served on, and nothing is evicted from it, because the
-    /// worker has ended with the process.
-    fn process_has_ended(&mut self) {
-        if self.program.is_killed() || !self.monitor.edge().is_alive() {
+    /// `CLONE_VM` or by `vfork`, although the worker could not see that: then it is served on, and
+    /// nothing is evicted from it.
+    fn worker_has_ended(&mut self) {
+        let edge = self.monitor.edge();
+        if self.program.is_killed() || edge.is_worker_last() || !edge.is_alive() {
             return self.monitor.end();
         }
+        self.has_worker_failed |= edge.has_worker_failed();
         self.program.has_exited.store(false, SeqCst);
-        self.monitor.edge().detach();
+        edge.detach();
         self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
+    }
+
+    /// Looks whether the memory of an unknown process, or one without a worker, is gone.
+    fn probe(&mut self, interval: Duration) {
+        self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
+        if !self.monitor.edge().is_alive() {
+            self.monitor.end();
+        } else if self.has_worker_failed && interval == PROBE_INTERVAL {
+            // By now the process is no longer just ending together with its worker.
+            self.has_worker_failed = false;
+            let pid = self.program.pid();
+            self.monitor.edge().run().end(&format!(
+                "the worker of process {pid} was killed, so its memory cannot be paged any more"
+            ));
+        }
     }
 
     /// Frees all that the program had.

@@ -42,6 +42,9 @@ pub(crate) struct ProgramRecord {
     /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
+    /// Whether a forked child may have less memory than its parent had, and that was not checked yet.
+    #[serde(default)]
+    pub must_check_inheritance: bool,
     pub hello: Option<HelloRecord>,
 }
 
@@ -139,6 +142,7 @@ mod tests {
             private: [hello.private_start, hello.private_end, hello.canary],
             nonce: [6; 16],
             only: [hello.paged_start, hello.paged_end],
+            must_check_inheritance: false,
             hello: Some(HelloRecord::from(&hello)),
         };
         let back: ProgramRecord = decode(&record.put(7, 8, 9)).unwrap();

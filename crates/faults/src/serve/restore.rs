@@ -346,14 +346,23 @@ impl RecoveredProgram {
         UnservableProgram { id: self.id, pidfd, tenant: self.tenant, memory }
     }
 
-    /// Whether the process has ended or has executed another program.
+    /// Whether the program has ended: its worker, or its process if there is no worker.
     fn has_ended(&self) -> bool {
-        self.process.as_ref().is_some_and(|process| has_ended(&process.pidfd))
-            || self.worker.as_ref().is_some_and(|(_, socket)| is_ready(socket, NO_WAIT))
+        match (&self.worker, &self.process) {
+            (Some((_, socket)), _) => is_ready(socket, NO_WAIT),
+            (None, Some(process)) => has_ended(&process.pidfd),
+            (None, None) => false,
+        }
     }
 
-    /// Whether the memory of a process that has ended is gone. The kernel may need a moment.
+    /// Whether the memory of a program that has ended is gone. The kernel may need a moment.
     fn is_memory_gone(&self, deadline: Instant) -> bool {
+        if let Some((worker, _)) = &self.worker
+            && worker.is_last()
+        {
+            worker.release_all();
+            return true;
+        }
         let canary = self.record.canary(self.id);
         loop {
             if canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
@@ -449,11 +458,12 @@ impl ResumableProgram {
         let program = new_program(run, id, record.nonce)?;
         let start = || {
             program.set_bounds(&record.bounds());
-            if let Some(kept) = process {
-                program.set_process(ProgramProcess::recovered(pid, kept)?, &service.exit_watcher);
-            }
             program.is_attached.store(record.hello.is_some(), SeqCst);
+            if let Some(kept) = process {
+                program.set_process(ProgramProcess::recovered(pid, kept), &service.exit_watcher);
+            }
             program.is_forked.store(record.origin.is_some(), Relaxed);
+            program.must_check_inheritance.store(record.must_check_inheritance, Relaxed);
             program.share_uffd(&uffd);
             let mut edge = ProcessEdge::new(run, &program, uffd, &recovered.volume, journal, record.origin)?;
             if let (Some((worker, socket)), Some(hello)) = (worker, record.hello(run.token())) {

@@ -5,6 +5,8 @@
 //! faster, and all further ones share.
 
 use std::collections::HashMap;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer_fabric::multiplex::{Multiplexer, WeakMultiplexer};
@@ -40,14 +42,22 @@ pub(super) struct ShareKey {
 
 /// All endpoints of this host.
 #[derive(Debug, Default)]
-pub(super) struct EndpointShares(Mutex<HashMap<ShareKey, Arc<Mutex<Share>>>>);
+pub(super) struct EndpointShares(Mutex<HashMap<ShareKey, Arc<ShareSlot>>>);
 
 #[derive(Debug, Default)]
-struct Share {
+struct ShareSlot {
     /// One reference for each endpoint that only one user has.
-    own: Arc<()>,
+    own: Mutex<Arc<()>>,
+    shared: Mutex<SharedEndpoints>,
+    /// Attempts to open a shared endpoint that have failed.
+    failures: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct SharedEndpoints {
     /// Each closes its endpoint with its last user.
     multiplexers: Vec<WeakMultiplexer>,
+    last_error: Option<EndpointError>,
 }
 
 impl EndpointShares {
@@ -60,14 +70,11 @@ impl EndpointShares {
         key: ShareKey,
         open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
     ) -> Result<Box<dyn Endpoint>, EndpointError> {
-        let share = Arc::clone(lock(&self.0).entry(key).or_default());
-        // Held while connecting, so that users that come meanwhile share the new endpoint.
-        let mut share = lock(&share);
-        if Arc::strong_count(&share.own) <= OWN_MAX {
-            let endpoint = open()?;
-            return Ok(Box::new(OwnEndpoint { endpoint, _counted: Arc::clone(&share.own) }));
+        let slot = Arc::clone(lock(&self.0).entry(key).or_default());
+        if let Some(counted) = slot.count_own() {
+            return Ok(Box::new(OwnEndpoint { endpoint: open()?, _counted: counted }));
         }
-        share.endpoint(open)
+        slot.shared_endpoint(slot.failures.load(Relaxed), open)
     }
 
     /// Forgets the lives of a node before this one. Their endpoints close with their users.
@@ -76,7 +83,61 @@ impl EndpointShares {
     }
 }
 
-impl Share {
+impl ShareSlot {
+    /// Counts a user with an endpoint of its own; `None` if there are enough.
+    fn count_own(&self) -> Option<Arc<()>> {
+        let own = lock(&self.own);
+        (Arc::strong_count(&own) <= OWN_MAX).then(|| Arc::clone(&own))
+    }
+
+    /// An endpoint on a shared one, for a user that came after `failures` failed attempts.
+    fn shared_endpoint(
+        &self,
+        failures: u64,
+        open: impl FnOnce() -> Result<Box<dyn Endpoint>, EndpointError>,
+    ) -> Result<Box<dyn Endpoint>, EndpointError> {
+        // Held while connecting, so that users that come meanwhile share the new endpoint.
+        let mut shared = lock(&self.shared);
+        if self.failures.load(Relaxed) != failures
+            && let Some(error) = &shared.last_error
+        {
+            // Otherwise each user would wait for a node that does not answer, one after the other.
+            return Err(same_error(error));
+        }
+        let result = shared.endpoint(open);
+        if let Err(error) = &result {
+            shared.last_error = Some(same_error(error));
+            self.failures.fetch_add(1, Relaxed);
+        }
+        result
+    }
+}
+
+/// The same error for another user.
+fn same_error(error: &EndpointError) -> EndpointError {
+    let same_source = |source: &io::Error| {
+        source
+            .raw_os_error()
+            .map_or_else(|| io::Error::new(source.kind(), source.to_string()), io::Error::from_raw_os_error)
+    };
+    match error {
+        EndpointError::Unreachable { address, source } => {
+            EndpointError::Unreachable { address: address.clone(), source: same_source(source) }
+        }
+        EndpointError::Refused { address, refusal } => {
+            EndpointError::Refused { address: address.clone(), refusal: refusal.clone() }
+        }
+        EndpointError::Protocol { address, reason } => {
+            EndpointError::Protocol { address: address.clone(), reason: reason.clone() }
+        }
+        EndpointError::Local { bytes, source } => {
+            EndpointError::Local { bytes: *bytes, source: same_source(source) }
+        }
+        EndpointError::TooManyLocal { limit } => EndpointError::TooManyLocal { limit: *limit },
+    }
+}
+
+impl SharedEndpoints {
     /// An endpoint on a shared one, which `open` opens if all have as many users as they can.
     fn endpoint(
         &mut self,
@@ -162,12 +223,29 @@ mod tests {
         users.push(endpoint(other));
         assert_eq!(opened.get(), OWN_MAX + 4);
         users.clear();
-        let share = Arc::clone(&lock(&shares.0)[&key]);
+        let slot = Arc::clone(&lock(&shares.0)[&key]);
         // The thread of each may be about to look.
-        while lock(&share).multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
+        while lock(&slot.shared).multiplexers.iter().any(|multiplexer| multiplexer.upgrade().is_some()) {
             std::thread::yield_now();
         }
         shares.forget_earlier_lives(NodeId(1), 2);
         assert!(lock(&shares.0).is_empty());
+    }
+
+    #[test]
+    fn a_user_that_waited_for_a_failed_attempt_gets_its_error() {
+        let slot = ShareSlot::default();
+        let error = || EndpointError::TooManyLocal { limit: 7 };
+        let expected = error().to_string();
+        let before = slot.failures.load(Relaxed);
+        assert_eq!(slot.shared_endpoint(before, || Err(error())).unwrap_err().to_string(), expected);
+        let waited = slot.shared_endpoint(before, || unreachable!("it does not try, too"));
+        assert_eq!(waited.unwrap_err().to_string(), expected);
+        let mut has_tried = false;
+        let later = slot.shared_endpoint(slot.failures.load(Relaxed), || {
+            has_tried = true;
+            Err(error())
+        });
+        assert!(later.is_err() && has_tried);
     }
 }

@@ -342,12 +342,13 @@ impl Kernel for SimEdge {
         );
     }
 
-    fn move_out(
-        &mut self,
-        buffer: usize,
-        pages: &[PageNumber],
-        out: &mut Vec<MoveOutcome>,
-    ) -> Result<(), ProgramEnded> {
+    fn take_inherited_areas(&mut self) -> Option<Areas> {
+        None
+    }
+
+    fn inheritance_checked(&mut self) {}
+
+    fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
         let mut world = self.run_world();
         let process = &mut world.processes[self.process];
         process.batches[buffer] = pages.iter().map(|page| (*page, MoveOutcome::Kept)).collect();
@@ -361,6 +362,17 @@ impl Kernel for SimEdge {
         }
         drop(world);
         super::death::step();
+    }
+
+    fn finish_move_out(
+        &mut self,
+        buffer: usize,
+        pages: &[PageNumber],
+        out: &mut Vec<MoveOutcome>,
+    ) -> Result<bool, ProgramEnded> {
+        if self.run_world().rng.chance(1, 64) {
+            return Ok(false);
+        }
         self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);
         for (position, page) in pages.iter().enumerate() {
             let (taken, stamp) = self.move_one(*page)?;
@@ -373,7 +385,7 @@ impl Kernel for SimEdge {
         }
         // The worker completes its command, whether or not the agent survives.
         super::death::step();
-        Ok(())
+        Ok(true)
     }
 
     fn has_worker(&self) -> bool {

@@ -36,7 +36,14 @@ static const struct test tests[] = {
     {"daemon", test_daemon, false},     {"setuid", test_setuid, false},
     {"populate", test_populate, false}, {"direct", test_direct, false},
     {"robust", test_robust, false},     {"signal-stack", test_signal_stack, false},
-    {"outlive", test_outlive, false},
+    // A process as it would be without paging.
+    {"alone", test_alone, false},       {"sandboxed", test_sandboxed, false},
+    {"raw-exit", test_raw_exit, false}, {"stopped", test_stopped, false},
+    {"traced", test_traced, false},     {"outlive", test_outlive, false},
+    {"fork-exit", test_fork_exit, false},
+    // Changes of memory that the kernel does not report.
+    {"wipe-on-fork", test_wipe_on_fork, false}, {"dont-fork", test_dont_fork, false},
+    {"guard", test_guard, false},               {"shm-remap", test_shm_remap, false},
     // Ways to make a child; these change how malloc works.
     {"by-fork", test_by_fork, false},             {"by-fork-alone", test_by_fork_alone, false},
     {"by-clone", test_by_clone, false},           {"by-raw-clone", test_by_raw_clone, false},

@@ -24,8 +24,22 @@ void test_setuid(void);
 void test_populate(void);
 void test_direct(void);
 void test_signal_stack(void);
-void test_outlive(void);
 void test_robust(void);
+
+// Threads, children and rights: alone.c
+void test_alone(void);
+void test_sandboxed(void);
+void test_raw_exit(void);
+void test_stopped(void);
+void test_traced(void);
+void test_outlive(void);
+void test_fork_exit(void);
+
+// Memory that changes without an event of the kernel: advice.c
+void test_wipe_on_fork(void);
+void test_dont_fork(void);
+void test_guard(void);
+void test_shm_remap(void);
 
 // Ways to make a child: children.c
 void test_by_fork(void);

@@ -8,13 +8,11 @@
 #include <grp.h>
 #include <linux/close_range.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -71,7 +69,7 @@ void test_daemon(void) {
 
 // ---- a program of root's that becomes nobody's --------------------------------------------------
 
-// No thread may keep what the program has given up, not even one that it does not know of.
+// No thread may keep what the program has given up.
 static void verify_threads_are_nobody(void) {
     DIR *tasks = opendir("/proc/self/task");
     if (tasks == NULL) die("/proc/self/task");
@@ -232,51 +230,4 @@ void test_robust(void) {
         modify_every(&pressure, &numbers);
     }
     finish(&pressure);
-}
-
-// ---- a process that shares the memory of one that has ended -------------------------------------
-
-static void expect_two_ends(const char *test) {
-    for (int ended = 0; ended < 2; ended++) {
-        int status;
-        if (wait(&status) < 0) die("wait");
-        // Killed is what becomes of a process that cannot be served.
-        bool is_killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-        if (!is_killed && (!WIFEXITED(status) || WEXITSTATUS(status) != 0))
-            fail(test, "a process read wrong memory");
-    }
-}
-
-static struct area inherited;
-
-static int outlive(void *pipe_ends) {
-    int *ends = pipe_ends;
-    char byte;
-    close(ends[1]);
-    // The end of file: the process whose memory this is has ended.
-    if (read(ends[0], &byte, 1) != 0) return 2;
-    verify_all(&inherited);
-    return 0;
-}
-
-void test_outlive(void) {
-    struct numbers numbers = numbers_new(9000);
-    inherited = half("outlive");
-    modify_every(&inherited, &numbers);
-    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
-    int ends[2];
-    if (pipe(ends) != 0) die("pipe");
-    pid_t first = forked();
-    if (first == 0) {
-        struct area other = half("outlive");
-        modify_every(&other, &numbers);
-        verify_all(&inherited);
-        char *stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (stack == MAP_FAILED || clone(outlive, stack + STACK_BYTES, CLONE_VM | SIGCHLD, ends) < 0)
-            _exit(2);
-        _exit(0);
-    }
-    close(ends[1]);
-    expect_two_ends("outlive");
-    finish(&inherited);
 }

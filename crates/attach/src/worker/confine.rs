@@ -1,0 +1,194 @@
+//! Takes from the worker all that it does not need: capabilities, and every system call but a few.
+//!
+//! The program can write to the worker's stack and so decide what the worker does. A program that
+//! has confined itself must not get more than it has by that.
+
+use crate::raw::syscall;
+use crate::uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};
+
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
+const SECCOMP_SET_MODE_FILTER: usize = 1;
+const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+const RET_KILL_PROCESS: u32 = 0x8000_0000;
+const RET_ALLOW: u32 = 0x7fff_0000;
+
+/// Loads a word of `struct seccomp_data`; jumps if it is equal; returns.
+const LOAD: u16 = 0x20;
+const JUMP_IF_EQUAL: u16 = 0x15;
+const RETURN: u16 = 0x06;
+/// Offsets in `struct seccomp_data`.
+const NUMBER: u32 = 0;
+const ARCHITECTURE: u32 = 4;
+const fn argument(index: u32) -> u32 {
+    16 + 8 * index
+}
+
+/// `struct sock_filter`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Instruction {
+    code: u16,
+    if_true: u8,
+    if_false: u8,
+    value: u32,
+}
+
+/// `struct sock_fprog`.
+#[repr(C)]
+struct Filter {
+    length: u16,
+    instructions: *const Instruction,
+}
+
+const fn instruction(code: u16, if_true: u8, if_false: u8, value: u32) -> Instruction {
+    Instruction { code, if_true, if_false, value }
+}
+
+/// Returns at once if the call has this number.
+const fn allow(number: i64) -> [Instruction; 2] {
+    [instruction(JUMP_IF_EQUAL, 0, 1, number as u32), instruction(RETURN, 0, 0, RET_ALLOW)]
+}
+
+/// If the call has this number, it is allowed only with one of two values of an argument.
+const fn allow_with(number: i64, index: u32, one: u32, other: u32) -> [Instruction; 6] {
+    [
+        instruction(JUMP_IF_EQUAL, 0, 5, number as u32),
+        instruction(LOAD, 0, 0, argument(index)),
+        instruction(JUMP_IF_EQUAL, 1, 0, one),
+        instruction(JUMP_IF_EQUAL, 0, 1, other),
+        instruction(RETURN, 0, 0, RET_ALLOW),
+        instruction(RETURN, 0, 0, RET_KILL_PROCESS),
+    ]
+}
+
+const CHECK_ARCHITECTURE: [Instruction; 4] = [
+    instruction(LOAD, 0, 0, ARCHITECTURE),
+    instruction(JUMP_IF_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
+    instruction(RETURN, 0, 0, RET_KILL_PROCESS),
+    instruction(LOAD, 0, 0, NUMBER),
+];
+
+/// The calls that the worker makes. Without arguments that matter:
+const PLAIN: [i64; 9] = [
+    libc::SYS_futex,
+    libc::SYS_futex_waitv,
+    libc::SYS_sched_yield,
+    libc::SYS_mincore,
+    libc::SYS_poll,
+    libc::SYS_sendto,
+    libc::SYS_restart_syscall,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+];
+/// With an argument that must be one of two: number, argument, values.
+const RESTRICTED: [(i64, u32, u32, u32); 4] = [
+    (libc::SYS_ioctl, 1, UFFDIO_MOVE as u32, UFFDIO_WRITEPROTECT as u32),
+    (libc::SYS_madvise, 2, libc::MADV_DONTNEED as u32, super::MADV_POPULATE_WRITE as u32),
+    (libc::SYS_sched_setaffinity, 0, 0, 0),
+    (libc::SYS_unshare, 0, libc::CLONE_VM as u32, libc::CLONE_VM as u32),
+];
+
+const LENGTH: usize = CHECK_ARCHITECTURE.len() + 2 * PLAIN.len() + 6 * RESTRICTED.len() + 1;
+
+static FILTER: [Instruction; LENGTH] = filter();
+
+const fn filter() -> [Instruction; LENGTH] {
+    let mut filter = [instruction(RETURN, 0, 0, RET_KILL_PROCESS); LENGTH];
+    let mut used = 0;
+    used = append(&mut filter, used, &CHECK_ARCHITECTURE);
+    let mut at = 0;
+    while at < PLAIN.len() {
+        used = append(&mut filter, used, &allow(PLAIN[at]));
+        at += 1;
+    }
+    at = 0;
+    while at < RESTRICTED.len() {
+        let (number, index, one, other) = RESTRICTED[at];
+        used = append(&mut filter, used, &allow_with(number, index, one, other));
+        at += 1;
+    }
+    filter
+}
+
+const fn append(filter: &mut [Instruction; LENGTH], from: usize, part: &[Instruction]) -> usize {
+    let mut at = 0;
+    while at < part.len() {
+        filter[from + at] = part[at];
+        at += 1;
+    }
+    from + part.len()
+}
+
+/// Confines the calling process; 0, or a negative errno.
+pub fn confine() -> isize {
+    let header = [CAPABILITY_VERSION, 0];
+    let none = [0u32; 6];
+    let filter = Filter { length: LENGTH as u16, instructions: FILTER.as_ptr() };
+    // SAFETY: the kernel reads the structs, which are of the layouts of these calls. Only this process changes.
+    unsafe {
+        let new = [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0];
+        let mut result = syscall(libc::SYS_prctl, new);
+        if result == 0 {
+            let capabilities = [header.as_ptr() as usize, none.as_ptr() as usize, 0, 0, 0, 0];
+            result = syscall(libc::SYS_capset, capabilities);
+        }
+        if result == 0 {
+            let filter = (&raw const filter) as usize;
+            result = syscall(libc::SYS_seccomp, [SECCOMP_SET_MODE_FILTER, 0, filter, 0, 0, 0]);
+        }
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What the filter answers for a call.
+    fn judge(architecture: u32, number: i64, arguments: [u64; 6]) -> u32 {
+        let mut data = vec![0u8; 64];
+        data[0..4].copy_from_slice(&(number as u32).to_ne_bytes());
+        data[4..8].copy_from_slice(&architecture.to_ne_bytes());
+        for (place, argument) in data[16..].chunks_exact_mut(8).zip(arguments) {
+            place.copy_from_slice(&argument.to_ne_bytes());
+        }
+        let (mut at, mut loaded) = (0, 0);
+        loop {
+            let Instruction { code, if_true, if_false, value } = FILTER[at];
+            at += 1;
+            match code {
+                LOAD => {
+                    let from = value as usize;
+                    loaded = u32::from_ne_bytes(data[from..from + 4].try_into().unwrap());
+                }
+                JUMP_IF_EQUAL => at += usize::from(if loaded == value { if_true } else { if_false }),
+                RETURN => return value,
+                _ => panic!("unknown instruction {code}"),
+            }
+        }
+    }
+
+    #[test]
+    fn only_the_calls_of_the_worker_are_allowed() {
+        let with = |index: usize, value: u64| {
+            let mut arguments = [7; 6];
+            arguments[index] = value;
+            arguments
+        };
+        let x86_64 = |number, arguments| judge(AUDIT_ARCH_X86_64, number, arguments);
+        for number in PLAIN {
+            assert_eq!(x86_64(number, [7; 6]), RET_ALLOW);
+            assert_eq!(judge(0x4000_0003, number, [7; 6]), RET_KILL_PROCESS, "a call of another architecture");
+        }
+        for (number, index, one, other) in RESTRICTED {
+            for value in [one, other] {
+                assert_eq!(x86_64(number, with(index as usize, value.into())), RET_ALLOW);
+            }
+            assert_eq!(x86_64(number, with(index as usize, 99)), RET_KILL_PROCESS);
+        }
+        let allowed = |number: &i64| PLAIN.contains(number) || RESTRICTED.iter().any(|(other, ..)| other == number);
+        for number in (0..600).filter(|number| !allowed(number)) {
+            assert_eq!(x86_64(number, [0; 6]), RET_KILL_PROCESS, "call {number}");
+        }
+    }
+}

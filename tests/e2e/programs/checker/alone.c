@@ -1,0 +1,252 @@
+// A process that is paged has the threads, children and rights that it would have without that, and
+// is paged while it is stopped, traced, sandboxed or ending.
+#include "content.h"
+#include "tests.h"
+#include <dirent.h>
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { STACK_BYTES = 1 << 20, EXIT_RAW = 7 };
+
+static void modify_every(struct area *area, struct numbers *numbers) {
+    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
+    verify_all(area);
+}
+
+static pid_t forked(void) {
+    pid_t pid = fork();
+    if (pid < 0) die("fork");
+    return pid;
+}
+
+static int status_of(pid_t pid) {
+    int status;
+    while (waitpid(pid, &status, 0) < 0)
+        if (errno != EINTR) die("waitpid");
+    return status;
+}
+
+static struct area half(const char *test) {
+    return area_new(test, options.bytes / PAGE_BYTES / 2);
+}
+
+static void finish(struct area *area) {
+    say(area->test, area->pages, digest(area));
+    area_free(area);
+}
+
+// ---- its threads and children -------------------------------------------------------------------
+
+static int threads(void) {
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    if (tasks == NULL) die("/proc/self/task");
+    for (struct dirent *entry; (entry = readdir(tasks)) != NULL;) count += entry->d_name[0] != '.';
+    closedir(tasks);
+    return count;
+}
+
+static void verify_alone(void) {
+    if (threads() != 1) fail("alone", "there is a thread that the program has not made");
+    if (waitpid(-1, NULL, WNOHANG | __WALL) != -1 || errno != ECHILD)
+        fail("alone", "there is a child that the program has not made");
+}
+
+void test_alone(void) {
+    struct numbers numbers = numbers_new(4000);
+    struct area area = half("alone");
+    modify_every(&area, &numbers);
+    verify_alone();
+    pid_t child = forked();
+    if (child == 0) {
+        verify_alone();
+        // Only a process of one thread may do that. The system can refuse it for other reasons.
+        if (unshare(CLONE_NEWUSER) != 0 && errno == EINVAL) fail("alone", "the child has two threads");
+        modify_every(&area, &numbers);
+        verify_alone();
+        _exit(0);
+    }
+    modify_every(&area, &numbers);
+    if (status_of(child) != 0) fail("alone", "a child's memory was wrong");
+    verify_alone();
+    finish(&area);
+}
+
+// ---- a sandbox around all threads ---------------------------------------------------------------
+
+static void enter_sandbox(void) {
+    static const int allowed[] = {SYS_read, SYS_write, SYS_mmap, SYS_munmap, SYS_exit_group, SYS_futex, SYS_brk,
+                                  SYS_fstat, SYS_newfstatat};
+    enum { CALLS = sizeof allowed / sizeof *allowed };
+    struct sock_filter filter[2 * CALLS + 2];
+    unsigned used = 0;
+    filter[used++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    for (unsigned i = 0; i < CALLS; i++) {
+        unsigned number = (unsigned)allowed[i];
+        filter[used++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1);
+        filter[used++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    }
+    filter[used++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    struct sock_fprog program = {(unsigned short)used, filter};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) die("PR_SET_NO_NEW_PRIVS");
+    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) != 0) die("seccomp");
+}
+
+void test_sandboxed(void) {
+    struct numbers numbers = numbers_new(4100);
+    struct area area = half("sandboxed"), other = half("sandboxed");
+    modify_every(&area, &numbers);
+    enter_sandbox();
+    for (unsigned round = 0; round < options.rounds; round++) {
+        modify_every(&other, &numbers);
+        modify_every(&area, &numbers);
+    }
+    area_free(&other);
+    finish(&area);
+}
+
+// ---- a process whose last thread ends by the system call `exit` ---------------------------------
+
+static struct area inherited;
+
+static int end_by_exit(void *argument) {
+    (void)argument;
+    modify_every(&inherited, &(struct numbers){1});
+    return EXIT_RAW;
+}
+
+void test_raw_exit(void) {
+    struct numbers numbers = numbers_new(4200);
+    inherited = half("raw-exit");
+    modify_every(&inherited, &numbers);
+    char *stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (stack == MAP_FAILED) die("mmap of a stack");
+    pid_t child = clone(end_by_exit, stack + STACK_BYTES, SIGCHLD, NULL);
+    if (child < 0) die("clone");
+    int status = status_of(child);
+    if (!WIFEXITED(status) || WEXITSTATUS(status) != EXIT_RAW) fail("raw-exit", "the child did not end well");
+    modify_every(&inherited, &numbers);
+    finish(&inherited);
+}
+
+// ---- a process that is stopped with much of the run's memory ------------------------------------
+
+static void traced(pid_t pid, bool starts) {
+    int status;
+    if (!starts) {
+        if (ptrace(PTRACE_DETACH, pid, 0, 0) != 0) die("PTRACE_DETACH");
+        return;
+    }
+    if (ptrace(PTRACE_SEIZE, pid, 0, 0) != 0 || ptrace(PTRACE_INTERRUPT, pid, 0, 0) != 0) die("ptrace");
+    if (waitpid(pid, &status, __WALL) != pid || !WIFSTOPPED(status)) die("waitpid of a traced child");
+}
+
+static void stopped(pid_t pid, bool starts) {
+    if (kill(starts ? -pid : pid, starts ? SIGSTOP : SIGCONT) != 0) die("kill");
+    int status;
+    if (starts && (waitpid(pid, &status, WUNTRACED) != pid || !WIFSTOPPED(status))) die("waitpid of a stopped child");
+}
+
+static void while_it_stands(const char *test, void (*hold)(pid_t, bool), uint64_t stream) {
+    struct numbers numbers = numbers_new(stream);
+    struct area area = half(test);
+    int begun[2], resumed[2];
+    if (pipe(begun) != 0 || pipe(resumed) != 0) die("pipe");
+    pid_t child = forked();
+    if (child == 0) {
+        char byte;
+        if (setpgid(0, 0) != 0) _exit(2);
+        modify_every(&area, &numbers);
+        if (write(begun[1], "x", 1) != 1 || read(resumed[0], &byte, 1) != 1) _exit(2);
+        modify_every(&area, &numbers);
+        _exit(0);
+    }
+    char byte;
+    if (read(begun[0], &byte, 1) != 1) fail(test, "the child has ended");
+    hold(child, true);
+    for (unsigned round = 0; round < options.rounds * 2; round++) modify_every(&area, &numbers);
+    hold(child, false);
+    if (write(resumed[1], "x", 1) != 1) die("write");
+    if (status_of(child) != 0) fail(test, "the child's memory was wrong");
+    finish(&area);
+}
+
+void test_stopped(void) {
+    while_it_stands("stopped", stopped, 4300);
+}
+
+void test_traced(void) {
+    while_it_stands("traced", traced, 4400);
+}
+
+// ---- a process that ends while others need its memory -------------------------------------------
+
+static int outlive(void *pipe_ends) {
+    int *ends = pipe_ends;
+    char byte;
+    close(ends[1]);
+    // The end of file: the process whose memory this is has ended.
+    if (read(ends[0], &byte, 1) != 0) return 2;
+    modify_every(&inherited, &(struct numbers){1});
+    return 0;
+}
+
+// Waits for all children, at least `count`: the workers of others can be among those adopted.
+static void expect_ends(const char *test, int count) {
+    for (int status; wait(&status) > 0; count--)
+        if (status != 0) fail(test, "a process read wrong memory");
+    if (errno != ECHILD || count > 0) die("wait");
+}
+
+void test_outlive(void) {
+    struct numbers numbers = numbers_new(9000);
+    inherited = half("outlive");
+    modify_every(&inherited, &numbers);
+    int ends[2];
+    if (pipe(ends) != 0) die("pipe");
+    // Processes that lose their parent become children of this one, and it has to wait for them.
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
+    pid_t first = forked();
+    if (first == 0) {
+        struct area other = half("outlive");
+        modify_every(&other, &numbers);
+        verify_all(&inherited);
+        char *stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (stack == MAP_FAILED || clone(outlive, stack + STACK_BYTES, CLONE_VM | SIGCHLD, ends) < 0)
+            _exit(2);
+        _exit(0);
+    }
+    close(ends[1]);
+    expect_ends("outlive", 2);
+    finish(&inherited);
+}
+
+// The parent ends while its last pages are on their way out, and the child needs them.
+void test_fork_exit(void) {
+    struct numbers numbers = numbers_new(4500);
+    struct area area = half("fork-exit");
+    if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
+    for (unsigned round = 0; round < options.rounds * 2; round++) {
+        modify_every(&area, &numbers);
+        pid_t parent = forked();
+        if (parent == 0) {
+            modify_every(&area, &numbers);
+            if (forked() != 0) _exit(0);
+            verify_all(&area);
+            _exit(0);
+        }
+        expect_ends("fork-exit", 2);
+    }
+    finish(&area);
+}
