@@ -25,7 +25,8 @@ pub fn has_fork_advice() -> bool {
 
 /// Notes an advice before the kernel gets it.
 pub fn before_madvise(advice: c_int) {
-    if matches!(advice, libc::MADV_DONTFORK | libc::MADV_WIPEONFORK) && !HAS_FORK_ADVICE.swap(true, Ordering::AcqRel)
+    if matches!(advice, libc::MADV_DONTFORK | libc::MADV_WIPEONFORK)
+        && !HAS_FORK_ADVICE.swap(true, Ordering::AcqRel)
     {
         attach::report_fork_advice();
     }

@@ -193,7 +193,7 @@ pub trait Kernel {
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
     /// The areas in which a forked child has what its parent had, once, if that is not all.
-    fn take_inherited_areas(&mut self) -> Option<Areas>;
+    fn inherited_areas(&mut self) -> Option<Areas>;
 
     /// Notes that all other pages were discarded.
     fn inheritance_checked(&mut self);

@@ -1,11 +1,12 @@
-//! Which pages of a program are present, by `PAGEMAP_SCAN` on `/proc/PID/pagemap`.
+//! Which pages of a program are present, and which it shares, by `/proc/PID/pagemap`.
 //!
-//! The request skips holes without a look at each page. Debian's headers do not define it.
+//! `PAGEMAP_SCAN` skips holes without a look at each page. Debian's headers do not define it.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -88,6 +89,38 @@ pub fn present(
         at = next;
     }
     Ok(at)
+}
+
+/// Entries of the file that are read at once.
+const ENTRIES_MAX: usize = 8192;
+/// Bits of an entry.
+const ENTRY_IS_PRESENT: u64 = 1 << 63;
+const ENTRY_IS_FILE: u64 = 1 << 61;
+const ENTRY_IS_EXCLUSIVE: u64 = 1 << 56;
+
+/// Appends the pages of a range that are present and that no other process shares.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn exclusive(file: &File, range: Range<PageNumber>, out: &mut Vec<PageNumber>) -> io::Result<()> {
+    const WANTED: u64 = ENTRY_IS_PRESENT | ENTRY_IS_EXCLUSIVE;
+    let mut buffer = vec![0; ENTRIES_MAX * 8];
+    let mut page = range.start;
+    while page < range.end {
+        let entries = ENTRIES_MAX.min(usize::try_from(range.end - page).unwrap_or(usize::MAX));
+        let length = file.read_at(&mut buffer[..entries * 8], page * 8)?;
+        if length < 8 {
+            break;
+        }
+        for entry in buffer[..length].chunks_exact(8) {
+            let entry = u64::from_ne_bytes(entry.try_into().expect("8 bytes"));
+            if entry & (WANTED | ENTRY_IS_FILE) == WANTED {
+                out.push(page);
+            }
+            page += 1;
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -120,6 +120,8 @@ fn golden_control_memory() {
             core,
             buffer,
             process_ended,
+            has_fork_advice,
+            reserved,
             batches,
             pin_count,
             pins_overflowed,

@@ -146,7 +146,7 @@ mod tests {
 
     /// What the filter answers for a call.
     fn judge(architecture: u32, number: i64, arguments: [u64; 6]) -> u32 {
-        let mut data = vec![0u8; 64];
+        let mut data = [0u8; 64];
         data[0..4].copy_from_slice(&(number as u32).to_ne_bytes());
         data[4..8].copy_from_slice(&architecture.to_ne_bytes());
         for (place, argument) in data[16..].chunks_exact_mut(8).zip(arguments) {
@@ -178,7 +178,11 @@ mod tests {
         let x86_64 = |number, arguments| judge(AUDIT_ARCH_X86_64, number, arguments);
         for number in PLAIN {
             assert_eq!(x86_64(number, [7; 6]), RET_ALLOW);
-            assert_eq!(judge(0x4000_0003, number, [7; 6]), RET_KILL_PROCESS, "a call of another architecture");
+            assert_eq!(
+                judge(0x4000_0003, number, [7; 6]),
+                RET_KILL_PROCESS,
+                "a call of another architecture"
+            );
         }
         for (number, index, one, other) in RESTRICTED {
             for value in [one, other] {
@@ -186,7 +190,8 @@ mod tests {
             }
             assert_eq!(x86_64(number, with(index as usize, 99)), RET_KILL_PROCESS);
         }
-        let allowed = |number: &i64| PLAIN.contains(number) || RESTRICTED.iter().any(|(other, ..)| other == number);
+        let allowed =
+            |number: &i64| PLAIN.contains(number) || RESTRICTED.iter().any(|(other, ..)| other == number);
         for number in (0..600).filter(|number| !allowed(number)) {
             assert_eq!(x86_64(number, [0; 6]), RET_KILL_PROCESS, "call {number}");
         }

@@ -48,7 +48,13 @@ impl<'a> Watch<'a> {
         // thread, and the other is never unmapped. Both are atomics.
         let (word, control) = unsafe { (worker.thread_word.as_ref(), &*worker.control) };
         let word = word.map(|word| (word, word.load(Ordering::Relaxed)));
-        Self { worker, control, word: word.filter(|(_, thread)| *thread != 0), looks: 0, pause_ns: PAUSE_NS_MIN }
+        Self {
+            worker,
+            control,
+            word: word.filter(|(_, thread)| *thread != 0),
+            looks: 0,
+            pause_ns: PAUSE_NS_MIN,
+        }
     }
 
     /// Waits until there may be a new command. Ends the process if it is the last one.
@@ -82,7 +88,8 @@ impl<'a> Watch<'a> {
         // SAFETY: the kernel reads the two entries, and looks the addresses up.
         let result =
             unsafe { syscall(libc::SYS_futex_waitv, [words.as_ptr() as usize, words.len(), 0, 0, 0, 0]) };
-        let is_waiting = result == 0 || result == -(libc::EAGAIN as isize) || result == -(libc::EINTR as isize);
+        let is_waiting =
+            result == 0 || result == -(libc::EAGAIN as isize) || result == -(libc::EINTR as isize);
         is_waiting && word.load(Ordering::Acquire) == thread
     }
 
@@ -153,8 +160,7 @@ pub fn thread_word() -> *const AtomicU32 {
     const PR_GET_TID_ADDRESS: usize = 40;
     let mut address: *const AtomicU32 = null();
     // SAFETY: the kernel writes an address.
-    let result = unsafe {
-        syscall(libc::SYS_prctl, [PR_GET_TID_ADDRESS, (&raw mut address) as usize, 0, 0, 0, 0])
-    };
+    let result =
+        unsafe { syscall(libc::SYS_prctl, [PR_GET_TID_ADDRESS, (&raw mut address) as usize, 0, 0, 0, 0]) };
     if result == 0 { address } else { null() }
 }

@@ -162,7 +162,7 @@ impl<E: Edge> Monitor<E> {
     ///
     /// Areas that the child has got empty are still registered. They are adopted anew.
     pub(super) fn discard_uninherited(&mut self) {
-        let Some(inherited) = self.edge.take_inherited_areas() else { return };
+        let Some(inherited) = self.edge.inherited_areas() else { return };
         for part in self.areas.iter().flat_map(|area| inherited.missing(area)).collect::<Vec<_>>() {
             self.volume.discard(part.start, part.end);
             self.forget_area(part);

@@ -1,9 +1,7 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
-use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
@@ -18,7 +16,7 @@ use aquifer_pager::{
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
-use super::process::{ProgramProcess, ProofError, UnprovenProcess};
+use super::process::{ProgramProcess, ProofError, UnprovenProcess, has_ended};
 use super::program::{self, ForkedProgram, Program};
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
@@ -35,11 +33,9 @@ use crate::worker::WorkerPort;
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Longest wait for the sender before the program's end is checked.
 const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Entries of `/proc/PID/pagemap` that are read at once.
-const PAGEMAP_ENTRIES: usize = 8192;
-const PAGEMAP_PRESENT: u64 = 1 << 63;
-const PAGEMAP_FILE: u64 = 1 << 61;
-const PAGEMAP_EXCLUSIVE: u64 = 1 << 56;
+/// Longest time between the end of a worker that is killed together with its program, and the end
+/// of the program.
+const WORKER_END_PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
 
 /// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
 #[derive(Debug)]
@@ -69,8 +65,8 @@ pub(crate) struct ProcessEdge {
     messages: Vec<UffdMessage<RawFd>>,
     /// Events that another agent has read and not applied.
     unapplied: Vec<UffdMessage<OwnedFd>>,
-    /// See [`Kernel::take_inherited_areas`].
-    inherited: Cell<Option<Areas>>,
+    /// See [`Kernel::inherited_areas`].
+    inherited: Option<Areas>,
 }
 
 impl ProcessEdge {
@@ -98,7 +94,7 @@ impl ProcessEdge {
             journal,
             messages: Vec::new(),
             unapplied: Vec::new(),
-            inherited: Cell::new(None),
+            inherited: None,
         })
     }
 
@@ -118,7 +114,7 @@ impl ProcessEdge {
     }
 
     /// Proves by a canary that a process has the memory that is served, and sets it.
-    pub(crate) fn identify_by(&self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
+    pub(crate) fn identify_by(&mut self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
         let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
         self.program.set_process(process, &*self.exit_watcher()?);
         self.keep();
@@ -134,23 +130,23 @@ impl ProcessEdge {
     ///
     /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until its
     /// monitor has used that.
-    fn read_inherited_areas(&self) {
+    fn read_inherited_areas(&mut self) {
         if !self.program.must_check_inheritance.load(Relaxed) {
             return;
         }
         let text = self.program.process().and_then(|process| process.read("smaps"));
-        self.inherited.set(text.map(|text| maps::inherited_areas(&text)));
+        self.inherited = text.map(|text| maps::inherited_areas(&text));
     }
 
     /// The same by the program's own canary, which must be missing.
-    pub(crate) fn identify(&self, process: UnprovenProcess) -> Result<(), ProofError> {
+    pub(crate) fn identify(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
         self.identify_by(self.canary(), process)
     }
 
     /// The same for a forked child that has said hello, and may have read its own canary: by the
     /// first page of its bounce buffer, which its worker empties.
     pub(crate) fn identify_child(
-        &self,
+        &mut self,
         hello: &ProgramHello,
         process: UnprovenProcess,
     ) -> Result<(), ProofError> {
@@ -229,10 +225,10 @@ impl ProcessEdge {
     }
 
     /// Per staging buffer, what another agent has evicted; `None` if the program has ended.
-    pub(crate) fn batches(&self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
-        let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
-        self.find_worker();
+    pub(crate) fn batches(&mut self) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         self.read_inherited_areas();
+        self.find_worker();
+        let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
         attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())
     }
 
@@ -270,29 +266,6 @@ impl ProcessEdge {
         });
     }
 
-    /// Appends the pages of a range that no other process shares.
-    fn read_pagemap(&self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) -> io::Result<()> {
-        const WANTED: u64 = PAGEMAP_PRESENT | PAGEMAP_EXCLUSIVE;
-        let file = self.program.process().ok_or(io::ErrorKind::NotFound)?.pagemap();
-        let mut buffer = vec![0; PAGEMAP_ENTRIES * 8];
-        let mut page = start;
-        while page < end {
-            let entries = PAGEMAP_ENTRIES.min(usize::try_from(end - page).unwrap_or(usize::MAX));
-            let length = file.read_at(&mut buffer[..entries * 8], page * 8)?;
-            if length < 8 {
-                break;
-            }
-            for entry in buffer[..length].chunks_exact(8) {
-                let entry = u64::from_ne_bytes(entry.try_into().expect("8 bytes"));
-                if entry & (WANTED | PAGEMAP_FILE) == WANTED {
-                    out.push(page);
-                }
-                page += 1;
-            }
-        }
-        Ok(())
-    }
-
     fn exit_watcher(&self) -> io::Result<Arc<ProgramExitWatcher>> {
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         Ok(Arc::clone(&service.exit_watcher))
@@ -301,7 +274,7 @@ impl ProcessEdge {
     /// Identifies the process of a forked child by the thread of its first fault.
     ///
     /// The number of the thread comes from its own PID namespace. Here it may name another process.
-    fn identify_by_thread(&self, thread: u32) {
+    fn identify_by_thread(&mut self, thread: u32) {
         let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));
         if let Err(error) = identified {
             // If the kernel has refused the fill, the next fault tries again. Else the hello does.
@@ -334,10 +307,18 @@ impl ProcessEdge {
         self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_last())
     }
 
-    /// Whether the worker was running when its socket was closed: it was killed, or could not bring
-    /// a page to staging.
-    pub(crate) fn has_worker_failed(&self) -> bool {
-        self.attachment.as_ref().is_some_and(|attachment| attachment.worker.process() != 0)
+    /// Ends the run if the worker, whose socket is closed, was killed or could not bring a page to
+    /// staging.
+    ///
+    /// Waits for a moment, because the program may just be ending together with its worker.
+    pub(crate) fn end_run_if_worker_failed(&self) {
+        let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else { return };
+        if attachment.worker.process() != 0 && !has_ended(process.pidfd(), &WORKER_END_PATIENCE) {
+            self.run.end(&format!(
+                "the worker of process {} was killed, so its memory cannot be paged any more",
+                process.pid()
+            ));
+        }
     }
 }
 
@@ -470,12 +451,13 @@ impl Kernel for ProcessEdge {
     }
 
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>) {
-        if let Err(error) = self.read_pagemap(start, end, out) {
+        let Some(process) = self.program.process() else { return };
+        if let Err(error) = pagemap::exclusive(process.pagemap(), start..end, out) {
             tracing::debug!(%error, "cannot read pagemap: the program has ended");
         }
     }
 
-    fn take_inherited_areas(&mut self) -> Option<Areas> {
+    fn inherited_areas(&mut self) -> Option<Areas> {
         self.inherited.take()
     }
 

@@ -27,6 +27,7 @@ fn golden_records_of_runs_and_programs() {
         private: [2, 3, 4],
         nonce: [7; 16],
         only: [5, 6],
+        must_check_inheritance: true,
         hello,
     };
     let programs = [

@@ -17,6 +17,9 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::canary::Canary;
 
+/// No time.
+const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
 /// Why a process is not accepted as the one that a userfaultfd serves.
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError {
@@ -74,7 +77,7 @@ impl UnprovenProcess {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // A process keeps its number until it has ended, so the folder is its own.
-        if has_ended(&pidfd) {
+        if has_ended(&pidfd, &NOW) {
             return Err(ProofError::Ended);
         }
         let files = MemoryFiles::open(&folder)?;
@@ -135,7 +138,7 @@ impl ProgramProcess {
     pub fn recovered(pid: u32, kept: KeptProcess) -> Self {
         let KeptProcess { memory, pagemap, maps, pidfd } = kept;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}")).ok();
-        let folder = folder.filter(|_| !has_ended(&pidfd));
+        let folder = folder.filter(|_| !has_ended(&pidfd, &NOW));
         let files = MemoryFiles { memory: memory.into(), pagemap: pagemap.into(), maps: maps.into() };
         Self { pid, pidfd, folder, files, worker: OnceLock::new() }
     }
@@ -221,10 +224,10 @@ impl ProgramProcess {
     }
 }
 
-/// Whether the process of a pidfd has ended.
-pub(crate) fn has_ended(pidfd: impl AsFd) -> bool {
+/// Whether the process of a pidfd ends within a time.
+pub(crate) fn has_ended(pidfd: impl AsFd, within: &Timespec) -> bool {
     let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    poll(&mut fds, Some(within)).is_ok_and(|ready| ready > 0)
 }
 
 fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> io::Result<OwnedFd> {

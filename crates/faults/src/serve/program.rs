@@ -429,7 +429,6 @@ pub(crate) fn spawn(
                 monitor,
                 program: Arc::clone(&program),
                 outlived: None,
-                has_worker_failed: false,
                 next_probe: Instant::now(),
             }
             .run();
@@ -445,8 +444,6 @@ struct MonitorLoop {
     program: Arc<Program>,
     /// If the worker has ended and the memory has not: the time between two looks whether it has.
     outlived: Option<Duration>,
-    /// Whether that worker had not ended by itself.
-    has_worker_failed: bool,
     /// The time of the next look, also for an unknown process.
     next_probe: Instant,
 }
@@ -542,7 +539,7 @@ impl MonitorLoop {
         {
             // Other threads may wake the monitor all the time.
             self.next_probe = Instant::now() + interval;
-            self.probe(interval);
+            self.probe();
         }
     }
 
@@ -568,30 +565,26 @@ impl MonitorLoop {
         if self.program.is_killed() || edge.is_worker_last() || !edge.is_alive() {
             return self.monitor.end();
         }
-        self.has_worker_failed |= edge.has_worker_failed();
+        edge.end_run_if_worker_failed();
         self.program.has_exited.store(false, SeqCst);
-        edge.detach();
+        self.monitor.edge().detach();
         self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
     }
 
     /// Looks whether the memory of an unknown process, or one without a worker, is gone.
-    fn probe(&mut self, interval: Duration) {
+    fn probe(&mut self) {
         self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
         if !self.monitor.edge().is_alive() {
             self.monitor.end();
-        } else if self.has_worker_failed && interval == PROBE_INTERVAL {
-            // By now the process is no longer just ending together with its worker.
-            self.has_worker_failed = false;
-            let pid = self.program.pid();
-            self.monitor.edge().run().end(&format!(
-                "the worker of process {pid} was killed, so its memory cannot be paged any more"
-            ));
         }
     }
 
     /// Frees all that the program had.
     fn end(mut self) {
         let id = self.program.id;
+        if self.program.has_exited() && !self.program.is_killed() {
+            self.monitor.edge().end_run_if_worker_failed();
+        }
         self.monitor.edge().run().sender.abandon(id);
         self.monitor.close();
         self.program.held.store(0, Relaxed);

@@ -350,7 +350,7 @@ impl RecoveredProgram {
     fn has_ended(&self) -> bool {
         match (&self.worker, &self.process) {
             (Some((_, socket)), _) => is_ready(socket, NO_WAIT),
-            (None, Some(process)) => has_ended(&process.pidfd),
+            (None, Some(process)) => has_ended(&process.pidfd, &NO_WAIT),
             (None, None) => false,
         }
     }
@@ -488,7 +488,7 @@ impl ResumableProgram {
 fn resume(
     run: &Run,
     program: &Program,
-    edge: ProcessEdge,
+    mut edge: ProcessEdge,
     recovered: RecoveredVolume,
     contents: JournalContents,
 ) -> Option<Monitor<ProcessEdge>> {

@@ -342,7 +342,7 @@ impl Kernel for SimEdge {
         );
     }
 
-    fn take_inherited_areas(&mut self) -> Option<Areas> {
+    fn inherited_areas(&mut self) -> Option<Areas> {
         None
     }
 

@@ -51,7 +51,8 @@ static void advise(struct area *area, int advice, unsigned round) {
     if (result != 0) die("madvise");
 }
 
-static void fork_with(const char *test, int advice, int undo, uint64_t stream, void (*in_child)(struct area *)) {
+static void fork_with(const char *test, int advice, int undo, uint64_t stream,
+                      void (*in_child)(struct area *)) {
     struct numbers numbers = numbers_new(stream);
     struct area kept = part(test), advised = part(test);
     for (unsigned round = 0; round < options.rounds; round++) {

@@ -86,12 +86,13 @@ void test_alone(void) {
 // ---- a sandbox around all threads ---------------------------------------------------------------
 
 static void enter_sandbox(void) {
-    static const int allowed[] = {SYS_read, SYS_write, SYS_mmap, SYS_munmap, SYS_exit_group, SYS_futex, SYS_brk,
-                                  SYS_fstat, SYS_newfstatat};
+    static const int allowed[] = {SYS_read,  SYS_write, SYS_mmap,  SYS_munmap,    SYS_exit_group,
+                                  SYS_futex, SYS_brk,   SYS_fstat, SYS_newfstatat};
     enum { CALLS = sizeof allowed / sizeof *allowed };
     struct sock_filter filter[2 * CALLS + 2];
     unsigned used = 0;
-    filter[used++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    unsigned number_at = offsetof(struct seccomp_data, nr);
+    filter[used++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, number_at);
     for (unsigned i = 0; i < CALLS; i++) {
         unsigned number = (unsigned)allowed[i];
         filter[used++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1);
@@ -100,7 +101,8 @@ static void enter_sandbox(void) {
     filter[used++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
     struct sock_fprog program = {(unsigned short)used, filter};
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) die("PR_SET_NO_NEW_PRIVS");
-    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program) != 0) die("seccomp");
+    long result = syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_TSYNC, &program);
+    if (result != 0) die("seccomp");
 }
 
 void test_sandboxed(void) {
@@ -155,7 +157,8 @@ static void traced(pid_t pid, bool starts) {
 static void stopped(pid_t pid, bool starts) {
     if (kill(starts ? -pid : pid, starts ? SIGSTOP : SIGCONT) != 0) die("kill");
     int status;
-    if (starts && (waitpid(pid, &status, WUNTRACED) != pid || !WIFSTOPPED(status))) die("waitpid of a stopped child");
+    if (starts && (waitpid(pid, &status, WUNTRACED) != pid || !WIFSTOPPED(status)))
+        die("waitpid of a stopped child");
 }
 
 static void while_it_stands(const char *test, void (*hold)(pid_t, bool), uint64_t stream) {
