@@ -17,17 +17,38 @@ const UNUSED_UID: libc::c_long = 4_294_967_294;
 /// `EPERM` if the user may not kill it, `ESRCH` if it has ended, `EAGAIN` or `ENOMEM` if no process
 /// can be created.
 pub fn kill_as(uid: u32, pidfd: BorrowedFd<'_>) -> io::Result<()> {
-    if uid == rustix::process::geteuid().as_raw() {
-        return Ok(rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL)?);
+    kill_all(uid, &[pidfd])
+}
+
+/// The same for several processes at once. One that has ended already is no error.
+///
+/// # Errors
+/// The last error of [`kill_as`]; the others were killed nevertheless.
+pub fn kill_all_as(uid: u32, pidfds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if pidfds.is_empty() {
+        return Ok(());
     }
-    let pidfd = pidfd.as_raw_fd();
+    kill_all(uid, pidfds).or_else(|error| match error.raw_os_error() {
+        Some(libc::ESRCH) => Ok(()),
+        _ => Err(error),
+    })
+}
+
+/// Kills processes; the last error, if there is one that is not `ESRCH`.
+fn kill_all(uid: u32, pidfds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    if uid == rustix::process::geteuid().as_raw() {
+        return match signal_all(pidfds) {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code)),
+        };
+    }
     // A process of its own, because a thread that had the user's id for a moment could be killed by
     // that user.
     // SAFETY: without flags this is `fork`. The child makes only raw system calls and touches no
     // memory but this stack, so it is of no concern what other threads were doing.
     let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
     match child {
-        0 => kill_and_exit(uid, pidfd),
+        0 => kill_and_exit(uid, pidfds),
         1.. => exit_code(child).and_then(|code| match code {
             0 => Ok(()),
             code => Err(io::Error::from_raw_os_error(code)),
@@ -36,18 +57,33 @@ pub fn kill_as(uid: u32, pidfd: BorrowedFd<'_>) -> io::Result<()> {
     }
 }
 
-/// The child: becomes the user, sends the signal, and exits with 0 or the errno.
-fn kill_and_exit(uid: u32, pidfd: i32) -> ! {
+/// The child: becomes the user, sends the signals, and exits with 0 or an errno.
+fn kill_and_exit(uid: u32, pidfds: &[BorrowedFd<'_>]) -> ! {
     let uid = libc::c_long::from(uid);
     // SAFETY: system calls without pointers, in a process with one thread.
     unsafe {
-        let mut result = libc::syscall(libc::SYS_setresuid, UNUSED_UID, uid, UNUSED_UID);
-        if result == 0 {
-            result = libc::syscall(libc::SYS_pidfd_send_signal, pidfd, libc::SIGKILL, 0, 0);
-        }
-        let code = if result == 0 { 0 } else { *libc::__errno_location() };
-        libc::_exit(code)
+        let result = libc::syscall(libc::SYS_setresuid, UNUSED_UID, uid, UNUSED_UID);
+        libc::_exit(if result == 0 { signal_all(pidfds) } else { *libc::__errno_location() })
     }
+}
+
+/// Sends the signals with the rights of this process; 0, or an errno: the last one that is not
+/// `ESRCH`, if there is one.
+fn signal_all(pidfds: &[BorrowedFd<'_>]) -> i32 {
+    let mut code = 0;
+    for pidfd in pidfds {
+        // SAFETY: a system call without pointers; libc's errno is always there.
+        let error = unsafe {
+            match libc::syscall(libc::SYS_pidfd_send_signal, pidfd.as_raw_fd(), libc::SIGKILL, 0, 0) {
+                0 => continue,
+                _ => *libc::__errno_location(),
+            }
+        };
+        if code == 0 || error != libc::ESRCH {
+            code = error;
+        }
+    }
+    code
 }
 
 /// Waits for the child. A child that is killed counts as `EPERM`: only root can do that.

@@ -3,8 +3,8 @@
 //! When the last reference to a userfaultfd closes, the kernel fills missing pages with zeros. The
 //! keeper has a second reference, so when the agent dies, its programs wait at their next fault.
 //! The next agent gets all descriptors and memory back and resumes the programs. If none comes
-//! within the grace time, the keeper kills the programs before it closes the descriptors, so that
-//! no program reads zeros.
+//! within the grace time, the keeper kills the programs, and closes each descriptor when the memory
+//! is gone, so that no program reads zeros.
 //!
 //! For a node, the keeper holds the memory that it lends. If no node of the same number comes
 //! within the grace time, the memory is freed.
@@ -21,6 +21,7 @@
 mod client;
 mod exit_status;
 mod exit_watcher;
+mod memory;
 mod share_items;
 
 use std::collections::BTreeMap;
@@ -43,6 +44,9 @@ const TICK: Duration = Duration::from_millis(100);
 /// Most connections at once: those of the agent, its shadow, the next agent, nodes, and `aquifer
 /// up`.
 const CONNECTIONS_MAX: usize = 64;
+
+/// Time without another attempt after a connection could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Options of a keeper.
 #[derive(Debug)]
@@ -74,6 +78,8 @@ struct ShareState {
     owner: Option<(u64, u32)>,
     /// When the items are released, if no daemon claims the share.
     deadline: Option<Instant>,
+    /// Whether the programs were killed, and each item is released when its memory is gone.
+    is_released: bool,
     items: ShareItems,
 }
 
@@ -85,6 +91,8 @@ struct KeeperServer {
     last_number: u64,
     shares: BTreeMap<KeeperShare, ShareState>,
     exits: ExitWatcher,
+    /// When a connection may be accepted again, after one could not be.
+    next_accept: Instant,
 }
 
 /// Holds items for daemons until `stop`.
@@ -102,16 +110,13 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         last_number: 0,
         shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
+        next_accept: Instant::now(),
     };
     ready();
     while !stop.load(Relaxed) {
         keeper.poll_once(&listener)?;
     }
-    // A running daemon has descriptors of its own. Programs of other daemons must end before their
-    // descriptors are closed.
-    for share in keeper.shares.values_mut().filter(|share| share.owner.is_none()) {
-        share.items.kill_and_clear(options.grace);
-    }
+    keeper.end_programs(options.grace);
     if options.listener.is_none() {
         let _ = std::fs::remove_file(&options.socket);
     }
@@ -132,38 +137,71 @@ fn accept_own_user(listener: &OwnedFd) -> io::Result<Option<(OwnedFd, u32)>> {
 impl KeeperServer {
     /// Waits for input for at most a tick, handles it, and releases the shares that are due.
     fn poll_once(&mut self, listener: &OwnedFd) -> io::Result<()> {
-        let mut fds = vec![listener];
+        let mut fds = Vec::new();
+        if Instant::now() >= self.next_accept && self.connections.len() < CONNECTIONS_MAX {
+            fds.push(listener);
+        }
         fds.extend(self.connections.iter().map(|connection| &connection.socket));
         fds.extend(self.exits.pidfds());
         if wait_readable(&fds, TICK)? {
-            self.accept(listener)?;
+            self.accept(listener);
             self.receive();
             self.exits.report_ended();
         }
         for (share_id, share) in &mut self.shares {
             if share.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 share.deadline = None;
-                share.items.kill_and_clear(self.grace);
+                share.is_released = true;
+                share.items.kill_programs();
                 tracing::warn!(
                     share = ?share_id,
                     grace = ?self.grace,
-                    "released what was held: no daemon came back within the grace time"
+                    "releases what was held: no daemon came back within the grace time"
                 );
+            }
+            if share.is_released {
+                share.items.release_ended();
             }
         }
         self.shares.retain(|_, share| share.owner.is_some() || !share.items.is_empty());
         Ok(())
     }
 
-    fn accept(&mut self, listener: &OwnedFd) -> io::Result<()> {
-        if self.connections.len() < CONNECTIONS_MAX
-            && wait_readable(&[listener], Duration::ZERO)?
-            && let Some((socket, pid)) = accept_own_user(listener)?
-        {
-            self.last_number += 1;
-            self.connections.push(DaemonConnection { socket, number: self.last_number, pid, share: None });
+    /// Kills the programs of daemons that are not connected, and waits for their ends for at most
+    /// `timeout`. A running daemon has descriptors of its own.
+    fn end_programs(&mut self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        let is_released = |share: &&mut ShareState| share.owner.is_none();
+        self.shares.values_mut().filter(is_released).for_each(|share| share.items.kill_programs());
+        loop {
+            self.shares.values_mut().filter(is_released).for_each(|share| share.items.release_ended());
+            let is_done = self.shares.values_mut().filter(is_released).all(|share| share.items.is_empty());
+            if is_done || Instant::now() >= deadline {
+                return;
+            }
+            std::thread::sleep(TICK);
         }
-        Ok(())
+    }
+
+    /// Accepts a connection, if there is one. If that fails, the next attempt is made later: the
+    /// listener stays readable.
+    fn accept(&mut self, listener: &OwnedFd) {
+        if Instant::now() < self.next_accept || self.connections.len() >= CONNECTIONS_MAX {
+            return;
+        }
+        let is_readable = wait_readable(&[listener], Duration::ZERO).unwrap_or(false);
+        match is_readable.then(|| accept_own_user(listener)) {
+            Some(Ok(Some((socket, pid)))) => {
+                self.last_number += 1;
+                let number = self.last_number;
+                self.connections.push(DaemonConnection { socket, number, pid, share: None });
+            }
+            Some(Err(error)) => {
+                tracing::warn!(%error, pause = ?ACCEPT_PAUSE, "cannot accept a connection; pausing");
+                self.next_accept = Instant::now() + ACCEPT_PAUSE;
+            }
+            Some(Ok(None)) | None => {}
+        }
     }
 
     /// Handles one frame of each connection that has one, and removes closed connections.
@@ -244,6 +282,7 @@ impl KeeperServer {
         }
         share.owner = Some((connection.number, connection.pid));
         share.deadline = None;
+        share.is_released = false;
         connection.share = Some(share_id);
         send_frame(&connection.socket, &Frame::Sync, &[]).is_ok()
     }

@@ -2,13 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
 
 use aquifer_channel::kill::kill_as;
-use aquifer_channel::socket::wait_readable;
 use aquifer_ipc::{HeldItem, HeldKind};
 
-use super::TICK;
+use super::memory;
 
 /// Most items in a share.
 const ITEMS_MAX: usize = 65_536;
@@ -62,23 +60,20 @@ impl ShareItems {
         self.entries.values().map(|entry| (entry.item.clone(), entry.fds.iter().map(AsFd::as_fd).collect()))
     }
 
-    /// Kills all programs, waits for their ends for at most `timeout`, and then closes the
-    /// descriptors. Programs must have ended first: a program whose userfaultfd is closed reads
-    /// zeros.
+    /// Kills all programs.
     ///
-    /// The descriptors of programs that have not ended stay open as long as this process runs.
-    pub fn kill_and_clear(&mut self, timeout: Duration) {
+    /// Their descriptors stay open until [`Self::release_ended`]: a program whose userfaultfd is
+    /// closed reads zeros.
+    pub fn kill_programs(&self) {
         for entry in self.entries.values() {
             entry.kill();
         }
-        let deadline = Instant::now() + timeout;
-        while self.entries.values().any(Entry::is_ending) && Instant::now() < deadline {
-            std::thread::sleep(TICK);
-        }
+    }
+
+    /// Closes the descriptors of all items but of programs that have not ended, or whose memory
+    /// another process has.
+    pub fn release_ended(&mut self) {
         self.entries.retain(|_, entry| entry.is_alive());
-        for (_, entry) in std::mem::take(&mut self.entries) {
-            std::mem::forget(entry);
-        }
     }
 }
 
@@ -89,21 +84,13 @@ impl Entry {
         self.fds.last().filter(|_| is_known)
     }
 
-    /// True if a process may still use the descriptors. A program whose process was never known may
-    /// be alive.
+    /// True if a process may still use the descriptors.
     fn is_alive(&self) -> bool {
-        match self.pidfd() {
-            Some(pidfd) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
-            None => match self.item.kind {
-                HeldKind::Program | HeldKind::Orphan => true,
-                HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
-            },
+        match self.item.kind {
+            // The first descriptor is the userfaultfd.
+            HeldKind::Program | HeldKind::Orphan => self.fds.first().is_some_and(memory::exists),
+            HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
         }
-    }
-
-    /// True if the process has not ended and its end can be waited for.
-    fn is_ending(&self) -> bool {
-        self.pidfd().is_some() && self.is_alive()
     }
 
     fn kill(&self) {

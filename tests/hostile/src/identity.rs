@@ -86,22 +86,11 @@ pub fn foreign_userfaultfd() -> bool {
 /// Clears `O_NONBLOCK` of the userfaultfd that this program shares with the agent, and then lets
 /// the agent find nothing to read in it.
 pub fn clear_nonblocking() -> bool {
-    let mut cleared = 0;
-    for task in std::fs::read_dir("/proc/self/task").expect("proc").flatten() {
-        let Ok(thread) = task.file_name().to_string_lossy().parse::<i32>() else { continue };
-        for entry in std::fs::read_dir(task.path().join("fd")).into_iter().flatten().flatten() {
-            let is_uffd = std::fs::read_link(entry.path())
-                .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");
-            let fd = entry.file_name().to_string_lossy().parse::<i32>();
-            if let (true, Ok(fd)) = (is_uffd, fd)
-                && let Some(stolen) = sys::steal(thread, fd)
-            {
-                rustix::fs::fcntl_setfl(&stolen, rustix::fs::OFlags::empty()).expect("it is open");
-                cleared += 1;
-            }
-        }
+    let stolen = sys::steal_userfaultfds();
+    for fd in &stolen {
+        rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).expect("it is open");
     }
-    println!("cleared the flag of {cleared} userfaultfds");
+    println!("cleared the flag of {} userfaultfds", stolen.len());
     // More than the limit, twice: pages must leave and return.
     let mut pages = vec![0_u64; (48 << 20) / 8];
     let mut right = true;
@@ -111,5 +100,42 @@ pub fn clear_nonblocking() -> bool {
             *word = index as u64;
         }
     }
-    right && cleared > 0
+    right && !stolen.is_empty()
+}
+
+/// Makes the agent wait in reads of the userfaultfds of forked children, which then end: the kernel
+/// knows no way to read them that cannot wait, so the flag is cleared just before the agent reads.
+pub fn hold_up_monitors() -> bool {
+    const CHILDREN: usize = 8;
+    let mut pages = vec![1_u64; (48 << 20) / 8];
+    pages.iter_mut().step_by(PAGE / 8).for_each(|word| *word += 1);
+    (0..CHILDREN).all(|_| hold_up_monitor(&pages))
+}
+
+fn hold_up_monitor(pages: &[u64]) -> bool {
+    const ROUNDS: usize = 100_000;
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let child = sys::fork(|| {
+        let stolen = sys::steal_userfaultfds();
+        let found = u8::try_from(stolen.len()).expect("a few");
+        let spin = move || {
+            for round in 0.. {
+                for fd in &stolen {
+                    rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).expect("it is open");
+                }
+                if round == ROUNDS {
+                    rustix::io::write(&writer, &[found]).expect("the parent reads");
+                }
+            }
+        };
+        std::thread::spawn(spin);
+        // Waits for ever when the monitor does, and keeps it awake before.
+        std::hint::black_box(pages.iter().step_by(PAGE / 8).sum::<u64>());
+    });
+    let mut found = [0];
+    let read = rustix::io::read(&reader, &mut found);
+    sys::kill(child);
+    sys::wait(child);
+    println!("cleared the flag of {} userfaultfds: {read:?}", found[0]);
+    found[0] > 0
 }

@@ -13,6 +13,7 @@ fn main() -> ExitCode {
     let repelled = match attack.as_str() {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
+        "hold-up-monitors" => identity::hold_up_monitors(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),

@@ -6,7 +6,6 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 pub const PAGE: usize = 4096;
 const DEVICE_NEW: u64 = 0xaa00;
-const PIDFD_THREAD: i32 = libc::O_EXCL;
 
 /// Maps anonymous memory at an address.
 pub fn map_at(address: usize, bytes: usize) {
@@ -63,11 +62,41 @@ pub fn kill(pid: i32) {
     unsafe { libc::kill(pid, libc::SIGKILL) };
 }
 
-/// A descriptor of another thread of this process that has a table of files of its own.
-pub fn steal(thread: i32, fd: i32) -> Option<OwnedFd> {
+pub fn wait(pid: i32) {
+    // SAFETY: waits for a child of this process.
+    unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
+}
+
+/// The userfaultfds of the worker of this process, which shares its memory.
+pub fn steal_userfaultfds() -> Vec<OwnedFd> {
+    let mut stolen = Vec::new();
+    for process in std::fs::read_dir("/proc").expect("proc").flatten() {
+        let Ok(pid) = process.file_name().to_string_lossy().parse::<i32>() else { continue };
+        if !shares_memory(pid) {
+            continue;
+        }
+        for entry in std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten() {
+            let is_uffd = std::fs::read_link(entry.path())
+                .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");
+            let fd = entry.file_name().to_string_lossy().parse::<i32>();
+            stolen.extend(fd.ok().filter(|_| is_uffd).and_then(|fd| steal(pid, fd)));
+        }
+    }
+    stolen
+}
+
+fn shares_memory(pid: i32) -> bool {
+    const KCMP_VM: i32 = 1;
+    let own = i32::try_from(std::process::id()).expect("a process number");
+    // SAFETY: compares two processes.
+    pid != own && unsafe { libc::syscall(libc::SYS_kcmp, own, pid, KCMP_VM, 0, 0) } == 0
+}
+
+/// A descriptor of another process of this user.
+fn steal(pid: i32, fd: i32) -> Option<OwnedFd> {
     // SAFETY: creates descriptors.
     unsafe {
-        let pidfd = libc::syscall(libc::SYS_pidfd_open, thread, PIDFD_THREAD);
+        let pidfd = libc::syscall(libc::SYS_pidfd_open, pid, 0);
         let stolen = libc::syscall(libc::SYS_pidfd_getfd, pidfd, fd, 0);
         libc::close(i32::try_from(pidfd).ok()?);
         i32::try_from(stolen).ok().filter(|fd| *fd >= 0).map(|fd| OwnedFd::from_raw_fd(fd))

@@ -257,13 +257,10 @@ impl ProcessEdge {
         let service = self.run.service.upgrade().expect("the service outlives its programs");
         let canary = Canary { number: service.next_program(), ..self.canary() };
         let tenant = self.run.tenant();
-        service.unserved.add(UnservedMemory {
-            uffd,
-            canary,
-            tenant,
-            is_in_keeper: false,
-            is_killing: Arc::default(),
-        });
+        service.unserved.add(
+            &service,
+            UnservedMemory { uffd, canary, tenant, is_in_keeper: false, is_killing: Arc::default() },
+        );
     }
 
     fn exit_watcher(&self) -> io::Result<Arc<ProgramExitWatcher>> {

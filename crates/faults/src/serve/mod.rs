@@ -1,13 +1,15 @@
 //! Pages real programs.
 //!
-//! One thread per program turns its monitor, one thread per run is its sender, and one thread
-//! samples all programs.
+//! One thread per program turns its monitor, one thread per run is its sender, and one thread per
+//! tenant samples its programs.
 //!
 //! - `attach`: the hello of a program or of a forked child.
-//! - `program`: one program and its thread. `edge` is what its monitor acts through.
+//! - `program`: one program. `monitor_thread` is its thread, and `edge` is what its monitor acts
+//!   through.
 //! - `run`: what the programs of one `aquifer run` share. `sender` is its thread.
 //! - `restore`: resumption of runs from what the keeper holds; `records` describe that.
 //! - `tenants`: statistics of each tenant over all its runs.
+//! - `unserved`: memory that has no monitor. `tenant_threads`: one thread per tenant.
 //! - `sampler`: measures resident sizes and finds areas to register.
 
 mod attach;
@@ -18,6 +20,8 @@ mod edge;
 mod exit_watcher;
 #[cfg(test)]
 mod golden_tests;
+mod interrupt;
+mod monitor_thread;
 mod observed;
 pub mod priority;
 mod process;
@@ -28,15 +32,15 @@ mod run;
 mod sampler;
 mod sender;
 mod stat;
+mod tenant_threads;
 mod tenants;
 mod unserved;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread::Thread;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
@@ -124,9 +128,7 @@ pub struct PagingService {
     /// extents that another agent may resume.
     unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
     unserved: unserved::UnservedMemories,
-    sampler: OnceLock<Thread>,
-    /// Whether there are programs that the sampler has not seen.
-    has_new_programs: AtomicBool,
+    samplers: tenant_threads::TenantThreads,
 }
 
 impl PagingService {
@@ -145,12 +147,8 @@ impl PagingService {
             next_program: AtomicU64::new(u64::from(std::process::id()) << 32),
             unserved_slabs: Mutex::default(),
             unserved: unserved::UnservedMemories::default(),
-            sampler: OnceLock::new(),
-            has_new_programs: AtomicBool::new(false),
+            samplers: tenant_threads::TenantThreads::new("sampler"),
         });
-        unserved::start(&service)?;
-        let sampler = sampler::start(&service)?;
-        let _ = service.sampler.set(sampler);
         Ok(service)
     }
 
@@ -190,6 +188,11 @@ impl PagingService {
         self.lock().get(&token).cloned()
     }
 
+    /// All runs of a tenant.
+    pub(crate) fn runs_of(&self, tenant: u32) -> Vec<Arc<Run>> {
+        self.lock().values().filter(|run| run.tenant() == tenant).cloned().collect()
+    }
+
     /// All runs.
     #[must_use]
     pub fn runs(&self) -> Vec<Arc<Run>> {
@@ -218,14 +221,6 @@ impl PagingService {
     #[must_use]
     pub fn mempool(&self) -> &Arc<Mempool> {
         &self.mempool
-    }
-
-    /// Wakes the sampler for a new program, which may reach its limit before the next sample.
-    pub(crate) fn announce_program(&self) {
-        self.has_new_programs.store(true, Relaxed);
-        if let Some(sampler) = self.sampler.get() {
-            sampler.unpark();
-        }
     }
 
     pub(crate) fn next_program(&self) -> u64 {

@@ -2,14 +2,12 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
 
 use aquifer_channel::kill::kill_as;
-use aquifer_channel::try_send_frame;
-use aquifer_ipc::{Frame, HeldKind, ProgramHello, STAGING_BUFFERS};
+use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{PAGE_BYTES, Volume};
 use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -18,25 +16,20 @@ use super::attach::AttachError;
 use super::canary::{Canary, Nonce, new_nonce};
 use super::edge::{Attachment, ProcessEdge};
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
-use super::priority::{URGENT, set_niceness};
+use super::interrupt;
+use super::monitor_thread::spawn;
 use super::process::{ProgramProcess, UnprovenProcess};
 use super::run::{PROGRAMS_MAX, Run};
+use super::sampler;
 use super::unserved::UnservedMemory;
 use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
 use crate::kernel::FillStop;
 use crate::maps::PagingBounds;
-use crate::monitor::{Monitor, TurnOutcome};
+use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
-
-/// Interval at which the memory of an unknown process, or of one without a worker, is looked for.
-const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Time from the end of a worker to the first look whether the memory is gone. It doubles.
-const FIRST_PROBE: Duration = Duration::from_millis(1);
-/// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
-const YIELDS_BEFORE_SLEEP: u32 = 2;
 
 /// A request of another thread to a program's monitor.
 #[derive(Debug)]
@@ -67,7 +60,7 @@ pub struct Program {
     is_asleep: AtomicBool,
     /// Whether faults wait for the sender or for room.
     pub(crate) has_pending_faults: AtomicBool,
-    wakeup: OwnedFd,
+    pub(super) wakeup: OwnedFd,
     uffd: OnceLock<Userfaultfd>,
     /// Whether the program has named the shim's memory in its hello. Before that no area may be
     /// registered: one may be the worker's stack, and a worker that faults on its own memory
@@ -80,8 +73,10 @@ pub struct Program {
     /// `MADV_WIPEONFORK`), and that was not checked yet.
     pub(crate) must_check_inheritance: AtomicBool,
     is_killed: AtomicBool,
-    has_process_ended: AtomicBool,
-    has_exited: AtomicBool,
+    pub(super) has_process_ended: AtomicBool,
+    pub(super) has_exited: AtomicBool,
+    /// The thread of its monitor; 0 if it does not run.
+    pub(super) thread: AtomicI32,
 }
 
 impl Program {
@@ -108,6 +103,7 @@ impl Program {
             is_killed: AtomicBool::new(false),
             has_process_ended: AtomicBool::new(false),
             has_exited: AtomicBool::new(false),
+            thread: AtomicI32::new(0),
         })
     }
 
@@ -191,9 +187,16 @@ impl Program {
         if let Err(error) = kill_as(uid, process.pidfd()) {
             tracing::warn!(%error, pid = self.pid(), uid, "cannot kill a program");
         }
-        // The monitor ends now, and what it served stays unserved until the memory is gone.
-        self.is_killed.store(true, SeqCst);
-        self.wake();
+        self.mark_killed();
+    }
+
+    /// Notes that the process was killed, if it is known: its monitor ends now, and what it served
+    /// stays unserved until the memory is gone.
+    pub(crate) fn mark_killed(&self) {
+        if self.process().is_some() {
+            self.is_killed.store(true, SeqCst);
+            self.wake();
+        }
     }
 
     /// Notes that the process has ended. Its worker goes on if another process has the memory.
@@ -219,6 +222,14 @@ impl Program {
         self.is_killed.load(Relaxed)
     }
 
+    /// Interrupts the monitor of a program that has ended, if the program has made it wait in a read.
+    pub(crate) fn interrupt_if_ended(&self) {
+        let thread = self.thread.load(SeqCst);
+        if thread != 0 && (self.is_killed() || self.has_exited()) {
+            interrupt::interrupt(thread);
+        }
+    }
+
     /// Passes what the sender has completed to the monitor.
     pub(crate) fn push_sender_event(&self, event: SenderEvent) {
         lock(&self.sender_events).push_back(event);
@@ -231,6 +242,15 @@ impl Program {
         lock(&self.requests).push(request);
         self.has_requests.store(true, SeqCst);
         self.signal();
+    }
+
+    /// The requests since the last call.
+    pub(super) fn drain_requests(&self) -> Vec<MonitorRequest> {
+        // The flag is cleared first: a request that comes after the queue was read sets it again.
+        if !self.has_requests.load(Relaxed) || !self.has_requests.swap(false, SeqCst) {
+            return Vec::new();
+        }
+        std::mem::take(&mut *lock(&self.requests))
     }
 
     /// Makes the monitor turn, if it sleeps.
@@ -257,7 +277,7 @@ impl Program {
     }
 
     /// Announces sleep; returns false if a signal has come, so that the monitor must turn first.
-    fn begin_sleep(&self) -> bool {
+    pub(super) fn begin_sleep(&self) -> bool {
         self.is_asleep.store(true, SeqCst);
         if self.is_signalled.swap(false, SeqCst) {
             self.is_asleep.store(false, SeqCst);
@@ -266,7 +286,7 @@ impl Program {
         true
     }
 
-    fn end_sleep(&self) {
+    pub(super) fn end_sleep(&self) {
         self.is_asleep.store(false, SeqCst);
         self.is_signalled.store(false, SeqCst);
     }
@@ -283,7 +303,7 @@ impl Program {
         self.drain_wakeup();
     }
 
-    fn drain_wakeup(&self) {
+    pub(super) fn drain_wakeup(&self) {
         let mut count = [0; 8];
         // There may be nothing to read.
         let _ = rustix::io::read(&self.wakeup, &mut count);
@@ -353,7 +373,7 @@ pub(crate) fn new_program(run: &Arc<Run>, id: u64, nonce: Nonce) -> io::Result<A
     if !run.add(&program) {
         return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));
     }
-    service.announce_program();
+    sampler::announce_program(&service, run)?;
     Ok(program)
 }
 
@@ -380,20 +400,17 @@ fn forget_program(run: &Run, program: &Program) {
 ///
 /// Its memory may still exist: a thread that has been killed has not ended yet, and another process
 /// may share the memory. Then the userfaultfd stays open, and with it the keeper's.
-fn remove_program(run: &Run, program: &Program) {
+pub(super) fn remove_program(run: &Run, program: &Program) {
     if let Some(service) = run.service.upgrade() {
         service.exit_watcher.unwatch(program.id);
         let (canary, tenant) = (program.canary(), run.tenant());
         match program.uffd.get() {
             Some(uffd) if canary.fill(uffd).stop != Some(FillStop::Ended) => {
                 let uffd = uffd.clone();
-                service.unserved.add(UnservedMemory {
-                    uffd,
-                    canary,
-                    tenant,
-                    is_in_keeper: true,
-                    is_killing: Arc::default(),
-                });
+                service.unserved.add(
+                    &service,
+                    UnservedMemory { uffd, canary, tenant, is_in_keeper: true, is_killing: Arc::default() },
+                );
             }
             _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
         }
@@ -409,184 +426,4 @@ fn monitor(
     areas: Areas,
 ) -> Monitor<ProcessEdge> {
     Monitor::new(edge, volume, Arc::clone(&run.budget), Arc::clone(&program.stats), areas, STAGING_BUFFERS)
-}
-
-/// Starts the thread of a program.
-///
-/// The thread first makes the monitor by `make`, which returns `None` if the program has ended.
-pub(crate) fn spawn(
-    run: &Arc<Run>,
-    program: &Arc<Program>,
-    edge: ProcessEdge,
-    make: impl FnOnce(&Arc<Run>, &Arc<Program>, ProcessEdge) -> Option<Monitor<ProcessEdge>> + Send + 'static,
-) -> io::Result<()> {
-    let name = format!("faults-{}", program.pid());
-    let (run, program) = (Arc::clone(run), Arc::clone(program));
-    let serve = move || {
-        set_niceness(URGENT);
-        if let Some(monitor) = make(&run, &program, edge) {
-            MonitorLoop {
-                monitor,
-                program: Arc::clone(&program),
-                outlived: None,
-                next_probe: Instant::now(),
-            }
-            .run();
-        }
-        remove_program(&run, &program);
-    };
-    std::thread::Builder::new().name(name).spawn(serve).map(drop)
-}
-
-/// The loop of a program's thread.
-struct MonitorLoop {
-    monitor: Monitor<ProcessEdge>,
-    program: Arc<Program>,
-    /// If the worker has ended and the memory has not: the time between two looks whether it has.
-    outlived: Option<Duration>,
-    /// The time of the next look, also for an unknown process.
-    next_probe: Instant,
-}
-
-impl MonitorLoop {
-    fn run(mut self) {
-        let mut served = 0;
-        let mut yields = 0;
-        loop {
-            self.handle_requests();
-            let next = self.monitor.turn();
-            let faults = self.program.stats.faults.load(Relaxed);
-            if faults != served {
-                served = faults;
-                yields = 0;
-            }
-            match next {
-                TurnOutcome::Again => {}
-                // The program was just woken on this core and may fault again at once.
-                TurnOutcome::Sleep if served > 0 && yields < YIELDS_BEFORE_SLEEP => {
-                    yields += 1;
-                    std::thread::yield_now();
-                }
-                TurnOutcome::Sleep => self.sleep(),
-                TurnOutcome::Ended => break,
-            }
-            self.program.held.store(self.monitor.volume().held(), Relaxed);
-        }
-        self.end();
-    }
-
-    fn handle_requests(&mut self) {
-        if !self.program.has_requests.load(Relaxed) || !self.program.has_requests.swap(false, SeqCst) {
-            return;
-        }
-        let requests = std::mem::take(&mut *lock(&self.program.requests));
-        for request in requests {
-            match request {
-                MonitorRequest::Areas(areas) => self.monitor.adopt(&areas),
-                MonitorRequest::Attach(attachment, process) => self.attach(*attachment, process),
-            }
-        }
-    }
-
-    /// Attaches the worker of a forked child, or refuses the child, so that it ends.
-    fn attach(&mut self, attachment: Attachment, process: UnprovenProcess) {
-        let (reply_to, pid) = (attachment.socket.try_clone(), process.pid());
-        let Err(error) = self.try_attach(attachment, process) else { return };
-        tracing::warn!(%error, pid, "cannot attach a forked program");
-        let refusal = Frame::Refused(format!("the agent cannot attach a forked process: {error}"));
-        if let Err(error) = reply_to.and_then(|socket| try_send_frame(&socket, &refusal, &[])) {
-            tracing::debug!(%error, "cannot send the refusal: the program has ended");
-        }
-    }
-
-    fn try_attach(&mut self, attachment: Attachment, process: UnprovenProcess) -> Result<(), AttachError> {
-        let program = &self.program;
-        if program.is_attached.load(SeqCst) && self.monitor.edge().is_attached() {
-            return Err(AttachError::UnknownChild);
-        }
-        match program.process() {
-            None => self.monitor.edge().identify_child(&attachment.hello, process)?,
-            Some(known) if known.pid() == process.pid() => {}
-            Some(_) => return Err(AttachError::UnknownChild),
-        }
-        self.program.attached(&attachment.hello);
-        Ok(self.monitor.edge().attach(attachment)?)
-    }
-
-    /// Sleeps until the kernel, the sender, another thread or the program's end wakes it.
-    fn sleep(&mut self) {
-        self.program.has_pending_faults.store(self.monitor.has_pending_faults(), SeqCst);
-        if !self.program.begin_sleep() {
-            self.handle_end();
-            return;
-        }
-        let edge = self.monitor.edge();
-        let mut fds = [libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 }; 2];
-        fds[0].fd = edge.uffd().as_raw_fd();
-        fds[1].fd = self.program.wakeup.as_raw_fd();
-        // No watch reports the end of an unknown process, so it is checked at intervals.
-        let interval = self.outlived.or((self.program.pid() == 0).then_some(PROBE_INTERVAL));
-        let timeout_ms = interval.map_or(-1, |interval| i32::try_from(interval.as_millis()).unwrap_or(-1));
-        // SAFETY: the array has two valid entries.
-        unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
-        self.program.end_sleep();
-        if fds[1].revents != 0 {
-            self.program.drain_wakeup();
-        }
-        if !self.handle_end()
-            && let Some(interval) = interval
-            && Instant::now() >= self.next_probe
-        {
-            // Other threads may wake the monitor all the time.
-            self.next_probe = Instant::now() + interval;
-            self.probe();
-        }
-    }
-
-    /// Handles the end of the process or of its worker; returns whether the worker has ended.
-    fn handle_end(&mut self) -> bool {
-        if self.program.has_process_ended.swap(false, SeqCst) {
-            self.monitor.edge().report_process_end();
-        }
-        let has_exited = self.program.has_exited();
-        if has_exited {
-            self.worker_has_ended();
-        }
-        has_exited
-    }
-
-    /// Ends the monitor if the memory is gone, is of no use, or must not be served any more.
-    ///
-    /// The kernel may not have freed it yet. And another process may share it, made by `clone` with
-    /// `CLONE_VM` or by `vfork`, although the worker could not see that: then it is served on, and
-    /// nothing is evicted from it.
-    fn worker_has_ended(&mut self) {
-        let edge = self.monitor.edge();
-        if self.program.is_killed() || edge.is_worker_last() || !edge.is_alive() {
-            return self.monitor.end();
-        }
-        edge.end_run_if_worker_failed();
-        self.program.has_exited.store(false, SeqCst);
-        self.monitor.edge().detach();
-        self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
-    }
-
-    /// Looks whether the memory of an unknown process, or one without a worker, is gone.
-    fn probe(&mut self) {
-        self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
-        if !self.monitor.edge().is_alive() {
-            self.monitor.end();
-        }
-    }
-
-    /// Frees all that the program had.
-    fn end(mut self) {
-        let id = self.program.id;
-        if self.program.has_exited() && !self.program.is_killed() {
-            self.monitor.edge().end_run_if_worker_failed();
-        }
-        self.monitor.edge().run().sender.abandon(id);
-        self.monitor.close();
-        self.program.held.store(0, Relaxed);
-    }
 }

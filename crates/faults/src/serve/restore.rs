@@ -20,8 +20,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::PagingService;
 use super::canary::Canary;
 use super::edge::{Attachment, ProcessEdge};
+use super::monitor_thread::spawn;
 use super::process::{KeptProcess, ProgramProcess, has_ended};
-use super::program::{Program, new_program, spawn};
+use super::program::{Program, new_program};
 use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
 use super::unserved::UnservedMemory;
@@ -90,7 +91,7 @@ impl PagingService {
     }
 
     /// Ends the programs of another agent whose mempool is lost, so that they cannot be resumed.
-    pub fn end_kept(&self, kept: Vec<RestoredItem>) {
+    pub fn end_kept(self: &Arc<Self>, kept: Vec<RestoredItem>) {
         let is_program = |kept: &RestoredItem| kept.item.kind == HeldKind::Program;
         let (programs, others): (Vec<_>, Vec<_>) = kept.into_iter().partition(is_program);
         self.end_programs(programs.iter().map(UnservableProgram::from_kept).collect());
@@ -100,7 +101,7 @@ impl PagingService {
         }
     }
 
-    fn assign_program(&self, kept: RestoredItem, runs: &mut BTreeMap<u64, RecoveringRun>) {
+    fn assign_program(self: &Arc<Self>, kept: RestoredItem, runs: &mut BTreeMap<u64, RecoveringRun>) {
         let unservable = UnservableProgram::from_kept(&kept);
         let record = decode::<ProgramRecord>(&kept.item).ok();
         let Some((run, record)) = record.and_then(|record| Some((runs.get_mut(&record.run)?, record))) else {
@@ -155,7 +156,7 @@ impl PagingService {
     }
 
     /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
-    fn end_programs(&self, programs: Vec<UnservableProgram>) {
+    fn end_programs(self: &Arc<Self>, programs: Vec<UnservableProgram>) {
         for UnservableProgram { pidfd, tenant, .. } in &programs {
             if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| kill_as(*tenant, pidfd.as_fd())) {
                 tracing::warn!(%error, "cannot kill a program");
@@ -164,13 +165,16 @@ impl PagingService {
         for UnservableProgram { id, pidfd, tenant, memory } in programs {
             match (memory, pidfd) {
                 (Some((uffd, canary)), _) => {
-                    self.unserved.add(UnservedMemory {
-                        uffd,
-                        canary,
-                        tenant,
-                        is_in_keeper: true,
-                        is_killing: Arc::default(),
-                    });
+                    self.unserved.add(
+                        self,
+                        UnservedMemory {
+                            uffd,
+                            canary,
+                            tenant,
+                            is_in_keeper: true,
+                            is_killing: Arc::default(),
+                        },
+                    );
                 }
                 (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
                     self.agent.remove_from_keeper(HeldKind::Program, id);

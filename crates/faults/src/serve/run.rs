@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
 
 use super::PagingService;
+use super::process::ProgramProcess;
 use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
@@ -42,6 +44,8 @@ pub struct Run {
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
     programs_seen: AtomicU64,
+    /// Whether there are programs that the sampler has not seen.
+    pub(crate) has_new_programs: AtomicBool,
 }
 
 impl Run {
@@ -111,6 +115,7 @@ impl Run {
             end_reason: Mutex::new(None),
             notices: Mutex::new(Vec::new()),
             programs_seen: AtomicU64::new(0),
+            has_new_programs: AtomicBool::new(false),
         }))
     }
 
@@ -229,9 +234,13 @@ impl Run {
             *end_reason = Some(reason.to_owned());
         }
         drop(end_reason);
-        for program in self.programs() {
-            program.kill(self.tenant);
+        let programs = self.programs();
+        let processes = programs.iter().filter_map(|program| program.process());
+        let pidfds: Vec<_> = processes.map(ProgramProcess::pidfd).collect();
+        if let Err(error) = kill_all_as(self.tenant, &pidfds) {
+            tracing::warn!(%error, run = self.name, uid = self.tenant, "cannot kill a program of a run");
         }
+        programs.iter().for_each(|program| program.mark_killed());
     }
 
     /// Why the agent ended the run; `None` if it did not.

@@ -6,7 +6,6 @@
 use std::sync::Arc;
 use std::sync::Weak;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use aquifer_pager::{Budget, PAGE_BYTES};
@@ -55,11 +54,15 @@ const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
 /// Observed time after which a run is ended whose evicted pages find no room in the pool.
 const FULL_AFTER: Duration = Duration::from_secs(5);
 
-/// Starts the thread, which ends with the service.
-pub(crate) fn start(service: &Arc<PagingService>) -> std::io::Result<Thread> {
-    let weak = Arc::downgrade(service);
-    let thread = std::thread::Builder::new().name("sampler".into()).spawn(move || sample_all(&weak))?;
-    Ok(thread.thread().clone())
+/// Wakes the sampler of a run's tenant for a new program, which may reach its limit before the next
+/// sample.
+///
+/// # Errors
+/// If the tenant has no sampler, and none can be started.
+pub(crate) fn announce_program(service: &Arc<PagingService>, run: &Run) -> std::io::Result<()> {
+    run.has_new_programs.store(true, Relaxed);
+    let (weak, tenant) = (Arc::downgrade(service), run.tenant());
+    service.samplers.wake(tenant, move || sample_all(&weak, tenant))
 }
 
 /// What the sampler knows of a program.
@@ -156,12 +159,17 @@ struct SharedPages {
     programs: (usize, u64),
 }
 
-/// The loop of the thread.
-fn sample_all(service: &Weak<PagingService>) {
+/// The loop of a tenant's thread, which ends when the tenant has no program.
+fn sample_all(service: &Weak<PagingService>, tenant: u32) {
     set_niceness(URGENT);
     let mut sampled_runs: Vec<SampledRun> = Vec::new();
     while let Some(service) = service.upgrade() {
-        for run in service.runs() {
+        let runs = service.runs_of(tenant);
+        let is_idle = || service.runs_of(tenant).iter().all(|run| run.programs().is_empty());
+        if runs.iter().all(|run| run.programs().is_empty()) && service.samplers.ends(tenant, is_idle) {
+            return;
+        }
+        for run in runs {
             if !sampled_runs.iter().any(|sampled| sampled.run.as_ptr() == Arc::as_ptr(&run)) {
                 sampled_runs.push(SampledRun {
                     run: Arc::downgrade(&run),
@@ -174,15 +182,12 @@ fn sample_all(service: &Weak<PagingService>) {
             }
         }
         sampled_runs.retain(|sampled| sampled.run.strong_count() > 0);
-        let now = Instant::now();
-        if service.has_new_programs.swap(false, Relaxed) {
-            sampled_runs.iter_mut().for_each(|sampled| sampled.next_sample = now);
-        }
         drop(service);
+        let now = Instant::now();
         let mut next = now + TICK_MAX;
         for sampled in &mut sampled_runs {
-            if sampled.next_sample <= now
-                && let Some(run) = sampled.run.upgrade()
+            if let Some(run) = sampled.run.upgrade()
+                && (run.has_new_programs.swap(false, Relaxed) || sampled.next_sample <= now)
             {
                 sampled.next_sample = Instant::now() + sampled.sample(&run);
             }
@@ -196,6 +201,7 @@ impl SampledRun {
     /// Samples one run; returns the time to the next sample.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
+        programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let mut total = 0;
         let mut held = 0;

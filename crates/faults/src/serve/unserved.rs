@@ -5,8 +5,9 @@
 //! zeros. The canary is filled, so that a child says hello and is refused with the reason; then the
 //! shim ends it. A process that faults on another page is identified by that fault, and killed.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use aquifer_channel::kill::kill_as;
@@ -15,15 +16,23 @@ use aquifer_ipc::HeldKind;
 use super::PagingService;
 use super::canary::{Canary, new_nonce};
 use super::process::{ProofError, UnprovenProcess};
+use super::tenant_threads::TenantThreads;
 use crate::kernel::{FillStop, UffdMessage};
 use crate::uffd::Userfaultfd;
 
 /// Interval at which all are polled.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
+/// Most such memories of one tenant. Of further ones the userfaultfd is closed, because a program
+/// that is to end must not use up the descriptors of others.
+const PER_TENANT_MAX: usize = 1024;
+
 /// All such memory.
-#[derive(Debug, Default)]
-pub(super) struct UnservedMemories(Mutex<Vec<UnservedMemory>>);
+#[derive(Debug)]
+pub(super) struct UnservedMemories {
+    memories: Mutex<HashMap<u32, Vec<UnservedMemory>>>,
+    threads: TenantThreads,
+}
 
 /// The memory of one process.
 #[derive(Debug)]
@@ -38,19 +47,44 @@ pub(super) struct UnservedMemory {
     pub is_killing: Arc<AtomicBool>,
 }
 
+impl Default for UnservedMemories {
+    fn default() -> Self {
+        Self { memories: Mutex::default(), threads: TenantThreads::new("unserved") }
+    }
+}
+
 impl UnservedMemories {
     /// Adds memory. Its run must have an end reason, or not exist.
-    pub fn add(&self, memory: UnservedMemory) {
+    pub fn add(&self, service: &Arc<PagingService>, memory: UnservedMemory) {
         memory.canary.fill(&memory.uffd);
         // A fault that another agent has read is reported once more.
         memory.uffd.wake_all();
-        self.lock().push(memory);
+        let tenant = memory.tenant;
+        self.push(memory);
+        let weak = Arc::downgrade(service);
+        if let Err(error) = self.threads.wake(tenant, move || poll_all(&weak, tenant)) {
+            tracing::error!(%error, tenant, "cannot watch the memory of ending programs; it stays");
+        }
+    }
+
+    fn push(&self, memory: UnservedMemory) {
+        let mut memories = self.lock();
+        let of_tenant = memories.entry(memory.tenant).or_default();
+        if of_tenant.len() < PER_TENANT_MAX {
+            of_tenant.push(memory);
+        } else {
+            tracing::error!(
+                tenant = memory.tenant,
+                limit = PER_TENANT_MAX,
+                "too many ending programs of a user: closing the userfaultfd of one"
+            );
+        }
     }
 
     /// Kills the processes that a fault has identified, and drops memory that is gone.
-    fn poll(&self, service: &PagingService) {
+    fn poll(&self, service: &PagingService, tenant: u32) {
         // Without the lock: a hostile program can make the read of its userfaultfd wait.
-        let mut memories = std::mem::take(&mut *self.lock());
+        let mut memories = self.lock().remove(&tenant).unwrap_or_default();
         let mut forked = Vec::new();
         memories.retain(|memory| {
             let may_exist = memory.poll(&mut forked, || service.next_program());
@@ -59,29 +93,29 @@ impl UnservedMemories {
             }
             may_exist
         });
-        let mut others = self.lock();
-        others.append(&mut memories);
-        others.append(&mut forked);
+        memories.into_iter().chain(forked).for_each(|memory| self.push(memory));
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<UnservedMemory>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn has_any(&self, tenant: u32) -> bool {
+        self.lock().get(&tenant).is_some_and(|memories| !memories.is_empty())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u32, Vec<UnservedMemory>>> {
+        self.memories.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Starts the thread that polls, which ends with the service.
-///
-/// It is a thread of its own, because others must not wait for a hostile program with it.
-pub(super) fn start(service: &Arc<PagingService>) -> std::io::Result<()> {
-    let weak = Arc::downgrade(service);
-    let poll_all = move || {
-        while let Some(service) = weak.upgrade() {
-            service.unserved.poll(&service);
-            drop(service);
-            std::thread::sleep(POLL_INTERVAL);
+/// The loop of a tenant's thread, which ends when there is no such memory of the tenant.
+fn poll_all(service: &Weak<PagingService>, tenant: u32) {
+    while let Some(service) = service.upgrade() {
+        let unserved = &service.unserved;
+        unserved.poll(&service, tenant);
+        if unserved.threads.ends(tenant, || !unserved.has_any(tenant)) {
+            return;
         }
-    };
-    std::thread::Builder::new().name("unserved".into()).spawn(poll_all).map(drop)
+        drop(service);
+        std::thread::park_timeout(POLL_INTERVAL);
+    }
 }
 
 impl UnservedMemory {

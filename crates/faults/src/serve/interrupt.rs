@@ -1,0 +1,61 @@
+//! Interrupts a thread that a hostile program makes wait.
+//!
+//! The kernel has no read of a forked child's userfaultfd that never waits: a program can clear the
+//! flag of its descriptor just before. A signal ends such a read.
+
+use std::sync::Once;
+
+/// Its handler does nothing, and a read that it interrupts is not repeated.
+fn signal() -> libc::c_int {
+    libc::SIGRTMIN() + 1
+}
+
+extern "C" fn ignore(_signal: libc::c_int) {}
+
+/// The number of the calling thread, for [`interrupt`].
+pub(super) fn this_thread() -> i32 {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // SAFETY: the struct is valid when it is zeroed, and the handler does nothing.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = ignore as extern "C" fn(libc::c_int) as usize;
+            libc::sigaction(signal(), &raw const action, std::ptr::null_mut());
+        }
+    });
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
+/// Interrupts a thread of this process that may wait in a read.
+pub(super) fn interrupt(thread: i32) {
+    let process = rustix::process::getpid().as_raw_nonzero().get();
+    // SAFETY: signals a thread of this process. If it has ended, there is no such thread, or one that is
+    // interrupted for nothing.
+    unsafe {
+        libc::syscall(libc::SYS_tgkill, process, thread, signal());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn a_read_that_waits_is_interrupted() {
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        let (send, receive) = mpsc::channel();
+        let waiting = std::thread::spawn(move || {
+            send.send(this_thread()).unwrap();
+            rustix::io::read(&reader, &mut [0; 1])
+        });
+        let thread = receive.recv().unwrap();
+        // Again and again, because it may not wait yet.
+        while !waiting.is_finished() {
+            interrupt(thread);
+            std::thread::yield_now();
+        }
+        assert_eq!(waiting.join().unwrap(), Err(rustix::io::Errno::INTR));
+    }
+}
