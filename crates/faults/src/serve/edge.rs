@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use aquifer_channel::send_frame;
 use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
@@ -35,7 +35,7 @@ const PAGE: u64 = PAGE_BYTES as u64;
 const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest time between the end of a worker that is killed together with its program, and the end
 /// of the program.
-const WORKER_END_PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 1, tv_nsec: 0 };
+const WORKER_END_PATIENCE: Duration = Duration::from_secs(1);
 
 /// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
 #[derive(Debug)]
@@ -310,7 +310,8 @@ impl ProcessEdge {
     /// Waits for a moment, because the program may just be ending together with its worker.
     pub(crate) fn end_run_if_worker_failed(&self) {
         let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else { return };
-        if attachment.worker.process() != 0 && !has_ended(process.pidfd(), &WORKER_END_PATIENCE) {
+        let has_failed = attachment.worker.process() != 0 && !attachment.worker.is_last();
+        if has_failed && !has_ended(process.pidfd(), WORKER_END_PATIENCE) {
             self.run.end(&format!(
                 "the worker of process {} was killed, so its memory cannot be paged any more",
                 process.pid()

@@ -9,6 +9,7 @@ use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use aquifer_channel::peer::peer_pidfd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,9 +17,6 @@ use rustix::fs::{Dir, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::canary::Canary;
-
-/// No time.
-const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// Why a process is not accepted as the one that a userfaultfd serves.
 #[derive(Debug, thiserror::Error)]
@@ -77,7 +75,7 @@ impl UnprovenProcess {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // A process keeps its number until it has ended, so the folder is its own.
-        if has_ended(&pidfd, &NOW) {
+        if has_ended(&pidfd, Duration::ZERO) {
             return Err(ProofError::Ended);
         }
         let files = MemoryFiles::open(&folder)?;
@@ -138,7 +136,7 @@ impl ProgramProcess {
     pub fn recovered(pid: u32, kept: KeptProcess) -> Self {
         let KeptProcess { memory, pagemap, maps, pidfd } = kept;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}")).ok();
-        let folder = folder.filter(|_| !has_ended(&pidfd, &NOW));
+        let folder = folder.filter(|_| !has_ended(&pidfd, Duration::ZERO));
         let files = MemoryFiles { memory: memory.into(), pagemap: pagemap.into(), maps: maps.into() };
         Self { pid, pidfd, folder, files, worker: OnceLock::new() }
     }
@@ -225,9 +223,18 @@ impl ProgramProcess {
 }
 
 /// Whether the process of a pidfd ends within a time.
-pub(crate) fn has_ended(pidfd: impl AsFd, within: &Timespec) -> bool {
-    let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
-    poll(&mut fds, Some(within)).is_ok_and(|ready| ready > 0)
+pub(crate) fn has_ended(pidfd: impl AsFd, within: Duration) -> bool {
+    let deadline = Instant::now() + within;
+    loop {
+        let rest = deadline.saturating_duration_since(Instant::now());
+        let rest = Timespec::try_from(rest).unwrap_or_default();
+        let mut fds = [PollFd::new(&pidfd, PollFlags::IN)];
+        match poll(&mut fds, Some(&rest)) {
+            // See [`super::interrupt`].
+            Err(rustix::io::Errno::INTR) => {}
+            result => return result.is_ok_and(|ready| ready > 0),
+        }
+    }
 }
 
 fn open_folder(at: impl AsFd, path: impl rustix::path::Arg) -> io::Result<OwnedFd> {

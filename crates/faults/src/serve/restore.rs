@@ -354,7 +354,7 @@ impl RecoveredProgram {
     fn has_ended(&self) -> bool {
         match (&self.worker, &self.process) {
             (Some((_, socket)), _) => is_ready(socket, NO_WAIT),
-            (None, Some(process)) => has_ended(&process.pidfd, &NO_WAIT),
+            (None, Some(process)) => has_ended(&process.pidfd, Duration::ZERO),
             (None, None) => false,
         }
     }
