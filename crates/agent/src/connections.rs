@@ -214,7 +214,7 @@ impl Connections {
         {
             return Err(RunRefusal::TooFewNodes { replicas, count });
         }
-        let run = self.service.open_run(&open.name, open.limit_bytes, replicas, socket.as_fd(), uid)?;
+        let run = self.service.open_run(open, socket.as_fd(), uid)?;
         if let Err(error) = send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             self.service.close_run(&run);
             return Err(error.into());
@@ -283,6 +283,9 @@ pub(crate) fn serve_run(socket: &OwnedFd, service: &Arc<PagingService>, run: &Ar
             continue;
         }
         let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));
+        if !is_closing && !run.outlives_owner() && !run.programs().is_empty() {
+            run.end("the process that started it was killed");
+        }
         // The owner knows of the program's end before the monitor has freed all of its memory.
         let mut is_empty = run.wait_empty(if is_closing { CLOSE_TIMEOUT } else { Duration::ZERO });
         if is_closing {

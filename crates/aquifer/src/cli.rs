@@ -236,6 +236,9 @@ pub struct RunArguments {
     /// free memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
     pub swap_size: Option<u64>,
+    /// Let the program continue if this command is killed (SIGKILL); otherwise it ends, too
+    #[arg(long)]
+    pub detach: bool,
     /// Write statistics as JSON to this file when the program ends
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,

@@ -97,6 +97,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
             state: state.path().to_owned(),
             bytes: arguments.swap_size,
         }),
+        detach: arguments.detach,
         stats: arguments.stats,
         command: arguments.command,
     };

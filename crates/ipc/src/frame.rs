@@ -59,6 +59,9 @@ pub struct OpenRun {
     pub limit_bytes: u64,
     /// Memory nodes that hold a copy of each page, 1 to 3.
     pub replicas: u32,
+    /// Whether the programs go on if the socket closes without [`Frame::CloseRun`], because the
+    /// process that opened the run was killed.
+    pub outlives_owner: bool,
     /// Name of the program, for reports.
     pub name: String,
 }
@@ -303,6 +306,7 @@ impl Frame {
             4 => Self::OpenRun(OpenRun {
                 limit_bytes: reader.u64()?,
                 replicas: reader.u32()?,
+                outlives_owner: reader.u32()? != 0,
                 name: reader.text()?,
             }),
             5 => Self::RunOpened(RunToken(reader.array()?)),
@@ -360,6 +364,7 @@ impl Frame {
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
                 out.extend_from_slice(&open.replicas.to_le_bytes());
+                out.extend_from_slice(&u32::from(open.outlives_owner).to_le_bytes());
                 write_text(&open.name, out);
             }
             Self::RunOpened(token) | Self::DeviceRequest(token) => out.extend_from_slice(&token.0),

@@ -52,6 +52,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
             Frame::OpenRun(OpenRun {
                 limit_bytes: 0x0102_0304_0506_0708,
                 replicas: 0x1112_1314,
+                outlives_owner: true,
                 name: "ls".into(),
             }),
         ),

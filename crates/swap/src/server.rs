@@ -218,8 +218,12 @@ impl DeviceServer {
             }
             if closing_since.is_none() && run.as_ref().is_some_and(is_readable) {
                 if !matches!(run.as_ref().map(receive_frame), Some(Ok((Frame::CloseRun, _)))) {
-                    // `aquifer run` has ended. Its programs continue until they end.
+                    // `aquifer run` was killed.
                     run = None;
+                    if !is_ended {
+                        is_ended = true;
+                        self.end(None, "the process that started it was killed");
+                    }
                 }
                 closing_since = Some(Instant::now());
             }

@@ -5,6 +5,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::{find, text};
+use aquifer_tests_e2e::restart::figure;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
@@ -60,13 +61,33 @@ fn a_killed_programs_memory_is_freed() {
 }
 
 #[test]
-fn a_program_keeps_its_limit_after_its_run_was_killed() {
+fn a_program_ends_when_its_run_is_killed() {
     let cluster = Cluster::up(3, "128M");
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     let program = program_of(&run);
     processes::signal(run.pid(), Signal::KILL);
-    assert!(processes::is_alive(program), "the program survives `aquifer run`, as under a shell");
+    let _ = run.wait();
+    eventually("the program to end", || (!processes::is_alive(program)).then_some(()));
+    cluster.assert_all_free();
+}
+
+#[test]
+fn a_detached_program_keeps_its_limit_after_its_run_was_killed() {
+    let cluster = Cluster::up(3, "128M");
+    let mut command = cluster.command();
+    let checker = build::programs().join("checker");
+    command.args(["run", "--detach", "--local", LIMIT, "--"]).arg(checker);
+    command.args(["pages", "--bytes", "128M", "--rounds", "1000000"]);
+    let run = Running::start(&mut command, false, mempool_share(cluster.agent_socket()));
+    await_paging(&cluster, 64 << 20);
+    let program = program_of(&run);
+    processes::signal(run.pid(), Signal::KILL);
+    let before = figure(&cluster, "evictions").expect("the agent answers");
+    eventually("more pages to leave", || {
+        assert!(processes::is_alive(program), "it must go on");
+        (figure(&cluster, "evictions")? > before + 20_000).then_some(())
+    });
     processes::signal(program, Signal::KILL);
     let _ = run.wait();
     cluster.assert_all_free();

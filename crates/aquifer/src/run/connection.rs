@@ -29,13 +29,12 @@ pub(super) struct RunConnection {
 
 impl RunConnection {
     /// Opens a run at the agent.
-    pub(super) fn open(path: &Path, name: &str, limit_bytes: u64, replicas: u32) -> Result<Self, RunError> {
+    pub(super) fn open(path: &Path, open: OpenRun) -> Result<Self, RunError> {
         let socket = client::connect(path).map_err(|error| match error.kind() {
             io::ErrorKind::PermissionDenied => RunError::Stranger(error),
             _ => RunError::NoCluster { path: path.to_owned() },
         })?;
-        let open = Frame::OpenRun(OpenRun { limit_bytes, replicas, name: name.to_owned() });
-        send_frame(&socket, &open, &[]).map_err(RunError::Agent)?;
+        send_frame(&socket, &Frame::OpenRun(open), &[]).map_err(RunError::Agent)?;
         match receive_frame(&socket) {
             Ok((Frame::RunOpened(token), _)) => Ok(Self::new(socket, token)),
             Ok((Frame::Refused(reason), _)) => Err(RunError::Refused(reason)),

@@ -13,7 +13,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
-use aquifer_ipc::{EXIT_FAILED, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
+use aquifer_ipc::{EXIT_FAILED, OpenRun, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
 
 use connection::{RunConnection, on_agent_gone};
 pub use executable::ExecutableError;
@@ -38,6 +38,8 @@ pub struct RunOptions {
     pub replicas: u32,
     /// Options of the swap device, if the program is paged by kernel swap.
     pub swap: Option<SwapOptions>,
+    /// Whether the program goes on if this process is killed.
+    pub detach: bool,
     /// File for the statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
@@ -84,6 +86,9 @@ pub enum RunError {
         "--swap keeps one copy of each page: run without --replicas and AQUIFER_REPLICAS, or without --swap"
     )]
     SwapWithReplicas,
+    /// `--swap` with `--detach`.
+    #[error("--swap ends with `aquifer run`: run without --detach, or without --swap")]
+    SwapDetached,
     /// The swap server cannot be started, or failed.
     #[error("swap server failed: {0}")]
     SwapServer(std::io::Error),
@@ -138,6 +143,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
     match &options.swap {
         None => run_on_agent(options, program),
         Some(_) if options.replicas > 1 => Err(RunError::SwapWithReplicas),
+        Some(_) if options.detach => Err(RunError::SwapDetached),
         Some(swap) => run_on_swap(options, swap, program),
     }
 }
@@ -147,8 +153,13 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
     executable::check(&program)?;
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
     let name = name_of(&program);
-    let mut connection =
-        RunConnection::open(&options.agent_socket, &name, options.local_bytes, options.replicas)?;
+    let open = OpenRun {
+        limit_bytes: options.local_bytes,
+        replicas: options.replicas,
+        outlives_owner: options.detach,
+        name: name.clone(),
+    };
+    let mut connection = RunConnection::open(&options.agent_socket, open)?;
     signals::install();
     let mut command = Command::new(&program);
     prepare(&mut command, options, &shim, &connection);

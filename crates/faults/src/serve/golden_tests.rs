@@ -16,6 +16,7 @@ fn golden_records_of_runs_and_programs() {
         limit_bytes: 1,
         tenant: 2,
         replicas: 3,
+        outlives_owner: true,
     };
     let put = run.put(7);
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);

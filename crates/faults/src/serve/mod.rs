@@ -42,7 +42,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use aquifer_ipc::{HeldItem, HeldKind, RunToken};
+use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
@@ -158,15 +158,15 @@ impl PagingService {
     /// See [`OpenRunError`].
     pub fn open_run(
         self: &Arc<Self>,
-        name: &str,
-        limit_bytes: u64,
-        replicas: usize,
+        open: &OpenRun,
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> Result<Arc<Run>, OpenRunError> {
+        let limit_bytes = open.limit_bytes;
         if limit_bytes < LIMIT_BYTES_MIN {
             return Err(OpenRunError::LimitTooSmall { limit_bytes });
         }
+        let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
         if !(1..=REPLICAS_MAX).contains(&replicas) {
             return Err(OpenRunError::Replicas(replicas));
         }
@@ -177,7 +177,7 @@ impl PagingService {
         if runs.values().filter(|run| run.tenant() == tenant).count() >= RUNS_PER_TENANT_MAX {
             return Err(OpenRunError::TooManyRunsOfTenant(tenant));
         }
-        let run = Run::open(self, name, limit_bytes, replicas, owner, tenant)?;
+        let run = Run::open(self, open, owner, tenant)?;
         runs.insert(run.token(), Arc::clone(&run));
         Ok(run)
     }

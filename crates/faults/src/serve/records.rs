@@ -23,6 +23,8 @@ pub(crate) struct RunRecord {
     /// User that the run belongs to.
     pub tenant: u32,
     pub replicas: usize,
+    /// See [`aquifer_ipc::OpenRun::outlives_owner`].
+    pub outlives_owner: bool,
 }
 
 /// Record of a program.

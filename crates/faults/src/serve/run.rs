@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::peer_credentials;
-use aquifer_ipc::{HeldItem, HeldKind, RunToken};
+use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
 
@@ -28,6 +28,7 @@ pub struct Run {
     token: RunToken,
     name: String,
     tenant: u32,
+    outlives_owner: bool,
     limit_bytes: AtomicU64,
     /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
     /// paged, and the run is not ended for that.
@@ -52,20 +53,21 @@ impl Run {
     /// Opens a new run; `owner` is the socket of the process that started it.
     pub(crate) fn open(
         service: &Arc<PagingService>,
-        name: &str,
-        limit_bytes: u64,
-        replicas: usize,
+        open: &OpenRun,
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> std::io::Result<Arc<Self>> {
+        let OpenRun { limit_bytes, outlives_owner, .. } = *open;
+        let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
         let record = RunRecord {
             token: RunToken(token).to_hex(),
-            name: name.to_owned(),
+            name: open.name.clone(),
             limit_bytes,
             tenant,
             replicas,
+            outlives_owner,
         };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
@@ -81,6 +83,7 @@ impl Run {
             limit_bytes: self.limit_bytes.load(Relaxed),
             tenant: self.tenant,
             replicas: self.slabs.replicas_wanted(),
+            outlives_owner: self.outlives_owner,
         };
         self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
     }
@@ -102,6 +105,7 @@ impl Run {
             token,
             name: record.name.clone(),
             tenant: record.tenant,
+            outlives_owner: record.outlives_owner,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner,
@@ -123,6 +127,12 @@ impl Run {
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id
+    }
+
+    /// Whether its programs go on when the process that opened it is killed.
+    #[must_use]
+    pub fn outlives_owner(&self) -> bool {
+        self.outlives_owner
     }
 
     /// User that the run belongs to.
