@@ -22,9 +22,12 @@ use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use rustix::fs::{Mode, OFlags};
 
+use crate::node_watch::NodeWatch;
 use crate::report::status;
 use crate::swap_servers::SwapServers;
 
+/// Pause after a connection could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Interval at which notices are sent to a run's owner.
 const NOTICE_INTERVAL: Duration = Duration::from_millis(50);
 /// Longest time that the owner of a closing run waits for complete statistics.
@@ -61,6 +64,8 @@ pub(crate) struct Connections {
     pub service: Arc<PagingService>,
     pub sessions: Arc<SessionService>,
     pub nodes: Arc<NodeRegistry>,
+    /// What the nodes have free, for reports.
+    node_watch: NodeWatch,
     pub swap_servers: SwapServers,
     /// What servers of swap devices get.
     access: ClusterAccess,
@@ -76,8 +81,8 @@ impl Connections {
         sessions: &Arc<SessionService>,
         nodes: &Arc<NodeRegistry>,
         access: ClusterAccess,
-    ) -> Arc<Self> {
-        Arc::new(Self {
+    ) -> std::io::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
             service: Arc::clone(service),
             sessions: Arc::clone(sessions),
             nodes: Arc::clone(nodes),
@@ -85,7 +90,8 @@ impl Connections {
             access,
             counts: Mutex::default(),
             accept_failures: Mutex::default(),
-        })
+            node_watch: NodeWatch::start(nodes)?,
+        }))
     }
 
     /// Accepts a connection and serves it in a thread. `is_shared` is true for the socket of all
@@ -98,6 +104,8 @@ impl Connections {
                 if let Some(failures) = log.record(Instant::now()) {
                     tracing::warn!(%error, failures, "accepting a connection failed");
                 }
+                // The listener stays readable. Trying again at once would only use the processor.
+                std::thread::sleep(ACCEPT_PAUSE);
                 return;
             }
         };
@@ -189,8 +197,9 @@ impl Connections {
                 };
             }
             Ok((Frame::StatusRequest, _)) => {
-                let status =
-                    status(&self.service, &self.sessions, &self.nodes, |tenant| may_see(peer.uid, tenant));
+                let may_see = |tenant| may_see(peer.uid, tenant);
+                let host = self.nodes.host();
+                let status = status(&self.service, &self.sessions, host, &self.node_watch, may_see);
                 Frame::StatusReport(serde_json::to_string(&status).expect("numbers can be written"))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),

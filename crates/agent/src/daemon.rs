@@ -244,7 +244,8 @@ impl Agent {
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let connections = Connections::new(&service, &sessions, &nodes, access);
+        let connections =
+            Connections::new(&service, &sessions, &nodes, access).map_err(AgentError::Threads)?;
         Ok(Self {
             listener,
             shared_listener,

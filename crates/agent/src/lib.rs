@@ -11,6 +11,7 @@ mod connections;
 mod daemon;
 mod host_state;
 mod metrics;
+mod node_watch;
 mod report;
 pub mod shadow;
 mod swap_servers;

@@ -2,8 +2,10 @@
 
 use aquifer_extents::SessionService;
 use aquifer_faults::serve::PagingService;
-use aquifer_host::nodes::NodeRegistry;
-use aquifer_report::{AgentStatus, NodeStatus, SessionStatistics, TenantStatistics, UserStatistics};
+use aquifer_fabric::Host;
+use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStatistics};
+
+use crate::node_watch::NodeWatch;
 
 /// Most tenants, users and sessions in an answer, which is one frame.
 const STATUS_ENTRIES_MAX: usize = 64;
@@ -47,29 +49,16 @@ fn user_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> 
 pub(crate) fn status(
     service: &PagingService,
     sessions: &SessionService,
-    nodes: &NodeRegistry,
+    host: Host,
+    nodes: &NodeWatch,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
     let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
-    let mut pool = nodes.pool_client(rustix::process::geteuid().as_raw());
-    let numbers: Vec<_> = pool.nodes().collect();
     AgentStatus {
-        host: nodes.host().0,
+        host: host.0,
         mempool_bytes,
         mempool_used_bytes,
-        nodes: numbers
-            .into_iter()
-            .map(|node| {
-                if let Err(error) = pool.refresh(node) {
-                    tracing::debug!(node = node.0, %error, "reading the free memory of a memory node failed");
-                }
-                NodeStatus {
-                    id: node.0,
-                    memory_bytes: pool.total_bytes(node),
-                    free_bytes: pool.free_bytes(node),
-                }
-            })
-            .collect(),
+        nodes: nodes.nodes(),
         tenants: all_tenant_statistics(service, &may_see),
         sessions: session_statistics(sessions, &may_see),
         users: user_statistics(sessions, &may_see),

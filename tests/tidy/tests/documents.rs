@@ -213,3 +213,23 @@ fn every_format_document_names_golden_tests_that_exist() {
     }
     assert_no_violations("each format document names its golden tests below the title:", &violations);
 }
+
+/// SECURITY.md says what no party can do; each test that it names must exist.
+#[test]
+fn the_tests_that_security_md_names_exist() {
+    let text = std::fs::read_to_string(root().join("SECURITY.md")).expect("the file is there");
+    let sources: Vec<String> =
+        files().into_iter().filter(|file| file.has_extension(&["rs"])).map(|file| file.text()).collect();
+    let names: Vec<&str> = text
+        .lines()
+        .filter(|line| line.starts_with('|'))
+        .flat_map(|line| line.split('`').skip(1).step_by(2))
+        .filter(|name| name.contains('_') && name.chars().all(|c| c == '_' || c.is_ascii_lowercase()))
+        .collect();
+    assert!(names.len() > 10, "the tables name tests: {names:?}");
+    let is_missing = |name: &&str| !sources.iter().any(|text| text.contains(&format!("fn {name}")));
+    assert_no_violations(
+        "SECURITY.md names tests that do not exist",
+        names.into_iter().filter(is_missing).map(str::to_owned),
+    );
+}

@@ -24,7 +24,8 @@ use crate::work::EndpointError;
 
 /// A connection is closed if its handshake takes longer.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Bound of the connections with an unfinished handshake. More wait in the socket's backlog.
+/// Bound of the connections with an unfinished handshake. Over shared memory, more wait in the
+/// socket's backlog; over TCP, the oldest one is ended.
 pub const PENDING_LIMIT: usize = 64;
 /// The time for which a target keeps the session of a broken connection.
 pub const PARKED_TIMEOUT: Duration = Duration::from_secs(5);

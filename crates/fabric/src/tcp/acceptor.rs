@@ -4,11 +4,12 @@
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 
+use super::pending::PendingHandshakes;
 use super::reply::AnswerBuffer;
 use super::serve::{AcceptedConnection, ServeHandle};
 use super::session::TcpSession;
@@ -16,7 +17,7 @@ use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
-use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
+use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
@@ -26,33 +27,21 @@ const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
 pub(super) struct TcpAcceptor {
     shared: Arc<TcpShared>,
     listener: TcpListener,
-    pending: Arc<AtomicUsize>,
-}
-
-/// Counts an unfinished handshake until it is dropped.
-struct PendingGuard(Arc<AtomicUsize>);
-
-impl Drop for PendingGuard {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
-    }
+    pending: PendingHandshakes,
 }
 
 impl TcpAcceptor {
     pub fn new(shared: Arc<TcpShared>, listener: TcpListener) -> Self {
-        Self { shared, listener, pending: Arc::new(AtomicUsize::new(0)) }
+        Self { shared, listener, pending: PendingHandshakes::default() }
     }
 
     pub fn run(self) {
         while !self.shared.stop.load(Ordering::SeqCst) {
-            // At the limit of unfinished handshakes, further connections wait in the backlog.
-            let has_room = self.pending.load(Ordering::SeqCst) < PENDING_LIMIT;
-            let accepting = if has_room { PollFlags::IN } else { PollFlags::empty() };
             let mut polled = [
                 PollFd::new(&self.shared.wake, PollFlags::IN),
-                PollFd::from_borrowed_fd(self.listener.as_fd(), accepting),
+                PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN),
             ];
-            let may_sleep = has_room && self.shared.lock().parked.is_empty();
+            let may_sleep = self.shared.lock().parked.is_empty();
             if let Err(error) = rustix::event::poll(&mut polled, (!may_sleep).then_some(&TICK))
                 && error != rustix::io::Errno::INTR
             {
@@ -69,8 +58,12 @@ impl TcpAcceptor {
     }
 
     fn accept(&self) {
-        let stream = match self.listener.accept() {
-            Ok((stream, _)) => stream,
+        let accepted = self.listener.accept().and_then(|(stream, peer)| {
+            let pending = self.pending.begin(&stream, peer.ip())?;
+            Ok((stream, pending))
+        });
+        let (stream, pending) = match accepted {
+            Ok(accepted) => accepted,
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection; retrying");
                 // The process has no descriptors or memory left. Trying again at once would only
@@ -79,8 +72,6 @@ impl TcpAcceptor {
                 return;
             }
         };
-        self.pending.fetch_add(1, Ordering::SeqCst);
-        let pending = PendingGuard(Arc::clone(&self.pending));
         let shared = Arc::clone(&self.shared);
         let builder = std::thread::Builder::new().name("fabric-hello".into());
         let started = builder.spawn(move || {

@@ -19,6 +19,7 @@ mod acceptor;
 mod busy_poll;
 mod counters;
 mod endpoint;
+mod pending;
 mod rate;
 mod reply;
 mod serve;

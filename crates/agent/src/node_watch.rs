@@ -1,0 +1,109 @@
+//! What each memory node lends and has free, as it answered last.
+//!
+//! A node that does not answer holds up only the thread that asks, and not those who want to know.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use aquifer_host::nodes::NodeRegistry;
+use aquifer_report::NodeStatus;
+
+/// Longest wait for the nodes' answers.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Interval at which the thread looks whether the agent still runs.
+const TICK: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+pub(crate) struct NodeWatch {
+    shared: Arc<Shared>,
+    nodes: Weak<NodeRegistry>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    answers: Mutex<Answers>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Answers {
+    /// By the number of the node.
+    last: HashMap<u16, NodeStatus>,
+    /// Rounds that were begun and finished. A round that is running when it is asked for may have
+    /// read old words.
+    begun: u64,
+    finished: u64,
+    is_wanted: bool,
+}
+
+impl NodeWatch {
+    /// Starts the thread, which ends with the registry.
+    pub(crate) fn start(nodes: &Arc<NodeRegistry>) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let (for_thread, weak) = (Arc::clone(&shared), Arc::downgrade(nodes));
+        let run = move || {
+            while let Some(nodes) = weak.upgrade() {
+                if for_thread.begin_round() {
+                    for_thread.ask(&nodes);
+                }
+            }
+        };
+        std::thread::Builder::new().name("node-watch".into()).spawn(run)?;
+        Ok(Self { shared, nodes: Arc::downgrade(nodes) })
+    }
+
+    /// The registered nodes with their last answers, which are new if the nodes answer in time.
+    pub(crate) fn nodes(&self) -> Vec<NodeStatus> {
+        let Some(nodes) = self.nodes.upgrade() else { return Vec::new() };
+        let mut answers = self.shared.lock();
+        answers.is_wanted = true;
+        let wanted = answers.begun + 1;
+        self.shared.changed.notify_all();
+        let waited = self.shared.changed.wait_timeout_while(answers, PATIENCE, |now| now.finished < wanted);
+        let (answers, _late) = waited.unwrap_or_else(PoisonError::into_inner);
+        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0 };
+        nodes
+            .list()
+            .into_iter()
+            .map(|node| answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0)))
+            .collect()
+    }
+}
+
+impl Shared {
+    /// Waits until a round is wanted; false if none is after a while.
+    fn begin_round(&self) -> bool {
+        let waited = self.changed.wait_timeout_while(self.lock(), TICK, |answers| !answers.is_wanted);
+        let (mut answers, _timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        let begins = std::mem::take(&mut answers.is_wanted);
+        answers.begun += u64::from(begins);
+        begins
+    }
+
+    /// Asks all nodes, one after the other.
+    fn ask(&self, nodes: &NodeRegistry) {
+        let mut pool = nodes.pool_client(rustix::process::geteuid().as_raw());
+        let numbers: Vec<_> = pool.nodes().collect();
+        for node in numbers {
+            if let Err(error) = pool.refresh(node) {
+                tracing::debug!(node = node.0, %error, "reading the free memory of a memory node failed");
+                continue;
+            }
+            let status = NodeStatus {
+                id: node.0,
+                memory_bytes: pool.total_bytes(node),
+                free_bytes: pool.free_bytes(node),
+            };
+            self.lock().last.insert(node.0, status);
+        }
+        let mut answers = self.lock();
+        answers.finished = answers.begun;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Answers> {
+        self.answers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

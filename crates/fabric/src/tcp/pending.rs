@@ -1,0 +1,118 @@
+//! Unfinished handshakes.
+//!
+//! A peer that sends nothing must not keep others out. So the oldest unfinished handshake is ended
+//! when there are too many: first of the same address, then of all.
+
+use std::net::{IpAddr, Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::handshake::PENDING_LIMIT;
+
+/// Unfinished handshakes of one address.
+const PER_ADDRESS_LIMIT: usize = PENDING_LIMIT / 2;
+
+/// All unfinished handshakes of a target.
+#[derive(Clone, Debug, Default)]
+pub(super) struct PendingHandshakes(Arc<Mutex<Handshakes<TcpStream>>>);
+
+/// Handshakes in the order in which they began.
+#[derive(Debug)]
+struct Handshakes<S> {
+    next: u64,
+    open: Vec<(u64, IpAddr, S)>,
+}
+
+impl<S> Default for Handshakes<S> {
+    fn default() -> Self {
+        Self { next: 0, open: Vec::new() }
+    }
+}
+
+impl<S> Handshakes<S> {
+    /// Adds a handshake. Returns its number, and the handshake that it displaces.
+    fn begin(&mut self, address: IpAddr, stream: S) -> (u64, Option<S>) {
+        let is_same = |(_, other, _): &(u64, IpAddr, S)| *other == address;
+        let of_address = self.open.iter().filter(|open| is_same(open)).count();
+        let displaced = if of_address >= PER_ADDRESS_LIMIT {
+            self.open.iter().position(is_same)
+        } else {
+            (self.open.len() >= PENDING_LIMIT).then_some(0)
+        };
+        let displaced = displaced.map(|at| self.open.remove(at).2);
+        let number = self.next;
+        self.next += 1;
+        self.open.push((number, address, stream));
+        (number, displaced)
+    }
+
+    fn end(&mut self, number: u64) {
+        self.open.retain(|(other, ..)| *other != number);
+    }
+}
+
+/// Counts an unfinished handshake until it is dropped.
+#[derive(Debug)]
+pub(super) struct PendingHandshake {
+    all: PendingHandshakes,
+    number: u64,
+}
+
+impl Drop for PendingHandshake {
+    fn drop(&mut self) {
+        self.all.lock().end(self.number);
+    }
+}
+
+impl PendingHandshakes {
+    /// Counts the handshake of a new connection, and ends another one if there are too many.
+    ///
+    /// # Errors
+    /// If there is no descriptor.
+    pub fn begin(&self, stream: &TcpStream, address: IpAddr) -> std::io::Result<PendingHandshake> {
+        let copy = stream.try_clone()?;
+        let (number, displaced) = self.lock().begin(address, copy);
+        if let Some(displaced) = displaced {
+            tracing::warn!(%address, "ended an unfinished handshake: there are too many");
+            // Its thread reads the end and closes the connection. It may just have done so.
+            let _ = displaced.shutdown(Shutdown::Both);
+        }
+        Ok(PendingHandshake { all: self.clone(), number })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Handshakes<TcpStream>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn address(last: u8) -> IpAddr {
+        IpAddr::from([10, 0, 0, last])
+    }
+
+    #[test]
+    fn an_address_displaces_its_own_oldest_handshake() {
+        let mut handshakes = Handshakes::default();
+        assert_eq!(handshakes.begin(address(1), 1000).1, None);
+        for number in 0..PER_ADDRESS_LIMIT {
+            assert_eq!(handshakes.begin(address(2), number).1, None);
+        }
+        assert_eq!(handshakes.begin(address(2), 2000).1, Some(0));
+        assert_eq!(handshakes.begin(address(2), 2001).1, Some(1));
+        assert_eq!(handshakes.begin(address(1), 1001).1, None);
+    }
+
+    #[test]
+    fn many_addresses_displace_the_oldest_handshake_of_all() {
+        let mut handshakes = Handshakes::default();
+        let numbers: Vec<u64> = (0..PENDING_LIMIT)
+            .map(|number| handshakes.begin(address(u8::try_from(number).unwrap()), number).0)
+            .collect();
+        assert_eq!(handshakes.begin(address(200), 7).1, Some(0));
+        handshakes.end(numbers[1]);
+        assert_eq!(handshakes.begin(address(201), 8).1, None, "one has ended");
+        assert_eq!(handshakes.begin(address(202), 9).1, Some(2));
+    }
+}
