@@ -1,8 +1,8 @@
 //! The status of the agent: the statistics of its services.
 
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::PagingService;
 use aquifer_fabric::Host;
+use aquifer_faults::serve::PagingService;
 use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStatistics};
 
 use crate::node_watch::NodeWatch;

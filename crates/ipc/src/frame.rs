@@ -306,7 +306,11 @@ impl Frame {
             4 => Self::OpenRun(OpenRun {
                 limit_bytes: reader.u64()?,
                 replicas: reader.u32()?,
-                outlives_owner: reader.u32()? != 0,
+                outlives_owner: match reader.u32()? {
+                    0 => false,
+                    1 => true,
+                    _ => return Err(FrameError::BadField("outlives_owner")),
+                },
                 name: reader.text()?,
             }),
             5 => Self::RunOpened(RunToken(reader.array()?)),

@@ -61,7 +61,12 @@ fn unaffected_program(cluster: &Cluster) -> Running {
 fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     let cluster = Cluster::up(1, "256M");
     let program = unaffected_program(&cluster);
-    let open = bytes_of(&Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 1, outlives_owner: true, name: "name".into() }));
+    let open = bytes_of(&Frame::OpenRun(OpenRun {
+        limit_bytes: 1 << 30,
+        replicas: 1,
+        outlives_owner: true,
+        name: "name".into(),
+    }));
     for end in 1..open.len() {
         refusal(&cluster, &open[..end]);
     }
@@ -134,7 +139,12 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
     let cluster = Cluster::up(1, "256M");
     let connection = Connection::open(cluster.agent_socket()).expect("the agent listens");
     connection
-        .send_frame(&Frame::OpenRun(OpenRun { limit_bytes: 64 << 20, replicas: 1, outlives_owner: true, name: "ours".into() }))
+        .send_frame(&Frame::OpenRun(OpenRun {
+            limit_bytes: 64 << 20,
+            replicas: 1,
+            outlives_owner: true,
+            name: "ours".into(),
+        }))
         .expect("it is heard");
     let Some(Frame::RunOpened(token)) = connection.receive().expect("an answer") else {
         panic!("no run was opened")

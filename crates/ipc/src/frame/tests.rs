@@ -20,7 +20,12 @@ fn samples() -> Vec<Frame> {
         Frame::Hello(ProgramHello { paged_start: 0x10_0000, paged_end: 0x20_0000, ..hello }),
         Frame::Welcome,
         Frame::Refused("no".into()),
-        Frame::OpenRun(OpenRun { limit_bytes: 1 << 30, replicas: 2, outlives_owner: true, name: "sort".into() }),
+        Frame::OpenRun(OpenRun {
+            limit_bytes: 1 << 30,
+            replicas: 2,
+            outlives_owner: true,
+            name: "sort".into(),
+        }),
         Frame::RunOpened(RunToken([9; 16])),
         Frame::CloseRun,
         Frame::Statistics("{}".into()),
