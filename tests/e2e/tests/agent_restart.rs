@@ -61,6 +61,35 @@ checks! {
     discarded_pages_stay_discarded: "shm" "madvise" [];
     threads_survive_a_restart: "shm" "threads" [];
     the_heap_survives_a_restart: "shm" "brk" ["--bytes", "512M"];
+    a_process_that_outlives_another_survives_a_restart: "shm" "outlive" ["--rounds", "4"];
+    a_child_of_a_parent_that_ends_survives_a_restart: "shm" "fork-exit" ["--rounds", "3"];
+    a_child_that_inherits_less_survives_a_restart: "shm" "dont-fork" ["--rounds", "3"];
+}
+
+mod long {
+    use super::*;
+
+    checks! {
+        a_process_alone_survives_a_restart: "shm" "alone" [];
+        a_sandboxed_process_survives_a_restart: "shm" "sandboxed" ["--rounds", "4"];
+        a_process_without_threads_survives_a_restart: "shm" "raw-exit" [];
+        a_stopped_process_survives_a_restart: "shm" "stopped" [];
+        a_traced_process_survives_a_restart: "shm" "traced" [];
+        wiped_memory_survives_a_restart: "shm" "wipe-on-fork" ["--rounds", "3"];
+        guarded_memory_survives_a_restart: "shm" "guard" ["--rounds", "3"];
+        replaced_memory_survives_a_restart: "shm" "shm-remap" ["--rounds", "3"];
+        a_process_alone_survives_a_restart_over_tcp: "tcp" "alone" [];
+        a_sandboxed_process_survives_a_restart_over_tcp: "tcp" "sandboxed" ["--rounds", "4"];
+        a_process_without_threads_survives_a_restart_over_tcp: "tcp" "raw-exit" [];
+        a_stopped_process_survives_a_restart_over_tcp: "tcp" "stopped" [];
+        a_traced_process_survives_a_restart_over_tcp: "tcp" "traced" [];
+        a_process_that_outlives_another_survives_a_restart_over_tcp: "tcp" "outlive" ["--rounds", "4"];
+        a_child_of_a_parent_that_ends_survives_a_restart_over_tcp: "tcp" "fork-exit" ["--rounds", "3"];
+        a_child_that_inherits_less_survives_a_restart_over_tcp: "tcp" "dont-fork" ["--rounds", "3"];
+        wiped_memory_survives_a_restart_over_tcp: "tcp" "wipe-on-fork" ["--rounds", "3"];
+        guarded_memory_survives_a_restart_over_tcp: "tcp" "guard" ["--rounds", "3"];
+        replaced_memory_survives_a_restart_over_tcp: "tcp" "shm-remap" ["--rounds", "3"];
+    }
 }
 
 #[test]

@@ -201,7 +201,7 @@ static int outlive(void *pipe_ends) {
     close(ends[1]);
     // The end of file: the process whose memory this is has ended.
     if (read(ends[0], &byte, 1) != 0) return 2;
-    modify_every(&inherited, &(struct numbers){1});
+    for (unsigned round = 0; round < options.rounds; round++) modify_every(&inherited, &(struct numbers){1});
     return 0;
 }
 
