@@ -188,6 +188,33 @@ fn children_in_a_pid_namespace_are_known_by_their_outer_numbers() {
     cluster.assert_all_free();
 }
 
+/// As in a container that reaches the agent of its host.
+#[test]
+fn the_first_process_of_a_pid_namespace_is_paged() {
+    if !rustix::process::geteuid().is_root() {
+        skip("only root can make name spaces");
+        return;
+    }
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "fork", "--bytes", BYTES];
+    let plain = run_plainly(&program, true);
+    plain.assert_success("the plain run");
+    let cluster = Cluster::up(2, "256M");
+    let inner = cluster.run_command(LIMIT, &program);
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork"]).arg(inner.get_program()).args(inner.get_args());
+    command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let mut run = Running::start(&mut command, true, Box::new(|| 0));
+    let was_paged = await_time(&mut run, "pages to leave", || {
+        figure(&cluster, "evictions").is_some_and(|evictions| evictions > 0)
+    });
+    let outcome = run.wait();
+    outcome.assert_success("a run in a name space of its own");
+    assert!(was_paged, "nothing of it was paged");
+    assert_eq!(text(&outcome.stdout), text(&plain.stdout));
+    cluster.assert_all_free();
+}
+
 mod long {
     use super::*;
 

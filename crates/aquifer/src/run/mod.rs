@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 
 use aquifer_ipc::{EXIT_FAILED, OpenRun, RUN_VARIABLE, RunToken, SOCKET_VARIABLE};
+use rustix::process::WaitOptions;
 
 use connection::{RunConnection, on_agent_gone};
 pub use executable::ExecutableError;
@@ -254,12 +255,31 @@ fn prepare(command: &mut Command, options: &RunOptions, shim: &Path, connection:
 }
 
 fn wait(child: &mut Child) -> ExitStatus {
+    if std::process::id() == 1
+        && let Some(status) = wait_as_init(child.id())
+    {
+        return status;
+    }
     loop {
         match child.wait() {
             Ok(status) => return status,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
             // The process is a child that was not waited for yet, so there is no other error.
             Err(error) => panic!("wait for the program failed: {error}"),
+        }
+    }
+}
+
+/// Waits for the child as the first process of a PID namespace, such as that of a container:
+/// processes whose parents have ended become its children, and it must reap them.
+fn wait_as_init(child: u32) -> Option<ExitStatus> {
+    loop {
+        match rustix::process::wait(WaitOptions::empty()) {
+            Ok(Some((pid, status))) if pid.as_raw_nonzero().get().unsigned_abs() == child => {
+                return Some(ExitStatus::from_raw(status.as_raw()));
+            }
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return None,
         }
     }
 }
