@@ -136,6 +136,10 @@ impl AgentServices for HostServices {
         self.nodes.list()
     }
 
+    fn connection_failure(&self) -> Option<String> {
+        self.nodes.connection_failure()
+    }
+
     fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
         self.keeper.hold(put, fds);
     }

@@ -38,6 +38,8 @@ pub struct NodeRegistry {
     view: RwLock<NodeView>,
     /// Nodes with kept memory to which a tenant of this host has connected.
     contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
+    /// Why each node could not be connected to at the last attempt, if it could not.
+    failures: Mutex<BTreeMap<NodeId, String>>,
     shares: EndpointShares,
     /// Limits the log lines about connections that wait.
     waits: Mutex<FailureLog>,
@@ -77,6 +79,7 @@ impl NodeRegistry {
             connect,
             view: RwLock::default(),
             contacts: Mutex::default(),
+            failures: Mutex::default(),
             shares: EndpointShares::default(),
             waits: Mutex::default(),
             leak_detector: Arc::default(),
@@ -285,6 +288,14 @@ impl NodeRegistry {
         }
     }
 
+    /// Why registered nodes could not be connected to at the last attempt; `None` if all could.
+    #[must_use]
+    pub fn connection_failure(&self) -> Option<String> {
+        let failures = lock(&self.failures);
+        let failed = self.list().into_iter().find_map(|node| Some((node, failures.get(&node)?)));
+        failed.map(|(node, reason)| format!("memory node {}: {reason}", node.0))
+    }
+
     fn connect_in(
         &self,
         node: NodeId,
@@ -295,8 +306,12 @@ impl NodeRegistry {
         let mut failing_since = None;
         loop {
             match self.try_connect(node, tenant, purpose, policy, &mut failing_since) {
-                Ok(endpoint) => return Ok(endpoint),
+                Ok(endpoint) => {
+                    lock(&self.failures).remove(&node);
+                    return Ok(endpoint);
+                }
                 Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {
+                    lock(&self.failures).insert(node, failure.error.to_string());
                     return Err(failure.error);
                 }
                 Err(failure) => {

@@ -5,7 +5,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::{find, text};
-use aquifer_tests_e2e::restart::figure;
+use aquifer_tests_e2e::restart::{figure, start_missing};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use rustix::process::Signal;
@@ -269,4 +269,17 @@ mod long {
     fn a_dead_node_costs_its_readers_a_message_and_no_wrong_byte() {
         kill_the_node("shm");
     }
+}
+
+/// The agent reads the key when it starts, so a changed key is noticed by the next one.
+#[test]
+fn a_wrong_cluster_key_is_reported_as_such() {
+    let cluster = Cluster::up_with(1, "64M", &["--fabric", "tcp"]);
+    processes::kill(cluster.daemon("agent", None));
+    let key = cluster.state().join("cluster.key");
+    std::fs::write(&key, format!("{}\n", "ab".repeat(32))).expect("the state folder is ours");
+    start_missing(&cluster, "Started agent");
+    let outcome = start_checker(&cluster, "16M", &["pages", "--bytes", "64M"]).wait();
+    assert!(!outcome.status.success());
+    assert!(outcome.stderr.contains("the cluster keys differ"), "{}", outcome.stderr);
 }

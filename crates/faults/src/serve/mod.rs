@@ -104,6 +104,9 @@ pub trait AgentServices: Send + Sync + Debug {
     /// The nodes that are registered now.
     fn nodes(&self) -> Vec<NodeId>;
 
+    /// Why a node cannot be connected to; `None` if all can, as far as is known.
+    fn connection_failure(&self) -> Option<String>;
+
     /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
     /// number.
     ///

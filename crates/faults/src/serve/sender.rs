@@ -381,7 +381,13 @@ impl SenderLoop {
             // Before the flag: a reader must not take this shortage for the previous one.
             self.shared.shortages.fetch_add(1, Relaxed);
         }
-        let text = no_room.map(|error| error.to_string());
+        let text = no_room.map(|error| match error {
+            NoRoom::NoNodes => match self.agent.connection_failure() {
+                Some(failure) => format!("{error}: {failure}"),
+                None => error.to_string(),
+            },
+            _ => error.to_string(),
+        });
         if text.is_some() && !was_short_of_room {
             tracing::warn!(reason = text, "evicted pages find no room");
         }
