@@ -140,8 +140,8 @@ impl AgentServices for HostServices {
         self.nodes.connection_failure()
     }
 
-    fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
-        self.keeper.hold(put, fds);
+    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
+        self.keeper.hold_shared(put, fds);
     }
 
     fn remove_from_keeper(&self, kind: HeldKind, id: u64) {

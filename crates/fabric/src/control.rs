@@ -132,6 +132,12 @@ impl ControlMemory {
         Ok(Self { memory, endpoints, keys })
     }
 
+    /// See [`Memory::without_fd`].
+    pub fn without_fd(mut self) -> Self {
+        self.memory = self.memory.without_fd();
+        self
+    }
+
     /// The descriptor of the memory, to be sent to initiators.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memory.fd()

@@ -6,6 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -16,7 +17,8 @@ const WORDWISE_BYTES_MAX: usize = 256;
 
 /// An owned shared mapping of a memfd, readable and writable.
 pub struct Memory {
-    fd: OwnedFd,
+    /// `None` for memory that is not passed on.
+    fd: Option<Arc<OwnedFd>>,
     start: NonNull<u8>,
     len: usize,
 }
@@ -42,6 +44,21 @@ impl Memory {
         Self::map(fd, len)
     }
 
+    /// Creates memory of this process alone, of `len` zero bytes. It has no descriptor.
+    ///
+    /// # Errors
+    /// If `len` is zero or the system refuses.
+    pub fn private(name: &str, len: usize) -> io::Result<Self> {
+        Self::create(name, len).map(Self::without_fd)
+    }
+
+    /// The same memory, of which this process keeps the mapping and not the descriptor.
+    #[must_use]
+    pub fn without_fd(mut self) -> Self {
+        self.fd = None;
+        self
+    }
+
     /// Creates memory of this process alone, because Miri maps no files.
     ///
     /// # Errors
@@ -54,7 +71,7 @@ impl Memory {
         // SAFETY: the layout has a size.
         let start = unsafe { std::alloc::alloc_zeroed(layout_of(len)) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { fd: std::fs::File::open("/dev/null")?.into(), start, len })
+        Ok(Self { fd: Some(Arc::new(std::fs::File::open("/dev/null")?.into())), start, len })
     }
 
     /// Maps the first `len` bytes of a memfd that another process passed.
@@ -101,7 +118,7 @@ impl Memory {
         };
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| refused("the kernel mapped memory at address zero".into()))?;
-        Ok(Self { fd, start, len })
+        Ok(Self { fd: Some(Arc::new(fd)), start, len })
     }
 
     /// Length in bytes.
@@ -112,9 +129,21 @@ impl Memory {
     }
 
     /// The memfd, to be passed to other processes.
+    ///
+    /// # Panics
+    /// If the memory is [`Self::private`] or [`Self::without_fd`].
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+        self.fd.as_ref().expect("memory without a descriptor is not passed on").as_fd()
+    }
+
+    /// The same for an owner that may outlive the mapping.
+    ///
+    /// # Panics
+    /// As [`Self::fd`].
+    #[must_use]
+    pub fn shared_fd(&self) -> Arc<OwnedFd> {
+        Arc::clone(self.fd.as_ref().expect("memory without a descriptor is not passed on"))
     }
 
     /// First byte. The memory may be changed by other processes at any time.
@@ -183,7 +212,7 @@ impl Memory {
     pub fn punch(&self, offset: usize, len: usize) -> io::Result<()> {
         self.range(offset, len);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&self.fd, flags, u64_from(offset), u64_from(len))?)
+        Ok(rustix::fs::fallocate(self.fd(), flags, u64_from(offset), u64_from(len))?)
     }
 
     /// The bytes that the system has allocated, which are those of touched pages.
@@ -192,7 +221,7 @@ impl Memory {
     /// If the system call fails.
     pub fn allocated_bytes(&self) -> io::Result<u64> {
         // The unit is 512 bytes, independent of the file system.
-        Ok(u64::try_from(rustix::fs::fstat(&self.fd)?.st_blocks).unwrap_or(0) * 512)
+        Ok(u64::try_from(rustix::fs::fstat(self.fd())?.st_blocks).unwrap_or(0) * 512)
     }
 
     /// The start of a range as an offset; `None` if the range is not inside the memory.

@@ -2,11 +2,9 @@
 //!
 //! `PAGEMAP_SCAN` skips holes without a look at each page. Debian's headers do not define it.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -51,7 +49,7 @@ struct ScanArgument {
 /// # Errors
 /// If the process has ended, or Linux is older than 6.7.
 pub fn present(
-    pagemap: &File,
+    pagemap: BorrowedFd<'_>,
     range: Range<PageNumber>,
     max: u64,
     mut report: impl FnMut(Range<PageNumber>),
@@ -102,13 +100,17 @@ const ENTRY_IS_EXCLUSIVE: u64 = 1 << 56;
 ///
 /// # Errors
 /// If the file cannot be read.
-pub fn exclusive(file: &File, range: Range<PageNumber>, out: &mut Vec<PageNumber>) -> io::Result<()> {
+pub fn exclusive(
+    file: BorrowedFd<'_>,
+    range: Range<PageNumber>,
+    out: &mut Vec<PageNumber>,
+) -> io::Result<()> {
     const WANTED: u64 = ENTRY_IS_PRESENT | ENTRY_IS_EXCLUSIVE;
     let mut buffer = vec![0; ENTRIES_MAX * 8];
     let mut page = range.start;
     while page < range.end {
         let entries = ENTRIES_MAX.min(usize::try_from(range.end - page).unwrap_or(usize::MAX));
-        let length = file.read_at(&mut buffer[..entries * 8], page * 8)?;
+        let length = rustix::io::pread(file, &mut buffer[..entries * 8], page * 8)?;
         if length < 8 {
             break;
         }
@@ -125,6 +127,8 @@ pub fn exclusive(file: &File, range: Range<PageNumber>, out: &mut Vec<PageNumber
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
 
     const PAGES: usize = 2000;
@@ -151,8 +155,8 @@ mod tests {
 
     fn scan(first: PageNumber, pages: Range<u64>, max: u64) -> (Vec<u64>, u64) {
         let mut found = Vec::new();
-        let file = File::open("/proc/self/pagemap").unwrap();
-        let end = present(&file, first + pages.start..first + pages.end, max, |pages| {
+        let file = std::fs::File::open("/proc/self/pagemap").unwrap();
+        let end = present(file.as_fd(), first + pages.start..first + pages.end, max, |pages| {
             found.extend(pages.map(|page| page - first));
         });
         (found, end.unwrap() - first)

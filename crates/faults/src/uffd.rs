@@ -87,6 +87,14 @@ struct ProtectArgument {
 #[derive(Clone, Debug)]
 pub struct Userfaultfd(Arc<OwnedFd>);
 
+impl Userfaultfd {
+    /// The descriptor, for another owner.
+    #[must_use]
+    pub fn shared_fd(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.0)
+    }
+}
+
 impl From<OwnedFd> for Userfaultfd {
     fn from(fd: OwnedFd) -> Self {
         Self(Arc::new(fd))

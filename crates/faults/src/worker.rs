@@ -2,7 +2,8 @@
 //! program could have written there.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(50);
 #[derive(Debug)]
 pub struct WorkerPort {
     control: *mut WorkerControl,
-    fd: std::os::fd::OwnedFd,
+    fd: Arc<OwnedFd>,
     command: u32,
     pins: Vec<PageNumber>,
     pins_seen: u32,
@@ -53,7 +54,7 @@ impl WorkerPort {
     ///
     /// # Errors
     /// If it is none.
-    pub fn recover(fd: std::os::fd::OwnedFd) -> io::Result<Self> {
+    pub fn recover(fd: OwnedFd) -> io::Result<Self> {
         let mut port = Self::map(fd)?;
         if !port.control().is_valid() {
             return Err(io::Error::other("it was made by another version of the agent"));
@@ -62,7 +63,7 @@ impl WorkerPort {
         Ok(port)
     }
 
-    fn map(fd: std::os::fd::OwnedFd) -> io::Result<Self> {
+    fn map(fd: OwnedFd) -> io::Result<Self> {
         if rustix::fs::fstat(&fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
             return Err(io::Error::other("the control memory is too small"));
         }
@@ -77,13 +78,19 @@ impl WorkerPort {
                 0,
             )?
         };
-        Ok(Self { control: control.cast(), fd, command: 0, pins: Vec::new(), pins_seen: 0 })
+        Ok(Self { control: control.cast(), fd: Arc::new(fd), command: 0, pins: Vec::new(), pins_seen: 0 })
     }
 
     /// The memory's descriptor.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// The same for another owner.
+    #[must_use]
+    pub fn shared_fd(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.fd)
     }
 
     fn control(&self) -> &WorkerControl {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
@@ -17,7 +17,7 @@ const CLAIM_TIMEOUT: Duration = Duration::from_secs(5);
 const CLAIM_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Copies of all items that the keeper holds for this daemon.
-type SentItems = BTreeMap<(HeldKind, u64), (HeldItem, Vec<OwnedFd>)>;
+type SentItems = BTreeMap<(HeldKind, u64), (HeldItem, Vec<Arc<OwnedFd>>)>;
 
 #[derive(Debug)]
 struct State {
@@ -59,19 +59,34 @@ impl KeeperClient {
     /// Stores an item and its descriptors in the keeper. Replaces an item of the same kind and
     /// number.
     pub fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
-        let mut state = self.lock();
-        match fds.iter().map(BorrowedFd::try_clone_to_owned).collect() {
-            Ok(copies) => drop(state.items.insert((item.kind, item.id), (item.clone(), copies))),
-            // An item with some of its descriptors would be taken for another.
-            Err(error) => tracing::error!(
-                kind = ?item.kind,
-                id = item.id,
-                %error,
-                "no copy of an item: it is lost if the keeper is restarted"
-            ),
+        let copies: io::Result<Vec<_>> = fds.iter().map(|fd| fd.try_clone_to_owned().map(Arc::new)).collect();
+        match copies {
+            Ok(copies) => self.hold_shared(item, copies),
+            Err(error) => {
+                // An item with some of its descriptors would be taken for another.
+                tracing::error!(
+                    kind = ?item.kind,
+                    id = item.id,
+                    %error,
+                    "no copy of an item: it is lost if the keeper is restarted"
+                );
+                let mut state = self.lock();
+                self.send(&mut state, item, fds);
+            }
         }
+    }
+
+    /// The same with descriptors that this process uses itself, so that no copies are made.
+    pub fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
+        let mut state = self.lock();
+        let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        state.items.insert((item.kind, item.id), (item.clone(), fds.clone()));
+        self.send(&mut state, item, &borrowed);
+    }
+
+    fn send(&self, state: &mut State, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
         if send_frame(&state.socket, &Frame::Hold(item.clone()), fds).is_err() {
-            self.reconnect(&mut state);
+            self.reconnect(state);
         }
     }
 
@@ -151,7 +166,7 @@ fn claim(socket: &OwnedFd, share: KeeperShare) -> io::Result<Vec<RestoredItem>> 
 fn copy_items(kept: &[RestoredItem]) -> io::Result<SentItems> {
     let mut items = SentItems::new();
     for RestoredItem { item, fds } in kept {
-        let copies = fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        let copies = fds.iter().map(|fd| fd.try_clone().map(Arc::new)).collect::<io::Result<_>>()?;
         items.insert((item.kind, item.id), (item.clone(), copies));
     }
     Ok(items)

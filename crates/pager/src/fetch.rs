@@ -438,5 +438,5 @@ impl Fetcher {
 }
 
 fn new_buffer() -> std::io::Result<Memory> {
-    Memory::create("aquifer-fetch", FETCH_PAGES_MAX * PAGE_BYTES)
+    Memory::private("aquifer-fetch", FETCH_PAGES_MAX * PAGE_BYTES)
 }

@@ -121,7 +121,8 @@ impl ShmEndpoint {
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
-            Memory::from_fd(fd, len).map_err(|error| OpenFault::of(error, what))
+            // An initiator passes nothing on, and may have many endpoints.
+            Memory::from_fd(fd, len).map(Memory::without_fd).map_err(|error| OpenFault::of(error, what))
         };
         let mut fds = fds.into_iter();
         let mut next = || fds.next().ok_or("the welcome came without a descriptor");
@@ -129,6 +130,7 @@ impl ShmEndpoint {
             ControlError::Memory(error) => OpenFault::of(error, "control memory"),
             other => OpenFault::Protocol(other.to_string()),
         })?;
+        let control = control.without_fd();
         let slot = welcome.slot as usize;
         if slot >= control.endpoints() {
             return Err(format!("slot {slot} is beyond the endpoint table").into());

@@ -84,7 +84,7 @@ impl PagingService {
             return Err(AttachError::Ended(reason));
         }
         let process = UnprovenProcess::peer(&socket, pid)?;
-        let attachment = Attachment { hello, socket, worker: WorkerPort::new()? };
+        let attachment = Attachment { hello, socket: Arc::new(socket), worker: WorkerPort::new()? };
         if hello.is_child {
             return attach_child(&run, process, attachment);
         }

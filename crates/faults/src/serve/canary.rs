@@ -1,8 +1,7 @@
 //! The canary: a page that is missing in each forked child, and that identifies a program's memory.
 
-use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::fd::AsFd;
 
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
@@ -55,9 +54,10 @@ impl Canary {
     /// Whether the memory of a process, its `/proc/PID/mem`, has this canary.
     ///
     /// The kernel does not wait for a page that is missing in it, but reports an error.
-    pub fn is_in(self, memory: &File) -> bool {
+    pub fn is_in(self, memory: impl AsFd) -> bool {
         let mut found = [0; 24];
-        memory.read_exact_at(&mut found, self.page * PAGE_BYTES as u64).is_ok() && found == self.bytes()
+        let length = rustix::io::pread(memory, &mut found, self.page * PAGE_BYTES as u64);
+        length == Ok(found.len()) && found == self.bytes()
     }
 }
 

@@ -41,7 +41,7 @@ const WORKER_END_PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(crate) struct Attachment {
     pub(crate) hello: ProgramHello,
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: Arc<OwnedFd>,
     pub(crate) worker: WorkerPort,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct ProcessEdge {
     program: Arc<Program>,
     uffd: Userfaultfd,
     /// Memory of the page table.
-    table: OwnedFd,
+    table: Arc<OwnedFd>,
     /// See [`ProgramRecord::origin`].
     origin: Option<(u64, u64)>,
     fetcher: Fetcher,
@@ -83,7 +83,7 @@ impl ProcessEdge {
             run: Arc::clone(run),
             program: Arc::clone(program),
             uffd,
-            table: volume.table_memory().fd().try_clone_to_owned()?,
+            table: volume.table_memory().shared_fd(),
             origin,
             fetcher: Fetcher::new(service.agent.fetch_connector(run.tenant()))?,
             zeros: vec![0; FETCH_PAGES_MAX * PAGE_BYTES].into_boxed_slice(),
@@ -209,14 +209,15 @@ impl ProcessEdge {
             must_check_inheritance: self.program.must_check_inheritance.load(Relaxed),
             hello: self.attachment.as_ref().map(|attachment| HelloRecord::from(&attachment.hello)),
         };
-        let mut fds = vec![self.uffd.as_fd(), self.table.as_fd(), self.journal.memory().fd()];
+        let journal = self.journal.memory().shared_fd();
+        let mut fds = vec![self.uffd.shared_fd(), Arc::clone(&self.table), journal];
         if let Some(Attachment { socket, worker, .. }) = &self.attachment {
-            fds.extend([worker.fd(), socket.as_fd()]);
+            fds.extend([worker.shared_fd(), Arc::clone(socket)]);
         }
         let process = self.program.process();
         fds.extend(process.iter().flat_map(|process| process.kept_fds()));
         let pid = process.map_or(0, ProgramProcess::pid);
-        self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), &fds);
+        self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), fds);
     }
 
     /// Sets events that another agent has read and not applied, to be read first.

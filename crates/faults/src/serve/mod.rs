@@ -38,7 +38,7 @@ mod unserved;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -112,7 +112,7 @@ pub trait AgentServices: Send + Sync + Debug {
     ///
     /// The keeper outlives the agent. As long as it holds a userfaultfd, missing pages never read
     /// as zeros, and another agent can resume the program.
-    fn put_in_keeper(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]);
+    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>);
 
     /// Lets the keeper drop what it holds under a kind and number.
     fn remove_from_keeper(&self, kind: HeldKind, id: u64);

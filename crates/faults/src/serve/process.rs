@@ -7,8 +7,7 @@
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::peer::peer_pidfd;
@@ -82,7 +81,13 @@ impl UnprovenProcess {
         if !fill() || !canary.is_in(&files.memory) {
             return Err(ProofError::OtherMemory);
         }
-        Ok(ProgramProcess { pid, pidfd, folder: Some(folder), files, worker: OnceLock::new() })
+        Ok(ProgramProcess {
+            pid,
+            pidfd: Arc::new(pidfd),
+            folder: Some(folder),
+            files,
+            worker: OnceLock::new(),
+        })
     }
 }
 
@@ -90,18 +95,19 @@ impl UnprovenProcess {
 /// executes later. When that memory is gone, they read nothing.
 #[derive(Debug)]
 struct MemoryFiles {
-    memory: File,
-    pagemap: File,
-    maps: File,
+    memory: Arc<OwnedFd>,
+    pagemap: Arc<OwnedFd>,
+    maps: Arc<OwnedFd>,
 }
 
 impl MemoryFiles {
     /// Opens the files of a process.
     fn open(folder: &OwnedFd) -> io::Result<Self> {
-        let (pagemap, maps) = (open_file(folder, "pagemap")?, open_file(folder, "maps")?);
+        let open = |name| open_file(folder, name).map(|file| Arc::new(OwnedFd::from(file)));
+        let (pagemap, maps) = (open("pagemap")?, open("maps")?);
         // The last one: memory that a process has left it does not get back, so that the canary is
         // in the memory of this file proves that it is in that of the others.
-        Ok(Self { pagemap, maps, memory: open_file(folder, "mem")? })
+        Ok(Self { pagemap, maps, memory: open("mem")? })
     }
 }
 
@@ -121,7 +127,7 @@ pub(crate) struct KeptProcess {
 #[derive(Debug)]
 pub(crate) struct ProgramProcess {
     pid: u32,
-    pidfd: OwnedFd,
+    pidfd: Arc<OwnedFd>,
     /// `/proc/PID` of this process, never of another; `None` if the process had ended when this
     /// agent took over, and another process has its memory.
     folder: Option<OwnedFd>,
@@ -137,14 +143,15 @@ impl ProgramProcess {
         let KeptProcess { memory, pagemap, maps, pidfd } = kept;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}")).ok();
         let folder = folder.filter(|_| !has_ended(&pidfd, Duration::ZERO));
-        let files = MemoryFiles { memory: memory.into(), pagemap: pagemap.into(), maps: maps.into() };
-        Self { pid, pidfd, folder, files, worker: OnceLock::new() }
+        let files =
+            MemoryFiles { memory: Arc::new(memory), pagemap: Arc::new(pagemap), maps: Arc::new(maps) };
+        Self { pid, pidfd: Arc::new(pidfd), folder, files, worker: OnceLock::new() }
     }
 
     /// What the keeper holds of the process, the pidfd last.
-    pub fn kept_fds(&self) -> [BorrowedFd<'_>; KEPT_FDS] {
+    pub fn kept_fds(&self) -> [Arc<OwnedFd>; KEPT_FDS] {
         let MemoryFiles { memory, pagemap, maps } = &self.files;
-        [memory.as_fd(), pagemap.as_fd(), maps.as_fd(), self.pidfd.as_fd()]
+        [memory, pagemap, maps, &self.pidfd].map(Arc::clone)
     }
 
     pub fn pid(&self) -> u32 {
@@ -159,18 +166,18 @@ impl ProgramProcess {
     ///
     /// Waits for no userfaultfd: a page that is missing is an error.
     pub fn read_memory(&self, address: u64, bytes: &mut [u8]) -> io::Result<usize> {
-        self.files.memory.read_at(bytes, address)
+        Ok(rustix::io::pread(&self.files.memory, bytes, address)?)
     }
 
-    pub fn pagemap(&self) -> &File {
-        &self.files.pagemap
+    pub fn pagemap(&self) -> BorrowedFd<'_> {
+        self.files.pagemap.as_fd()
     }
 
     /// The text of `/proc/PID/maps`.
     pub fn read_maps(&self) -> io::Result<Vec<u8>> {
         let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
         loop {
-            match self.files.maps.read_at(&mut buffer, text.len() as u64)? {
+            match rustix::io::pread(&self.files.maps, &mut *buffer, text.len() as u64)? {
                 0 => return Ok(text),
                 length => text.extend_from_slice(&buffer[..length]),
             }

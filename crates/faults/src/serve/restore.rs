@@ -134,6 +134,7 @@ impl PagingService {
             }
         };
         self.lock().insert(run.token(), Arc::clone(&run));
+        run.put_record_in_keeper();
         let mut end_reason = end_reason;
         if end_reason.is_none() && resumable.is_empty() {
             // The process that started the run may not have got the answer.
@@ -471,9 +472,11 @@ impl ResumableProgram {
             program.share_uffd(&uffd);
             let mut edge = ProcessEdge::new(run, &program, uffd, &recovered.volume, journal, record.origin)?;
             if let (Some((worker, socket)), Some(hello)) = (worker, record.hello(run.token())) {
-                edge.reattach(Attachment { hello, socket, worker })?;
+                edge.reattach(Attachment { hello, socket: Arc::new(socket), worker })?;
             }
             edge.set_unapplied_events(unapplied);
+            // The client of the keeper has copies of the descriptors that came from the keeper.
+            edge.keep();
             spawn(run, &program, edge, move |run, program, edge| {
                 resume(run, program, edge, recovered, contents)
             })

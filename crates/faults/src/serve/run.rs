@@ -1,6 +1,6 @@
 //! What the programs of one `aquifer run` share: limit, slabs, sender and statistics.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -34,7 +34,7 @@ pub struct Run {
     /// paged, and the run is not ended for that.
     is_limit_changed: AtomicBool,
     /// Socket of the process that started the run.
-    owner: OwnedFd,
+    owner: Arc<OwnedFd>,
     pub(crate) service: Weak<PagingService>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) slabs: Arc<SlabSet>,
@@ -76,7 +76,7 @@ impl Run {
         Ok(run)
     }
 
-    fn put_record_in_keeper(&self) {
+    pub(super) fn put_record_in_keeper(&self) {
         let record = RunRecord {
             token: self.token.to_hex(),
             name: self.name.clone(),
@@ -85,7 +85,7 @@ impl Run {
             replicas: self.slabs.replicas_wanted(),
             outlives_owner: self.outlives_owner,
         };
-        self.keep(&record.put(self.id), &[self.slabs.memory().fd(), self.owner.as_fd()]);
+        self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)]);
     }
 
     /// Starts a run, new or restored, with its slabs and budget.
@@ -108,7 +108,7 @@ impl Run {
             outlives_owner: record.outlives_owner,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
-            owner,
+            owner: Arc::new(owner),
             service: Arc::downgrade(service),
             budget,
             slabs,
@@ -323,7 +323,7 @@ impl Run {
         }
     }
 
-    pub(crate) fn keep(&self, put: &HeldItem, fds: &[BorrowedFd<'_>]) {
+    pub(crate) fn keep(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
         if let Some(service) = self.service.upgrade() {
             service.agent.put_in_keeper(put, fds);
         }

@@ -437,7 +437,7 @@ impl Sender {
     }
 
     fn create_buffer(&mut self) -> Result<usize, BufferError> {
-        let memory = Memory::create("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)?;
+        let memory = Memory::private("aquifer-heal", PROBE_OFFSET + PAGE_BYTES)?;
         Ok(self.ports.add_memory(Arc::new(memory))?)
     }
 

@@ -97,7 +97,7 @@ impl NodeConnection {
         if region.len < header_bytes {
             return Err(format(FormatError::TooShort { needed: header_bytes, found: region.len }));
         }
-        let local = Memory::create("aquifer-pool-words", WORDS_BYTES)
+        let local = Memory::private("aquifer-pool-words", WORDS_BYTES)
             .map(Arc::new)
             .map_err(|cause| PoolError::LocalMemory { node, cause })?;
         let local_key = endpoint

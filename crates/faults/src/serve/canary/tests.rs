@@ -47,7 +47,7 @@ fn a_waiting_thread_reads_the_number_that_identifies_its_process() {
         return aquifer_tests_support::skip("no userfaultfd that reports forks");
     };
     let page = registered_page(&uffd);
-    let memory = File::open("/proc/self/mem").unwrap();
+    let memory = std::fs::File::open("/proc/self/mem").unwrap();
     let canary = Canary { page, number: 0x0123_4567_89ab_cdef, nonce: [7; 16] };
     assert!(!canary.is_in(&memory), "a missing canary is not waited for");
     let address = usize::try_from(page).unwrap() * PAGE_BYTES;
