@@ -105,6 +105,7 @@ pub unsafe extern "C" fn syscall(
     let result = unsafe {
         match number {
             libc::SYS_madvise => memory::before_madvise(c as c_int),
+            libc::SYS_process_madvise => memory::before_madvise(d as c_int),
             libc::SYS_shmat => memory::before_shmat(a as c_int, b, c as c_int),
             _ => {}
         }
@@ -112,9 +113,13 @@ pub unsafe extern "C" fn syscall(
     };
     if result == 0 {
         attach_if_forked();
-        if number == libc::SYS_madvise {
-            // SAFETY: the kernel has followed the same advice.
-            unsafe { memory::after_madvise(a, b, c as c_int) };
+    }
+    // SAFETY: the kernel has got the same advice.
+    unsafe {
+        match number {
+            libc::SYS_madvise => memory::after_madvise(a, b, c as c_int, result),
+            libc::SYS_process_madvise => memory::after_process_madvise(b, c, d as c_int, result),
+            _ => {}
         }
     }
     if (-4095..0).contains(&result) { c_long::from(fail(-result as c_int)) } else { result as c_long }

@@ -29,5 +29,5 @@ mod worker;
 
 pub use attach::{Paged, attach_program};
 pub use children::{_Fork, clone, syscall};
-pub use memory::{madvise, shmat};
+pub use memory::{madvise, process_madvise, shmat};
 pub use threads::pthread_create;

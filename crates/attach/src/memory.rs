@@ -3,7 +3,7 @@
 //! Interposes the functions of libc that make them. `docs/formats/paging.md` has the list of all
 //! changes, and what becomes of those that a program makes by system calls in its own code.
 
-use core::ffi::{c_int, c_void};
+use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::attach;
@@ -15,6 +15,9 @@ const MADV_GUARD_INSTALL: c_int = 102;
 /// The new memory replaces what is mapped at its address.
 const SHM_REMAP: c_int = 0o40000;
 const PAGE: usize = 4096;
+/// Errors of `madvise` after which it may have dropped contents. After a hole it goes on.
+const FOLLOWED_IN_PART: [isize; 3] =
+    [-(libc::ENOMEM as isize), -(libc::EAGAIN as isize), -(libc::EINTR as isize)];
 
 /// Whether memory may exist that a forked child does not get, or gets empty. Children inherit it.
 static HAS_FORK_ADVICE: AtomicBool = AtomicBool::new(false);
@@ -32,10 +35,13 @@ pub fn before_madvise(advice: c_int) {
     }
 }
 
-/// What an advice needs when the kernel has followed it: the agent must learn that contents were
-/// dropped. Guards stay when their pages are dropped once more.
-pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int) {
-    if advice == MADV_GUARD_INSTALL {
+/// What an advice needs when the kernel has followed it, with this result: the agent must learn that
+/// contents were dropped. Guards stay when their pages are dropped once more.
+///
+/// The kernel may have followed it in part. It has not if it does not know the advice (`EINVAL`).
+pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int, result: isize) {
+    let is_done = result >= 0 || FOLLOWED_IN_PART.contains(&result);
+    if advice == MADV_GUARD_INSTALL && is_done {
         // SAFETY: drops pages whose contents the caller has just dropped.
         unsafe {
             syscall(libc::SYS_madvise, [address, length, libc::MADV_DONTNEED as usize, 0, 0, 0]);
@@ -82,12 +88,51 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     // SAFETY: the caller answers for the call, and the second one drops what the first has dropped.
     let result = unsafe {
         let result = syscall(libc::SYS_madvise, [address as usize, length, advice as usize, 0, 0, 0]);
-        if result == 0 {
-            after_madvise(address as usize, length, advice);
-        }
+        after_madvise(address as usize, length, advice, result);
         result
     };
     if result < 0 { fail(-result as c_int) } else { 0 }
+}
+
+/// The same for the ranges of `process_madvise`. For another process the kernel takes no advice that
+/// drops contents.
+///
+/// # Safety
+/// As of the system call.
+pub unsafe fn after_process_madvise(ranges: usize, count: usize, advice: c_int, result: isize) {
+    if advice != MADV_GUARD_INSTALL {
+        return;
+    }
+    for at in 0..count {
+        // SAFETY: the kernel has read the same ranges.
+        unsafe {
+            let libc::iovec { iov_base, iov_len } = *(ranges as *const libc::iovec).add(at);
+            after_madvise(iov_base as usize, iov_len, advice, result);
+        }
+    }
+}
+
+/// Interposes libc's function of this name. libc's only makes the system call, too.
+///
+/// # Safety
+/// As of libc's `process_madvise`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn process_madvise(
+    pidfd: c_int,
+    ranges: *const libc::iovec,
+    count: usize,
+    advice: c_int,
+    flags: c_uint,
+) -> isize {
+    before_madvise(advice);
+    // SAFETY: the caller answers for the call, and the second one drops what the first has dropped.
+    let result = unsafe {
+        let arguments = [pidfd as usize, ranges as usize, count, advice as usize, flags as usize, 0];
+        let result = syscall(libc::SYS_process_madvise, arguments);
+        after_process_madvise(ranges as usize, count, advice, result);
+        result
+    };
+    if result < 0 { fail(-result as c_int) as isize } else { result }
 }
 
 /// Interposes libc's function of this name. libc's only makes the system call, too.

@@ -30,7 +30,7 @@ pub unsafe fn syscall(number: i64, arguments: [usize; 6]) -> isize {
 /// Starts a process that shares this one's memory, and runs `entry(argument)` on `stack_top`.
 ///
 /// The new process is unknown to libc. Its end sends no signal, and a tracer of this process does not trace it.
-/// Returns its number, or a negative errno.
+/// Returns its number, or a negative errno. With `CLONE_PIDFD` its pidfd is stored at `pidfd`.
 ///
 /// # Safety
 /// `stack_top` must be the 16-aligned end of memory that nothing else uses, and `entry` must never return.
@@ -39,6 +39,7 @@ pub unsafe fn spawn(
     stack_top: usize,
     entry: extern "C" fn(usize) -> !,
     argument: usize,
+    pidfd: *mut i32,
 ) -> isize {
     let flags = libc::CLONE_VM | libc::CLONE_UNTRACED | flags;
     let result: isize;
@@ -57,7 +58,7 @@ pub unsafe fn spawn(
             inlateout("rax") libc::SYS_clone => result,
             in("rdi") i64::from(flags),
             in("rsi") stack_top,
-            in("rdx") 0,
+            in("rdx") pidfd,
             in("r10") 0,
             in("r8") 0,
             in("r12") argument,

@@ -37,8 +37,10 @@ const MADV_POPULATE_WRITE: usize = 23;
 pub struct Worker {
     /// [`start::STARTING`], [`start::READY`], or a negative errno if the worker could not start.
     state: AtomicU32,
-    /// Number of the worker's process; 0 until it is known.
-    process: AtomicU32,
+    /// The starter's descriptor of the worker's process.
+    pidfd: i32,
+    /// What the process in between has for the starter: the worker's number, or a negative errno.
+    spawned: isize,
     /// The word that the kernel clears when the thread that started the worker ends or executes
     /// another program; null if there is none.
     thread_word: *const AtomicU32,
@@ -67,7 +69,8 @@ impl Worker {
     ) -> Self {
         Self {
             state: AtomicU32::new(start::STARTING),
-            process: AtomicU32::new(0),
+            pidfd: -1,
+            spawned: 0,
             thread_word: start::thread_word(),
             socket,
             paged,

@@ -89,6 +89,13 @@ pub fn present(
     Ok(at)
 }
 
+/// Whether no process has the memory of the file any more.
+///
+/// A read at an odd offset is refused only if the memory exists, before the kernel waits for a lock.
+pub fn is_memory_gone(file: BorrowedFd<'_>) -> bool {
+    rustix::io::pread(file, &mut [0; 8], 1) != Err(rustix::io::Errno::INVAL)
+}
+
 /// Entries of the file that are read at once.
 const ENTRIES_MAX: usize = 8192;
 /// Bits of an entry.

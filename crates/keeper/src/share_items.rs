@@ -2,12 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use aquifer_channel::kill::kill_as;
+use aquifer_channel::socket::wait_readable;
 use aquifer_ipc::{HeldItem, HeldKind};
 
 use super::memory;
 
+/// The last descriptors of a program whose process is known: `mem`, `pagemap`, `maps`, pidfd.
+const FILES_OF_PROCESS: usize = 4;
 /// Most items in a share.
 const ITEMS_MAX: usize = 65_536;
 
@@ -15,6 +19,8 @@ const ITEMS_MAX: usize = 65_536;
 struct Entry {
     item: HeldItem,
     fds: Vec<OwnedFd>,
+    /// The `pagemap` of a program that was killed.
+    pagemap: Option<OwnedFd>,
 }
 
 /// The items of a share in the order of their kinds: in the agent's share the host is first, then
@@ -47,7 +53,7 @@ impl ShareItems {
             );
             return;
         }
-        self.entries.insert(key, Entry { item, fds });
+        self.entries.insert(key, Entry { item, fds, pagemap: None });
     }
 
     /// Removes an item and closes its descriptors.
@@ -62,10 +68,10 @@ impl ShareItems {
 
     /// Kills all programs.
     ///
-    /// Their descriptors stay open until [`Self::release_ended`]: a program whose userfaultfd is
-    /// closed reads zeros.
-    pub fn kill_programs(&self) {
-        for entry in self.entries.values() {
+    /// Their userfaultfds stay open until [`Self::release_ended`]: a program whose userfaultfd is
+    /// closed reads zeros. Their sockets are closed, because their workers may wait for an agent.
+    pub fn kill_programs(&mut self) {
+        for entry in self.entries.values_mut() {
             entry.kill();
         }
     }
@@ -84,21 +90,31 @@ impl Entry {
         self.fds.last().filter(|_| is_known)
     }
 
-    /// True if a process may still use the descriptors.
+    /// True if a process may still use the descriptors; also if the process was never known.
     fn is_alive(&self) -> bool {
         match self.item.kind {
-            // The first descriptor is the userfaultfd.
-            HeldKind::Program | HeldKind::Orphan => self.fds.first().is_some_and(memory::exists),
+            HeldKind::Program | HeldKind::Orphan => match (&self.pagemap, self.pidfd()) {
+                (Some(pagemap), _) => memory::exists(pagemap),
+                (None, Some(pidfd)) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
+                (None, None) => true,
+            },
             HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
         }
     }
 
-    fn kill(&self) {
+    /// Kills a program whose process is known, and keeps its userfaultfd and `pagemap` only.
+    fn kill(&mut self) {
         let Some(pidfd) = self.pidfd() else { return };
         let (pid, uid) = (self.item.pid, self.item.uid);
         match kill_as(uid, pidfd.as_fd()) {
             Ok(()) => tracing::error!(pid, "killed a program: no agent came back within the grace time"),
             Err(error) => tracing::warn!(%error, pid, uid, "cannot kill a program"),
+        }
+        if self.fds.len() > FILES_OF_PROCESS {
+            let pagemap = self.fds.len() - FILES_OF_PROCESS + 1;
+            self.pagemap = Some(self.fds.swap_remove(pagemap));
+            self.fds.truncate(1);
+            self.item.pid = 0;
         }
     }
 }

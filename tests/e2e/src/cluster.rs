@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use aquifer_ipc::SOCKET_VARIABLE;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -162,7 +163,22 @@ impl Cluster {
         });
     }
 
-    /// Waits until there is no run, and all memory of nodes and mempool is free.
+    /// The workers of programs of this cluster that have not ended.
+    #[must_use]
+    pub fn workers(&self) -> Vec<u32> {
+        let variable = format!("{SOCKET_VARIABLE}={}", self.agent_socket().display());
+        let is_ours = |pid: &u32| {
+            let read = |file: &str| std::fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+            let environment = read("environ");
+            let mut entries = environment.split(|byte| *byte == 0);
+            read("comm") == b"aquifer-worker\n" && entries.any(|entry| entry == variable.as_bytes())
+        };
+        let processes = std::fs::read_dir("/proc").expect("there is /proc").flatten();
+        let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        pids.filter(is_ours).collect()
+    }
+
+    /// Waits until there is no run, all memory of nodes and mempool is free, and no worker is left.
     ///
     /// # Panics
     /// If memory is not freed.
@@ -183,6 +199,7 @@ impl Cluster {
             });
         }));
         assert!(result.is_ok(), "{what}: {last:#}");
+        eventually("all workers to end", || self.workers().is_empty().then_some(()));
     }
 }
 

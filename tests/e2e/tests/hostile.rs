@@ -1,6 +1,7 @@
 //! Invalid frames, old versions and forged tokens at the agent's socket, while a program runs.
 
 use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
 
 use aquifer_ipc::{
     FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, KeeperShare, OpenRun, ProgramHello, RUN_VARIABLE, RunToken,
@@ -9,6 +10,7 @@ use aquifer_tests_e2e::agent::Connection;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually};
+use aquifer_tests_support::skip;
 
 fn hello(token: RunToken, is_child: bool) -> Frame {
     Frame::Hello(ProgramHello {
@@ -180,5 +182,27 @@ fn a_program_gains_nothing_from_the_stack_of_its_worker() {
     assert!(text(&outcome.stderr).contains("was killed, so its memory"), "{}", text(&outcome.stderr));
     assert!(!proof.exists(), "the worker created a file");
     assert_serves(&cluster);
+    cluster.assert_all_free();
+}
+
+/// The worker has the memory of the program, so it must be as closed to others as the program is.
+#[test]
+fn a_process_without_capabilities_cannot_look_into_a_worker() {
+    if !rustix::process::geteuid().is_root() {
+        skip("only root has capabilities");
+        return;
+    }
+    let cluster = Cluster::up(1, "256M");
+    let run = unaffected_program(&cluster);
+    let worker = eventually("the worker to be there", || cluster.workers().first().copied());
+    let opens = |program: &[&str]| {
+        let open = format!("exec 3<>/proc/{worker}/mem");
+        let (first, rest) = program.split_first().expect("a program");
+        let output = Command::new(first).args(rest).args(["sh", "-c", &open]).output();
+        output.expect("it can be started").status.success()
+    };
+    assert!(opens(&["env"]), "root may, with its capabilities");
+    assert!(!opens(&["setpriv", "--bounding-set=-all", "--inh-caps=-all"]));
+    run.wait().assert_success("the program whose worker was looked into");
     cluster.assert_all_free();
 }

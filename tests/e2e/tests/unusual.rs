@@ -75,6 +75,25 @@ fn a_program_that_sandboxes_all_its_threads_stays_paged() {
 }
 
 #[test]
+fn a_sandbox_may_refuse_what_the_worker_asks() {
+    check("no-unshare");
+}
+
+/// The first process of the new name space would be the worker, and its end that of the name space.
+#[test]
+fn a_program_that_cannot_have_a_worker_ends_with_the_reason() {
+    if !rustix::process::geteuid().is_root() {
+        skip("only root can make name spaces");
+        return;
+    }
+    let cluster = Cluster::up(1, "64M");
+    let outcome = cluster.run("16M", &["unshare", "--pid", "true"]);
+    assert_eq!(outcome.status.code(), Some(125));
+    assert!(text(&outcome.stderr).contains("use unshare --fork"), "{}", text(&outcome.stderr));
+    cluster.assert_all_free();
+}
+
+#[test]
 fn a_process_ends_with_its_last_thread() {
     check("raw-exit");
 }

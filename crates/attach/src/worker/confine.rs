@@ -2,6 +2,10 @@
 //!
 //! The program can write to the worker's stack and so decide what the worker does. A program that
 //! has confined itself must not get more than it has by that.
+//!
+//! The worker uses no capability, and has none in effect. But it keeps those of the program as
+//! permitted: a process without them may then not look into the worker, and through it into the
+//! program's memory and root folder.
 
 use crate::raw::syscall;
 use crate::uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};
@@ -31,6 +35,15 @@ struct Instruction {
     if_true: u8,
     if_false: u8,
     value: u32,
+}
+
+/// `struct __user_cap_data_struct`: half of the capabilities.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct CapabilitySets {
+    effective: u32,
+    permitted: u32,
+    inheritable: u32,
 }
 
 /// `struct sock_fprog`.
@@ -69,9 +82,10 @@ const CHECK_ARCHITECTURE: [Instruction; 4] = [
 ];
 
 /// The calls that the worker makes. Without arguments that matter:
-const PLAIN: [i64; 9] = [
+const PLAIN: [i64; 10] = [
     libc::SYS_futex,
     libc::SYS_futex_waitv,
+    libc::SYS_clock_gettime,
     libc::SYS_sched_yield,
     libc::SYS_mincore,
     libc::SYS_poll,
@@ -122,15 +136,21 @@ const fn append(filter: &mut [Instruction; LENGTH], from: usize, part: &[Instruc
 /// Confines the calling process; 0, or a negative errno.
 pub fn confine() -> isize {
     let header = [CAPABILITY_VERSION, 0];
-    let none = [0u32; 6];
+    let mut sets = [CapabilitySets::default(); 2];
     let filter = Filter { length: LENGTH as u16, instructions: FILTER.as_ptr() };
     // SAFETY: the kernel reads the structs, which are of the layouts of these calls. Only this process changes.
     unsafe {
         let new = [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0];
         let mut result = syscall(libc::SYS_prctl, new);
         if result == 0 {
-            let capabilities = [header.as_ptr() as usize, none.as_ptr() as usize, 0, 0, 0, 0];
-            result = syscall(libc::SYS_capset, capabilities);
+            let arguments = [header.as_ptr() as usize, sets.as_mut_ptr() as usize, 0, 0, 0, 0];
+            result = syscall(libc::SYS_capget, arguments);
+            for set in &mut sets {
+                *set = CapabilitySets { permitted: set.permitted, ..CapabilitySets::default() };
+            }
+            if result == 0 {
+                result = syscall(libc::SYS_capset, arguments);
+            }
         }
         if result == 0 {
             let filter = (&raw const filter) as usize;

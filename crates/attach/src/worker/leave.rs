@@ -21,6 +21,9 @@ const SHARED_U32: u32 = 2;
 const YIELDS: u32 = 64;
 const PAUSE_NS_MIN: u64 = 100_000;
 const PAUSE_NS_MAX: u64 = 1_000_000_000;
+/// Longest wait for the thread's word. The kernel wakes one waiter only, which can be a thread of the
+/// program that joins this one.
+const WORD_PAUSE_S: i64 = 2;
 
 /// `struct futex_waitv`.
 #[repr(C)]
@@ -31,12 +34,23 @@ struct WaitedWord {
     reserved: u32,
 }
 
+/// Whether another process has the memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Company {
+    None,
+    Some,
+    /// A sandbox of the program refuses the question.
+    Unknown,
+}
+
 /// What the worker waits for besides commands.
 pub struct Watch<'a> {
     worker: &'a Worker,
     control: &'a WorkerControl,
-    /// The word of the thread, and its number there, until it is cleared.
+    /// The word of the thread, and its number there.
     word: Option<(&'a AtomicU32, u32)>,
+    /// Whether the kernel can wait for the word and for a command at once.
+    waits_for_both: bool,
     /// Looks since the word was cleared, or the agent has reported the end of the process.
     looks: u32,
     pause_ns: u64,
@@ -52,6 +66,7 @@ impl<'a> Watch<'a> {
             worker,
             control,
             word: word.filter(|(_, thread)| *thread != 0),
+            waits_for_both: true,
             looks: 0,
             pause_ns: PAUSE_NS_MIN,
         }
@@ -59,24 +74,32 @@ impl<'a> Watch<'a> {
 
     /// Waits until there may be a new command. Ends the process if it is the last one.
     pub fn wait_for_command(&mut self, last: u32) {
+        if self.may_be_last() {
+            return self.look(last);
+        }
         match self.word {
-            Some((word, thread)) if !self.has_process_ended() => {
-                if !self.wait_for_both(last, word, thread) {
-                    self.word = None;
-                    // The word may be waited for by a thread that joins this one.
+            Some((word, thread)) if self.waits_for_both => {
+                self.waits_for_both = self.wait_for_both(last, word, thread);
+                if word.load(Ordering::Acquire) != thread {
+                    // A thread that joins this one may wait for the word, too.
                     wake(word, i32::MAX as usize);
                 }
             }
-            _ => self.look(last),
+            _ => self.pause(last, PAUSE_NS_MAX),
         }
+    }
+
+    /// Whether the thread that started the worker has left the memory, or the process has ended.
+    fn may_be_last(&self) -> bool {
+        let has_left = self.word.is_none_or(|(word, thread)| word.load(Ordering::Acquire) != thread);
+        has_left || self.has_process_ended()
     }
 
     fn has_process_ended(&self) -> bool {
         self.control.process_ended.load(Ordering::Acquire) != 0
     }
 
-    /// Waits for a command or for the word; returns false if the word has changed, or cannot be
-    /// waited for.
+    /// Waits for a command or for the word; returns false if the kernel cannot.
     fn wait_for_both(&self, last: u32, word: &AtomicU32, thread: u32) -> bool {
         let on = |word: &AtomicU32, value: u32| WaitedWord {
             value: value.into(),
@@ -85,22 +108,30 @@ impl<'a> Watch<'a> {
             reserved: 0,
         };
         let words = [on(&self.control.command, last), on(word, thread)];
-        // SAFETY: the kernel reads the two entries, and looks the addresses up.
-        let result =
-            unsafe { syscall(libc::SYS_futex_waitv, [words.as_ptr() as usize, words.len(), 0, 0, 0, 0]) };
-        let is_waiting =
-            result == 0 || result == -(libc::EAGAIN as isize) || result == -(libc::EINTR as isize);
-        is_waiting && word.load(Ordering::Acquire) == thread
+        let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let clock = libc::CLOCK_MONOTONIC as usize;
+        // SAFETY: the kernel writes the time.
+        unsafe {
+            syscall(libc::SYS_clock_gettime, [clock, (&raw mut now) as usize, 0, 0, 0, 0]);
+        }
+        let until = libc::timespec { tv_sec: now.tv_sec + WORD_PAUSE_S, ..now };
+        // SAFETY: the kernel reads the time and the two entries, and looks the addresses up.
+        let result = unsafe {
+            let (words_at, until_at) = (words.as_ptr() as usize, (&raw const until) as usize);
+            syscall(libc::SYS_futex_waitv, [words_at, words.len(), 0, until_at, clock, 0])
+        };
+        result != -(libc::ENOSYS as isize) && result != -(libc::EPERM as isize)
     }
 
     /// Ends the process if it is the last one; otherwise waits for a command for a while.
     fn look(&mut self, last: u32) {
-        if self.is_last() {
-            if self.is_unneeded() {
-                // The agent tells this end from that of a worker that was killed.
-                self.control.worker.store(0, Ordering::Release);
-                exit();
-            }
+        let company = self.company();
+        if company != Company::Some && self.is_unneeded() {
+            // The agent tells this end from that of a worker that was killed.
+            self.control.worker.store(0, Ordering::Release);
+            exit();
+        }
+        if company == Company::None {
             self.report_last();
         }
         if self.looks < YIELDS {
@@ -109,11 +140,16 @@ impl<'a> Watch<'a> {
             unsafe { syscall(libc::SYS_sched_yield, [0; 6]) };
             return;
         }
-        let pause = libc::timespec {
-            tv_sec: (self.pause_ns / PAUSE_NS_MAX) as i64,
-            tv_nsec: (self.pause_ns % PAUSE_NS_MAX) as i64,
-        };
+        self.pause(last, self.pause_ns);
         self.pause_ns = (self.pause_ns * 2).min(PAUSE_NS_MAX);
+    }
+
+    /// Waits for a command for a time.
+    fn pause(&self, last: u32, pause_ns: u64) {
+        let pause = libc::timespec {
+            tv_sec: (pause_ns / PAUSE_NS_MAX) as i64,
+            tv_nsec: (pause_ns % PAUSE_NS_MAX) as i64,
+        };
         let command = self.control.command.as_ptr() as usize;
         // SAFETY: the kernel reads the time, and looks the address up.
         unsafe {
@@ -121,14 +157,14 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Whether no other process has this memory.
-    ///
-    /// A sandbox may refuse the question. Then the thread's word and the agent decide.
-    fn is_last(&self) -> bool {
+    fn company(&self) -> Company {
         // SAFETY: has no effect.
         let result = unsafe { syscall(libc::SYS_unshare, [libc::CLONE_VM as usize, 0, 0, 0, 0, 0]) };
-        let is_refused = result == -(libc::EPERM as isize) || result == -(libc::ENOSYS as isize);
-        result == 0 || is_refused && (!self.worker.thread_word.is_null() || self.has_process_ended())
+        match result {
+            0 => Company::None,
+            _ if result == -(libc::EINVAL as isize) => Company::Some,
+            _ => Company::Unknown,
+        }
     }
 
     /// Reports to the agent that the program has ended, although the staging buffers are in use.

@@ -7,12 +7,15 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use super::{STACK_BYTES, Worker, main};
 use crate::raw::{spawn, syscall};
 use crate::say;
+use crate::uffd;
 
 /// The worker is starting.
 pub(super) const STARTING: u32 = 0;
 /// The worker has its own descriptors, and the program may close its copies.
 pub(super) const READY: u32 = 1;
 
+/// The user may have no more processes.
+const AGAIN: isize = -(libc::EAGAIN as isize);
 /// Bytes of stack of the process in between, which does nothing but start the worker.
 const STACK_BETWEEN_BYTES: usize = STACK_BYTES / 2;
 
@@ -34,11 +37,16 @@ pub fn start(stack: usize, worker: Worker) {
         let mut old: libc::sigset_t = zeroed();
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut old);
-        let result = if adopts_orphans() { spawn_worker(place) } else { spawn_between(place) };
+        let mut result = if adopts_orphans() { AGAIN } else { spawn_between(place) };
+        if result == AGAIN {
+            // Without another process in between, which counts against the user's limit, too.
+            result = spawn_worker(place);
+        }
         if result < 0 {
             say::fail("the worker process cannot be started", -result);
         }
         let state = wait_until_ready(&*place);
+        uffd::close((*place).pidfd);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, null_mut());
         state
     };
@@ -63,13 +71,11 @@ fn adopts_orphans() -> bool {
 /// # Safety
 /// Nothing else may use the stack at `place`.
 unsafe fn spawn_worker(place: *mut Worker) -> isize {
-    // SAFETY: the caller answers for the stack; the entry never returns.
-    let result = unsafe { spawn(0, place as usize + STACK_BYTES, main, place as usize) };
-    if result > 0 {
-        // SAFETY: the worker is there, and this field is atomic.
-        unsafe { &*place }.process.store(result as u32, Ordering::Release);
+    // SAFETY: the caller answers for the stack; the entry never returns. The worker does not use the field.
+    unsafe {
+        let pidfd = &raw mut (*place).pidfd;
+        spawn(libc::CLONE_PIDFD, place as usize + STACK_BYTES, main, place as usize, pidfd)
     }
-    result
 }
 
 /// The same by a process in between.
@@ -81,16 +87,15 @@ unsafe fn spawn_between(place: *mut Worker) -> isize {
     // the stack, above the `Worker`, while the worker begins to use the upper half.
     unsafe {
         let top = place as usize + STACK_BETWEEN_BYTES;
-        let between = spawn(libc::CLONE_VFORK, top, between, place as usize);
+        // With this process' descriptors, so that the pidfd of the worker is one of this process.
+        let flags = libc::CLONE_VFORK | libc::CLONE_FILES;
+        let between = spawn(flags, top, between, place as usize, null_mut());
         if between < 0 {
             return between;
         }
         // Another thread may have waited for it already.
         syscall(libc::SYS_wait4, [between as usize, 0, libc::__WALL as usize, 0, 0, 0]);
-        match (*place).process.load(Ordering::Acquire) {
-            0 => (*place).state.load(Ordering::Acquire) as i32 as isize,
-            process => process as isize,
-        }
+        (*place).spawned
     }
 }
 
@@ -99,10 +104,7 @@ extern "C" fn between(place: usize) -> ! {
     let place = place as *mut Worker;
     // SAFETY: the program's thread is stopped until this process ends, and nothing else uses the stack.
     unsafe {
-        let result = spawn_worker(place);
-        if result < 0 {
-            (*place).state.store(result as u32, Ordering::Release);
-        }
+        (*place).spawned = spawn_worker(place);
     }
     super::exit()
 }
@@ -114,16 +116,18 @@ fn wait_until_ready(worker: &Worker) -> u32 {
         if state != STARTING {
             return state;
         }
-        let process = worker.process.load(Ordering::Acquire) as usize;
-        // SAFETY: lets others run, and looks whether there is such a process.
-        let is_gone = unsafe {
+        let mut process = libc::pollfd { fd: worker.pidfd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: lets others run, and the kernel writes to the one entry.
+        let has_ended = unsafe {
             syscall(libc::SYS_sched_yield, [0; 6]);
-            let reaped =
-                syscall(libc::SYS_wait4, [process, 0, (libc::WNOHANG | libc::__WALL) as usize, 0, 0, 0]);
-            reaped > 0 || syscall(libc::SYS_kill, [process, 0, 0, 0, 0, 0]) == -(libc::ESRCH as isize)
+            syscall(libc::SYS_poll, [(&raw mut process) as usize, 1, 0, 0, 0, 0]) == 1
         };
-        if is_gone && worker.state.load(Ordering::Acquire) == STARTING {
-            say::fail("the worker process was killed: a sandbox of the program may not allow it", 0);
+        if has_ended && worker.state.load(Ordering::Acquire) == STARTING {
+            say::fail(
+                "the worker process was killed: a sandbox of the program does not allow it, or the program \
+                 has unshared its PID namespace and executed another one (use unshare --fork)",
+                0,
+            );
         }
     }
 }

@@ -110,7 +110,8 @@ impl<E: Edge> Monitor<E> {
                 Err(ProgramEnded) => break,
             }
         }
-        // What has left is gone with the program.
+        // What has left is gone with the program. The worker ends when no buffer is in use.
+        self.edge.release_buffer(buffer);
         self.victims.iter().for_each(|page| self.volume.refused(*page));
         self.free_block(block);
         self.has_ended = true;

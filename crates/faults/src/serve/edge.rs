@@ -35,7 +35,7 @@ const PAGE: u64 = PAGE_BYTES as u64;
 const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest time between the end of a worker that is killed together with its program, and the end
 /// of the program.
-const WORKER_END_PATIENCE: Duration = Duration::from_secs(1);
+const WORKER_END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
 #[derive(Debug)]
@@ -134,7 +134,12 @@ impl ProcessEdge {
         if !self.program.must_check_inheritance.load(Relaxed) {
             return;
         }
-        let text = self.program.process().and_then(|process| process.read("smaps"));
+        let Some(process) = self.program.process() else { return };
+        let text = process.read("smaps");
+        if text.is_none() && !has_ended(process.pidfd(), Duration::ZERO) {
+            // Without it the child could read what it has not inherited.
+            self.run.end("what a forked child has inherited cannot be read");
+        }
         self.inherited = text.map(|text| maps::inherited_areas(&text));
     }
 

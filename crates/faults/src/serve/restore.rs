@@ -30,6 +30,7 @@ use crate::areas::Area;
 use crate::journal::{Journal, JournalContents, PersistentRanges};
 use crate::kernel::{FillStop, UffdMessage};
 use crate::monitor::{Monitor, ResumeState};
+use crate::pagemap;
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
@@ -370,7 +371,12 @@ impl RecoveredProgram {
         }
         let canary = self.record.canary(self.id);
         loop {
-            if canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
+            // Without the locks of the memory, which a hostile process could hold, if possible.
+            let is_gone = match &self.process {
+                Some(process) => pagemap::is_memory_gone(process.pagemap.as_fd()),
+                None => canary.fill(&self.uffd).stop == Some(FillStop::Ended),
+            };
+            if is_gone {
                 return true;
             }
             if Instant::now() >= deadline {

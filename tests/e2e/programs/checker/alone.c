@@ -6,6 +6,7 @@
 #include <errno.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -115,6 +116,43 @@ void test_sandboxed(void) {
         modify_every(&area, &numbers);
     }
     area_free(&other);
+    finish(&area);
+}
+
+// ---- a sandbox in which the worker cannot find out whether it is the last process ---------------
+
+static void *work_alone(void *area) {
+    struct numbers numbers = {1};
+    for (unsigned round = 0; round < options.rounds; round++) modify_every(area, &numbers);
+    _exit(0);
+}
+
+void test_no_unshare(void) {
+    struct numbers numbers = numbers_new(4150);
+    struct area area = half("no-unshare");
+    modify_every(&area, &numbers);
+    pid_t sandbox = forked();
+    if (sandbox == 0) {
+        struct sock_filter filter[] = {
+            BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_unshare, 0, 1),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        };
+        struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) die("PR_SET_NO_NEW_PRIVS");
+        if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program) != 0) die("seccomp");
+        pid_t child = forked();
+        if (child == 0) {
+            // The thread that has started the worker ends, and the process does not.
+            pthread_t thread;
+            if (pthread_create(&thread, NULL, work_alone, &area) != 0) die("pthread_create");
+            pthread_exit(NULL);
+        }
+        _exit(status_of(child) == 0 ? 0 : 1);
+    }
+    if (status_of(sandbox) != 0) fail("no-unshare", "a child's memory was wrong");
+    modify_every(&area, &numbers);
     finish(&area);
 }
 

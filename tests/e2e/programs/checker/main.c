@@ -38,6 +38,7 @@ static const struct test tests[] = {
     {"robust", test_robust, false},     {"signal-stack", test_signal_stack, false},
     // A process as it would be without paging.
     {"alone", test_alone, false},       {"sandboxed", test_sandboxed, false},
+    {"no-unshare", test_no_unshare, false},
     {"raw-exit", test_raw_exit, false}, {"stopped", test_stopped, false},
     {"traced", test_traced, false},     {"outlive", test_outlive, false},
     {"fork-exit", test_fork_exit, false},

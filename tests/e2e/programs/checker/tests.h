@@ -29,6 +29,7 @@ void test_robust(void);
 // Threads, children and rights: alone.c
 void test_alone(void);
 void test_sandboxed(void);
+void test_no_unshare(void);
 void test_raw_exit(void);
 void test_stopped(void);
 void test_traced(void);
