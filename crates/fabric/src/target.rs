@@ -220,3 +220,13 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         Vec::new()
     }
 }
+
+/// Answers messages in the thread of a target that receives them.
+///
+/// A message is answered without a wake-up of another thread, and the answer goes to the endpoint
+/// that asked. Meanwhile the thread serves no other endpoint, so a handler must not wait for the
+/// target, such as in [`Target::invalidate`].
+pub trait MessageHandler: Send + Sync + std::fmt::Debug {
+    /// Handles a message of an initiator, and appends the answer to `answer`, which is empty.
+    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>);
+}

@@ -23,7 +23,7 @@ use crate::key_table::{KeyTable, PlacedTable};
 use crate::sessions::{self, PeerSessions};
 use crate::tables::TargetTables;
 use crate::target::{
-    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
+    MessageHandler,    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
 };
 use crate::wake::WakeFd;
 use crate::work::Key;
@@ -60,6 +60,8 @@ pub(super) struct TcpShared {
     pub limiter: Mutex<RateLimiter>,
     /// Number of admitted initiators that are not yet with their serving thread.
     pub handshakes_in_progress: AtomicUsize,
+    /// Answers messages; without one they are kept for [`Target::receive`].
+    pub handler: OnceLock<Arc<dyn MessageHandler>>,
 }
 
 pub(super) struct TcpTargetState {
@@ -136,6 +138,7 @@ impl TcpTarget {
             stop: AtomicBool::new(false),
             limiter: Mutex::new(RateLimiter::new(options.rate)),
             handshakes_in_progress: AtomicUsize::new(0),
+            handler: OnceLock::new(),
             options,
         });
         let mut target = Self { shared: Arc::clone(&shared), threads: Vec::new(), address };
@@ -154,6 +157,14 @@ impl TcpTarget {
         let what = "cannot start a thread of the target";
         self.threads.push(thread.map_err(|source| TargetError::System { what, source })?);
         Ok(())
+    }
+
+    /// Has a handler answer all messages from now on, in the threads that serve connections. Only the
+    /// first handler counts.
+    ///
+    /// [`Target::receive`] then returns no further message.
+    pub fn answer_messages(&self, handler: Arc<dyn MessageHandler>) {
+        let _ = self.shared.handler.set(handler);
     }
 
     /// The address at which it listens, with the actual port if port 0 was requested.

@@ -13,7 +13,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::handshake::RefusalCode;
 use aquifer_fabric::tcp::{self, ConnectOptions, Rate, TcpOptions, TcpTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, Region,
+    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, MessageHandler, Region,
     RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work, WorkError,
 };
 
@@ -294,4 +294,37 @@ fn an_initiator_with_another_key_is_refused() {
         other => panic!("{other:?}"),
     }
     assert_eq!(target.endpoints(), 0);
+}
+
+/// Answers each message with its sender's host and the message itself.
+#[derive(Debug)]
+struct Echo;
+
+impl MessageHandler for Echo {
+    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>) {
+        answer.extend_from_slice(&from.host.0.to_le_bytes());
+        answer.extend_from_slice(message);
+    }
+}
+
+#[test]
+fn a_handler_answers_the_endpoint_that_asked() {
+    const ROUNDS: u32 = 200;
+    let (target, _memory, _region) = node(TcpOptions::default());
+    target.answer_messages(Arc::new(Echo));
+    // Of the same host: only the one that asks gets the answer.
+    let (mut asking, mut other) = (client(target.address()), client(target.address()));
+    for round in 0..ROUNDS {
+        let text = round.to_le_bytes();
+        asking.memory.write(0, &text);
+        let local = asking.slice(0, 4);
+        assert_eq!(asking.one(Verb::Send { local }), Ok(4));
+        let mut answer = Vec::new();
+        while !asking.endpoint.receive(&mut answer) {
+            asking.endpoint.wait(Duration::from_millis(50));
+        }
+        assert_eq!(answer, [&WHO.host.0.to_le_bytes()[..], &text].concat());
+    }
+    assert!(!other.endpoint.receive(&mut Vec::new()));
+    assert_eq!(target.receive(&mut Vec::new()), None);
 }

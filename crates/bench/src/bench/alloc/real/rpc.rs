@@ -109,6 +109,14 @@ impl Buddies {
     }
 }
 
+/// A freed extent whose window may still be in use.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Retired {
+    pub chunk: u32,
+    pub class: SizeClass,
+    pub key: Key,
+}
+
 /// The RPC server of one target.
 #[derive(Debug)]
 pub struct RpcServer {
@@ -126,13 +134,25 @@ impl RpcServer {
         Self { free: Buddies::new(sections), taken: HashMap::new(), base, key }
     }
 
-    /// Carries out a request and returns the answer.
-    pub fn answer(&mut self, target: &dyn Target, who: Identity, asked: &[u8]) -> [u8; MESSAGE_BYTES] {
-        encode_answer(match Request::decode(asked) {
-            Some(Request::Allocate { class, window }) => self.allocate(target, who, class, window),
-            Some(Request::Free { chunk, class }) => self.free(target, chunk, class),
-            None => None,
-        })
+    /// Carries out a request. Returns the answer, and an extent whose window must be invalidated
+    /// before the extent is [`Self::reuse`]d.
+    pub fn answer(
+        &mut self,
+        target: &dyn Target,
+        who: Identity,
+        asked: &[u8],
+    ) -> ([u8; MESSAGE_BYTES], Option<Retired>) {
+        let (granted, retired) = match Request::decode(asked) {
+            Some(Request::Allocate { class, window }) => (self.allocate(target, who, class, window), None),
+            Some(Request::Free { chunk, class }) => self.free(chunk, class),
+            None => (None, None),
+        };
+        (encode_answer(granted), retired)
+    }
+
+    /// Adds an extent to the free ones whose window was invalidated.
+    pub fn reuse(&mut self, retired: Retired) {
+        self.free.push(retired.chunk, retired.class);
     }
 
     fn allocate(
@@ -160,17 +180,17 @@ impl RpcServer {
         Some(Granted { chunk, key: key.unwrap_or(self.key) })
     }
 
-    fn free(&mut self, target: &dyn Target, chunk: u32, class: SizeClass) -> Option<Granted> {
-        let (taken, key) = self.taken.remove(&chunk)?;
+    fn free(&mut self, chunk: u32, class: SizeClass) -> (Option<Granted>, Option<Retired>) {
+        let Some((taken, key)) = self.taken.remove(&chunk) else { return (None, None) };
         if taken != class {
             self.taken.insert(chunk, (taken, key));
-            return None;
+            return (None, None);
         }
-        if let Some(key) = key {
-            target.invalidate(key).ok()?;
+        let retired = key.map(|key| Retired { chunk, class, key });
+        if retired.is_none() {
+            self.free.push(chunk, class);
         }
-        self.free.push(chunk, class);
-        Some(Granted { chunk, key: Key(0) })
+        (Some(Granted { chunk, key: Key(0) }), retired)
     }
 }
 

@@ -2,16 +2,18 @@
 //! memory and over TCP.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{Access, Memory, Scope, Target};
+use aquifer_fabric::{Access, Identity, Memory, MessageHandler, Scope, Target};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{NodeId, NodeMemory};
 
-use super::rpc::RpcServer;
+use super::rpc::{Retired, RpcServer};
 use super::{KEY, NODE_SECTIONS};
 use crate::bench::BenchError;
 use crate::bench::support::serving;
@@ -34,18 +36,61 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
     let tcp =
         TcpTarget::listen(anywhere, &KEY, tcp::TcpOptions { encrypt: false, ..tcp::TcpOptions::default() })
             .map_err(|error| failed(&error))?;
+    let (shm, tcp) = (Arc::new(shm), Arc::new(tcp));
+    let rpc_server = lend(&*shm).map_err(|reason| BenchError::Fabric { reason })?;
+    let attending = std::thread::spawn(move || attend(&*shm, rpc_server));
     let address = tcp.address();
-    let targets: [Arc<dyn Target>; 2] = [Arc::new(shm), Arc::new(tcp)];
-    let mut servers = Vec::new();
-    for target in targets {
-        let rpc_server = lend(&*target).map_err(|reason| BenchError::Fabric { reason })?;
-        servers.push(std::thread::spawn(move || attend(&*target, rpc_server)));
-    }
+    let rpc_server = lend(&*tcp).map_err(|reason| BenchError::Fabric { reason })?;
+    let retiring = answer_in_transport(&tcp, rpc_server);
     serving::ready(path, &address.to_string())?;
-    for rpc_server in servers {
-        rpc_server.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    for thread in [attending, retiring] {
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
     Ok(())
+}
+
+/// Answers RPCs in the threads of the TCP target that receive them.
+#[derive(Debug)]
+struct TransportServer {
+    target: Weak<TcpTarget>,
+    rpc_server: Arc<Mutex<RpcServer>>,
+    retired: Sender<Retired>,
+}
+
+impl MessageHandler for TransportServer {
+    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>) {
+        let Some(target) = self.target.upgrade() else { return };
+        let (bytes, retired) = lock(&self.rpc_server).answer(&*target, from, message);
+        answer.extend_from_slice(&bytes);
+        if let Some(retired) = retired {
+            // The receiver lives as long as the process.
+            let _ = self.retired.send(retired);
+        }
+    }
+}
+
+/// Has the target's own threads answer. The returned thread invalidates the windows of freed extents,
+/// because that waits for those threads.
+fn answer_in_transport(target: &Arc<TcpTarget>, rpc_server: RpcServer) -> JoinHandle<()> {
+    let rpc_server = Arc::new(Mutex::new(rpc_server));
+    let (sender, retired) = channel::<Retired>();
+    target.answer_messages(Arc::new(TransportServer {
+        target: Arc::downgrade(target),
+        rpc_server: Arc::clone(&rpc_server),
+        retired: sender,
+    }));
+    let target = Arc::clone(target);
+    std::thread::spawn(move || {
+        for retired in retired {
+            if target.invalidate(retired.key).is_ok() {
+                lock(&rpc_server).reuse(retired);
+            }
+        }
+    })
+}
+
+fn lock(rpc_server: &Mutex<RpcServer>) -> MutexGuard<'_, RpcServer> {
+    rpc_server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn failed(error: &dyn std::fmt::Display) -> BenchError {
@@ -69,7 +114,7 @@ pub fn lend(target: &dyn Target) -> Result<RpcServer, String> {
     Ok(RpcServer::new(NODE_SECTIONS, region.base, region.key))
 }
 
-/// Serves RPCs until the process ends.
+/// Serves RPCs of a target without threads that receive messages, until the process ends.
 pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
     let mut message = Vec::new();
     // Time for which the thread polls before it sleeps, as the fabric's threads do.
@@ -79,7 +124,12 @@ pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
     loop {
         message.clear();
         if let Some(who) = target.receive(&mut message) {
-            let answer = rpc_server.answer(target, who, &message);
+            let (answer, retired) = rpc_server.answer(target, who, &message);
+            if let Some(retired) = retired
+                && target.invalidate(retired.key).is_ok()
+            {
+                rpc_server.reuse(retired);
+            }
             target.send(who.host, &answer);
             last = Instant::now();
             looks_until = last + spin_time;
