@@ -42,7 +42,8 @@ pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
 pub use rustix::event::PollFd;
 pub use target::{
-    MessageHandler,    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
+    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
+    WindowSpec,
 };
 pub use work::{
     Completion, DrainHandle, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError,

@@ -23,7 +23,8 @@ use crate::key_table::{KeyTable, PlacedTable};
 use crate::sessions::{self, PeerSessions};
 use crate::tables::TargetTables;
 use crate::target::{
-    MessageHandler,    Access, Host, Identity, Region, Scope, Target, TargetError, Tenant, TenantCounters, WindowSpec,
+    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
+    WindowSpec,
 };
 use crate::wake::WakeFd;
 use crate::work::Key;

@@ -13,8 +13,9 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::handshake::RefusalCode;
 use aquifer_fabric::tcp::{self, ConnectOptions, Rate, TcpOptions, TcpTarget};
 use aquifer_fabric::{
-    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory, MessageHandler, Region,
-    RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work, WorkError,
+    Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory,
+    MessageHandler, Region, RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work,
+    WorkError,
 };
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
