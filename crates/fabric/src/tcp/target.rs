@@ -160,8 +160,8 @@ impl TcpTarget {
         Ok(())
     }
 
-    /// Has a handler answer all messages from now on, in the threads that serve connections. Only the
-    /// first handler counts.
+    /// Has a handler answer all messages from now on, in the threads that serve connections. The
+    /// first handler only counts.
     ///
     /// [`Target::receive`] then returns no further message.
     pub fn answer_messages(&self, handler: Arc<dyn MessageHandler>) {

@@ -69,7 +69,7 @@ impl MessageHandler for TransportServer {
     }
 }
 
-/// Has the target's own threads answer. The returned thread invalidates the windows of freed extents,
+/// Has the target's own threads answer. The returned thread invalidates windows of freed extents,
 /// because that waits for those threads.
 fn answer_in_transport(target: &Arc<TcpTarget>, rpc_server: RpcServer) -> JoinHandle<()> {
     let rpc_server = Arc::new(Mutex::new(rpc_server));
