@@ -115,13 +115,14 @@ extern "C" fn main(argument: usize) -> ! {
     }
 }
 
-/// Leaves everything that the program may notice: its session, its folder and its descriptors.
+/// Leaves everything that the program may notice: its process group, its folder and its descriptors.
 fn leave_program(worker: &Worker) {
     const PRIO_PROCESS: usize = 0;
     // SAFETY: changes this process only, and passes constant strings.
     unsafe {
-        // So that a signal to the program's process group or from its terminal does not stop it.
-        syscall(libc::SYS_setsid, [0; 6]);
+        // So that a signal to the program's process group or from its terminal does not stop it. A session
+        // of its own would also be a scheduling group of its own, in which a niceness has no effect.
+        syscall(libc::SYS_setpgid, [0; 6]);
         // So that the file system of the program's folder can be unmounted.
         syscall(libc::SYS_chdir, [c"/".as_ptr() as usize, 0, 0, 0, 0, 0]);
         let name = c"aquifer-worker".as_ptr() as usize;
