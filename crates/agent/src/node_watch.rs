@@ -1,6 +1,7 @@
 //! What each memory node lends and has free, as it answered last.
 //!
-//! A node that does not answer holds up only the thread that asks, and not those who want to know.
+//! One thread asks the nodes. A request for the status waits at most a second for it, and otherwise
+//! gets the last answers.
 
 use std::collections::HashMap;
 use std::io;

@@ -71,7 +71,7 @@ impl Worker {
             state: AtomicU32::new(start::STARTING),
             pidfd: -1,
             spawned: 0,
-            thread_word: start::thread_word(),
+            thread_word: leave::thread_word(),
             socket,
             paged,
             staged,

@@ -3,9 +3,9 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The real and the saved user of the process that sends the signal. The effective one decides what
-/// it may signal, and these decide who may signal it: only root, because its user could stop it for
-/// ever.
+/// The real and the saved user of the process that sends the signal. Only root can signal a process
+/// with this user; the user of the program could otherwise stop it for ever. What it may signal
+/// depends on its effective user alone.
 const UNUSED_UID: libc::c_long = 4_294_967_294;
 
 /// Kills a process as user `uid` would, so that the kernel refuses what that user may not do.

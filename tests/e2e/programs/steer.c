@@ -1,4 +1,4 @@
-// Overwrites the stack of its own worker, as code in a sandbox could: steer FILE [--bytes in MiB].
+// Overwrites the stack of its own worker, as code in a sandbox could: steer FILE.
 // The worker is to create FILE, which it must not be able to.
 #define _GNU_SOURCE
 #include <dirent.h>

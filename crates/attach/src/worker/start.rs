@@ -2,7 +2,7 @@
 
 use core::mem::zeroed;
 use core::ptr::{self, null_mut};
-use core::sync::atomic::{AtomicU32, Ordering};
+use core::sync::atomic::Ordering;
 
 use super::{STACK_BYTES, Worker, main};
 use crate::raw::{spawn, syscall};
@@ -130,9 +130,4 @@ fn wait_until_ready(worker: &Worker) -> u32 {
             );
         }
     }
-}
-
-/// See [`super::leave::thread_word`].
-pub(super) fn thread_word() -> *const AtomicU32 {
-    super::leave::thread_word()
 }

@@ -54,6 +54,14 @@ impl SimEdge {
         world
     }
 
+    /// Whether the worker has not finished a batch yet, as every 64th time. Recorded schedules keep
+    /// their meaning, because no random number is drawn for it.
+    fn is_unfinished(&self) -> bool {
+        let looks = &mut self.world.borrow_mut().processes[self.process].looks_at_batches;
+        *looks += 1;
+        looks.is_multiple_of(64)
+    }
+
     /// The contents of a page, during a search that began at `start`. The world runs meanwhile.
     fn frame(&self, start: PageNumber, page: PageNumber) -> Option<ModelFrame> {
         let mut world =
@@ -370,7 +378,8 @@ impl Kernel for SimEdge {
         pages: &[PageNumber],
         out: &mut Vec<MoveOutcome>,
     ) -> Result<bool, ProgramEnded> {
-        if self.run_world().rng.chance(1, 64) {
+        if self.is_unfinished() {
+            let _ = self.run_world();
             return Ok(false);
         }
         self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);

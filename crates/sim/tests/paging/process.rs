@@ -102,6 +102,8 @@ pub struct SimProcess {
     pub staging: Vec<Vec<Option<u64>>>,
     /// Indexed by buffer: the worker's last command, with the outcome for each page.
     pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
+    /// How often the agent has looked whether a batch is finished.
+    pub looks_at_batches: u64,
     pub journal: SimJournal,
     /// A child's worker exists after this number of checks.
     pub looks_until_worker: u32,
@@ -130,6 +132,7 @@ impl SimProcess {
             events: VecDeque::new(),
             staging: vec![vec![None; 64]; buffers],
             batches: vec![Vec::new(); buffers],
+            looks_at_batches: 0,
             journal: SimJournal::default(),
             looks_until_worker: 0,
             pinned_pages: BTreeSet::new(),

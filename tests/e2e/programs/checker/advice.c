@@ -17,27 +17,6 @@
 #define MADV_GUARD_REMOVE 103
 #endif
 
-static void modify_every(struct area *area, struct numbers *numbers) {
-    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
-    verify_all(area);
-}
-
-static struct area part(const char *test) {
-    return area_new(test, options.bytes / PAGE_BYTES / 2);
-}
-
-static void finish(struct area *area) {
-    say(area->test, area->pages, digest(area));
-    area_free(area);
-}
-
-static void expect_end(pid_t pid, const char *test) {
-    int status;
-    while (waitpid(pid, &status, 0) < 0)
-        if (errno != EINTR) die("waitpid");
-    if (status != 0) fail(test, "a child's memory was wrong");
-}
-
 static void map_anew(struct area *area) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
     void *at = mmap(area->at, area->pages * PAGE_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -64,23 +43,23 @@ static void advise(struct area *area, int advice, unsigned round) {
 static void fork_with(const char *test, int advice, int undo, uint64_t stream,
                       void (*in_child)(struct area *)) {
     struct numbers numbers = numbers_new(stream);
-    struct area kept = part(test), advised = part(test);
+    struct area kept = area_half(test), advised = area_half(test);
     for (unsigned round = 0; round < options.rounds + 1; round++) {
-        modify_every(&advised, &numbers);
+        modify_and_verify(&advised, &numbers);
         advise(&advised, advice, round);
-        modify_every(&kept, &numbers); // `advised` leaves meanwhile.
+        modify_and_verify(&kept, &numbers); // `advised` leaves meanwhile.
         pid_t child = fork();
         if (child < 0) die("fork");
         if (child == 0) {
             in_child(&advised);
-            modify_every(&advised, &numbers);
-            modify_every(&kept, &numbers);
+            modify_and_verify(&advised, &numbers);
+            modify_and_verify(&kept, &numbers);
             verify_all(&advised);
             _exit(0);
         }
-        modify_every(&advised, &numbers);
-        modify_every(&kept, &numbers);
-        expect_end(child, test);
+        modify_and_verify(&advised, &numbers);
+        modify_and_verify(&kept, &numbers);
+        expect_end(child, test, "a child's memory was wrong");
         advise(&advised, undo, round);
         pid_t other = fork();
         if (other == 0) {
@@ -88,7 +67,7 @@ static void fork_with(const char *test, int advice, int undo, uint64_t stream,
             verify_all(&kept);
             _exit(0);
         }
-        expect_end(other, test);
+        expect_end(other, test, "a child's memory was wrong");
     }
     area_free(&advised);
     finish(&kept);
@@ -116,12 +95,12 @@ static void guard_beside_a_hole(struct area *kept, struct numbers *numbers) {
     uint64_t pages = kept->pages;
     unsigned char *at = map_pages(pages + 1);
     struct area guarded = area_over("guard", at + PAGE_BYTES, pages);
-    modify_every(&guarded, numbers);
-    modify_every(kept, numbers);
+    modify_and_verify(&guarded, numbers);
+    modify_and_verify(kept, numbers);
     if (munmap(at, PAGE_BYTES) != 0) die("munmap");
     if (madvise(at, (pages + 1) * PAGE_BYTES, MADV_GUARD_INSTALL) == 0 || errno != ENOMEM)
         fail("guard", "a hole was not reported");
-    modify_every(kept, numbers);
+    modify_and_verify(kept, numbers);
     advise(&guarded, MADV_GUARD_REMOVE, 0);
     expect_empty(&guarded);
     area_free(&guarded);
@@ -129,14 +108,14 @@ static void guard_beside_a_hole(struct area *kept, struct numbers *numbers) {
 
 void test_guard(void) {
     struct numbers numbers = numbers_new(5200);
-    struct area kept = part("guard");
+    struct area kept = area_half("guard");
     guard_beside_a_hole(&kept, &numbers);
-    struct area guarded = part("guard");
+    struct area guarded = area_half("guard");
     for (unsigned round = 0; round < options.rounds * 2; round++) {
-        modify_every(&guarded, &numbers);
-        modify_every(&kept, &numbers);
+        modify_and_verify(&guarded, &numbers);
+        modify_and_verify(&kept, &numbers);
         advise(&guarded, MADV_GUARD_INSTALL, round);
-        modify_every(&kept, &numbers);
+        modify_and_verify(&kept, &numbers);
         advise(&guarded, MADV_GUARD_REMOVE, round);
         expect_empty(&guarded);
     }
@@ -146,15 +125,15 @@ void test_guard(void) {
 
 void test_shm_remap(void) {
     struct numbers numbers = numbers_new(5300);
-    struct area kept = part("shm-remap"), replaced = part("shm-remap");
+    struct area kept = area_half("shm-remap"), replaced = area_half("shm-remap");
     int segment = shmget(IPC_PRIVATE, replaced.pages * PAGE_BYTES, IPC_CREAT | 0600);
     if (segment < 0) die("shmget");
     for (unsigned round = 0; round < options.rounds; round++) {
-        modify_every(&replaced, &numbers);
-        modify_every(&kept, &numbers);
+        modify_and_verify(&replaced, &numbers);
+        modify_and_verify(&kept, &numbers);
         if (shmat(segment, replaced.at, SHM_REMAP) != (void *)replaced.at) die("shmat");
         replaced.at[0] = 1;
-        modify_every(&kept, &numbers);
+        modify_and_verify(&kept, &numbers);
         if (shmdt(replaced.at) != 0) die("shmdt");
         map_anew(&replaced);
         expect_empty(&replaced);

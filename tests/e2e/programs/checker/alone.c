@@ -20,33 +20,6 @@
 
 enum { STACK_BYTES = 1 << 20, EXIT_RAW = 7 };
 
-static void modify_every(struct area *area, struct numbers *numbers) {
-    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
-    verify_all(area);
-}
-
-static pid_t forked(void) {
-    pid_t pid = fork();
-    if (pid < 0) die("fork");
-    return pid;
-}
-
-static int status_of(pid_t pid) {
-    int status;
-    while (waitpid(pid, &status, 0) < 0)
-        if (errno != EINTR) die("waitpid");
-    return status;
-}
-
-static struct area half(const char *test) {
-    return area_new(test, options.bytes / PAGE_BYTES / 2);
-}
-
-static void finish(struct area *area) {
-    say(area->test, area->pages, digest(area));
-    area_free(area);
-}
-
 // ---- its threads and children -------------------------------------------------------------------
 
 static int threads(void) {
@@ -66,20 +39,20 @@ static void verify_alone(void) {
 
 void test_alone(void) {
     struct numbers numbers = numbers_new(4000);
-    struct area area = half("alone");
-    modify_every(&area, &numbers);
+    struct area area = area_half("alone");
+    modify_and_verify(&area, &numbers);
     verify_alone();
     pid_t child = forked();
     if (child == 0) {
         verify_alone();
         // Only a process of one thread may do that. The system can refuse it for other reasons.
         if (unshare(CLONE_NEWUSER) != 0 && errno == EINVAL) fail("alone", "the child has two threads");
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         verify_alone();
         _exit(0);
     }
-    modify_every(&area, &numbers);
-    if (status_of(child) != 0) fail("alone", "a child's memory was wrong");
+    modify_and_verify(&area, &numbers);
+    expect_end(child, "alone", "a child's memory was wrong");
     verify_alone();
     finish(&area);
 }
@@ -108,12 +81,12 @@ static void enter_sandbox(void) {
 
 void test_sandboxed(void) {
     struct numbers numbers = numbers_new(4100);
-    struct area area = half("sandboxed"), other = half("sandboxed");
-    modify_every(&area, &numbers);
+    struct area area = area_half("sandboxed"), other = area_half("sandboxed");
+    modify_and_verify(&area, &numbers);
     enter_sandbox();
     for (unsigned round = 0; round < options.rounds; round++) {
-        modify_every(&other, &numbers);
-        modify_every(&area, &numbers);
+        modify_and_verify(&other, &numbers);
+        modify_and_verify(&area, &numbers);
     }
     area_free(&other);
     finish(&area);
@@ -123,14 +96,14 @@ void test_sandboxed(void) {
 
 static void *work_alone(void *area) {
     struct numbers numbers = {1};
-    for (unsigned round = 0; round < options.rounds; round++) modify_every(area, &numbers);
+    for (unsigned round = 0; round < options.rounds; round++) modify_and_verify(area, &numbers);
     _exit(0);
 }
 
 void test_no_unshare(void) {
     struct numbers numbers = numbers_new(4150);
-    struct area area = half("no-unshare");
-    modify_every(&area, &numbers);
+    struct area area = area_half("no-unshare");
+    modify_and_verify(&area, &numbers);
     pid_t sandbox = forked();
     if (sandbox == 0) {
         struct sock_filter filter[] = {
@@ -151,8 +124,8 @@ void test_no_unshare(void) {
         }
         _exit(status_of(child) == 0 ? 0 : 1);
     }
-    if (status_of(sandbox) != 0) fail("no-unshare", "a child's memory was wrong");
-    modify_every(&area, &numbers);
+    expect_end(sandbox, "no-unshare", "a child's memory was wrong");
+    modify_and_verify(&area, &numbers);
     finish(&area);
 }
 
@@ -162,21 +135,21 @@ static struct area inherited;
 
 static int end_by_exit(void *argument) {
     (void)argument;
-    modify_every(&inherited, &(struct numbers){1});
+    modify_and_verify(&inherited, &(struct numbers){1});
     return EXIT_RAW;
 }
 
 void test_raw_exit(void) {
     struct numbers numbers = numbers_new(4200);
-    inherited = half("raw-exit");
-    modify_every(&inherited, &numbers);
+    inherited = area_half("raw-exit");
+    modify_and_verify(&inherited, &numbers);
     char *stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (stack == MAP_FAILED) die("mmap of a stack");
     pid_t child = clone(end_by_exit, stack + STACK_BYTES, SIGCHLD, NULL);
     if (child < 0) die("clone");
     int status = status_of(child);
     if (!WIFEXITED(status) || WEXITSTATUS(status) != EXIT_RAW) fail("raw-exit", "the child did not end well");
-    modify_every(&inherited, &numbers);
+    modify_and_verify(&inherited, &numbers);
     finish(&inherited);
 }
 
@@ -201,25 +174,25 @@ static void stopped(pid_t pid, bool starts) {
 
 static void while_it_stands(const char *test, void (*hold)(pid_t, bool), uint64_t stream) {
     struct numbers numbers = numbers_new(stream);
-    struct area area = half(test);
+    struct area area = area_half(test);
     int begun[2], resumed[2];
     if (pipe(begun) != 0 || pipe(resumed) != 0) die("pipe");
     pid_t child = forked();
     if (child == 0) {
         char byte;
         if (setpgid(0, 0) != 0) _exit(2);
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         if (write(begun[1], "x", 1) != 1 || read(resumed[0], &byte, 1) != 1) _exit(2);
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         _exit(0);
     }
     char byte;
     if (read(begun[0], &byte, 1) != 1) fail(test, "the child has ended");
     hold(child, true);
-    for (unsigned round = 0; round < options.rounds * 2; round++) modify_every(&area, &numbers);
+    for (unsigned round = 0; round < options.rounds * 2; round++) modify_and_verify(&area, &numbers);
     hold(child, false);
     if (write(resumed[1], "x", 1) != 1) die("write");
-    if (status_of(child) != 0) fail(test, "the child's memory was wrong");
+    expect_end(child, test, "the child's memory was wrong");
     finish(&area);
 }
 
@@ -239,7 +212,8 @@ static int outlive(void *pipe_ends) {
     close(ends[1]);
     // The end of file: the process whose memory this is has ended.
     if (read(ends[0], &byte, 1) != 0) return 2;
-    for (unsigned round = 0; round < options.rounds; round++) modify_every(&inherited, &(struct numbers){1});
+    for (unsigned round = 0; round < options.rounds; round++)
+        modify_and_verify(&inherited, &(struct numbers){1});
     return 0;
 }
 
@@ -252,16 +226,16 @@ static void expect_ends(const char *test, int count) {
 
 void test_outlive(void) {
     struct numbers numbers = numbers_new(9000);
-    inherited = half("outlive");
-    modify_every(&inherited, &numbers);
+    inherited = area_half("outlive");
+    modify_and_verify(&inherited, &numbers);
     int ends[2];
     if (pipe(ends) != 0) die("pipe");
     // Processes that lose their parent become children of this one, and it has to wait for them.
     if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
     pid_t first = forked();
     if (first == 0) {
-        struct area other = half("outlive");
-        modify_every(&other, &numbers);
+        struct area other = area_half("outlive");
+        modify_and_verify(&other, &numbers);
         verify_all(&inherited);
         char *stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (stack == MAP_FAILED || clone(outlive, stack + STACK_BYTES, CLONE_VM | SIGCHLD, ends) < 0)
@@ -276,13 +250,13 @@ void test_outlive(void) {
 // The parent ends while its last pages are on their way out, and the child needs them.
 void test_fork_exit(void) {
     struct numbers numbers = numbers_new(4500);
-    struct area area = half("fork-exit");
+    struct area area = area_half("fork-exit");
     if (prctl(PR_SET_CHILD_SUBREAPER, 1) != 0) die("prctl");
     for (unsigned round = 0; round < options.rounds * 2; round++) {
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         pid_t parent = forked();
         if (parent == 0) {
-            modify_every(&area, &numbers);
+            modify_and_verify(&area, &numbers);
             if (forked() != 0) _exit(0);
             verify_all(&area);
             _exit(0);

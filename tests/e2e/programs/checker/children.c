@@ -113,13 +113,6 @@ static pid_t child_with_memory(void (*work)(void)) {
     return pid;
 }
 
-static void expect_end(pid_t pid, const char *who) {
-    int status;
-    while (waitpid(pid, &status, 0) < 0)
-        if (errno != EINTR) die("waitpid");
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail(way, who);
-}
-
 // ---- children with memory of their own ----------------------------------------------------------
 
 static unsigned current_round;
@@ -156,7 +149,7 @@ static void outlive_parent(void) {
     close(told[1]);
     close(told[0]);
     close(answer[1]);
-    expect_end(parent, "the parent that goes first was wrong");
+    expect_end(parent, way, "the parent that goes first was wrong");
     if (read(answer[0], &byte, 1) != 1) fail(way, "the child that outlives its parent was wrong");
     close(answer[0]);
 }
@@ -169,7 +162,7 @@ static void test_way(const char *name) {
         move_area(current_round);
         pid_t child = child_with_memory(child_goes_first);
         rewrite_areas(1, &numbers);
-        expect_end(child, "the child's memory was wrong");
+        expect_end(child, way, "the child's memory was wrong");
         verify_areas();
         outlive_parent();
         rewrite_areas(0, &numbers);
@@ -231,12 +224,12 @@ static void test_sharing(const char *name) {
     for (current_round = 0; current_round < options.rounds; current_round++) {
         move_area(current_round);
         if (spawns) work_in_parents_memory();
-        else expect_end(child_in_memory(work_in_parents_memory),
-            "the child in its parent's memory was wrong");
+        else expect_end(child_in_memory(work_in_parents_memory), way,
+                        "the child in its parent's memory was wrong");
         verify_areas();
         pid_t child = spawns ? spawned() : child_in_memory(execute_myself);
         rewrite_areas(1, &shared_numbers);
-        expect_end(child, "the executed program failed");
+        expect_end(child, way, "the executed program failed");
     }
     uint64_t sum = 0;
     for (unsigned i = 0; i < AREAS; i++) sum += digest(&areas[i]);

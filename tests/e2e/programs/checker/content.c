@@ -64,6 +64,10 @@ struct area area_new(const char *test, uint64_t pages) {
     return area_over(test, map_pages(pages), pages);
 }
 
+struct area area_half(const char *test) {
+    return area_new(test, options.bytes / PAGE_BYTES / 2);
+}
+
 void area_free(struct area *area) {
     if (munmap(area->at, area->pages * PAGE_BYTES) != 0) die("munmap");
     free(area->versions);
@@ -108,6 +112,15 @@ void modify_page(struct area *area, uint64_t page, struct numbers *numbers) {
     write_page(area, page, version);
 }
 
+void modify_all(struct area *area, struct numbers *numbers) {
+    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
+}
+
+void modify_and_verify(struct area *area, struct numbers *numbers) {
+    modify_all(area, numbers);
+    verify_all(area);
+}
+
 void expect_zero(struct area *area, uint64_t page, uint64_t pages) {
     for (uint64_t end = page + pages; page < end; page++) {
         area->versions[page] = 0;
@@ -131,6 +144,11 @@ uint64_t digest(const struct area *area) {
 void say(const char *test, uint64_t pages, uint64_t sum) {
     printf("%s ok pages %llu digest %016llx\n", test, (unsigned long long)pages, (unsigned long long)sum);
     fflush(stdout);
+}
+
+void finish(struct area *area) {
+    say(area->test, area->pages, digest(area));
+    area_free(area);
 }
 
 // Straight to the descriptor and out: the memory that a buffer or an exit handler needs may be what

@@ -42,6 +42,8 @@ struct area {
 };
 
 struct area area_new(const char *test, uint64_t pages);
+// An area of half of the memory that the tests may use.
+struct area area_half(const char *test);
 // The same for memory that is there already; all its pages must be zero.
 struct area area_over(const char *test, void *at, uint64_t pages);
 void area_free(struct area *area);
@@ -55,11 +57,15 @@ void verify_all(const struct area *area);
 // Writes one word of the new version without having looked, then verifies all others, then writes
 // them. A pager that answers the first write with an empty page is found out.
 void modify_page(struct area *area, uint64_t page, struct numbers *numbers);
+void modify_all(struct area *area, struct numbers *numbers);
+void modify_and_verify(struct area *area, struct numbers *numbers);
 // Marks pages as zero, after something that must have made them so, and verifies it.
 void expect_zero(struct area *area, uint64_t page, uint64_t pages);
 uint64_t digest(const struct area *area);
 
 void say(const char *test, uint64_t pages, uint64_t sum);
+// Says what the area holds, and frees it.
+void finish(struct area *area);
 // Ends the program with status 1, naming the first wrong word.
 _Noreturn void fail_at(const char *test, uint64_t page, const void *at, uint64_t found, uint64_t expected);
 // Ends the program with status 1 for anything else that is wrong.

@@ -10,10 +10,6 @@
 #define MREMAP_DONTUNMAP 4
 #endif
 
-static void modify_all(struct area *area, struct numbers *numbers) {
-    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
-}
-
 // Gives the area `pages` pages; what it has gained must be zero.
 static void resize(struct area *area, uint64_t pages, void *fixed) {
     uint64_t old_pages = area->pages;

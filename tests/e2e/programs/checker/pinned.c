@@ -14,10 +14,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-static void modify_all(struct area *area, struct numbers *numbers) {
-    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
-}
-
 // ---- protect: a write barrier, as garbage collectors have it ------------------------------------
 
 enum { CARD_PAGES = 16 };

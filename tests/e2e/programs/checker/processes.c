@@ -18,21 +18,25 @@ static const char *const CHILD_VARIABLE = "CHECKER_CHILD";
 
 static struct area shared;
 
-static void expect_success(pid_t pid, const char *who) {
+pid_t forked(void) {
+    pid_t pid = fork();
+    if (pid < 0) die("fork");
+    return pid;
+}
+
+int status_of(pid_t pid) {
     int status;
     while (waitpid(pid, &status, 0) < 0)
         if (errno != EINTR) die("waitpid");
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail("fork", who);
+    return status;
+}
+
+void expect_end(pid_t pid, const char *test, const char *otherwise) {
+    if (status_of(pid) != 0) fail(test, otherwise);
 }
 
 static void modify_every(struct area *area, uint64_t first, uint64_t step, struct numbers *numbers) {
     for (uint64_t page = first; page < area->pages; page += step) modify_page(area, page, numbers);
-}
-
-static pid_t forked(void) {
-    pid_t pid = fork();
-    if (pid < 0) die("fork");
-    return pid;
 }
 
 // The grandchild inherits what its parent has changed, and changes it again.
@@ -48,7 +52,7 @@ static _Noreturn void child_work(unsigned round) {
     }
     modify_every(&shared, 0, 4, &numbers);
     verify_all(&shared);
-    expect_success(grandchild, "the grandchild's memory was wrong");
+    expect_end(grandchild, "fork", "the grandchild's memory was wrong");
     verify_all(&shared);
     _exit(0);
 }
@@ -85,7 +89,7 @@ static void execute(unsigned round, bool spawn) {
             die("execv");
         }
     }
-    expect_success(pid, spawn ? "the spawned program failed" : "the executed program failed");
+    expect_end(pid, "fork", spawn ? "the spawned program failed" : "the executed program failed");
     unsetenv(CHILD_VARIABLE);
 }
 
@@ -117,7 +121,7 @@ void test_fork(void) {
         verify_all(&shared);
         execute(round, false);
         execute(round, true);
-        expect_success(child, "the child's memory was wrong");
+        expect_end(child, "fork", "the child's memory was wrong");
         verify_all(&shared);
         // After the child's end the pages are shared with nobody, and yet not as they were.
         modify_every(&shared, round % 3, 3, &numbers);
@@ -164,7 +168,7 @@ void test_fork_storm(void) {
             _exit(0);
         }
         write_hot(&area, hot, 3 * storm + 3);
-        expect_success(child, "the storming child's memory was wrong");
+        expect_end(child, "fork", "the storming child's memory was wrong");
         for (uint64_t page = 0; page < hot; page++) verify_page(&area, page);
     }
     verify_all(&area);

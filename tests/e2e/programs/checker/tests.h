@@ -3,6 +3,8 @@
 #ifndef CHECKER_TESTS_H
 #define CHECKER_TESTS_H
 
+#include <sys/types.h>
+
 void test_pages(void);     // areas.c
 void test_mremap(void);    // moves.c
 void test_dontunmap(void); // moves.c
@@ -54,6 +56,13 @@ void test_by_spawn(void);
 
 // What the program does when the fork test has it run itself.
 int executed_child(int argc, char **argv); // processes.c
+
+// Forks, or ends the program.
+pid_t forked(void); // processes.c
+// Waits for a child's end.
+int status_of(pid_t pid); // processes.c
+// Waits for a child's end, and fails unless the child exits with 0.
+void expect_end(pid_t pid, const char *test, const char *otherwise); // processes.c
 
 // Runs `work(number)` on options.threads threads, and waits for all of them.
 void on_threads(void (*work)(unsigned number)); // threads.c

@@ -19,50 +19,23 @@
 
 enum { NOBODY = 65534, PIECE_BYTES = 64 * PAGE_BYTES, STACK_BYTES = 1 << 20 };
 
-static void modify_every(struct area *area, struct numbers *numbers) {
-    for (uint64_t page = 0; page < area->pages; page++) modify_page(area, page, numbers);
-    verify_all(area);
-}
-
-static void expect_end(pid_t pid, const char *test) {
-    int status;
-    while (waitpid(pid, &status, 0) < 0)
-        if (errno != EINTR) die("waitpid");
-    if (!WIFEXITED(status) || WEXITSTATUS(status) != 0) fail(test, "a child's memory was wrong");
-}
-
-static pid_t forked(void) {
-    pid_t pid = fork();
-    if (pid < 0) die("fork");
-    return pid;
-}
-
-static struct area half(const char *test) {
-    return area_new(test, options.bytes / PAGE_BYTES / 2);
-}
-
-static void finish(struct area *area) {
-    say(area->test, area->pages, digest(area));
-    area_free(area);
-}
-
 // ---- a daemon, which closes every descriptor, ours too if it could ------------------------------
 
 void test_daemon(void) {
     struct numbers numbers = numbers_new(3000);
-    struct area area = half("daemon");
-    modify_every(&area, &numbers);
+    struct area area = area_half("daemon");
+    modify_and_verify(&area, &numbers);
     pid_t daemon = forked();
     if (daemon == 0) {
         if (setsid() < 0 || syscall(SYS_close_range, 0, ~0u, 0) != 0) _exit(2);
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         pid_t worker = forked();
-        modify_every(&area, &numbers);
+        modify_and_verify(&area, &numbers);
         if (worker == 0) _exit(0);
-        expect_end(worker, "daemon");
+        expect_end(worker, "daemon", "a child's memory was wrong");
         _exit(0);
     }
-    expect_end(daemon, "daemon");
+    expect_end(daemon, "daemon", "a child's memory was wrong");
     verify_all(&area);
     finish(&area);
 }
@@ -99,18 +72,18 @@ static void verify_threads_are_nobody(void) {
 
 void test_setuid(void) {
     struct numbers numbers = numbers_new(3100);
-    struct area area = half("setuid");
-    modify_every(&area, &numbers);
+    struct area area = area_half("setuid");
+    modify_and_verify(&area, &numbers);
     if (setgroups(0, NULL) != 0 || setgid(NOBODY) != 0 || setuid(NOBODY) != 0) die("setuid");
     verify_threads_are_nobody();
-    modify_every(&area, &numbers);
+    modify_and_verify(&area, &numbers);
     pid_t child = forked();
-    modify_every(&area, &numbers);
+    modify_and_verify(&area, &numbers);
     if (child == 0) {
         verify_threads_are_nobody();
         _exit(0);
     }
-    expect_end(child, "setuid");
+    expect_end(child, "setuid", "a child's memory was wrong");
     finish(&area);
 }
 
@@ -118,17 +91,17 @@ void test_setuid(void) {
 
 void test_populate(void) {
     struct numbers numbers = numbers_new(3200);
-    struct area other = half("populate");
+    struct area other = area_half("populate");
     uint64_t pages = other.pages / 4;
     for (unsigned round = 0; round < options.rounds * 4; round++) {
-        modify_every(&other, &numbers);
+        modify_and_verify(&other, &numbers);
         int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
         void *at = mmap(NULL, pages * PAGE_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (at == MAP_FAILED) die("mmap with MAP_POPULATE");
         struct area area = area_over("populate", at, pages);
         verify_all(&area);
-        modify_every(&area, &numbers);
-        modify_every(&other, &numbers);
+        modify_and_verify(&area, &numbers);
+        modify_and_verify(&other, &numbers);
         if (madvise(at, pages * PAGE_BYTES, MADV_POPULATE_WRITE) != 0
             && errno != EINVAL) die("MADV_POPULATE_WRITE");
         verify_all(&area);
@@ -152,12 +125,12 @@ static int open_direct(void) {
 
 void test_direct(void) {
     struct numbers numbers = numbers_new(3300);
-    struct area from = half("direct"), to = half("direct");
+    struct area from = area_half("direct"), to = area_half("direct");
     uint64_t bytes = from.pages * PAGE_BYTES / PIECE_BYTES * PIECE_BYTES;
     int fd = open_direct();
     for (unsigned round = 0; round < options.rounds; round++) {
-        modify_every(&from, &numbers);
-        modify_every(&to, &numbers); // `from` leaves meanwhile.
+        modify_and_verify(&from, &numbers);
+        modify_and_verify(&to, &numbers); // `from` leaves meanwhile.
         for (uint64_t done = 0; done < bytes; done += PIECE_BYTES)
             if (pwrite(fd, from.at + done, PIECE_BYTES, (off_t)done) != PIECE_BYTES) die("a direct pwrite");
         for (uint64_t done = 0; done < bytes; done += PIECE_BYTES)
@@ -184,12 +157,12 @@ static void on_signal(int signal) {
 
 void test_signal_stack(void) {
     struct numbers numbers = numbers_new(3400);
-    interrupted = half("signal-stack");
+    interrupted = area_half("signal-stack");
     stack_t stack = {.ss_sp = map_pages(STACK_BYTES / PAGE_BYTES), .ss_size = STACK_BYTES}, former;
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_ONSTACK};
     if (sigaltstack(&stack, &former) != 0 || sigaction(SIGUSR1, &action, NULL) != 0) die("sigaltstack");
     for (unsigned round = 0; round < options.rounds * 4; round++) {
-        modify_every(&interrupted, &numbers);
+        modify_and_verify(&interrupted, &numbers);
         raise(SIGUSR1);
         if (signals != (sig_atomic_t)round + 1) fail("signal-stack",
             "the handler was not called once for each signal");
@@ -204,13 +177,13 @@ static pthread_mutex_t *left_locked;
 
 static void *lock_and_end(void *argument) {
     if (pthread_mutex_lock(left_locked) != 0) fail("robust", "the mutex could not be locked");
-    modify_every(argument, &(struct numbers){1});
+    modify_and_verify(argument, &(struct numbers){1});
     return NULL;
 }
 
 void test_robust(void) {
     struct numbers numbers = numbers_new(3500);
-    struct area pressure = half("robust");
+    struct area pressure = area_half("robust");
     // Between processes, as such mutexes mostly are.
     left_locked = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (left_locked == MAP_FAILED) die("mmap of shared memory");
@@ -227,7 +200,7 @@ void test_robust(void) {
         if (pthread_mutex_consistent(left_locked) != 0) fail("robust", "the mutex could not be repaired");
         pthread_mutex_unlock(left_locked);
         pthread_mutex_destroy(left_locked);
-        modify_every(&pressure, &numbers);
+        modify_and_verify(&pressure, &numbers);
     }
     finish(&pressure);
 }
