@@ -50,13 +50,26 @@ static CONTROL: AtomicPtr<WorkerControl> = AtomicPtr::new(null_mut());
 /// Says 1 in a process that is attached. Its page is empty in each child that has a copy of the memory, however that was made.
 static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
-/// Ask that the page at `address` never be taken.
-pub fn pin(address: usize) {
+/// How often to look whether the agent has finished an eviction.
+const PIN_INTERVAL_US: u32 = 50;
+
+/// Pins the page at `address`, which the calling thread may write: it is never evicted. Returns when the page is resident.
+fn pin(address: usize) {
     attach_if_forked();
     let control = CONTROL.load(Ordering::Acquire);
     if !control.is_null() {
         // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
-        unsafe { &*control }.pin((address / PAGE) as u64);
+        let control = unsafe { &*control };
+        control.pin((address / PAGE) as u64);
+        while control.are_pins_locked() {
+            // SAFETY: waits only.
+            unsafe {
+                libc::usleep(PIN_INTERVAL_US);
+            }
+        }
+        // A write, since the page may be write-protected.
+        // SAFETY: the caller has a word there, and an atomic access that changes nothing disturbs no other.
+        unsafe { AtomicU32::from_ptr((address & !3) as *mut u32) }.fetch_or(0, Ordering::Relaxed);
     }
 }
 

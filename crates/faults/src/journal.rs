@@ -12,11 +12,11 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use aquifer_pager::{Memory, PageNumber};
+use aquifer_pager::{Memory, Mutation, PageNumber};
 
 use crate::areas::{Area, Areas};
 use crate::kernel::UffdMessage;
-use crate::uffd::{MESSAGE_BYTES, Userfaultfd, is_event, parse};
+use crate::uffd::{MESSAGE_BYTES, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
 const VERSION: u32 = 4;
@@ -151,16 +151,19 @@ impl Journal {
         self.memory.atomic_u64(self.copy_at(self.good_copy()) + SEQUENCE_AT).load(Relaxed)
     }
 
-    /// Appends the messages that the kernel has, without waiting.
+    /// Appends the messages that `source`, the kernel, writes to the buffer that it is given.
     ///
-    /// Must be called only after all events of the previous read were applied.
-    pub fn read(&mut self, uffd: &Userfaultfd, out: &mut Vec<UffdMessage<RawFd>>) {
+    /// `source` returns the number of bytes written. Must be called only after all events of the
+    /// previous read were applied.
+    pub fn read(&mut self, source: impl FnOnce(&mut [u8]) -> usize, out: &mut Vec<UffdMessage<RawFd>>) {
         self.clear();
-        // SAFETY: the range is inside the mapping, and only this thread accesses it.
-        let length = unsafe {
-            let buffer = self.memory.as_ptr().add(MESSAGES_AT);
-            uffd.read(buffer, MESSAGES_MAX * MESSAGE_BYTES)
+        // SAFETY: the range is inside the mapping, and only this thread accesses it. The agent that
+        // mapped it before has ended.
+        let buffer = unsafe {
+            let start = self.memory.as_ptr().add(MESSAGES_AT);
+            std::slice::from_raw_parts_mut(start, MESSAGES_MAX * MESSAGE_BYTES)
         };
+        let length = source(buffer);
         for position in 0..length / MESSAGE_BYTES {
             let mut bytes = [0; MESSAGE_BYTES];
             self.memory.read(MESSAGES_AT + position * MESSAGE_BYTES, &mut bytes);
@@ -178,6 +181,9 @@ impl Journal {
     ///
     /// The new range must already be discarded.
     pub fn begin_remap(&self, index: usize) {
+        if Mutation::ForgetMoving.is_active() {
+            return;
+        }
         self.word(REMAP_AT).store(u32_of(self.positions[index] + 1), Release);
     }
 

@@ -223,7 +223,14 @@ pub trait Kernel {
     /// Whether the program has a worker; a forked child has none until it has attached.
     fn has_worker(&self) -> bool;
 
-    /// Whether the program has asked that a page stays resident.
+    /// Reads which pages must stay resident. A thread that pins a page waits from now on, until
+    /// [`Self::unlock_pins`].
+    fn lock_pins(&mut self);
+
+    /// Lets threads go on that have pinned pages since [`Self::lock_pins`].
+    fn unlock_pins(&mut self);
+
+    /// Whether the program had asked that a page stays resident, at [`Self::lock_pins`].
     fn is_pinned(&self, page: PageNumber) -> bool;
 
     /// Whether each change of the address space that has begun was read as an event.

@@ -5,6 +5,8 @@
 //! - [`serve`]: the edge of real programs and its threads.
 //! - `uffd`, `worker`, `maps`, `pagemap`: requests to the kernel and to a program's worker.
 //! - `journal`: events that are read and not yet applied, in memory that outlives the agent.
+//! - [`send_loop`]: the turns of a run's sender.
+//! - [`takeover`]: what a program of an agent that has died is resumed from.
 //! - `areas`, `stream`, `stats`: sets of pages, detection of sequential access, statistics.
 //!
 //! The crate does not know where evicted pages go: that is the part of the pager.
@@ -18,17 +20,21 @@ mod kernel;
 mod maps;
 mod monitor;
 mod pagemap;
+pub mod send_loop;
 pub mod serve;
 mod stats;
 mod stream;
+pub mod takeover;
 mod uffd;
 mod worker;
 
 pub use areas::{Area, Areas};
 pub use edge::{Edge, EvictedBatch, SenderEvent};
-pub use journal::PersistentRanges;
+pub use journal::{Journal, JournalContents, PersistentRanges};
 pub use kernel::{
     FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PageFault, ProgramEnded, UffdMessage,
 };
 pub use monitor::{Monitor, ResumeState, TurnOutcome};
 pub use stats::FaultStats;
+pub use uffd::{MESSAGE_BYTES, to_bytes};
+pub use worker::WorkerPort;

@@ -135,41 +135,33 @@ impl Userfaultfd {
     /// Lets the kernel write pending messages to `buffer`; returns the number of bytes written.
     ///
     /// Does not wait, whatever the program has done to the flags of the descriptor that it shares.
-    ///
-    /// # Safety
-    /// `length` bytes at `buffer` must be writable, and no other thread may access them meanwhile.
-    pub unsafe fn read(&self, buffer: *mut u8, length: usize) -> usize {
-        let part = libc::iovec { iov_base: buffer.cast(), iov_len: length };
-        // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
+    pub fn read(&self, buffer: &mut [u8]) -> usize {
+        let part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+        // SAFETY: the kernel writes at most the length of the buffer, which this call borrows.
         let done = unsafe { libc::preadv2(self.as_raw_fd(), &raw const part, 1, -1, libc::RWF_NOWAIT) };
         if done < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP) {
             // The userfaultfd of a forked child, or any before Linux 6.10.
-            // SAFETY: as above.
-            return unsafe { self.read_by_flag(buffer, length) };
+            return self.read_by_flag(buffer);
         }
         usize::try_from(done).unwrap_or(0)
     }
 
     /// Reads with the flag of the descriptor set again, which the program may have cleared. One that
     /// clears it in between holds up the calling thread, which must serve no other program.
-    ///
-    /// # Safety
-    /// As [`Self::read`].
-    unsafe fn read_by_flag(&self, buffer: *mut u8, length: usize) -> usize {
+    fn read_by_flag(&self, buffer: &mut [u8]) -> usize {
         if let Err(error) = rustix::fs::fcntl_setfl(self, rustix::fs::OFlags::NONBLOCK) {
             tracing::warn!(%error, "cannot make a userfaultfd non-blocking");
             return 0;
         }
-        // SAFETY: the kernel writes at most `length` bytes, which the caller permits.
-        let done = unsafe { libc::read(self.as_raw_fd(), buffer.cast(), length) };
+        // SAFETY: the kernel writes at most the length of the buffer, which this call borrows.
+        let done = unsafe { libc::read(self.as_raw_fd(), buffer.as_mut_ptr().cast(), buffer.len()) };
         usize::try_from(done).unwrap_or(0)
     }
 
     /// Reads pending messages, without waiting.
     pub(crate) fn read_messages(&self) -> Vec<UffdMessage<OwnedFd>> {
         let mut buffer = [[0; MESSAGE_BYTES]; MESSAGES_MAX];
-        // SAFETY: the buffer has that length, and belongs to this call.
-        let length = unsafe { self.read(buffer.as_mut_ptr().cast(), MESSAGE_BYTES * MESSAGES_MAX) };
+        let length = self.read(buffer.as_flattened_mut());
         let messages = buffer[..length / MESSAGE_BYTES].iter().filter_map(parse);
         // SAFETY: the kernel has created each descriptor for this read.
         messages.map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })).collect()
@@ -323,4 +315,48 @@ pub fn parse(bytes: &[u8; MESSAGE_BYTES]) -> Option<UffdMessage<RawFd>> {
             return None;
         }
     })
+}
+
+/// A message as the kernel writes it.
+#[must_use]
+pub fn to_bytes(message: &UffdMessage<RawFd>) -> [u8; MESSAGE_BYTES] {
+    let address = |page: PageNumber| page * PAGE_BYTES as u64;
+    let (kind, words) = match *message {
+        UffdMessage::Fault(PageFault { page, is_write, is_protected, thread }) => {
+            let flags = if is_write { FLAG_WRITE } else { 0 } | if is_protected { FLAG_PROTECTED } else { 0 };
+            (EVENT_PAGEFAULT, [flags, address(page), thread.into()])
+        }
+        // The descriptor has 4 bytes.
+        UffdMessage::Fork(fd) => (EVENT_FORK, [u64::from_ne_bytes(i64::from(fd).to_ne_bytes()), 0, 0]),
+        UffdMessage::Remap { from, to, pages } => (EVENT_REMAP, [address(from), address(to), address(pages)]),
+        UffdMessage::Remove { start, end } => (EVENT_REMOVE, [address(start), address(end), 0]),
+        UffdMessage::Unmap { start, end } => (EVENT_UNMAP, [address(start), address(end), 0]),
+    };
+    let mut bytes = [0; MESSAGE_BYTES];
+    bytes[0] = kind;
+    for (place, word) in bytes[8..].chunks_exact_mut(8).zip(words) {
+        place.copy_from_slice(&word.to_ne_bytes());
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_have_the_bytes_of_the_kernel() {
+        let fault = PageFault { page: 9, is_write: true, is_protected: true, thread: 77 };
+        let messages = [
+            UffdMessage::Fault(fault),
+            UffdMessage::Fault(PageFault { is_write: false, is_protected: false, ..fault }),
+            UffdMessage::Fork(12),
+            UffdMessage::Remap { from: 1, to: 20, pages: 3 },
+            UffdMessage::Remove { start: 4, end: 6 },
+            UffdMessage::Unmap { start: 5, end: 1 << 34 },
+        ];
+        for message in messages {
+            assert_eq!(parse(&to_bytes(&message)), Some(message));
+        }
+    }
 }

@@ -14,6 +14,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
 
+use crate::areas::{Area, Areas};
 use crate::kernel::MoveOutcome;
 
 /// How long to wait for a worker before the caller does other work.
@@ -93,7 +94,9 @@ impl WorkerPort {
         Arc::clone(&self.fd)
     }
 
-    fn control(&self) -> &WorkerControl {
+    /// The memory itself. The worker of the simulator works in it.
+    #[must_use]
+    pub fn control(&self) -> &WorkerControl {
         // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the program writes is valid.
         unsafe { &*self.control }
     }
@@ -134,8 +137,24 @@ impl WorkerPort {
         self.control().core.store(number, Relaxed);
     }
 
-    /// Learn of pages that the program has pinned since.
-    pub fn refresh_pins(&mut self) {
+    /// Reads which pages the program has pinned. Pages that it pins later count after
+    /// [`Self::unlock_pins`].
+    pub fn lock_pins(&mut self) {
+        self.control().lock_pins();
+        self.refresh_pins();
+    }
+
+    /// The moves are done: the agent acts on the pins no more.
+    pub fn unlock_pins(&self) {
+        self.control().unlock_pins();
+    }
+
+    /// Removes the pinned pages from areas.
+    pub fn remove_pinned(&self, areas: &mut Areas) {
+        self.pins.iter().for_each(|page| areas.remove(Area { start: *page, end: page + 1 }));
+    }
+
+    fn refresh_pins(&mut self) {
         let count = self.control().pin_count.load(Acquire);
         if count == self.pins_seen {
             return;
@@ -211,15 +230,17 @@ impl WorkerPort {
         self.control().batches[buffer].count.store(0, Release);
     }
 
-    /// How many buffers an agent before this one had not emptied, with pages that are leaving. Does not wait.
-    pub fn unemptied(&self, is_leaving: impl Fn(PageNumber) -> bool) -> usize {
-        let is_unemptied = |batch: &&BatchRecord| {
+    /// By staging buffer, the pages that an agent before this one has sent and not copied yet.
+    ///
+    /// Does not wait for the worker.
+    #[must_use]
+    pub fn begun(&self) -> Vec<Vec<PageNumber>> {
+        let pages = |batch: &BatchRecord| {
             let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
-            let pages =
-                batch.addresses[..count].iter().map(|address| address.load(Relaxed) / PAGE_BYTES as u64);
-            pages.into_iter().any(&is_leaving)
+            let addresses = batch.addresses[..count].iter();
+            addresses.map(|address| address.load(Relaxed) / PAGE_BYTES as u64).collect()
         };
-        self.control().batches.iter().filter(is_unemptied).count()
+        self.control().batches.iter().map(pages).collect()
     }
 
     /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
@@ -230,6 +251,7 @@ impl WorkerPort {
                 return None;
             }
         }
+        self.unlock_pins();
         let of = |batch: &BatchRecord| {
             let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
             let places = batch.addresses[..count].iter().zip(&batch.statuses);

@@ -7,7 +7,8 @@
 
 use std::sync::atomic::{
     AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
+    Ordering::{Acquire, Relaxed, Release, SeqCst},
+    fence,
 };
 
 /// Maximum number of pages in one command.
@@ -55,8 +56,8 @@ pub struct WorkerControl {
     pub process_ended: AtomicU32,
     /// 1 if the program may have memory that its forked children do not get, or get empty.
     pub has_fork_advice: AtomicU32,
-    /// Padding that aligns 8-byte fields.
-    pub reserved: AtomicU32,
+    /// 1 while the agent acts on the pins that it has read, else 0. See [`Self::lock_pins`].
+    pub pins_locked: AtomicU32,
     /// The last command of each staging buffer. It stays until the agent has copied the buffer, so
     /// that an agent that takes over knows which pages are in it.
     pub batches: [BatchRecord; STAGING_BUFFERS],
@@ -96,7 +97,28 @@ impl WorkerControl {
         self.magic.load(Acquire) == CONTROL_MAGIC && self.version.load(Relaxed) == crate::VERSION.into()
     }
 
-    /// Pins a page: it is never evicted. Threads of the program may call this concurrently.
+    /// Locks the pins: a page that is pinned from now on may still be evicted or write-protected,
+    /// but its thread waits for [`Self::unlock_pins`] and touches the page then.
+    pub fn lock_pins(&self) {
+        self.pins_locked.store(1, Relaxed);
+        // Either the agent reads a pin after this, or the thread that stores the pin sees the lock.
+        fence(SeqCst);
+    }
+
+    /// Unlocks the pins: the pages have been moved or write-protected.
+    pub fn unlock_pins(&self) {
+        self.pins_locked.store(0, Release);
+    }
+
+    /// Whether a thread that has pinned a page must wait before it touches the page.
+    #[must_use]
+    pub fn are_pins_locked(&self) -> bool {
+        fence(SeqCst);
+        self.pins_locked.load(Acquire) != 0
+    }
+
+    /// Pins a page: it is not evicted once the thread has touched it, which must be done when
+    /// [`Self::are_pins_locked`] is false. Threads of the program may call this concurrently.
     pub fn pin(&self, page: u64) {
         let known = (self.pin_count.load(Acquire) as usize).min(PINS_MAX);
         if self.pins[..known].iter().any(|pin| pin.load(Relaxed) == page) {

@@ -6,7 +6,7 @@
 use crate::hello::{self, ProgramHello};
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 11;
+pub const VERSION: u16 = 12;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.

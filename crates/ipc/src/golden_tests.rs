@@ -122,7 +122,7 @@ fn golden_control_memory() {
             buffer,
             process_ended,
             has_fork_advice,
-            reserved,
+            pins_locked,
             batches,
             pin_count,
             pins_overflowed,

@@ -19,9 +19,13 @@ aquifer_mutation::mutations! {
         ForgetForkReference,
         /// Faults are served before the events that were read together with them.
         ServeFaultsBeforeEvents,
-        /// Pages are evicted although an event is unread: the worker uses the descriptor without
-        /// events.
-        EvictDuringEvents,
+        /// Messages are read while the worker moves pages, so that the kernel does not refuse moves
+        /// because of unread events.
+        ReadWhileMoving,
+        /// Pages are evicted without a look at the pages that were pinned since.
+        IgnorePins,
+        /// A page whose bytes could not be copied from the staging buffer is staged all the same.
+        StageUnreadable,
         /// A fork is served while a batch is in flight.
         ForkWithoutFlush,
         /// The sender reports a batch as written before a memory node has acknowledged it.
@@ -43,6 +47,8 @@ aquifer_mutation::mutations! {
         /// A page that is present in a newly registered area becomes held without a proof that the
         /// page is registered.
         AdoptUnproved,
+        /// An adoption goes on with its list of present pages although an event was applied since.
+        AdoptFromOldList,
         /// After a restart, areas are adopted before the events that the previous agent had read
         /// are applied.
         AdoptBeforeEvents,

@@ -1,6 +1,6 @@
 //! Eviction: moves pages out of the program while it is close to its limit.
 
-use aquifer_pager::{BLOCK_PAGES, Batch, BlockId};
+use aquifer_pager::{BLOCK_PAGES, Batch, BlockId, Mutation};
 
 use super::Monitor;
 use crate::edge::{Edge, EvictedBatch};
@@ -87,6 +87,17 @@ impl<E: Edge> Monitor<E> {
             self.lacks_block = self.volume.lacks_block();
             return false;
         };
+        if Mutation::IgnorePins.is_active() {
+            return self.evict_into(block);
+        }
+        self.edge.lock_pins();
+        let may_go_on = self.evict_into(block);
+        self.edge.unlock_pins();
+        may_go_on
+    }
+
+    /// Evicts one batch into a block; returns whether another may be tried at once.
+    fn evict_into(&mut self, block: BlockId) -> bool {
         let is_over_limit = self.budget.excess(0) > 0;
         self.victims.clear();
         let edge = &self.edge;
@@ -103,6 +114,9 @@ impl<E: Edge> Monitor<E> {
         let buffer = self.free_buffers.pop().expect("make_room has checked that a buffer is free");
         self.move_outcomes.clear();
         self.edge.begin_move_out(buffer, &self.victims);
+        if Mutation::ReadWhileMoving.is_active() {
+            self.read_and_apply();
+        }
         loop {
             match self.edge.finish_move_out(buffer, &self.victims, &mut self.move_outcomes) {
                 Ok(true) => return self.record_batch(block, buffer),

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_pager::{Batch, BlockId, Budget, PageNumber, PageState, RecoveredVolume};
+use aquifer_pager::{Batch, BlockId, Budget, Mutation, PageNumber, PageState, RecoveredVolume};
 
 use super::Monitor;
 use crate::areas::{Area, Areas};
@@ -103,7 +103,7 @@ impl<E: Edge> Monitor<E> {
             let mut pages = Batch::new();
             let mut positions = Vec::new();
             for (position, (page, outcome)) in batch.iter().enumerate() {
-                if *outcome != MoveOutcome::Moved {
+                if *outcome != MoveOutcome::Moved || Mutation::ForgetLeaving.is_active() {
                     continue;
                 }
                 // The program can write the lists: a page counts once, in all of them together.

@@ -348,7 +348,7 @@ impl Kernel for ProcessEdge {
             return;
         }
         let mut messages = std::mem::take(&mut self.messages);
-        self.journal.read(&self.uffd, &mut messages);
+        self.journal.read(|buffer| self.uffd.read(buffer), &mut messages);
         // SAFETY: the kernel has created each descriptor for the process that reads the message,
         // once.
         out.extend(
@@ -418,7 +418,14 @@ impl Kernel for ProcessEdge {
     }
 
     fn protect(&mut self, areas: &Areas) -> bool {
-        protect_all(self.uffd.as_fd(), areas)
+        let Some(attachment) = &mut self.attachment else { return protect_all(self.uffd.as_fd(), areas) };
+        // The kernel could not write to a protected page when a thread ends.
+        let mut unpinned = areas.clone();
+        attachment.worker.lock_pins();
+        attachment.worker.remove_pinned(&mut unpinned);
+        let is_done = protect_all(self.uffd.as_fd(), &unpinned);
+        attachment.worker.unlock_pins();
+        is_done
     }
 
     fn protect_child(&mut self, child: &OwnedFd, areas: &Areas) {
@@ -472,7 +479,6 @@ impl Kernel for ProcessEdge {
 
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
         let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
-        attachment.worker.refresh_pins();
         attachment.worker.set_core(self.core_follower.core());
         attachment.worker.begin_batch(buffer, pages);
     }
@@ -492,6 +498,14 @@ impl Kernel for ProcessEdge {
 
     fn has_worker(&self) -> bool {
         self.find_worker()
+    }
+
+    fn lock_pins(&mut self) {
+        self.attachment.iter_mut().for_each(|attachment| attachment.worker.lock_pins());
+    }
+
+    fn unlock_pins(&mut self) {
+        self.attachment.iter().for_each(|attachment| attachment.worker.unlock_pins());
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use aquifer_channel::kill::kill_as;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{BlockId, Budget, Memory, REPLICAS_MAX, RecoveredVolume, SlabSet, Volume, finish_move};
+use aquifer_pager::{BlockId, Budget, Memory, Mempool, PageNumber, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::PagingService;
@@ -26,11 +26,10 @@ use super::program::{Program, new_program};
 use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
 use super::unserved::UnservedMemory;
-use crate::areas::Area;
-use crate::journal::{Journal, JournalContents, PersistentRanges};
-use crate::kernel::{FillStop, UffdMessage};
-use crate::monitor::{Monitor, ResumeState};
+use crate::kernel::FillStop;
+use crate::monitor::Monitor;
 use crate::pagemap;
+use crate::takeover::{self, Origin, TakenPages, TakenProgram};
 use crate::uffd::Userfaultfd;
 use crate::worker::WorkerPort;
 
@@ -82,9 +81,8 @@ impl PagingService {
         for run in runs.values_mut() {
             run.recover(self, &mut orphans, &mut used, deadline);
         }
-        self.mempool.finish_recovery(&used);
-        // Before other programs can allocate them.
-        runs.values_mut().flat_map(|run| &mut run.resumable).for_each(ResumableProgram::reserve_blocks);
+        let resumable = runs.values_mut().flat_map(|run| &mut run.resumable);
+        takeover::finish(&self.mempool, &used, resumable.map(ResumableProgram::begun_batches));
         for id in orphans.into_keys() {
             self.agent.remove_from_keeper(HeldKind::Orphan, id);
         }
@@ -142,7 +140,7 @@ impl PagingService {
             let _gone = send_frame(&owner, &Frame::RunOpened(run.token()), &[]);
         }
         for resumable in resumable {
-            let program = resumable.program.to_unservable();
+            let program = resumable.to_unservable(run.tenant());
             if end_reason.is_none() {
                 let Err(error) = resumable.start(self, &run) else { continue };
                 end_reason = Some(format!("a program of it cannot be resumed: {error}"));
@@ -207,6 +205,17 @@ impl UnservableProgram {
             record.and_then(|record| Some((Userfaultfd::from(clone(kept.fds.first())?), record.canary(id))));
         Self { id, pidfd, tenant: kept.item.uid, memory }
     }
+
+    fn of(
+        id: u64,
+        tenant: u32,
+        process: Option<&KeptProcess>,
+        uffd: &Userfaultfd,
+        record: &ProgramRecord,
+    ) -> Self {
+        let pidfd = process.and_then(|process| process.pidfd.try_clone().ok());
+        Self { id, pidfd, tenant, memory: Some((uffd.clone(), record.canary(id))) }
+    }
 }
 
 /// A run that is being recovered.
@@ -261,7 +270,7 @@ impl RecoveringRun {
     ) {
         let served: HashSet<_> = self.programs.iter().filter_map(|program| program.record.origin).collect();
         let mut blocks = Vec::new();
-        for mut program in std::mem::take(&mut self.programs) {
+        for program in std::mem::take(&mut self.programs) {
             let id = program.id;
             if program.has_ended() {
                 if !program.is_memory_gone(deadline) {
@@ -269,25 +278,18 @@ impl RecoveringRun {
                     self.unservable.push(program.to_unservable());
                     continue;
                 }
-                if program.has_unserved_fork(&served) {
+                if program.kept.has_unserved_fork(&served) {
                     self.fail("a program of it was killed together with the agent while it forked".into());
                 }
                 service.agent.remove_from_keeper(HeldKind::Program, id);
                 continue;
             }
             let unservable = program.to_unservable();
-            let recovered = program.finish_first_event(&served).and_then(|()| {
-                let mempool = Arc::clone(&service.mempool);
-                let slabs = Arc::clone(&self.slabs);
-                let unapplied = program.drain_unapplied(orphans)?;
-                let recovered =
-                    Volume::recover(reopen(&program.table)?, slabs, mempool, Arc::clone(&self.budget));
-                Ok((unapplied, recovered.map_err(io::Error::other)?))
-            });
-            match recovered {
-                Ok((unapplied, recovered)) => {
-                    blocks.extend(recovered.volume.blocks_in_use());
-                    self.resumable.push(ResumableProgram { program, recovered, unapplied });
+            let memory = (Arc::clone(&self.slabs), Arc::clone(&service.mempool), Arc::clone(&self.budget));
+            match program.recover(&served, orphans, memory) {
+                Ok(resumable) => {
+                    blocks.extend(resumable.taken.pages.volume().blocks_in_use());
+                    self.resumable.push(resumable);
                 }
                 Err(error) => {
                     self.fail(format!("a program of it cannot be resumed: {error}"));
@@ -308,9 +310,7 @@ struct RecoveredProgram {
     tenant: u32,
     record: ProgramRecord,
     uffd: Userfaultfd,
-    table: Memory,
-    journal: Journal,
-    contents: JournalContents,
+    kept: takeover::KeptProgram,
     worker: Option<(WorkerPort, OwnedFd)>,
     process: Option<KeptProcess>,
 }
@@ -321,8 +321,8 @@ impl RecoveredProgram {
         let mut next =
             || fds.next().ok_or_else(|| io::Error::other("the keeper lacks descriptors of the program"));
         let uffd = Userfaultfd::from(next()?);
-        let table = Memory::whole(next()?)?;
-        let (journal, contents) = Journal::recover(Memory::whole(next()?)?)?;
+        let (table, journal) = (Memory::whole(next()?)?, Memory::whole(next()?)?);
+        let opened = takeover::KeptProgram::open(kept.item.id, table, journal)?;
         let worker = match record.hello {
             Some(_) => Some((WorkerPort::recover(next()?)?, next()?)),
             None => None,
@@ -337,19 +337,14 @@ impl RecoveredProgram {
             tenant: kept.item.uid,
             record,
             uffd,
-            table,
-            journal,
-            contents,
+            kept: opened,
             worker,
             process,
         })
     }
 
-    /// What is needed to end the program if it cannot be served.
     fn to_unservable(&self) -> UnservableProgram {
-        let pidfd = self.process.as_ref().and_then(|process| process.pidfd.try_clone().ok());
-        let memory = Some((self.uffd.clone(), self.record.canary(self.id)));
-        UnservableProgram { id: self.id, pidfd, tenant: self.tenant, memory }
+        UnservableProgram::of(self.id, self.tenant, self.process.as_ref(), &self.uffd, &self.record)
     }
 
     /// Whether the program has ended: its worker, or its process if there is no worker.
@@ -386,86 +381,47 @@ impl RecoveredProgram {
         }
     }
 
-    /// Whether the first unapplied event is a fork whose child the keeper already has.
-    fn is_first_fork_served(&self, served: &HashSet<(u64, u64)>) -> bool {
-        matches!(self.contents.unapplied.first(), Some((_, UffdMessage::Fork(_))))
-            && served.contains(&(self.id, self.journal.sequence()))
-    }
-
-    /// Whether an unapplied event is a fork whose child the keeper does not have.
-    fn has_unserved_fork(&self, served: &HashSet<(u64, u64)>) -> bool {
-        let skipped = usize::from(self.is_first_fork_served(served));
-        self.contents
-            .unapplied
-            .iter()
-            .skip(skipped)
-            .any(|(_, message)| matches!(message, UffdMessage::Fork(_)))
-    }
-
-    /// Completes the first event if it was applied in part.
-    ///
-    /// That is a fork whose child the keeper already has, or a remap that had begun.
-    fn finish_first_event(&mut self, served: &HashSet<(u64, u64)>) -> io::Result<()> {
-        let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
-        let pending_unmaps = self.contents.pending_unmaps.as_mut().ok_or_else(too_many)?;
-        let mut removed = self.contents.removed.clone().unwrap_or_default();
-        if self.contents.is_remapping
-            && let Some((_, UffdMessage::Remap { from, to, pages })) = self.contents.unapplied.first()
-        {
-            finish_move(reopen(&self.table)?, *from, *to, *pages).map_err(io::Error::other)?;
-            pending_unmaps.push(Area { start: *from, end: from + pages });
-            removed.remove(Area { start: *to, end: to + pages });
-        } else if !self.is_first_fork_served(served) {
-            return Ok(());
-        }
-        let pending_unmaps = self.contents.pending_unmaps.as_ref().ok_or_else(too_many)?;
-        self.journal.skip_first_event(PersistentRanges { pending_unmaps, removed: &removed });
-        if let Some(old) = &mut self.contents.removed {
-            *old = removed;
-        }
-        self.contents.unapplied.remove(0);
-        Ok(())
-    }
-
-    /// The events that are left to apply; each fork gets its child's descriptor.
-    fn drain_unapplied(&mut self, orphans: &mut Orphans) -> io::Result<Vec<UffdMessage<OwnedFd>>> {
-        let reader_pid = u64::from(self.contents.reader_pid) << 32;
-        let with_child = |(_, message): (usize, UffdMessage<_>)| {
-            if let UffdMessage::Fork(fd) = &message {
-                let number = u32::try_from(*fd).map_err(io::Error::other)?;
-                let child = orphans.remove(&(reader_pid | u64::from(number)));
-                let child = child.ok_or_else(|| {
-                    io::Error::other("the descriptor of a forked child was lost with the agent")
-                })?;
-                return Ok(message.map_child(|_| child));
-            }
-            Ok(message.map_child(|_| unreachable!("only a fork has a child")))
+    fn recover(
+        self,
+        served: &HashSet<Origin>,
+        orphans: &mut Orphans,
+        memory: (Arc<SlabSet>, Arc<Mempool>, Arc<Budget>),
+    ) -> io::Result<ResumableProgram> {
+        let Self { id, pid, record, uffd, kept, worker, process, .. } = self;
+        let find_child = |reader_pid: u32, fd: RawFd| {
+            let number = u32::try_from(fd).ok()?;
+            orphans.remove(&(u64::from(reader_pid) << 32 | u64::from(number)))
         };
-        self.contents.unapplied.drain(..).map(with_child).collect()
+        let taken = kept.recover(served, find_child, memory)?;
+        Ok(ResumableProgram { id, pid, record, uffd, worker, process, taken })
     }
 }
 
 /// A program that can be resumed.
 struct ResumableProgram {
-    program: RecoveredProgram,
-    recovered: RecoveredVolume,
-    /// Events that were read and not applied.
-    unapplied: Vec<UffdMessage<OwnedFd>>,
+    id: u64,
+    pid: u32,
+    record: ProgramRecord,
+    uffd: Userfaultfd,
+    worker: Option<(WorkerPort, OwnedFd)>,
+    process: Option<KeptProcess>,
+    taken: TakenProgram<OwnedFd>,
 }
 
 impl ResumableProgram {
-    /// Reserves a block of the mempool for each batch that was evicted and has no block.
-    fn reserve_blocks(&mut self) {
-        if let Some((worker, _)) = &self.program.worker {
-            let leaving: HashSet<_> = self.recovered.leaving.iter().copied().collect();
-            let batches = worker.unemptied(|page| leaving.contains(&page));
-            self.recovered.volume.reserve_blocks(batches);
-        }
+    /// Where its pages are, with the pages of the last command of each staging buffer.
+    fn begun_batches(&mut self) -> (&mut TakenPages, Vec<Vec<PageNumber>>) {
+        let begun = self.worker.as_ref().map_or_else(Vec::new, |(worker, _)| worker.begun());
+        (&mut self.taken.pages, begun)
+    }
+
+    fn to_unservable(&self, tenant: u32) -> UnservableProgram {
+        UnservableProgram::of(self.id, tenant, self.process.as_ref(), &self.uffd, &self.record)
     }
 
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
-        let Self { program, recovered, unapplied } = self;
-        let RecoveredProgram { id, pid, record, uffd, journal, contents, worker, process, .. } = program;
+        let Self { id, pid, record, uffd, worker, process, taken } = self;
+        let TakenProgram { journal, unapplied, pages } = taken;
         let program = new_program(run, id, record.nonce)?;
         let start = || {
             program.set_bounds(&record.bounds());
@@ -476,16 +432,14 @@ impl ResumableProgram {
             program.is_forked.store(record.origin.is_some(), Relaxed);
             program.must_check_inheritance.store(record.must_check_inheritance, Relaxed);
             program.share_uffd(&uffd);
-            let mut edge = ProcessEdge::new(run, &program, uffd, &recovered.volume, journal, record.origin)?;
+            let mut edge = ProcessEdge::new(run, &program, uffd, pages.volume(), journal, record.origin)?;
             if let (Some((worker, socket)), Some(hello)) = (worker, record.hello(run.token())) {
                 edge.reattach(Attachment { hello, socket: Arc::new(socket), worker })?;
             }
             edge.set_unapplied_events(unapplied);
             // The client of the keeper has copies of the descriptors that came from the keeper.
             edge.keep();
-            spawn(run, &program, edge, move |run, program, edge| {
-                resume(run, program, edge, recovered, contents)
-            })
+            spawn(run, &program, edge, move |run, program, edge| resume(run, program, edge, pages))
         };
         // The keeper must hold a program that cannot be started until it has ended.
         start().inspect_err(|_| {
@@ -502,30 +456,16 @@ fn resume(
     run: &Run,
     program: &Program,
     mut edge: ProcessEdge,
-    recovered: RecoveredVolume,
-    contents: JournalContents,
+    pages: TakenPages,
 ) -> Option<Monitor<ProcessEdge>> {
     let Some(batches) = edge.batches() else {
-        let mut volume = recovered.volume;
-        volume.close();
+        pages.close();
         return None;
     };
-    let registered = edge.registered();
-    let before = ResumeState {
-        recovered,
-        pending_unmaps: contents.pending_unmaps.unwrap_or_default(),
-        removed: contents.removed.unwrap_or_else(|| registered.clone()),
-        registered,
-        batches,
-    };
+    let before = pages.into_resume_state(edge.registered(), batches);
     let mut monitor = Monitor::resume(edge, before, Arc::clone(&run.budget), Arc::clone(&program.stats));
     monitor.edge().uffd().wake_all();
     Some(monitor)
-}
-
-/// A second mapping of the same memory.
-fn reopen(memory: &Memory) -> io::Result<Memory> {
-    Memory::whole(memory.fd().try_clone_to_owned()?)
 }
 
 /// Whether a descriptor becomes readable within a time.

@@ -1,21 +1,19 @@
 //! The sender's thread: copies batches from staging buffers, and writes blocks to memory nodes.
 
-use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::BATCH_PAGES_MAX;
-use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet, StageOutcome,
-};
+use aquifer_pager::{BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::priority::{ELEVATED, set_niceness};
 use super::program::Program;
 use super::{AgentServices, PagingService};
 use crate::edge::{EvictedBatch, SenderEvent};
+use crate::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
 
 /// Interval at which an idle sender checks for empty slabs, and for room in a full pool.
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -24,31 +22,65 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(250);
 /// Polls for acknowledgements before the thread yields.
 const POLLS_BEFORE_YIELD: u32 = 64;
 
-/// A batch or block to be staged, and its program.
-#[derive(Debug)]
-struct StageRequest {
+/// A program whose pages are sent, with the address of its staging buffers.
+#[derive(Clone, Debug)]
+struct StagingProgram {
     program: Arc<Program>,
-    source: PageSource,
+    staging: u64,
 }
 
-#[derive(Debug)]
-enum PageSource {
-    /// An evicted batch, with the address of the staging buffers.
-    Batch { batch: EvictedBatch, staging: u64 },
-    /// Slots of a block that holds their bytes already.
-    Block { block: BlockId, slots: u64 },
+impl SentProgram for StagingProgram {
+    fn id(&self) -> u64 {
+        self.program.id
+    }
+
+    fn copy_batch(&self, mempool: &Mempool, batch: &EvictedBatch) -> usize {
+        let program = &self.program;
+        self.read_staging(mempool, batch).unwrap_or_else(|error| {
+            // The threads of a program end before the kernel reports its end.
+            let has_ended = error.raw_os_error() == Some(libc::ESRCH);
+            if has_ended || program.has_exited() || program.is_killed() {
+                tracing::debug!(%error, pid = program.pid(), "cannot read a batch: its program has ended");
+            } else {
+                tracing::warn!(%error, pid = program.pid(), "cannot read a batch of a program that is alive");
+            }
+            0
+        })
+    }
+
+    fn push_event(&self, event: SenderEvent) {
+        self.program.push_sender_event(event);
+    }
 }
 
-#[derive(Debug, Default)]
-struct RequestQueue {
-    requests: VecDeque<StageRequest>,
-    abandoned: Vec<u64>,
-    is_stopping: bool,
+impl StagingProgram {
+    /// Copies pages from a staging buffer of the program; returns how many arrived, from the first.
+    fn read_staging(&self, mempool: &Mempool, batch: &EvictedBatch) -> std::io::Result<usize> {
+        let process = self.program.process().ok_or(std::io::ErrorKind::NotFound)?;
+        let base = self.staging.wrapping_add((batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64);
+        let offset = batch.block.slot(0).offset();
+        let bytes = batch.positions.len() * PAGE_BYTES;
+        // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's
+        // mapping.
+        let block = unsafe { std::slice::from_raw_parts_mut(mempool.memory().as_ptr().add(offset), bytes) };
+        let mut done = 0;
+        for stretch in batch.positions.chunk_by(|one, next| *next == one + 1) {
+            let start = base.wrapping_add(u64::from(stretch[0]) * PAGE_BYTES as u64);
+            let wanted = stretch.len();
+            let pages = &mut block[done * PAGE_BYTES..][..wanted * PAGE_BYTES];
+            let found = process.read_memory(start, pages)? / PAGE_BYTES;
+            done += found;
+            if found < wanted {
+                break;
+            }
+        }
+        Ok(done)
+    }
 }
 
 #[derive(Debug)]
 struct SenderShared {
-    queue: Mutex<RequestQueue>,
+    queue: Mutex<SendQueue<StagingProgram>>,
     wakeup: OwnedFd,
     writes: AtomicU64,
     pages: AtomicU64,
@@ -87,44 +119,35 @@ impl SenderThread {
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let node_joiner = NodeJoiner::new(agent.connector(tenant));
             let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
-            SenderLoop {
-                sender,
-                mempool,
-                shared: for_thread,
-                programs: Vec::new(),
-                probed: Instant::now(),
-                node_joiner,
-                agent,
-            }
-            .run();
+            let send_loop = SendLoop::new(sender, mempool);
+            SenderTurns { send_loop, shared: for_thread, probed: Instant::now(), node_joiner, agent }.run();
         })?;
         Ok(Self { shared })
     }
 
-    /// Queues a batch in a staging buffer of the program.
+    /// Queues a batch in a staging buffer of the program; with the address of the buffers.
     pub(crate) fn submit_batch(&self, program: &Arc<Program>, staging: u64, batch: EvictedBatch) {
-        self.push(program, PageSource::Batch { batch, staging });
+        let program = StagingProgram { program: Arc::clone(program), staging };
+        self.shared.lock().push_batch(program, batch);
+        self.shared.signal();
     }
 
     /// Queues a block whose bytes are in the mempool.
     pub(crate) fn submit_block(&self, program: &Arc<Program>, block: BlockId, slots: u64) {
-        self.push(program, PageSource::Block { block, slots });
-    }
-
-    fn push(&self, program: &Arc<Program>, source: PageSource) {
-        self.shared.lock().requests.push_back(StageRequest { program: Arc::clone(program), source });
+        let program = StagingProgram { program: Arc::clone(program), staging: 0 };
+        self.shared.lock().push_block(program, block, slots);
         self.shared.signal();
     }
 
     /// Notes that a program has ended, so that its pages need not be written.
     pub(crate) fn abandon(&self, program: u64) {
-        self.shared.lock().abandoned.push(program);
+        self.shared.lock().abandon(program);
         self.shared.signal();
     }
 
     /// Lets the thread end when all requests are completed.
     pub(crate) fn stop(&self) {
-        self.shared.lock().is_stopping = true;
+        self.shared.lock().stop();
         self.shared.signal();
     }
 
@@ -175,93 +198,73 @@ impl SenderShared {
         let _ = rustix::io::write(&self.wakeup, &1_u64.to_ne_bytes());
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, RequestQueue> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, SendQueue<StagingProgram>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-struct SenderLoop {
-    sender: Sender,
-    mempool: Arc<Mempool>,
+struct SenderTurns {
+    send_loop: SendLoop<StagingProgram>,
     shared: Arc<SenderShared>,
-    /// Programs with staged batches that are not acknowledged, and the number of batches.
-    programs: Vec<(Arc<Program>, usize)>,
     /// When memory nodes were probed last.
     probed: Instant,
     node_joiner: NodeJoiner,
     agent: Arc<dyn AgentServices>,
 }
 
-impl SenderLoop {
+impl SenderTurns {
     fn run(mut self) {
         set_niceness(ELEVATED);
-        let mut written = Vec::new();
-        let mut found = Vec::with_capacity(BLOCK_PAGES);
         let mut polls = 0;
         let mut is_waiting_for_acks = false;
         loop {
-            let Some(request) = self.next_request(is_waiting_for_acks) else {
-                break;
-            };
-            let before = self.sender.stats();
-            is_waiting_for_acks = request.is_none();
-            if let Some(request) = request {
-                self.stage(&request, &mut found);
+            let step = self.next_step(is_waiting_for_acks);
+            let before = self.send_loop.sender.stats();
+            match step {
+                NextStep::Stage(request) => {
+                    is_waiting_for_acks = false;
+                    self.send_loop.stage(request);
+                }
+                NextStep::Poll => is_waiting_for_acks = true,
+                NextStep::End => break,
             }
             self.probe();
-            self.node_joiner.poll(&mut self.sender, || self.agent.nodes());
-            let no_room = self.sender.advance(&mut written).err();
-            self.record_shortage(no_room);
-            is_waiting_for_acks &= written.is_empty() && self.sender.stats() == before;
-            for written in written.drain(..) {
-                self.deliver(written);
-            }
+            self.node_joiner.poll(&mut self.send_loop.sender, || self.agent.nodes());
+            let (has_written, result) = self.send_loop.advance();
+            self.record_shortage(result.err());
+            is_waiting_for_acks &= !has_written && self.send_loop.sender.stats() == before;
             self.publish();
             polls += 1;
             if polls % POLLS_BEFORE_YIELD == 0 {
                 std::thread::yield_now();
             }
         }
-        self.sender.close();
+        self.send_loop.sender.close();
         self.publish();
     }
 
-    /// The next request; `Some(None)` to poll for acknowledgements, `None` when the run has ended.
+    /// What the next turn begins with.
     ///
     /// Waits if there is nothing to do. If there are only acknowledgements to wait for
     /// (`is_waiting_for_acks`), waits for those too.
-    fn next_request(&mut self, is_waiting_for_acks: bool) -> Option<Option<StageRequest>> {
+    fn next_step(&mut self, is_waiting_for_acks: bool) -> NextStep<StagingProgram> {
         let mut queue = self.shared.lock();
+        let sender = &self.send_loop.sender;
         let is_short_of_room = self.shared.is_short_of_room.load(Relaxed);
-        let is_idle = (self.sender.is_idle() || is_short_of_room) && !self.sender.is_healing();
-        if queue.requests.is_empty() && !queue.is_stopping && (is_idle || is_waiting_for_acks) {
+        let is_idle = (sender.is_idle() || is_short_of_room) && !sender.is_healing();
+        if queue.is_idle() && (is_idle || is_waiting_for_acks) {
             drop(queue);
             self.wait(is_idle);
             queue = self.shared.lock();
         }
-        for owner in std::mem::take(&mut queue.abandoned) {
-            self.sender.abandon(owner);
-            // Blocks that are not yet staged need not be written either: there may be no room.
-            for request in queue.requests.iter_mut().filter(|request| request.program.id == owner) {
-                if let PageSource::Block { slots, .. } = &mut request.source {
-                    *slots = 0;
-                }
-            }
-        }
-        if queue.is_stopping {
-            self.sender.stop_healing();
-        }
-        if queue.is_stopping && queue.requests.is_empty() && self.sender.is_idle() {
-            return None;
-        }
-        Some(if self.sender.has_capacity() { queue.requests.pop_front() } else { None })
+        self.send_loop.next_step(&mut queue)
     }
 
     /// Waits for requests or for acknowledgements; returns at once if nodes answer without delay.
     fn wait(&mut self, is_idle: bool) {
         let mut polled = vec![PollFd::new(&self.shared.wakeup, PollFlags::IN)];
         if !is_idle {
-            let Some(fds) = self.sender.poll_fds() else { return };
+            let Some(fds) = self.send_loop.sender.poll_fds() else { return };
             polled.extend(fds);
         }
         // Whatever ended the wait, the caller checks all sources.
@@ -275,100 +278,7 @@ impl SenderLoop {
     fn probe(&mut self) {
         if self.probed.elapsed() >= PROBE_INTERVAL {
             self.probed = Instant::now();
-            self.sender.probe();
-        }
-    }
-
-    fn stage(&mut self, request: &StageRequest, found: &mut Vec<StageOutcome>) {
-        match &request.source {
-            PageSource::Batch { batch, staging } => {
-                self.copy_and_stage(&request.program, batch, *staging, found);
-                let (block, buffer) = (batch.block, batch.buffer);
-                request.program.push_sender_event(SenderEvent::Staged {
-                    block,
-                    buffer,
-                    found: found.clone(),
-                });
-            }
-            PageSource::Block { block, slots } => {
-                let is_wanted = |index: usize| slots >> index & 1 == 1;
-                self.sender.stage_with_clean_copies(
-                    request.program.id,
-                    *block,
-                    BLOCK_PAGES,
-                    is_wanted,
-                    &[],
-                    found,
-                );
-            }
-        }
-        match self.programs.iter_mut().find(|(program, _)| program.id == request.program.id) {
-            Some((_, batches)) => *batches += 1,
-            None => self.programs.push((Arc::clone(&request.program), 1)),
-        }
-    }
-
-    /// Copies a batch into its block, and stages it.
-    fn copy_and_stage(
-        &mut self,
-        program: &Program,
-        batch: &EvictedBatch,
-        staging: u64,
-        found: &mut Vec<StageOutcome>,
-    ) {
-        let readable = self.read_staging(program, batch, staging).unwrap_or_else(|error| {
-            // The threads of a program end before the kernel reports its end.
-            let has_ended = error.raw_os_error() == Some(libc::ESRCH);
-            if has_ended || program.has_exited() || program.is_killed() {
-                tracing::debug!(%error, pid = program.pid(), "cannot read a batch: its program has ended");
-            } else {
-                tracing::warn!(%error, pid = program.pid(), "cannot read a batch of a program that is alive");
-            }
-            0
-        });
-        let (block, count) = (batch.block, batch.positions.len());
-        self.sender.stage_with_clean_copies(
-            program.id,
-            block,
-            count,
-            |index| index < readable,
-            &batch.clean_copies,
-            found,
-        );
-    }
-
-    /// Copies pages from a staging buffer of the program; returns how many arrived, from the first.
-    fn read_staging(&self, program: &Program, batch: &EvictedBatch, staging: u64) -> std::io::Result<usize> {
-        let process = program.process().ok_or(std::io::ErrorKind::NotFound)?;
-        let base = staging.wrapping_add((batch.buffer * BATCH_PAGES_MAX * PAGE_BYTES) as u64);
-        let offset = batch.block.slot(0).offset();
-        let bytes = batch.positions.len() * PAGE_BYTES;
-        // SAFETY: the block belongs to this batch until it is written, and is inside the mempool's
-        // mapping.
-        let block =
-            unsafe { std::slice::from_raw_parts_mut(self.mempool.memory().as_ptr().add(offset), bytes) };
-        let mut done = 0;
-        for stretch in batch.positions.chunk_by(|one, next| *next == one + 1) {
-            let start = base.wrapping_add(u64::from(stretch[0]) * PAGE_BYTES as u64);
-            let wanted = stretch.len();
-            let pages = &mut block[done * PAGE_BYTES..][..wanted * PAGE_BYTES];
-            let found = process.read_memory(start, pages)? / PAGE_BYTES;
-            done += found;
-            if found < wanted {
-                break;
-            }
-        }
-        Ok(done)
-    }
-
-    fn deliver(&mut self, written: aquifer_pager::WrittenBatch) {
-        let at = self.programs.iter().position(|(program, _)| program.id == written.owner);
-        let at = at.expect("its batch was staged");
-        let (program, batches) = &mut self.programs[at];
-        program.push_sender_event(SenderEvent::Written(Box::new(written)));
-        *batches -= 1;
-        if *batches == 0 {
-            self.programs.swap_remove(at);
+            self.send_loop.sender.probe();
         }
     }
 
@@ -397,7 +307,7 @@ impl SenderLoop {
     }
 
     fn publish(&self) {
-        let stats = self.sender.stats();
+        let stats = self.send_loop.sender.stats();
         self.shared.writes.store(stats.writes, Relaxed);
         self.shared.pages.store(stats.pages, Relaxed);
         self.shared.zero_pages.store(stats.zero_pages, Relaxed);

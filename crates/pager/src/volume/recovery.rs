@@ -171,10 +171,19 @@ impl Volume {
 /// Completes a move of pages that an earlier agent had begun in the page table in `memory`. That
 /// agent had already forgotten the pages at the new place.
 ///
+/// `before_store`: see [`PageTable::before_store`].
+///
 /// # Errors
 /// If the memory does not contain a page table.
-pub fn finish_move(memory: Memory, from: PageNumber, to: PageNumber, pages: u64) -> Result<(), TableError> {
+pub fn finish_move(
+    memory: Memory,
+    (from, to, pages): (PageNumber, PageNumber, u64),
+    before_store: Option<fn()>,
+) -> Result<(), TableError> {
     let mut table = PageTable::recover(memory)?;
+    if let Some(hook) = before_store {
+        table.before_store(hook);
+    }
     for (page, word) in table.words(from, from + pages) {
         table.set(page - from + to, word);
     }

@@ -5,28 +5,29 @@ use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
 use aquifer_faults::{
-    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PersistentRanges,
-    ProgramEnded, SenderEvent, UffdMessage,
+    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoveOutcome,
+    PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
 };
 use aquifer_pager::{
-    BlockId, FetchError, Fetcher, Location, Mutation, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume,
-    view,
+    BlockId, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
 };
 
 use super::death::StepKind;
 use super::focus::Focus;
 use super::memory::{ModelFrame, decode, index};
-use super::process::{KernelEvent, SimProcess};
+use super::process::SimProcess;
 use super::world::PagingWorld;
-
-/// Messages of one read, at most.
-const MESSAGES_MAX: usize = 16;
 
 #[derive(Debug)]
 pub struct SimEdge {
     world: Rc<RefCell<PagingWorld>>,
     process: usize,
     fetcher: Fetcher,
+    journal: Journal,
+    /// Events that another agent has read and not applied.
+    unapplied: Vec<UffdMessage<usize>>,
+    /// The agent's mapping of the control memory.
+    worker: WorkerPort,
     /// Whether a node still had the pages of the last fetch.
     is_stored: bool,
     /// Whether all nodes with replicas of the last fetch have fenced our host.
@@ -34,10 +35,25 @@ pub struct SimEdge {
 }
 
 impl SimEdge {
-    pub fn new(world: &Rc<RefCell<PagingWorld>>, process: usize) -> Self {
-        let fetcher =
-            Fetcher::new(world.borrow().cluster.connector(super::cluster::FETCHERS)).expect("memory");
-        Self { world: Rc::clone(world), process, fetcher, is_stored: false, is_fenced: false }
+    pub fn new(
+        world: &Rc<RefCell<PagingWorld>>,
+        process: usize,
+        journal: Journal,
+        unapplied: Vec<UffdMessage<usize>>,
+    ) -> Self {
+        let connector = world.borrow().cluster.connector(super::cluster::FETCHERS);
+        let fetcher = Fetcher::new(connector).expect("memory");
+        let worker = world.borrow().processes[process].agent_port();
+        Self {
+            world: Rc::clone(world),
+            process,
+            fetcher,
+            journal,
+            unapplied,
+            worker,
+            is_stored: false,
+            is_fenced: false,
+        }
     }
 
     /// Runs the world for some steps. The agent may die here.
@@ -60,6 +76,27 @@ impl SimEdge {
         let looks = &mut self.world.borrow_mut().processes[self.process].looks_at_batches;
         *looks += 1;
         looks.is_multiple_of(64)
+    }
+
+    /// Lets the agent die, likely, if it has read moves that would mix pages up when they are
+    /// applied in the wrong order: a move to a range that was just moved away.
+    fn may_die_among(&self, messages: &[UffdMessage<usize>]) {
+        let moves = messages.iter().filter_map(|message| match message {
+            UffdMessage::Remap { from, to, pages } => Some((*from, *to, *pages)),
+            _ => None,
+        });
+        let is_chain = |(first, (from, _, pages)): (usize, (PageNumber, PageNumber, u64))| {
+            moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
+        };
+        let mut world = self.world.borrow_mut();
+        // With `Focus::Reuse` any move will do, because its old place is then used at once.
+        let is_worth_dying = match world.focus {
+            Focus::Reuse => moves.clone().next().is_some(),
+            _ => moves.clone().enumerate().any(is_chain),
+        };
+        if is_worth_dying && world.agent_may_die && world.rng.chance(3, 4) {
+            super::death::schedule_at(StepKind::Event, 1);
+        }
     }
 
     /// The contents of a page, during a search that began at `start`. The world runs meanwhile.
@@ -95,135 +132,46 @@ impl SimEdge {
             None
         }
     }
-
-    /// Moves one page out of the program, as the worker does.
-    fn move_one(&self, page: PageNumber) -> Result<(MoveOutcome, u64), ProgramEnded> {
-        let mut is_private = false;
-        loop {
-            let mut world = self.run_world_alive();
-            let ignores_events = Mutation::EvictDuringEvents.is_active();
-            let process = &mut world.processes[self.process];
-            if !process.is_alive {
-                return Err(ProgramEnded);
-            }
-            let place = &mut process.pages[index(page)];
-            if is_private && place.is_mapped {
-                if place.is_registered && place.frame.is_none() {
-                    // The real worker would wait here: see "What is not handled" in
-                    // `docs/formats/paging.md`.
-                    world.counts.stuck_workers += 1;
-                    return Ok((MoveOutcome::Kept, 0));
-                }
-                let frame = place.frame.get_or_insert(ModelFrame::ZERO);
-                if frame.is_protected {
-                    world.failure = Some(format!(
-                        "the worker waits for page {page:#x}, and the agent waits for the worker"
-                    ));
-                    return Err(ProgramEnded);
-                }
-                frame.is_exclusive = true;
-            }
-            let taken = match place.frame {
-                _ if process.changing > 0 && !ignores_events => MoveOutcome::Kept,
-                _ if !place.is_mapped || place.is_poisoned => MoveOutcome::Kept,
-                None => MoveOutcome::Absent,
-                Some(ModelFrame { is_pinned: true, .. }) => MoveOutcome::Kept,
-                Some(ModelFrame { is_exclusive: false, .. }) => {
-                    process.unprotect(index(page), index(page) + 1);
-                    is_private = true;
-                    world.counts.privatised += 1;
-                    continue;
-                }
-                Some(ModelFrame { stamp, .. }) => {
-                    assert!(!process.pinned_pages.contains(&page), "page {page:#x} is pinned");
-                    place.frame = None;
-                    trace!("{} takes {} = {stamp}", self.process, index(page));
-                    return Ok((MoveOutcome::Moved, stamp));
-                }
-            };
-            if taken == MoveOutcome::Kept {
-                world.counts.kept += 1;
-            } else {
-                world.counts.absent += 1;
-            }
-            return Ok((taken, 0));
-        }
-    }
 }
 
 impl Kernel for SimEdge {
     type Child = usize;
 
     fn read_messages(&mut self, out: &mut Vec<UffdMessage<usize>>) {
-        let mut world = self.run_world();
-        let journal = &mut world.processes[self.process].journal;
-        journal.read.clear();
-        (journal.applied, journal.moving) = (0, None);
-        for index in 0..MESSAGES_MAX {
-            let Some(message) = world.processes[self.process].next_message(index) else {
-                break;
-            };
-            if let UffdMessage::Fork(child) = message {
-                world.processes[child].is_started = true;
-            }
-            out.push(message);
-            trace!("{} reads {:?}", self.process, out.last());
-            if world.rng.chance(1, 8) {
-                world.run_others(1);
-            } else if world.moves_often {
-                // One read should bring several moves, also of the same range.
-                world.run_others(6);
-            }
+        if !self.unapplied.is_empty() {
+            let _ = self.run_world();
+            out.append(&mut self.unapplied);
+            self.may_die_among(out);
+            return;
         }
-        // A move to a range that was just moved away: applied in the wrong order, it would mix
-        // pages up.
-        let read = &world.processes[self.process].journal.read;
-        let moves = read.iter().filter_map(|(_, event)| match event {
-            KernelEvent::Remap { from, to, pages } => {
-                Some((*from, *to, usize::try_from(*pages).expect("few")))
-            }
-            _ => None,
-        });
-        let is_chain = |(first, (from, _, pages)): (usize, (usize, usize, usize))| {
-            moves.clone().skip(first + 1).any(|(_, to, _)| (from..from + pages).contains(&to))
-        };
-        // With `Focus::Reuse` any move will do, because its old place is then used at once.
-        let is_worth_dying = match world.focus {
-            Focus::Reuse => moves.clone().next().is_some(),
-            _ => moves.clone().enumerate().any(is_chain),
-        };
-        if is_worth_dying && world.agent_may_die && world.rng.chance(3, 4) {
-            super::death::schedule_at(StepKind::Event, 1);
-        }
+        drop(self.run_world());
+        let mut messages = Vec::new();
+        let (world, process) = (&self.world, self.process);
+        self.journal.read(|buffer| world.borrow_mut().read_uffd(process, buffer), &mut messages);
+        let child = |fd| usize::try_from(fd).expect("the number of a process");
+        out.extend(messages.into_iter().map(|message| message.map_child(child)));
+        trace!("{} reads {out:?}", self.process);
+        self.may_die_among(out);
     }
 
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
         super::death::step_of(StepKind::Event);
-        let journal = &mut self.world.borrow_mut().processes[self.process].journal;
-        assert!(journal.read.iter().any(|(place, _)| *place == index), "it is an event of the last read");
-        journal.applied = index + 1;
-        journal.pending_unmaps = ranges.pending_unmaps.to_vec();
-        journal.removed.clone_from(ranges.removed);
+        self.journal.event_applied(index, ranges);
     }
 
     fn persist_ranges(&mut self, ranges: PersistentRanges<'_>) {
         super::death::step();
-        let journal = &mut self.world.borrow_mut().processes[self.process].journal;
-        journal.pending_unmaps = ranges.pending_unmaps.to_vec();
-        journal.removed.clone_from(ranges.removed);
+        self.journal.persist_ranges(ranges);
     }
 
     fn begin_remap(&mut self, index: usize) {
         super::death::step_of(StepKind::Event);
-        let mut world = self.world.borrow_mut();
-        if !Mutation::ForgetMoving.is_active() {
-            world.processes[self.process].journal.moving = Some(index);
-        }
+        self.journal.begin_remap(index);
     }
 
     fn release_buffer(&mut self, buffer: usize) {
         super::death::step();
-        self.world.borrow_mut().processes[self.process].batches[buffer].clear();
+        self.worker.emptied(buffer);
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
@@ -341,6 +289,15 @@ impl Kernel for SimEdge {
                 out.push(page);
             }
         }
+        let world = &mut *self.world.borrow_mut();
+        if [Focus::Events, Focus::Restarts].contains(&world.focus)
+            && out.len() > before
+            && !world.is_winding_down
+            && world.rng.chance(1, 4)
+        {
+            let at = out[before + world.rng.index(out.len() - before)];
+            world.move_onto(self.process, index(at));
+        }
         end
     }
 
@@ -357,9 +314,9 @@ impl Kernel for SimEdge {
     fn inheritance_checked(&mut self) {}
 
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
-        let mut world = self.run_world();
-        let process = &mut world.processes[self.process];
-        process.batches[buffer] = pages.iter().map(|page| (*page, MoveOutcome::Kept)).collect();
+        drop(self.run_world());
+        self.worker.begin_batch(buffer, pages);
+        let mut world = self.world.borrow_mut();
         if world.rng.chance(1, 2048) {
             world.kill(self.process);
         }
@@ -382,18 +339,10 @@ impl Kernel for SimEdge {
             let _ = self.run_world();
             return Ok(false);
         }
-        self.world.borrow_mut().processes[self.process].staging[buffer].fill(None);
-        for (position, page) in pages.iter().enumerate() {
-            let (taken, stamp) = self.move_one(*page)?;
-            let process = &mut self.world.borrow_mut().processes[self.process];
-            process.batches[buffer][position].1 = taken;
-            if taken == MoveOutcome::Moved {
-                process.staging[buffer][position] = Some(stamp);
-            }
-            out.push(taken);
-        }
+        super::worker::run(&self.world, self.process)?;
         // The worker completes its command, whether or not the agent survives.
         super::death::step();
+        assert!(self.worker.finish_batch(buffer, pages.len(), out), "the worker has completed it");
         Ok(true)
     }
 
@@ -403,8 +352,17 @@ impl Kernel for SimEdge {
         *looks_until_worker == 0
     }
 
+    fn lock_pins(&mut self) {
+        drop(self.run_world());
+        self.worker.lock_pins();
+    }
+
+    fn unlock_pins(&mut self) {
+        self.worker.unlock_pins();
+    }
+
     fn is_pinned(&self, page: PageNumber) -> bool {
-        self.world.borrow().processes[self.process].pinned_pages.contains(&page)
+        self.worker.is_pinned(page)
     }
 
     fn has_no_unread_event(&mut self) -> bool {
@@ -426,11 +384,16 @@ impl Edge for SimEdge {
     }
 
     fn poll_sender(&mut self, out: &mut Vec<SenderEvent>) {
-        out.extend(self.run_world().processes[self.process].done.drain(..));
+        out.extend(self.run_world().processes[self.process].sender_side.done.borrow_mut().drain(..));
     }
 
     fn wait_for_sender(&mut self) -> bool {
         let mut world = self.run_world();
+        let is_forking = !world.unserved_children(self.process).is_empty();
+        if is_forking && world.queue.has_request_of(self.process as u64) && world.rng.chance(1, 8) {
+            // Its staging buffers are gone, and children inherit what was in them.
+            world.kill(self.process);
+        }
         world.run_sender();
         if !world.cluster.fabric.step() && world.rng.chance(1, 8) {
             world.cluster.free_room();
@@ -445,7 +408,7 @@ impl Edge for SimEdge {
         if world.focus == Focus::Writes && self.fetcher.late_reads() > 0 {
             // The fetch polls for late READs, which steps the fabric. With other operations in
             // flight, the late READ may stay in flight during the fetch.
-            world.sender.probe();
+            world.sending.sender.probe();
         }
         drop(world);
         let damaged_pages = self.fetcher.damaged_pages();
@@ -469,8 +432,10 @@ impl Edge for SimEdge {
 
     fn start_child(&mut self, child: usize, volume: Volume, areas: Areas) {
         let mut world = self.run_world();
-        world.keep(child, volume.table_memory());
-        world.new_children.push((child, volume, areas));
+        let journal = Journal::new().expect("memory");
+        let origin = (self.process as u64, self.journal.sequence());
+        world.keep(child, volume.table_memory(), &journal, Some(origin));
+        world.new_children.push((child, volume, areas, journal));
     }
 
     fn refuse_child(&mut self, child: usize, error: &TableError) {

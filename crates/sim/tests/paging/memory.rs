@@ -41,6 +41,8 @@ pub struct ModelPage {
     pub may_be_zero: bool,
     /// Its owner is dropping it: another thread may read the old bytes or zeros.
     pub is_being_dropped: bool,
+    /// The program has pinned it: it stays present.
+    pub is_kept: bool,
     /// The program got SIGBUS here: it must not read anything again.
     pub is_dead: bool,
 }

@@ -23,6 +23,7 @@ mod process;
 mod program;
 mod restart;
 mod schedule;
+mod worker;
 mod world;
 
 use std::sync::OnceLock;
@@ -35,14 +36,14 @@ use world::PagingCounts;
 const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
     name: "paging",
     play: run,
-    regressions: &[1_134_063],
+    regressions: &[],
     mutations: &[
         Mutation::ReclaimUnacknowledged,
         Mutation::KeepDiscarded,
         Mutation::TrustRemoveEvent,
         Mutation::ForgetForkReference,
         Mutation::ServeFaultsBeforeEvents,
-        Mutation::EvictDuringEvents,
+        Mutation::ReadWhileMoving,
         Mutation::ForkWithoutFlush,
         Mutation::AcknowledgeEarly,
         Mutation::AcknowledgeFirst,
@@ -53,6 +54,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::ForgetRelease,
         Mutation::TrustCopy,
         Mutation::AdoptUnproved,
+        Mutation::AdoptFromOldList,
         Mutation::AdoptBeforeEvents,
         Mutation::ApplyStaleUnmap,
         Mutation::WakeProtected,
@@ -62,6 +64,8 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::StageBeforeCopying,
         Mutation::ForgetLeaving,
         Mutation::ReserveNothing,
+        Mutation::StageUnreadable,
+        Mutation::IgnorePins,
     ],
 };
 const SCHEDULES: u64 = 2_000;

@@ -1,11 +1,15 @@
 //! A modelled process with its memory, threads and userfaultfd. This file is the kernel's side:
 //! touches, events and waking.
 
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, VecDeque};
+use std::os::fd::RawFd;
+use std::rc::Rc;
 
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::{Area, Areas, MoveOutcome, PageFault, SenderEvent, UffdMessage};
-use aquifer_pager::PageNumber;
+use aquifer_faults::takeover::Origin;
+use aquifer_faults::{Area, Areas, PageFault, SenderEvent, UffdMessage, WorkerPort};
+use aquifer_pager::{Memory, PageNumber};
 
 use super::memory::{ModelFrame, ModelPage, index, number};
 
@@ -44,6 +48,10 @@ pub enum ThreadState {
         page: usize,
         write: bool,
     },
+    /// Has pinned a page, and touches it when the agent is not in an eviction.
+    Pinning {
+        page: usize,
+    },
     /// In a system call that raises events.
     RaisingEvents {
         events: VecDeque<KernelEvent>,
@@ -73,18 +81,28 @@ pub enum KernelEvent {
     Unmap { start: usize, end: usize },
 }
 
-/// The journal: events that the agent has read and not applied, and the ranges that it remembers,
-/// in memory that outlives it.
-#[derive(Debug, Default)]
-pub struct SimJournal {
-    /// The events of the last read, with their indices among its messages.
-    pub read: Vec<(usize, KernelEvent)>,
-    pub applied: usize,
-    pub moving: Option<usize>,
-    pub pending_unmaps: Vec<Area>,
-    pub removed: Areas,
-    /// Events to be delivered again after a restart.
-    pub again: VecDeque<KernelEvent>,
+/// A process, as the sender sees it.
+#[derive(Clone, Debug)]
+pub struct SentProcess(pub Rc<SenderSide>);
+
+/// What the sender shares with a process.
+#[derive(Debug)]
+pub struct SenderSide {
+    pub id: usize,
+    pub is_alive: Cell<bool>,
+    /// Indexed by buffer: the pages that were moved there.
+    pub staging: RefCell<Vec<Vec<Option<u64>>>>,
+    /// What the sender has completed.
+    pub done: RefCell<VecDeque<SenderEvent>>,
+}
+
+/// What the keeper holds of a process that is served.
+#[derive(Debug)]
+pub struct KeptMemory {
+    pub table: Memory,
+    pub journal: Memory,
+    /// The fork that it comes from.
+    pub origin: Option<Origin>,
 }
 
 #[derive(Debug)]
@@ -98,21 +116,18 @@ pub struct SimProcess {
     pub changing: u32,
     pub faults: VecDeque<(usize, PageFault)>,
     pub events: VecDeque<(usize, KernelEvent)>,
-    /// Indexed by buffer: the pages that were moved there.
-    pub staging: Vec<Vec<Option<u64>>>,
-    /// Indexed by buffer: the worker's last command, with the outcome for each page.
-    pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
+    pub sender_side: Rc<SenderSide>,
+    /// The program's mapping of its control memory.
+    pub control: WorkerPort,
     /// How often the agent has looked whether a batch is finished.
     pub looks_at_batches: u64,
-    pub journal: SimJournal,
     /// A child's worker exists after this number of checks.
     pub looks_until_worker: u32,
-    /// Pages that the program has pinned.
-    pub pinned_pages: BTreeSet<PageNumber>,
+    /// Staging buffers.
+    pub buffers: usize,
     /// Pages that are known to be lost.
     pub lost: BTreeSet<PageNumber>,
     pub parent: Option<usize>,
-    pub done: VecDeque<SenderEvent>,
     pub scans: Vec<Vec<Area>>,
     pub is_nudged: bool,
     /// The range that was moved away last, which the kernel tends to use again.
@@ -130,24 +145,33 @@ impl SimProcess {
             changing: 0,
             faults: VecDeque::new(),
             events: VecDeque::new(),
-            staging: vec![vec![None; 64]; buffers],
-            batches: vec![Vec::new(); buffers],
+            sender_side: Rc::new(SenderSide {
+                id,
+                is_alive: Cell::new(true),
+                staging: RefCell::new(vec![vec![None; 64]; buffers]),
+                done: RefCell::default(),
+            }),
+            control: WorkerPort::new().expect("memory"),
             looks_at_batches: 0,
-            journal: SimJournal::default(),
             looks_until_worker: 0,
-            pinned_pages: BTreeSet::new(),
+            buffers,
             lost: BTreeSet::new(),
             parent: None,
-            done: VecDeque::new(),
             scans: Vec::new(),
             is_nudged: false,
             moved_from: (0, 0),
         }
     }
 
+    /// The agent's mapping of the control memory.
+    pub fn agent_port(&self) -> WorkerPort {
+        let fd = self.control.fd().try_clone_to_owned().expect("a descriptor");
+        WorkerPort::recover(fd).expect("it is of this version")
+    }
+
     /// The child of a fork: it has one thread, and shares all pages that are not pinned.
     pub fn fork(&mut self, id: usize, looks_until_worker: u32) -> Self {
-        let mut child = Self::new(id, self.pages.len(), 1, self.staging.len());
+        let mut child = Self::new(id, self.pages.len(), 1, self.buffers);
         child.is_started = false;
         child.looks_until_worker = looks_until_worker;
         child.parent = Some(self.id);
@@ -157,6 +181,7 @@ impl SimProcess {
             theirs.owner = mine.is_mapped.then_some(0);
             theirs.may_be_zero |= mine.is_being_dropped;
             theirs.is_being_dropped = false;
+            theirs.is_kept = false;
             if let (Some(mine), Some(theirs)) = (&mut mine.frame, &mut theirs.frame) {
                 theirs.is_exclusive = mine.is_pinned;
                 theirs.is_pinned = false;
@@ -170,8 +195,7 @@ impl SimProcess {
     pub fn has_work(&self) -> bool {
         !self.faults.is_empty()
             || !self.events.is_empty()
-            || !self.journal.again.is_empty()
-            || !self.done.is_empty()
+            || !self.sender_side.done.borrow().is_empty()
             || !self.scans.is_empty()
             || self.is_nudged
     }
@@ -324,55 +348,23 @@ impl SimProcess {
         }
     }
 
-    /// Reads the next message, as message `index` of this read: events that are delivered again
-    /// come first, then faults, then events.
-    pub fn next_message(&mut self, index: usize) -> Option<UffdMessage<usize>> {
-        let event = match self.journal.again.pop_front() {
-            Some(event) => event,
-            None => {
-                if let Some((_, fault)) = self.faults.pop_front() {
-                    return Some(UffdMessage::Fault(fault));
-                }
-                let (thread, event) = self.events.pop_front()?;
-                if let ThreadState::RaisingEvents { stage, .. } = &mut self.threads[thread].state {
-                    *stage = EventStage::Read;
-                }
-                event
-            }
-        };
-        self.journal.read.push((index, event));
+    /// The next message: faults come first, then events. The child of a fork is its number.
+    pub fn next_message(&mut self) -> Option<UffdMessage<RawFd>> {
+        if let Some((_, fault)) = self.faults.pop_front() {
+            return Some(UffdMessage::Fault(fault));
+        }
+        let (thread, event) = self.events.pop_front()?;
+        if let ThreadState::RaisingEvents { stage, .. } = &mut self.threads[thread].state {
+            *stage = EventStage::Read;
+        }
         Some(event.into())
     }
 
     /// Prepares the process for another agent, after its agent has died.
-    ///
-    /// Events that were read are delivered again, except forks that were served. Returns the move
-    /// of pages that had begun.
-    pub fn agent_died(&mut self, is_served: impl Fn(usize) -> bool) -> Option<(PageNumber, PageNumber, u64)> {
-        self.done.clear();
+    pub fn agent_died(&mut self) {
+        self.sender_side.done.borrow_mut().clear();
         self.scans.clear();
         self.is_nudged = true;
-        let journal = &mut self.journal;
-        journal.read.retain(|(index, _)| *index >= journal.applied);
-        let moving = match (journal.moving, journal.read.first()) {
-            (Some(index), Some((first, KernelEvent::Remap { from, to, pages }))) if index == *first => {
-                Some((number(*from), number(*to), *pages))
-            }
-            _ => None,
-        };
-        let unheeded = journal.read.drain(..).map(|(_, event)| event).chain(journal.again.drain(..));
-        journal.again = unheeded
-            .filter(|event| !matches!(event, KernelEvent::Fork(child) if is_served(*child)))
-            .collect();
-        moving
-    }
-
-    /// Children whose fork was read and not served.
-    pub fn unserved_children(&mut self) -> Vec<usize> {
-        let again = self.journal.again.drain(..);
-        again
-            .filter_map(|event| if let KernelEvent::Fork(child) = event { Some(child) } else { None })
-            .collect()
     }
 
     /// The registered pages, as the kernel knows them.
@@ -389,6 +381,7 @@ impl SimProcess {
     /// Ends the process. Returns the children whose fork will not be served.
     pub fn die(&mut self) -> Vec<usize> {
         self.is_alive = false;
+        self.sender_side.is_alive.set(false);
         self.faults.clear();
         self.changing = 0;
         self.pages.fill(ModelPage::default());
@@ -487,10 +480,10 @@ impl SimProcess {
     }
 }
 
-impl From<KernelEvent> for UffdMessage<usize> {
+impl From<KernelEvent> for UffdMessage<RawFd> {
     fn from(event: KernelEvent) -> Self {
         match event {
-            KernelEvent::Fork(child) => Self::Fork(child),
+            KernelEvent::Fork(child) => Self::Fork(RawFd::try_from(child).expect("few")),
             KernelEvent::Remap { from, to, pages } => {
                 Self::Remap { from: number(from), to: number(to), pages }
             }

@@ -40,6 +40,14 @@ impl PagingWorld {
                 }
                 Ok(())
             }
+            ThreadState::Pinning { page } => {
+                if target.control.control().are_pins_locked() {
+                    self.counts.pins_awaited += 1;
+                    return Ok(());
+                }
+                target.pages[page].is_kept = target.pages[page].is_mapped;
+                target.touch(thread, page, Some(stamp))
+            }
             ThreadState::RaisingEvents { .. } => {
                 target.continue_raising(thread);
                 Ok(())
@@ -92,7 +100,8 @@ impl PagingWorld {
                 }
             }
             22..24 => self.fork(process, thread),
-            24..26 => pin(target, rng, thread),
+            24..26 => pin_for_device(target, rng, thread),
+            26 => pin(target, rng, thread),
             _ => return self.touch_some(process, thread),
         }
         Ok(())
@@ -149,6 +158,21 @@ impl PagingWorld {
             target.pages[at] = ModelPage::mapped_by(thread, false);
             let written = target.touch(thread, at, Some(stamp));
             written.unwrap_or_else(|error| panic!("new memory is writable: {error}"));
+        }
+    }
+
+    /// The only thread of a process moves an evicted page to the place of a present one.
+    pub fn move_onto(&mut self, process: usize, at: usize) {
+        let target = &mut self.processes[process];
+        let [only] = target.threads.as_slice() else { return };
+        let is_own = |page: &ModelPage| page.owner == Some(0) && page.is_mapped && !page.is_being_dropped;
+        let is_evicted = |page: &ModelPage| is_own(page) && page.is_registered && page.frame.is_none();
+        let evicted = target.pages.iter().position(is_evicted).filter(|from| *from != at);
+        if matches!(only.state, ThreadState::Idle)
+            && is_own(&target.pages[at])
+            && let Some(from) = evicted
+        {
+            move_range(target, 0, (from, from + 1), (at, at + 1), false);
         }
     }
 
@@ -248,9 +272,23 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     if !is_alone && target.pages[to..stop].iter().any(|page| page.is_registered) {
         return None;
     }
-    let mut events = target.unmap(to, stop);
     // `MREMAP_DONTUNMAP` leaves the old place mapped and empty.
     let is_left = stop - to == pages && rng.chance(1, 4);
+    move_range(target, thread, (start, end), (to, stop), is_left);
+    registered.then_some(())
+}
+
+/// Moves a range to another place, which is unmapped first and may be longer.
+fn move_range(
+    target: &mut SimProcess,
+    thread: usize,
+    (start, end): (usize, usize),
+    (to, stop): (usize, usize),
+    is_left: bool,
+) {
+    let pages = end - start;
+    let registered = target.pages[start].is_registered;
+    let mut events = target.unmap(to, stop);
     for offset in 0..stop - to {
         let fresh = ModelPage::mapped_by(thread, registered);
         target.pages[to + offset] = if offset < pages {
@@ -258,7 +296,9 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
                 target.lost.insert(number(to + offset));
             }
             let left = if is_left { fresh } else { ModelPage::default() };
-            std::mem::replace(&mut target.pages[start + offset], left)
+            let moved = std::mem::replace(&mut target.pages[start + offset], left);
+            // The pin names the old place.
+            ModelPage { is_kept: false, ..moved }
         } else {
             fresh
         };
@@ -273,11 +313,18 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
         }
     }
     target.raise_events(thread, events, AfterEvents::Nothing, false);
-    registered.then_some(())
+}
+
+/// Pins a page of the thread: it must stay present.
+fn pin(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
+    if let Some((at, _)) = target.own_range(rng, thread, 1) {
+        target.control.control().pin(number(at));
+        target.threads[thread].state = ThreadState::Pinning { page: at };
+    }
 }
 
 /// Pins a present page for a device, or unpins it.
-fn pin(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
+fn pin_for_device(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     if let Some((at, _)) = target.own_range(rng, thread, 1)
         && let Some(frame) = &mut target.pages[at].frame
         && frame.is_exclusive

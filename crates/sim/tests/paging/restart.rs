@@ -3,14 +3,16 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use aquifer_faults::{Area, FaultStats, Monitor, ResumeState};
-use aquifer_pager::{Mutation, Volume, finish_move};
+use aquifer_faults::takeover::{self, KeptProgram, Origin, TakenProgram};
+use aquifer_faults::{Area, FaultStats, Monitor, MoveOutcome, UffdMessage};
+use aquifer_pager::PageNumber;
 
 use super::death;
 use super::edge::SimEdge;
 use super::focus::Focus;
-use super::process::KernelEvent;
+use super::memory::index;
 use super::schedule::PagingSchedule;
+use super::worker;
 use super::world::reopen;
 
 impl PagingSchedule {
@@ -19,94 +21,100 @@ impl PagingSchedule {
         trace!("the agent has died");
         self.monitors.iter_mut().for_each(|monitor| *monitor = None);
         self.world.borrow_mut().restart();
+        let served: HashSet<Origin> =
+            self.world.borrow().kept.iter().flatten().filter_map(|kept| kept.origin).collect();
         let count = self.world.borrow().processes.len();
-        let mut used = HashSet::new();
-        let mut found = Vec::new();
+        let mut taken = Vec::new();
         for process in 0..count {
-            if let Some(before) = self.recover(process) {
-                used.extend(before.recovered.volume.blocks_in_use());
-                found.push((process, before));
-            }
+            taken.extend(self.recover(process, &served).map(|program| (process, program)));
         }
-        self.world.borrow_mut().finish_restart(&used);
-        if !Mutation::ReserveNothing.is_active() {
-            found.iter_mut().for_each(|(_, before)| reserve_blocks(before));
-        }
-        for (process, before) in found {
-            let edge = SimEdge::new(&self.world, process);
-            let budget = Arc::clone(&self.world.borrow().budget);
-            let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
-            self.put_monitor(process, monitor);
-            self.scan_early(process);
-        }
-    }
-
-    /// With [`Focus::Reuse`]: before the first turn of the new agent's monitor, the program uses
-    /// the place from which it has moved pages, and the sampler scans the process.
-    fn scan_early(&mut self, process: usize) {
-        let mut world = self.world.borrow_mut();
-        if world.focus != Focus::Reuse || world.is_winding_down {
-            return;
-        }
-        let moved = world.processes[process].journal.again.iter().find_map(|event| match event {
-            KernelEvent::Remap { from, pages, .. } => Some((*from, *pages)),
-            _ => None,
+        let used: HashSet<_> =
+            taken.iter().flat_map(|(_, program)| program.pages.volume().blocks_in_use()).collect();
+        let mempool = Arc::clone(&self.world.borrow().mempool);
+        let begun = taken.iter_mut().map(|(process, program)| {
+            let port = self.world.borrow().processes[*process].agent_port();
+            (&mut program.pages, port.begun())
         });
-        if let Some((from, pages)) = moved {
-            world.use_range(process, from, from + usize::try_from(pages).expect("few"));
+        takeover::finish(&mempool, &used, begun);
+        self.world.borrow_mut().finish_restart();
+        // The programs resume in threads of their own.
+        self.world.borrow_mut().rng.shuffle(&mut taken);
+        for (process, program) in taken {
+            self.resume(process, program);
         }
-        drop(world);
-        self.scan(process);
     }
 
-    fn recover(&self, process: usize) -> Option<ResumeState> {
+    /// Recovers a process; `None` if it has ended.
+    fn recover(&self, process: usize, served: &HashSet<Origin>) -> Option<TakenProgram<usize>> {
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        let kept: Vec<bool> = world.kept.iter().map(Option::is_some).collect();
-        let is_served = |child: usize| kept.get(child) == Some(&true);
-        let target = &mut world.processes[process];
-        let moving = target.agent_died(is_served);
-        if !target.is_alive {
-            // A child whose fork was not served would read zeros, so it is killed.
-            let unserved = target.unserved_children();
-            unserved.into_iter().for_each(|child| world.kill(child));
+        world.processes[process].agent_died();
+        let kept = world.kept.get(process)?.as_ref()?;
+        let mut program = KeptProgram::open(process as u64, reopen(&kept.table), reopen(&kept.journal))
+            .expect("it is a journal");
+        program.before_store(death::step);
+        if !world.processes[process].is_alive {
+            // Such a child would read zeros, so the run is ended. Here only the child is.
+            let has_unserved_fork = program.has_unserved_fork(served);
+            for child in world.unserved_children(process) {
+                assert!(has_unserved_fork, "child {child} is forgotten");
+                world.kill(child);
+            }
             return None;
         }
-        let table = world.kept.get(process)?.as_ref()?;
-        if let Some((from, to, pages)) = moving {
-            finish_move(reopen(table), from, to, pages).expect("a page table");
-            let journal = &mut target.journal;
-            journal.again.pop_front();
-            journal.pending_unmaps.push(Area { start: from, end: from + pages });
-            journal.removed.remove(Area { start: to, end: to + pages });
-        }
-        let (slabs, mempool) = (Arc::clone(&world.slabs), Arc::clone(&world.mempool));
-        let recovered = Volume::recover(reopen(table), slabs, mempool, Arc::clone(&world.budget));
-        let mut recovered = recovered.expect("a page table");
-        recovered.volume.before_store(death::step);
-        let target = &mut world.processes[process];
+        let find_child = |reader: u32, fd| {
+            assert_eq!(reader, std::process::id());
+            usize::try_from(fd).ok()
+        };
+        let memory = (Arc::clone(&world.slabs), Arc::clone(&world.mempool), Arc::clone(&world.budget));
+        Some(program.recover(served, find_child, memory).expect("it can be served on"))
+    }
+
+    /// Starts the monitor of a process.
+    fn resume(&mut self, process: usize, program: TakenProgram<usize>) {
+        let TakenProgram { journal, unapplied, pages } = program;
+        let early = self.used_early(&unapplied);
+        let Some(batches) = self.batches(process) else {
+            pages.close();
+            return;
+        };
+        let registered = self.world.borrow().processes[process].registered();
+        let before = pages.into_resume_state(registered, batches);
+        trace!("{process} resumes from {before:?}");
+        let edge = SimEdge::new(&self.world, process, journal, unapplied);
+        let budget = Arc::clone(&self.world.borrow().budget);
+        let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
+        self.put_monitor(process, monitor);
+        let mut world = self.world.borrow_mut();
         // Faults that the dead agent had read are raised again only if their threads are woken.
-        target.wake(0, target.pages.len());
-        let mut batches = target.batches.clone();
-        if Mutation::ForgetLeaving.is_active() {
-            batches.iter_mut().for_each(Vec::clear);
+        let count = world.processes[process].pages.len();
+        world.processes[process].wake(0, count);
+        if let Some(area) = early {
+            world.use_range(process, index(area.start), index(area.end));
+            drop(world);
+            self.scan(process);
         }
-        trace!(
-            "{process} has batches {batches:?}, leaving {:?}, staged {:?}",
-            recovered.leaving, recovered.staged
-        );
-        Some(ResumeState {
-            recovered,
-            registered: target.registered(),
-            pending_unmaps: target.journal.pending_unmaps.clone(),
-            removed: target.journal.removed.clone(),
-            batches,
+    }
+
+    /// Per staging buffer, what the worker has done. It completes its command first.
+    fn batches(&self, process: usize) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
+        worker::run(&self.world, process).ok()?;
+        let port = self.world.borrow().processes[process].agent_port();
+        let mut batches = port.batches(|| false)?;
+        batches.truncate(self.buffers);
+        Some(batches)
+    }
+
+    /// With [`Focus::Reuse`]: the place from which the program has moved pages. The program uses it
+    /// before the first turn of the new agent's monitor, and the sampler scans the process.
+    fn used_early(&self, unapplied: &[UffdMessage<usize>]) -> Option<Area> {
+        let world = self.world.borrow();
+        if world.focus != Focus::Reuse || world.is_winding_down {
+            return None;
+        }
+        unapplied.iter().find_map(|message| match message {
+            UffdMessage::Remap { from, pages, .. } => Some(Area { start: *from, end: from + pages }),
+            _ => None,
         })
     }
-}
-
-fn reserve_blocks(ResumeState { recovered, batches, .. }: &mut ResumeState) {
-    let leaving = &recovered.leaving;
-    let unemptied = batches.iter().filter(|batch| batch.iter().any(|(page, _)| leaving.contains(page)));
-    recovered.volume.reserve_blocks(unemptied.count());
 }

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use aquifer_faults::{Areas, FaultStats, Monitor, TurnOutcome};
+use aquifer_faults::{Areas, FaultStats, Journal, Monitor, TurnOutcome};
 use aquifer_pager::Volume;
 
 use aquifer_fabric::sim::Rng;
@@ -28,7 +28,7 @@ pub struct PagingSchedule {
     pub world: Rc<RefCell<PagingWorld>>,
     /// Indexed by process; `None` before its fork was served and after its end.
     pub monitors: Vec<Option<Monitor<SimEdge>>>,
-    buffers: usize,
+    pub buffers: usize,
     /// The faults that may be injected.
     faults_planned: PagingFaults,
     has_many_faults: bool,
@@ -156,7 +156,9 @@ fn first_process(world: &mut PagingWorld, pages: usize, threads: usize, buffers:
         at = end;
     }
     for _ in 0..rng.below(3) {
-        process.pinned_pages.insert(number(rng.index(pages)));
+        let at = rng.index(pages);
+        process.control.control().pin(number(at));
+        process.pages[at].is_kept = true;
     }
     process
 }
@@ -220,16 +222,17 @@ impl PagingSchedule {
         };
         let mut volume = Volume::new(slabs, mempool, budget).map_err(|error| error.to_string())?;
         volume.before_store(death::step);
-        self.add_monitor(0, volume, Areas::default());
+        let journal = Journal::new().expect("memory");
+        self.world.borrow_mut().keep(0, volume.table_memory(), &journal, None);
+        self.add_monitor(0, volume, Areas::default(), journal);
         if self.world.borrow_mut().rng.chance(3, 4) {
             self.scan(0);
         }
         self.check()
     }
 
-    fn add_monitor(&mut self, process: usize, volume: Volume, areas: Areas) {
-        self.world.borrow_mut().keep(process, volume.table_memory());
-        let edge = SimEdge::new(&self.world, process);
+    fn add_monitor(&mut self, process: usize, volume: Volume, areas: Areas, journal: Journal) {
+        let edge = SimEdge::new(&self.world, process, journal, Vec::new());
         let budget = Arc::clone(&self.world.borrow().budget);
         let stats = Arc::new(FaultStats::default());
         let monitor = Monitor::new(edge, volume, budget, stats, areas, self.buffers);
@@ -280,8 +283,8 @@ impl PagingSchedule {
 
     fn start_children(&mut self) {
         let new_children = std::mem::take(&mut self.world.borrow_mut().new_children);
-        for (child, volume, areas) in new_children {
-            self.add_monitor(child, volume, areas);
+        for (child, volume, areas, journal) in new_children {
+            self.add_monitor(child, volume, areas, journal);
         }
     }
 
@@ -369,7 +372,7 @@ impl PagingSchedule {
             return;
         };
         monitor.end();
-        self.world.borrow_mut().abandoned.push(process as u64);
+        self.world.borrow_mut().queue.abandon(process as u64);
         monitor.close();
     }
 
@@ -400,9 +403,9 @@ impl PagingSchedule {
         let monitored = |process: &SimProcess| {
             self.monitors.get(process.id).is_some_and(Option::is_some) == process.is_alive
         };
-        world.sender.is_idle()
-            && !world.sender.is_healing()
-            && !world.has_orders()
+        world.sending.sender.is_idle()
+            && !world.sending.sender.is_healing()
+            && world.queue.is_idle()
             && world.processes.iter().all(|process| {
                 process.is_idle() && (!process.is_alive || !process.has_work()) && monitored(process)
             })
@@ -411,9 +414,9 @@ impl PagingSchedule {
     fn describe_stuck(&self) -> String {
         let world = self.world.borrow();
         let mut text = format!(
-            "orders {}, sender idle {}, blocks free {}, {:?}",
-            world.has_orders(),
-            world.sender.is_idle(),
+            "queue idle {}, sender idle {}, blocks free {}, {:?}",
+            world.queue.is_idle(),
+            world.sending.sender.is_idle(),
             world.mempool.free_block_count(),
             world.budget,
         );
@@ -461,11 +464,11 @@ impl PagingSchedule {
             self.world.borrow_mut().kill(process);
             self.end(process);
         }
-        self.world.borrow_mut().sender.stop_healing();
+        self.world.borrow_mut().sending.sender.stop_healing();
         self.run_until_idle()?;
         let mut world = self.world.borrow_mut();
         let world = &mut *world;
-        world.sender.close();
+        world.sending.sender.close();
         world.count_sender_stats();
         let pages = world.slabs.pages();
         let held = world.budget.held();

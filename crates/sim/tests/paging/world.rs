@@ -1,23 +1,26 @@
 //! The state of one schedule apart from the monitors: processes, sender, cluster and random
 //! numbers.
 
-use std::collections::{HashSet, VecDeque};
+use std::rc::Rc;
 use std::sync::Arc;
 
 use aquifer_fabric::Endpoint;
 use aquifer_fabric::sim::Rng;
-use aquifer_faults::{Areas, EvictedBatch, SenderEvent};
+use aquifer_faults::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
+use aquifer_faults::takeover::Origin;
+use aquifer_faults::{Areas, EvictedBatch, Journal, MESSAGE_BYTES, SenderEvent, UffdMessage, to_bytes};
 use aquifer_pager::{
-    BLOCK_PAGES, BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabId, SlabReplicas, SlabSet,
-    StageOutcome, Volume, WrittenBatch,
+    BlockId, Budget, Memory, Mempool, PageNumber, Sender, SlabId, SlabReplicas, SlabSet, Volume,
 };
 use aquifer_pool::{Extent, NodeId};
 
 use super::cluster::{SENDER, SimCluster};
 use super::focus::Focus;
 use super::memory::{encode, index};
-use super::process::SimProcess;
+use super::process::{KeptMemory, SentProcess, SimProcess};
 
+/// Messages of one read, at most.
+const MESSAGES_MAX: usize = 16;
 /// More slabs than any schedule has.
 const SLABS_MAX: u32 = 256;
 
@@ -65,12 +68,14 @@ pub struct PagingCounts {
     /// Forks after which pages were write-protected, and answers that permitted writes.
     pub protections: u64,
     pub unprotected: u64,
+    /// Steps of threads that waited until the agent had read their pin.
+    pub pins_awaited: u64,
     /// Workers that would have waited for ever.
     pub stuck_workers: u64,
 }
 
 impl PagingCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 32] {
+    pub fn labelled(&self) -> [(&'static str, u64); 33] {
         [
             ("evictions", self.evictions),
             ("zero fills", self.zero_fills),
@@ -104,6 +109,7 @@ impl PagingCounts {
             ("nodes that were away", self.absences),
             ("forks that were protected", self.protections),
             ("writes to protected pages", self.unprotected),
+            ("waits of a thread that pins a page", self.pins_awaited),
         ]
     }
 
@@ -140,23 +146,31 @@ impl PagingCounts {
         self.absences += other.absences;
         self.protections += other.protections;
         self.unprotected += other.unprotected;
+        self.pins_awaited += other.pins_awaited;
         self.stuck_workers += other.stuck_workers;
     }
 }
 
-#[derive(Debug)]
-enum SenderOrder {
-    /// A batch in a staging buffer.
-    Copy { process: usize, job: EvictedBatch },
-    /// A block that must be written again since a restart.
-    Again { process: usize, block: BlockId, slots: u64 },
-}
+impl SentProgram for SentProcess {
+    fn id(&self) -> u64 {
+        self.0.id as u64
+    }
 
-impl SenderOrder {
-    fn process(&self) -> usize {
-        match self {
-            Self::Copy { process, .. } | Self::Again { process, .. } => *process,
+    /// Copies nothing of a process that has ended: its staging buffers are gone.
+    fn copy_batch(&self, mempool: &Mempool, batch: &EvictedBatch) -> usize {
+        if !self.0.is_alive.get() {
+            return 0;
         }
+        let staging = &self.0.staging.borrow()[batch.buffer];
+        for (slot, position) in batch.positions.iter().enumerate() {
+            let stamp = staging[usize::from(*position)].unwrap_or(0);
+            mempool.memory().write(batch.block.slot(slot).offset(), &encode(stamp));
+        }
+        batch.positions.len()
+    }
+
+    fn push_event(&self, event: SenderEvent) {
+        self.0.done.borrow_mut().push_back(event);
     }
 }
 
@@ -174,13 +188,12 @@ pub struct PagingWorld {
     pub mempool: Arc<Mempool>,
     pub slabs: Arc<SlabSet>,
     pub budget: Arc<Budget>,
-    pub sender: Sender,
-    orders: VecDeque<SenderOrder>,
-    pub abandoned: Vec<u64>,
+    pub sending: SendLoop<SentProcess>,
+    pub queue: SendQueue<SentProcess>,
     /// Children whose fork the parent's monitor has served.
-    pub new_children: Vec<(usize, Volume, Areas)>,
-    /// Indexed by process: the page table that the keeper holds.
-    pub kept: Vec<Option<Memory>>,
+    pub new_children: Vec<(usize, Volume, Areas, Journal)>,
+    /// Indexed by process: what the keeper holds of it.
+    pub kept: Vec<Option<KeptMemory>>,
     /// The epoch of the present agent.
     pub epoch: u64,
     pub clock_ns: u64,
@@ -206,8 +219,6 @@ pub struct PagingWorld {
     /// The bias of the schedule.
     pub focus: Focus,
     joining: Option<(NodeId, Box<dyn Endpoint>)>,
-    written: Vec<WrittenBatch>,
-    found: Vec<StageOutcome>,
 }
 
 impl PagingWorld {
@@ -243,12 +254,11 @@ impl PagingWorld {
         Self {
             processes: Vec::new(),
             cluster,
+            sending: SendLoop::new(sender, Arc::clone(&mempool)),
+            queue: SendQueue::default(),
             mempool,
             slabs,
             budget,
-            sender,
-            orders: VecDeque::new(),
-            abandoned: Vec::new(),
             new_children: Vec::new(),
             kept: Vec::new(),
             epoch: 1,
@@ -272,8 +282,6 @@ impl PagingWorld {
             failure: None,
             counts: PagingCounts::default(),
             joining: None,
-            written: Vec::new(),
-            found: Vec::new(),
             rng,
             focus,
         }
@@ -313,19 +321,26 @@ impl PagingWorld {
 
     pub fn submit(&mut self, process: usize, job: EvictedBatch) {
         self.counts.evictions += job.positions.len() as u64;
-        self.orders.push_back(SenderOrder::Copy { process, job });
+        let program = self.sent_process(process);
+        self.queue.push_batch(program, job);
     }
 
     pub fn submit_again(&mut self, process: usize, block: BlockId, slots: u64) {
-        self.orders.push_back(SenderOrder::Again { process, block, slots });
+        let program = self.sent_process(process);
+        self.queue.push_block(program, block, slots);
     }
 
-    /// Records that the keeper holds a page table.
-    pub fn keep(&mut self, process: usize, table: &Memory) {
+    fn sent_process(&self, process: usize) -> SentProcess {
+        SentProcess(Rc::clone(&self.processes[process].sender_side))
+    }
+
+    /// Records that the keeper holds what another agent needs to serve a process.
+    pub fn keep(&mut self, process: usize, table: &Memory, journal: &Journal, origin: Option<Origin>) {
         if self.kept.len() <= process {
             self.kept.resize_with(process + 1, || None);
         }
-        self.kept[process] = Some(reopen(table));
+        let (table, journal) = (reopen(table), reopen(journal.memory()));
+        self.kept[process] = Some(KeptMemory { table, journal, origin });
     }
 
     /// Records that a page is lost, also for children whose fork is not served yet, because they
@@ -343,14 +358,33 @@ impl PagingWorld {
         }
     }
 
+    /// Writes pending messages of a process to `buffer`, as the kernel does. Returns the bytes
+    /// written. Threads run meanwhile, so that one read brings several moves.
+    pub fn read_uffd(&mut self, process: usize, buffer: &mut [u8]) -> usize {
+        let mut written = 0;
+        for place in buffer.chunks_exact_mut(MESSAGE_BYTES).take(MESSAGES_MAX) {
+            let Some(message) = self.processes[process].next_message() else { break };
+            if let UffdMessage::Fork(child) = &message {
+                self.processes[usize::try_from(*child).expect("a number")].is_started = true;
+            }
+            place.copy_from_slice(&to_bytes(&message));
+            written += MESSAGE_BYTES;
+            if self.rng.chance(1, 8) {
+                self.run_others(1);
+            } else if self.moves_often {
+                self.run_others(6);
+            }
+        }
+        written
+    }
+
     /// Begins a new agent with what the previous one left. Its volumes are recovered before
     /// [`Self::finish_restart`].
     pub fn restart(&mut self) {
         self.count_sender_stats();
         self.counts.restarts += 1;
         self.epoch += 1;
-        self.orders.clear();
-        self.abandoned.clear();
+        self.queue = SendQueue::default();
         self.new_children.clear();
         self.joining = None;
         self.mempool = Arc::new(Mempool::recover(reopen(self.mempool.memory())));
@@ -360,9 +394,8 @@ impl PagingWorld {
         self.budget = Arc::new(Budget::new(limit));
     }
 
-    /// Ends the recovery, when all volumes are recovered and own the blocks in `used`.
-    pub fn finish_restart(&mut self, used: &HashSet<BlockId>) {
-        self.mempool.finish_recovery(used);
+    /// Begins the sender, when all volumes are recovered.
+    pub fn finish_restart(&mut self) {
         self.slabs.finish_recovery();
         self.cluster.epoch = self.epoch;
         self.cluster.suspect_all();
@@ -373,13 +406,14 @@ impl PagingWorld {
             self.cluster.pool(SENDER),
             self.rng.next_u64(),
         );
-        let dead = std::mem::replace(&mut self.sender, sender);
-        self.cluster.close(dead, &mut self.rng);
+        let sending = SendLoop::new(sender, Arc::clone(&self.mempool));
+        let dead = std::mem::replace(&mut self.sending, sending);
+        self.cluster.close(dead.sender, &mut self.rng);
     }
 
     /// Adds the counters of a sender that ends.
     pub fn count_sender_stats(&mut self) {
-        let sent = self.sender.stats();
+        let sent = self.sending.sender.stats();
         self.counts.unchanged += sent.unchanged_pages;
         self.counts.copied += sent.copied_slabs;
         self.counts.repaired += sent.repaired_pages;
@@ -387,23 +421,13 @@ impl PagingWorld {
 
     /// Runs one turn of the sender's thread.
     pub fn run_sender(&mut self) {
-        for owner in std::mem::take(&mut self.abandoned) {
-            self.sender.abandon(owner);
-            for order in &mut self.orders {
-                if let SenderOrder::Again { process, slots, .. } = order
-                    && *process as u64 == owner
-                {
-                    *slots = 0;
-                }
-            }
-        }
-        if self.sender.has_capacity()
-            && let Some(order) = self.next_order()
-        {
-            self.stage(&order);
+        match self.sending.next_step(&mut self.queue) {
+            NextStep::Stage(request) => self.sending.stage(request),
+            NextStep::Poll => {}
+            NextStep::End => unreachable!("the run goes on"),
         }
         if self.rng.chance(1, 8) {
-            self.sender.probe();
+            self.sending.sender.probe();
         }
         if self.cluster.has_faults() && self.rng.chance(1, 2) {
             self.join_nodes();
@@ -411,23 +435,17 @@ impl PagingWorld {
         if !self.is_winding_down {
             self.repack();
         }
-        let mut written = std::mem::take(&mut self.written);
-        let result = self.sender.advance(&mut written);
+        let (_, result) = self.sending.advance();
         assert!(
             result.is_ok() || self.cluster.is_full() || self.cluster.has_faults() || self.cluster.was_away,
             "{result:?}"
         );
-        for written in written.drain(..) {
-            let process = usize::try_from(written.owner).expect("an index");
-            self.processes[process].done.push_back(SenderEvent::Written(Box::new(written)));
-        }
-        self.written = written;
     }
 
     /// Begins a round of vacating at times. During a round the sampler wakes the monitors.
     fn repack(&mut self) {
         if self.rng.chance(1, 16) {
-            self.sender.repack_all();
+            self.sending.sender.repack_all();
         }
         if self.slabs.vacating_round().is_some() && self.rng.chance(1, 4) {
             self.processes.iter_mut().for_each(|process| process.is_nudged = true);
@@ -442,7 +460,7 @@ impl PagingWorld {
             self.counts.returns += u64::from(self.cluster.replace_dead_node(&mut self.rng));
         }
         if self.joining.is_none()
-            && let Some(node) = self.cluster.nodes().find(|node| !self.sender.uses_node(*node))
+            && let Some(node) = self.cluster.nodes().find(|node| !self.sending.sender.uses_node(*node))
         {
             self.joining = self
                 .cluster
@@ -452,9 +470,9 @@ impl PagingWorld {
                 .map(|endpoint| (node, endpoint));
         }
         if let Some((node, endpoint)) = self.joining.take_if(|_| self.rng.chance(1, 2)) {
-            let taken = self.sender.add_node(node, endpoint);
-            trace!("node {node:?} is added: {taken:?}, in use {}", self.sender.uses_node(node));
-            self.counts.joined += u64::from(taken.is_ok() && self.sender.uses_node(node));
+            let taken = self.sending.sender.add_node(node, endpoint);
+            trace!("node {node:?} is added: {taken:?}, in use {}", self.sending.sender.uses_node(node));
+            self.counts.joined += u64::from(taken.is_ok() && self.sending.sender.uses_node(node));
         }
     }
 
@@ -462,7 +480,7 @@ impl PagingWorld {
     pub fn has_all_replicas(&mut self) -> bool {
         let lives = |copy: Extent| self.cluster.holds(&copy);
         let slabs = (0..SLABS_MAX).map(|slab| self.slabs.replicas(SlabId(slab)));
-        self.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
+        self.sending.sender.stats().degraded_slabs == 0 && slabs.flat_map(SlabReplicas::iter).all(lives)
     }
 
     /// Replicas that their nodes have lost, and the nodes that the sender uses.
@@ -470,8 +488,9 @@ impl PagingWorld {
         let slabs = (0..SLABS_MAX)
             .flat_map(|slab| self.slabs.replicas(SlabId(slab)).iter().map(move |copy| (slab, copy)));
         let gone: Vec<_> = slabs.filter(|(_, copy)| !self.cluster.holds(copy)).collect();
-        let known: Vec<_> = self.cluster.nodes().filter(|node| self.sender.uses_node(*node)).collect();
-        format!("replicas {gone:?} are lost, nodes {known:?} are in use, {:?}", self.sender.stats())
+        let known: Vec<_> =
+            self.cluster.nodes().filter(|node| self.sending.sender.uses_node(*node)).collect();
+        format!("replicas {gone:?} are lost, nodes {known:?} are in use, {:?}", self.sending.sender.stats())
     }
 
     /// Kills one node, or as many as the replicas tolerate, if no page is lost by that.
@@ -508,60 +527,6 @@ impl PagingWorld {
         }
     }
 
-    /// Removes the next order. Orders of several programs come in any order after a restart.
-    fn next_order(&mut self) -> Option<SenderOrder> {
-        let first = self.orders.front()?.process();
-        let other = self.orders.iter().position(|order| order.process() != first);
-        match other.filter(|_| self.epoch > 1 && self.rng.chance(1, 2)) {
-            Some(at) => self.orders.remove(at),
-            None => self.orders.pop_front(),
-        }
-    }
-
-    fn stage(&mut self, order: &SenderOrder) {
-        match order {
-            SenderOrder::Copy { process, job } => self.copy(*process, job),
-            SenderOrder::Again { process, block, slots } => {
-                let mut found = std::mem::take(&mut self.found);
-                let is_wanted = |index: usize| slots >> index & 1 == 1;
-                let owner = *process as u64;
-                self.sender.stage_with_clean_copies(owner, *block, BLOCK_PAGES, is_wanted, &[], &mut found);
-                self.found = found;
-            }
-        }
-    }
-
-    /// Copies a batch from its staging buffer into its block, and stages it.
-    fn copy(&mut self, process: usize, job: &EvictedBatch) {
-        let EvictedBatch { block, buffer, positions, clean_copies } = job;
-        let number = process;
-        let process = &self.processes[number];
-        let alive = process.is_alive;
-        if alive {
-            for (slot, position) in positions.iter().enumerate() {
-                let stamp = process.staging[*buffer][usize::from(*position)];
-                let stamp = stamp.expect("a page waits where the monitor said");
-                self.mempool.memory().write(block.slot(slot).offset(), &encode(stamp));
-            }
-        }
-        let owner = number as u64;
-        let mut found = std::mem::take(&mut self.found);
-        self.sender.stage_with_clean_copies(
-            owner,
-            *block,
-            positions.len(),
-            |_| alive,
-            clean_copies,
-            &mut found,
-        );
-        self.processes[number].done.push_back(SenderEvent::Staged {
-            block: *block,
-            buffer: *buffer,
-            found: found.clone(),
-        });
-        self.found = found;
-    }
-
     /// Kills a process, whatever it is doing.
     pub fn kill(&mut self, process: usize) {
         if !self.processes[process].is_alive {
@@ -578,7 +543,7 @@ impl PagingWorld {
     /// is being served.
     fn note_unreadable(&mut self, process: usize) {
         let leaving: Vec<u64> = (0..self.processes[process].pages.len()).map(super::memory::number).collect();
-        let is_parting = !self.orders.iter().all(|order| order.process() != process);
+        let is_parting = self.queue.has_request_of(process as u64);
         let mut family = vec![process];
         // A child has a greater number than its parent.
         for child in process..self.processes.len() {
@@ -590,11 +555,14 @@ impl PagingWorld {
         }
     }
 
-    pub fn page(&mut self, process: usize, page: u64) -> &mut super::memory::ModelPage {
-        &mut self.processes[process].pages[index(page)]
+    /// Children whose fork was not served.
+    pub fn unserved_children(&self, process: usize) -> Vec<usize> {
+        let is_served = |child: usize| self.kept.get(child).is_some_and(Option::is_some);
+        let children = self.processes.iter().filter(|child| child.parent == Some(process) && child.is_alive);
+        children.map(|child| child.id).filter(|child| !is_served(*child)).collect()
     }
 
-    pub fn has_orders(&self) -> bool {
-        !self.orders.is_empty()
+    pub fn page(&mut self, process: usize, page: u64) -> &mut super::memory::ModelPage {
+        &mut self.processes[process].pages[index(page)]
     }
 }

@@ -1,0 +1,205 @@
+//! Takes over a program from an agent that has died, by what its journal and its page table say.
+//!
+//! 1. [`KeptProgram::recover`], for all programs: completes the event that was applied in part,
+//!    finds the events that are left to apply, and recovers the volume.
+//! 2. [`finish`], once for a mempool: frees the blocks that no volume owns, and reserves a block
+//!    for each batch that is in a staging buffer.
+//! 3. [`TakenPages::into_resume_state`], for each program that goes on: what its monitor starts from.
+//!
+//! The code touches only memory that both agents map, so the simulator runs it too.
+
+use std::collections::HashSet;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+use aquifer_pager::{
+    BlockId, Budget, Memory, Mempool, Mutation, PageNumber, RecoveredVolume, SlabSet, Volume, finish_move,
+};
+
+use crate::areas::{Area, Areas};
+use crate::journal::{Journal, JournalContents, PersistentRanges};
+use crate::kernel::{MoveOutcome, UffdMessage};
+use crate::monitor::ResumeState;
+
+/// The fork from which a program comes: the parent, and the sequence number of the event.
+pub type Origin = (u64, u64);
+
+/// A program as the other agent has left it.
+#[derive(Debug)]
+pub struct KeptProgram {
+    id: u64,
+    table: Memory,
+    journal: Journal,
+    contents: JournalContents,
+    before_store: Option<fn()>,
+}
+
+impl KeptProgram {
+    /// Opens what the other agent has left of program `id`.
+    ///
+    /// # Errors
+    /// If `journal` is not a journal of this version.
+    pub fn open(id: u64, table: Memory, journal: Memory) -> io::Result<Self> {
+        let (journal, contents) = Journal::recover(journal)?;
+        Ok(Self { id, table, journal, contents, before_store: None })
+    }
+
+    /// Sets a hook that is called before each store to the page table and to the journal.
+    ///
+    /// The simulator lets the agent die in it.
+    pub fn before_store(&mut self, hook: fn()) {
+        self.before_store = Some(hook);
+    }
+
+    /// Whether an event that is left to apply is a fork whose child is not `served`.
+    #[must_use]
+    pub fn has_unserved_fork(&self, served: &HashSet<Origin>) -> bool {
+        let skipped = usize::from(self.is_first_fork_served(served));
+        let mut unapplied = self.contents.unapplied.iter().skip(skipped);
+        unapplied.any(|(_, message)| matches!(message, UffdMessage::Fork(_)))
+    }
+
+    /// Whether the first event that is left to apply is a fork whose child is `served`.
+    fn is_first_fork_served(&self, served: &HashSet<Origin>) -> bool {
+        matches!(self.contents.unapplied.first(), Some((_, UffdMessage::Fork(_))))
+            && served.contains(&(self.id, self.journal.sequence()))
+    }
+
+    /// Recovers the program.
+    ///
+    /// `served` are the origins of all programs that the other agent has served. `find_child`
+    /// returns the userfaultfd of a forked child by the process id of the agent that read the event
+    /// and its descriptor there.
+    ///
+    /// # Errors
+    /// If the program cannot be served on. It must be ended then.
+    pub fn recover<C>(
+        mut self,
+        served: &HashSet<Origin>,
+        mut find_child: impl FnMut(u32, RawFd) -> Option<C>,
+        (slabs, mempool, budget): (Arc<SlabSet>, Arc<Mempool>, Arc<Budget>),
+    ) -> io::Result<TakenProgram<C>> {
+        self.finish_first_event(served)?;
+        let Self { table, journal, contents, before_store, .. } = self;
+        let JournalContents { reader_pid, pending_unmaps, removed, unapplied, .. } = contents;
+        let with_child = |(_, message): (usize, UffdMessage<RawFd>)| match message {
+            UffdMessage::Fork(fd) => find_child(reader_pid, fd)
+                .map(UffdMessage::Fork)
+                .ok_or_else(|| io::Error::other("the descriptor of a forked child was lost with the agent")),
+            other => Ok(other.map_child(|_| unreachable!("only a fork has a child"))),
+        };
+        let unapplied = unapplied.into_iter().map(with_child).collect::<io::Result<_>>()?;
+        let mut recovered = Volume::recover(table, slabs, mempool, budget).map_err(io::Error::other)?;
+        if let Some(hook) = before_store {
+            recovered.volume.before_store(hook);
+        }
+        let pending_unmaps = pending_unmaps.unwrap_or_default();
+        let pages = TakenPages { recovered, pending_unmaps, removed };
+        Ok(TakenProgram { journal, unapplied, pages })
+    }
+
+    /// Completes the first event if it was applied in part.
+    ///
+    /// That is a fork whose child is served already, or a remap that had begun.
+    fn finish_first_event(&mut self, served: &HashSet<Origin>) -> io::Result<()> {
+        let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
+        let mut pending_unmaps = self.contents.pending_unmaps.clone().ok_or_else(too_many)?;
+        let mut removed = self.contents.removed.clone().unwrap_or_default();
+        if self.contents.is_remapping
+            && let Some((_, UffdMessage::Remap { from, to, pages })) = self.contents.unapplied.first()
+        {
+            let table = Memory::whole(self.table.fd().try_clone_to_owned()?)?;
+            finish_move(table, (*from, *to, *pages), self.before_store).map_err(io::Error::other)?;
+            pending_unmaps.push(Area { start: *from, end: from + pages });
+            removed.remove(Area { start: *to, end: to + pages });
+        } else if !self.is_first_fork_served(served) {
+            return Ok(());
+        }
+        if let Some(hook) = self.before_store {
+            hook();
+        }
+        self.journal
+            .skip_first_event(PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
+        self.contents.pending_unmaps = Some(pending_unmaps);
+        if let Some(old) = &mut self.contents.removed {
+            *old = removed;
+        }
+        self.contents.unapplied.remove(0);
+        Ok(())
+    }
+}
+
+/// A program that can be served on.
+#[derive(Debug)]
+pub struct TakenProgram<C> {
+    /// Its journal.
+    pub journal: Journal,
+    /// Events that were read and not applied. The monitor must read them first.
+    pub unapplied: Vec<UffdMessage<C>>,
+    /// Where its pages are.
+    pub pages: TakenPages,
+}
+
+/// Where the pages of a program are that can be served on.
+#[derive(Debug)]
+pub struct TakenPages {
+    recovered: RecoveredVolume,
+    pending_unmaps: Vec<Area>,
+    /// See [`PersistentRanges::removed`]; `None` if any page may have been removed.
+    removed: Option<Areas>,
+}
+
+impl TakenPages {
+    /// The volume of the program.
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.recovered.volume
+    }
+
+    /// Reserves a block for each batch that left the program and did not reach the mempool.
+    fn reserve_blocks(&mut self, begun: &[Vec<PageNumber>]) {
+        if Mutation::ReserveNothing.is_active() {
+            return;
+        }
+        let leaving: HashSet<&PageNumber> = self.recovered.leaving.iter().collect();
+        let unplaced = begun.iter().filter(|batch| batch.iter().any(|page| leaving.contains(page)));
+        self.recovered.volume.reserve_blocks(unplaced.count());
+    }
+
+    /// Closes the volume of a program that has ended meanwhile.
+    pub fn close(self) {
+        let mut volume = self.recovered.volume;
+        volume.close();
+    }
+
+    /// Makes the state from which the program's monitor starts.
+    ///
+    /// `registered`: its registered ranges. `batches`: per staging buffer, the pages of the last
+    /// command, and what the worker did with each.
+    #[must_use]
+    pub fn into_resume_state(
+        self,
+        registered: Areas,
+        batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
+    ) -> ResumeState {
+        let Self { recovered, pending_unmaps, removed } = self;
+        let removed = removed.unwrap_or_else(|| registered.clone());
+        ResumeState { recovered, registered, pending_unmaps, removed, batches }
+    }
+}
+
+/// Frees the blocks that no volume owns, and reserves blocks for batches in staging buffers.
+///
+/// `used`: the blocks of all volumes. `programs`: each with the pages of the last command of each
+/// staging buffer. Must be called when all programs are recovered and before any of them runs.
+pub fn finish<'a>(
+    mempool: &Mempool,
+    used: &HashSet<BlockId>,
+    programs: impl IntoIterator<Item = (&'a mut TakenPages, Vec<Vec<PageNumber>>)>,
+) {
+    mempool.finish_recovery(used);
+    for (pages, begun) in programs {
+        pages.reserve_blocks(&begun);
+    }
+}
