@@ -5,7 +5,7 @@
 
 use core::ffi::CStr;
 
-use aquifer_attach::{Paged, attach_program, say};
+use aquifer_attach::{Paged, attach_program, fatal};
 use aquifer_ipc::RunToken;
 
 /// Runs when the dynamic linker has loaded the library, before the program's own code.
@@ -28,6 +28,6 @@ extern "C" fn start() {
     };
     match RunToken::from_hex(run) {
         Some(token) => attach_program(path, token, Paged::All),
-        None => say::fail("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
+        None => fatal::exit("AQUIFER_RUN is not a run's token: start programs with `aquifer run`", 0),
     }
 }
