@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use aquifer_attach::{Paged, attach_program, say};
+use aquifer_attach::{Paged, attach_program, fatal};
 use aquifer_channel::{connect, paths, receive_frame, send_frame};
 use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, size};
 
@@ -22,7 +22,7 @@ pub fn begin() {
     let replicas = replicas();
     let path = agent();
     let Some((start, end)) = arena::range() else {
-        say::fail(
+        fatal::exit(
             "the allocator cannot reserve a range of addresses; check the limit of the address space \
                 (ulimit -v)",
             0,
@@ -39,7 +39,7 @@ fn limit() -> u64 {
     let given = std::env::var_os(LOCAL_VARIABLE).unwrap_or_default();
     let text = given.to_string_lossy();
     size::parse(&text).unwrap_or_else(|error| {
-        say::fail_with(&format_args!("{LOCAL_VARIABLE}: {error}"));
+        fatal::exit_with(&format_args!("{LOCAL_VARIABLE}: {error}"));
     })
 }
 
@@ -48,7 +48,7 @@ fn replicas() -> u32 {
     let text = given.to_string_lossy();
     match text.parse() {
         Ok(count @ 1..=3) => count,
-        _ => say::fail_with(&format_args!("{REPLICAS_VARIABLE}: \"{text}\" is not 1, 2 or 3")),
+        _ => fatal::exit_with(&format_args!("{REPLICAS_VARIABLE}: \"{text}\" is not 1, 2 or 3")),
     }
 }
 
@@ -66,19 +66,19 @@ fn name() -> String {
 
 fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
     let socket = connect(path).unwrap_or_else(|error| {
-        say::fail_with(&format_args!("no agent answers at {} ({error}): {ADVICE}", path.display()))
+        fatal::exit_with(&format_args!("no agent answers at {} ({error}): {ADVICE}", path.display()))
     });
     let answer = send_frame(&socket, &Frame::OpenRun(open), &[])
         .map_err(Into::into)
         .and_then(|()| receive_frame(&socket));
     match answer {
         Ok((Frame::RunOpened(token), _)) => (socket, token),
-        Ok((Frame::Refused(reason), _)) => say::fail_with(&reason),
+        Ok((Frame::Refused(reason), _)) => fatal::exit_with(&reason),
         Ok(_) => {
-            say::fail_with(&format_args!("unexpected answer of the agent at {}: {ADVICE}", path.display()))
+            fatal::exit_with(&format_args!("unexpected answer of the agent at {}: {ADVICE}", path.display()))
         }
         Err(error) => {
-            say::fail_with(&format_args!("connection to the agent at {} failed: {error}", path.display()))
+            fatal::exit_with(&format_args!("connection to the agent at {} failed: {error}", path.display()))
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How a program, and each child it forks, comes under the agent's care.
+//! Attaches a program, and each child that it forks, to the agent.
 
 use core::mem::{offset_of, zeroed};
 use core::ptr::{self, null_mut};
@@ -9,112 +9,134 @@ use aquifer_ipc::{
 };
 
 use crate::children;
+use crate::fatal;
 use crate::memory;
-use crate::say;
+use crate::raw::close;
 use crate::uffd;
 use crate::worker::{STACK_BYTES, Worker, start};
 
 const PAGE: usize = 4096;
-const ANTECHAMBER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
+const BOUNCE_BUFFER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
+/// Size of all staging buffers together.
 const STAGING_BYTES: usize = STAGING_BUFFERS * BATCH_PAGES_MAX * PAGE;
+/// Size of `sun_path` in a socket address.
 const PATH_BYTES: usize = 108;
-/// Agents that may die one after the other while a program says hello.
-const HELLOS_MAX: u32 = 64;
+/// Maximum number of connections on which a request is tried. An agent that is restarted closes
+/// them, so this many agents can die one after the other while a program attaches.
+const CONNECTIONS_MAX: u32 = 64;
 
-/// What of a process is paged, and counts against its run's limit.
+/// The memory of a process that is paged, and that counts against the limit of its run.
 #[derive(Clone, Copy)]
 pub enum Paged {
-    /// All of its memory that can be.
+    /// All memory that can be paged.
     All,
-    /// What is there, or will be, from one address up to another: whole pages.
+    /// What is mapped, or will be mapped, from the first address up to the second one. Both are
+    /// multiples of the page size.
     Only(usize, usize),
 }
 
-/// What a forked child needs to attach itself: it may allocate nothing, and another thread may have held any lock.
-struct Origin {
+/// The parameters by which a process is attached. Forked children inherit them.
+///
+/// They are atomics in static memory, because a forked child must not allocate memory, and a lock
+/// may have been held by another thread at the fork.
+struct AttachParameters {
+    /// Address of the canary.
     canary: AtomicUsize,
+    /// The range of [`Paged::Only`], or zeros.
     only: [AtomicUsize; 2],
+    /// The run's token.
     token: [AtomicU64; 2],
     path_len: AtomicUsize,
+    /// Path of the agent's socket, a byte in each element.
     path: [AtomicU32; PATH_BYTES],
 }
 
-static ORIGIN: Origin = Origin {
+static PARAMETERS: AttachParameters = AttachParameters {
     canary: AtomicUsize::new(0),
     only: [const { AtomicUsize::new(0) }; 2],
     token: [const { AtomicU64::new(0) }; 2],
     path_len: AtomicUsize::new(0),
     path: [const { AtomicU32::new(0) }; PATH_BYTES],
 };
+/// The memory that the worker of this process shares with the agent.
 static CONTROL: AtomicPtr<WorkerControl> = AtomicPtr::new(null_mut());
-/// Says 1 in a process that is attached. Its page is empty in each child that has a copy of the memory, however that was made.
-static MARK: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
+/// Points to a word that is 1 in an attached process. Its page is empty in each child that has a
+/// copy of the memory, however the child was created.
+static IS_ATTACHED: AtomicPtr<AtomicU32> = AtomicPtr::new(null_mut());
 
-/// How often to look whether the agent has finished an eviction.
+/// The part of a thread's control block (glibc's `struct pthread`) that is pinned: all of it in
+/// glibc 2.36, and what the kernel writes in any.
+const CONTROL_BLOCK_BYTES: usize = 2304;
+/// Interval at which a thread that has pinned a page checks whether the agent has finished an
+/// eviction.
 const PIN_INTERVAL_US: u32 = 50;
 
-/// Pins the page at `address`, which the calling thread may write: it is never evicted. Returns when the page is resident.
+/// Pins the page that contains `address`: the agent never evicts it. The page is resident then.
+///
+/// The calling thread must be able to write the word at `address`.
 fn pin(address: usize) {
     attach_if_forked();
     let control = CONTROL.load(Ordering::Acquire);
     if !control.is_null() {
-        // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
+        // SAFETY: the mapping is never removed, and a child has mapped its own by now.
         let control = unsafe { &*control };
         control.pin((address / PAGE) as u64);
         while control.are_pins_locked() {
-            // SAFETY: waits only.
+            // SAFETY: it only waits.
             unsafe {
                 libc::usleep(PIN_INTERVAL_US);
             }
         }
-        // A write, since the page may be write-protected.
-        // SAFETY: the caller has a word there, and an atomic access that changes nothing disturbs no other.
+        // The page may be missing, or write-protected since a fork.
+        // SAFETY: the caller may write there, and the atomic access does not change the word.
         unsafe { AtomicU32::from_ptr((address & !3) as *mut u32) }.fetch_or(0, Ordering::Relaxed);
     }
 }
 
-/// Has the agent know that forked children may not get all memory.
+/// Reports to the agent that forked children may not get all memory.
 pub fn report_fork_advice() {
     attach_if_forked();
     let control = CONTROL.load(Ordering::Acquire);
     if !control.is_null() {
-        // SAFETY: once set it stays mapped for the life of the process; a child has just got its own.
+        // SAFETY: the mapping is never removed, and a child has mapped its own by now.
         unsafe { &*control }.has_fork_advice.store(1, Ordering::Release);
     }
 }
 
-/// Attach this process to a run of the agent that listens at `path`, before it has a second thread. Ends it, with a sentence, if that cannot be.
+/// Attaches this process to a run of the agent that listens at `path`. On failure, ends the process
+/// with a message.
+///
+/// Must be called before the process has a second thread.
 pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
     if path.len() >= PATH_BYTES {
-        say::fail("the path of the agent's socket is too long", 0);
+        fatal::exit("the path of the agent's socket is too long", 0);
     }
-    children::find_next();
-    let canary = map_wiped_by_fork();
-    remember(path, token, canary);
+    children::look_up_next_symbols();
+    let canary = map_wiped_on_fork();
+    store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {
-        ORIGIN.only[0].store(start, Ordering::Relaxed);
-        ORIGIN.only[1].store(end, Ordering::Relaxed);
+        PARAMETERS.only[0].store(start, Ordering::Relaxed);
+        PARAMETERS.only[1].store(end, Ordering::Relaxed);
     }
     attach(create_uffd(), 0);
-    let mark = map_wiped_by_fork() as *mut AtomicU32;
-    // SAFETY: a page of our own that stays mapped.
-    unsafe { &*mark }.store(1, Ordering::Relaxed);
-    MARK.store(mark, Ordering::Release);
-    // SAFETY: registers a function that lives as long as the library, which is never unloaded. What is prepared is that a child that was
-    // made behind libc's back is no parent without being known.
+    let is_attached = map_wiped_on_fork() as *mut AtomicU32;
+    // SAFETY: a page of this library that is never unmapped.
+    unsafe { &*is_attached }.store(1, Ordering::Relaxed);
+    IS_ATTACHED.store(is_attached, Ordering::Release);
+    // SAFETY: the functions live as long as the library, which is never unloaded.
     unsafe {
-        libc::pthread_atfork(Some(before_fork), None, Some(after_fork));
+        libc::pthread_atfork(Some(before_fork), None, Some(after_fork_in_child));
     }
 }
 
-/// A page that each child finds missing, whatever its parent did there.
-fn map_wiped_by_fork() -> usize {
+/// Maps a page that is empty in each forked child.
+fn map_wiped_on_fork() -> usize {
     let page = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     advise(page, PAGE, libc::MADV_WIPEONFORK);
     page
 }
 
-/// Advises the kernel about a mapping of our own, which the agent does not page.
+/// Gives the kernel an advice about a mapping of this library, which the agent does not page.
 fn advise(address: usize, length: usize, advice: i32) {
     // SAFETY: the advice changes only what a forked child gets.
     unsafe {
@@ -122,177 +144,197 @@ fn advise(address: usize, length: usize, advice: i32) {
     }
 }
 
-/// Attach this process if it is a child that has not been: one that libc did not make.
+/// Attaches this process if it is a forked child that is not attached yet. libc's `fork` calls this
+/// in each child that it creates; other children call it later.
 pub fn attach_if_forked() {
-    // SAFETY: null, or mapped for the life of the process.
-    if let Some(mark) = unsafe { MARK.load(Ordering::Acquire).as_ref() }
-        && mark.load(Ordering::Relaxed) == 0
+    // SAFETY: null, or a mapping that is never removed.
+    if let Some(is_attached) = unsafe { IS_ATTACHED.load(Ordering::Acquire).as_ref() }
+        && is_attached.load(Ordering::Relaxed) == 0
     {
-        mark.store(1, Ordering::Relaxed);
+        // Set first, because attaching pins pages, and `pin` calls this function.
+        is_attached.store(1, Ordering::Relaxed);
         attach_child();
     }
 }
 
+/// Runs in the parent before libc's `fork`. The parent may itself be a child that libc's `fork` did
+/// not create. It must be attached first, so that the agent knows the parent of each child.
 unsafe extern "C" fn before_fork() {
     attach_if_forked();
 }
 
-/// In a forked child, before it goes on.
-unsafe extern "C" fn after_fork() {
+/// Runs in a child of libc's `fork` before `fork` returns.
+unsafe extern "C" fn after_fork_in_child() {
     attach_if_forked();
 }
 
-/// Attach under the number that the agent has written into the canary.
+/// Attaches a forked child under the number that the agent has written into its canary.
 fn attach_child() {
     CONTROL.store(null_mut(), Ordering::Release);
-    let canary = ORIGIN.canary.load(Ordering::Relaxed) as *const u64;
-    // SAFETY: the page was mapped before the fork and belongs to the shim.
+    let canary = PARAMETERS.canary.load(Ordering::Relaxed) as *const u64;
+    // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
     attach(-1, number);
 }
 
-fn remember(path: &[u8], token: RunToken, canary: usize) {
-    for (place, byte) in ORIGIN.path.iter().zip(path) {
-        place.store(u32::from(*byte), Ordering::Relaxed);
+fn store_parameters(path: &[u8], token: RunToken, canary: usize) {
+    for (element, byte) in PARAMETERS.path.iter().zip(path) {
+        element.store(u32::from(*byte), Ordering::Relaxed);
     }
-    ORIGIN.path_len.store(path.len(), Ordering::Relaxed);
-    for (place, bytes) in ORIGIN.token.iter().zip(token.0.chunks_exact(8)) {
-        place.store(u64::from_le_bytes(bytes.try_into().expect("8 bytes")), Ordering::Relaxed);
+    PARAMETERS.path_len.store(path.len(), Ordering::Relaxed);
+    for (word, bytes) in PARAMETERS.token.iter().zip(token.0.chunks_exact(8)) {
+        word.store(u64::from_le_bytes(bytes.try_into().expect("8 bytes")), Ordering::Relaxed);
     }
-    ORIGIN.canary.store(canary, Ordering::Relaxed);
+    PARAMETERS.canary.store(canary, Ordering::Relaxed);
 }
 
-fn token() -> RunToken {
+fn stored_token() -> RunToken {
     let mut bytes = [0; 16];
-    for (part, word) in bytes.chunks_exact_mut(8).zip(&ORIGIN.token) {
+    for (part, word) in bytes.chunks_exact_mut(8).zip(&PARAMETERS.token) {
         part.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
     }
     RunToken(bytes)
 }
 
-/// The common part: with a userfaultfd of our own (`paged >= 0`), or with the one that the agent got from the fork.
-fn attach(paged: i32, number: u64) {
-    let is_child = paged < 0;
-    let staged = create_uffd();
-    let result = uffd::enable(staged, uffd::STAGING);
+/// Attaches this process: maps the buffers, sends the hello, and starts the worker.
+///
+/// `own_uffd` is the userfaultfd of the program, or -1 in a forked child: the agent has got the
+/// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
+/// child.
+fn attach(own_uffd: i32, number: u64) {
+    let is_child = own_uffd < 0;
+    let staging_uffd = create_uffd();
+    let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
     if result < 0 {
-        say::fail("this kernel's userfaultfd cannot move pages: Linux 6.8 or newer is needed", -result);
+        fatal::exit("this kernel's userfaultfd cannot move pages: use Linux 6.8 or newer", -result);
     }
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let private_bytes = STACK_BYTES + ANTECHAMBER_BYTES + STAGING_BYTES;
+    let private_bytes = STACK_BYTES + BOUNCE_BUFFER_BYTES + STAGING_BYTES;
     let private = map(private_bytes, anonymous, -1);
-    let antechamber = private + STACK_BYTES;
-    let staging = antechamber + ANTECHAMBER_BYTES;
-    // A child makes its own instead of inheriting this.
+    let bounce_buffer = private + STACK_BYTES;
+    let staging = bounce_buffer + BOUNCE_BUFFER_BYTES;
+    // A forked child maps its own.
     advise(private, private_bytes, libc::MADV_DONTFORK);
-    let result = uffd::register(staged, staging, STAGING_BYTES);
+    let result = uffd::register(staging_uffd, staging, STAGING_BYTES);
     if result < 0 {
-        say::fail("the staging area cannot be registered", -result);
+        fatal::exit("the staging buffers cannot be registered with a userfaultfd", -result);
     }
     let hello = ProgramHello {
-        token: token(),
+        token: stored_token(),
         is_child,
         child_number: number,
-        bounce_buffer: antechamber as u64,
+        bounce_buffer: bounce_buffer as u64,
         staging: staging as u64,
-        canary: ORIGIN.canary.load(Ordering::Relaxed) as u64,
+        canary: PARAMETERS.canary.load(Ordering::Relaxed) as u64,
         private_start: private as u64,
         private_end: (private + private_bytes) as u64,
-        paged_start: ORIGIN.only[0].load(Ordering::Relaxed) as u64,
-        paged_end: ORIGIN.only[1].load(Ordering::Relaxed) as u64,
+        paged_start: PARAMETERS.only[0].load(Ordering::Relaxed) as u64,
+        paged_end: PARAMETERS.only[1].load(Ordering::Relaxed) as u64,
     };
-    let (socket, control_fd, child_paged) = say_hello(&hello, paged);
-    let paged = if is_child { child_paged } else { paged };
+    let (socket, control_fd, received_uffd) = exchange_hello(&hello, own_uffd);
+    let program_uffd = if is_child { received_uffd } else { own_uffd };
     let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut WorkerControl;
     advise(control as usize, CONTROL_BYTES, libc::MADV_DONTFORK);
-    // SAFETY: the mapping is CONTROL_BYTES long.
+    // SAFETY: the mapping has CONTROL_BYTES bytes.
     if !unsafe { &*control }.is_valid() {
-        say::fail("the agent is of another version: use parts of one build", 0);
+        fatal::exit("the agent is of another version: use parts of one build", 0);
     }
-    uffd::close(control_fd);
+    close(control_fd);
     CONTROL.store(control, Ordering::Release);
     if memory::has_fork_advice() {
         report_fork_advice();
     }
-    pin_self();
-    start::start(private, Worker::new(socket, paged, staged, antechamber, staging, control));
-    for fd in [socket, paged, staged] {
-        uffd::close(fd);
+    pin_thread_control_block();
+    start::start(private, Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control));
+    // The worker has its own copies.
+    for fd in [socket, program_uffd, staging_uffd] {
+        close(fd);
     }
 }
 
-/// The kernel clears a word in a thread's control block when the thread ends, at a time when it cannot wait for a page.
-pub fn pin_self() {
-    // SAFETY: returns an address only.
+/// Pins the control block of the calling thread, which may span two pages. The kernel clears a word
+/// there when the thread ends, at a time when it cannot resolve a fault.
+pub fn pin_thread_control_block() {
+    // SAFETY: only returns an address.
     let block = unsafe { libc::pthread_self() } as usize;
     pin(block);
-    pin(block + PAGE - 1);
+    pin(block + CONTROL_BLOCK_BYTES - 4);
 }
 
 fn map(bytes: usize, flags: i32, fd: i32) -> usize {
-    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    // SAFETY: a new mapping, at an address that the kernel chooses.
     let address = unsafe { libc::mmap(null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
     if address == libc::MAP_FAILED {
-        say::fail("no memory", errno());
+        fatal::exit("memory for paging the program cannot be mapped", errno());
     }
     address as usize
 }
 
-/// The socket, the control memory's descriptor, and for a child its userfaultfd. An agent that dies before it has answered is not the last
-/// one: the socket is kept open for the next.
-fn say_hello(hello: &ProgramHello, paged: i32) -> (i32, i32, i32) {
-    for _ in 0..HELLOS_MAX {
+/// Sends the hello and receives the welcome. Returns the socket, the descriptor of the control
+/// memory, and for a child its userfaultfd.
+///
+/// If the agent ends before it answers, this function connects to the next agent. The worker keeps
+/// the socket open.
+fn exchange_hello(hello: &ProgramHello, own_uffd: i32) -> (i32, i32, i32) {
+    for _ in 0..CONNECTIONS_MAX {
         let socket = connect();
-        if send(socket, &Frame::Hello(*hello), paged)
-            && let Some([control, child_paged]) =
+        if send(socket, &Frame::Hello(*hello), own_uffd)
+            && let Some([control, child_uffd]) =
                 receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
         {
-            return (socket, control, child_paged);
+            return (socket, control, child_uffd);
         }
-        uffd::close(socket);
+        close(socket);
     }
-    say::fail("the agent closes every connection", 0)
+    fatal::exit("the agent closes every connection", 0)
 }
 
+/// Connects to the agent.
 fn connect() -> i32 {
-    // SAFETY: plain socket calls on a zeroed address of the right type.
+    // SAFETY: socket calls with a zeroed address of the right type.
     unsafe {
         let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
         let mut address: libc::sockaddr_un = zeroed();
         address.sun_family = libc::AF_UNIX as u16;
-        let length = ORIGIN.path_len.load(Ordering::Relaxed);
-        for (to, from) in address.sun_path.iter_mut().zip(&ORIGIN.path[..length]) {
+        let length = PARAMETERS.path_len.load(Ordering::Relaxed);
+        for (to, from) in address.sun_path.iter_mut().zip(&PARAMETERS.path[..length]) {
             *to = from.load(Ordering::Relaxed) as libc::c_char;
         }
         let size = (offset_of!(libc::sockaddr_un, sun_path) + length + 1) as libc::socklen_t;
         if socket < 0 || libc::connect(socket, (&raw const address).cast(), size) < 0 {
-            say::fail("the agent does not answer: is the cluster up?", errno());
+            fatal::exit("connection to the agent failed: is the cluster up?", errno());
         }
         check_owner(socket);
         socket
     }
 }
 
-/// End the program if a stranger listens: it would get all of the program's memory.
+/// Ends the program unless its own user or root listens: the listener would get all memory of the
+/// program.
 fn check_owner(socket: i32) {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes to a struct of integers.
     let (result, own) = unsafe {
-        let place = (&raw mut peer).cast();
-        let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, place, &raw mut length);
+        let peer_at = (&raw mut peer).cast();
+        let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, peer_at, &raw mut length);
         (result, libc::geteuid())
     };
     if result < 0 || peer.uid != 0 && peer.uid != own {
-        say::fail("another user listens at the agent's socket, and gets no memory of this program", 0);
+        fatal::exit(
+            "another user listens at the agent's socket, and could read the memory of this program",
+            0,
+        );
     }
 }
 
-/// Say something, with a descriptor if it is one; false if the agent has gone.
+/// Sends a frame, with the descriptor `fd` unless it is negative. Returns false if the agent has
+/// closed the connection.
 fn send(socket: i32, frame: &Frame, fd: i32) -> bool {
     let mut bytes = [0u8; 128];
     let length = frame.write_fixed(&mut bytes);
-    // SAFETY: all pointers are to locals that outlive the call; the control buffer is large enough for one descriptor.
+    // SAFETY: all pointers are to locals that outlive the call. The control buffer is large enough
+    // for one descriptor.
     unsafe {
         let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: length };
         let mut ancillary = [0u64; 8];
@@ -311,23 +353,25 @@ fn send(socket: i32, frame: &Frame, fd: i32) -> bool {
         if libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) >= 0 {
             return true;
         }
-        if !is_gone(errno()) {
-            say::fail("the agent cannot be told about this program", errno());
+        if !is_connection_closed(errno()) {
+            fatal::exit("a request cannot be sent to the agent", errno());
         }
         false
     }
 }
 
-fn is_gone(error: isize) -> bool {
+fn is_connection_closed(error: isize) -> bool {
     error == libc::EPIPE as isize || error == libc::ECONNRESET as isize
 }
 
-/// The descriptors, `wanted` of them, that come with the answer; `None` if the agent has gone.
+/// Receives an answer with `wanted` descriptors, at most 2, and returns the descriptors. Returns
+/// `None` if the agent has closed the connection. Ends the program after any other answer.
 fn receive(socket: i32, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
     let mut bytes = [0u8; 1024];
     let mut fds = [-1i32; 2];
     let mut count = 0;
-    // SAFETY: as in `send_hello`; the control buffer has room for two descriptors.
+    // SAFETY: all pointers are to locals that outlive the call. The control buffer is large enough
+    // for two descriptors.
     let length = unsafe {
         let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
         let mut ancillary = [0u64; 8];
@@ -352,51 +396,51 @@ fn receive(socket: i32, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
         }
         length
     };
-    if length == 0 || length < 0 && is_gone(errno()) {
+    if length == 0 || length < 0 && is_connection_closed(errno()) {
         return None;
     }
     if length < 0 {
-        say::fail("the agent cannot be heard", errno());
+        fatal::exit("no answer can be received from the agent", errno());
     }
     match Frame::parse(&bytes[..length as usize]) {
         Ok(frame) if frame == *answer && count == wanted => Some(fds),
-        Ok(Frame::Refused(reason)) => say::fail(&reason, 0),
-        Err(error) => say::fail_with(&error),
-        Ok(_) => say::fail("the agent's answer makes no sense", 0),
+        Ok(Frame::Refused(reason)) => fatal::exit(&reason, 0),
+        Err(error) => fatal::exit_with(&error),
+        Ok(_) => fatal::exit("unexpected answer of the agent: use parts of one build", 0),
     }
 }
 
-/// A userfaultfd: by this user's rights, else by the agent's.
+/// Opens a userfaultfd with the rights of this user, or else with those of the agent.
 fn create_uffd() -> i32 {
     let own = uffd::create();
     if own >= 0 {
         return own;
     }
-    let fd = uffd::create_from(ask_device());
+    let fd = uffd::create_from(request_device());
     if fd < 0 {
-        say::fail("no userfaultfd can be had from the agent's device", -fd as isize);
+        fatal::exit("a userfaultfd cannot be opened by the agent's /dev/userfaultfd", -fd as isize);
     }
     fd
 }
 
-/// `/dev/userfaultfd`, as the agent may open it.
-fn ask_device() -> i32 {
-    for _ in 0..HELLOS_MAX {
+/// Requests `/dev/userfaultfd` from the agent, opened with the agent's rights.
+fn request_device() -> i32 {
+    for _ in 0..CONNECTIONS_MAX {
         let socket = connect();
-        let answer = if send(socket, &Frame::DeviceRequest(token()), -1) {
+        let answer = if send(socket, &Frame::DeviceRequest(stored_token()), -1) {
             receive(socket, &Frame::Device, 1)
         } else {
             None
         };
-        uffd::close(socket);
+        close(socket);
         if let Some([device, _]) = answer {
             return device;
         }
     }
-    say::fail("the agent closes every connection", 0)
+    fatal::exit("the agent closes every connection", 0)
 }
 
 fn errno() -> isize {
-    // SAFETY: libc's errno is always there.
+    // SAFETY: each thread has an errno.
     unsafe { *libc::__errno_location() as isize }
 }

@@ -1,127 +1,158 @@
-//! How a batch of pages leaves the program: into the antechamber, and on into staging. What the kernel does is behind [`Pages`], so that
-//! it can be tested against a kernel that does its worst.
+//! Moves a batch of pages out of the program: first into the bounce buffer, then into a staging
+//! buffer.
 //!
-//! A move says how many pages it has moved, and that is not always all that it has: since Linux 6.18, a move that had to wait for a page
-//! that was being migrated moves on, forgets to count what it moves next, and then finds its own pages in the way. So nothing is
-//! concluded from a count: both places are empty at first, and nobody but the worker fills them; what is there afterwards was moved.
+//! The kernel's part is behind [`PageMover`], so that tests can use a model of the kernel that
+//! fails at any step.
+//!
+//! A move reports how many pages it has moved, and it may have moved more. Since Linux 6.18 a move
+//! that waits while the kernel migrates a page does not count the pages that it moves next, and
+//! fails because it finds their destinations occupied. So both buffers are empty before a batch,
+//! and only the worker moves pages there: if the destination of a page is occupied, the page has
+//! moved.
 
-/// The places of a batch and what can be done with them. Addresses are the program's; places count from 0. Errors are negative errnos,
-/// 0 if there is none.
-pub trait Pages {
-    /// Which places of the antechamber are taken.
-    fn occupied(&mut self, places: &mut [bool]);
-    /// Move pages out of the program: how many were counted, and what ended it.
-    fn take(&mut self, address: usize, place: usize, pages: usize) -> (usize, isize);
-    /// Make a page that is shared since a fork the program's own.
-    fn make_own(&mut self, address: usize) -> isize;
-    /// Move pages on from the antechamber to the same places of staging: how many were counted, and what ended it.
-    fn stage(&mut self, place: usize, pages: usize) -> (usize, isize);
-    /// Drop all that is in staging.
+use aquifer_ipc::BATCH_PAGES_MAX;
+use aquifer_ipc::control::STATUS_MOVED;
+
+/// Moves pages between the program, the bounce buffer and one staging buffer.
+///
+/// Addresses are those of the program. An index counts the pages of a batch, and of each buffer.
+/// An error is a negative errno, or 0 if there is none.
+pub trait PageMover {
+    /// Sets `occupied[index]` to whether the bounce buffer has a page at `index`.
+    fn find_occupied(&mut self, occupied: &mut [bool]);
+    /// Moves pages from the program into the bounce buffer. Returns how many moves the kernel
+    /// counted, and the error that ended the call.
+    fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize);
+    /// Gives the program a private copy of a page that it shares since a fork. Returns the error.
+    fn make_private(&mut self, address: usize) -> isize;
+    /// Moves pages from the bounce buffer to the same indices of the staging buffer. Returns how
+    /// many moves the kernel counted, and the error that ended the call.
+    fn stage(&mut self, index: usize, pages: usize) -> (usize, isize);
+    /// Drops all pages of the staging buffer.
     fn empty_staging(&mut self);
 }
 
-/// The addresses of a batch and what became of each.
-pub trait Batch {
-    /// How many.
+/// The addresses of the pages of a batch, and the status of each page.
+pub trait PageBatch {
+    /// Number of pages, at most [`BATCH_PAGES_MAX`].
     fn count(&self) -> usize;
-    /// Where the page at a place of the batch is in the program.
-    fn address(&self, place: usize) -> usize;
-    /// Say what became of it: 0 if it is in staging, else an errno.
-    fn set(&self, place: usize, status: u32);
-    /// Whether it was moved.
-    fn is_moved(&self, place: usize) -> bool;
+    /// Address of a page in the program.
+    fn address(&self, index: usize) -> usize;
+    /// Stores the status of a page: [`STATUS_MOVED`], or the errno for which it was not moved.
+    fn set_status(&self, index: usize, status: u32);
+    /// Whether the status of a page is [`STATUS_MOVED`].
+    fn is_moved(&self, index: usize) -> bool;
 }
 
-/// A page could not be brought on into staging.
+/// A page could not be moved from the bounce buffer to the staging buffer.
 #[derive(Debug)]
-pub struct Stuck;
+pub struct StagingError;
 
 const PAGE: usize = 4096;
-/// Pages of a batch, at most.
-pub const PLACES_MAX: usize = aquifer_ipc::BATCH_PAGES_MAX;
-/// How often a move from the antechamber to staging is tried again: it can only be briefly contended.
+/// Maximum number of retries of moves into the staging buffer that fail with EAGAIN. No event can
+/// be unread there, so EAGAIN means that a page or a lock is briefly in use.
 const STAGE_RETRIES_MAX: u32 = 1_000_000;
 const EXISTS: isize = -(libc::EEXIST as isize);
 const AGAIN: isize = -(libc::EAGAIN as isize);
 const BUSY: isize = -(libc::EBUSY as isize);
 
-/// Take a batch out of the program and into staging, of which the agent has copied what was there.
-pub fn obey(pages: &mut impl Pages, batch: &impl Batch) -> Result<(), Stuck> {
-    clear(pages)?;
-    take(pages, batch);
-    stage(pages, batch.count(), |place| batch.is_moved(place))
+/// Moves a batch out of the program into the staging buffer, and sets the status of each page.
+///
+/// The agent must have copied what was in the staging buffer before.
+///
+/// # Errors
+/// If a page can move neither to the staging buffer nor back. It is lost unless the program ends.
+pub fn move_batch(mover: &mut impl PageMover, batch: &impl PageBatch) -> Result<(), StagingError> {
+    empty_buffers(mover)?;
+    move_out(mover, batch);
+    stage(mover, batch.count(), |index| batch.is_moved(index))
 }
 
-/// Nothing is in the antechamber, but where somebody who looks at a program's memory from outside has looked there, too.
-fn clear(pages: &mut impl Pages) -> Result<(), Stuck> {
-    pages.empty_staging();
-    let mut occupied = [false; PLACES_MAX];
-    pages.occupied(&mut occupied);
+/// Drops all pages of both buffers.
+///
+/// The bounce buffer has a page if a debugger has read that address, or if the agent has identified
+/// the process by it (`docs/formats/paging.md`). Such a page cannot be dropped in place, because
+/// that would raise an event. So it is moved to the staging buffer first.
+fn empty_buffers(mover: &mut impl PageMover) -> Result<(), StagingError> {
+    mover.empty_staging();
+    let mut occupied = [false; BATCH_PAGES_MAX];
+    mover.find_occupied(&mut occupied);
     if occupied.contains(&true) {
-        stage(pages, PLACES_MAX, |place| occupied[place])?;
-        pages.empty_staging();
+        stage(mover, BATCH_PAGES_MAX, |index| occupied[index])?;
+        mover.empty_staging();
     }
     Ok(())
 }
 
-/// Move the pages out of the program into the antechamber. Neighbours go in one call.
-fn take(pages: &mut impl Pages, batch: &impl Batch) {
+/// Moves the pages of a batch into the bounce buffer. Pages at consecutive addresses are moved by
+/// one call.
+fn move_out(mover: &mut impl PageMover, batch: &impl PageBatch) {
     let mut at = 0;
     while at < batch.count() {
         let address = batch.address(at);
-        let run = run(at, batch.count(), |other| batch.address(other) == address + (other - at) * PAGE);
-        let (moved, mut error) = pages.take(address, at, run);
-        (at..at + moved).for_each(|place| batch.set(place, 0));
+        let is_consecutive = |other| batch.address(other) == address + (other - at) * PAGE;
+        let pages = count_while(at, batch.count(), is_consecutive);
+        let (moved, mut error) = mover.move_out(address, at, pages);
+        (at..at + moved).for_each(|index| batch.set_status(index, STATUS_MOVED));
         at += moved;
         if moved > 0 {
-            // What stopped it shows when the rest is tried.
+            // The next call reports the error that ended this one.
             continue;
         }
         if error == BUSY {
-            error = pages.make_own(address);
+            error = mover.make_private(address);
             if error == 0 {
-                error = pages.take(address, at, 1).1;
+                error = mover.move_out(address, at, 1).1;
             }
         }
-        // While an event is unread the kernel does not look what is there.
-        if error == EXISTS || error == AGAIN && is_occupied(pages, at) {
+        // While an event is unread the kernel returns EAGAIN before it checks the destination.
+        if error == EXISTS || error == AGAIN && is_occupied(mover, at) {
             error = 0;
         }
-        batch.set(at, u32::try_from(-error).unwrap_or(u32::MAX));
+        batch.set_status(at, u32::try_from(-error).unwrap_or(u32::MAX));
         at += 1;
     }
 }
 
-fn is_occupied(pages: &mut impl Pages, place: usize) -> bool {
-    let mut occupied = [false; PLACES_MAX];
-    pages.occupied(&mut occupied);
-    occupied[place]
+/// Whether the bounce buffer has a page at `index`.
+fn is_occupied(mover: &mut impl PageMover, index: usize) -> bool {
+    let mut occupied = [false; BATCH_PAGES_MAX];
+    mover.find_occupied(&mut occupied);
+    occupied[index]
 }
 
-/// Move what was taken from the antechamber to staging, whose pages can be dropped without an event.
-fn stage(pages: &mut impl Pages, count: usize, is_taken: impl Fn(usize) -> bool) -> Result<(), Stuck> {
+/// Moves pages from the bounce buffer to the staging buffer, whose pages can be dropped without an
+/// event: those of the first `count` for which `is_in_bounce_buffer` returns true.
+fn stage(
+    mover: &mut impl PageMover,
+    count: usize,
+    is_in_bounce_buffer: impl Fn(usize) -> bool,
+) -> Result<(), StagingError> {
     let mut retries = 0;
     let mut at = 0;
     while at < count {
-        if !is_taken(at) {
+        if !is_in_bounce_buffer(at) {
             at += 1;
             continue;
         }
-        let run = run(at, count, &is_taken);
-        let (moved, error) = pages.stage(at, run);
+        let pages = count_while(at, count, &is_in_bounce_buffer);
+        let (moved, error) = mover.stage(at, pages);
         at += moved;
         match error {
             0 => {}
+            // An earlier call has moved this page without counting it.
             EXISTS if moved == 0 => at += 1,
+            // The next call reports the error that ended this one.
             _ if moved > 0 => {}
             AGAIN if retries < STAGE_RETRIES_MAX => retries += 1,
-            _ => return Err(Stuck),
+            _ => return Err(StagingError),
         }
     }
     Ok(())
 }
 
-/// How many places from `at` on belong together.
-fn run(at: usize, count: usize, belongs: impl Fn(usize) -> bool) -> usize {
+/// Number of indices from `at` on, below `count`, for which `belongs` returns true. It is not
+/// called for `at`, which counts.
+fn count_while(at: usize, count: usize, belongs: impl Fn(usize) -> bool) -> usize {
     1 + (at + 1..count).take_while(|other| belongs(*other)).count()
 }

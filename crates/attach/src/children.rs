@@ -1,51 +1,63 @@
-//! Children that are made without libc's `fork`, so that nothing that was registered with it is called in them.
+//! Attaches forked children that are created without libc's `fork`, since no handler of
+//! `pthread_atfork` runs in them.
 //!
-//! Stands in for libc's functions that make such children. A program that has the system call in code of its own is not seen; its
-//! child is attached late, when it starts a thread or makes a child itself, or never.
+//! Interposes the functions of libc that create such children. A child that the program creates by
+//! a system call in its own code is attached when it starts a thread or creates a child itself, or
+//! never.
 
 use core::ffi::{c_int, c_long, c_void};
 use core::mem::transmute;
 
 use crate::attach::attach_if_forked;
 use crate::memory;
-use crate::next::{Next, fail};
+use crate::next::{NextSymbol, fail_with_errno};
 
-type Work = extern "C" fn(*mut c_void) -> c_int;
-type Clone =
-    unsafe extern "C" fn(Work, *mut c_void, c_int, *mut c_void, *mut c_int, *mut c_void, *mut c_int) -> c_int;
-type Fork = unsafe extern "C" fn() -> libc::pid_t;
+type ChildRoutine = extern "C" fn(*mut c_void) -> c_int;
+type LibcClone = unsafe extern "C" fn(
+    ChildRoutine,
+    *mut c_void,
+    c_int,
+    *mut c_void,
+    *mut c_int,
+    *mut c_void,
+    *mut c_int,
+) -> c_int;
+type LibcFork = unsafe extern "C" fn() -> libc::pid_t;
 
-static NEXT_CLONE: Next = Next::new(c"clone");
-static NEXT_FORK: Next = Next::new(c"_Fork");
+static NEXT_CLONE: NextSymbol = NextSymbol::new(c"clone");
+static NEXT_FORK: NextSymbol = NextSymbol::new(c"_Fork");
 
-/// Look libc's functions up while that is allowed: a signal handler may be what calls them.
-pub fn find_next() {
+/// Looks up libc's functions in advance, because a signal handler may be the first to call them.
+pub fn look_up_next_symbols() {
     NEXT_CLONE.address();
     NEXT_FORK.address();
 }
 
-/// What a child of `clone` does, in the copy of its parent's memory.
+/// What the program has asked a child of `clone` to run.
 #[repr(C)]
-struct Start {
-    work: Work,
+struct ChildStart {
+    routine: ChildRoutine,
     argument: *mut c_void,
 }
 
-extern "C" fn begin(start: *mut c_void) -> c_int {
-    // Before all else: a parent that ran on this very stack has it further down, where calls from here will write.
-    // SAFETY: the child has a copy of its parent's stack, in which this is.
-    let Start { work, argument } = unsafe { core::ptr::read(start.cast()) };
+/// The routine of each child of `clone` that has its own copy of the memory.
+extern "C" fn start_child(start: *mut c_void) -> c_int {
+    // This read must come first. If the parent ran on the stack that it gives the child, `start` is
+    // on the same stack, where later calls of the child overwrite it.
+    // SAFETY: the child has a copy of its parent's stack, and `start` is in it.
+    let ChildStart { routine, argument } = unsafe { core::ptr::read(start.cast()) };
     attach_if_forked();
-    work(argument)
+    routine(argument)
 }
 
-/// Stands in for libc's function of this name, whose last three arguments need not be there: then they are not looked at.
+/// Interposes libc's function of this name. The caller may leave out the last three arguments if
+/// `flags` does not ask for them.
 ///
 /// # Safety
 /// As of libc's `clone`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn clone(
-    work: Work,
+    routine: ChildRoutine,
     stack: *mut c_void,
     flags: c_int,
     argument: *mut c_void,
@@ -55,21 +67,22 @@ pub unsafe extern "C" fn clone(
 ) -> c_int {
     let next = NEXT_CLONE.address();
     if next.is_null() {
-        return fail(libc::ENOSYS);
+        return fail_with_errno(libc::ENOSYS);
     }
-    // SAFETY: the next definition of this name is libc's, which has the type `Clone`; the rest is passed on as it came. A child with
-    // memory of its own finds `start` in its copy of this stack, whatever becomes of this one.
+    // SAFETY: the next definition of this name is libc's, which has the type `LibcClone`. The other
+    // arguments are passed on unchanged. A child with its own memory finds `start` in its copy of
+    // this stack, even if the parent has returned.
     unsafe {
-        let clone: Clone = transmute::<*mut c_void, Clone>(next);
+        let clone: LibcClone = transmute::<*mut c_void, LibcClone>(next);
         if flags & libc::CLONE_VM != 0 || stack.is_null() {
-            return clone(work, stack, flags, argument, parent, tls, child);
+            return clone(routine, stack, flags, argument, parent, tls, child);
         }
-        let mut start = Start { work, argument };
-        clone(begin, stack, flags, (&raw mut start).cast(), parent, tls, child)
+        let mut start = ChildStart { routine, argument };
+        clone(start_child, stack, flags, (&raw mut start).cast(), parent, tls, child)
     }
 }
 
-/// Stands in for libc's function of this name.
+/// Interposes libc's function of this name.
 ///
 /// # Safety
 /// As of libc's `_Fork`.
@@ -77,20 +90,23 @@ pub unsafe extern "C" fn clone(
 pub unsafe extern "C" fn _Fork() -> libc::pid_t {
     let next = NEXT_FORK.address();
     if next.is_null() {
-        return fail(libc::ENOSYS);
+        return fail_with_errno(libc::ENOSYS);
     }
-    // SAFETY: the next definition of this name is libc's, which has the type `Fork`.
-    let pid = unsafe { transmute::<*mut c_void, Fork>(next)() };
+    // SAFETY: the next definition of this name is libc's, which has the type `LibcFork`.
+    let pid = unsafe { transmute::<*mut c_void, LibcFork>(next)() };
     if pid == 0 {
         attach_if_forked();
     }
     pid
 }
 
-/// Stands in for libc's function of this name. Whatever call it was that made this process another one, its result is 0.
+/// Interposes libc's function of this name.
+///
+/// A system call that creates a process returns 0 in it, whichever call it is. So after a result of
+/// 0 this function checks whether the process is a child that is not attached yet.
 ///
 /// # Safety
-/// As of the system call that is made.
+/// As of the system call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(
     number: c_long,
@@ -101,7 +117,7 @@ pub unsafe extern "C" fn syscall(
     e: usize,
     f: usize,
 ) -> c_long {
-    // SAFETY: the caller answers for it.
+    // SAFETY: the caller is responsible for the call.
     let result = unsafe {
         match number {
             libc::SYS_madvise => memory::before_madvise(c as c_int),
@@ -114,7 +130,7 @@ pub unsafe extern "C" fn syscall(
     if result == 0 {
         attach_if_forked();
     }
-    // SAFETY: the kernel has got the same advice.
+    // SAFETY: the kernel was given the same advice.
     unsafe {
         match number {
             libc::SYS_madvise => memory::after_madvise(a, b, c as c_int, result),
@@ -122,5 +138,9 @@ pub unsafe extern "C" fn syscall(
             _ => {}
         }
     }
-    if (-4095..0).contains(&result) { c_long::from(fail(-result as c_int)) } else { result as c_long }
+    if (-4095..0).contains(&result) {
+        c_long::from(fail_with_errno(-result as c_int))
+    } else {
+        result as c_long
+    }
 }

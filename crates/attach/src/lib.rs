@@ -1,28 +1,30 @@
 //! The code inside a program that attaches it to the agent.
 //!
-//! It opens a userfaultfd, sends it to the agent, and starts the worker: a process that shares the program's memory and moves
-//! pages out of it at the agent's command. It interposes the functions of libc that make children and threads. The library
-//! that contains it decides what is paged: the shim all memory, the allocator only its own.
+//! It opens a userfaultfd, sends it to the agent, and starts the worker: a process that shares the
+//! program's memory and moves pages out of it at the agent's command. It interposes the functions
+//! of libc that create children and threads, and those whose changes of memory the kernel does not
+//! report. The library that contains this code decides what is paged: the shim all memory, and the
+//! allocator only its own.
 //!
-//! It uses libc and `ipc` only, allocates nothing after a fork, and does nothing at all before [`attach_program`].
+//! The code uses only libc and `ipc`. It allocates no memory after a fork, and has no effect before
+//! [`attach_program`] is called.
 
-// The kernel's interface is made of integers that are addresses, descriptors and negative errnos at once.
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
     clippy::cast_sign_loss,
     clippy::ptr_as_ptr,
-    missing_docs,
-    missing_debug_implementations
+    reason = "the kernel's interface has integers that are addresses, descriptors or negative errnos"
 )]
+#![allow(missing_docs, missing_debug_implementations, reason = "only libraries of this workspace use it")]
 
 mod attach;
 pub mod batch;
 mod children;
+pub mod fatal;
 mod memory;
 mod next;
 mod raw;
-pub mod say;
 mod threads;
 mod uffd;
 mod worker;

@@ -1,32 +1,36 @@
-//! Changes of memory that the kernel does not report as events.
+//! Makes the kernel report changes of memory for which it raises no event.
 //!
-//! Interposes the functions of libc that make them. `docs/formats/paging.md` has the list of all
-//! changes, and what becomes of those that a program makes by system calls in its own code.
+//! Interposes the functions of libc that make such changes. A change that the program makes by a
+//! system call in its own code is missed. `docs/formats/paging.md` has the list of all changes.
 
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::attach;
-use crate::next::fail;
+use crate::next::fail_with_errno;
 use crate::raw::syscall;
 
-/// Drops the contents, and lets accesses fail. Since Linux 6.13.
+/// Drops the contents of pages, and makes accesses to them raise SIGSEGV. Since Linux 6.13.
 const MADV_GUARD_INSTALL: c_int = 102;
-/// The new memory replaces what is mapped at its address.
+/// The segment replaces what is mapped at its address.
 const SHM_REMAP: c_int = 0o40000;
 const PAGE: usize = 4096;
-/// Errors of `madvise` after which it may have dropped contents. After a hole it goes on.
-const FOLLOWED_IN_PART: [isize; 3] =
+/// Errors of `madvise` after which the kernel may have dropped contents. ENOMEM reports an unmapped
+/// part of the range; the kernel applies the advice to the rest.
+const PARTLY_APPLIED: [isize; 3] =
     [-(libc::ENOMEM as isize), -(libc::EAGAIN as isize), -(libc::EINTR as isize)];
 
-/// Whether memory may exist that a forked child does not get, or gets empty. Children inherit it.
+/// Whether the program may have memory that its forked children do not get, or get empty. A child
+/// inherits the value.
 static HAS_FORK_ADVICE: AtomicBool = AtomicBool::new(false);
 
+/// Whether the program may have memory that its forked children do not get, or get empty.
 pub fn has_fork_advice() -> bool {
     HAS_FORK_ADVICE.load(Ordering::Acquire)
 }
 
-/// Notes an advice before the kernel gets it.
+/// Must be called before the kernel is given an advice. Reports to the agent the first advice about
+/// what forked children get.
 pub fn before_madvise(advice: c_int) {
     if matches!(advice, libc::MADV_DONTFORK | libc::MADV_WIPEONFORK)
         && !HAS_FORK_ADVICE.swap(true, Ordering::AcqRel)
@@ -35,13 +39,17 @@ pub fn before_madvise(advice: c_int) {
     }
 }
 
-/// What an advice needs when the kernel has followed it, with this result: the agent must learn that
-/// contents were dropped. Guards stay when their pages are dropped once more.
+/// Must be called after the kernel was given an advice about a range, with the kernel's result.
 ///
-/// The kernel may have followed it in part. It has not if it does not know the advice (`EINVAL`).
+/// If the advice was to install guards, it drops the pages once more, so that the kernel reports
+/// the drop as an event. The guards stay. Nothing is dropped if the kernel has not applied the
+/// advice, for example because it does not know it (EINVAL).
+///
+/// # Safety
+/// The caller must not need the contents of the range if the kernel may have applied the advice.
 pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int, result: isize) {
-    let is_done = result >= 0 || FOLLOWED_IN_PART.contains(&result);
-    if advice == MADV_GUARD_INSTALL && is_done {
+    let may_be_applied = result >= 0 || PARTLY_APPLIED.contains(&result);
+    if advice == MADV_GUARD_INSTALL && may_be_applied {
         // SAFETY: drops pages whose contents the caller has just dropped.
         unsafe {
             syscall(libc::SYS_madvise, [address, length, libc::MADV_DONTNEED as usize, 0, 0, 0]);
@@ -49,28 +57,32 @@ pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int, result
     }
 }
 
-/// Has the agent learn that `shmat` will replace memory: maps other memory there, which is reported.
+/// Must be called before `shmat`. If the call will replace memory, this function maps anonymous
+/// memory there first, because the kernel reports that change.
 ///
 /// Nothing is replaced if the segment cannot be attached.
+///
+/// # Safety
+/// As of the system call `shmat`.
 pub unsafe fn before_shmat(segment: c_int, address: usize, flags: c_int) {
     let is_valid = address != 0 && (address.is_multiple_of(PAGE) || flags & libc::SHM_RND != 0);
     if flags & SHM_REMAP == 0 || !is_valid {
         return;
     }
-    // SAFETY: the kernel writes the struct; the first mapping is a new one; the caller lets the range be
-    // replaced.
+    // SAFETY: the kernel writes the struct. The trial maps the segment at a free address. The
+    // caller allows the range to be replaced.
     unsafe {
         let trial = syscall(libc::SYS_shmat, [segment as usize, 0, (flags & !SHM_REMAP) as usize, 0, 0, 0]);
         if (-4095..0).contains(&trial) {
             return;
         }
-        let mut about: libc::shmid_ds = core::mem::zeroed();
-        let place = (&raw mut about) as usize;
+        let mut status: libc::shmid_ds = core::mem::zeroed();
+        let status_at = (&raw mut status) as usize;
         let is_known =
-            syscall(libc::SYS_shmctl, [segment as usize, libc::IPC_STAT as usize, place, 0, 0, 0]) == 0;
+            syscall(libc::SYS_shmctl, [segment as usize, libc::IPC_STAT as usize, status_at, 0, 0, 0]) == 0;
         syscall(libc::SYS_shmdt, [trial as usize, 0, 0, 0, 0, 0]);
         if is_known {
-            let length = about.shm_segsz.next_multiple_of(PAGE);
+            let length = status.shm_segsz.next_multiple_of(PAGE);
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
             let start = address / PAGE * PAGE;
             syscall(libc::SYS_mmap, [start, length, libc::PROT_NONE as usize, flags as usize, usize::MAX, 0]);
@@ -78,27 +90,31 @@ pub unsafe fn before_shmat(segment: c_int, address: usize, flags: c_int) {
     }
 }
 
-/// Interposes libc's function of this name. libc's only makes the system call, too.
+/// Interposes libc's function of this name. Makes the system call itself, because libc's function
+/// does nothing else.
 ///
 /// # Safety
 /// As of libc's `madvise`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_int) -> c_int {
     before_madvise(advice);
-    // SAFETY: the caller answers for the call, and the second one drops what the first has dropped.
+    // SAFETY: the caller is responsible for the call. The second call drops again what the first
+    // has dropped.
     let result = unsafe {
         let result = syscall(libc::SYS_madvise, [address as usize, length, advice as usize, 0, 0, 0]);
         after_madvise(address as usize, length, advice, result);
         result
     };
-    if result < 0 { fail(-result as c_int) } else { 0 }
+    if result < 0 { fail_with_errno(-result as c_int) } else { 0 }
 }
 
-/// The same for the ranges of `process_madvise`. For another process the kernel takes no advice that
-/// drops contents.
+/// [`after_madvise`] for each range of `process_madvise`.
+///
+/// The ranges are those of this process, because the kernel refuses advice that drops contents of
+/// another process.
 ///
 /// # Safety
-/// As of the system call.
+/// As of the system call `process_madvise`.
 pub unsafe fn after_process_madvise(ranges: usize, count: usize, advice: c_int, result: isize) {
     if advice != MADV_GUARD_INSTALL {
         return;
@@ -112,7 +128,8 @@ pub unsafe fn after_process_madvise(ranges: usize, count: usize, advice: c_int, 
     }
 }
 
-/// Interposes libc's function of this name. libc's only makes the system call, too.
+/// Interposes libc's function of this name. Makes the system call itself, because libc's function
+/// does nothing else.
 ///
 /// # Safety
 /// As of libc's `process_madvise`.
@@ -125,27 +142,30 @@ pub unsafe extern "C" fn process_madvise(
     flags: c_uint,
 ) -> isize {
     before_madvise(advice);
-    // SAFETY: the caller answers for the call, and the second one drops what the first has dropped.
+    // SAFETY: the caller is responsible for the call. The second call drops again what the first
+    // has dropped.
     let result = unsafe {
         let arguments = [pidfd as usize, ranges as usize, count, advice as usize, flags as usize, 0];
         let result = syscall(libc::SYS_process_madvise, arguments);
         after_process_madvise(ranges as usize, count, advice, result);
         result
     };
-    if result < 0 { fail(-result as c_int) as isize } else { result }
+    if result < 0 { fail_with_errno(-result as c_int) as isize } else { result }
 }
 
-/// Interposes libc's function of this name. libc's only makes the system call, too.
+/// Interposes libc's function of this name. Makes the system call itself, because libc's function
+/// does nothing else.
 ///
 /// # Safety
 /// As of libc's `shmat`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn shmat(segment: c_int, address: *const c_void, flags: c_int) -> *mut c_void {
-    // SAFETY: the caller answers for the call, which replaces what is mapped at the address.
+    // SAFETY: the caller is responsible for the call, which may replace what is mapped at the
+    // address.
     let result = unsafe {
         before_shmat(segment, address as usize, flags);
         syscall(libc::SYS_shmat, [segment as usize, address as usize, flags as usize, 0, 0, 0])
     };
     let is_error = (-4095..0).contains(&result);
-    if is_error { fail(-result as c_int) as isize as *mut c_void } else { result as *mut c_void }
+    if is_error { fail_with_errno(-result as c_int) as isize as *mut c_void } else { result as *mut c_void }
 }

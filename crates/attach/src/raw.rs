@@ -1,14 +1,16 @@
-//! System calls without libc: the worker may access neither errno nor any other memory of the program.
+//! System calls without libc. The worker must not access errno, nor other pageable memory of the
+//! program.
 
 use core::arch::asm;
 
-/// A system call; the result is the kernel's, negative errno included.
+/// Makes a system call. Returns the kernel's result, which is a negative errno on failure.
 ///
 /// # Safety
-/// As of the call that is made.
+/// As of the system call.
 pub unsafe fn syscall(number: i64, arguments: [usize; 6]) -> isize {
     let result: isize;
-    // SAFETY: the kernel clobbers rcx and r11 and nothing else; the caller answers for the call's own effects.
+    // SAFETY: the kernel changes rcx and r11 and no other register; the caller is responsible for
+    // the effects of the call.
     unsafe {
         asm!(
             "syscall",
@@ -27,13 +29,24 @@ pub unsafe fn syscall(number: i64, arguments: [usize; 6]) -> isize {
     result
 }
 
-/// Starts a process that shares this one's memory, and runs `entry(argument)` on `stack_top`.
+/// Closes a descriptor, which must belong to this library.
+pub fn close(fd: i32) {
+    // SAFETY: nothing else uses the descriptor.
+    unsafe {
+        syscall(libc::SYS_close, [fd as usize, 0, 0, 0, 0, 0]);
+    }
+}
+
+/// Starts a process that shares the memory of this one, and runs `entry(argument)` on the stack
+/// that ends at `stack_top`.
 ///
-/// The new process is unknown to libc. Its end sends no signal, and a tracer of this process does not trace it.
-/// Returns its number, or a negative errno. With `CLONE_PIDFD` its pidfd is stored at `pidfd`.
+/// The new process is unknown to libc. Its end sends no signal, and a tracer of this process does
+/// not trace it. Returns its process number, or a negative errno. With `CLONE_PIDFD` its pidfd is
+/// stored at `pidfd`.
 ///
 /// # Safety
-/// `stack_top` must be the 16-aligned end of memory that nothing else uses, and `entry` must never return.
+/// `stack_top` must be the 16-aligned end of memory that nothing else uses, and `entry` must never
+/// return.
 pub unsafe fn spawn(
     flags: i32,
     stack_top: usize,
@@ -43,8 +56,8 @@ pub unsafe fn spawn(
 ) -> isize {
     let flags = libc::CLONE_VM | libc::CLONE_UNTRACED | flags;
     let result: isize;
-    // SAFETY: in the child the stack pointer is `stack_top` and the only thing done is the call of `entry`, whose
-    // argument and address were in registers; the parent goes on as after any system call.
+    // SAFETY: the child's stack pointer is `stack_top`, and the child only calls `entry`, whose
+    // address and argument are in registers. The parent continues as after any system call.
     unsafe {
         asm!(
             "syscall",

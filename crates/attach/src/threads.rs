@@ -1,34 +1,40 @@
-//! Each new thread asks that its control block stay resident, then runs as it would have.
+//! Pins the control block of each new thread, and then runs the thread's routine.
 
 use core::ffi::c_void;
 use core::mem::transmute;
 
-use crate::attach::pin_self;
-use crate::next::Next;
+use crate::attach::pin_thread_control_block;
+use crate::next::NextSymbol;
 
-type Routine = extern "C" fn(*mut c_void) -> *mut c_void;
-type Create =
-    unsafe extern "C" fn(*mut libc::pthread_t, *const libc::pthread_attr_t, Routine, *mut c_void) -> i32;
+type ThreadRoutine = extern "C" fn(*mut c_void) -> *mut c_void;
+type PthreadCreate = unsafe extern "C" fn(
+    *mut libc::pthread_t,
+    *const libc::pthread_attr_t,
+    ThreadRoutine,
+    *mut c_void,
+) -> i32;
 
-static NEXT: Next = Next::new(c"pthread_create");
+static NEXT: NextSymbol = NextSymbol::new(c"pthread_create");
 
+/// What the program has asked a new thread to run.
 #[repr(C)]
-struct Start {
-    routine: Routine,
+struct ThreadStart {
+    routine: ThreadRoutine,
     argument: *mut c_void,
 }
 
-extern "C" fn begin(argument: *mut c_void) -> *mut c_void {
-    pin_self();
-    let start: *mut Start = argument.cast();
-    // SAFETY: `pthread_create` below made it for this thread alone.
-    let Start { routine, argument } = unsafe { core::ptr::read(start) };
-    // SAFETY: it came from malloc and is used no more.
+/// The routine of each new thread.
+extern "C" fn start_thread(argument: *mut c_void) -> *mut c_void {
+    pin_thread_control_block();
+    let start: *mut ThreadStart = argument.cast();
+    // SAFETY: `pthread_create` below has allocated it for this thread alone.
+    let ThreadStart { routine, argument } = unsafe { core::ptr::read(start) };
+    // SAFETY: it was allocated by `malloc`, and nothing uses it any more.
     unsafe { libc::free(start.cast()) };
     routine(argument)
 }
 
-/// Stands in for libc's function of this name.
+/// Interposes libc's function of this name.
 ///
 /// # Safety
 /// As of libc's `pthread_create`.
@@ -36,22 +42,23 @@ extern "C" fn begin(argument: *mut c_void) -> *mut c_void {
 pub unsafe extern "C" fn pthread_create(
     thread: *mut libc::pthread_t,
     attributes: *const libc::pthread_attr_t,
-    routine: Routine,
+    routine: ThreadRoutine,
     argument: *mut c_void,
 ) -> i32 {
-    // SAFETY: the next definition of this name is libc's, which has the type `Create`; the rest is passed on as it came.
+    // SAFETY: the next definition of this name is libc's, which has the type `PthreadCreate`. The
+    // other arguments are passed on unchanged.
     unsafe {
         let next = NEXT.address();
         if next.is_null() {
             return libc::EAGAIN;
         }
-        let create: Create = transmute::<*mut c_void, Create>(next);
-        let start: *mut Start = libc::malloc(size_of::<Start>()).cast();
+        let create: PthreadCreate = transmute::<*mut c_void, PthreadCreate>(next);
+        let start: *mut ThreadStart = libc::malloc(size_of::<ThreadStart>()).cast();
         if start.is_null() {
             return libc::EAGAIN;
         }
-        core::ptr::write(start, Start { routine, argument });
-        let result = create(thread, attributes, begin, start.cast());
+        core::ptr::write(start, ThreadStart { routine, argument });
+        let result = create(thread, attributes, start_thread, start.cast());
         if result != 0 {
             libc::free(start.cast());
         }

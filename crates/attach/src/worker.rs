@@ -1,17 +1,18 @@
 //! The worker: a process that shares the program's memory and moves pages out of it at the agent's
 //! command.
 //!
-//! It is a process and no thread, so that the program has the threads, signals, children and limits
-//! that it would have without Aquifer, and so that a program that is stopped can still be paged.
-//! It depends on none of the program's pageable memory: raw system calls, its own stack, its own
-//! descriptors, no thread-local storage. While the agent is away it waits and harms nothing.
+//! It is a process and not a thread, so that the program has the threads, signals, children and
+//! limits that it would have without Aquifer, and so that a program that is stopped can still be
+//! paged (`docs/decisions/0018-worker-is-a-process.md`). It needs none of the program's pageable
+//! memory: it makes raw system calls, and has its own stack, its own descriptors and no
+//! thread-local storage. While there is no agent, it waits for a command.
 //!
-//! The program can write to its memory, its stack included. So it confines itself to the few calls
-//! that it makes (`confine`), and has nothing that the program does not have.
+//! The program can write to the worker's memory and stack. So the worker confines itself to the
+//! system calls that it makes (`confine`), and has no right that the program does not have.
 
 mod confine;
 mod cores;
-mod leave;
+mod last_process;
 pub mod start;
 
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -19,87 +20,90 @@ use core::sync::atomic::{AtomicU32, Ordering};
 use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 
-use crate::batch::{self, Batch, Pages};
+use crate::batch::{PageBatch, PageMover, move_batch};
 use crate::raw::syscall;
 use crate::uffd;
-use cores::Cores;
-use leave::Watch;
+use cores::CoreAffinity;
+use last_process::LastProcessWatch;
 
 const PAGE: usize = 4096;
-/// Size of the worker's stack. The [`Worker`] is at its lower end.
+/// Size of the worker's stack, with the [`Worker`] at its lower end.
 pub const STACK_BYTES: usize = 16 * PAGE;
 const NICENESS: isize = -15;
 const FUTEX_WAKE: usize = 1;
 const MADV_POPULATE_WRITE: usize = 23;
 
-/// What the worker knows. It lies at the lower end of the worker's own stack.
+/// What the worker needs to execute commands. It is at the lower end of the worker's stack.
 #[repr(C)]
 pub struct Worker {
-    /// [`start::STARTING`], [`start::READY`], or a negative errno if the worker could not start.
+    /// [`start::STARTING`], [`start::READY`], or a negative errno if the worker could not confine
+    /// itself.
     state: AtomicU32,
-    /// The starter's descriptor of the worker's process.
+    /// Pidfd of the worker, in the process that starts it.
     pidfd: i32,
-    /// What the process in between has for the starter: the worker's number, or a negative errno.
-    spawned: isize,
+    /// Result of the intermediate process for the process that starts the worker: the worker's
+    /// process number, or a negative errno.
+    spawn_result: isize,
     /// The word that the kernel clears when the thread that started the worker ends or executes
     /// another program; null if there is none.
     thread_word: *const AtomicU32,
-    /// The socket to the agent, held open so that the agent notices the worker's end.
+    /// The socket to the agent. The worker keeps it open so that the agent notices the worker's
+    /// end.
     socket: i32,
-    /// The program's userfaultfd: moves on it fail while the agent has an event unread.
-    paged: i32,
-    /// The event-free userfaultfd of the staging area.
-    staged: i32,
-    /// See [`aquifer_ipc::ProgramHello::bounce_buffer`].
-    antechamber: usize,
-    /// See [`aquifer_ipc::ProgramHello::staging`].
+    /// The program's userfaultfd. Moves by it fail while an event is unread.
+    program_uffd: i32,
+    /// The userfaultfd of the staging buffers, which has no events.
+    staging_uffd: i32,
+    /// Address of the bounce buffer: [`aquifer_ipc::ProgramHello::bounce_buffer`].
+    bounce_buffer: usize,
+    /// Address of the staging buffers: [`aquifer_ipc::ProgramHello::staging`].
     staging: usize,
-    /// The memory shared with the agent.
+    /// The memory that is shared with the agent.
     control: *const WorkerControl,
 }
 
 impl Worker {
     pub fn new(
         socket: i32,
-        paged: i32,
-        staged: i32,
-        antechamber: usize,
+        program_uffd: i32,
+        staging_uffd: i32,
+        bounce_buffer: usize,
         staging: usize,
         control: *const WorkerControl,
     ) -> Self {
         Self {
             state: AtomicU32::new(start::STARTING),
             pidfd: -1,
-            spawned: 0,
-            thread_word: leave::thread_word(),
+            spawn_result: 0,
+            thread_word: last_process::thread_word(),
             socket,
-            paged,
-            staged,
-            antechamber,
+            program_uffd,
+            staging_uffd,
+            bounce_buffer,
             staging,
             control,
         }
     }
 }
 
-/// The process's entry.
+/// Entry of the worker's process.
 extern "C" fn main(argument: usize) -> ! {
-    // SAFETY: the starter placed a `Worker` there, and afterwards only reads `state`.
+    // SAFETY: `start` has written a `Worker` there, and only reads `state` and `pidfd` afterwards.
     let worker = unsafe { &*(argument as *const Worker) };
-    leave_program(worker);
-    let mut cores = Cores::of_this_process();
-    // SAFETY: returns a number.
-    let number = unsafe { syscall(libc::SYS_getpid, [0; 6]) };
+    separate_from_program(worker);
+    let mut affinity = CoreAffinity::of_this_process();
+    // SAFETY: only returns a number.
+    let pid = unsafe { syscall(libc::SYS_getpid, [0; 6]) };
     let confined = confine::confine();
     if confined < 0 {
         worker.state.store(confined as u32, Ordering::Release);
         exit();
     }
-    // SAFETY: the control memory is mapped as long as the memory exists, and holds atomics only.
+    // SAFETY: the control memory is never unmapped, and holds only atomics.
     let control = unsafe { &*worker.control };
-    control.worker.store(number as u32, Ordering::Release);
+    control.worker.store(pid as u32, Ordering::Release);
     worker.state.store(start::READY, Ordering::Release);
-    let mut watch = Watch::new(worker);
+    let mut watch = LastProcessWatch::new(worker);
     let mut last = 0;
     loop {
         let command = control.command.load(Ordering::Acquire);
@@ -108,34 +112,37 @@ extern "C" fn main(argument: usize) -> ! {
             continue;
         }
         last = command;
-        cores.follow(control.core.load(Ordering::Relaxed));
-        obey(worker, control);
+        affinity.move_to(control.core.load(Ordering::Relaxed));
+        execute_command(worker, control);
         control.done.store(command, Ordering::Release);
         wake(&control.done, 1);
     }
 }
 
-/// Leaves everything that the program may notice: its process group, its folder and its descriptors.
-fn leave_program(worker: &Worker) {
+/// Leaves the program's process group and folder, closes the program's descriptors, and sets the
+/// name and the priority of the worker.
+fn separate_from_program(worker: &Worker) {
     const PRIO_PROCESS: usize = 0;
     // SAFETY: changes this process only, and passes constant strings.
     unsafe {
-        // So that a signal to the program's process group or from its terminal does not stop it. A session
-        // of its own would also be a scheduling group of its own, in which a niceness has no effect.
+        // A signal to the program's process group or from its terminal must not stop the worker. A
+        // new session would be another scheduling group (autogroup), in which the priority below
+        // would have no effect on the program.
         syscall(libc::SYS_setpgid, [0; 6]);
-        // So that the file system of the program's folder can be unmounted.
+        // The worker must not prevent an unmount of the file system that has the program's folder.
         syscall(libc::SYS_chdir, [c"/".as_ptr() as usize, 0, 0, 0, 0, 0]);
         let name = c"aquifer-worker".as_ptr() as usize;
         syscall(libc::SYS_prctl, [libc::PR_SET_NAME as usize, name, 0, 0, 0, 0]);
-        // Faults wait for this process: let it run first, if the user may ask for that.
+        // Faults wait for this process, so it should run first. The kernel refuses that to most
+        // users.
         syscall(libc::SYS_setpriority, [PRIO_PROCESS, 0, NICENESS as usize, 0, 0, 0]);
     }
-    close_others(worker);
+    close_other_descriptors(worker);
 }
 
-/// Closes all descriptors but the worker's own.
-fn close_others(worker: &Worker) {
-    let mut kept = [worker.socket, worker.paged, worker.staged];
+/// Closes all descriptors except those that the worker uses.
+fn close_other_descriptors(worker: &Worker) {
+    let mut kept = [worker.socket, worker.program_uffd, worker.staging_uffd];
     for at in 0..kept.len() {
         for other in at + 1..kept.len() {
             if kept[other] < kept[at] {
@@ -143,7 +150,7 @@ fn close_others(worker: &Worker) {
             }
         }
     }
-    // SAFETY: closes descriptors of this process only, which has its own table.
+    // SAFETY: this process has its own descriptor table, so no descriptor of the program is closed.
     unsafe {
         let mut next = 0;
         for fd in kept {
@@ -158,7 +165,7 @@ fn close_others(worker: &Worker) {
 
 /// Wakes up to `count` threads or processes that wait on a word.
 fn wake(word: &AtomicU32, count: usize) {
-    // SAFETY: the kernel only looks the address up.
+    // SAFETY: the kernel only uses the address.
     unsafe {
         syscall(libc::SYS_futex, [word.as_ptr() as usize, FUTEX_WAKE, count, 0, 0, 0]);
     }
@@ -174,94 +181,102 @@ fn exit() -> ! {
     }
 }
 
-fn obey(worker: &Worker, control: &WorkerControl) {
+/// Moves the pages of the current command into its staging buffer. Ends the worker if that cannot
+/// be completed.
+fn execute_command(worker: &Worker, control: &WorkerControl) {
     let buffer = control.buffer.load(Ordering::Relaxed) as usize % STAGING_BUFFERS;
     let record = &control.batches[buffer];
     let count = (record.count.load(Ordering::Relaxed) as usize).min(BATCH_PAGES_MAX);
-    let room = worker.staging + buffer * BATCH_PAGES_MAX * PAGE;
-    if batch::obey(&mut Memory { worker, room }, &Command { record, count }).is_err() {
-        // A page can move neither on nor back. The agent notices the end and kills the program: that
-        // is better than a program that reads zeros.
+    let staging_buffer = worker.staging + buffer * BATCH_PAGES_MAX * PAGE;
+    if move_batch(&mut WorkerMemory { worker, staging_buffer }, &CommandBatch { record, count }).is_err() {
+        // A page is in the bounce buffer and cannot be moved. The agent notices that the worker has
+        // ended, and ends the program, which could otherwise read zeros.
         exit();
     }
 }
 
-/// A command, as the agent wrote it.
-struct Command<'a> {
+/// The batch of a command, as the agent has written it into the control memory.
+struct CommandBatch<'a> {
     record: &'a BatchRecord,
     count: usize,
 }
 
-impl Batch for Command<'_> {
+impl PageBatch for CommandBatch<'_> {
     fn count(&self) -> usize {
         self.count
     }
 
-    fn address(&self, place: usize) -> usize {
-        self.record.addresses[place].load(Ordering::Relaxed) as usize
+    fn address(&self, index: usize) -> usize {
+        self.record.addresses[index].load(Ordering::Relaxed) as usize
     }
 
-    fn set(&self, place: usize, status: u32) {
-        self.record.statuses[place].store(status, Ordering::Relaxed);
+    fn set_status(&self, index: usize, status: u32) {
+        self.record.statuses[index].store(status, Ordering::Relaxed);
     }
 
-    fn is_moved(&self, place: usize) -> bool {
-        self.record.statuses[place].load(Ordering::Relaxed) == STATUS_MOVED
+    fn is_moved(&self, index: usize) -> bool {
+        self.record.statuses[index].load(Ordering::Relaxed) == STATUS_MOVED
     }
 }
 
-/// The program's memory, and a buffer of staging at `room`.
-struct Memory<'a> {
+/// The program's memory, the bounce buffer, and one of the staging buffers.
+struct WorkerMemory<'a> {
     worker: &'a Worker,
-    room: usize,
+    /// Address of the staging buffer.
+    staging_buffer: usize,
 }
 
-impl Memory<'_> {
-    fn antechamber(&self, place: usize) -> usize {
-        self.worker.antechamber + place * PAGE
+impl WorkerMemory<'_> {
+    /// Address of a page of the bounce buffer.
+    fn bounce_page(&self, index: usize) -> usize {
+        self.worker.bounce_buffer + index * PAGE
     }
 }
 
-impl Pages for Memory<'_> {
-    fn occupied(&mut self, places: &mut [bool]) {
+impl PageMover for WorkerMemory<'_> {
+    fn find_occupied(&mut self, occupied: &mut [bool]) {
         let mut present = [0u8; BATCH_PAGES_MAX];
-        // SAFETY: the kernel writes a byte for each page of the antechamber.
+        // SAFETY: the kernel writes a byte for each page of the bounce buffer.
         unsafe {
             let bytes = BATCH_PAGES_MAX * PAGE;
-            syscall(libc::SYS_mincore, [self.antechamber(0), bytes, (&raw mut present) as usize, 0, 0, 0]);
+            syscall(libc::SYS_mincore, [self.bounce_page(0), bytes, (&raw mut present) as usize, 0, 0, 0]);
         }
-        places.iter_mut().zip(present).for_each(|(place, present)| *place = present & 1 == 1);
+        occupied.iter_mut().zip(present).for_each(|(is_occupied, present)| *is_occupied = present & 1 == 1);
     }
 
-    fn take(&mut self, address: usize, place: usize, pages: usize) -> (usize, isize) {
-        uffd::move_pages(self.worker.paged, self.antechamber(place), address, pages)
+    fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize) {
+        uffd::move_pages(self.worker.program_uffd, self.bounce_page(index), address, pages)
     }
 
-    /// A page shared since a fork cannot be moved until it is written: have the kernel make the program its own copy. The page is
-    /// there (a missing one would not be busy), and cannot go before the agent has read the event, which it does
-    /// not while it waits for us; so this never faults.
-    fn make_own(&mut self, address: usize) -> isize {
-        // Whoever writes a protected page waits until the agent allows it, and the agent waits for us. While it has an event unread the
-        // kernel does not lift that.
-        if uffd::unprotect(self.worker.paged, address, PAGE) == -(libc::EAGAIN as isize) {
+    /// The kernel makes a private copy when it prepares the page for a write.
+    ///
+    /// The worker must not fault, because the agent waits for it and resolves no fault. The page is
+    /// present: a missing page is not reported as busy. A change that drops it raises an event, and
+    /// waits until the agent reads the event, after the command. `docs/formats/paging.md` lists the
+    /// rare exceptions.
+    fn make_private(&mut self, address: usize) -> isize {
+        // A write to a protected page would be a fault. While an event is unread the kernel does
+        // not remove the protection.
+        if uffd::unprotect(self.worker.program_uffd, address, PAGE) == -(libc::EAGAIN as isize) {
             return -(libc::EBUSY as isize);
         }
-        // SAFETY: populating for write changes no byte of the page.
+        // SAFETY: MADV_POPULATE_WRITE changes no byte of the page.
         unsafe {
             syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);
         }
         0
     }
 
-    fn stage(&mut self, place: usize, pages: usize) -> (usize, isize) {
-        uffd::move_pages(self.worker.staged, self.room + place * PAGE, self.antechamber(place), pages)
+    fn stage(&mut self, index: usize, pages: usize) -> (usize, isize) {
+        let to = self.staging_buffer + index * PAGE;
+        uffd::move_pages(self.worker.staging_uffd, to, self.bounce_page(index), pages)
     }
 
     fn empty_staging(&mut self) {
-        // SAFETY: the range is the worker's own buffer, and the agent has copied what was there.
+        // SAFETY: only this library uses the range, and the agent has copied the pages in it.
         unsafe {
             let bytes = BATCH_PAGES_MAX * PAGE;
-            syscall(libc::SYS_madvise, [self.room, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
+            syscall(libc::SYS_madvise, [self.staging_buffer, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
         }
     }
 }

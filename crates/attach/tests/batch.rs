@@ -1,31 +1,51 @@
-//! Batches leave a program whose kernel does its worst: it moves pages without counting them, meets pages that it cannot move, has an
-//! event unread, and finds what a debugger has left where the pages go.
+//! Batches leave a program on a model of the kernel that fails in every way: it moves pages without
+//! counting them, refuses pages, has an event unread, or has pages in the bounce buffer already.
 
 use std::cell::RefCell;
 
-use aquifer_attach::batch::{Batch, PLACES_MAX, Pages, obey};
+use aquifer_attach::batch::{PageBatch, PageMover, move_batch};
+use aquifer_ipc::BATCH_PAGES_MAX;
+use aquifer_ipc::control::{STATUS_MOVED, STATUS_PENDING};
 use proptest::prelude::*;
 
 const PAGE: usize = 4096;
+/// Pages of the program.
+const PROGRAM_PAGES: usize = 128;
 const MISSING: u32 = libc::ENOENT as u32;
+/// Contents of a page that a debugger has left, or that was in the staging buffer before.
+const FOREIGN: u64 = u64::MAX;
 
+/// A page of the program, with its contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Page {
+enum ProgramPage {
     Missing,
-    Own(u64),
+    Private(u64),
+    /// Shared since a fork. It cannot be moved before it is private.
     Shared(u64),
-    Pinned(u64),
-    /// The kernel is about to bring it to another place in memory: who moves it waits first, once.
+    /// Never movable, for example because a device has it.
+    Unmovable(u64),
+    /// The kernel is about to migrate it to other physical memory. A move waits for that, once.
     Migrating(u64),
 }
 
-impl Page {
+impl ProgramPage {
+    fn new(kind: u8, content: u64) -> Self {
+        match kind {
+            0 => Self::Missing,
+            1 => Self::Shared(content),
+            2 => Self::Unmovable(content),
+            3..=5 => Self::Migrating(content),
+            _ => Self::Private(content),
+        }
+    }
+
     fn content(self) -> Option<u64> {
         match self {
             Self::Missing => None,
-            Self::Own(content) | Self::Shared(content) | Self::Pinned(content) | Self::Migrating(content) => {
-                Some(content)
-            }
+            Self::Private(content)
+            | Self::Shared(content)
+            | Self::Unmovable(content)
+            | Self::Migrating(content) => Some(content),
         }
     }
 }
@@ -34,14 +54,15 @@ fn errno(error: i32) -> isize {
     -(error as isize)
 }
 
-/// As `UFFDIO_MOVE` tells it: what stopped a move is told only if nothing was moved.
-fn move_pages(from: &mut [Page], to: &mut [Option<u64>]) -> (usize, isize) {
+/// `UFFDIO_MOVE`: if any page is counted, the error is EAGAIN, whatever ended the move.
+fn move_pages(from: &mut [ProgramPage], to: &mut [Option<u64>]) -> (usize, isize) {
     let (moved, error) = try_move_pages(from, to);
     (moved, if moved > 0 && error != 0 { errno(libc::EAGAIN) } else { error })
 }
 
-/// What Linux 6.18 does: once it had to wait, it moves what can be moved, does not count it, and tries the first of it again.
-fn try_move_pages(from: &mut [Page], to: &mut [Option<u64>]) -> (usize, isize) {
+/// The loop of Linux 6.18: once it has waited, it moves as many pages as it can, does not count
+/// them, and tries the first of them again.
+fn try_move_pages(from: &mut [ProgramPage], to: &mut [Option<u64>]) -> (usize, isize) {
     let mut moved = 0;
     let mut has_waited = false;
     while moved < from.len() {
@@ -49,19 +70,19 @@ fn try_move_pages(from: &mut [Page], to: &mut [Option<u64>]) -> (usize, isize) {
             return (moved, errno(libc::EEXIST));
         }
         match from[moved] {
-            Page::Missing => return (moved, errno(libc::ENOENT)),
-            Page::Shared(_) | Page::Pinned(_) => return (moved, errno(libc::EBUSY)),
-            Page::Migrating(content) => {
-                from[moved] = Page::Own(content);
+            ProgramPage::Missing => return (moved, errno(libc::ENOENT)),
+            ProgramPage::Shared(_) | ProgramPage::Unmovable(_) => return (moved, errno(libc::EBUSY)),
+            ProgramPage::Migrating(content) => {
+                from[moved] = ProgramPage::Private(content);
                 has_waited = true;
             }
-            Page::Own(_) => {
+            ProgramPage::Private(_) => {
                 let mut at = moved;
-                while let Some(Page::Own(content)) = from.get(at).copied()
+                while let Some(ProgramPage::Private(content)) = from.get(at).copied()
                     && to[at].is_none()
                 {
                     to[at] = Some(content);
-                    from[at] = Page::Missing;
+                    from[at] = ProgramPage::Missing;
                     at += 1;
                 }
                 if !has_waited {
@@ -73,63 +94,64 @@ fn try_move_pages(from: &mut [Page], to: &mut [Option<u64>]) -> (usize, isize) {
     (moved, 0)
 }
 
-struct Model {
-    program: Vec<Page>,
-    antechamber: Vec<Option<u64>>,
+/// A program, its buffers and its kernel.
+struct KernelModel {
+    program: Vec<ProgramPage>,
+    bounce_buffer: Vec<Option<u64>>,
     staging: Vec<Option<u64>>,
-    /// Of the calls that move pages, which find an event unread; those after the last find none.
+    /// For each call that checks for events, whether one is unread. Later calls find none.
     unread: Vec<bool>,
-    /// Which pages migrate when they are on their way to staging.
+    /// For each index, whether the page migrates on its way to the staging buffer.
     migrates: Vec<bool>,
     calls: usize,
 }
 
-impl Model {
+impl KernelModel {
     fn is_event_unread(&mut self) -> bool {
         self.calls += 1;
         self.unread.get(self.calls - 1).copied().unwrap_or(false)
     }
 }
 
-impl Pages for Model {
-    fn occupied(&mut self, places: &mut [bool]) {
-        for (place, page) in places.iter_mut().zip(&self.antechamber) {
-            *place = page.is_some();
+impl PageMover for KernelModel {
+    fn find_occupied(&mut self, occupied: &mut [bool]) {
+        for (is_occupied, page) in occupied.iter_mut().zip(&self.bounce_buffer) {
+            *is_occupied = page.is_some();
         }
     }
 
-    fn take(&mut self, address: usize, place: usize, pages: usize) -> (usize, isize) {
+    fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize) {
         if self.is_event_unread() {
             return (0, errno(libc::EAGAIN));
         }
         let first = address / PAGE;
-        move_pages(&mut self.program[first..first + pages], &mut self.antechamber[place..place + pages])
+        move_pages(&mut self.program[first..first + pages], &mut self.bounce_buffer[index..index + pages])
     }
 
-    fn make_own(&mut self, address: usize) -> isize {
+    fn make_private(&mut self, address: usize) -> isize {
         if self.is_event_unread() {
             return errno(libc::EBUSY);
         }
         let page = &mut self.program[address / PAGE];
-        if let Page::Shared(content) = *page {
-            *page = Page::Migrating(content);
+        if let ProgramPage::Shared(content) = *page {
+            *page = ProgramPage::Migrating(content);
         }
         0
     }
 
-    fn stage(&mut self, place: usize, pages: usize) -> (usize, isize) {
-        let range = place..place + pages;
-        let mut from: Vec<Page> = range
+    fn stage(&mut self, index: usize, pages: usize) -> (usize, isize) {
+        let range = index..index + pages;
+        let mut from: Vec<ProgramPage> = range
             .clone()
-            .map(|place| match self.antechamber[place] {
-                None => Page::Missing,
-                Some(content) if std::mem::take(&mut self.migrates[place]) => Page::Migrating(content),
-                Some(content) => Page::Own(content),
+            .map(|index| match self.bounce_buffer[index] {
+                None => ProgramPage::Missing,
+                Some(content) if std::mem::take(&mut self.migrates[index]) => ProgramPage::Migrating(content),
+                Some(content) => ProgramPage::Private(content),
             })
             .collect();
         let outcome = move_pages(&mut from, &mut self.staging[range.clone()]);
-        for (place, page) in range.zip(from) {
-            self.antechamber[place] = page.content();
+        for (index, page) in range.zip(from) {
+            self.bounce_buffer[index] = page.content();
         }
         outcome
     }
@@ -139,36 +161,27 @@ impl Pages for Model {
     }
 }
 
-struct Addresses {
+/// A batch of pages of the program, by page number.
+struct BatchModel {
     pages: Vec<usize>,
     statuses: RefCell<Vec<u32>>,
 }
 
-impl Batch for Addresses {
+impl PageBatch for BatchModel {
     fn count(&self) -> usize {
         self.pages.len()
     }
 
-    fn address(&self, place: usize) -> usize {
-        self.pages[place] * PAGE
+    fn address(&self, index: usize) -> usize {
+        self.pages[index] * PAGE
     }
 
-    fn set(&self, place: usize, status: u32) {
-        self.statuses.borrow_mut()[place] = status;
+    fn set_status(&self, index: usize, status: u32) {
+        self.statuses.borrow_mut()[index] = status;
     }
 
-    fn is_moved(&self, place: usize) -> bool {
-        self.statuses.borrow()[place] == 0
-    }
-}
-
-fn page(kind: u8, content: u64) -> Page {
-    match kind {
-        0 => Page::Missing,
-        1 => Page::Shared(content),
-        2 => Page::Pinned(content),
-        3..=5 => Page::Migrating(content),
-        _ => Page::Own(content),
+    fn is_moved(&self, index: usize) -> bool {
+        self.statuses.borrow()[index] == STATUS_MOVED
     }
 }
 
@@ -176,37 +189,43 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
     #[test]
-    fn no_page_is_anywhere_but_where_it_is_said_to_be(
-        kinds in prop::collection::vec(0u8..16, 128),
-        wanted in prop::sample::subsequence((0..128).collect::<Vec<usize>>(), 0..=PLACES_MAX),
+    fn each_page_is_where_its_status_says(
+        kinds in prop::collection::vec(0u8..16, PROGRAM_PAGES),
+        wanted in prop::sample::subsequence(
+            (0..PROGRAM_PAGES).collect::<Vec<usize>>(),
+            0..=BATCH_PAGES_MAX,
+        ),
         unread in prop::collection::vec(prop::bool::weighted(0.1), 0..20),
-        migrates in prop::collection::vec(prop::bool::weighted(0.2), PLACES_MAX),
-        foreign in prop::collection::vec(prop::bool::weighted(0.02), PLACES_MAX),
+        migrates in prop::collection::vec(prop::bool::weighted(0.2), BATCH_PAGES_MAX),
+        foreign in prop::collection::vec(prop::bool::weighted(0.02), BATCH_PAGES_MAX),
     ) {
-        let before: Vec<Page> =
-            kinds.iter().zip(1..).map(|(kind, content)| page(*kind, content)).collect();
-        let mut model = Model {
+        let before: Vec<ProgramPage> =
+            kinds.iter().zip(1..).map(|(kind, content)| ProgramPage::new(*kind, content)).collect();
+        let mut model = KernelModel {
             program: before.clone(),
-            antechamber: foreign.iter().map(|is_foreign| is_foreign.then_some(u64::MAX)).collect(),
-            staging: vec![Some(u64::MAX); PLACES_MAX],
+            bounce_buffer: foreign.iter().map(|is_foreign| is_foreign.then_some(FOREIGN)).collect(),
+            staging: vec![Some(FOREIGN); BATCH_PAGES_MAX],
             unread,
             migrates,
             calls: 0,
         };
-        let batch = Addresses { statuses: RefCell::new(vec![u32::MAX; wanted.len()]), pages: wanted };
-        prop_assert!(obey(&mut model, &batch).is_ok());
-        prop_assert!(model.antechamber.iter().all(Option::is_none), "the antechamber is empty afterwards");
-        for (place, page) in batch.pages.iter().enumerate() {
+        let statuses = RefCell::new(vec![STATUS_PENDING; wanted.len()]);
+        let batch = BatchModel { statuses, pages: wanted };
+        prop_assert!(move_batch(&mut model, &batch).is_ok());
+        prop_assert!(model.bounce_buffer.iter().all(Option::is_none), "the bounce buffer is empty");
+        for (index, page) in batch.pages.iter().enumerate() {
             let content = before[*page].content();
-            let (program, staged) = (model.program[*page].content(), model.staging[place]);
-            match batch.statuses.borrow()[place] {
-                0 => prop_assert_eq!((program, staged, content.is_some()), (None, content, true)),
+            let (program, staged) = (model.program[*page].content(), model.staging[index]);
+            match batch.statuses.borrow()[index] {
+                STATUS_MOVED => prop_assert_eq!((program, staged, content.is_some()), (None, content, true)),
                 MISSING => prop_assert_eq!((program, content), (None, None)),
                 _ => prop_assert_eq!((program, staged), (content, None)),
             }
         }
-        for (page, was) in before.iter().enumerate().filter(|(page, _)| !batch.pages.contains(page)) {
-            prop_assert_eq!(model.program[page].content(), was.content(), "nobody asked for page {}", page);
+        let is_other = |(page, _): &(usize, &ProgramPage)| !batch.pages.contains(page);
+        for (page, was) in before.iter().enumerate().filter(is_other) {
+            let content = model.program[page].content();
+            prop_assert_eq!(content, was.content(), "page {} is not in the batch", page);
         }
     }
 }

@@ -1,43 +1,49 @@
-//! Takes from the worker all that it does not need: capabilities, and every system call but a few.
+//! Removes the worker's effective capabilities, and restricts it to the system calls that it makes.
 //!
-//! The program can write to the worker's stack and so decide what the worker does. A program that
-//! has confined itself must not get more than it has by that.
+//! The program can write to the worker's stack, and so control what the worker does. A program that
+//! has confined itself must gain no right by that.
 //!
 //! The worker uses no capability, and has none in effect. But it keeps those of the program as
-//! permitted: a process without them may then not look into the worker, and through it into the
-//! program's memory and root folder.
+//! permitted. So a process that lacks them cannot trace the worker, and reach the program's memory
+//! or root folder through it.
 
 use crate::raw::syscall;
 use crate::uffd::{UFFDIO_MOVE, UFFDIO_WRITEPROTECT};
 
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
 const SECCOMP_SET_MODE_FILTER: usize = 1;
-const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+/// The architecture of x86-64 system calls in `struct seccomp_data`.
+const ARCHITECTURE_X86_64: u32 = 0xc000_003e;
 const RET_KILL_PROCESS: u32 = 0x8000_0000;
 const RET_ALLOW: u32 = 0x7fff_0000;
 
-/// Loads a word of `struct seccomp_data`; jumps if it is equal; returns.
+/// Loads a 32-bit word of `struct seccomp_data`.
 const LOAD: u16 = 0x20;
+/// Compares the loaded word with a value, and skips instructions.
 const JUMP_IF_EQUAL: u16 = 0x15;
+/// Ends the filter with a decision.
 const RETURN: u16 = 0x06;
-/// Offsets in `struct seccomp_data`.
+/// Offset of the call's number in `struct seccomp_data`.
 const NUMBER: u32 = 0;
+/// Offset of the architecture in `struct seccomp_data`.
 const ARCHITECTURE: u32 = 4;
+/// Offset of the lower half of an argument in `struct seccomp_data`.
 const fn argument(index: u32) -> u32 {
     16 + 8 * index
 }
 
-/// `struct sock_filter`.
+/// An instruction of a seccomp filter: `struct sock_filter`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Instruction {
     code: u16,
+    /// Number of instructions that a jump skips if the comparison is true, or false.
     if_true: u8,
     if_false: u8,
     value: u32,
 }
 
-/// `struct __user_cap_data_struct`: half of the capabilities.
+/// Half of the capabilities of a process: `struct __user_cap_data_struct`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct CapabilitySets {
@@ -46,7 +52,7 @@ struct CapabilitySets {
     inheritable: u32,
 }
 
-/// `struct sock_fprog`.
+/// A seccomp filter: `struct sock_fprog`.
 #[repr(C)]
 struct Filter {
     length: u16,
@@ -57,13 +63,14 @@ const fn instruction(code: u16, if_true: u8, if_false: u8, value: u32) -> Instru
     Instruction { code, if_true, if_false, value }
 }
 
-/// Returns at once if the call has this number.
+/// Allows the call with this number. For another number, continues behind these instructions.
 const fn allow(number: i64) -> [Instruction; 2] {
     [instruction(JUMP_IF_EQUAL, 0, 1, number as u32), instruction(RETURN, 0, 0, RET_ALLOW)]
 }
 
-/// If the call has this number, it is allowed only with one of two values of an argument.
-const fn allow_with(number: i64, index: u32, one: u32, other: u32) -> [Instruction; 6] {
+/// Allows the call with this number if an argument has one of two values, and otherwise kills the
+/// process. For another number, continues behind these instructions.
+const fn allow_with_argument(number: i64, index: u32, one: u32, other: u32) -> [Instruction; 6] {
     [
         instruction(JUMP_IF_EQUAL, 0, 5, number as u32),
         instruction(LOAD, 0, 0, argument(index)),
@@ -76,13 +83,13 @@ const fn allow_with(number: i64, index: u32, one: u32, other: u32) -> [Instructi
 
 const CHECK_ARCHITECTURE: [Instruction; 4] = [
     instruction(LOAD, 0, 0, ARCHITECTURE),
-    instruction(JUMP_IF_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
+    instruction(JUMP_IF_EQUAL, 1, 0, ARCHITECTURE_X86_64),
     instruction(RETURN, 0, 0, RET_KILL_PROCESS),
     instruction(LOAD, 0, 0, NUMBER),
 ];
 
-/// The calls that the worker makes. Without arguments that matter:
-const PLAIN: [i64; 10] = [
+/// System calls that the worker makes, and that are allowed with any arguments.
+const UNRESTRICTED: [i64; 10] = [
     libc::SYS_futex,
     libc::SYS_futex_waitv,
     libc::SYS_clock_gettime,
@@ -94,7 +101,8 @@ const PLAIN: [i64; 10] = [
     libc::SYS_exit,
     libc::SYS_exit_group,
 ];
-/// With an argument that must be one of two: number, argument, values.
+/// System calls of which an argument must have one of two values: number, index of the argument,
+/// and the values.
 const RESTRICTED: [(i64, u32, u32, u32); 4] = [
     (libc::SYS_ioctl, 1, UFFDIO_MOVE as u32, UFFDIO_WRITEPROTECT as u32),
     (libc::SYS_madvise, 2, libc::MADV_DONTNEED as u32, super::MADV_POPULATE_WRITE as u32),
@@ -102,7 +110,8 @@ const RESTRICTED: [(i64, u32, u32, u32); 4] = [
     (libc::SYS_unshare, 0, libc::CLONE_VM as u32, libc::CLONE_VM as u32),
 ];
 
-const LENGTH: usize = CHECK_ARCHITECTURE.len() + 2 * PLAIN.len() + 6 * RESTRICTED.len() + 1;
+/// Number of instructions. The last one kills the process.
+const LENGTH: usize = CHECK_ARCHITECTURE.len() + 2 * UNRESTRICTED.len() + 6 * RESTRICTED.len() + 1;
 
 static FILTER: [Instruction; LENGTH] = filter();
 
@@ -111,37 +120,39 @@ const fn filter() -> [Instruction; LENGTH] {
     let mut used = 0;
     used = append(&mut filter, used, &CHECK_ARCHITECTURE);
     let mut at = 0;
-    while at < PLAIN.len() {
-        used = append(&mut filter, used, &allow(PLAIN[at]));
+    while at < UNRESTRICTED.len() {
+        used = append(&mut filter, used, &allow(UNRESTRICTED[at]));
         at += 1;
     }
     at = 0;
     while at < RESTRICTED.len() {
         let (number, index, one, other) = RESTRICTED[at];
-        used = append(&mut filter, used, &allow_with(number, index, one, other));
+        used = append(&mut filter, used, &allow_with_argument(number, index, one, other));
         at += 1;
     }
     filter
 }
 
-const fn append(filter: &mut [Instruction; LENGTH], from: usize, part: &[Instruction]) -> usize {
+/// Stores instructions in a filter with `used` instructions, and returns the new number.
+const fn append(filter: &mut [Instruction; LENGTH], used: usize, part: &[Instruction]) -> usize {
     let mut at = 0;
     while at < part.len() {
-        filter[from + at] = part[at];
+        filter[used + at] = part[at];
         at += 1;
     }
-    from + part.len()
+    used + part.len()
 }
 
-/// Confines the calling process; 0, or a negative errno.
+/// Confines the calling process. Returns 0 or a negative errno.
 pub fn confine() -> isize {
     let header = [CAPABILITY_VERSION, 0];
     let mut sets = [CapabilitySets::default(); 2];
     let filter = Filter { length: LENGTH as u16, instructions: FILTER.as_ptr() };
-    // SAFETY: the kernel reads the structs, which are of the layouts of these calls. Only this process changes.
+    // SAFETY: the structs have the layouts that these calls read and write. The calls change only
+    // this process.
     unsafe {
-        let new = [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0];
-        let mut result = syscall(libc::SYS_prctl, new);
+        let no_new_privileges = [libc::PR_SET_NO_NEW_PRIVS as usize, 1, 0, 0, 0, 0];
+        let mut result = syscall(libc::SYS_prctl, no_new_privileges);
         if result == 0 {
             let arguments = [header.as_ptr() as usize, sets.as_mut_ptr() as usize, 0, 0, 0, 0];
             result = syscall(libc::SYS_capget, arguments);
@@ -164,13 +175,15 @@ pub fn confine() -> isize {
 mod tests {
     use super::*;
 
-    /// What the filter answers for a call.
-    fn judge(architecture: u32, number: i64, arguments: [u64; 6]) -> u32 {
+    const ARCHITECTURE_I386: u32 = 0x4000_0003;
+
+    /// Runs the filter on a system call, and returns its decision.
+    fn evaluate(architecture: u32, number: i64, arguments: [u64; 6]) -> u32 {
         let mut data = [0u8; 64];
         data[0..4].copy_from_slice(&(number as u32).to_ne_bytes());
         data[4..8].copy_from_slice(&architecture.to_ne_bytes());
-        for (place, argument) in data[16..].chunks_exact_mut(8).zip(arguments) {
-            place.copy_from_slice(&argument.to_ne_bytes());
+        for (bytes, argument) in data[16..].chunks_exact_mut(8).zip(arguments) {
+            bytes.copy_from_slice(&argument.to_ne_bytes());
         }
         let (mut at, mut loaded) = (0, 0);
         loop {
@@ -195,14 +208,11 @@ mod tests {
             arguments[index] = value;
             arguments
         };
-        let x86_64 = |number, arguments| judge(AUDIT_ARCH_X86_64, number, arguments);
-        for number in PLAIN {
+        let x86_64 = |number, arguments| evaluate(ARCHITECTURE_X86_64, number, arguments);
+        for number in UNRESTRICTED {
             assert_eq!(x86_64(number, [7; 6]), RET_ALLOW);
-            assert_eq!(
-                judge(0x4000_0003, number, [7; 6]),
-                RET_KILL_PROCESS,
-                "a call of another architecture"
-            );
+            let decision = evaluate(ARCHITECTURE_I386, number, [7; 6]);
+            assert_eq!(decision, RET_KILL_PROCESS, "call {number} of another architecture");
         }
         for (number, index, one, other) in RESTRICTED {
             for value in [one, other] {
@@ -210,8 +220,9 @@ mod tests {
             }
             assert_eq!(x86_64(number, with(index as usize, 99)), RET_KILL_PROCESS);
         }
-        let allowed =
-            |number: &i64| PLAIN.contains(number) || RESTRICTED.iter().any(|(other, ..)| other == number);
+        let allowed = |number: &i64| {
+            UNRESTRICTED.contains(number) || RESTRICTED.iter().any(|(other, ..)| other == number)
+        };
         for number in (0..600).filter(|number| !allowed(number)) {
             assert_eq!(x86_64(number, [0; 6]), RET_KILL_PROCESS, "call {number}");
         }
