@@ -15,10 +15,10 @@ const MADV_GUARD_INSTALL: c_int = 102;
 /// The segment replaces what is mapped at its address.
 const SHM_REMAP: c_int = 0o40000;
 const PAGE: usize = 4096;
-/// Errors of `madvise` after which the kernel may have dropped contents. ENOMEM reports an unmapped
-/// part of the range; the kernel applies the advice to the rest.
-const PARTLY_APPLIED: [isize; 3] =
-    [-(libc::ENOMEM as isize), -(libc::EAGAIN as isize), -(libc::EINTR as isize)];
+/// Result for a page that has a guard or cannot be read.
+const FAULT: isize = -(libc::EFAULT as isize);
+/// Most ranges of one call of `process_madvise`.
+const RANGES_MAX: usize = 1024;
 
 /// Whether the program may have memory that its forked children do not get, or get empty. A child
 /// inherits the value.
@@ -42,17 +42,36 @@ pub fn before_madvise(advice: c_int) {
 /// Must be called after the kernel was given an advice about a range, with the kernel's result.
 ///
 /// If the advice was to install guards, it drops the pages once more, so that the kernel reports
-/// the drop as an event. The guards stay. Nothing is dropped if the kernel has not applied the
-/// advice, for example because it does not know it (EINVAL).
+/// the drop as an event. The guards stay. After an error the kernel may have applied the advice to
+/// a part of the range. Only pages with guards are dropped then.
 ///
 /// # Safety
-/// The caller must not need the contents of the range if the kernel may have applied the advice.
+/// The kernel must have been given that advice by the caller.
 pub unsafe fn after_madvise(address: usize, length: usize, advice: c_int, result: isize) {
-    let may_be_applied = result >= 0 || PARTLY_APPLIED.contains(&result);
-    if advice == MADV_GUARD_INSTALL && may_be_applied {
-        // SAFETY: drops pages whose contents the caller has just dropped.
+    if advice != MADV_GUARD_INSTALL {
+        return;
+    }
+    // SAFETY: the caller has just dropped the contents of these pages.
+    unsafe { if result >= 0 { drop_pages(address, length) } else { drop_guarded_pages(address, length) } }
+}
+
+unsafe fn drop_pages(address: usize, length: usize) {
+    // SAFETY: the caller needs the contents no more.
+    unsafe {
+        syscall(libc::SYS_madvise, [address, length, libc::MADV_DONTNEED as usize, 0, 0, 0]);
+    }
+}
+
+/// Drops those pages of a range that have guards. Memory without read permission counts as guarded.
+unsafe fn drop_guarded_pages(address: usize, length: usize) {
+    let Some(end) = address.checked_add(length).filter(|_| address.is_multiple_of(PAGE)) else { return };
+    for page in (address..end).step_by(PAGE) {
+        // SAFETY: the first call changes no byte. A page with a guard has no contents.
         unsafe {
-            syscall(libc::SYS_madvise, [address, length, libc::MADV_DONTNEED as usize, 0, 0, 0]);
+            let populate = libc::MADV_POPULATE_READ as usize;
+            if syscall(libc::SYS_madvise, [page, PAGE, populate, 0, 0, 0]) == FAULT {
+                drop_pages(page, PAGE);
+            }
         }
     }
 }
@@ -108,7 +127,8 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     if result < 0 { fail_with_errno(-result as c_int) } else { 0 }
 }
 
-/// [`after_madvise`] for each range of `process_madvise`.
+/// [`after_madvise`] for each range of `process_madvise`, whose result is the number of bytes to
+/// which the kernel has applied the advice.
 ///
 /// The ranges are those of this process, because the kernel refuses advice that drops contents of
 /// another process.
@@ -116,14 +136,21 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
 /// # Safety
 /// As of the system call `process_madvise`.
 pub unsafe fn after_process_madvise(ranges: usize, count: usize, advice: c_int, result: isize) {
-    if advice != MADV_GUARD_INSTALL {
+    if advice != MADV_GUARD_INSTALL || result == FAULT || count > RANGES_MAX {
+        // The kernel has read no ranges.
         return;
     }
+    let mut applied = usize::try_from(result).unwrap_or(0);
     for at in 0..count {
         // SAFETY: the kernel has read the same ranges.
         unsafe {
             let libc::iovec { iov_base, iov_len } = *(ranges as *const libc::iovec).add(at);
-            after_madvise(iov_base as usize, iov_len, advice, result);
+            if applied < iov_len {
+                // The kernel has ended here.
+                return drop_guarded_pages(iov_base as usize, iov_len);
+            }
+            drop_pages(iov_base as usize, iov_len);
+            applied -= iov_len;
         }
     }
 }

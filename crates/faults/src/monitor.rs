@@ -30,8 +30,8 @@ use crate::kernel::{MoveOutcome, PageFault, UffdMessage};
 use crate::stats::FaultStats;
 use crate::stream::StreamDetector;
 
-pub use recovery::ResumeState;
 use recovery::UnplacedBatch;
+pub use recovery::{EvictionBatch, ResumeState, partly_staged_block};
 use repack::RepackProgress;
 
 /// Messages that fit without a new allocation; the journal reads at most as many at once.

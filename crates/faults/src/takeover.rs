@@ -8,7 +8,7 @@
 //!
 //! The code touches only memory that both agents map, so the simulator runs it too.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -19,8 +19,8 @@ use aquifer_pager::{
 
 use crate::areas::{Area, Areas};
 use crate::journal::{Journal, JournalContents, PersistentRanges};
-use crate::kernel::{MoveOutcome, UffdMessage};
-use crate::monitor::ResumeState;
+use crate::kernel::UffdMessage;
+use crate::monitor::{EvictionBatch, ResumeState, partly_staged_block};
 
 /// The fork from which a program comes: the parent, and the sequence number of the event.
 pub type Origin = (u64, u64);
@@ -158,13 +158,18 @@ impl TakenPages {
     }
 
     /// Reserves a block for each batch that left the program and did not reach the mempool.
-    fn reserve_blocks(&mut self, begun: &[Vec<PageNumber>]) {
+    fn reserve_blocks(&mut self, batches: &[EvictionBatch]) {
         if Mutation::ReserveNothing.is_active() {
             return;
         }
-        let leaving: HashSet<&PageNumber> = self.recovered.leaving.iter().collect();
-        let unplaced = begun.iter().filter(|batch| batch.iter().any(|page| leaving.contains(page)));
-        self.recovered.volume.reserve_blocks(unplaced.count());
+        let leaving: BTreeSet<PageNumber> = self.recovered.leaving.iter().copied().collect();
+        let volume = &mut self.recovered.volume;
+        let is_unplaced = |batch: &&EvictionBatch| {
+            batch.iter().any(|(page, _)| leaving.contains(page))
+                && partly_staged_block(volume, batch, &leaving).is_none()
+        };
+        let unplaced = batches.iter().filter(is_unplaced).count();
+        volume.reserve_blocks(unplaced);
     }
 
     /// Closes the volume of a program that has ended meanwhile.
@@ -178,11 +183,7 @@ impl TakenPages {
     /// `registered`: its registered ranges. `batches`: per staging buffer, the pages of the last
     /// command, and what the worker did with each.
     #[must_use]
-    pub fn into_resume_state(
-        self,
-        registered: Areas,
-        batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
-    ) -> ResumeState {
+    pub fn into_resume_state(self, registered: Areas, batches: Vec<EvictionBatch>) -> ResumeState {
         let Self { recovered, pending_unmaps, removed } = self;
         let removed = removed.unwrap_or_else(|| registered.clone());
         ResumeState { recovered, registered, pending_unmaps, removed, batches }
@@ -191,15 +192,15 @@ impl TakenPages {
 
 /// Frees the blocks that no volume owns, and reserves blocks for batches in staging buffers.
 ///
-/// `used`: the blocks of all volumes. `programs`: each with the pages of the last command of each
-/// staging buffer. Must be called when all programs are recovered and before any of them runs.
+/// `used`: the blocks of all volumes. `programs`: each with the batch in each staging buffer, which
+/// the worker need not have completed. Must be called when all programs are recovered and before any of them runs.
 pub fn finish<'a>(
     mempool: &Mempool,
     used: &HashSet<BlockId>,
-    programs: impl IntoIterator<Item = (&'a mut TakenPages, Vec<Vec<PageNumber>>)>,
+    programs: impl IntoIterator<Item = (&'a mut TakenPages, Vec<EvictionBatch>)>,
 ) {
     mempool.finish_recovery(used);
-    for (pages, begun) in programs {
-        pages.reserve_blocks(&begun);
+    for (pages, batches) in programs {
+        pages.reserve_blocks(&batches);
     }
 }

@@ -230,21 +230,26 @@ impl WorkerPort {
         self.control().batches[buffer].count.store(0, Release);
     }
 
-    /// By staging buffer, the pages that an agent before this one has sent and not copied yet.
-    ///
-    /// Does not wait for the worker.
+    /// Per staging buffer, the pages of the last command of another agent that were not copied yet,
+    /// and what the worker has done with each so far.
     #[must_use]
-    pub fn begun(&self) -> Vec<Vec<PageNumber>> {
+    pub fn unfinished_batches(&self) -> Vec<Vec<(PageNumber, MoveOutcome)>> {
         let pages = |batch: &BatchRecord| {
             let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
-            let addresses = batch.addresses[..count].iter();
-            addresses.map(|address| address.load(Relaxed) / PAGE_BYTES as u64).collect()
+            let pages = batch.addresses[..count].iter().zip(&batch.statuses).map(|(address, status)| {
+                let page = address.load(Relaxed) / PAGE_BYTES as u64;
+                // The program can write there. What cannot be a page was not moved.
+                let outcome =
+                    if page < PAGES_MAX { outcome(status.load(Relaxed)) } else { MoveOutcome::Kept };
+                (page, outcome)
+            });
+            pages.collect()
         };
         self.control().batches.iter().map(pages).collect()
     }
 
-    /// By buffer, what an agent before this one had the worker take and had not copied yet, place by place. Waits for the last command;
-    /// `None` if the program ends meanwhile.
+    /// As [`Self::unfinished_batches`], when the worker has completed the last command. `None` if the
+    /// program ends before that.
     pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         while !self.wait_a_while() {
             if !is_alive() {
@@ -252,20 +257,7 @@ impl WorkerPort {
             }
         }
         self.unlock_pins();
-        let of = |batch: &BatchRecord| {
-            let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
-            let places = batch.addresses[..count].iter().zip(&batch.statuses);
-            places
-                .map(|(address, status)| {
-                    let page = address.load(Relaxed) / PAGE_BYTES as u64;
-                    // The program can write there. What cannot be a page was not moved.
-                    let outcome =
-                        if page < PAGES_MAX { outcome(status.load(Relaxed)) } else { MoveOutcome::Kept };
-                    (page, outcome)
-                })
-                .collect()
-        };
-        Some(self.control().batches.iter().map(of).collect())
+        Some(self.unfinished_batches())
     }
 }
 

@@ -17,6 +17,10 @@ aquifer_mutation::mutations! {
         TrustRemoveEvent,
         /// A fork shares remote pages without counting the new references.
         ForgetForkReference,
+        /// A forked child keeps the pages of memory that it has not got from its parent.
+        InheritAll,
+        /// What a forked child has not got is discarded only in areas that are adopted already.
+        DiscardInAreas,
         /// Faults are served before the events that were read together with them.
         ServeFaultsBeforeEvents,
         /// Messages are read while the worker moves pages, so that the kernel does not refuse moves

@@ -116,25 +116,32 @@ extern "C" fn run_intermediate(worker_at: usize) -> ! {
 }
 
 /// Waits until the worker is ready or has failed, and returns its state. Ends the program if the
-/// worker was killed.
+/// worker was killed, also if that was after it had become ready: the end of the first process of
+/// a PID namespace kills all others.
 fn wait_until_ready(worker: &Worker) -> u32 {
     loop {
+        // Before the state: a worker that has failed stores its state, and ends.
+        let has_ended = has_ended(worker);
         let state = worker.state.load(Ordering::Acquire);
-        if state != STARTING {
+        if state != READY && state != STARTING || state == READY && !has_ended {
             return state;
         }
-        let mut pidfd = libc::pollfd { fd: worker.pidfd, events: libc::POLLIN, revents: 0 };
-        // SAFETY: lets other threads run; then the kernel writes to the one entry.
-        let has_ended = unsafe {
-            syscall(libc::SYS_sched_yield, [0; 6]);
-            syscall(libc::SYS_poll, [(&raw mut pidfd) as usize, 1, 0, 0, 0, 0]) == 1
-        };
-        if has_ended && worker.state.load(Ordering::Acquire) == STARTING {
+        if has_ended {
             fatal::exit(
                 "the worker process was killed: a sandbox of the program forbids its system calls, or the \
                  program has unshared its PID namespace and executed another program (use unshare --fork)",
                 0,
             );
         }
+        // SAFETY: lets other threads run.
+        unsafe {
+            syscall(libc::SYS_sched_yield, [0; 6]);
+        }
     }
+}
+
+fn has_ended(worker: &Worker) -> bool {
+    let mut pidfd = libc::pollfd { fd: worker.pidfd, events: libc::POLLIN, revents: 0 };
+    // SAFETY: the kernel writes to the one entry.
+    unsafe { syscall(libc::SYS_poll, [(&raw mut pidfd) as usize, 1, 0, 0, 0, 0]) == 1 }
 }

@@ -163,7 +163,15 @@ impl<E: Edge> Monitor<E> {
     /// Areas that the child has got empty are still registered. They are adopted anew.
     pub(super) fn discard_uninherited(&mut self) {
         let Some(inherited) = self.edge.inherited_areas() else { return };
-        for part in self.areas.iter().flat_map(|area| inherited.missing(area)).collect::<Vec<_>>() {
+        if Mutation::InheritAll.is_active() {
+            return self.edge.inheritance_checked();
+        }
+        // Not only in the areas: after a restart none is adopted yet.
+        let mut parts = inherited.missing(Area { start: 0, end: PAGES_MAX });
+        if Mutation::DiscardInAreas.is_active() {
+            parts = self.areas.iter().flat_map(|area| inherited.missing(area)).collect();
+        }
+        for part in parts {
             self.volume.discard(part.start, part.end);
             self.forget_area(part);
         }

@@ -7,13 +7,16 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_pager::{Batch, BlockId, Budget, Mutation, PageNumber, PageState, RecoveredVolume};
+use aquifer_pager::{Batch, BlockId, Budget, Mutation, PageNumber, PageState, RecoveredVolume, Volume};
 
 use super::Monitor;
 use crate::areas::{Area, Areas};
 use crate::edge::{Edge, EvictedBatch};
 use crate::kernel::MoveOutcome;
 use crate::stats::FaultStats;
+
+/// The pages of one staging buffer: those of the last command, and what the worker did with each.
+pub type EvictionBatch = Vec<(PageNumber, MoveOutcome)>;
 
 /// State of a program to resume from.
 #[derive(Debug)]
@@ -26,8 +29,8 @@ pub struct ResumeState {
     pub pending_unmaps: Vec<Area>,
     /// See [`crate::journal::PersistentRanges`]; all registered ranges if it is not known.
     pub removed: Areas,
-    /// Per staging buffer: the pages of the last command, and what the worker did with each.
-    pub batches: Vec<Vec<(PageNumber, MoveOutcome)>>,
+    /// Per staging buffer, its batch.
+    pub batches: Vec<EvictionBatch>,
 }
 
 /// A batch in a staging buffer that has no block of the mempool yet.
@@ -43,6 +46,23 @@ impl UnplacedBatch {
     pub(super) fn buffer(&self) -> usize {
         self.buffer
     }
+}
+
+/// The block of a batch that was being recorded as staged: some of its pages are staged, and others
+/// are leaving.
+pub fn partly_staged_block(
+    volume: &mut Volume,
+    batch: &[(PageNumber, MoveOutcome)],
+    leaving: &BTreeSet<PageNumber>,
+) -> Option<BlockId> {
+    let moved = batch.iter().filter(|(_, outcome)| *outcome == MoveOutcome::Moved).map(|(page, _)| *page);
+    if !moved.clone().any(|page| leaving.contains(&page)) {
+        return None;
+    }
+    moved.enumerate().find_map(|(index, page)| match volume.state(page) {
+        PageState::Staged(slot) if slot.block().1 == index => Some(slot.block().0),
+        _ => None,
+    })
 }
 
 impl<E: Edge> Monitor<E> {
@@ -77,14 +97,7 @@ impl<E: Edge> Monitor<E> {
         batch: &[(PageNumber, MoveOutcome)],
         leaving: &mut BTreeSet<PageNumber>,
     ) -> Option<BlockId> {
-        let moved = batch.iter().filter(|(_, outcome)| *outcome == MoveOutcome::Moved).map(|(page, _)| *page);
-        if !moved.clone().any(|page| leaving.contains(&page)) {
-            return None;
-        }
-        let block = moved.enumerate().find_map(|(index, page)| match self.volume.state(page) {
-            PageState::Staged(slot) if slot.block().1 == index => Some(slot.block().0),
-            _ => None,
-        })?;
+        let block = partly_staged_block(&mut self.volume, batch, leaving)?;
         leaving.extend(self.volume.unstage(block));
         Some(block)
     }
@@ -96,7 +109,7 @@ impl<E: Edge> Monitor<E> {
     fn resume_batches(
         &mut self,
         mut leaving: BTreeSet<PageNumber>,
-        batches: &[Vec<(PageNumber, MoveOutcome)>],
+        batches: &[EvictionBatch],
         partly_staged: &[Option<BlockId>],
     ) {
         for ((buffer, batch), partly_staged) in batches.iter().enumerate().zip(partly_staged) {

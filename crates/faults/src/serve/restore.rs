@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use aquifer_channel::kill::kill_as;
 use aquifer_channel::{RestoredItem, send_frame};
 use aquifer_ipc::{Frame, HeldKind};
-use aquifer_pager::{BlockId, Budget, Memory, Mempool, PageNumber, REPLICAS_MAX, SlabSet};
+use aquifer_pager::{BlockId, Budget, Memory, Mempool, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::PagingService;
@@ -27,7 +27,7 @@ use super::records::{ProgramRecord, RunRecord, decode};
 use super::run::Run;
 use super::unserved::UnservedMemory;
 use crate::kernel::FillStop;
-use crate::monitor::Monitor;
+use crate::monitor::{EvictionBatch, Monitor};
 use crate::pagemap;
 use crate::takeover::{self, Origin, TakenPages, TakenProgram};
 use crate::uffd::Userfaultfd;
@@ -82,7 +82,7 @@ impl PagingService {
             run.recover(self, &mut orphans, &mut used, deadline);
         }
         let resumable = runs.values_mut().flat_map(|run| &mut run.resumable);
-        takeover::finish(&self.mempool, &used, resumable.map(ResumableProgram::begun_batches));
+        takeover::finish(&self.mempool, &used, resumable.map(ResumableProgram::unfinished_batches));
         for id in orphans.into_keys() {
             self.agent.remove_from_keeper(HeldKind::Orphan, id);
         }
@@ -409,10 +409,11 @@ struct ResumableProgram {
 }
 
 impl ResumableProgram {
-    /// Where its pages are, with the pages of the last command of each staging buffer.
-    fn begun_batches(&mut self) -> (&mut TakenPages, Vec<Vec<PageNumber>>) {
-        let begun = self.worker.as_ref().map_or_else(Vec::new, |(worker, _)| worker.begun());
-        (&mut self.taken.pages, begun)
+    /// Where its pages are, with the batch in each staging buffer.
+    fn unfinished_batches(&mut self) -> (&mut TakenPages, Vec<EvictionBatch>) {
+        let worker = self.worker.as_ref();
+        let batches = worker.map_or_else(Vec::new, |(worker, _)| worker.unfinished_batches());
+        (&mut self.taken.pages, batches)
     }
 
     fn to_unservable(&self, tenant: u32) -> UnservableProgram {

@@ -290,10 +290,10 @@ impl Kernel for SimEdge {
             }
         }
         let world = &mut *self.world.borrow_mut();
-        if [Focus::Events, Focus::Restarts].contains(&world.focus)
+        if world.focus != Focus::Reuse
             && out.len() > before
             && !world.is_winding_down
-            && world.rng.chance(1, 4)
+            && world.rng.chance(1, 2)
         {
             let at = out[before + world.rng.index(out.len() - before)];
             world.move_onto(self.process, index(at));
@@ -308,10 +308,17 @@ impl Kernel for SimEdge {
     }
 
     fn inherited_areas(&mut self) -> Option<Areas> {
-        None
+        self.run_world().processes[self.process].inherited.clone()
     }
 
-    fn inheritance_checked(&mut self) {}
+    fn inheritance_checked(&mut self) {
+        super::death::step();
+        let world = &mut *self.world.borrow_mut();
+        let inherited = world.processes[self.process].inherited.take();
+        if let Some(inherited) = inherited.filter(|_| world.rng.chance(1, 2)) {
+            world.processes[self.process].replace_uninherited(&inherited);
+        }
+    }
 
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
         drop(self.run_world());
@@ -436,6 +443,11 @@ impl Edge for SimEdge {
         let origin = (self.process as u64, self.journal.sequence());
         world.keep(child, volume.table_memory(), &journal, Some(origin));
         world.new_children.push((child, volume, areas, journal));
+        if world.processes[child].inherited.is_some() && world.agent_may_die && world.rng.chance(1, 2) {
+            // Before the child's monitor has discarded what the child has not got.
+            let steps = 1 + u32::try_from(world.rng.below(4)).expect("small");
+            super::death::schedule(steps);
+        }
     }
 
     fn refuse_child(&mut self, child: usize, error: &TableError) {

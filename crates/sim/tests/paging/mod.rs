@@ -66,6 +66,8 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::ReserveNothing,
         Mutation::StageUnreadable,
         Mutation::IgnorePins,
+        Mutation::InheritAll,
+        Mutation::DiscardInAreas,
     ],
 };
 const SCHEDULES: u64 = 2_000;

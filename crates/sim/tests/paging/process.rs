@@ -132,6 +132,9 @@ pub struct SimProcess {
     pub is_nudged: bool,
     /// The range that was moved away last, which the kernel tends to use again.
     pub moved_from: (usize, usize),
+    /// A child that has not got all memory: what it has got. Its thread waits until the agent has
+    /// discarded the rest.
+    pub inherited: Option<Areas>,
 }
 
 impl SimProcess {
@@ -160,6 +163,7 @@ impl SimProcess {
             scans: Vec::new(),
             is_nudged: false,
             moved_from: (0, 0),
+            inherited: None,
         }
     }
 
@@ -189,6 +193,38 @@ impl SimProcess {
             }
         }
         child
+    }
+
+    /// Takes a range from a child that was just forked, as `MADV_DONTFORK` does, or empties it, as
+    /// `MADV_WIPEONFORK` does.
+    pub fn disinherit(&mut self, start: usize, end: usize, is_kept: bool) {
+        for page in &mut self.pages[start..end] {
+            let (owner, is_registered) = (page.owner, page.is_registered);
+            *page = ModelPage::default();
+            if is_kept {
+                *page = ModelPage { owner, is_mapped: true, is_registered, ..ModelPage::default() };
+            }
+        }
+        self.lost.retain(|page| !(number(start)..number(end)).contains(page));
+        let inherited = self.inherited.get_or_insert_with(|| {
+            let mut all = Areas::default();
+            all.insert(Area { start: number(0), end: number(self.pages.len()) });
+            all
+        });
+        inherited.remove(Area { start: number(start), end: number(end) });
+    }
+
+    /// Maps new memory where a child has not got any. The sampler finds it before the child touches
+    /// it.
+    pub fn replace_uninherited(&mut self, inherited: &Areas) {
+        for at in 0..self.pages.len() {
+            if !self.pages[at].is_mapped && !inherited.contains(number(at)) {
+                self.pages[at] = ModelPage::mapped_by(0, false);
+                self.threads[0].last = at.saturating_sub(1);
+            }
+        }
+        let areas = self.areas();
+        self.scans.push(areas);
     }
 
     /// Whether a sleeping monitor would be woken.

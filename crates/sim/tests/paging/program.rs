@@ -17,7 +17,7 @@ impl PagingWorld {
     pub fn run_some_thread(&mut self) {
         let process = self.rng.index(self.processes.len());
         let target = &self.processes[process];
-        if !target.is_alive || !target.is_started {
+        if !target.is_alive || !target.is_started || target.inherited.is_some() {
             return;
         }
         let thread = self.rng.index(target.threads.len());
@@ -166,7 +166,9 @@ impl PagingWorld {
         let target = &mut self.processes[process];
         let [only] = target.threads.as_slice() else { return };
         let is_own = |page: &ModelPage| page.owner == Some(0) && page.is_mapped && !page.is_being_dropped;
-        let is_evicted = |page: &ModelPage| is_own(page) && page.is_registered && page.frame.is_none();
+        let is_evicted = |page: &ModelPage| {
+            is_own(page) && page.is_registered && page.frame.is_none() && page.expected != 0
+        };
         let evicted = target.pages.iter().position(is_evicted).filter(|from| *from != at);
         if matches!(only.state, ThreadState::Idle)
             && is_own(&target.pages[at])
@@ -183,7 +185,14 @@ impl PagingWorld {
         }
         let looks_until_worker = u32::try_from(self.rng.below(30)).expect("small");
         let parent = &mut self.processes[process];
-        let child = parent.fork(id, looks_until_worker);
+        let mut child = parent.fork(id, looks_until_worker);
+        if self.rng.chance(1, 3) {
+            let is_mapped = |at: usize| child.pages[at].is_mapped;
+            let range = super::memory::random_run(&mut self.rng, child.pages.len(), 20, is_mapped);
+            if let Some((start, end)) = range {
+                child.disinherit(start, end, self.rng.chance(1, 2));
+            }
+        }
         parent.raise_events(thread, vec![KernelEvent::Fork(id)], AfterEvents::Nothing, false);
         self.processes.push(child);
         self.counts.forks += 1;

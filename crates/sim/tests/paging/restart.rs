@@ -33,7 +33,7 @@ impl PagingSchedule {
         let mempool = Arc::clone(&self.world.borrow().mempool);
         let begun = taken.iter_mut().map(|(process, program)| {
             let port = self.world.borrow().processes[*process].agent_port();
-            (&mut program.pages, port.begun())
+            (&mut program.pages, port.unfinished_batches())
         });
         takeover::finish(&mempool, &used, begun);
         self.world.borrow_mut().finish_restart();

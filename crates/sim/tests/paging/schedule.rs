@@ -118,7 +118,12 @@ pub fn run(seed: u64) -> Result<PagingCounts, String> {
     let faults_planned = PagingFaults::choose(&mut world.rng, world.focus, &world.cluster);
     world.agent_may_die = faults_planned.restarts;
     let rng = &mut world.rng;
-    let threads = if world.moves_often { 2 + rng.index(2) } else { 1 + rng.index(3) };
+    let threads = match () {
+        () if world.moves_often => 2 + rng.index(2),
+        // A program with one thread may move pages onto others.
+        () if world.focus == Focus::Events => 1 + rng.index(2) * rng.index(3),
+        () => 1 + rng.index(3),
+    };
     let pages = 24
         + rng.index(match world.focus {
             Focus::Events => 60,

@@ -106,10 +106,56 @@ static void guard_beside_a_hole(struct area *kept, struct numbers *numbers) {
     area_free(&guarded);
 }
 
+// The kernel installs guards up to memory that is locked, and reports an error: what comes before
+// is empty, and what comes after is as it was.
+static void guard_up_to_locked_memory(struct area *kept, struct numbers *numbers, bool by_ranges) {
+    uint64_t pages = kept->pages / 2;
+    unsigned char *at = map_pages(2 * pages + 1);
+    unsigned char *locked = at + pages * PAGE_BYTES, *after = locked + PAGE_BYTES;
+    struct area guarded = area_over("guard", at, pages), intact = area_over("guard", after, pages);
+    modify_and_verify(&guarded, numbers);
+    modify_and_verify(&intact, numbers);
+    if (mlock(locked, PAGE_BYTES) != 0) die("mlock");
+    modify_and_verify(kept, numbers);
+    if (by_ranges) {
+        struct iovec ranges[] = {{at, pages * PAGE_BYTES}, {locked, PAGE_BYTES}, {after, pages * PAGE_BYTES}};
+        int own = (int)syscall(SYS_pidfd_open, getpid(), 0);
+        long done = syscall(SYS_process_madvise, own, ranges, 3, MADV_GUARD_INSTALL, 0);
+        if (done != (long)(pages * PAGE_BYTES)) fail("guard", "guards ended at another place");
+        close(own);
+    } else {
+        if (madvise(at, (2 * pages + 1) * PAGE_BYTES, MADV_GUARD_INSTALL) == 0 || errno != EINVAL)
+            fail("guard", "locked memory was not reported");
+    }
+    modify_and_verify(kept, numbers);
+    verify_all(&intact);
+    advise(&guarded, MADV_GUARD_REMOVE, 0);
+    expect_empty(&guarded);
+    modify_and_verify(&intact, numbers);
+    if (munlock(locked, PAGE_BYTES) != 0) die("munlock");
+    area_free(&intact);
+    area_free(&guarded);
+}
+
+// Ranges that the kernel cannot read are an error, and nothing else.
+static void guard_unreadable_ranges(void) {
+    int own = (int)syscall(SYS_pidfd_open, getpid(), 0);
+    void *nowhere = (void *)8;
+    if (syscall(SYS_process_madvise, own, nowhere, 1, MADV_GUARD_INSTALL, 0) != -1 || errno != EFAULT)
+        fail("guard", "unreadable ranges were not reported");
+    struct iovec range = {nowhere, PAGE_BYTES};
+    if (syscall(SYS_process_madvise, own, &range, 1 << 20, MADV_GUARD_INSTALL, 0) != -1 || errno != EINVAL)
+        fail("guard", "too many ranges were not reported");
+    close(own);
+}
+
 void test_guard(void) {
     struct numbers numbers = numbers_new(5200);
     struct area kept = area_half("guard");
     guard_beside_a_hole(&kept, &numbers);
+    guard_up_to_locked_memory(&kept, &numbers, false);
+    guard_up_to_locked_memory(&kept, &numbers, true);
+    guard_unreadable_ranges();
     struct area guarded = area_half("guard");
     for (unsigned round = 0; round < options.rounds * 2; round++) {
         modify_and_verify(&guarded, &numbers);
