@@ -4,6 +4,7 @@
 //! The bytes are in `docs/formats/ipc.md`.
 
 use crate::hello::{self, ProgramHello};
+use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
 pub const VERSION: u16 = 11;
@@ -309,6 +310,7 @@ impl Frame {
                 outlives_owner: match reader.u32()? {
                     0 => false,
                     1 => true,
+                    _ if Mutation::AcceptAnyFlag.is_active() => true,
                     _ => return Err(FrameError::BadField("outlives_owner")),
                 },
                 name: reader.text()?,
