@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod directory;
+mod fabric;
 mod ipc;
 mod pool;
 
@@ -32,7 +33,20 @@ pub struct Target {
 }
 
 /// All targets.
-pub const TARGETS: &[Target] = &[ipc::FRAME, ipc::RING, directory::WIRE, directory::RECORDS, pool::HEADER];
+pub const TARGETS: &[Target] = &[
+    ipc::FRAME,
+    ipc::RING,
+    directory::WIRE,
+    directory::RECORDS,
+    pool::HEADER,
+    fabric::HELLO,
+    fabric::HANDSHAKE,
+    fabric::REQUESTS,
+    fabric::ANSWERS,
+    fabric::SHM_HELLO,
+    fabric::SHM_CONTROL,
+    fabric::MAILBOX,
+];
 
 /// The target with this name.
 #[must_use]
