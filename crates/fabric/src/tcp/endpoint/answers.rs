@@ -151,6 +151,13 @@ impl TcpEndpoint {
     pub(super) fn complete_oldest(&mut self, outcome: Result<u64, WorkError>) {
         let Some(PendingWork { work, .. }) = self.pending.pop_front() else { return };
         self.answered += 1;
+        // The number of bytes is that of the request, whatever number the target has sent.
+        let outcome = match work.verb {
+            Verb::Read { local, .. } | Verb::Write { local, .. } | Verb::Send { local } => {
+                outcome.map(|_| u64::from(local.len))
+            }
+            Verb::CompareSwap { .. } | Verb::FetchAdd { .. } => outcome,
+        };
         self.complete(work, outcome);
         if outcome == Err(WorkError::Fenced) {
             self.fail_all(None);
