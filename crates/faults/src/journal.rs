@@ -16,6 +16,7 @@ use aquifer_pager::{Memory, PageNumber};
 
 use crate::areas::{Area, Areas};
 use crate::kernel::UffdMessage;
+use crate::mutation::Mutation;
 use crate::uffd::{MESSAGE_BYTES, Userfaultfd, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
@@ -237,7 +238,8 @@ impl Journal {
             start: page(at + index * AREA_BYTES),
             end: page(at + index * AREA_BYTES + 8),
         };
-        (count <= max).then(|| (0..count).map(area).collect())
+        let is_bounded = count <= max || (count <= 2 * max && Mutation::TrustRangeCount.is_active());
+        is_bounded.then(|| (0..count).map(area).collect())
     }
 
     /// Clears the messages of the previous read, so that a restart does not apply them again.

@@ -17,6 +17,7 @@ mod journal;
 mod kernel;
 mod maps;
 mod monitor;
+mod mutation;
 mod pagemap;
 pub mod serve;
 mod stats;
@@ -31,4 +32,5 @@ pub use kernel::{
     FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PageFault, ProgramEnded, UffdMessage,
 };
 pub use monitor::{Monitor, ResumeState, TurnOutcome};
+pub use mutation::Mutation;
 pub use stats::FaultStats;

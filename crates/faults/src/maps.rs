@@ -5,6 +5,7 @@ use std::ops::Range;
 use aquifer_pager::{PAGE_BYTES, PAGES_MAX};
 
 use crate::areas::{Area, Areas};
+use crate::mutation::Mutation;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Smaller areas are not paged, because there are many of them; the heap is, whatever its size.
@@ -63,7 +64,8 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
-        if is_pageable(&line, below.as_ref()) && line.end / PAGE <= PAGES_MAX {
+        let is_inside = line.end / PAGE <= PAGES_MAX || Mutation::IgnoreAddressEnd.is_active();
+        if is_pageable(&line, below.as_ref()) && is_inside {
             areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
         below = Some(line);

@@ -15,6 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::thread::futex;
 
 use crate::kernel::MoveOutcome;
+use crate::mutation::Mutation;
 
 /// How long to wait for a worker before the caller does other work.
 const PATIENCE: Duration = Duration::from_millis(50);
@@ -231,7 +232,8 @@ impl WorkerPort {
             }
         }
         let of = |batch: &BatchRecord| {
-            let count = (batch.count.load(Acquire) as usize).min(BATCH_PAGES_MAX);
+            let most = if Mutation::TrustBatchCount.is_active() { usize::MAX } else { BATCH_PAGES_MAX };
+            let count = (batch.count.load(Acquire) as usize).min(most);
             let places = batch.addresses[..count].iter().zip(&batch.statuses);
             places
                 .map(|(address, status)| {

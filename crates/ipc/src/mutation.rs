@@ -9,5 +9,7 @@ aquifer_mutation::mutations! {
         AcceptAnyFlag,
         /// The range of a request may end behind the data area of the ring.
         IgnoreDataEnd,
+        /// What follows the 32 digits of a token is ignored.
+        AcceptLongToken,
     }
 }

@@ -14,6 +14,7 @@ use aquifer_directory::{
     Compare, DirectoryEntry, DirectoryError, KeyOperation, Lease, LeaseId, Listing, Mutation, Transaction,
     TransactionOutcome, WatchEvent, WatchEventKind, limits,
 };
+use aquifer_fabric::FabricAddress;
 use aquifer_mutation::Mutations;
 
 use crate::Target;
@@ -144,6 +145,12 @@ fn parse_record(bytes: &[u8]) -> bool {
     }
     let value = bytes[end + 1..].to_vec();
     let entry = DirectoryEntry { key: key.to_owned(), value, version: 1, lease: None };
+    if let Ok(node) = decode::<NodeRecord>(&entry)
+        && let Ok(address) = FabricAddress::parse(&node.fabric, &node.address)
+    {
+        assert_eq!(address.provider(), node.fabric);
+        assert_eq!(FabricAddress::parse(address.provider(), &address.address()), Ok(address));
+    }
     // Not `||`: each parser reads each value.
     parse_as::<NodeRecord>(&entry)
         | parse_as::<AgentRecord>(&entry)

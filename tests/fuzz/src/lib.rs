@@ -12,9 +12,12 @@
 #![cfg(debug_assertions)]
 #![forbid(unsafe_code)]
 
+mod agent;
+mod daemons;
 mod directory;
 mod fabric;
 mod ipc;
+mod pager;
 mod pool;
 
 /// A parser, and how to fuzz it.
@@ -46,6 +49,15 @@ pub const TARGETS: &[Target] = &[
     fabric::SHM_HELLO,
     fabric::SHM_CONTROL,
     fabric::MAILBOX,
+    daemons::VERBS,
+    daemons::KEEPER,
+    daemons::METRICS,
+    agent::WORKER,
+    agent::JOURNAL,
+    agent::PROCESS_FILES,
+    agent::RECORDS,
+    agent::BOOK,
+    pager::TABLE,
 ];
 
 /// The target with this name.
