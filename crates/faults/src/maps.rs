@@ -79,18 +79,18 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
 /// right.
 #[must_use]
 pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
-    let mut kilobytes = 0;
+    let mut kilobytes = 0_u64;
     let mut is_wanted = false;
     for line in text.split(|byte| *byte == b'\n') {
         if let Some(rest) = line.strip_prefix(b"Pss:") {
             let words = rest.split(|byte| *byte == b' ');
             let count = words.filter(|word| !word.is_empty()).find_map(|word| number(word, 10));
-            kilobytes += count.filter(|_| is_wanted).unwrap_or(0);
+            kilobytes = count.filter(|_| is_wanted).unwrap_or(0).saturating_add(kilobytes);
         } else if let Some(line) = parse(line) {
             is_wanted = range.contains(&line.start);
         }
     }
-    (kilobytes << 10) / PAGE
+    kilobytes / (PAGE >> 10)
 }
 
 /// The areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.
