@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs missing packages for the build, tests, demo and benches.
 #
-#   scripts/install-deps.sh [build] [check] [test] [long] [demo] [bench]
+#   scripts/install-deps.sh [build] [check] [test] [long] [fuzz] [demo] [bench]
 #
 # Without arguments it installs all lists.
 # Each list includes build; long includes test, and test includes check.
@@ -66,8 +66,14 @@ need_for_test() {
     need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
 }
 
+need_for_fuzz() {
+    need_for_build
+    need g++ has c++ # Compiles libFuzzer.
+}
+
 need_for_long() {
     need_for_test
+    need_for_fuzz
     need gdb has gdb
     need golang-go has go
     need openjdk-17-jdk-headless has javac
@@ -146,9 +152,9 @@ collect() {
     missing=
     for list in $lists; do
         case $list in
-        build | check | test | long | demo | bench) "need_for_$list" ;;
+        build | check | test | long | fuzz | demo | bench) "need_for_$list" ;;
         *)
-            echo "install-deps: unknown list '$list': use build, check, test, long, demo or bench" >&2
+            echo "install-deps: unknown list '$list': use build, check, test, long, fuzz, demo or bench" >&2
             exit 2
             ;;
         esac

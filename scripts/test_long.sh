@@ -3,6 +3,7 @@
 #
 # AQUIFER_SOAK_S: seconds of random programs, and of each kind of chaos.
 # AQUIFER_SCHEDULES: new schedules that each simulator plays.
+# AQUIFER_FUZZ_SECONDS: seconds for which each parser is fuzzed.
 
 check_dependencies() { cargo deny --all-features check --hide-inclusion-graph licenses bans sources; }
 
@@ -47,5 +48,6 @@ test_long() {
     step "build" build
     step "release build" build_release
     step "miri" miri
+    step "fuzzing" scripts/fuzz.sh check
     AQUIFER_BIN="$PWD/target/release/aquifer" step "tests, end to end on the release build" run_tests long
 }

@@ -25,6 +25,7 @@ mod failure_log;
 #[cfg(test)]
 mod golden_tests;
 mod model;
+mod mutation;
 pub mod names;
 pub mod sim;
 
@@ -38,6 +39,7 @@ pub use model::{
     Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     WatchEvent, WatchEventKind, limits,
 };
+pub use mutation::Mutation;
 
 /// A store of the cluster's metadata.
 ///

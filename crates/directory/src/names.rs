@@ -7,6 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::model::{Compare, DirectoryEntry, KeyOperation, Lease, Transaction, TransactionOutcome};
+use crate::mutation::Mutation;
 use crate::{Directory, DirectoryError};
 
 /// Prefix of the keys of live memory nodes.
@@ -69,7 +70,8 @@ pub fn requested_memory_key(node: u16) -> String {
 #[must_use]
 pub fn host_of_agent_key(key: &str) -> Option<u16> {
     let number: u16 = key.strip_prefix(AGENTS)?.parse().ok()?;
-    (agent_key(number) == key && (1..=HOST_MAX).contains(&number)).then_some(number)
+    let is_canonical = agent_key(number) == key || Mutation::AcceptOtherDigits.is_active();
+    (is_canonical && (1..=HOST_MAX).contains(&number)).then_some(number)
 }
 
 /// A memory node, at `nodes/{id}` while the node's lease lasts.

@@ -15,13 +15,18 @@
 
 mod book;
 mod core;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 #[cfg(test)]
 mod model_tests;
+mod mutation;
 mod pool;
 mod serve;
 
 pub use book::InvalidBook;
+pub use mutation::Mutation;
 pub use pool::NodeConnector;
 pub use serve::{InheritError, InheritedSession, OpenSessionError, SessionKeeper, SessionService};

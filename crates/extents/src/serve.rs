@@ -66,11 +66,11 @@ pub enum OpenSessionError {
 
 /// The keeper's record of a session, for the next agent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
-struct SessionRecord {
-    tenant: u32,
-    pid: u32,
+pub(crate) struct SessionRecord {
+    pub tenant: u32,
+    pub pid: u32,
     /// Version of frames and ring that the program uses.
-    version: u16,
+    pub version: u16,
 }
 
 /// All sessions of an agent.

@@ -16,12 +16,16 @@
 
 mod answered;
 mod endpoint;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 mod key_cache;
 mod link;
 mod local_memory;
 mod messages;
+mod mutation;
 mod queue;
 mod remap;
 mod serve;
@@ -31,6 +35,7 @@ mod sys;
 mod target;
 
 pub use endpoint::{VerbsEndpoint, connect};
+pub use mutation::Mutation;
 pub use remap::RemapMethod;
 pub use sys::device::{DeviceCaps, devices};
 pub use target::VerbsTarget;

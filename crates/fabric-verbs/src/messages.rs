@@ -8,6 +8,8 @@ use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::target::Access;
 use aquifer_fabric::work::Key;
 
+use super::mutation::Mutation;
+
 /// Bytes of the head of a message.
 pub(super) const HEAD_BYTES: usize = 32;
 
@@ -154,7 +156,8 @@ impl<'a> TargetMessage<'a> {
                     access,
                     device_key: head.device_key.get(),
                 };
-                let is_open = access != Access { read: false, write: false, atomic: false };
+                let is_open = access != Access { read: false, write: false, atomic: false }
+                    || (opened.device_key != 0 && Mutation::OpenWithoutRights.is_active());
                 Some(Self::Opened(key_id, is_open.then_some(opened)))
             }
             FULL => Some(Self::Full(key_id)),

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
+use crate::mutation::Mutation;
 use crate::target::{Access, Identity, Scope, TargetError, WindowSpec};
 use crate::work::{Key, WorkError};
 
@@ -94,7 +95,8 @@ pub fn covers(
         Right::Atomic => access.atomic,
     };
     // Differences rather than sums: an address near 2^64 must not wrap into the range.
-    let inside = addr >= base && addr - base <= bytes && len <= bytes - (addr - base);
+    let ends_inside = |offset| len <= bytes - offset || Mutation::IgnoreRangeEnd.is_active();
+    let inside = addr >= base && addr - base <= bytes && ends_inside(addr - base);
     if allowed && inside { Ok(()) } else { Err(WorkError::RemoteAccess) }
 }
 

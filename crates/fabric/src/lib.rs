@@ -24,6 +24,7 @@ pub mod limits;
 mod locals;
 pub mod memory;
 pub mod multiplex;
+mod mutation;
 pub mod reconnecting;
 pub mod sessions;
 pub mod shm;
@@ -40,6 +41,7 @@ pub use handshake::ClusterKey;
 pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;
+pub use mutation::Mutation;
 pub use rustix::event::PollFd;
 pub use target::{
     Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,

@@ -12,10 +12,11 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
-use aquifer_pager::{Memory, Mutation, PageNumber};
+use aquifer_pager::{Memory, Mutation as PagingMutation, PageNumber};
 
 use crate::areas::{Area, Areas};
 use crate::kernel::UffdMessage;
+use crate::mutation::Mutation;
 use crate::uffd::{MESSAGE_BYTES, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
@@ -181,7 +182,7 @@ impl Journal {
     ///
     /// The new range must already be discarded.
     pub fn begin_remap(&self, index: usize) {
-        if Mutation::ForgetMoving.is_active() {
+        if PagingMutation::ForgetMoving.is_active() {
             return;
         }
         self.word(REMAP_AT).store(u32_of(self.positions[index] + 1), Release);
@@ -243,7 +244,8 @@ impl Journal {
             start: page(at + index * AREA_BYTES),
             end: page(at + index * AREA_BYTES + 8),
         };
-        (count <= max).then(|| (0..count).map(area).collect())
+        let is_bounded = count <= max || (count <= 2 * max && Mutation::TrustRangeCount.is_active());
+        is_bounded.then(|| (0..count).map(area).collect())
     }
 
     /// Clears the messages of the previous read, so that a restart does not apply them again.

@@ -19,6 +19,7 @@ mod journal;
 mod kernel;
 mod maps;
 mod monitor;
+mod mutation;
 mod pagemap;
 pub mod send_loop;
 pub mod serve;
@@ -35,6 +36,7 @@ pub use kernel::{
     FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PageFault, ProgramEnded, UffdMessage,
 };
 pub use monitor::{Monitor, ResumeState, TurnOutcome};
+pub use mutation::Mutation;
 pub use stats::FaultStats;
 pub use uffd::{MESSAGE_BYTES, to_bytes};
 pub use worker::WorkerPort;

@@ -5,6 +5,7 @@ use std::ops::Range;
 use aquifer_pager::{PAGE_BYTES, PAGES_MAX};
 
 use crate::areas::{Area, Areas};
+use crate::mutation::Mutation;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Smaller areas are not paged, because there are many of them; the heap is, whatever its size.
@@ -63,7 +64,8 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
-        if is_pageable(&line, below.as_ref()) && line.end / PAGE <= PAGES_MAX {
+        let is_inside = line.end / PAGE <= PAGES_MAX || Mutation::IgnoreAddressEnd.is_active();
+        if is_pageable(&line, below.as_ref()) && is_inside {
             areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
         below = Some(line);
@@ -77,18 +79,18 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
 /// right.
 #[must_use]
 pub fn shared_pages(text: &[u8], range: &Range<u64>) -> u64 {
-    let mut kilobytes = 0;
+    let mut kilobytes = 0_u64;
     let mut is_wanted = false;
     for line in text.split(|byte| *byte == b'\n') {
         if let Some(rest) = line.strip_prefix(b"Pss:") {
             let words = rest.split(|byte| *byte == b' ');
             let count = words.filter(|word| !word.is_empty()).find_map(|word| number(word, 10));
-            kilobytes += count.filter(|_| is_wanted).unwrap_or(0);
+            kilobytes = count.filter(|_| is_wanted).unwrap_or(0).saturating_add(kilobytes);
         } else if let Some(line) = parse(line) {
             is_wanted = range.contains(&line.start);
         }
     }
-    (kilobytes << 10) / PAGE
+    kilobytes / (PAGE >> 10)
 }
 
 /// The areas that are registered with a userfaultfd, in the text of `/proc/PID/smaps`.

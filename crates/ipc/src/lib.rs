@@ -7,13 +7,15 @@
 //! - [`size`]: memory sizes as text.
 //!
 //! All readers treat their input as hostile.
-//! The crate does no I/O and has no dependencies, because it is linked into every program.
+//! The crate does no I/O, and depends on nothing but mutations, because it is linked into every
+//! program.
 
 pub mod control;
 pub mod frame;
 #[cfg(test)]
 mod golden_tests;
 mod hello;
+mod mutation;
 pub mod ring;
 pub mod size;
 
@@ -22,6 +24,7 @@ pub use frame::{
     FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit, VERSION,
 };
 pub use hello::ProgramHello;
+pub use mutation::Mutation;
 
 /// Environment variable with the path of the agent's socket, for the shim.
 pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";

@@ -8,10 +8,15 @@
 #![forbid(unsafe_code)]
 
 pub mod address;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
+mod mutation;
 pub mod server;
 pub mod write;
 
 pub use address::{MetricsAddress, MetricsAddressError};
+pub use mutation::Mutation;
 pub use prometheus_client::collector::Collector;
 pub use prometheus_client::encoding::DescriptorEncoder;
 pub use prometheus_client::registry::{Registry, Unit};

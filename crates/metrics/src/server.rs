@@ -29,6 +29,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{Semaphore, oneshot};
 
 use crate::address::MetricsAddress;
+use crate::mutation::Mutation;
 
 /// The path of the metrics.
 const PATH: &str = "/metrics";
@@ -246,7 +247,7 @@ where
     }
 }
 
-async fn serve_connection(stream: impl AsyncRead + AsyncWrite + Unpin, registry: &Registry) {
+pub(crate) async fn serve_connection(stream: impl AsyncRead + AsyncWrite + Unpin, registry: &Registry) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(REQUEST_TIME)
@@ -268,7 +269,7 @@ fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>>
     if request.uri().path() != PATH {
         return text_response(StatusCode::NOT_FOUND, "metrics are at /metrics\n");
     }
-    if request.method() != Method::GET {
+    if request.method() != Method::GET && !Mutation::AnswerAnyMethod.is_active() {
         let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, "use GET\n");
         response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static("GET"));
         return response;

@@ -47,10 +47,10 @@ pub(crate) struct RestoredMemory {
 /// The keeper's record of the memory.
 ///
 /// It is JSON, because the node that reads it may be of a newer build.
-#[derive(Debug, Serialize, Deserialize)]
-struct KeptMemoryRecord {
-    epoch: u64,
-    key: u32,
+#[derive(PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct KeptMemoryRecord {
+    pub epoch: u64,
+    pub key: u32,
 }
 
 impl MemoryKeeper {

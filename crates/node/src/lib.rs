@@ -16,6 +16,9 @@
 mod clearer;
 mod error;
 mod fences;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 mod host_epochs;
 mod kept_memory;
 mod lending;

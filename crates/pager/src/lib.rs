@@ -18,6 +18,9 @@ mod budget;
 mod digest;
 mod fetch;
 mod filler;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 mod integrity;

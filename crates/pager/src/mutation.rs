@@ -86,5 +86,7 @@ aquifer_mutation::mutations! {
         MoveUnchecked,
         /// A reader of a block volume does not retain the location that it fetches from.
         FetchUnreferenced,
+        /// A page table is recovered although a tree node is linked twice.
+        AcceptLinkedTwice,
     }
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_fabric::Memory;
 
+use crate::mutation::Mutation;
 use crate::page::{PageNumber, PageWord};
 
 const ENTRIES: u64 = 512;
@@ -69,6 +70,11 @@ impl PageTable {
     /// # Errors
     /// If the links are not a tree.
     pub fn recover(memory: Memory) -> Result<Self, TableError> {
+        // An access to another tree node would be outside of the memory.
+        let nodes = u32::try_from(memory.len() / NODE_BYTES).unwrap_or(u32::MAX).min(NODES_MAX);
+        if nodes == 0 {
+            return Err(TableError::Damaged { node: ROOT.into() });
+        }
         let mut table = Self::over(memory);
         let mut seen = vec![ROOT];
         let mut level = vec![ROOT];
@@ -76,18 +82,21 @@ impl PageTable {
             let mut next = Vec::new();
             for link in level.iter().flat_map(|node| (0..ENTRIES).map(|index| table.load(*node, index))) {
                 if link != 0 {
-                    let node = u32::try_from(link).ok().filter(|node| *node < NODES_MAX);
+                    let node = u32::try_from(link).ok().filter(|node| *node < nodes);
                     next.push(node.ok_or(TableError::Damaged { node: link })?);
                 }
-            }
-            if next.len() > NODES_MAX as usize {
-                return Err(TableError::Damaged { node: ROOT.into() });
+                // More links than tree nodes: one of them is linked twice, perhaps many times.
+                if next.len() > NODES_MAX as usize {
+                    return Err(TableError::Damaged { node: ROOT.into() });
+                }
             }
             seen.extend(&next);
             level = next;
         }
         seen.sort_unstable();
-        if let Some(twice) = seen.windows(2).find(|pair| pair[0] == pair[1]) {
+        if let Some(twice) = seen.windows(2).find(|pair| pair[0] == pair[1])
+            && !Mutation::AcceptLinkedTwice.is_active()
+        {
             return Err(TableError::Damaged { node: twice[0].into() });
         }
         table.used = seen.last().expect("the root") + 1;
@@ -255,7 +264,8 @@ impl PageTable {
         if let Some(node) = self.free.pop() {
             return node;
         }
-        assert!(self.used < NODES_MAX, "a page table holds at most {NODES_MAX} nodes");
+        let nodes = self.memory.len() / NODE_BYTES;
+        assert!((self.used as usize) < nodes, "a page table holds at most {nodes} nodes");
         self.used += 1;
         self.used - 1
     }
@@ -354,6 +364,26 @@ mod tests {
         again.set(600, staged(9));
         assert_eq!(again.get(600), staged(9));
         assert_eq!(again.get(PAGES_MAX - 1), staged(256), "no tree node is allocated twice");
+    }
+
+    #[test]
+    fn links_outside_of_the_memory_are_refused() {
+        let memory = || Memory::create("short", 4 * NODE_BYTES).unwrap();
+        for (link, is_inside) in [(3, true), (4, false)] {
+            let short = memory();
+            short.atomic_u64(0).store(link, Relaxed);
+            assert_eq!(PageTable::recover(short).is_ok(), is_inside, "link {link}");
+        }
+        assert!(PageTable::recover(Memory::create("tiny", 8).unwrap()).is_err());
+    }
+
+    #[test]
+    fn links_that_multiply_are_refused_soon() {
+        let memory = Memory::create("wide", 4 * NODE_BYTES).unwrap();
+        for (at, node) in (0..3 * NODE_BYTES).step_by(8).map(|at| (at, at / NODE_BYTES + 1)) {
+            memory.atomic_u64(at).store(node as u64, Relaxed);
+        }
+        assert!(matches!(PageTable::recover(memory), Err(TableError::Damaged { .. })));
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod error;
 mod golden_tests;
 pub mod layout;
 mod leaks;
+pub mod mutation;
 mod node_memory;
 pub mod op;
 mod shared_endpoint;

@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 
 /// Writes a frame, with one system call if the socket has room for it.
-pub(super) fn write(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
+pub fn write(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
     let length = u32::try_from(body.len()).ok().filter(|_| body.len() <= FRAME_BYTES_MAX);
     let length = length.ok_or_else(|| too_long(body.len()))?;
     let mut frame = Vec::with_capacity(4 + body.len());
@@ -16,7 +16,7 @@ pub(super) fn write(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
 }
 
 /// Reads a frame; `None` if the stream ends before its first byte.
-pub(super) fn read(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
+pub fn read(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
     let mut length = [0; 4];
     let first = loop {
         match stream.read(&mut length) {
@@ -34,7 +34,7 @@ pub(super) fn read(stream: &mut impl Read) -> io::Result<Option<Vec<u8>>> {
 }
 
 /// Removes the first frame from the received bytes; `None` if it is not complete.
-pub(super) fn split_first(received: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
+pub fn split_first(received: &mut Vec<u8>) -> io::Result<Option<Vec<u8>>> {
     let Some((length, rest)) = received.split_first_chunk::<4>() else { return Ok(None) };
     let length = body_length(*length)?;
     if rest.len() < length {

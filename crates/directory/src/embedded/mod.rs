@@ -3,7 +3,8 @@
 //! The socket serves the processes of one user. `docs/formats/directory.md` has file and protocol.
 
 mod client;
-mod frame;
+#[doc(hidden)]
+pub mod frame;
 mod server;
 mod socket;
 mod store;

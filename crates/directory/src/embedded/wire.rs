@@ -11,6 +11,7 @@ use crate::model::{
     Compare, DirectoryEntry, KeyOperation, Lease, LeaseId, Listing, Transaction, TransactionOutcome,
     WatchEvent, WatchEventKind, limits,
 };
+use crate::mutation::Mutation;
 
 /// The first bytes of a hello.
 pub const MAGIC: [u8; 8] = *b"AQUIFDIR";
@@ -353,6 +354,7 @@ impl<'a> MessageReader<'a> {
         match self.u8()? {
             0 => Some(None),
             1 => Some(Some(LeaseId(self.u64()?))),
+            _ if Mutation::AcceptAnyLeaseTag.is_active() => Some(None),
             _ => None,
         }
     }

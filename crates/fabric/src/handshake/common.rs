@@ -3,6 +3,7 @@
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::mutation::Mutation;
 use crate::target::{Host, Region};
 use crate::work::Key;
 
@@ -46,7 +47,8 @@ pub(crate) fn parse_regions(entries: &[RegionBody]) -> Result<Vec<Region>, &'sta
     let mut free_from = 1;
     for entry in entries {
         let (base, len) = (entry.base.get(), entry.len.get());
-        let end = base.checked_add(len).filter(|_| base >= free_from && len > 0);
+        let is_free = base >= free_from || Mutation::AcceptOverlap.is_active();
+        let end = base.checked_add(len).filter(|_| is_free && len > 0);
         free_from = end.ok_or("a region's address range")?;
         regions.push(Region { base, len, key: Key(entry.key.get()) });
     }

@@ -10,6 +10,9 @@
 
 mod acceptor;
 mod endpoint;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 pub mod handshake;

@@ -4,6 +4,8 @@
 mod answers;
 mod direct;
 mod drain;
+#[cfg(debug_assertions)]
+pub(super) mod fuzz_target;
 mod recovery;
 
 use std::collections::VecDeque;
@@ -134,14 +136,24 @@ impl TcpEndpoint {
     ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
         let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIMEOUT)?;
-        Ok(Self {
+        Ok(Self::over(stream, welcome.encrypt.then_some(cipher), welcome, (address, key, who, options)))
+    }
+
+    /// An endpoint over an open connection.
+    fn over(
+        stream: TcpStream,
+        cipher: Option<RecordCipher>,
+        welcome: Welcome,
+        (address, key, who, options): (SocketAddr, &ClusterKey, Identity, ConnectOptions),
+    ) -> Self {
+        Self {
             address,
             key: key.clone(),
             busy_poll: BusyPoll::new(options.spin_time),
             options,
             who,
             stream,
-            cipher: welcome.encrypt.then_some(cipher),
+            cipher,
             session: welcome.session,
             limits: welcome.limits,
             regions: welcome.regions,
@@ -166,7 +178,7 @@ impl TcpEndpoint {
             since: Instant::now(),
             has_farewell: false,
             broken: false,
-        })
+        }
     }
 
     /// The error of a verb that needs no answer of the target.

@@ -19,6 +19,9 @@ mod acceptor;
 mod busy_poll;
 mod counters;
 mod endpoint;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 mod pending;
 mod rate;
 mod reply;

@@ -18,6 +18,9 @@ mod core_follower;
 mod count;
 mod edge;
 mod exit_watcher;
+#[cfg(debug_assertions)]
+#[doc(hidden)]
+pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 mod interrupt;

@@ -1,0 +1,13 @@
+//! The mutations of these formats: checks that tests omit on purpose.
+//!
+//! Each is named at its check in `docs/formats/directory.md`.
+
+aquifer_mutation::mutations! {
+    /// A check that is omitted.
+    pub enum Mutation {
+        /// A lease with an unknown tag is read as no lease.
+        AcceptAnyLeaseTag,
+        /// A host number in a key may have a sign and leading zeros.
+        AcceptOtherDigits,
+    }
+}

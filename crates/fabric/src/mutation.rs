@@ -1,0 +1,23 @@
+//! The mutations of the providers: checks that tests omit on purpose.
+//!
+//! Each is named at its check in the documents of the providers in `docs/formats`.
+
+aquifer_mutation::mutations! {
+    /// A check that is omitted.
+    pub enum Mutation {
+        /// A welcome may name regions that overlap.
+        AcceptOverlap,
+        /// A handshake message of any length is read.
+        TrustHandshakeLength,
+        /// An access may end behind the range that its key opens.
+        IgnoreRangeEnd,
+        /// A target's message of any length is read.
+        TrustMessageLength,
+        /// A welcome over shared memory may have more or fewer regions than it says.
+        TrustRegionCount,
+        /// The numbers of slots in control memory may contradict its size.
+        TrustTableSizes,
+        /// A message in a mailbox may be longer than its slot.
+        TrustSlotLength,
+    }
+}

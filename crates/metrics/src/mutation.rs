@@ -1,0 +1,11 @@
+//! The mutations of the HTTP server: checks that tests omit on purpose.
+//!
+//! Each is named at its check in `docs/formats/ipc.md`.
+
+aquifer_mutation::mutations! {
+    /// A check that is omitted.
+    pub enum Mutation {
+        /// A request of any method is answered with the metrics.
+        AnswerAnyMethod,
+    }
+}
