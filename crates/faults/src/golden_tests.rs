@@ -69,7 +69,7 @@ fn golden_journal() {
     let copy = Memory::create("copy", before.len()).expect("there is memory");
     copy.write(0, &before);
     let (recovered, contents) = Journal::recover(copy).expect("it is a journal");
-    assert_eq!((contents.reader_pid, contents.is_remapping, recovered.sequence()), (0x3132_3334, true, 1));
+    assert_eq!((contents.reader_pid, contents.remapping, recovered.sequence()), (0x3132_3334, Some(0), 1));
     assert_eq!(contents.pending_unmaps.as_deref(), Some(&pending_unmaps[..]));
     let found = contents.removed.expect("there is room").iter().collect::<Vec<_>>();
     assert_eq!(found, removed.iter().collect::<Vec<_>>());

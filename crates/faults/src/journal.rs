@@ -20,11 +20,12 @@ use crate::mutation::Mutation;
 use crate::uffd::{MESSAGE_BYTES, is_event, parse};
 
 const MAGIC: u32 = 0x4a46_5141;
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 
 const READER_AT: usize = 8;
 const GOOD_COPY_AT: usize = 12;
 const REMAP_AT: usize = 16;
+const FIRST_AT: usize = 20;
 const MESSAGES_AT: usize = 64;
 /// Most messages of one read.
 const MESSAGES_MAX: usize = 64;
@@ -32,10 +33,10 @@ const COPIES_AT: usize = 4096;
 const COPY_BYTES: usize = 8192;
 const BYTES: usize = COPIES_AT + 2 * COPY_BYTES;
 
-const APPLIED_AT: usize = 0;
 const PENDING_UNMAPS_COUNT_AT: usize = 4;
 const REMOVED_COUNT_AT: usize = 8;
 const SEQUENCE_AT: usize = 16;
+const APPLIED_AT: usize = 24;
 const PENDING_UNMAPS_AT: usize = 64;
 const REMOVED_AT: usize = 2048;
 const AREA_BYTES: usize = 16;
@@ -68,8 +69,8 @@ pub struct JournalContents {
     pub removed: Option<Areas>,
     /// Events that were read and not applied, in order, with the position of each.
     pub unapplied: Vec<(usize, UffdMessage<RawFd>)>,
-    /// Whether the first of them is a remap that had begun: its new range is already discarded.
-    pub is_remapping: bool,
+    /// Index of that one which is a remap that had begun: its new range is already discarded.
+    pub remapping: Option<usize>,
 }
 
 /// The journal of one program.
@@ -78,8 +79,10 @@ pub struct Journal {
     memory: Memory,
     /// Position of each message of the last read.
     positions: Vec<usize>,
-    /// Positions that hold messages of the last read; 0 if none of them is an event.
-    written: usize,
+    /// Positions that hold messages of the last read.
+    used: usize,
+    /// Whether one of them is an event.
+    has_event: bool,
 }
 
 impl Journal {
@@ -90,7 +93,7 @@ impl Journal {
     /// a message.
     pub fn new() -> io::Result<Self> {
         let memory = Memory::create("aquifer-journal", BYTES)?;
-        let journal = Self { memory, positions: Vec::with_capacity(MESSAGES_MAX), written: 0 };
+        let journal = Self { memory, positions: Vec::with_capacity(MESSAGES_MAX), used: 0, has_event: false };
         journal.lock()?;
         journal.word(4).store(VERSION, Relaxed);
         journal.word(READER_AT).store(std::process::id(), Relaxed);
@@ -103,7 +106,8 @@ impl Journal {
     /// # Errors
     /// If `memory` is not a journal of this version, or cannot be locked.
     pub fn recover(memory: Memory) -> io::Result<(Self, JournalContents)> {
-        let mut journal = Self { memory, positions: Vec::with_capacity(MESSAGES_MAX), written: MESSAGES_MAX };
+        let positions = Vec::with_capacity(MESSAGES_MAX);
+        let mut journal = Self { memory, positions, used: 0, has_event: true };
         let is_known = journal.memory.len() >= BYTES
             && journal.word(0).load(Acquire) == MAGIC
             && journal.word(4).load(Relaxed) == VERSION;
@@ -111,7 +115,7 @@ impl Journal {
             return Err(io::Error::other("its journal was written by another version of the agent"));
         }
         journal.lock()?;
-        let applied = journal.in_good_copy(APPLIED_AT) as usize;
+        let applied = journal.applied();
         let mut contents = JournalContents {
             reader_pid: journal.word(READER_AT).load(Relaxed),
             pending_unmaps: journal.areas(PENDING_UNMAPS_COUNT_AT, PENDING_UNMAPS_AT, PENDING_UNMAPS_MAX),
@@ -122,18 +126,25 @@ impl Journal {
             areas.into_iter().for_each(|area| set.insert(area));
             set
         });
-        for position in applied..MESSAGES_MAX {
-            let mut bytes = [0; MESSAGE_BYTES];
-            journal.memory.read(MESSAGES_AT + position * MESSAGE_BYTES, &mut bytes);
+        for position in 0..MESSAGES_MAX {
+            let bytes = journal.message(position);
+            if bytes[0] != 0 {
+                journal.used = position + 1;
+            }
             if is_event(&bytes)
+                && applied >> position & 1 == 0
                 && let Some(message) = parse(&bytes)
             {
                 contents.unapplied.push((position, message));
             }
         }
+        // The event that was to be applied before the others comes first.
+        let first = journal.word(FIRST_AT).load(Relaxed) as usize;
+        if let Some(at) = contents.unapplied.iter().position(|(position, _)| position + 1 == first) {
+            contents.unapplied[..=at].rotate_right(1);
+        }
         let remapping = journal.word(REMAP_AT).load(Relaxed) as usize;
-        contents.is_remapping =
-            contents.unapplied.first().is_some_and(|(position, _)| position + 1 == remapping);
+        contents.remapping = contents.unapplied.iter().position(|(position, _)| position + 1 == remapping);
         journal.positions = contents.unapplied.iter().map(|(position, _)| *position).collect();
         Ok((journal, contents))
     }
@@ -158,24 +169,50 @@ impl Journal {
     /// previous read were applied.
     pub fn read(&mut self, source: impl FnOnce(&mut [u8]) -> usize, out: &mut Vec<UffdMessage<RawFd>>) {
         self.clear();
+        self.read_behind(source, out);
+    }
+
+    /// As [`Self::read`], although events of the previous read are not applied. Their indices stay.
+    ///
+    /// Returns false if there is no room.
+    pub fn read_more(
+        &mut self,
+        source: impl FnOnce(&mut [u8]) -> usize,
+        out: &mut Vec<UffdMessage<RawFd>>,
+    ) -> bool {
+        let has_room = self.used < MESSAGES_MAX;
+        if has_room {
+            self.read_behind(source, out);
+        }
+        has_room
+    }
+
+    /// Reads messages to the positions behind those that are in use.
+    fn read_behind(&mut self, source: impl FnOnce(&mut [u8]) -> usize, out: &mut Vec<UffdMessage<RawFd>>) {
+        let at = MESSAGES_AT + self.used * MESSAGE_BYTES;
         // SAFETY: the range is inside the mapping, and only this thread accesses it. The agent that
         // mapped it before has ended.
         let buffer = unsafe {
-            let start = self.memory.as_ptr().add(MESSAGES_AT);
-            std::slice::from_raw_parts_mut(start, MESSAGES_MAX * MESSAGE_BYTES)
+            let start = self.memory.as_ptr().add(at);
+            std::slice::from_raw_parts_mut(start, (MESSAGES_MAX - self.used) * MESSAGE_BYTES)
         };
         let length = source(buffer);
-        for position in 0..length / MESSAGE_BYTES {
-            let mut bytes = [0; MESSAGE_BYTES];
-            self.memory.read(MESSAGES_AT + position * MESSAGE_BYTES, &mut bytes);
-            if is_event(&bytes) {
-                self.written = length / MESSAGE_BYTES;
-            }
+        let end = self.used + length / MESSAGE_BYTES;
+        for position in self.used..end {
+            let bytes = self.message(position);
+            self.has_event |= is_event(&bytes);
             if let Some(message) = parse(&bytes) {
                 out.push(message);
                 self.positions.push(position);
             }
         }
+        self.used = end;
+    }
+
+    fn message(&self, position: usize) -> [u8; MESSAGE_BYTES] {
+        let mut bytes = [0; MESSAGE_BYTES];
+        self.memory.read(MESSAGES_AT + position * MESSAGE_BYTES, &mut bytes);
+        bytes
     }
 
     /// Records that message `index` of the last read, a remap, is about to move page words.
@@ -188,28 +225,33 @@ impl Journal {
         self.word(REMAP_AT).store(u32_of(self.positions[index] + 1), Release);
     }
 
-    /// Records that message `index` of the last read, and all before it, were applied.
-    pub fn event_applied(&self, index: usize, ranges: PersistentRanges<'_>) {
-        let sequence = self.sequence() + 1;
-        self.commit(self.positions[index] + 1, sequence, ranges);
+    /// Records that message `index` of the last read is about to be applied before earlier ones.
+    pub fn begin_before_others(&self, index: usize) {
+        self.word(FIRST_AT).store(u32_of(self.positions[index] + 1), Release);
     }
 
-    /// Records that the first event that another agent left was applied; drops it.
-    pub fn skip_first_event(&mut self, ranges: PersistentRanges<'_>) {
-        self.event_applied(0, ranges);
-        self.positions.remove(0);
+    /// Records that message `index` of the last read was applied.
+    pub fn event_applied(&self, index: usize, ranges: PersistentRanges<'_>) {
+        let sequence = self.sequence() + 1;
+        self.commit(self.applied() | 1 << self.positions[index], sequence, ranges);
+    }
+
+    /// Records that event `index` of those that another agent left was applied; drops it.
+    pub fn skip_event(&mut self, index: usize, ranges: PersistentRanges<'_>) {
+        self.event_applied(index, ranges);
+        self.positions.remove(index);
     }
 
     /// Records the ranges without an event.
     pub fn persist_ranges(&self, ranges: PersistentRanges<'_>) {
-        self.commit(self.in_good_copy(APPLIED_AT) as usize, self.sequence(), ranges);
+        self.commit(self.applied(), self.sequence(), ranges);
     }
 
     /// Writes the copy that is not valid, then makes it the valid one.
-    fn commit(&self, applied: usize, sequence: u64, ranges: PersistentRanges<'_>) {
+    fn commit(&self, applied: u64, sequence: u64, ranges: PersistentRanges<'_>) {
         let next = 1 - self.good_copy();
         let at = self.copy_at(next);
-        self.word(at + APPLIED_AT).store(u32_of(applied), Relaxed);
+        self.memory.atomic_u64(at + APPLIED_AT).store(applied, Relaxed);
         self.memory.atomic_u64(at + SEQUENCE_AT).store(sequence, Relaxed);
         let pending_unmaps = ranges.pending_unmaps.iter().copied();
         self.write_areas(
@@ -253,17 +295,23 @@ impl Journal {
     /// A read that brought only faults leaves nothing to clear.
     fn clear(&mut self) {
         self.positions.clear();
-        if self.written == 0 {
+        let used = std::mem::take(&mut self.used);
+        if !std::mem::take(&mut self.has_event) {
             return;
         }
         self.word(REMAP_AT).store(0, Relaxed);
-        for position in 0..self.written {
+        self.word(FIRST_AT).store(0, Relaxed);
+        for position in 0..used {
             self.word(MESSAGES_AT + position * MESSAGE_BYTES).store(0, Release);
         }
-        self.word(self.copy_at(self.good_copy()) + APPLIED_AT).store(0, Release);
+        self.memory.atomic_u64(self.copy_at(self.good_copy()) + APPLIED_AT).store(0, Release);
         // From now on, descriptors in messages are numbers in this process.
         self.word(READER_AT).store(std::process::id(), Release);
-        self.written = 0;
+    }
+
+    /// The positions of the messages that were applied, as a bit mask.
+    fn applied(&self) -> u64 {
+        self.memory.atomic_u64(self.copy_at(self.good_copy()) + APPLIED_AT).load(Acquire)
     }
 
     fn in_good_copy(&self, at: usize) -> u32 {
@@ -312,7 +360,7 @@ mod tests {
             }
             journal.positions.push(position);
         }
-        journal.written = messages.len();
+        (journal.used, journal.has_event) = (messages.len(), true);
     }
 
     const REMOVE: [u64; 4] = [0x15, 4096, 8192, 0];
@@ -338,11 +386,11 @@ mod tests {
         assert!(contents.removed.unwrap().contains(1));
         let unapplied: Vec<usize> = contents.unapplied.iter().map(|(position, _)| *position).collect();
         assert_eq!(unapplied, [2, 3]);
-        assert!(contents.is_remapping);
+        assert_eq!(contents.remapping, Some(0));
         journal.event_applied(2, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
         let (again, contents) = reopened(&journal);
         assert_eq!(contents.unapplied.len(), 1);
-        assert!(!contents.is_remapping, "the mark belonged to the previous event");
+        assert!(contents.remapping.is_none(), "the mark belonged to the previous event");
         again.event_applied(0, PersistentRanges { pending_unmaps: &[], removed: &no_areas() });
         assert!(reopened(&journal).1.unapplied.is_empty());
         assert_eq!(journal.sequence(), 3);

@@ -129,6 +129,15 @@ pub enum MoveOutcome {
     Absent,
 }
 
+/// Whether [`Kernel::read_more_messages`] could read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MoreMessages {
+    /// It has read what there was.
+    Read,
+    /// There is no room for more messages before those that were read are applied.
+    NoRoom,
+}
+
 /// Error: the program has ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ProgramEnded;
@@ -142,6 +151,14 @@ pub trait Kernel {
     ///
     /// Must be called only after all events of the previous call were applied.
     fn read_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>);
+
+    /// Appends the messages that have come since, without waiting, although events of the previous
+    /// call are not applied. Their indices follow those of the previous call.
+    fn read_more_messages(&mut self, out: &mut Vec<UffdMessage<Self::Child>>) -> MoreMessages;
+
+    /// Records that event `index` is about to be applied before events that were read earlier, so
+    /// that an agent that takes over does the same.
+    fn begin_before_others(&mut self, index: usize);
 
     /// Records that event `index` of the last read was applied, together with the ranges.
     ///
@@ -179,6 +196,9 @@ pub trait Kernel {
 
     /// Registers a range, so that its missing pages are faults. Returns false if nothing is mapped.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
+
+    /// The areas that can be registered, from the program's memory map.
+    fn pageable_areas(&mut self) -> Areas;
 
     /// Appends present pages of a range, at most `max`; returns the end of what was scanned.
     fn present_pages(

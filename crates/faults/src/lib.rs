@@ -33,7 +33,8 @@ pub use areas::{Area, Areas};
 pub use edge::{Edge, EvictedBatch, SenderEvent};
 pub use journal::{Journal, JournalContents, PersistentRanges};
 pub use kernel::{
-    FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, PageFault, ProgramEnded, UffdMessage,
+    FillOutcome, FillSource, FillStop, Kernel, MoreMessages, MoveOutcome, PageFault, ProgramEnded,
+    UffdMessage,
 };
 pub use monitor::{Monitor, ResumeState, TurnOutcome};
 pub use mutation::Mutation;

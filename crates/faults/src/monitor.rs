@@ -11,6 +11,7 @@
 mod adoption;
 mod events;
 mod eviction;
+mod order;
 mod recovery;
 mod repack;
 mod resolution;
@@ -30,6 +31,7 @@ use crate::kernel::{MoveOutcome, PageFault, UffdMessage};
 use crate::stats::FaultStats;
 use crate::stream::StreamDetector;
 
+use order::ReadEvent;
 use recovery::UnplacedBatch;
 pub use recovery::{EvictionBatch, ResumeState, partly_staged_block};
 use repack::RepackProgress;
@@ -68,8 +70,15 @@ pub struct Monitor<E: Edge> {
     areas: Areas,
     /// Whether events that were read before a restart must be applied before anything else.
     has_unapplied_events: bool,
+    /// Areas that the sampler has found and that are not yet registered.
+    found: Vec<Area>,
     /// Registered ranges that are not yet adopted.
     adopting: Areas,
+    /// Whether `areas` and `adopting` are as of the last event that was applied. After a restart they
+    /// are known only when no event is unread.
+    are_areas_exact: bool,
+    /// Events that must be applied after others; empty between two reads.
+    held_back: Vec<ReadEvent<E::Child>>,
     /// Ranges outside of `areas` that the program has removed: the kernel may not yet have
     /// dropped what is present there.
     removed: Areas,
@@ -126,7 +135,10 @@ impl<E: Edge> Monitor<E> {
             stats,
             areas,
             has_unapplied_events: false,
+            found: Vec::new(),
             adopting: Areas::default(),
+            are_areas_exact: true,
+            held_back: Vec::new(),
             removed: Areas::default(),
             pending_unmaps: Vec::new(),
             streams: StreamDetector::default(),
@@ -202,6 +214,7 @@ impl<E: Edge> Monitor<E> {
             // them.
             self.read_and_apply();
         }
+        self.register_found();
         // Adoption reads messages too: the faults among them are served below.
         self.adopt_some();
         self.read_and_apply();
@@ -215,7 +228,7 @@ impl<E: Edge> Monitor<E> {
         } else if must_retry {
             self.edge.yield_now();
             TurnOutcome::Again
-        } else if moves_more || self.adopting.iter().next().is_some() {
+        } else if moves_more || !self.found.is_empty() || self.adopting.iter().next().is_some() {
             TurnOutcome::Again
         } else {
             TurnOutcome::Sleep

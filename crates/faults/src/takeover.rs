@@ -80,7 +80,7 @@ impl KeptProgram {
         mut find_child: impl FnMut(u32, RawFd) -> Option<C>,
         (slabs, mempool, budget): (Arc<SlabSet>, Arc<Mempool>, Arc<Budget>),
     ) -> io::Result<TakenProgram<C>> {
-        self.finish_first_event(served)?;
+        self.finish_event(served)?;
         let Self { table, journal, contents, before_store, .. } = self;
         let JournalContents { reader_pid, pending_unmaps, removed, unapplied, .. } = contents;
         let with_child = |(_, message): (usize, UffdMessage<RawFd>)| match message {
@@ -99,15 +99,16 @@ impl KeptProgram {
         Ok(TakenProgram { journal, unapplied, pages })
     }
 
-    /// Completes the first event if it was applied in part.
+    /// Completes the event that was applied in part, if there is one.
     ///
-    /// That is a fork whose child is served already, or a remap that had begun.
-    fn finish_first_event(&mut self, served: &HashSet<Origin>) -> io::Result<()> {
+    /// That is the first if it is a fork whose child is served already, or a remap that had begun.
+    fn finish_event(&mut self, served: &HashSet<Origin>) -> io::Result<()> {
         let too_many = || io::Error::other("more of its memory was being moved than the journal can record");
         let mut pending_unmaps = self.contents.pending_unmaps.clone().ok_or_else(too_many)?;
         let mut removed = self.contents.removed.clone().unwrap_or_default();
-        if self.contents.is_remapping
-            && let Some((_, UffdMessage::Remap { from, to, pages })) = self.contents.unapplied.first()
+        let remapping = self.contents.remapping;
+        if let Some((_, UffdMessage::Remap { from, to, pages })) =
+            remapping.and_then(|index| self.contents.unapplied.get(index))
         {
             let table = Memory::whole(self.table.fd().try_clone_to_owned()?)?;
             finish_move(table, (*from, *to, *pages), self.before_store).map_err(io::Error::other)?;
@@ -116,16 +117,17 @@ impl KeptProgram {
         } else if !self.is_first_fork_served(served) {
             return Ok(());
         }
+        let index = remapping.unwrap_or(0);
         if let Some(hook) = self.before_store {
             hook();
         }
         self.journal
-            .skip_first_event(PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
+            .skip_event(index, PersistentRanges { pending_unmaps: &pending_unmaps, removed: &removed });
         self.contents.pending_unmaps = Some(pending_unmaps);
         if let Some(old) = &mut self.contents.removed {
             *old = removed;
         }
-        self.contents.unapplied.remove(0);
+        self.contents.unapplied.remove(index);
         Ok(())
     }
 }

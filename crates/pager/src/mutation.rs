@@ -56,6 +56,8 @@ aquifer_mutation::mutations! {
         /// After a restart, areas are adopted before the events that the previous agent had read
         /// are applied.
         AdoptBeforeEvents,
+        /// A Remap that is read before the event that vacates its new range is applied at once.
+        TrustOrder,
         /// The Unmap event of a move's old place is applied to pages that were moved there since.
         ApplyStaleUnmap,
         /// A thread that writes a page that was write-protected at a fork is woken without

@@ -392,6 +392,17 @@ impl Volume {
         self.reclaimable.push_back(id);
     }
 
+    /// Whether a page of this range is not Zero. A page that was given up while it was leaving
+    /// counts as Zero.
+    pub fn has_pages(&mut self, start: PageNumber, end: PageNumber) -> bool {
+        let mut has_pages = false;
+        self.table.update_range(start, end, |_, word| {
+            has_pages |= word.state() != PageState::Zero && !word.is_discarded();
+            word
+        });
+        has_pages
+    }
+
     /// Records that the program unmapped these pages: their bytes are released wherever they are.
     pub fn discard(&mut self, start: PageNumber, end: PageNumber) {
         self.forget(start, end, PageState::Zero);

@@ -17,18 +17,35 @@ const ADOPT_AREAS_MAX: usize = 16;
 const PROVE_PAGES_MAX: usize = 512;
 
 impl<E: Edge> Monitor<E> {
+    /// Takes areas that were found in the program's memory map, to be registered in the next turn.
+    pub fn adopt(&mut self, found: &[Area]) {
+        self.found.extend_from_slice(found);
+    }
+
     /// Registers newly found areas, and queues them for adoption.
     ///
     /// From now on their missing pages are faults. Pages that are present are adopted over the
     /// next turns, and can then be evicted.
-    pub fn adopt(&mut self, found: &[Area]) {
+    ///
+    /// Waits for a turn in which no event is unread. Otherwise an area may be where memory was moved
+    /// by a Remap that is unread, and that Remap would seem to move pages onto others.
+    pub(super) fn register_found(&mut self) {
+        if self.found.is_empty() || !self.edge.has_no_unread_event() {
+            return;
+        }
+        self.are_areas_exact = true;
         // All are registered before any is adopted: a registered area cannot grow unnoticed.
+        let found = std::mem::take(&mut self.found);
         let unknown = found.iter().flat_map(|area| self.areas.missing(*area));
-        let gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
-        for gap in gaps {
-            if self.edge.register(gap.start, gap.end) {
-                self.adopting.insert(gap);
-            }
+        let mut gaps: Vec<Area> = unknown.flat_map(|area| self.adopting.missing(area)).collect();
+        gaps.retain(|gap| self.edge.register(gap.start, gap.end));
+        if gaps.is_empty() {
+            return;
+        }
+        // What was unmapped since the areas were found was not registered, and has raised no event.
+        let mut mapped = self.edge.pageable_areas();
+        for part in gaps.into_iter().flat_map(|gap| mapped.extract(gap)).collect::<Vec<_>>() {
+            self.adopting.insert(part);
         }
     }
 

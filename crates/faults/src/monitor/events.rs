@@ -4,6 +4,7 @@
 
 use aquifer_pager::{Mutation, PAGES_MAX, PageNumber, Volume};
 
+use super::order::ReadEvent;
 use super::{Monitor, PendingFault};
 use crate::areas::Area;
 use crate::edge::{Edge, SenderEvent};
@@ -29,35 +30,58 @@ impl<E: Edge> Monitor<E> {
                 self.serve_fault(fault);
             });
         }
+        let read = messages.len();
+        let mut held_back = std::mem::take(&mut self.held_back);
+        self.sort_messages(&mut messages, 0, &mut held_back);
+        self.held_back = held_back;
+        self.messages = messages;
+        if !self.held_back.is_empty() {
+            self.apply_held_back(read);
+        }
+    }
+
+    /// Queues the faults among messages, the first of which has the index `first`, and applies the
+    /// events. Once an event must be held back, it and all later ones are appended to `held_back`.
+    pub(super) fn sort_messages(
+        &mut self,
+        messages: &mut Vec<UffdMessage<E::Child>>,
+        first: usize,
+        held_back: &mut Vec<ReadEvent<E::Child>>,
+    ) {
         let now_ns = self.edge.now_ns();
-        for (index, message) in messages.drain(..).enumerate() {
+        for (index, message) in (first..).zip(messages.drain(..)) {
             if message.last_page() > PAGES_MAX {
                 self.edge.end_run("a program of it has memory above the addresses that can be paged");
                 self.has_ended = true;
             }
             match message {
-                _ if self.has_ended => {
-                    if let UffdMessage::Fork(child) = message {
-                        self.edge.abandon_child(child);
-                    }
-                    continue;
-                }
-                UffdMessage::Fault(fault) => {
+                UffdMessage::Fault(fault) if !self.has_ended => {
                     self.pending.push(PendingFault { fault, since_ns: now_ns });
-                    continue;
                 }
-                UffdMessage::Fork(child) => self.apply_fork(child),
-                UffdMessage::Remap { from, to, pages } => self.apply_remap(index, from, to, pages),
-                UffdMessage::Remove { start, end } => self.apply_remove(Area { start, end }),
-                UffdMessage::Unmap { start, end } => self.apply_unmap(Area { start, end }),
+                UffdMessage::Fault(_) => {}
+                event if held_back.is_empty() && !self.must_hold_back(&event) => {
+                    self.apply_event(index, event);
+                }
+                event => held_back.push((index, event)),
             }
-            if self.has_ended {
-                continue;
-            }
+        }
+    }
+
+    /// Applies an event, and records that.
+    pub(super) fn apply_event(&mut self, index: usize, event: UffdMessage<E::Child>) {
+        match event {
+            UffdMessage::Fork(child) if self.has_ended => self.edge.abandon_child(child),
+            _ if self.has_ended => {}
+            UffdMessage::Fault(_) => unreachable!("faults are queued"),
+            UffdMessage::Fork(child) => self.apply_fork(child),
+            UffdMessage::Remap { from, to, pages } => self.apply_remap(index, from, to, pages),
+            UffdMessage::Remove { start, end } => self.apply_remove(Area { start, end }),
+            UffdMessage::Unmap { start, end } => self.apply_unmap(Area { start, end }),
+        }
+        if !self.has_ended {
             let ranges = PersistentRanges { pending_unmaps: &self.pending_unmaps, removed: &self.removed };
             self.edge.event_applied(index, ranges);
         }
-        self.messages = messages;
     }
 
     /// Applies a Remove: pages of the range are zeros, and the kernel may still have to drop them.
@@ -83,6 +107,7 @@ impl<E: Edge> Monitor<E> {
 
     /// Drops the pending unmaps: a fill or a move has just proved that no event is unread.
     pub(super) fn forget_pending_unmaps(&mut self) {
+        self.are_areas_exact = true;
         if !self.pending_unmaps.is_empty() {
             self.pending_unmaps.clear();
             self.edge.persist_ranges(PersistentRanges { pending_unmaps: &[], removed: &self.removed });

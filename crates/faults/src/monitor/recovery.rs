@@ -76,6 +76,7 @@ impl<E: Edge> Monitor<E> {
         let mut monitor = Self::new(edge, volume, budget, stats, Areas::default(), batches.len());
         monitor.has_unapplied_events = true;
         monitor.adopting = registered;
+        monitor.are_areas_exact = false;
         monitor.pending_unmaps = pending_unmaps;
         monitor.removed = removed;
         let mut leaving = leaving.into_iter().collect();

@@ -1,5 +1,7 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
+mod pool;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -8,23 +10,21 @@ use std::time::{Duration, Instant};
 
 use aquifer_channel::send_frame;
 use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
-use aquifer_pager::{
-    BlockId, FETCH_PAGES_MAX, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError,
-    Volume, view,
-};
+use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::process::{ProgramProcess, ProofError, UnprovenProcess, has_ended};
-use super::program::{self, ForkedProgram, Program};
+use super::program::Program;
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
 use super::unserved::UnservedMemory;
 use crate::areas::{Area, Areas};
-use crate::edge::{Edge, EvictedBatch, SenderEvent};
 use crate::journal::{Journal, PersistentRanges};
-use crate::kernel::{FillOutcome, FillSource, FillStop, Kernel, MoveOutcome, ProgramEnded, UffdMessage};
+use crate::kernel::{
+    FillOutcome, FillSource, FillStop, Kernel, MoreMessages, MoveOutcome, ProgramEnded, UffdMessage,
+};
 use crate::maps::{self, PagingBounds};
 use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
@@ -324,6 +324,29 @@ impl ProcessEdge {
             ));
         }
     }
+
+    /// Appends messages that were just read, and notes who faults.
+    fn take_messages(&mut self, mut messages: Vec<UffdMessage<RawFd>>, out: &mut Vec<UffdMessage<OwnedFd>>) {
+        // SAFETY: the kernel has created each descriptor for the process that reads the message,
+        // once.
+        out.extend(
+            messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
+        );
+        self.messages = messages;
+        for message in out.iter() {
+            if let UffdMessage::Fault(fault) = message {
+                self.core_follower.faulted(self.program.process(), fault.thread);
+            }
+        }
+        if self.program.pid() == 0
+            && let Some(thread) = out.iter().find_map(|message| match message {
+                UffdMessage::Fault(fault) => Some(fault.thread),
+                _ => None,
+            })
+        {
+            self.identify_by_thread(thread);
+        }
+    }
 }
 
 /// Write-protects all present pages; returns false if an event is unread.
@@ -349,25 +372,18 @@ impl Kernel for ProcessEdge {
         }
         let mut messages = std::mem::take(&mut self.messages);
         self.journal.read(|buffer| self.uffd.read(buffer), &mut messages);
-        // SAFETY: the kernel has created each descriptor for the process that reads the message,
-        // once.
-        out.extend(
-            messages.drain(..).map(|message| message.map_child(|fd| unsafe { OwnedFd::from_raw_fd(fd) })),
-        );
-        self.messages = messages;
-        for message in out.iter() {
-            if let UffdMessage::Fault(fault) = message {
-                self.core_follower.faulted(self.program.process(), fault.thread);
-            }
-        }
-        if self.program.pid() == 0
-            && let Some(thread) = out.iter().find_map(|message| match message {
-                UffdMessage::Fault(fault) => Some(fault.thread),
-                _ => None,
-            })
-        {
-            self.identify_by_thread(thread);
-        }
+        self.take_messages(messages, out);
+    }
+
+    fn read_more_messages(&mut self, out: &mut Vec<UffdMessage<OwnedFd>>) -> MoreMessages {
+        let mut messages = std::mem::take(&mut self.messages);
+        let has_room = self.journal.read_more(|buffer| self.uffd.read(buffer), &mut messages);
+        self.take_messages(messages, out);
+        if has_room { MoreMessages::Read } else { MoreMessages::NoRoom }
+    }
+
+    fn begin_before_others(&mut self, index: usize) {
+        self.journal.begin_before_others(index);
     }
 
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
@@ -446,6 +462,20 @@ impl Kernel for ProcessEdge {
         }
     }
 
+    fn pageable_areas(&mut self) -> Areas {
+        let mut areas = Areas::default();
+        let maps = self.program.process().map(ProgramProcess::read_maps);
+        match maps.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())) {
+            Ok(text) => {
+                let found = maps::pageable_areas(&text, &self.program.bounds());
+                found.into_iter().for_each(|area| areas.insert(area));
+            }
+            // The sampler finds them again, unless the program has ended.
+            Err(error) => tracing::debug!(%error, "cannot read the memory map of a program"),
+        }
+        areas
+    }
+
     fn present_pages(
         &mut self,
         start: PageNumber,
@@ -519,79 +549,5 @@ impl Kernel for ProcessEdge {
 
     fn yield_now(&mut self) {
         std::thread::yield_now();
-    }
-}
-
-impl Edge for ProcessEdge {
-    fn submit_batch(&mut self, batch: EvictedBatch) {
-        let staging = self.attachment.as_ref().map_or(0, |attachment| attachment.hello.staging);
-        self.run.sender.submit_batch(&self.program, staging, batch);
-    }
-
-    fn submit_block(&mut self, block: BlockId, slots: u64) {
-        self.run.sender.submit_block(&self.program, block, slots);
-    }
-
-    fn poll_sender(&mut self, out: &mut Vec<SenderEvent>) {
-        self.program.drain_sender_events(out);
-    }
-
-    fn wait_for_sender(&mut self) -> bool {
-        self.program.sleep_until_signalled(PATIENCE);
-        // Not if the process has ended: the sender goes on, and children may need the pages.
-        !self.program.is_killed()
-    }
-
-    fn fetch(&mut self, slabs: &SlabSet, locations: &[Location]) -> Result<usize, FetchError> {
-        self.fetcher.fetch(slabs, locations)
-    }
-
-    fn fetched_page(&self, index: usize) -> &[u8] {
-        view::page(self.fetcher.buffer(), index * PAGE_BYTES)
-    }
-
-    fn start_child(&mut self, child: OwnedFd, volume: Volume, areas: Areas) {
-        let origin = (self.program.id, self.journal.sequence());
-        let uffd = Userfaultfd::from(child);
-        // A child that is not attached has no control memory and may have the memory of its parent.
-        let attached = self.attachment.as_ref();
-        let must_check = self.program.must_check_inheritance.load(Relaxed)
-            || attached.is_some_and(|attached| attached.worker.has_fork_advice());
-        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, must_check };
-        let started = program::serve_child(&self.run, &self.program, forked);
-        if let Err(error) = started {
-            self.refuse(uffd, &error);
-        }
-    }
-
-    fn refuse_child(&mut self, child: OwnedFd, error: &TableError) {
-        self.refuse(Userfaultfd::from(child), error);
-    }
-
-    fn abandon_child(&mut self, child: OwnedFd) {
-        self.refuse(Userfaultfd::from(child), &"its parent has ended");
-    }
-
-    fn end_run(&mut self, reason: &str) {
-        self.run.end(reason);
-    }
-
-    fn wake_other_programs(&mut self) {
-        self.run.wake_other_programs(self.program.id);
-    }
-
-    fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
-        let (pid, address) = (self.program.pid(), page * PAGE);
-        tracing::error!(pid, address, %error, "page lost: accesses raise SIGBUS");
-        if !self.is_loss_reported {
-            self.is_loss_reported = true;
-            self.run.notify_owner(&format!(
-                "process {pid} lost the page at {address:#x}: {error}. Accesses to it raise SIGBUS"
-            ));
-        }
-    }
-
-    fn now_ns(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 }

@@ -5,7 +5,7 @@ use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
 use aquifer_faults::{
-    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoveOutcome,
+    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages, MoveOutcome,
     PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
 };
 use aquifer_pager::{
@@ -154,8 +154,26 @@ impl Kernel for SimEdge {
         self.may_die_among(out);
     }
 
+    fn read_more_messages(&mut self, out: &mut Vec<UffdMessage<usize>>) -> MoreMessages {
+        drop(self.run_world());
+        let mut messages = Vec::new();
+        let (world, process) = (&self.world, self.process);
+        let has_room =
+            self.journal.read_more(|buffer| world.borrow_mut().read_uffd(process, buffer), &mut messages);
+        let child = |fd| usize::try_from(fd).expect("the number of a process");
+        out.extend(messages.into_iter().map(|message| message.map_child(child)));
+        trace!("{} reads more: {out:?}", self.process);
+        if has_room { MoreMessages::Read } else { MoreMessages::NoRoom }
+    }
+
+    fn begin_before_others(&mut self, index: usize) {
+        super::death::step_of(StepKind::Event);
+        self.journal.begin_before_others(index);
+    }
+
     fn event_applied(&mut self, index: usize, ranges: PersistentRanges<'_>) {
         super::death::step_of(StepKind::Event);
+        trace!("{} has applied {index}, pending unmaps {:?}", self.process, ranges.pending_unmaps);
         self.journal.event_applied(index, ranges);
     }
 
@@ -166,6 +184,7 @@ impl Kernel for SimEdge {
 
     fn begin_remap(&mut self, index: usize) {
         super::death::step_of(StepKind::Event);
+        trace!("{} moves the pages of {index}", self.process);
         self.journal.begin_remap(index);
     }
 
@@ -271,6 +290,12 @@ impl Kernel for SimEdge {
             any = true;
         }
         any
+    }
+
+    fn pageable_areas(&mut self) -> Areas {
+        let mut areas = Areas::default();
+        self.run_world().processes[self.process].areas().into_iter().for_each(|area| areas.insert(area));
+        areas
     }
 
     fn present_pages(

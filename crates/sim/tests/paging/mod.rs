@@ -56,6 +56,7 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::AdoptUnproved,
         Mutation::AdoptFromOldList,
         Mutation::AdoptBeforeEvents,
+        Mutation::TrustOrder,
         Mutation::ApplyStaleUnmap,
         Mutation::WakeProtected,
         Mutation::RemapWhileLeaving,

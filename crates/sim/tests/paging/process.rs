@@ -72,6 +72,17 @@ pub struct Thread {
     pub last: usize,
 }
 
+impl Thread {
+    /// Whether it has moved or unmapped memory, and an event of that is not in the queue yet.
+    fn has_unreported_change(&self) -> bool {
+        let ThreadState::RaisingEvents { events, stage, .. } = &self.state else { return false };
+        let unreported = events.iter().skip(usize::from(*stage != EventStage::Raised));
+        unreported
+            .into_iter()
+            .any(|event| !matches!(event, KernelEvent::Remove { .. } | KernelEvent::Fork(_)))
+    }
+}
+
 /// A change of the address space.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum KernelEvent {
@@ -130,6 +141,8 @@ pub struct SimProcess {
     pub parent: Option<usize>,
     pub scans: Vec<Vec<Area>>,
     pub is_nudged: bool,
+    /// Changes that threads have begun since a thread has changed memory and not reported it yet.
+    pub changes_meanwhile: u32,
     /// The range that was moved away last, which the kernel tends to use again.
     pub moved_from: (usize, usize),
     /// A child that has not got all memory: what it has got. Its thread waits until the agent has
@@ -162,6 +175,7 @@ impl SimProcess {
             parent: None,
             scans: Vec::new(),
             is_nudged: false,
+            changes_meanwhile: 0,
             moved_from: (0, 0),
             inherited: None,
         }
@@ -318,11 +332,23 @@ impl SimProcess {
     /// between, so the simulator does not fork then.
     pub fn is_moving(&self) -> bool {
         self.threads.iter().any(|thread| match &thread.state {
+            _ if thread.has_unreported_change() => true,
             ThreadState::RaisingEvents { events, .. } => {
                 events.len() > 1 || matches!(events.front(), Some(KernelEvent::Remap { .. }))
             }
             _ => false,
         })
+    }
+
+    /// Whether a thread may begin a change. While another thread has moved or unmapped memory and
+    /// not reported it, there is one change: see "What is not handled" in `docs/formats/paging.md`.
+    pub fn may_change(&mut self) -> bool {
+        if !self.threads.iter().any(Thread::has_unreported_change) {
+            self.changes_meanwhile = 0;
+            return true;
+        }
+        self.changes_meanwhile += 1;
+        self.changes_meanwhile == 1
     }
 
     /// Begins to raise the events of changes that a thread has made. Without events the thread

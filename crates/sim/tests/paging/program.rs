@@ -89,13 +89,14 @@ impl PagingWorld {
         let target = &mut self.processes[process];
         let late = self.late_events && rng.chance(1, 2);
         match what {
+            0..22 if !target.may_change() => return self.touch_some(process, thread),
             0..6 => drop_content(target, rng, thread, late),
-            6..10 => unmap(target, rng, thread),
+            6..10 => unmap(target, rng, thread, late),
             10..16 => {
                 map(target, rng, thread);
             }
             MOVE..22 => {
-                if remap(target, rng, thread).is_some() {
+                if remap(target, rng, thread, late).is_some() {
                     self.counts.remaps += 1;
                 }
             }
@@ -174,7 +175,7 @@ impl PagingWorld {
             && is_own(&target.pages[at])
             && let Some(from) = evicted
         {
-            move_range(target, 0, (from, from + 1), (at, at + 1), false);
+            move_range(target, 0, (from, from + 1), (at, at + 1), false, false);
         }
     }
 
@@ -215,7 +216,7 @@ fn drop_content(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: boo
 }
 
 /// Unmaps a range; or maps it again in the same call, for another thread to use at once.
-fn unmap(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
+fn unmap(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) {
     let Some((start, end)) = target.own_range(rng, thread, 8) else {
         return;
     };
@@ -223,8 +224,10 @@ fn unmap(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     if rng.chance(1, 3) {
         let heir = rng.index(target.threads.len());
         target.pages[start..end].fill(ModelPage::mapped_by(heir, false));
+    } else {
+        target.moved_from = (start, end);
     }
-    target.raise_events(thread, events, AfterEvents::Nothing, false);
+    target.raise_events(thread, events, AfterEvents::Nothing, late);
 }
 
 fn map(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
@@ -235,7 +238,7 @@ fn map(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
 }
 
 /// Grows a range in place; or moves it to a free or an own place, and perhaps grows it there.
-fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
+fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) -> Option<()> {
     let (mut start, mut end) = target.own_range(rng, thread, 8)?;
     let last = target.threads[thread].last;
     let used = &target.pages[last.min(target.pages.len() - 1)];
@@ -274,16 +277,9 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize) -> Option<()> {
     if stop - to < pages || (to < end && start < stop) {
         return None;
     }
-    // A call that raises several events has made all changes before the first event is read.
-    // Another thread's use of the old place may then be reported before its unmapping: see
-    // "What is not handled" in `docs/formats/paging.md`.
-    let is_alone = target.threads.len() == 1;
-    if !is_alone && target.pages[to..stop].iter().any(|page| page.is_registered) {
-        return None;
-    }
     // `MREMAP_DONTUNMAP` leaves the old place mapped and empty.
-    let is_left = stop - to == pages && rng.chance(1, 4);
-    move_range(target, thread, (start, end), (to, stop), is_left);
+    let is_left = stop - to == pages && rng.chance(1, 4) && target.changes_meanwhile == 0;
+    move_range(target, thread, (start, end), (to, stop), is_left, late);
     registered.then_some(())
 }
 
@@ -294,6 +290,7 @@ fn move_range(
     (start, end): (usize, usize),
     (to, stop): (usize, usize),
     is_left: bool,
+    late: bool,
 ) {
     let pages = end - start;
     let registered = target.pages[start].is_registered;
@@ -321,7 +318,7 @@ fn move_range(
             events.push(KernelEvent::Unmap { start, end });
         }
     }
-    target.raise_events(thread, events, AfterEvents::Nothing, false);
+    target.raise_events(thread, events, AfterEvents::Nothing, late);
 }
 
 /// Pins a page of the thread: it must stay present.

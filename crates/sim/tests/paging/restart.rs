@@ -80,7 +80,10 @@ impl PagingSchedule {
         };
         let registered = self.world.borrow().processes[process].registered();
         let before = pages.into_resume_state(registered, batches);
-        trace!("{process} resumes from {before:?}");
+        trace!(
+            "{process} resumes with {unapplied:?}, pending unmaps {:?}, registered {:?}, leaving {:?}",
+            before.pending_unmaps, before.registered, before.recovered.leaving
+        );
         let edge = SimEdge::new(&self.world, process, journal, unapplied);
         let budget = Arc::clone(&self.world.borrow().budget);
         let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
