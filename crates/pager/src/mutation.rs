@@ -28,6 +28,10 @@ aquifer_mutation::mutations! {
         ReadWhileMoving,
         /// Pages are evicted without a look at the pages that were pinned since.
         IgnorePins,
+        /// A staging buffer is used again before its batch is in the mempool.
+        ReuseStaging,
+        /// A fault on a lost page is answered with zeros.
+        FillLost,
         /// A page whose bytes could not be copied from the staging buffer is staged all the same.
         StageUnreadable,
         /// A fork is served while a batch is in flight.

@@ -194,6 +194,9 @@ impl<E: Edge> Monitor<E> {
         self.volume.left(block, &moved);
         let clean_copies = moved.iter().map(|page| self.volume.clean_copy(*page)).collect();
         self.edge.submit_batch(EvictedBatch { block, buffer, positions, clean_copies });
+        if Mutation::ReuseStaging.is_active() {
+            self.free_buffers.push(buffer);
+        }
         true
     }
 }

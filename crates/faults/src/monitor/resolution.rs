@@ -74,6 +74,10 @@ impl<E: Edge> Monitor<E> {
                 self.serve_slots(page, slot, PageState::Reclaimable, |stats| &stats.mempool_hits)
             }
             PageState::Remote(_) => self.serve_remote(page),
+            PageState::Lost if Mutation::FillLost.is_active() => {
+                self.volume.discard(page, page + 1);
+                self.serve_zero(fault)
+            }
             PageState::Lost => {
                 let filled = self.edge.poison(page);
                 match filled.stop {

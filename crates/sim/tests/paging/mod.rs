@@ -67,6 +67,8 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::ReserveNothing,
         Mutation::StageUnreadable,
         Mutation::IgnorePins,
+        Mutation::ReuseStaging,
+        Mutation::FillLost,
         Mutation::InheritAll,
         Mutation::DiscardInAreas,
     ],
