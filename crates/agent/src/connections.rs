@@ -131,6 +131,11 @@ impl Connections {
         }
     }
 
+    /// True if there is no connection, no run and no session.
+    pub fn is_unused(&self) -> bool {
+        self.lock_counts().is_empty() && self.service.runs().is_empty() && self.sessions.sessions().is_empty()
+    }
+
     /// Counts a new connection of a user; false if the user has too many.
     fn count_in(&self, uid: u32) -> bool {
         let mut counts = self.lock_counts();

@@ -66,6 +66,8 @@ pub struct AgentOptions {
     pub listener: Option<OwnedFd>,
     /// The address at which metrics are served, if any.
     pub metrics: Option<MetricsAddress>,
+    /// Set when the socket's file was deleted: the agent then ends when it serves no program.
+    pub when_unused: Arc<AtomicBool>,
 }
 
 /// Why an agent cannot run.
@@ -186,7 +188,7 @@ impl NodeConnector for HostServices {
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     let agent = Agent::start(options)?;
     ready();
-    let outcome = agent.run(stop);
+    let outcome = agent.run(stop, &options.when_unused);
     let reason = match outcome {
         Ok(()) => "the agent is stopping",
         Err(_) => "this host's lease has ended, and the memory nodes refuse it",
@@ -262,13 +264,13 @@ impl Agent {
         })
     }
 
-    /// Accepts connections until `stop`.
+    /// Accepts connections until `stop`; or, with `when_unused`, until no program is served.
     ///
     /// # Errors
     /// If the host's lease ends.
-    fn run(&self, stop: &AtomicBool) -> Result<(), AgentError> {
+    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
         let mut turns = 0u32;
-        while !stop.load(Relaxed) {
+        while !stop.load(Relaxed) && !(when_unused.load(Relaxed) && self.connections.is_unused()) {
             let listeners: Vec<&OwnedFd> =
                 [&self.listener].into_iter().chain(&self.shared_listener).collect();
             if wait_readable(&listeners, TICK).unwrap_or(false) {
@@ -298,10 +300,12 @@ impl Agent {
 
     /// Removes the sockets and leaves the cluster.
     fn leave(self, options: &AgentOptions) {
-        if options.listener.is_none() {
+        // If the file was deleted, the next agent may listen at its path by now.
+        let was_deleted = options.when_unused.load(Relaxed);
+        if options.listener.is_none() && !was_deleted {
             let _ = std::fs::remove_file(&options.socket);
         }
-        if let Some(path) = &options.shared_socket {
+        if let Some(path) = options.shared_socket.as_ref().filter(|_| !was_deleted) {
             let _ = std::fs::remove_file(path);
         }
         self.host.keeper.release(HeldKind::Host, 0);

@@ -32,6 +32,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,9 @@ pub struct KeeperOptions {
     pub grace: Duration,
     /// A socket that already listens at `socket`.
     pub listener: Option<OwnedFd>,
+    /// Set when the socket's file was deleted: the keeper then ends when it holds nothing and no
+    /// daemon is connected.
+    pub when_unused: Arc<AtomicBool>,
 }
 
 /// A connection of a daemon.
@@ -118,11 +122,12 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         next_accept: Instant::now(),
     };
     ready();
-    while !stop.load(Relaxed) {
+    let when_unused = || options.when_unused.load(Relaxed);
+    while !stop.load(Relaxed) && !(when_unused() && keeper.is_unused()) {
         keeper.poll_once(&listener)?;
     }
     keeper.end_programs(options.grace);
-    if options.listener.is_none() {
+    if options.listener.is_none() && !when_unused() {
         let _ = std::fs::remove_file(&options.socket);
     }
     Ok(())
@@ -170,6 +175,11 @@ impl KeeperServer {
         }
         self.shares.retain(|_, share| share.owner.is_some() || !share.items.is_empty());
         Ok(())
+    }
+
+    /// True if no daemon is connected and nothing is held.
+    fn is_unused(&self) -> bool {
+        self.connections.is_empty() && self.shares.is_empty()
     }
 
     /// Kills the programs of daemons that are not connected, and waits for their ends for at most

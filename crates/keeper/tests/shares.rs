@@ -28,7 +28,8 @@ struct TestKeeper {
 impl TestKeeper {
     fn start(folder: &Path, grace: Duration) -> Self {
         let socket = folder.join("keeper");
-        let options = KeeperOptions { socket: socket.clone(), grace, listener: None };
+        let options =
+            KeeperOptions { socket: socket.clone(), grace, listener: None, when_unused: Arc::default() };
         let stop = Arc::new(AtomicBool::new(false));
         let keeper_stop = Arc::clone(&stop);
         let (sender, receiver) = mpsc::channel();

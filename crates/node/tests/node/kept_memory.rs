@@ -29,8 +29,12 @@ impl TestKeeper {
     fn start(harness: &NodeHarness) -> Self {
         let socket = harness.dir.path().join("keeper");
         // Nothing is released while the test runs.
-        let options =
-            KeeperOptions { socket: socket.clone(), grace: Duration::from_secs(1000), listener: None };
+        let options = KeeperOptions {
+            socket: socket.clone(),
+            grace: Duration::from_secs(1000),
+            listener: None,
+            when_unused: Arc::default(),
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let keeper_stop = Arc::clone(&stop);
         let (sender, receiver) = mpsc::channel();
