@@ -270,7 +270,10 @@ impl Agent {
     /// If the host's lease ends.
     fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
         let mut turns = 0u32;
-        while !stop.load(Relaxed) && !(when_unused.load(Relaxed) && self.connections.is_unused()) {
+        while !stop.load(Relaxed) {
+            if when_unused.load(Relaxed) && self.connections.is_unused() {
+                break;
+            }
             let listeners: Vec<&OwnedFd> =
                 [&self.listener].into_iter().chain(&self.shared_listener).collect();
             if wait_readable(&listeners, TICK).unwrap_or(false) {

@@ -123,7 +123,10 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
     };
     ready();
     let when_unused = || options.when_unused.load(Relaxed);
-    while !stop.load(Relaxed) && !(when_unused() && keeper.is_unused()) {
+    while !stop.load(Relaxed) {
+        if when_unused() && keeper.is_unused() {
+            break;
+        }
         keeper.poll_once(&listener)?;
     }
     keeper.end_programs(options.grace);

@@ -65,8 +65,8 @@ fn a_killed_programs_memory_is_freed() {
 /// then.
 const DELETION_STEP: usize = 7;
 
-/// Deletes the state folder while a program pauses, and waits for the ends of the program and of all
-/// daemons.
+/// Deletes the state folder while a program pauses, and waits for the ends of the program and of
+/// all daemons.
 fn delete_state_under_a_program(options: &[&str]) {
     let cluster = Cluster::up_with(2, "128M", options);
     let checker = build::programs().join("checker");

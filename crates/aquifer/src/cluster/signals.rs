@@ -1,4 +1,4 @@
-//! Requests to stop a daemon: SIGTERM or SIGINT, read from a signalfd; or its lock file was deleted.
+//! Requests to stop a daemon: SIGTERM or SIGINT, read from a signalfd, or a deleted lock file.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
