@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_channel::RestoredItem;
 use aquifer_channel::socket::wait_readable;
+use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
@@ -142,8 +142,8 @@ impl AgentServices for HostServices {
         self.nodes.connection_failure()
     }
 
-    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
-        self.keeper.hold_shared(put, fds);
+    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        self.keeper.hold_shared(put, fds)
     }
 
     fn remove_from_keeper(&self, kind: HeldKind, id: u64) {
@@ -152,8 +152,8 @@ impl AgentServices for HostServices {
 }
 
 impl SessionKeeper for HostServices {
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
-        self.keeper.hold(item, fds);
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
+        self.keeper.hold(item, fds)
     }
 
     fn release(&self, kind: HeldKind, id: u64) {
@@ -230,7 +230,10 @@ impl Agent {
         if resumes {
             nodes.load_lives().map_err(MembershipError::Directory)?;
         }
-        state.store(membership.record(), &keeper);
+        state.store(membership.record(), &keeper).map_err(|refused| AgentError::Keeper {
+            path: options.keeper.clone(),
+            source: io::Error::other(refused),
+        })?;
         let HostState { mempool, listener, shared_listener, .. } = state;
         let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper });
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;

@@ -145,8 +145,8 @@ fn keeper(
     let grace = Duration::from_millis(arguments.grace.unwrap_or(GRACE_MS));
     let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
     let StopFlags { now, when_unused } = StopFlags::of(stop)?;
-    let options =
-        KeeperOptions { socket: state.socket(&Daemon::Keeper.to_string()), grace, listener, when_unused };
+    let socket = state.socket(&Daemon::Keeper.to_string());
+    let options = KeeperOptions { socket, grace, listener, items_max: keeper::ITEMS_MAX, when_unused };
     keeper::serve(&options, &now, || ready.notify())
         .map_err(|error| format!("keeper cannot serve at {}: {error}", options.socket.display()).into())
 }
