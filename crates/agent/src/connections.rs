@@ -126,9 +126,19 @@ impl Connections {
             connections.count_out(peer.uid);
         });
         if let Err(error) = spawned {
-            tracing::error!(pid = peer.pid, %error, "dropped a connection: cannot start a thread for it");
+            tracing::error!(
+                uid = peer.uid,
+                pid = peer.pid,
+                %error,
+                "dropped a connection: cannot start a thread for it"
+            );
             self.count_out(peer.uid);
         }
+    }
+
+    /// True if there is no connection, no run and no session.
+    pub fn is_unused(&self) -> bool {
+        self.lock_counts().is_empty() && self.service.runs().is_empty() && self.sessions.sessions().is_empty()
     }
 
     /// Counts a new connection of a user; false if the user has too many.
@@ -168,7 +178,7 @@ impl Connections {
             }
             Ok((Frame::Hello(hello), fds)) => {
                 if let Err(error) = self.service.attach_program(hello, fds, socket, peer.pid) {
-                    tracing::warn!(pid = peer.pid, %error, "refused a program");
+                    tracing::warn!(uid = peer.uid, pid = peer.pid, %error, "refused a program");
                 }
                 return;
             }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use aquifer_channel::RestoredItem;
 use aquifer_channel::socket::wait_readable;
+use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
 use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionService};
@@ -66,6 +66,8 @@ pub struct AgentOptions {
     pub listener: Option<OwnedFd>,
     /// The address at which metrics are served, if any.
     pub metrics: Option<MetricsAddress>,
+    /// Set when the socket's file was deleted: the agent then ends when it serves no program.
+    pub when_unused: Arc<AtomicBool>,
 }
 
 /// Why an agent cannot run.
@@ -140,8 +142,8 @@ impl AgentServices for HostServices {
         self.nodes.connection_failure()
     }
 
-    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
-        self.keeper.hold_shared(put, fds);
+    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        self.keeper.hold_shared(put, fds)
     }
 
     fn remove_from_keeper(&self, kind: HeldKind, id: u64) {
@@ -150,8 +152,8 @@ impl AgentServices for HostServices {
 }
 
 impl SessionKeeper for HostServices {
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
-        self.keeper.hold(item, fds);
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
+        self.keeper.hold(item, fds)
     }
 
     fn release(&self, kind: HeldKind, id: u64) {
@@ -186,7 +188,7 @@ impl NodeConnector for HostServices {
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     let agent = Agent::start(options)?;
     ready();
-    let outcome = agent.run(stop);
+    let outcome = agent.run(stop, &options.when_unused);
     let reason = match outcome {
         Ok(()) => "the agent is stopping",
         Err(_) => "this host's lease has ended, and the memory nodes refuse it",
@@ -228,7 +230,10 @@ impl Agent {
         if resumes {
             nodes.load_lives().map_err(MembershipError::Directory)?;
         }
-        state.store(membership.record(), &keeper);
+        state.store(membership.record(), &keeper).map_err(|refused| AgentError::Keeper {
+            path: options.keeper.clone(),
+            source: io::Error::other(refused),
+        })?;
         let HostState { mempool, listener, shared_listener, .. } = state;
         let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper });
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
@@ -262,13 +267,16 @@ impl Agent {
         })
     }
 
-    /// Accepts connections until `stop`.
+    /// Accepts connections until `stop`; or, with `when_unused`, until no program is served.
     ///
     /// # Errors
     /// If the host's lease ends.
-    fn run(&self, stop: &AtomicBool) -> Result<(), AgentError> {
+    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
         let mut turns = 0u32;
         while !stop.load(Relaxed) {
+            if when_unused.load(Relaxed) && self.connections.is_unused() {
+                break;
+            }
             let listeners: Vec<&OwnedFd> =
                 [&self.listener].into_iter().chain(&self.shared_listener).collect();
             if wait_readable(&listeners, TICK).unwrap_or(false) {
@@ -298,10 +306,12 @@ impl Agent {
 
     /// Removes the sockets and leaves the cluster.
     fn leave(self, options: &AgentOptions) {
-        if options.listener.is_none() {
+        // If the file was deleted, the next agent may listen at its path by now.
+        let was_deleted = options.when_unused.load(Relaxed);
+        if options.listener.is_none() && !was_deleted {
             let _ = std::fs::remove_file(&options.socket);
         }
-        if let Some(path) = &options.shared_socket {
+        if let Some(path) = options.shared_socket.as_ref().filter(|_| !was_deleted) {
             let _ = std::fs::remove_file(path);
         }
         self.host.keeper.release(HeldKind::Host, 0);

@@ -3,8 +3,8 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-use aquifer_channel::RestoredItem;
 use aquifer_channel::socket::listen_at;
+use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::names::AgentRecord;
 use aquifer_ipc::{HeldItem, HeldKind};
 use aquifer_keeper::KeeperClient;
@@ -67,13 +67,16 @@ impl HostState {
     }
 
     /// Stores the state in the keeper, with `record` as this agent's record in the directory.
-    pub fn store(&self, record: &AgentRecord, keeper: &KeeperClient) {
+    ///
+    /// # Errors
+    /// If the keeper is full.
+    pub fn store(&self, record: &AgentRecord, keeper: &KeeperClient) -> Result<(), HoldRefused> {
         let record = serde_json::to_string(record).expect("plain structs are JSON");
         let fds: Vec<_> = [self.mempool.memory().fd(), self.listener.as_fd()]
             .into_iter()
             .chain(self.shared_listener.as_ref().map(AsFd::as_fd))
             .collect();
-        keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, uid: 0, record }, &fds);
+        keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, uid: 0, record }, &fds)
     }
 }
 

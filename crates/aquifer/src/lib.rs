@@ -10,6 +10,7 @@ mod cli;
 mod cluster;
 #[cfg(test)]
 mod golden_tests;
+mod log_limit;
 mod run;
 pub mod say;
 pub mod settings;

@@ -9,6 +9,9 @@ use std::io;
 use std::sync::OnceLock;
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::format;
+
+use crate::log_limit::LimitedFormat;
 
 /// The first error of a write to standard output.
 static WRITE_ERROR: OnceLock<String> = OnceLock::new();
@@ -57,11 +60,13 @@ macro_rules! say_error {
 
 pub use {say, say_error, say_line};
 
-/// Writes the daemon's log to standard error, filtered by `RUST_LOG` (default: `info`).
+/// Writes the daemon's log to standard error, filtered by `RUST_LOG` (default: `info`), and limited
+/// for each user.
 pub(crate) fn log_to_stderr() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     // A full disk must not end a daemon. By default the subscriber reports a failed write to the
     // same standard error, and panics if that fails, too.
     let log = tracing_subscriber::fmt().log_internal_errors(false).with_env_filter(filter);
-    log.with_writer(std::io::stderr).with_ansi(false).init();
+    let log = log.with_ansi(false).event_format(LimitedFormat::new(format()));
+    log.with_writer(std::io::stderr).init();
 }

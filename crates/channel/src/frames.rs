@@ -16,6 +16,11 @@ use crate::peer::peer_credentials;
 /// Maximum number of descriptors in a frame.
 const FDS_MAX: usize = 12;
 
+/// The keeper does not hold an item, for this reason.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct HoldRefused(pub String);
+
 /// An item that the keeper returns to the daemon that claims its share.
 #[derive(Debug)]
 pub struct RestoredItem {

@@ -20,5 +20,7 @@ mod ring_mapping;
 pub mod socket;
 pub mod wakeup;
 
-pub use frames::{ReceiveError, RestoredItem, connect, receive_frame, send_frame, try_send_frame};
+pub use frames::{
+    HoldRefused, ReceiveError, RestoredItem, connect, receive_frame, send_frame, try_send_frame,
+};
 pub use ring_mapping::RingMapping;

@@ -109,6 +109,11 @@ impl Engine {
         self.lock_current().map(drop)
     }
 
+    /// True if a lease has not ended.
+    pub(crate) fn has_leases(&self) -> Result<bool, DirectoryError> {
+        Ok(self.lock_current()?.0.core.has_leases())
+    }
+
     pub(crate) fn watch(self: &Arc<Self>, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
         let cursor = self.lock_current()?.0.core.watch(prefix, from)?;
         Ok(EngineWatch { engine: Arc::clone(self), cursor, is_cancelled: Arc::default() })

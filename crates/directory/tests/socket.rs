@@ -4,12 +4,10 @@ use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_directory::embedded::wire::{self, DirectoryRequest, DirectoryResponse};
-use aquifer_directory::embedded::{
-    DirectoryServer, DirectoryServerOptions, EmbeddedDirectory, connect, serve,
-};
+use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory, connect};
 use aquifer_directory::{Directory, DirectoryError};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -199,21 +197,41 @@ fn a_client_outlives_a_restart_of_the_server() {
     assert_eq!(watch.next(PATIENCE).unwrap().unwrap().key, "w/2");
 }
 
+/// Waits until the server has noticed what its clients have done.
+fn await_used(server: &DirectoryServer, is_used: bool) {
+    let end = Instant::now() + PATIENCE;
+    while server.is_used().unwrap() != is_used {
+        assert!(Instant::now() < end, "the server does not notice it");
+        std::thread::yield_now();
+    }
+}
+
 #[test]
-fn serve_returns_after_a_shutdown_request() {
+fn a_server_is_used_while_a_client_is_connected_or_has_a_lease() {
     let fixture = SocketFixture::new();
-    let (reader, writer) = std::io::pipe().unwrap();
-    let (ready, is_ready) = std::sync::mpsc::channel();
-    let (file, socket) = (fixture.folder.path().join("directory.redb"), fixture.socket());
-    let thread = std::thread::spawn(move || {
-        use std::os::fd::AsFd;
-        serve(&file, &socket, reader.as_fd(), || ready.send(()).unwrap())
-    });
-    is_ready.recv().unwrap();
-    connect(&fixture.socket()).unwrap().put("k", b"", None).unwrap();
-    drop(writer);
-    thread.join().unwrap().unwrap();
-    assert!(!fixture.socket().exists());
+    let mut server = fixture.start(DirectoryServerOptions::default());
+    assert!(!server.is_used().unwrap());
+    let client = connect(&fixture.socket()).unwrap();
+    client.put("k", b"", None).unwrap();
+    assert!(server.is_used().unwrap());
+    let lease = client.lease_grant(Duration::from_secs(1000)).unwrap();
+    client.lease_revoke(lease.id).unwrap();
+    drop(client);
+    await_used(&server, false);
+    let client = connect(&fixture.socket()).unwrap();
+    let lease = client.lease_grant(Duration::from_secs(1000)).unwrap();
+    drop(client);
+    let client = connect(&fixture.socket()).unwrap();
+    client.lease_revoke(lease.id).unwrap();
+    drop(client);
+    await_used(&server, false);
+
+    // Another server may listen at the path of a deleted socket.
+    std::fs::remove_file(fixture.socket()).unwrap();
+    std::fs::write(fixture.socket(), "of another server").unwrap();
+    server.leave_socket_file();
+    drop(server);
+    assert!(fixture.socket().exists());
 }
 
 /// Leases end by the system's clock, and a watch reports it without any further call.

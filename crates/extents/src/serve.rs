@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::peer::peer_pidfd;
-use aquifer_channel::{send_frame, try_send_frame};
+use aquifer_channel::{HoldRefused, send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
@@ -34,7 +34,10 @@ const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Passes the state of sessions to the keeper, which outlives the agent.
 pub trait SessionKeeper: Send + Sync + std::fmt::Debug {
     /// Lets the keeper hold an item, and replace an item of the same kind and number.
-    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]);
+    ///
+    /// # Errors
+    /// If the keeper refuses a new item.
+    fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused>;
     /// Lets the keeper release an item.
     fn release(&self, kind: HeldKind, id: u64);
 }
@@ -53,6 +56,9 @@ pub enum OpenSessionError {
         /// The error of the system call.
         source: io::Error,
     },
+    /// The keeper does not hold the session.
+    #[error(transparent)]
+    NotHeld(#[from] HoldRefused),
     /// The agent is about to end.
     #[error("the agent is stopping")]
     Stopping,
@@ -182,7 +188,7 @@ impl SessionService {
         drop(sessions);
         let ring_memory = AgentRingMemory(Arc::clone(&ring));
         let parts = SessionParts { ring: SessionRing::initialise(ring_memory), book, process };
-        self.hold(id, &shared, &parts);
+        self.hold(id, &shared, &parts).inspect_err(|_| self.forget(id))?;
         let sent = send_frame(&shared.socket, &Frame::SessionOpened, &[ring.fd()]);
         if let Err(error) = sent.and_then(|()| self.start(id, shared, parts)) {
             tracing::warn!(pid, %error, "cannot open a session");
@@ -216,14 +222,14 @@ impl SessionService {
         }
     }
 
-    fn hold(&self, id: u64, shared: &SharedSession, parts: &SessionParts) {
+    fn hold(&self, id: u64, shared: &SharedSession, parts: &SessionParts) -> Result<(), HoldRefused> {
         let record = serde_json::to_string(&shared.record).expect("numbers can be serialised");
         // Process id 0, because the keeper must not end the program: it can continue without a
         // session.
         let item = HeldItem { kind: HeldKind::Session, id, pid: 0, uid: 0, record };
         let ring = &parts.ring.words().0;
         let fds = [ring.fd(), parts.book.memory().fd(), shared.socket.as_fd(), parts.process.as_fd()];
-        self.keeper.hold(&item, &fds);
+        self.keeper.hold(&item, &fds)
     }
 
     fn start(self: &Arc<Self>, id: u64, shared: Arc<SharedSession>, parts: SessionParts) -> io::Result<()> {

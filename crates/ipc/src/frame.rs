@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 12;
+pub const VERSION: u16 = 13;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -208,6 +208,15 @@ pub enum Frame {
         /// Name of the daemon in the local cluster.
         name: String,
     },
+    /// Keeper to daemon: an item of [`Frame::Hold`] is not held.
+    HoldRefused {
+        /// Kind of the item.
+        kind: HeldKind,
+        /// Number of the item.
+        id: u64,
+        /// Why it is not held.
+        reason: String,
+    },
 }
 
 /// Why bytes are not a frame of this version.
@@ -342,6 +351,11 @@ impl Frame {
             23 => Self::OpenSession,
             24 => Self::SessionOpened,
             25 => Self::WatchDaemon { pid: reader.u32()?, name: reader.text()? },
+            26 => Self::HoldRefused {
+                kind: held_kind(reader.u32()?)?,
+                id: reader.u64()?,
+                reason: reader.text()?,
+            },
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -389,6 +403,11 @@ impl Frame {
             Self::WatchDaemon { pid, name } => {
                 out.extend_from_slice(&pid.to_le_bytes());
                 write_text(name, out);
+            }
+            Self::HoldRefused { kind, id, reason } => {
+                out.extend_from_slice(&held_kind_number(*kind).to_le_bytes());
+                out.extend_from_slice(&id.to_le_bytes());
+                write_text(reason, out);
             }
             Self::Claim(share) => out.extend_from_slice(&share.number().to_le_bytes()),
             Self::Release(kind, id) => {
@@ -448,6 +467,7 @@ impl Frame {
             Self::OpenSession => 23,
             Self::SessionOpened => 24,
             Self::WatchDaemon { .. } => 25,
+            Self::HoldRefused { .. } => 26,
         }
     }
 }

@@ -83,6 +83,10 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("open session", Frame::OpenSession),
         ("session opened", Frame::SessionOpened),
         ("watch", Frame::WatchDaemon { pid: 0x1112_1314, name: "node-1".into() }),
+        (
+            "hold refused",
+            Frame::HoldRefused { kind: HeldKind::Program, id: 0x0102_0304_0506_0708, reason: "né".into() },
+        ),
     ]
 }
 

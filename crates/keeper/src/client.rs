@@ -8,16 +8,22 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
-use aquifer_channel::{RestoredItem, connect, receive_frame, send_frame};
+use aquifer_channel::{HoldRefused, RestoredItem, connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 /// How long to retry a claim: until the keeper has noticed that the last owner has ended.
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long to wait for the keeper's answer to an item. A keeper that is stopped must not stop the
+/// daemon.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between attempts to claim a share.
 const CLAIM_INTERVAL: Duration = Duration::from_millis(10);
 
+/// What identifies an item in its share.
+type ItemKey = (HeldKind, u64);
+
 /// Copies of all items that the keeper holds for this daemon.
-type SentItems = BTreeMap<(HeldKind, u64), (HeldItem, Vec<Arc<OwnedFd>>)>;
+type SentItems = BTreeMap<ItemKey, (HeldItem, Vec<Arc<OwnedFd>>)>;
 
 #[derive(Debug)]
 struct State {
@@ -26,6 +32,10 @@ struct State {
     items: SentItems,
     /// True from a failure to reconnect until a success; the failure is logged once.
     is_lost: bool,
+    /// Number of *sync* frames that the keeper has not returned.
+    unanswered: u32,
+    /// True from a timeout of an answer until all answers have arrived.
+    is_stalled: bool,
 }
 
 /// A daemon's connection to the keeper. While it exists, the daemon owns its share.
@@ -47,7 +57,13 @@ impl KeeperClient {
             let socket = connect(path)?;
             match claim(&socket, share) {
                 Ok(kept) => {
-                    let state = State { socket, items: copy_items(&kept)?, is_lost: false };
+                    let state = State {
+                        socket,
+                        items: copy_items(&kept)?,
+                        is_lost: false,
+                        unanswered: 0,
+                        is_stalled: false,
+                    };
                     return Ok((Self { path: path.to_owned(), share, state: Mutex::new(state) }, kept));
                 }
                 Err(error) if Instant::now() >= deadline => return Err(error),
@@ -58,7 +74,10 @@ impl KeeperClient {
 
     /// Stores an item and its descriptors in the keeper. Replaces an item of the same kind and
     /// number.
-    pub fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
+    ///
+    /// # Errors
+    /// If the keeper refuses a new item. Without a keeper there is no error.
+    pub fn hold(&self, item: &HeldItem, fds: &[BorrowedFd<'_>]) -> Result<(), HoldRefused> {
         let copies: io::Result<Vec<_>> = fds.iter().map(|fd| fd.try_clone_to_owned().map(Arc::new)).collect();
         match copies {
             Ok(copies) => self.hold_shared(item, copies),
@@ -72,21 +91,88 @@ impl KeeperClient {
                 );
                 let mut state = self.lock();
                 self.send(&mut state, item, fds);
+                self.synchronise(&mut state, (item.kind, item.id))
             }
         }
     }
 
     /// The same with descriptors that this process uses itself, so that no copies are made.
-    pub fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
+    ///
+    /// # Errors
+    /// If the keeper refuses a new item.
+    pub fn hold_shared(&self, item: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        let key = (item.kind, item.id);
         let mut state = self.lock();
         let borrowed: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        state.items.insert((item.kind, item.id), (item.clone(), fds.clone()));
+        let is_new = state.items.insert(key, (item.clone(), fds.clone())).is_none();
         self.send(&mut state, item, &borrowed);
+        // The keeper refuses no item that replaces another.
+        if is_new { self.synchronise(&mut state, key) } else { Ok(()) }
     }
 
     fn send(&self, state: &mut State, item: &HeldItem, fds: &[BorrowedFd<'_>]) {
         if send_frame(&state.socket, &Frame::Hold(item.clone()), fds).is_err() {
             self.reconnect(state);
+        }
+    }
+
+    /// Waits until the keeper has handled all frames.
+    ///
+    /// # Errors
+    /// If it has refused the item `key`.
+    fn synchronise(&self, state: &mut State, key: ItemKey) -> Result<(), HoldRefused> {
+        // Do not wait for a keeper that has not answered the last time.
+        let timeout = if state.is_stalled { Duration::ZERO } else { ANSWER_TIMEOUT };
+        match send_frame(&state.socket, &Frame::Sync, &[]) {
+            Ok(()) => state.unanswered += 1,
+            Err(_) => self.reconnect(state),
+        }
+        let mut outcome = Ok(());
+        for (refused, reason) in self.receive_answers(state, timeout) {
+            if refused == key {
+                outcome = Err(HoldRefused(reason));
+            } else {
+                log_refusal(refused, &reason);
+            }
+        }
+        outcome
+    }
+
+    /// Receives the answers that are due, until all have arrived or `timeout` has passed. Returns
+    /// the refused items, which are removed.
+    fn receive_answers(&self, state: &mut State, timeout: Duration) -> Vec<(ItemKey, String)> {
+        let deadline = Instant::now() + timeout;
+        let mut refused = Vec::new();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let wait = if state.unanswered > 0 && !state.is_lost { left } else { Duration::ZERO };
+            if !wait_readable(&[&state.socket], wait).unwrap_or(true) {
+                if wait.is_zero() {
+                    // A zero timeout does not show whether the keeper is slow.
+                    let is_late = state.unanswered > 0 && timeout > Duration::ZERO;
+                    if is_late && !state.is_stalled {
+                        tracing::error!(?timeout, "the keeper does not answer; not waiting for it");
+                    }
+                    state.is_stalled = state.unanswered > 0 && (state.is_stalled || is_late);
+                    return refused;
+                }
+                // The time is up, or a signal has interrupted the call.
+                continue;
+            }
+            match receive_frame(&state.socket) {
+                Ok((Frame::HoldRefused { kind, id, reason }, _)) => {
+                    state.items.remove(&(kind, id));
+                    refused.push(((kind, id), reason));
+                }
+                Ok(_) => state.unanswered = state.unanswered.saturating_sub(1),
+                Err(_) if left.is_zero() && timeout > Duration::ZERO => return refused,
+                Err(_) => {
+                    self.reconnect(state);
+                    if state.is_lost {
+                        return refused;
+                    }
+                }
+            }
         }
     }
 
@@ -103,14 +189,14 @@ impl KeeperClient {
     /// If the keeper has closed the connection, connects to the next keeper and sends it all items.
     pub fn reconnect_if_closed(&self) {
         let mut state = self.lock();
-        if wait_readable(&[&state.socket], Duration::ZERO).unwrap_or(true) {
-            self.reconnect(&mut state);
+        for (refused, reason) in self.receive_answers(&mut state, Duration::ZERO) {
+            log_refusal(refused, &reason);
         }
     }
 
     fn reconnect(&self, state: &mut State) {
         match connect(&self.path).and_then(|socket| claim(&socket, self.share).map(|_| socket)) {
-            Ok(socket) => state.socket = socket,
+            Ok(socket) => (state.socket, state.unanswered, state.is_stalled) = (socket, 0, false),
             Err(error) => {
                 if !std::mem::replace(&mut state.is_lost, true) {
                     tracing::error!(
@@ -137,11 +223,19 @@ impl KeeperClient {
                 );
             }
         }
+        if send_frame(&state.socket, &Frame::Sync, &[]).is_ok() {
+            state.unanswered = 1;
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Logs that the keeper has refused an item whose user has been served before.
+fn log_refusal((kind, id): ItemKey, reason: &str) {
+    tracing::error!(?kind, id, reason, "item not held: it is lost if this daemon dies");
 }
 
 /// Claims a share, and receives the items in it.

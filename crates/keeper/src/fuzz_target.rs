@@ -42,6 +42,7 @@ fn items(keeper: &KeeperServer) -> Vec<(HeldKind, u64)> {
 pub fn handle_frames(bytes: &[u8]) -> bool {
     let mut keeper = KeeperServer {
         grace: Duration::from_secs(1),
+        items_max: super::ITEMS_MAX,
         connections: Vec::new(),
         last_number: 0,
         shares: BTreeMap::new(),

@@ -32,6 +32,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,9 @@ const CONNECTIONS_MAX: usize = 64;
 /// Time without another attempt after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
+/// Default of [`KeeperOptions::items_max`].
+pub const ITEMS_MAX: usize = 65_536;
+
 /// Options of a keeper.
 #[derive(Debug)]
 pub struct KeeperOptions {
@@ -64,6 +68,12 @@ pub struct KeeperOptions {
     pub grace: Duration,
     /// A socket that already listens at `socket`.
     pub listener: Option<OwnedFd>,
+    /// Most items in a share. The keeper refuses further ones, so that the daemon can refuse the
+    /// program that needs them.
+    pub items_max: usize,
+    /// Set when the socket's file was deleted: the keeper then ends when it holds nothing and no
+    /// daemon is connected.
+    pub when_unused: Arc<AtomicBool>,
 }
 
 /// A connection of a daemon.
@@ -91,6 +101,7 @@ struct ShareState {
 #[derive(Debug)]
 struct KeeperServer {
     grace: Duration,
+    items_max: usize,
     connections: Vec<DaemonConnection>,
     /// The number of the newest connection.
     last_number: u64,
@@ -111,6 +122,7 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
     };
     let mut keeper = KeeperServer {
         grace: options.grace,
+        items_max: options.items_max,
         connections: Vec::new(),
         last_number: 0,
         shares: BTreeMap::new(),
@@ -118,11 +130,15 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         next_accept: Instant::now(),
     };
     ready();
+    let when_unused = || options.when_unused.load(Relaxed);
     while !stop.load(Relaxed) {
+        if when_unused() && keeper.is_unused() {
+            break;
+        }
         keeper.poll_once(&listener)?;
     }
     keeper.end_programs(options.grace);
-    if options.listener.is_none() {
+    if options.listener.is_none() && !when_unused() {
         let _ = std::fs::remove_file(&options.socket);
     }
     Ok(())
@@ -170,6 +186,11 @@ impl KeeperServer {
         }
         self.shares.retain(|_, share| share.owner.is_some() || !share.items.is_empty());
         Ok(())
+    }
+
+    /// True if no daemon is connected and nothing is held.
+    fn is_unused(&self) -> bool {
+        self.connections.is_empty() && self.shares.is_empty()
     }
 
     /// Kills the programs of daemons that are not connected, and waits for their ends for at most
@@ -231,7 +252,15 @@ impl KeeperServer {
                     || item.kind == HeldKind::Orphan
                     || Mutation::SkipOwner.is_active() =>
             {
-                self.store(item, fds);
+                let (kind, id, uid) = (item.kind, item.id, item.uid);
+                if let Err(limit) = self.store(item, fds) {
+                    tracing::warn!(?kind, id, uid, limit, "refused an item: the keeper is full");
+                    let reason = format!(
+                        "the keeper holds {limit} items, which is its limit: end some programs or sessions \
+                         first"
+                    );
+                    return send_frame(socket, &Frame::HoldRefused { kind, id, reason }, &[]).is_ok();
+                }
             }
             Ok((Frame::Release(kind, id), _)) if is_owner(KeeperShare::of(kind, id)) => {
                 if let Some(share) = share.and_then(|share| self.shares.get_mut(&share)) {
@@ -259,10 +288,13 @@ impl KeeperServer {
         true
     }
 
-    fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) {
-        if let Some(share) = KeeperShare::of(item.kind, item.id) {
-            self.shares.entry(share).or_default().items.store(item, fds);
-        }
+    /// Stores an item.
+    ///
+    /// # Errors
+    /// The limit of items, if the share has that many.
+    fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) -> Result<(), usize> {
+        let Some(share) = KeeperShare::of(item.kind, item.id) else { return Ok(()) };
+        self.shares.entry(share).or_default().items.store(item, fds, self.items_max)
     }
 
     /// Makes a connection the owner of a share and sends it the items, unless another process owns

@@ -12,8 +12,6 @@ use super::memory;
 
 /// The last descriptors of a program whose process is known: `mem`, `pagemap`, `maps`, pidfd.
 const FILES_OF_PROCESS: usize = 4;
-/// Most items in a share.
-const ITEMS_MAX: usize = 65_536;
 
 #[derive(Debug)]
 struct Entry {
@@ -42,18 +40,20 @@ impl ShareItems {
     }
 
     /// Stores an item. Replaces an item of the same kind and number.
-    pub fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>) {
+    ///
+    /// An orphan is always stored: its process would read zeros without it. Orphans are as many as
+    /// the programs of the agent that has died.
+    ///
+    /// # Errors
+    /// `items_max`, if the share has that many items.
+    pub fn store(&mut self, item: HeldItem, fds: Vec<OwnedFd>, items_max: usize) -> Result<(), usize> {
         let key = (item.kind, item.id);
-        if self.entries.len() >= ITEMS_MAX && !self.entries.contains_key(&key) {
-            tracing::error!(
-                kind = ?item.kind,
-                id = item.id,
-                limit = ITEMS_MAX,
-                "item not stored: the keeper is full; a program without it is lost if its daemon dies"
-            );
-            return;
+        let is_full = self.entries.len() >= items_max && item.kind != HeldKind::Orphan;
+        if is_full && !self.entries.contains_key(&key) {
+            return Err(items_max);
         }
         self.entries.insert(key, Entry { item, fds, pagemap: None });
+        Ok(())
     }
 
     /// Removes an item and closes its descriptors.

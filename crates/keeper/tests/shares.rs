@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{KeeperClient, KeeperOptions, serve};
+use aquifer_keeper::{ITEMS_MAX, KeeperClient, KeeperOptions, serve};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 const LONG: Duration = Duration::from_secs(1000);
@@ -27,8 +27,18 @@ struct TestKeeper {
 
 impl TestKeeper {
     fn start(folder: &Path, grace: Duration) -> Self {
+        Self::start_with(folder, grace, ITEMS_MAX)
+    }
+
+    fn start_with(folder: &Path, grace: Duration, items_max: usize) -> Self {
         let socket = folder.join("keeper");
-        let options = KeeperOptions { socket: socket.clone(), grace, listener: None };
+        let options = KeeperOptions {
+            socket: socket.clone(),
+            grace,
+            listener: None,
+            items_max,
+            when_unused: Arc::default(),
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let keeper_stop = Arc::clone(&stop);
         let (sender, receiver) = mpsc::channel();
@@ -56,10 +66,14 @@ impl Drop for TestKeeper {
     }
 }
 
+fn item(kind: HeldKind, id: u64) -> HeldItem {
+    HeldItem { kind, id, pid: 0, uid: 0, record: String::new() }
+}
+
 /// Holds an item. Returns the pipe that ends when the item is released.
 fn hold(client: &KeeperClient, kind: HeldKind, id: u64) -> PipeReader {
     let (reader, writer) = pipe().expect("a pipe");
-    client.hold(&HeldItem { kind, id, pid: 0, uid: 0, record: String::new() }, &[writer.as_fd()]);
+    client.hold(&item(kind, id), &[writer.as_fd()]).expect("the keeper has room");
     reader
 }
 
@@ -145,7 +159,7 @@ fn a_restored_item_is_sent_again_with_all_its_descriptors() {
     let (_reader, writer) = pipe().expect("a pipe");
     let uid = rustix::process::geteuid().as_raw();
     let item = HeldItem { kind: HeldKind::Program, id: 1, pid: program.id(), uid, record: String::new() };
-    agent.hold(&item, &[writer.as_fd(), pidfd.as_fd()]);
+    agent.hold(&item, &[writer.as_fd(), pidfd.as_fd()]).expect("the keeper has room");
     synchronise(&keeper);
     drop(agent);
     let (agent, _) = keeper.connect(KeeperShare::Agent);
@@ -174,4 +188,60 @@ fn a_connection_cannot_release_items_of_a_share_it_does_not_own() {
     drop(client);
     synchronise(&keeper);
     assert_eq!(keeper.connect(KeeperShare::Node(1)).1, [(HeldKind::Node, 1)]);
+}
+
+#[test]
+fn a_full_keeper_refuses_new_items_only() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start_with(folder.path(), LONG, 2);
+    let (client, _) = keeper.connect(KeeperShare::Agent);
+    let _first = hold(&client, HeldKind::Run, 1);
+    let second = hold(&client, HeldKind::Program, 2);
+    let (reader, writer) = pipe().expect("a pipe");
+    let refused = client.hold(&item(HeldKind::Program, 3), &[writer.as_fd()]).unwrap_err();
+    assert!(refused.to_string().contains("2 items"), "{refused}");
+    drop(writer);
+    await_release(reader);
+    // It replaces the item of the same number.
+    let replaced = hold(&client, HeldKind::Program, 2);
+    await_release(second);
+    client.release(HeldKind::Program, 2);
+    await_release(replaced);
+    let third = hold(&client, HeldKind::Program, 3);
+    // A process whose agent has died must not lose its userfaultfd to the limit.
+    let shadow = connect(&keeper.socket).expect("it serves");
+    let (reader, writer) = pipe().expect("a pipe");
+    let orphan = Frame::Hold(item(HeldKind::Orphan, 4));
+    send_frame(&shadow, &orphan, &[writer.as_fd()]).expect("it listens");
+    synchronise(&keeper);
+    // The shares of nodes have limits of their own.
+    let (node, _) = keeper.connect(KeeperShare::Node(7));
+    let _memory = hold(&node, HeldKind::Node, 7);
+    drop(client);
+    let (next, kept) = keeper.connect(KeeperShare::Agent);
+    assert_eq!(kept, [(HeldKind::Run, 1), (HeldKind::Program, 3), (HeldKind::Orphan, 4)]);
+    // While the daemon is connected, the keeper does not wait for its programs.
+    drop(keeper);
+    drop((next, third, reader));
+}
+
+#[test]
+fn a_full_next_keeper_refuses_what_the_last_one_held() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let (client, _) = keeper.connect(KeeperShare::Agent);
+    let _first = hold(&client, HeldKind::Run, 1);
+    let _second = hold(&client, HeldKind::Program, 2);
+    drop(keeper);
+    let keeper = TestKeeper::start_with(folder.path(), LONG, 2);
+    let (_, writer) = pipe().expect("a pipe");
+    client.hold(&item(HeldKind::Program, 3), &[writer.as_fd()]).unwrap_err();
+    client.release(HeldKind::Program, 2);
+    let _third = hold(&client, HeldKind::Program, 3);
+    synchronise(&keeper);
+    drop(client);
+    let (next, kept) = keeper.connect(KeeperShare::Agent);
+    assert_eq!(kept, [(HeldKind::Run, 1), (HeldKind::Program, 3)]);
+    drop(keeper);
+    drop(next);
 }

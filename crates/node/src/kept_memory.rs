@@ -83,7 +83,9 @@ impl MemoryKeeper {
         let item = HeldItem { kind: HeldKind::Node, id: u64::from(self.node), pid: 0, uid: 0, record };
         let fds: Vec<BorrowedFd<'_>> =
             [memory.fd(), epochs.fd()].into_iter().chain(target.control()).collect();
-        self.client.hold(&item, &fds);
+        if let Err(error) = self.client.hold(&item, &fds) {
+            tracing::error!(node = self.node, %error, "the memory of this node is not kept");
+        }
     }
 
     /// Has the keeper release the memory.

@@ -11,6 +11,7 @@ use aquifer_directory::{
     WatchEvent, WatchEventKind,
 };
 use aquifer_fabric::{Host, Target};
+use aquifer_pool::NodeMemory;
 
 use crate::error::NodeError;
 use crate::fences::{Fence, LiveHosts};
@@ -23,6 +24,18 @@ use crate::shutdown::Shutdown;
 const JOIN_ATTEMPTS: u32 = 8;
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
+
+/// Interval between checks whether a node that is to end when it is unused is used.
+const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Why a node has stopped following the directory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum WatchEnd {
+    /// It was asked to stop.
+    Requested,
+    /// It was asked to end when no host uses its memory, and none does.
+    Unused,
+}
 
 /// A node's membership.
 #[derive(Debug)]
@@ -39,6 +52,8 @@ pub(crate) struct NodeMembership {
     counters: Arc<NodeCounters>,
     /// Limits the log lines about invalid records: they are read again after each failure.
     invalid_records: FailureLog,
+    /// When the directory was first seen without a host.
+    without_hosts_since: Option<Instant>,
 }
 
 /// A node that has a lease and has fenced hosts, and has no record yet.
@@ -105,6 +120,7 @@ impl JoiningNode {
             lending,
             counters,
             invalid_records,
+            without_hosts_since: None,
         };
         if let Err(error) = membership.put_record() {
             membership.end_lease();
@@ -249,13 +265,37 @@ impl NodeMembership {
         Ok(())
     }
 
+    /// True if no host has a lease, and no host can resume with something in this memory: there is
+    /// nothing in it, or the grace times of all hosts have passed.
+    ///
+    /// After the same time, other hosts would free what is in the memory.
+    fn is_unused(&mut self, node_memory: &NodeMemory) -> Result<bool, NodeError> {
+        // Recoveries are included: they access the memory.
+        if !self.directory.list(names::AGENTS)?.entries.is_empty() {
+            self.without_hosts_since = None;
+            return Ok(false);
+        }
+        let since = *self.without_hosts_since.get_or_insert_with(Instant::now);
+        if node_memory.free_bytes() == node_memory.lent_bytes() {
+            return Ok(true);
+        }
+        let dead = names::dead_hosts(&*self.directory)?;
+        let grace_ms = dead.iter().map(|host| host.grace_ms).max().unwrap_or(0);
+        Ok(since.elapsed() >= Duration::from_millis(grace_ms))
+    }
+
     /// Keeps the lease alive, fences hosts whose leases end, and applies requests, until
-    /// `shutdown`.
+    /// `shutdown`; if `shutdown` asks for that, until no host uses the memory.
     ///
     /// # Errors
     /// If the directory fails, or its events could not be followed fast enough. It can be called
     /// again, if necessary after [`set_directory`](Self::set_directory).
-    pub fn watch(&mut self, target: &dyn Target, shutdown: &Shutdown) -> Result<(), NodeError> {
+    pub fn watch(
+        &mut self,
+        target: &dyn Target,
+        node_memory: &NodeMemory,
+        shutdown: &Shutdown,
+    ) -> Result<WatchEnd, NodeError> {
         self.keep_alive()?;
         let revision = list_hosts(
             &*self.directory,
@@ -270,6 +310,7 @@ impl NodeMembership {
         let request_key = names::requested_memory_key(self.record.id);
         let mut requests = self.directory.watch(&request_key, revision + 1)?;
         let tick = TICK.min(self.ttl / 8);
+        let mut checked_at = None;
         while !shutdown.is_requested() {
             self.keep_alive()?;
             if let Some(event) = watch.next(tick)? {
@@ -281,8 +322,15 @@ impl NodeMembership {
                 }
             }
             self.update_record()?;
+            let is_due = checked_at.is_none_or(|at: Instant| at.elapsed() >= UNUSED_CHECK_INTERVAL);
+            if shutdown.is_requested_when_unused() && is_due {
+                checked_at = Some(Instant::now());
+                if self.is_unused(node_memory)? {
+                    return Ok(WatchEnd::Unused);
+                }
+            }
         }
-        Ok(())
+        Ok(WatchEnd::Requested)
     }
 
     /// Fences a host if its lease has ended or was replaced.

@@ -23,7 +23,7 @@ use crate::host_epochs::HostEpochs;
 use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
 use crate::lending::Lending;
 use crate::maintenance::MaintenanceThread;
-use crate::membership::{JoiningNode, NodeMembership};
+use crate::membership::{JoiningNode, NodeMembership, WatchEnd};
 use crate::memory::{affordable_bytes, available_bytes};
 use crate::metrics;
 use crate::resizer::Resizer;
@@ -167,8 +167,8 @@ pub fn serve(
 ) -> Result<(), NodeError> {
     let mut node = RunningNode::start(options)?;
     ready(node.membership.record());
-    node.follow_directory(options, shutdown);
-    node.stop();
+    let end = node.follow_directory(options, shutdown);
+    node.stop(end);
     Ok(())
 }
 
@@ -251,11 +251,12 @@ impl RunningNode {
     }
 
     /// Follows the directory until `shutdown`, and reconnects to it when it fails.
-    fn follow_directory(&mut self, options: &NodeOptions, shutdown: &Shutdown) {
+    fn follow_directory(&mut self, options: &NodeOptions, shutdown: &Shutdown) -> WatchEnd {
         let (mut failure_log, mut connect_failure_log) = (FailureLog::default(), FailureLog::default());
         while !shutdown.is_requested() {
-            let Err(error) = self.membership.watch(&*self.target, shutdown) else {
-                break;
+            let error = match self.membership.watch(&*self.target, &self.node_memory, shutdown) {
+                Ok(end) => return end,
+                Err(error) => error,
             };
             if let Some(failures) = failure_log.record(Instant::now()) {
                 tracing::warn!(
@@ -282,20 +283,21 @@ impl RunningNode {
                 }
             }
         }
+        WatchEnd::Requested
     }
 
-    /// Leaves the cluster, for good unless a keeper holds memory that is lent.
-    fn stop(self) {
+    /// Leaves the cluster, for good unless a keeper holds memory that is lent and may be used.
+    fn stop(self, end: WatchEnd) {
         let Some(keeper) = self.keeper else {
             self.membership.leave();
             return;
         };
         // After this no more sections can come online.
         drop(self.maintenance);
-        if self.node_memory.lent_bytes() > 0 {
+        if self.node_memory.lent_bytes() > 0 && end == WatchEnd::Requested {
             self.membership.end_lease();
         } else {
-            // No host can allocate any of it, so it need not be kept.
+            // No host uses it or can allocate any of it, so it need not be kept.
             keeper.release();
             self.membership.leave();
         }

@@ -1,5 +1,6 @@
 //! Requests to stop a daemon or a thread.
 
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -7,6 +8,7 @@ use std::time::Duration;
 #[derive(Clone, Debug, Default)]
 pub struct Shutdown {
     shared: Arc<(Mutex<bool>, Condvar)>,
+    when_unused: Arc<AtomicBool>,
 }
 
 impl Shutdown {
@@ -20,6 +22,17 @@ impl Shutdown {
     pub fn request(&self) {
         *self.shared.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.shared.1.notify_all();
+    }
+
+    /// Requests that a node ends when no host uses its memory.
+    pub fn request_when_unused(&self) {
+        self.when_unused.store(true, Relaxed);
+    }
+
+    /// True if [`Self::request_when_unused`] was called.
+    #[must_use]
+    pub fn is_requested_when_unused(&self) -> bool {
+        self.when_unused.load(Relaxed)
     }
 
     /// True if the request was made.

@@ -1,8 +1,9 @@
 //! Deaths of programs and daemons: others are not affected, all memory is freed, and no wrong byte
 //! is read.
 
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::restart::{figure, start_missing};
@@ -58,6 +59,54 @@ fn a_killed_programs_memory_is_freed() {
         outcome.stderr
     );
     cluster.assert_all_free();
+}
+
+/// The pause of `checker steps` in which the state folder is deleted. The program exceeds its limit
+/// then.
+const DELETION_STEP: usize = 7;
+
+/// Deletes the state folder while a program pauses, and waits for the ends of the program and of
+/// all daemons.
+fn delete_state_under_a_program(options: &[&str]) {
+    let cluster = Cluster::up_with(2, "128M", options);
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "128M"];
+    let mut command = cluster.run_command(LIMIT, &program);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut run = command.spawn().expect("aquifer can be started");
+    let mut output = BufReader::new(run.stdout.take().expect("it is a pipe"));
+    let mut input = run.stdin.take().expect("it is a pipe");
+    let mut daemons = Vec::new();
+    for step in 1.. {
+        let mut line = String::new();
+        output.read_line(&mut line).expect("the program's output can be read");
+        if line.is_empty() {
+            break;
+        }
+        if step == DELETION_STEP {
+            await_paging(&cluster, 1 << 20);
+            daemons = cluster.daemons();
+            assert!(daemons.len() >= 5, "agent, two nodes, keeper and directory: {daemons:?}");
+            std::fs::remove_dir_all(cluster.state()).expect("it is our folder");
+        }
+        for daemon in &daemons {
+            assert!(processes::is_alive(*daemon), "daemon {daemon} has ended under a program");
+        }
+        input.write_all(b"\n").expect("the program waits for a line");
+    }
+    let outcome = run.wait_with_output().expect("our own child can be waited for");
+    assert!(outcome.status.success(), "{}: {}", outcome.status, text(&outcome.stderr));
+    eventually("all daemons to end", || cluster.daemons().is_empty().then_some(()));
+}
+
+#[test]
+fn daemons_without_a_state_folder_end_after_their_last_program() {
+    delete_state_under_a_program(&[]);
+}
+
+#[test]
+fn daemons_without_a_state_folder_release_kept_memory() {
+    delete_state_under_a_program(&["--keep-memory", "--fabric", "tcp"]);
 }
 
 #[test]

@@ -60,6 +60,21 @@ fn unaffected_program(cluster: &Cluster) -> Running {
 }
 
 #[test]
+fn a_flood_of_refused_programs_does_not_fill_the_log() {
+    const FLOOD: usize = 2000;
+    let cluster = Cluster::up(1, "64M");
+    let forged = bytes_of(&hello(RunToken([7; 16]), false));
+    for _ in 0..FLOOD {
+        refusal(&cluster, &forged);
+    }
+    let log = std::fs::read_to_string(cluster.state().join("log/agent.log")).expect("the agent has a log");
+    let lines = log.lines().filter(|line| line.contains("refused a program")).count();
+    // One more line every 10 s, on a machine that may be slow.
+    assert!((100..FLOOD / 4).contains(&lines), "{lines} lines:\n{log}");
+    assert_serves(&cluster);
+}
+
+#[test]
 fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
     let cluster = Cluster::up(1, "256M");
     let program = unaffected_program(&cluster);

@@ -14,6 +14,7 @@ mod extents;
 mod fabric_check;
 mod failures;
 mod fairness;
+mod full_keeper;
 mod golden;
 mod hostile;
 mod languages;

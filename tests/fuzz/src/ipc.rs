@@ -87,6 +87,10 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("claim-node", Frame::Claim(KeeperShare::Node(7))),
         ("set-limit", Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 })),
         ("watch-daemon", Frame::WatchDaemon { pid: 77, name: "node-1".to_owned() }),
+        (
+            "hold-refused",
+            Frame::HoldRefused { kind: HeldKind::Run, id: 3, reason: "the keeper is full".to_owned() },
+        ),
     ]
 }
 

@@ -1,12 +1,14 @@
 //! `aquifer down`: stops all daemons of the cluster.
 
+use std::error::Error;
 use std::io;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::daemon::{Daemon, names};
-use super::launch::{LaunchError, StopOutcome, process_of, stop};
+use super::launch::process_of;
 use super::lock::FileLock;
+use super::stop::{StopOutcome, stop};
 use crate::Outcome;
 use crate::say::say_line;
 use crate::state::StateDir;
@@ -14,11 +16,12 @@ use crate::state::StateDir;
 /// Name of the lock that `aquifer up` and `aquifer down` hold while they change the cluster.
 pub const CLUSTER_LOCK: &str = ".cluster";
 
-/// Time that an agent or a node has to stop. An agent ends its programs and frees their memory
-/// first. Both then end their leases, and the directory may not answer.
-const LONG_STOP_TIMEOUT: Duration = Duration::from_secs(15);
-/// Time that a keeper or a directory has to stop.
-const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+/// When the daemons of each step are killed, from the start of the first step.
+///
+/// An agent ends its programs and frees their memory first. Agent and nodes end their leases, and
+/// the directory may not answer.
+const STEP_DEADLINES: [Duration; 4] =
+    [Duration::from_secs(15), Duration::from_secs(20), Duration::from_secs(25), Duration::from_secs(30)];
 
 /// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's
 /// file stay.
@@ -69,20 +72,25 @@ fn known_daemons(state: &StateDir) -> io::Result<Vec<Daemon>> {
 /// Stops those of the daemons that run, and removes the sockets of all.
 ///
 /// The agent is first, because it frees memory on the nodes. The directory is last, because agent
-/// and nodes end their leases there. A socket is removed only after its daemon has ended.
+/// and nodes end their leases there. A daemon that hangs is killed before the next step: without a
+/// keeper, the programs of an agent that is killed would read zeros. A socket is removed only after
+/// its daemon has ended.
 ///
 /// # Errors
-/// If a daemon cannot be stopped.
-pub fn stop_daemons(state: &StateDir, daemons: &[Daemon]) -> Result<Vec<(Daemon, StopOutcome)>, LaunchError> {
-    const TIMEOUTS: [Duration; 4] = [LONG_STOP_TIMEOUT, LONG_STOP_TIMEOUT, STOP_TIMEOUT, STOP_TIMEOUT];
+/// If a daemon cannot be stopped. Then the daemons of later steps are left alone.
+pub fn stop_daemons(
+    state: &StateDir,
+    daemons: &[Daemon],
+) -> Result<Vec<(Daemon, StopOutcome)>, Box<dyn Error>> {
+    let start = Instant::now();
     let mut ended = Vec::new();
-    for (step, timeout) in TIMEOUTS.into_iter().enumerate() {
+    for (step, deadline) in STEP_DEADLINES.into_iter().enumerate() {
         let group: Vec<_> = daemons.iter().copied().filter(|daemon| stop_step(*daemon) == step).collect();
         let mut running = Vec::new();
         for daemon in &group {
             running.extend(process_of(state, *daemon)?.map(|process| (*daemon, process)));
         }
-        ended.extend(stop(running, timeout)?);
+        ended.extend(stop(running, start + deadline)?);
         for daemon in group {
             // The lock file stays: a process that waits for the lock would otherwise hold that of a
             // removed file.

@@ -1,4 +1,4 @@
-//! Start and stop of daemons in the background.
+//! Start of daemons in the background.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, Read, Seek, SeekFrom};
@@ -9,7 +9,6 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::{Signal, pidfd_send_signal};
 
 use super::config::ClusterConfig;
 use super::daemon::Daemon;
@@ -25,7 +24,7 @@ const LOG_BYTES_MAX: u64 = 4 << 20;
 const TAIL_LINES: usize = 10;
 const TAIL_BYTES_MAX: u64 = 16 << 10;
 
-/// Why a daemon cannot be started or stopped.
+/// Why a daemon cannot be started, or its process cannot be found.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     /// A system call failed.
@@ -66,14 +65,6 @@ pub enum LaunchError {
         daemon: Daemon,
         /// The system's error.
         source: io::Error,
-    },
-    /// The daemon does not end.
-    #[error("{daemon} (process {pid}) did not end within 5 s of SIGKILL")]
-    Unkillable {
-        /// The daemon.
-        daemon: Daemon,
-        /// Its process.
-        pid: u32,
     },
 }
 
@@ -193,47 +184,7 @@ pub fn process_of(state: &StateDir, daemon: Daemon) -> Result<Option<LockHolder>
     holder(&state.lock(&daemon.to_string())).map_err(|source| LaunchError::Unknown { daemon, source })
 }
 
-/// How a daemon was stopped.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum StopOutcome {
-    /// By SIGTERM.
-    Terminated,
-    /// By SIGKILL, after it had not ended in time.
-    Killed,
-}
-
-/// Sends SIGTERM to daemons, all at once, and SIGKILL to those that have not ended after `timeout`.
-///
-/// # Errors
-/// If a daemon does not end even then.
-pub fn stop(
-    daemons: Vec<(Daemon, LockHolder)>,
-    timeout: Duration,
-) -> Result<Vec<(Daemon, StopOutcome)>, LaunchError> {
-    for (_, process) in &daemons {
-        // Fails if the process has ended meanwhile.
-        let _gone = pidfd_send_signal(&process.pidfd, Signal::TERM);
-    }
-    let end = Instant::now() + timeout;
-    let mut ended = Vec::new();
-    for (daemon, process) in daemons {
-        let error = |source| LaunchError::Unknown { daemon, source };
-        let left = end.saturating_duration_since(Instant::now());
-        if wait_readable(&process.pidfd, left).map_err(error)? {
-            ended.push((daemon, StopOutcome::Terminated));
-            continue;
-        }
-        let _gone = pidfd_send_signal(&process.pidfd, Signal::KILL);
-        if !wait_readable(&process.pidfd, Duration::from_secs(5)).map_err(error)? {
-            return Err(LaunchError::Unkillable { daemon, pid: process.pid });
-        }
-        ended.push((daemon, StopOutcome::Killed));
-    }
-    Ok(ended)
-}
-
-/// Waits until the descriptor is readable, or its process has ended; returns false after the
-/// timeout.
+/// Waits until the descriptor is readable; returns false after the timeout.
 fn wait_readable(descriptor: &impl AsFd, timeout: Duration) -> io::Result<bool> {
     let end = Instant::now() + timeout;
     loop {

@@ -5,11 +5,12 @@
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::Duration;
 
+use rustix::fs::inotify;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use aquifer_channel::socket::wait_readable;
@@ -32,6 +33,31 @@ impl Drop for FileLock {
         // Closing the descriptor is not enough: a child that another thread is starting has a copy
         // of it until its exec.
         let _ = self.file.unlock();
+    }
+}
+
+/// Watch over the lock file of a running daemon.
+///
+/// Its descriptor becomes readable when the file's attributes change, such as its number of links.
+#[derive(Debug)]
+pub struct LockWatch {
+    events: OwnedFd,
+    file: File,
+}
+
+impl AsFd for LockWatch {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.events.as_fd()
+    }
+}
+
+impl LockWatch {
+    /// Reads the events, and returns true if the file has no name any more.
+    pub fn is_deleted(&self) -> bool {
+        let mut events = [0; 1024];
+        // The descriptor does not block. Which events there are does not matter.
+        while matches!(rustix::io::read(&self.events, &mut events), Ok(1..)) {}
+        rustix::fs::fstat(&self.file).is_ok_and(|file| file.st_nlink == 0)
     }
 }
 
@@ -72,6 +98,19 @@ impl FileLock {
             }
         }
         Ok(None)
+    }
+
+    /// Watches whether the file is deleted, alone or with its folder.
+    ///
+    /// # Errors
+    /// Those of the system, such as at the user's limit of inotify instances.
+    pub fn watch(&self) -> io::Result<LockWatch> {
+        let events = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
+        // Not by its path: another file may be there by now. An unlinked file that is open reports
+        // only the change of its number of links.
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        inotify::add_watch(&events, path, inotify::WatchFlags::ATTRIB)?;
+        Ok(LockWatch { events, file: self.file.try_clone()? })
     }
 
     /// Locks the file, and waits for the process that holds it; then calls `waiting` first.
@@ -175,6 +214,26 @@ mod tests {
             held.unlock().unwrap();
             assert!(taker.join().unwrap().is_some());
         });
+    }
+
+    #[test]
+    fn the_deletion_of_a_lock_file_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let state = folder.path().join("state");
+        std::fs::create_dir(&state).unwrap();
+        let path = state.join("part.lock");
+        let lock = FileLock::try_acquire(&path).unwrap().unwrap();
+        let watch = lock.watch().unwrap();
+        assert!(!watch.is_deleted());
+        std::fs::rename(&path, state.join("moved.lock")).unwrap();
+        assert!(!watch.is_deleted(), "it has another name");
+        std::fs::remove_dir_all(&state).unwrap();
+        assert!(wait_readable(&[&watch.events], Duration::MAX).unwrap());
+        assert!(watch.is_deleted());
+        // A new lock at the same path is not the one that was deleted.
+        std::fs::create_dir(&state).unwrap();
+        let next = FileLock::try_acquire(&path).unwrap().unwrap();
+        assert!(watch.is_deleted() && !next.watch().unwrap().is_deleted());
     }
 
     #[test]

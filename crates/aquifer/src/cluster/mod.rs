@@ -16,6 +16,7 @@ mod lock;
 mod serve;
 mod signals;
 mod status;
+mod stop;
 mod systemd;
 mod up;
 

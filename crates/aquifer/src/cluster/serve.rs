@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use aquifer_agent::{AgentOptions, shadow};
-use aquifer_directory::embedded;
+use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
 use aquifer_keeper::{self as keeper, KeeperOptions};
@@ -20,7 +20,7 @@ use super::daemon::Daemon;
 use super::key;
 use super::location::DirectoryLocation;
 use super::lock::FileLock;
-use super::signals::StopSignal;
+use super::signals::{StopRequest, StopSignal};
 use super::systemd;
 use crate::Outcome;
 use crate::cli::{AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, KeeperArguments, NodeArguments};
@@ -32,6 +32,9 @@ use aquifer_node::memory::available_bytes;
 
 /// Largest default size of the mempool.
 const MEMPOOL_BYTES_MAX: u64 = 4 << 30;
+
+/// Interval between checks whether a directory whose lock file was deleted is still used.
+const UNUSED_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What a detached daemon writes to standard output once it serves.
 pub const READY: &[u8] = b"ready\n";
@@ -106,24 +109,31 @@ fn run(
         let _leader = rustix::process::setsid();
         std::env::set_current_dir("/")?;
     }
-    let stop = StopSignal::install()?;
+    let mut stop = StopSignal::install()?;
     let path = state.lock(&daemon.to_string());
     let lock =
         FileLock::try_acquire(&path).map_err(|error| format!("cannot lock {}: {error}", path.display()))?;
-    let Some(_lock) = lock else {
+    let Some(lock) = lock else {
         return Err(format!("{daemon} runs already in {}", state.path().display()).into());
     };
     log_to_stderr();
     raise_descriptor_limit();
+    stop.watch_lock(daemon, &lock);
     serve(stop, ReadyNotifier { daemon, is_detached: detach.detached })?;
     tracing::info!(%daemon, "daemon stopped");
     Ok(ExitCode::SUCCESS)
 }
 
-fn directory(state: &StateDir, stop: StopSignal, ready: ReadyNotifier) -> Result<(), Box<dyn Error>> {
+fn directory(state: &StateDir, mut stop: StopSignal, ready: ReadyNotifier) -> Result<(), Box<dyn Error>> {
     let socket = state.socket(&Daemon::Directory.to_string());
-    use std::os::fd::AsFd;
-    Ok(embedded::serve(&state.directory_file(), &socket, stop.as_fd(), || ready.notify())?)
+    let directory = EmbeddedDirectory::open(&state.directory_file())?;
+    let mut server = DirectoryServer::start(directory, &socket, DirectoryServerOptions::default())?;
+    ready.notify();
+    if stop.wait(None) == Some(StopRequest::WhenUnused) {
+        server.leave_socket_file();
+        while server.is_used()? && stop.wait(Some(UNUSED_CHECK_INTERVAL)).is_none() {}
+    }
+    Ok(())
 }
 
 fn keeper(
@@ -134,9 +144,10 @@ fn keeper(
 ) -> Result<(), Box<dyn Error>> {
     let grace = Duration::from_millis(arguments.grace.unwrap_or(GRACE_MS));
     let listener = systemd::listener("keeper", SocketType::SEQPACKET)?;
-    let options = KeeperOptions { socket: state.socket(&Daemon::Keeper.to_string()), grace, listener };
-    let stopped = stop_flag(stop)?;
-    keeper::serve(&options, &stopped, || ready.notify())
+    let StopFlags { now, when_unused } = StopFlags::of(stop)?;
+    let socket = state.socket(&Daemon::Keeper.to_string());
+    let options = KeeperOptions { socket, grace, listener, items_max: keeper::ITEMS_MAX, when_unused };
+    keeper::serve(&options, &now, || ready.notify())
         .map_err(|error| format!("keeper cannot serve at {}: {error}", options.socket.display()).into())
 }
 
@@ -153,7 +164,10 @@ fn node(
     )?;
     let shutdown = Shutdown::new();
     let for_signal = shutdown.clone();
-    stop.on_stop(move || for_signal.request())?;
+    stop.on_request(move |request| match request {
+        StopRequest::Now => for_signal.request(),
+        StopRequest::WhenUnused => for_signal.request_when_unused(),
+    })?;
     let (location, for_connect) = (DirectoryLocation::new(&settings.directory)?, state.clone());
     let connect = Box::new(move || location.connect(&for_connect));
     let mut options = NodeOptions::new(id, memory, listen(state, settings, id)?, connect);
@@ -250,6 +264,7 @@ fn agent(
     };
     let mut connect = ConnectOptions::default();
     connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
+    let StopFlags { now, when_unused } = StopFlags::of(stop)?;
     let options = AgentOptions {
         socket: state.agent_socket(),
         shared_socket: settings.shared_socket.clone(),
@@ -269,9 +284,9 @@ fn agent(
         connect,
         listener: systemd::listener("agent", SocketType::SEQPACKET)?,
         metrics: settings.metrics.clone(),
+        when_unused,
     };
-    let stopped = stop_flag(stop)?;
-    aquifer_agent::serve(&options, &stopped, || ready.notify())?;
+    aquifer_agent::serve(&options, &now, || ready.notify())?;
     shadow.dismiss();
     Ok(())
 }
@@ -292,9 +307,21 @@ fn raise_descriptor_limit() {
     }
 }
 
-fn stop_flag(stop: StopSignal) -> std::io::Result<Arc<AtomicBool>> {
-    let stopped = Arc::new(AtomicBool::new(false));
-    let for_signal = Arc::clone(&stopped);
-    stop.on_stop(move || for_signal.store(true, Ordering::Relaxed))?;
-    Ok(stopped)
+/// Requests to stop, as flags that a daemon polls.
+struct StopFlags {
+    now: Arc<AtomicBool>,
+    when_unused: Arc<AtomicBool>,
+}
+
+impl StopFlags {
+    /// Sets the flags from a thread.
+    fn of(stop: StopSignal) -> std::io::Result<Self> {
+        let (now, when_unused) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let flags = Self { now: Arc::clone(&now), when_unused: Arc::clone(&when_unused) };
+        stop.on_request(move |request| match request {
+            StopRequest::Now => now.store(true, Ordering::Relaxed),
+            StopRequest::WhenUnused => when_unused.store(true, Ordering::Relaxed),
+        })?;
+        Ok(flags)
+    }
 }

@@ -1,15 +1,30 @@
-//! Request to stop a daemon: SIGTERM or SIGINT, read from a signalfd.
+//! Requests to stop a daemon: SIGTERM or SIGINT, read from a signalfd, or a deleted lock file.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{FromRawFd, OwnedFd};
 use std::thread;
+use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 
-/// Descriptor that becomes readable when the daemon receives SIGTERM or SIGINT.
+use super::daemon::Daemon;
+use super::lock::{FileLock, LockWatch};
+
+/// A request to stop a daemon.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum StopRequest {
+    /// The daemon received SIGTERM or SIGINT.
+    Now,
+    /// The daemon's lock file was deleted, so `aquifer down` cannot find the daemon. It is to serve
+    /// those that use it, and then end.
+    WhenUnused,
+}
+
+/// Descriptors that become readable when the daemon is to stop.
 #[derive(Debug)]
 pub struct StopSignal {
     descriptor: OwnedFd,
+    lock: Option<(Daemon, LockWatch)>,
 }
 
 impl StopSignal {
@@ -35,34 +50,59 @@ impl StopSignal {
         }
         // SAFETY: it was just opened and has no other owner.
         let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-        Ok(Self { descriptor })
+        Ok(Self { descriptor, lock: None })
     }
 
-    /// Calls `stop` on a thread of its own when a signal arrives.
+    /// Also watches the daemon's lock file. If that is not possible, logs it.
+    pub fn watch_lock(&mut self, daemon: Daemon, lock: &FileLock) {
+        match lock.watch() {
+            Ok(watch) => self.lock = Some((daemon, watch)),
+            Err(error) => {
+                tracing::warn!(%daemon, %error, "cannot watch the lock file; its deletion goes unnoticed");
+            }
+        }
+    }
+
+    /// Waits for the next request; returns `None` after `timeout`.
+    ///
+    /// If waiting fails the request is [`StopRequest::Now`]: a daemon must not run without a way to
+    /// stop it.
+    pub fn wait(&mut self, timeout: Option<Duration>) -> Option<StopRequest> {
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        loop {
+            // The file may have been deleted before it was watched.
+            if let Some((daemon, _)) = self.lock.take_if(|(_, watch)| watch.is_deleted()) {
+                tracing::warn!(
+                    %daemon,
+                    "the lock file of this daemon was deleted; serving those that use it, and then ending"
+                );
+                return Some(StopRequest::WhenUnused);
+            }
+            let mut entries = vec![PollFd::new(&self.descriptor, PollFlags::IN)];
+            entries.extend(self.lock.iter().map(|(_, watch)| PollFd::new(watch, PollFlags::IN)));
+            match rustix::event::poll(&mut entries, timeout.as_ref()) {
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return Some(StopRequest::Now),
+                Ok(0) => return None,
+                Ok(_) if !entries[0].revents().is_empty() => return Some(StopRequest::Now),
+                Ok(_) => {}
+            }
+        }
+    }
+
+    /// Calls `handle` for each request on a thread of its own, until the request is to stop now.
     ///
     /// # Errors
     /// If the thread cannot be started.
-    pub fn on_stop(self, stop: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    pub fn on_request(mut self, mut handle: impl FnMut(StopRequest) + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            // If waiting fails the daemon stops as well: it must not run without a way to stop it.
-            let _failed = wait(self.descriptor.as_fd());
-            stop();
+            while let Some(request) = self.wait(None) {
+                handle(request);
+                if request == StopRequest::Now {
+                    return;
+                }
+            }
         };
         thread::Builder::new().name("signals".to_owned()).spawn(wait).map(drop)
-    }
-}
-
-impl AsFd for StopSignal {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.descriptor.as_fd()
-    }
-}
-
-fn wait(descriptor: BorrowedFd<'_>) -> io::Result<()> {
-    loop {
-        match rustix::event::poll(&mut [PollFd::from_borrowed_fd(descriptor, PollFlags::IN)], None) {
-            Err(rustix::io::Errno::INTR) => {}
-            waited => return Ok(waited.map(drop)?),
-        }
     }
 }

@@ -280,6 +280,12 @@ impl Core {
         self.deadlines.first().map(|(deadline_ms, _)| *deadline_ms)
     }
 
+    /// True if a lease has not ended.
+    #[must_use]
+    pub fn has_leases(&self) -> bool {
+        !self.leases.is_empty()
+    }
+
     /// Restarts a lease's time to live.
     ///
     /// # Errors

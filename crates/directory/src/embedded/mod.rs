@@ -20,7 +20,7 @@ use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, Transac
 use crate::{Directory, DirectoryError, Watch};
 
 pub use client::{DirectoryClient, connect};
-pub use server::{DirectoryServer, DirectoryServerOptions, serve};
+pub use server::{DirectoryServer, DirectoryServerOptions};
 pub use store::FORMAT;
 use store::RedbStore;
 

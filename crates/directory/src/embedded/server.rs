@@ -4,7 +4,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -37,7 +37,9 @@ impl Default for DirectoryServerOptions {
 #[derive(Debug)]
 pub struct DirectoryServer {
     shared: Arc<ServerShared>,
-    socket: PathBuf,
+    directory: EmbeddedDirectory,
+    /// The socket file that is deleted at the end.
+    socket: Option<PathBuf>,
     acceptor: Option<JoinHandle<()>>,
 }
 
@@ -56,26 +58,6 @@ struct OpenConnections {
     open: HashMap<u64, UnixStream>,
 }
 
-/// Serves the directory in `file` at `socket` until `shutdown` becomes readable.
-///
-/// Calls `ready` once clients can connect.
-///
-/// # Errors
-/// The errors of [`EmbeddedDirectory::open`] and [`DirectoryServer::start`].
-pub fn serve(
-    file: &Path,
-    socket: &Path,
-    shutdown: BorrowedFd<'_>,
-    ready: impl FnOnce(),
-) -> Result<(), DirectoryError> {
-    let server =
-        DirectoryServer::start(EmbeddedDirectory::open(file)?, socket, DirectoryServerOptions::default())?;
-    ready();
-    socket::wait_readable([shutdown], None).map_err(|error| cannot_serve(socket, &error))?;
-    drop(server);
-    Ok(())
-}
-
 impl DirectoryServer {
     /// Serves `directory` in the background, to processes of this user, at `socket` with mode 0600.
     ///
@@ -92,12 +74,26 @@ impl DirectoryServer {
             .map_err(|error| cannot_serve(socket, &io::Error::from(error)))?;
         let (connections, ended) = (Mutex::default(), Condvar::new());
         let shared = Arc::new(ServerShared { options, stop, connections, ended });
-        let for_thread = Arc::clone(&shared);
+        let (for_thread, served) = (Arc::clone(&shared), directory.clone());
         let acceptor = std::thread::Builder::new()
             .name("directory".to_owned())
-            .spawn(move || accept(&for_thread, &directory, &listener))
+            .spawn(move || accept(&for_thread, &served, &listener))
             .map_err(|error| cannot_serve(socket, &error))?;
-        Ok(Self { shared, socket: socket.to_owned(), acceptor: Some(acceptor) })
+        Ok(Self { shared, directory, socket: Some(socket.to_owned()), acceptor: Some(acceptor) })
+    }
+
+    /// True while a client is connected or has a lease.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Storage`].
+    pub fn is_used(&self) -> Result<bool, DirectoryError> {
+        Ok(!self.shared.lock().open.is_empty() || self.directory.engine.has_leases()?)
+    }
+
+    /// Does not delete the socket's file at the end: it is deleted already, and another server may
+    /// listen at that path.
+    pub fn leave_socket_file(&mut self) {
+        self.socket = None;
     }
 }
 
@@ -117,7 +113,9 @@ impl Drop for DirectoryServer {
             connections =
                 self.shared.ended.wait(connections).expect("no thread panics while it holds the lock");
         }
-        let _missing = std::fs::remove_file(&self.socket);
+        if let Some(socket) = &self.socket {
+            let _missing = std::fs::remove_file(socket);
+        }
     }
 }
 

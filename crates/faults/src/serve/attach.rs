@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_channel::send_frame;
+use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{Frame, ProgramHello};
 
 use super::PagingService;
@@ -43,6 +43,9 @@ pub enum AttachError {
     /// No fork was reported for this child.
     #[error("no program of the run has forked this process")]
     UnknownChild,
+    /// The keeper does not hold the program.
+    #[error(transparent)]
+    NotHeld(#[from] HoldRefused),
     /// The run was ended.
     #[error("the run has been ended: {0}")]
     Ended(String),

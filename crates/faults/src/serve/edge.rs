@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use aquifer_channel::send_frame;
+use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
+use super::attach::AttachError;
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
@@ -117,7 +118,8 @@ impl ProcessEdge {
     pub(crate) fn identify_by(&mut self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
         let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
         self.program.set_process(process, &*self.exit_watcher()?);
-        self.keep();
+        // A new program that the keeper refuses is refused when its worker is attached.
+        let _held = self.keep();
         self.read_inherited_areas();
         // It may have taken long, and those that were ended meanwhile did not know the process.
         if self.run.end_reason().is_some() {
@@ -168,13 +170,13 @@ impl ProcessEdge {
     /// Attaches the program's worker and welcomes the program.
     ///
     /// The keeper must hold all descriptors before the program continues.
-    pub(crate) fn attach(&mut self, attachment: Attachment) -> io::Result<()> {
+    pub(crate) fn attach(&mut self, attachment: Attachment) -> Result<(), AttachError> {
         let first = attachment.hello.bounce_buffer / PAGE;
         self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         self.attachment = Some(attachment);
-        self.keep();
-        self.send_welcome()
+        self.keep()?;
+        Ok(self.send_welcome()?)
     }
 
     /// Forgets the worker, which has ended.
@@ -203,7 +205,7 @@ impl ProcessEdge {
     }
 
     /// Lets the keeper hold what another agent needs to resume the program.
-    pub(crate) fn keep(&self) {
+    pub(crate) fn keep(&self) -> Result<(), HoldRefused> {
         let bounds = self.program.bounds();
         let record = ProgramRecord {
             run: self.run.id(),
@@ -222,7 +224,7 @@ impl ProcessEdge {
         let process = self.program.process();
         fds.extend(process.iter().flat_map(|process| process.kept_fds()));
         let pid = process.map_or(0, ProgramProcess::pid);
-        self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), fds);
+        self.run.keep(&record.put(self.program.id, pid, self.run.tenant()), fds)
     }
 
     /// Sets events that another agent has read and not applied, to be read first.
@@ -504,7 +506,7 @@ impl Kernel for ProcessEdge {
 
     fn inheritance_checked(&mut self) {
         self.program.must_check_inheritance.store(false, Relaxed);
-        self.keep();
+        let _held = self.keep();
     }
 
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {

@@ -45,6 +45,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use aquifer_channel::HoldRefused;
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
@@ -85,6 +86,9 @@ pub enum OpenRunError {
     /// The tenant has [`RUNS_PER_TENANT_MAX`] runs.
     #[error("user {0} has {RUNS_PER_TENANT_MAX} runs already: end some first")]
     TooManyRunsOfTenant(u32),
+    /// The keeper does not hold the run.
+    #[error(transparent)]
+    NotHeld(#[from] HoldRefused),
     /// Memory, threads or descriptors for the run cannot be created.
     #[error("no memory for another run: {0}")]
     System(#[from] std::io::Error),
@@ -115,7 +119,10 @@ pub trait AgentServices: Send + Sync + Debug {
     ///
     /// The keeper outlives the agent. As long as it holds a userfaultfd, missing pages never read
     /// as zeros, and another agent can resume the program.
-    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>);
+    ///
+    /// # Errors
+    /// If the keeper refuses a new item. It refuses none that replaces another.
+    fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused>;
 
     /// Lets the keeper drop what it holds under a kind and number.
     fn remove_from_keeper(&self, kind: HeldKind, id: u64);

@@ -122,7 +122,7 @@ impl MonitorLoop {
             Some(_) => return Err(AttachError::UnknownChild),
         }
         self.program.attached(&attachment.hello);
-        Ok(self.monitor.edge().attach(attachment)?)
+        self.monitor.edge().attach(attachment)
     }
 
     /// Sleeps until the kernel, the sender, another thread or the program's end wakes it.

@@ -352,16 +352,16 @@ pub(crate) struct ForkedProgram {
 
 /// Begins to serve a forked child, before its hello.
 pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
-    let ForkedProgram { uffd, volume, areas, origin, must_check } = forked;
+    let ForkedProgram { uffd, mut volume, areas, origin, must_check } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = new_program(run, service.next_program(), new_nonce()?)?;
+    let program = new_program(run, service.next_program(), new_nonce()?).inspect_err(|_| volume.close())?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
         program.must_check_inheritance.store(must_check, Relaxed);
         program.share_uffd(&uffd);
         let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
-        edge.keep();
+        edge.keep().map_err(io::Error::other).inspect_err(|_| volume.close())?;
         spawn(run, &program, edge, |run, program, edge| Some(monitor(run, program, edge, volume, areas)))
     })
 }

@@ -133,7 +133,8 @@ impl PagingService {
             }
         };
         self.lock().insert(run.token(), Arc::clone(&run));
-        run.put_record_in_keeper();
+        // The keeper has the run already.
+        let _held = run.put_record_in_keeper();
         let mut end_reason = end_reason;
         if end_reason.is_none() && resumable.is_empty() {
             // The process that started the run may not have got the answer.
@@ -439,7 +440,7 @@ impl ResumableProgram {
             }
             edge.set_unapplied_events(unapplied);
             // The client of the keeper has copies of the descriptors that came from the keeper.
-            edge.keep();
+            let _held = edge.keep();
             spawn(run, &program, edge, move |run, program, edge| resume(run, program, edge, pages))
         };
         // The keeper must hold a program that cannot be started until it has ended.

@@ -5,17 +5,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use aquifer_channel::HoldRefused;
 use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
 
-use super::PagingService;
 use super::process::ProgramProcess;
 use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
+use super::{OpenRunError, PagingService};
 use crate::stats::FaultStats;
 
 /// Most programs (processes) of one run at once.
@@ -56,11 +57,12 @@ impl Run {
         open: &OpenRun,
         owner: BorrowedFd<'_>,
         tenant: u32,
-    ) -> std::io::Result<Arc<Self>> {
+    ) -> Result<Arc<Self>, OpenRunError> {
         let OpenRun { limit_bytes, outlives_owner, .. } = *open;
         let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
         let mut token = [0; 16];
-        rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())?;
+        rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
+            .map_err(std::io::Error::from)?;
         let record = RunRecord {
             token: RunToken(token).to_hex(),
             name: open.name.clone(),
@@ -72,11 +74,11 @@ impl Run {
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
         let run = Self::start(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
-        run.put_record_in_keeper();
+        run.put_record_in_keeper().inspect_err(|_| run.close())?;
         Ok(run)
     }
 
-    pub(super) fn put_record_in_keeper(&self) {
+    pub(super) fn put_record_in_keeper(&self) -> Result<(), HoldRefused> {
         let record = RunRecord {
             token: self.token.to_hex(),
             name: self.name.clone(),
@@ -85,7 +87,7 @@ impl Run {
             replicas: self.slabs.replicas_wanted(),
             outlives_owner: self.outlives_owner,
         };
-        self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)]);
+        self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)])
     }
 
     /// Starts a run, new or restored, with its slabs and budget.
@@ -155,7 +157,8 @@ impl Run {
         self.limit_bytes.store(limit_bytes, Relaxed);
         self.is_limit_changed.store(true, Relaxed);
         self.budget.set_limit(limit_bytes);
-        self.put_record_in_keeper();
+        // The keeper has the run already.
+        let _held = self.put_record_in_keeper();
         for program in self.programs() {
             program.signal();
         }
@@ -323,10 +326,8 @@ impl Run {
         }
     }
 
-    pub(crate) fn keep(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) {
-        if let Some(service) = self.service.upgrade() {
-            service.agent.put_in_keeper(put, fds);
-        }
+    pub(crate) fn keep(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
+        self.service.upgrade().map_or(Ok(()), |service| service.agent.put_in_keeper(put, fds))
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Program>>> {

@@ -48,6 +48,7 @@ fn samples() -> Vec<Frame> {
         Frame::OpenSession,
         Frame::SessionOpened,
         Frame::WatchDaemon { pid: 77, name: "node-1".into() },
+        Frame::HoldRefused { kind: HeldKind::Program, id: 9, reason: "full".into() },
     ]
 }
 

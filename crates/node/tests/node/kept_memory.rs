@@ -11,7 +11,7 @@ use aquifer_directory::Directory;
 use aquifer_directory::names::{self, NodeLife};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
-use aquifer_keeper::{KeeperClient, KeeperOptions};
+use aquifer_keeper::{ITEMS_MAX, KeeperClient, KeeperOptions};
 use aquifer_node::{KeepOptions, NodeError, NodeOptions, Shutdown, serve};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
@@ -29,8 +29,13 @@ impl TestKeeper {
     fn start(harness: &NodeHarness) -> Self {
         let socket = harness.dir.path().join("keeper");
         // Nothing is released while the test runs.
-        let options =
-            KeeperOptions { socket: socket.clone(), grace: Duration::from_secs(1000), listener: None };
+        let options = KeeperOptions {
+            socket: socket.clone(),
+            grace: Duration::from_secs(1000),
+            listener: None,
+            items_max: ITEMS_MAX,
+            when_unused: Arc::default(),
+        };
         let stop = Arc::new(AtomicBool::new(false));
         let keeper_stop = Arc::clone(&stop);
         let (sender, receiver) = mpsc::channel();
@@ -138,8 +143,8 @@ fn unusable_kept_memory_is_replaced_by_new_memory() {
     let (memory, epochs) = (Memory::create("other", 1 << 20), Memory::create("other", 1 << 15));
     let (memory, epochs) = (memory.expect("memory"), epochs.expect("memory"));
     let record = r#"{"epoch": 3, "key": 131072}"#.to_owned();
-    client
-        .hold(&HeldItem { kind: HeldKind::Node, id: 1, pid: 0, uid: 0, record }, &[memory.fd(), epochs.fd()]);
+    let item = HeldItem { kind: HeldKind::Node, id: 1, pid: 0, uid: 0, record };
+    client.hold(&item, &[memory.fd(), epochs.fd()]).expect("the keeper has room");
     drop(client);
     let node = start(&harness, &keeper);
     assert_ne!(node.record.epoch, 3, "it is another life of the memory");
