@@ -76,7 +76,8 @@ pub trait Edge: Kernel {
     /// The child's userfaultfd must stay open as long as the child lives.
     fn refuse_child(&mut self, child: Self::Child, error: &TableError);
 
-    /// Ends the run, because the parent of a forked child is served no more and the child cannot be.
+    /// Ends the run, because the parent of a forked child is served no more and the child cannot
+    /// be.
     ///
     /// The child's userfaultfd must stay open as long as the child lives.
     fn abandon_child(&mut self, child: Self::Child);

@@ -102,7 +102,8 @@ pub fn registered_areas(text: &[u8]) -> Areas {
 /// The areas in which a forked child has what its parent had, in the text of its
 /// `/proc/PID/smaps`.
 ///
-/// Areas with `MADV_DONTFORK` do not exist in the child, and those with `MADV_WIPEONFORK` are empty.
+/// Areas with `MADV_DONTFORK` do not exist in the child, and those with `MADV_WIPEONFORK` are
+/// empty.
 #[must_use]
 pub fn inherited_areas(text: &[u8]) -> Areas {
     areas_with(text, |flags| !flags.contains(&&b"wf"[..]))

@@ -74,8 +74,8 @@ pub struct Monitor<E: Edge> {
     found: Vec<Area>,
     /// Registered ranges that are not yet adopted.
     adopting: Areas,
-    /// Whether `areas` and `adopting` are as of the last event that was applied. After a restart they
-    /// are known only when no event is unread.
+    /// Whether `areas` and `adopting` are as of the last event that was applied. After a restart
+    /// they are known only when no event is unread.
     are_areas_exact: bool,
     /// Events that must be applied after others; empty between two reads.
     held_back: Vec<ReadEvent<E::Child>>,

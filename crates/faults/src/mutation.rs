@@ -1,4 +1,5 @@
-//! The mutations of what an agent reads from programs, the kernel and earlier agents: checks that tests omit on purpose.
+//! The mutations of what an agent reads from programs, the kernel and earlier agents: checks that
+//! tests omit on purpose.
 //!
 //! Each is named at its check in `docs/formats/paging.md`.
 

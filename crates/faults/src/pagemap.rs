@@ -91,7 +91,8 @@ pub fn present(
 
 /// Whether no process has the memory of the file any more.
 ///
-/// A read at an odd offset is refused only if the memory exists, before the kernel waits for a lock.
+/// A read at an odd offset is refused only if the memory exists, before the kernel waits for a
+/// lock.
 pub fn is_memory_gone(file: BorrowedFd<'_>) -> bool {
     rustix::io::pread(file, &mut [0; 8], 1) != Err(rustix::io::Errno::INVAL)
 }

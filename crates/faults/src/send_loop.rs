@@ -18,7 +18,8 @@ pub trait SentProgram: Clone {
 
     /// Copies a batch from its staging buffer into its block.
     ///
-    /// Returns how many pages, from the first, were copied: fewer than all if the program has ended.
+    /// Returns how many pages, from the first, were copied: fewer than all if the program has
+    /// ended.
     fn copy_batch(&self, mempool: &Mempool, batch: &EvictedBatch) -> usize;
 
     /// Passes an event to the program's monitor.

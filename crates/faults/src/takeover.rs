@@ -4,7 +4,8 @@
 //!    finds the events that are left to apply, and recovers the volume.
 //! 2. [`finish`], once for a mempool: frees the blocks that no volume owns, and reserves a block
 //!    for each batch that is in a staging buffer.
-//! 3. [`TakenPages::into_resume_state`], for each program that goes on: what its monitor starts from.
+//! 3. [`TakenPages::into_resume_state`], for each program that goes on: what its monitor starts
+//!    from.
 //!
 //! The code touches only memory that both agents map, so the simulator runs it too.
 
@@ -195,7 +196,8 @@ impl TakenPages {
 /// Frees the blocks that no volume owns, and reserves blocks for batches in staging buffers.
 ///
 /// `used`: the blocks of all volumes. `programs`: each with the batch in each staging buffer, which
-/// the worker need not have completed. Must be called when all programs are recovered and before any of them runs.
+/// the worker need not have completed. Must be called when all programs are recovered and before
+/// any of them runs.
 pub fn finish<'a>(
     mempool: &Mempool,
     used: &HashSet<BlockId>,

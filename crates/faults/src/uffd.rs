@@ -146,8 +146,8 @@ impl Userfaultfd {
         usize::try_from(done).unwrap_or(0)
     }
 
-    /// Reads with the flag of the descriptor set again, which the program may have cleared. One that
-    /// clears it in between holds up the calling thread, which must serve no other program.
+    /// Reads with the flag of the descriptor set again, which the program may have cleared. One
+    /// that clears it in between holds up the calling thread, which must serve no other program.
     fn read_by_flag(&self, buffer: &mut [u8]) -> usize {
         if let Err(error) = rustix::fs::fcntl_setfl(self, rustix::fs::OFlags::NONBLOCK) {
             tracing::warn!(%error, "cannot make a userfaultfd non-blocking");

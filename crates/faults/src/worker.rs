@@ -31,7 +31,8 @@ pub struct WorkerPort {
     pins_seen: u32,
 }
 
-// SAFETY: the mapping belongs to this value alone and holds atomics only; it may be used from any one thread.
+// SAFETY: the mapping belongs to this value alone and holds atomics only; it may be used from any
+// one thread.
 unsafe impl Send for WorkerPort {}
 
 impl WorkerPort {
@@ -42,7 +43,8 @@ impl WorkerPort {
     pub fn new() -> io::Result<Self> {
         let fd = memfd_create("aquifer-control", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, CONTROL_BYTES as u64)?;
-        // The program holds this too: without the seals it could cut the file and have us die on a missing page.
+        // The program holds this too: without the seals it could cut the file and have us die on a
+        // missing page.
         rustix::fs::fcntl_add_seals(
             &fd,
             rustix::fs::SealFlags::SHRINK | rustix::fs::SealFlags::GROW | rustix::fs::SealFlags::SEAL,
@@ -69,7 +71,8 @@ impl WorkerPort {
         if rustix::fs::fstat(&fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
             return Err(io::Error::other("the control memory is too small"));
         }
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of that length.
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of
+        // that length.
         let control = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -98,12 +101,13 @@ impl WorkerPort {
     /// The memory itself. The worker of the simulator works in it.
     #[must_use]
     pub fn control(&self) -> &WorkerControl {
-        // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the program writes is valid.
+        // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the
+        // program writes is valid.
         unsafe { &*self.control }
     }
 
-    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs, and
-    /// after it has ended by itself.
+    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs,
+    /// and after it has ended by itself.
     #[must_use]
     pub fn process(&self) -> u32 {
         self.control().worker.load(Acquire)
@@ -250,8 +254,8 @@ impl WorkerPort {
         self.control().batches.iter().map(pages).collect()
     }
 
-    /// As [`Self::unfinished_batches`], when the worker has completed the last command. `None` if the
-    /// program ends before that.
+    /// As [`Self::unfinished_batches`], when the worker has completed the last command. `None` if
+    /// the program ends before that.
     pub fn batches(&self, mut is_alive: impl FnMut() -> bool) -> Option<Vec<Vec<(PageNumber, MoveOutcome)>>> {
         while !self.wait_a_while() {
             if !is_alive() {
@@ -263,7 +267,8 @@ impl WorkerPort {
     }
 }
 
-/// What a worker's errno means for the page. Only what the kernel says of a missing page counts as absent.
+/// What a worker's errno means for the page. Only what the kernel says of a missing page counts as
+/// absent.
 fn outcome(status: u32) -> MoveOutcome {
     match i32::try_from(status) {
         Ok(0) => MoveOutcome::Moved,

@@ -27,8 +27,8 @@ impl<E: Edge> Monitor<E> {
     /// From now on their missing pages are faults. Pages that are present are adopted over the
     /// next turns, and can then be evicted.
     ///
-    /// Waits for a turn in which no event is unread. Otherwise an area may be where memory was moved
-    /// by a Remap that is unread, and that Remap would seem to move pages onto others.
+    /// Waits for a turn in which no event is unread. Otherwise an area may be where memory was
+    /// moved by a Remap that is unread, and that Remap would seem to move pages onto others.
     pub(super) fn register_found(&mut self) {
         if self.found.is_empty() || !self.edge.has_no_unread_event() {
             return;
@@ -109,8 +109,9 @@ impl<E: Edge> Monitor<E> {
     /// the kernel first checks that the whole range is one registered area, and then finds the
     /// first page present. That proves that the pages are registered, and that no event was unread.
     ///
-    /// If an event was unread, it is applied, and the page from which on the presence must be looked
-    /// up again is returned: a remap may have put an evicted page where a present one was seen.
+    /// If an event was unread, it is applied, and the page from which on the presence must be
+    /// looked up again is returned: a remap may have put an evicted page where a present one was
+    /// seen.
     fn adopt_range(&mut self, first: PageNumber, pages: usize) -> Option<PageNumber> {
         let end = first + pages as u64;
         let mut page = first;

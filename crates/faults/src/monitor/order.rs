@@ -109,8 +109,8 @@ impl<E: Edge> Monitor<E> {
     /// monitor knows no pages there: after a restart it does not know the areas. `None` if that is
     /// not certain.
     ///
-    /// No thread uses the new range before `mremap` has returned. So what vacates it before the Unmap
-    /// that ends the Remap is older.
+    /// No thread uses the new range before `mremap` has returned. So what vacates it before the
+    /// Unmap that ends the Remap is older.
     fn has_older_event(&self, events: &[ReadEvent<E::Child>], at: usize, target: Area) -> Option<bool> {
         if self.are_areas_exact || Mutation::TrustOrder.is_active() {
             return Some(false);

@@ -91,8 +91,8 @@ impl<E: Edge> Monitor<E> {
 
     /// Takes a batch that was being recorded as staged out of its block.
     ///
-    /// Such a batch has pages that are leaving and pages that are staged. Returns its block, and adds
-    /// the staged pages to `leaving`.
+    /// Such a batch has pages that are leaving and pages that are staged. Returns its block, and
+    /// adds the staged pages to `leaving`.
     fn unstage_partly_staged(
         &mut self,
         batch: &[(PageNumber, MoveOutcome)],

@@ -130,8 +130,8 @@ impl ProcessEdge {
 
     /// If a forked child may not have got all memory, finds out what it has got.
     ///
-    /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until its
-    /// monitor has used that.
+    /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until
+    /// its monitor has used that.
     fn read_inherited_areas(&mut self) {
         if !self.program.must_check_inheritance.load(Relaxed) {
             return;
@@ -328,7 +328,11 @@ impl ProcessEdge {
     }
 
     /// Appends messages that were just read, and notes who faults.
-    fn take_messages(&mut self, mut messages: Vec<UffdMessage<RawFd>>, out: &mut Vec<UffdMessage<OwnedFd>>) {
+    fn append_messages(
+        &mut self,
+        mut messages: Vec<UffdMessage<RawFd>>,
+        out: &mut Vec<UffdMessage<OwnedFd>>,
+    ) {
         // SAFETY: the kernel has created each descriptor for the process that reads the message,
         // once.
         out.extend(
@@ -374,13 +378,13 @@ impl Kernel for ProcessEdge {
         }
         let mut messages = std::mem::take(&mut self.messages);
         self.journal.read(|buffer| self.uffd.read(buffer), &mut messages);
-        self.take_messages(messages, out);
+        self.append_messages(messages, out);
     }
 
     fn read_more_messages(&mut self, out: &mut Vec<UffdMessage<OwnedFd>>) -> MoreMessages {
         let mut messages = std::mem::take(&mut self.messages);
         let has_room = self.journal.read_more(|buffer| self.uffd.read(buffer), &mut messages);
-        self.take_messages(messages, out);
+        self.append_messages(messages, out);
         if has_room { MoreMessages::Read } else { MoreMessages::NoRoom }
     }
 

@@ -1,8 +1,8 @@
 //! One thread that notices the end of each program.
 //!
-//! A program has ended when the socket of its worker hangs up: the worker ends when no other process
-//! has the memory. Before a program has a worker, and for one that cannot notice it, the pidfd
-//! reports the end.
+//! A program has ended when the socket of its worker hangs up: the worker ends when no other
+//! process has the memory. Before a program has a worker, and for one that cannot notice it, the
+//! pidfd reports the end.
 
 use std::collections::HashMap;
 use std::io;

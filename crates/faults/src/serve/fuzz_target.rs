@@ -25,7 +25,7 @@ const BATCH_BYTES: usize = 776;
 
 thread_local! {
     static PORT: RefCell<OwnedFd> = RefCell::new(
-        WorkerPort::new().expect("the system has memory").fd().try_clone_to_owned().expect("it has descriptors"),
+        WorkerPort::new().expect("there is memory").fd().try_clone_to_owned().expect("a descriptor"),
     );
     static JOURNAL: Memory = Memory::create("fuzz-journal", JOURNAL_BYTES).expect("the system has memory");
 }

@@ -29,8 +29,8 @@ pub(super) fn this_thread() -> i32 {
 /// Interrupts a thread of this process that may wait in a read.
 pub(super) fn interrupt(thread: i32) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
-    // SAFETY: signals a thread of this process. If it has ended, there is no such thread, or one that is
-    // interrupted for nothing.
+    // SAFETY: signals a thread of this process. If it has ended, there is no such thread, or one
+    // that is interrupted for nothing.
     unsafe {
         libc::syscall(libc::SYS_tgkill, process, thread, signal());
     }

@@ -61,8 +61,8 @@ impl UnprovenProcess {
         self.pid
     }
 
-    /// Proves that the process has the memory in which `fill` fills `canary`. `fill` returns whether
-    /// it has filled it.
+    /// Proves that the process has the memory in which `fill` fills `canary`. `fill` returns
+    /// whether it has filled it.
     ///
     /// The nonce must be new, and in no memory before: one that a process has read before can be in
     /// the memory of another one that it has started. So the files are opened first, and a canary
@@ -184,8 +184,8 @@ impl ProgramProcess {
         }
     }
 
-    /// Finds the worker's process, which has `number` in its own PID namespace. Here that may be the
-    /// number of another process, which does not have the canary.
+    /// Finds the worker's process, which has `number` in its own PID namespace. Here that may be
+    /// the number of another process, which does not have the canary.
     ///
     /// A program that lies falsifies only its own statistics.
     pub fn find_worker(&self, number: u32, canary: Canary) {

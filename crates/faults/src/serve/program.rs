@@ -222,7 +222,8 @@ impl Program {
         self.is_killed.load(Relaxed)
     }
 
-    /// Interrupts the monitor of a program that has ended, if the program has made it wait in a read.
+    /// Interrupts the monitor of a program that has ended, if the program has made it wait in a
+    /// read.
     pub(crate) fn interrupt_if_ended(&self) {
         let thread = self.thread.load(SeqCst);
         if thread != 0 && (self.is_killed() || self.has_exited()) {

@@ -44,7 +44,8 @@ pub(crate) struct ProgramRecord {
     /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
-    /// Whether a forked child may have less memory than its parent had, and that was not checked yet.
+    /// Whether a forked child may have less memory than its parent had, and that was not checked
+    /// yet.
     #[serde(default)]
     pub must_check_inheritance: bool,
     pub hello: Option<HelloRecord>,
@@ -54,7 +55,6 @@ pub(crate) struct ProgramRecord {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct HelloRecord {
     pub is_child: bool,
-    #[serde(rename = "antechamber")]
     pub bounce_buffer: u64,
     pub staging: u64,
 }

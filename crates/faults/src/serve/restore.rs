@@ -35,7 +35,8 @@ use crate::worker::WorkerPort;
 
 /// Longest wait for the end of a killed program.
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
-/// Longest time that the kernel needs to free the memory of processes that have ended, all together.
+/// Longest time that the kernel needs to free the memory of processes that have ended, all
+/// together.
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(2);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
