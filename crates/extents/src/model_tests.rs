@@ -522,7 +522,7 @@ fn a_stretch_waits_while_nodes_clear_sections() {
     play.pool.0.borrow_mut().sections_to_clear = Some(1);
     assert_eq!(ask(&mut play, RingRequest::AllocateStretch(whole_node)).status, RingStatus::Full);
     let waited = play.pool.0.borrow().now;
-    assert!((Duration::from_millis(500)..Duration::from_secs(1)).contains(&waited), "{waited:?}");
+    assert!((Duration::from_secs(3)..Duration::from_secs(4)).contains(&waited), "{waited:?}");
 }
 
 #[test]
