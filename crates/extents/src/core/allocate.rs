@@ -17,8 +17,8 @@ const BATCH_EXTENTS_MAX: usize = 64;
 const BATCH_BYTES_MAX: u64 = 1 << 20;
 /// Interval at which the session checks whether nodes have cleared freed sections.
 const CLEARING_INTERVAL: Duration = Duration::from_millis(20);
-/// Time without progress after which the session no longer waits for nodes to clear sections. A node
-/// that shares its processor with others may not run for a while.
+/// Time without progress after which the session no longer waits for nodes to clear sections. A
+/// node that shares its processor with others may not run for a while.
 const CLEARING_STALLED: Duration = Duration::from_secs(3);
 /// Maximum time for which a stretch waits for nodes to clear sections.
 const CLEARING_MAX: Duration = Duration::from_secs(10);
