@@ -327,7 +327,7 @@ impl ProcessEdge {
         }
     }
 
-    /// Appends messages that were just read, and notes who faults.
+    /// Appends messages that were just read, and records which threads fault.
     fn append_messages(
         &mut self,
         mut messages: Vec<UffdMessage<RawFd>>,
