@@ -31,7 +31,11 @@ const PAGE: usize = 4096;
 pub const STACK_BYTES: usize = 16 * PAGE;
 const NICENESS: isize = -15;
 const FUTEX_WAKE: usize = 1;
-const MADV_POPULATE_WRITE: usize = 23;
+/// `FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG`: changes the word at a second address, too.
+const FUTEX_WAKE_OP: usize = 5 | 128;
+/// `FUTEX_OP(FUTEX_OP_OR, 0, FUTEX_OP_CMP_EQ, -2048)`: sets no bit, and wakes a thread that waits
+/// there if the word is the smallest number that can be given.
+const SET_NO_BIT: usize = 2 << 28 | 0x800;
 
 /// What the worker needs to execute commands. It is at the lower end of the worker's stack.
 #[repr(C)]
@@ -171,6 +175,18 @@ fn wake(word: &AtomicU32, count: usize) {
     }
 }
 
+/// Writes to a page without changing it. Returns 0, or a negative errno if there is no page that
+/// can be written, or if the write would be a fault that waits.
+///
+/// `unused_word`: a word at which no thread waits.
+fn write_without_waiting(unused_word: &AtomicU32, address: usize) -> isize {
+    // SAFETY: sets no bit of a word of the page, by one atomic instruction. It may wake a thread
+    // that waits at this word, which each futex allows.
+    unsafe {
+        syscall(libc::SYS_futex, [unused_word.as_ptr() as usize, FUTEX_WAKE_OP, 0, 0, address, SET_NO_BIT])
+    }
+}
+
 /// Ends this process.
 fn exit() -> ! {
     loop {
@@ -250,20 +266,17 @@ impl PageMover for WorkerMemory<'_> {
 
     /// The kernel makes a private copy when it prepares the page for a write.
     ///
-    /// The worker must not fault, because the agent waits for it and resolves no fault. The page is
-    /// present: a missing page is not reported as busy. A change that drops it raises an event, and
-    /// waits until the agent reads the event, after the command. `docs/formats/paging.md` lists the
-    /// rare exceptions.
+    /// The worker must not fault, because the agent waits for it and resolves no fault. But another
+    /// thread can put a missing or protected page there meanwhile. So the futex request writes: the
+    /// kernel refuses it where it would be a fault that waits, also within the kernel.
     fn make_private(&mut self, address: usize) -> isize {
         // A write to a protected page would be a fault. While an event is unread the kernel does
         // not remove the protection.
         if uffd::unprotect(self.worker.program_uffd, address, PAGE) == -(libc::EAGAIN as isize) {
             return -(libc::EBUSY as isize);
         }
-        // SAFETY: MADV_POPULATE_WRITE changes no byte of the page.
-        unsafe {
-            syscall(libc::SYS_madvise, [address, PAGE, MADV_POPULATE_WRITE, 0, 0, 0]);
-        }
+        write_without_waiting(&self.worker.state, address);
+        // The next move reports what is there now.
         0
     }
 
@@ -278,5 +291,39 @@ impl PageMover for WorkerMemory<'_> {
             let bytes = BATCH_PAGES_MAX * PAGE;
             syscall(libc::SYS_madvise, [self.staging_buffer, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map_page() -> usize {
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping, which is never unmapped.
+        let at = unsafe {
+            libc::mmap(core::ptr::null_mut(), PAGE, rights, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
+        };
+        assert_ne!(at, libc::MAP_FAILED);
+        at as usize
+    }
+
+    #[test]
+    fn a_write_where_a_fault_would_wait_is_refused() {
+        let unused_word = AtomicU32::new(0);
+        let (present, missing) = (map_page(), map_page());
+        // SAFETY: the page is mapped and aligned.
+        let word = unsafe { AtomicU32::from_ptr(present as *mut u32) };
+        word.store(0xffff_f800, Ordering::Relaxed);
+        assert!(write_without_waiting(&unused_word, present) >= 0);
+        assert_eq!(word.load(Ordering::Relaxed), 0xffff_f800);
+        let fd = uffd::create();
+        if fd < 0 {
+            return aquifer_tests_support::skip("userfaultfd is not permitted");
+        }
+        assert_eq!(uffd::enable(fd, 0), 0);
+        assert_eq!(uffd::register(fd, missing, PAGE), 0);
+        assert_eq!(write_without_waiting(&unused_word, missing), -(libc::EFAULT as isize));
+        assert!(write_without_waiting(&unused_word, present) >= 0);
     }
 }

@@ -5,7 +5,7 @@
 
 use aquifer_pager::{PageNumber, Slot};
 
-use crate::areas::Areas;
+use crate::areas::{Area, Areas};
 use crate::journal::PersistentRanges;
 
 /// A fault on which a thread of the program waits.
@@ -197,8 +197,8 @@ pub trait Kernel {
     /// Registers a range, so that its missing pages are faults. Returns false if nothing is mapped.
     fn register(&mut self, start: PageNumber, end: PageNumber) -> bool;
 
-    /// The areas that can be registered, from the program's memory map.
-    fn pageable_areas(&mut self) -> Areas;
+    /// The registered areas that overlap some ranges; `None` while an event is unread.
+    fn registered_areas(&mut self, ranges: &[Area]) -> Option<Areas>;
 
     /// Appends present pages of a range, at most `max`; returns the end of what was scanned.
     fn present_pages(
@@ -212,7 +212,7 @@ pub trait Kernel {
     /// Appends the pages of a range that are present and that no other process shares.
     fn exclusive_pages(&mut self, start: PageNumber, end: PageNumber, out: &mut Vec<PageNumber>);
 
-    /// The areas in which a forked child has what its parent had, once, if that is not all.
+    /// The registered areas in which a forked child has what its parent had, once.
     fn inherited_areas(&mut self) -> Option<Areas>;
 
     /// Notes that all other pages were discarded.
@@ -239,6 +239,9 @@ pub trait Kernel {
 
     /// Marks a staging buffer as copied, so that a restart does not read it again.
     fn release_buffer(&mut self, buffer: usize);
+
+    /// Makes a staging buffer report a page as kept, because it is not in the buffer any more.
+    fn forget_move(&mut self, buffer: usize, position: usize);
 
     /// Whether the program has a worker; a forked child has none until it has attached.
     fn has_worker(&self) -> bool;

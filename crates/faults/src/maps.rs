@@ -99,14 +99,30 @@ pub fn registered_areas(text: &[u8]) -> Areas {
     areas_with(text, |flags| flags.contains(&&b"um"[..]))
 }
 
-/// The areas in which a forked child has what its parent had, in the text of its
+/// The areas in which a forked child has what the agent knows of its parent, in the text of its
 /// `/proc/PID/smaps`.
 ///
 /// Areas with `MADV_DONTFORK` do not exist in the child, and those with `MADV_WIPEONFORK` are
-/// empty.
+/// empty. What is not registered was mapped after an unmap that the agent had not read before the
+/// fork.
 #[must_use]
 pub fn inherited_areas(text: &[u8]) -> Areas {
-    areas_with(text, |flags| !flags.contains(&&b"wf"[..]))
+    areas_with(text, |flags| flags.contains(&&b"um"[..]) && !flags.contains(&&b"wf"[..]))
+}
+
+/// The registered areas among those in the text of `/proc/PID/maps`; `None` if that is not known of
+/// one of them.
+///
+/// `is_registered`: whether an area is registered, if that is known.
+pub fn registered_lines(text: &[u8], is_registered: impl Fn(Area) -> Option<bool>) -> Option<Areas> {
+    let mut areas = Areas::default();
+    for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
+        let area = Area { start: line.start / PAGE, end: line.end / PAGE };
+        if line.rights.ends_with(b"p") && area.end <= PAGES_MAX && is_registered(area)? {
+            areas.insert(area);
+        }
+    }
+    Some(areas)
 }
 
 /// The areas whose flags satisfy a condition, in the text of `/proc/PID/smaps`.

@@ -84,6 +84,9 @@ pub struct Monitor<E: Edge> {
     removed: Areas,
     /// Ranges that a remap moved away, and for which the kernel has not yet reported the unmap.
     pending_unmaps: Vec<Area>,
+    /// Ranges that a remap moved away, and that are still registered if the kernel reports no unmap
+    /// (`MREMAP_DONTUNMAP`).
+    left: Areas,
     streams: StreamDetector,
     messages: Vec<UffdMessage<E::Child>>,
     /// Faults that wait for the sender, for room, or for the next turn.
@@ -141,6 +144,7 @@ impl<E: Edge> Monitor<E> {
             held_back: Vec::new(),
             removed: Areas::default(),
             pending_unmaps: Vec::new(),
+            left: Areas::default(),
             streams: StreamDetector::default(),
             messages: Vec::with_capacity(MESSAGES_MAX),
             pending: Vec::with_capacity(MESSAGES_MAX),
@@ -216,11 +220,11 @@ impl<E: Edge> Monitor<E> {
         }
         self.register_found();
         // Adoption reads messages too: the faults among them are served below.
-        self.adopt_some();
+        let waits_for_event = self.adopt_some() || !self.found.is_empty();
         self.read_and_apply();
         self.discard_uninherited();
         self.protect();
-        let must_retry = self.serve_pending() || self.must_protect;
+        let must_retry = self.serve_pending() || self.must_protect || waits_for_event;
         self.make_room();
         let moves_more = self.repack();
         if self.has_ended {
@@ -228,7 +232,7 @@ impl<E: Edge> Monitor<E> {
         } else if must_retry {
             self.edge.yield_now();
             TurnOutcome::Again
-        } else if moves_more || !self.found.is_empty() || self.adopting.iter().next().is_some() {
+        } else if moves_more || self.adopting.iter().next().is_some() {
             TurnOutcome::Again
         } else {
             TurnOutcome::Sleep

@@ -23,6 +23,7 @@ const UFFDIO_POISON: u64 = 0xc020_aa08;
 const REGISTER_MODE_MISSING: u64 = 1;
 const REGISTER_MODE_PROTECTED: u64 = 2;
 const PROTECT: u64 = 1;
+const DO_NOT_WAKE: u64 = 2;
 const FLAG_WRITE: u64 = 1;
 const FLAG_PROTECTED: u64 = 2;
 
@@ -214,6 +215,20 @@ impl Userfaultfd {
         let mut argument = FillArgument { range: range(page, page + 1), mode: 0, filled: 0 };
         let result = self.request(UFFDIO_POISON, &raw mut argument);
         outcome(result, argument.filled, 1)
+    }
+
+    /// Whether a page is in a registered area; `None` while an event is unread. Removes the write
+    /// protection of the page.
+    ///
+    /// A request that fills pages would answer as well, but it also keeps the area from being
+    /// merged with its neighbours.
+    pub(crate) fn is_registered(&self, page: PageNumber) -> Option<bool> {
+        let mut argument = ProtectArgument { range: range(page, page + 1), mode: DO_NOT_WAKE };
+        match self.request(UFFDIO_WRITEPROTECT, &raw mut argument) {
+            Ok(()) => Some(true),
+            Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => None,
+            Err(_) => Some(false),
+        }
     }
 
     /// Removes write protection and wakes the threads that wait for it.

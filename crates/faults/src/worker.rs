@@ -130,6 +130,11 @@ impl WorkerPort {
         self.control().batches.iter().for_each(|batch| batch.count.store(0, Release));
     }
 
+    /// Reports a page of a finished batch as kept.
+    pub fn forget_move(&self, buffer: usize, position: usize) {
+        self.control().batches[buffer].statuses[position].store(libc::EBUSY.cast_unsigned(), Release);
+    }
+
     /// Has the worker check whether another process has the memory, and end if none has.
     pub fn report_process_end(&self) {
         self.control().process_ended.fetch_max(PROCESS_ENDED, Release);

@@ -52,9 +52,6 @@ aquifer_mutation::mutations! {
         ForgetRelease,
         /// A page with a clean copy counts as unchanged when it leaves, whatever its bytes.
         TrustCopy,
-        /// A page that is present in a newly registered area becomes held without a proof that the
-        /// page is registered.
-        AdoptUnproved,
         /// An adoption goes on with its list of present pages although an event was applied since.
         AdoptFromOldList,
         /// After a restart, areas are adopted before the events that the previous agent had read

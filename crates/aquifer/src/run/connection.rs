@@ -73,8 +73,12 @@ impl RunConnection {
     }
 
     /// Closes the run and returns its statistics as JSON; `None` if they do not arrive.
+    ///
+    /// If the other end has closed the connection, the reason for the end of the program is known
+    /// afterwards.
     pub(super) fn close(&mut self) -> Option<String> {
-        send_frame(&*self.socket, &Frame::CloseRun, &[]).ok()?;
+        // If it cannot be sent, the thread finds the connection closed, and ends.
+        let _ = send_frame(&*self.socket, &Frame::CloseRun, &[]);
         self.statistics.as_ref()?.recv_timeout(STATISTICS_TIMEOUT).ok()
     }
 

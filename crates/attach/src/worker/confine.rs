@@ -105,7 +105,7 @@ const UNRESTRICTED: [i64; 10] = [
 /// and the values.
 const RESTRICTED: [(i64, u32, u32, u32); 4] = [
     (libc::SYS_ioctl, 1, UFFDIO_MOVE as u32, UFFDIO_WRITEPROTECT as u32),
-    (libc::SYS_madvise, 2, libc::MADV_DONTNEED as u32, super::MADV_POPULATE_WRITE as u32),
+    (libc::SYS_madvise, 2, libc::MADV_DONTNEED as u32, libc::MADV_DONTNEED as u32),
     (libc::SYS_sched_setaffinity, 0, 0, 0),
     (libc::SYS_unshare, 0, libc::CLONE_VM as u32, libc::CLONE_VM as u32),
 ];

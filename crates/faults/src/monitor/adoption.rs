@@ -18,8 +18,11 @@ const PROVE_PAGES_MAX: usize = 512;
 
 impl<E: Edge> Monitor<E> {
     /// Takes areas that were found in the program's memory map, to be registered in the next turn.
-    pub fn adopt(&mut self, found: &[Area]) {
-        self.found.extend_from_slice(found);
+    ///
+    /// `found`: all areas of the map; those that were found before and not registered are
+    /// forgotten.
+    pub fn adopt(&mut self, found: Vec<Area>) {
+        self.found = found;
     }
 
     /// Registers newly found areas, and queues them for adoption.
@@ -27,13 +30,16 @@ impl<E: Edge> Monitor<E> {
     /// From now on their missing pages are faults. Pages that are present are adopted over the
     /// next turns, and can then be evicted.
     ///
+    /// Also drops the pending unmaps, soon after a remap that leaves its old range mapped.
+    ///
     /// Waits for a turn in which no event is unread. Otherwise an area may be where memory was
     /// moved by a Remap that is unread, and that Remap would seem to move pages onto others.
     pub(super) fn register_found(&mut self) {
-        if self.found.is_empty() || !self.edge.has_no_unread_event() {
+        let is_nothing_due = self.found.is_empty() && self.pending_unmaps.is_empty();
+        if is_nothing_due || !self.edge.has_no_unread_event() {
             return;
         }
-        self.are_areas_exact = true;
+        self.forget_pending_unmaps();
         // All are registered before any is adopted: a registered area cannot grow unnoticed.
         let found = std::mem::take(&mut self.found);
         let unknown = found.iter().flat_map(|area| self.areas.missing(*area));
@@ -43,8 +49,12 @@ impl<E: Edge> Monitor<E> {
             return;
         }
         // What was unmapped since the areas were found was not registered, and has raised no event.
-        let mut mapped = self.edge.pageable_areas();
-        for part in gaps.into_iter().flat_map(|gap| mapped.extract(gap)).collect::<Vec<_>>() {
+        // Something else may be mapped there now.
+        let Some(mut registered) = self.edge.registered_areas(&gaps) else {
+            self.found = gaps;
+            return;
+        };
+        for part in gaps.into_iter().flat_map(|gap| registered.extract(gap)).collect::<Vec<_>>() {
             self.adopting.insert(part);
         }
     }
@@ -53,18 +63,21 @@ impl<E: Edge> Monitor<E> {
     ///
     /// The rest waits for later turns, so that faults do not wait for adoption, and adopted pages
     /// can be evicted early: the program keeps writing to present pages without a fault.
-    pub(super) fn adopt_some(&mut self) {
+    ///
+    /// Returns whether it must wait for an event.
+    pub(super) fn adopt_some(&mut self) -> bool {
         let mut pages = 0;
         for _ in 0..ADOPT_AREAS_MAX {
             let Some(area) = self.adopting.iter().next().filter(|_| pages < ADOPT_PAGES_MAX) else {
-                return;
+                return false;
             };
             let part = Area { start: area.start, end: area.end.min(area.start + ADOPT_SPAN_PAGES) };
             if !self.can_adopt(part) {
-                return;
+                return true;
             }
             pages += self.adopt_part(part, ADOPT_PAGES_MAX - pages);
         }
+        false
     }
 
     /// Whether an unmap of this range that is read from now on concerns what is mapped there now.
@@ -140,10 +153,6 @@ impl<E: Edge> Monitor<E> {
     ///
     /// Returns how many pages were decided; 0 if an event was unread.
     fn prove_registered(&mut self, first: PageNumber, pages: usize) -> usize {
-        if Mutation::AdoptUnproved.is_active() {
-            (first..first + pages as u64).for_each(|page| self.volume.hold(page, false));
-            return pages;
-        }
         let filled = self.edge.fill(first, pages, FillSource::Zeros { is_private: false });
         let is_known_elsewhere = !matches!(self.volume.state(first), PageState::Zero);
         if filled.pages > 0 && is_known_elsewhere {

@@ -99,6 +99,7 @@ impl<E: Edge> Monitor<E> {
         {
             // If anything is mapped there now, a later remap has moved it there.
             self.pending_unmaps.swap_remove(at);
+            self.left.remove(area);
             return;
         }
         self.volume.discard(area.start, area.end);
@@ -108,6 +109,7 @@ impl<E: Edge> Monitor<E> {
     /// Drops the pending unmaps: a fill or a move has just proved that no event is unread.
     pub(super) fn forget_pending_unmaps(&mut self) {
         self.are_areas_exact = true;
+        std::mem::take(&mut self.left).iter().for_each(|area| self.areas.insert(area));
         if !self.pending_unmaps.is_empty() {
             self.pending_unmaps.clear();
             self.edge.persist_ranges(PersistentRanges { pending_unmaps: &[], removed: &self.removed });
@@ -119,6 +121,7 @@ impl<E: Edge> Monitor<E> {
         self.areas.remove(area);
         self.adopting.remove(area);
         self.removed.remove(area);
+        self.left.remove(area);
     }
 
     /// Records all that the sender has completed since the last call.
@@ -222,8 +225,11 @@ impl<E: Edge> Monitor<E> {
         let old = Area { start: from, end: from + pages };
         self.forget_area(old);
         self.pending_unmaps.push(old);
-        self.removed.remove(Area { start: to, end: to + pages });
-        self.areas.insert(Area { start: to, end: to + pages });
+        let new = Area { start: to, end: to + pages };
+        self.removed.remove(new);
+        self.left.remove(new);
+        self.left.insert(old);
+        self.areas.insert(new);
     }
 
     /// Write-protects all pages if that is due.

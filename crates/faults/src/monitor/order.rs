@@ -17,8 +17,7 @@ pub(super) type ReadEvent<C> = (usize, UffdMessage<C>);
 impl<E: Edge> Monitor<E> {
     /// Whether an event must not be applied before later ones are known.
     pub(super) fn must_hold_back(&mut self, event: &UffdMessage<E::Child>) -> bool {
-        let is_unsure = !self.are_areas_exact && !Mutation::TrustOrder.is_active();
-        target(event).is_some_and(|target| is_unsure || self.is_occupied(target))
+        target(event).is_some_and(|target| self.is_occupied(target))
     }
 
     /// Applies the events that were held back, each after those that it depends on. Reads more
@@ -37,7 +36,7 @@ impl<E: Edge> Monitor<E> {
             self.sort_messages(&mut messages, first, &mut events);
             self.messages = messages;
             let is_complete = read == first && (is_complete || more == MoreMessages::NoRoom);
-            while let Some(at) = self.next_in_order(&events, is_complete) {
+            while let Some(at) = self.next_in_order(&events) {
                 let (index, event) = events.remove(at);
                 if at > 0 {
                     self.edge.begin_before_others(index);
@@ -56,9 +55,9 @@ impl<E: Edge> Monitor<E> {
 
     /// The event to apply next: the first, or one that must come before it. `None` if that was not
     /// read yet.
-    fn next_in_order(&mut self, events: &[ReadEvent<E::Child>], is_complete: bool) -> Option<usize> {
+    fn next_in_order(&mut self, events: &[ReadEvent<E::Child>]) -> Option<usize> {
         let is_seen = &mut vec![false; events.len()];
-        if events.is_empty() { None } else { self.first_before(events, 0, is_seen, is_complete) }
+        if events.is_empty() { None } else { self.first_before(events, 0, is_seen) }
     }
 
     /// Event `at`, or one that must come before it. `None` if that was not read yet.
@@ -69,22 +68,16 @@ impl<E: Edge> Monitor<E> {
         events: &[ReadEvent<E::Child>],
         at: usize,
         is_seen: &mut [bool],
-        is_complete: bool,
     ) -> Option<usize> {
         is_seen[at] = true;
         let Some(target) = target(&events[at].1) else { return Some(at) };
-        let is_blocked = self.is_occupied(target)
-            || match self.has_older_event(events, at, target) {
-                Some(has_older) => has_older,
-                None if !is_complete => return None,
-                None => false,
-            };
+        let is_blocked = self.is_occupied(target);
         // What was reported earlier is older in any case.
         for other in 0..if is_blocked { events.len() } else { at } {
             let may_be_first = !is_seen[other] && vacates(&events[other].1, target);
             if may_be_first
                 && !is_end_of_remap(events, other)
-                && let Some(first) = self.first_before(events, other, is_seen, is_complete)
+                && let Some(first) = self.first_before(events, other, is_seen)
             {
                 return Some(first);
             }
@@ -103,21 +96,6 @@ impl<E: Edge> Monitor<E> {
         let overlaps = |areas: &Areas| areas.missing(target) != [target];
         let is_known = self.are_areas_exact && (overlaps(&self.areas) || overlaps(&self.adopting));
         is_known || self.volume.has_pages(target.start, target.end)
-    }
-
-    /// Whether an event that vacates the target of Remap `at` is older than the Remap, although the
-    /// monitor knows no pages there: after a restart it does not know the areas. `None` if that is
-    /// not certain.
-    ///
-    /// No thread uses the new range before `mremap` has returned. So what vacates it before the
-    /// Unmap that ends the Remap is older.
-    fn has_older_event(&self, events: &[ReadEvent<E::Child>], at: usize, target: Area) -> Option<bool> {
-        if self.are_areas_exact || Mutation::TrustOrder.is_active() {
-            return Some(false);
-        }
-        let later = &events[at + 1..];
-        let end = later.iter().position(|(_, event)| ends(&events[at].1, event))?;
-        Some(later[..end].iter().any(|(_, event)| vacates(event, target)))
     }
 }
 

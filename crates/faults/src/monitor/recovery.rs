@@ -124,6 +124,9 @@ impl<E: Edge> Monitor<E> {
                 if leaving.remove(page) {
                     pages.push(*page);
                     positions.push(u8::try_from(position).expect("batches are small"));
+                } else {
+                    // It may be evicted again through another buffer before the next restart.
+                    self.edge.forget_move(buffer, position);
                 }
             }
             if pages.is_empty() {

@@ -13,6 +13,7 @@ use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
 use super::attach::AttachError;
+use super::backoff::Backoff;
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
@@ -68,6 +69,7 @@ pub(crate) struct ProcessEdge {
     unapplied: Vec<UffdMessage<OwnedFd>>,
     /// See [`Kernel::inherited_areas`].
     inherited: Option<Areas>,
+    backoff: Backoff,
 }
 
 impl ProcessEdge {
@@ -96,6 +98,7 @@ impl ProcessEdge {
             messages: Vec::new(),
             unapplied: Vec::new(),
             inherited: None,
+            backoff: Backoff::new(),
         })
     }
 
@@ -128,7 +131,7 @@ impl ProcessEdge {
         Ok(())
     }
 
-    /// If a forked child may not have got all memory, finds out what it has got.
+    /// Finds out what memory a forked child has got.
     ///
     /// A child of libc's `fork` waits for its canary, and then for the answer to its hello, until
     /// its monitor has used that.
@@ -137,12 +140,24 @@ impl ProcessEdge {
             return;
         }
         let Some(process) = self.program.process() else { return };
-        let text = process.read("smaps");
+        // The kernel needs some 10 ms per GiB of resident memory for `smaps`.
+        let has_advice = self.program.has_fork_advice.load(Relaxed);
+        let text = if has_advice { process.read("smaps") } else { process.read_maps().ok() };
         if text.is_none() && !has_ended(process.pidfd(), Duration::ZERO) {
             // Without it the child could read what it has not inherited.
             self.run.end("what a forked child has inherited cannot be read");
         }
-        self.inherited = text.map(|text| maps::inherited_areas(&text));
+        self.inherited = text.and_then(|text| {
+            if has_advice {
+                Some(maps::inherited_areas(&text))
+            } else {
+                maps::registered_lines(&text, |area| self.uffd.is_registered(area.start))
+            }
+        });
+        if self.inherited.is_none() {
+            // It was made in another way than by `fork`, and changes its memory already.
+            self.program.must_check_inheritance.store(false, Relaxed);
+        }
     }
 
     /// The same by the program's own canary, which must be missing.
@@ -410,6 +425,12 @@ impl Kernel for ProcessEdge {
         }
     }
 
+    fn forget_move(&mut self, buffer: usize, position: usize) {
+        if let Some(attachment) = &self.attachment {
+            attachment.worker.forget_move(buffer, position);
+        }
+    }
+
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let bytes = match source {
             FillSource::Zeros { .. } if page == self.canary().page => return self.canary().fill(&self.uffd),
@@ -468,18 +489,19 @@ impl Kernel for ProcessEdge {
         }
     }
 
-    fn pageable_areas(&mut self) -> Areas {
-        let mut areas = Areas::default();
+    fn registered_areas(&mut self, ranges: &[Area]) -> Option<Areas> {
         let maps = self.program.process().map(ProgramProcess::read_maps);
         match maps.unwrap_or_else(|| Err(io::ErrorKind::NotFound.into())) {
-            Ok(text) => {
-                let found = maps::pageable_areas(&text, &self.program.bounds());
-                found.into_iter().for_each(|area| areas.insert(area));
-            }
+            Ok(text) => maps::registered_lines(&text, |area| {
+                let overlaps = |range: &Area| range.start < area.end && area.start < range.end;
+                if ranges.iter().any(overlaps) { self.uffd.is_registered(area.start) } else { Some(false) }
+            }),
             // The sampler finds them again, unless the program has ended.
-            Err(error) => tracing::debug!(%error, "cannot read the memory map of a program"),
+            Err(error) => {
+                tracing::debug!(pid = self.program.pid(), %error, "cannot read the memory map");
+                Some(Areas::default())
+            }
         }
-        areas
     }
 
     fn present_pages(
@@ -554,6 +576,6 @@ impl Kernel for ProcessEdge {
     }
 
     fn yield_now(&mut self) {
-        std::thread::yield_now();
+        self.backoff.wait();
     }
 }

@@ -9,10 +9,12 @@
 //! - `run`: what the programs of one `aquifer run` share. `sender` is its thread.
 //! - `restore`: resumption of runs from what the keeper holds; `records` describe that.
 //! - `tenants`: statistics of each tenant over all its runs.
+//! - `backoff`: waiting for a program's thread that is in the kernel.
 //! - `unserved`: memory that has no monitor. `tenant_threads`: one thread per tenant.
 //! - `sampler`: measures resident sizes and finds areas to register.
 
 mod attach;
+mod backoff;
 mod canary;
 mod core_follower;
 mod count;

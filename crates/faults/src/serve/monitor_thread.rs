@@ -94,7 +94,7 @@ impl MonitorLoop {
     fn handle_requests(&mut self) {
         for request in self.program.drain_requests() {
             match request {
-                MonitorRequest::Areas(areas) => self.monitor.adopt(&areas),
+                MonitorRequest::Areas(areas) => self.monitor.adopt(areas),
                 MonitorRequest::Attach(attachment, process) => self.attach(*attachment, process),
             }
         }

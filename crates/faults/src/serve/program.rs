@@ -69,9 +69,11 @@ pub struct Program {
     /// Whether the program was forked and has not executed another program since, so that its
     /// pages may be shared with its parent.
     pub(crate) is_forked: AtomicBool,
-    /// Whether it may have less memory than its parent had, because of an advice (`MADV_DONTFORK`,
-    /// `MADV_WIPEONFORK`), and that was not checked yet.
+    /// Whether it is a forked child, and it was not checked yet what memory it has.
     pub(crate) must_check_inheritance: AtomicBool,
+    /// Whether it may have less memory than its parent had, because of an advice (`MADV_DONTFORK`,
+    /// `MADV_WIPEONFORK`).
+    pub(crate) has_fork_advice: AtomicBool,
     is_killed: AtomicBool,
     pub(super) has_process_ended: AtomicBool,
     pub(super) has_exited: AtomicBool,
@@ -100,6 +102,7 @@ impl Program {
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
             must_check_inheritance: AtomicBool::new(false),
+            has_fork_advice: AtomicBool::new(false),
             is_killed: AtomicBool::new(false),
             has_process_ended: AtomicBool::new(false),
             has_exited: AtomicBool::new(false),
@@ -347,19 +350,20 @@ pub(crate) struct ForkedProgram {
     pub areas: Areas,
     /// See [`super::records::ProgramRecord::origin`].
     pub origin: (u64, u64),
-    /// See [`Program::must_check_inheritance`].
-    pub must_check: bool,
+    /// See [`Program::has_fork_advice`].
+    pub has_fork_advice: bool,
 }
 
 /// Begins to serve a forked child, before its hello.
 pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
-    let ForkedProgram { uffd, mut volume, areas, origin, must_check } = forked;
+    let ForkedProgram { uffd, mut volume, areas, origin, has_fork_advice } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program(), new_nonce()?).inspect_err(|_| volume.close())?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
-        program.must_check_inheritance.store(must_check, Relaxed);
+        program.must_check_inheritance.store(true, Relaxed);
+        program.has_fork_advice.store(has_fork_advice, Relaxed);
         program.share_uffd(&uffd);
         let edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, Some(origin))?;
         edge.keep().map_err(io::Error::other).inspect_err(|_| volume.close())?;

@@ -44,8 +44,7 @@ pub(crate) struct ProgramRecord {
     /// Start and end of the only range that is paged; both 0 if all areas can be paged.
     #[serde(default)]
     pub only: [u64; 2],
-    /// Whether a forked child may have less memory than its parent had, and that was not checked
-    /// yet.
+    /// Whether it is a forked child, and it was not checked yet what memory it has.
     #[serde(default)]
     pub must_check_inheritance: bool,
     pub hello: Option<HelloRecord>,

@@ -434,6 +434,8 @@ impl ResumableProgram {
             }
             program.is_forked.store(record.origin.is_some(), Relaxed);
             program.must_check_inheritance.store(record.must_check_inheritance, Relaxed);
+            // It is not recorded, and costs time only.
+            program.has_fork_advice.store(record.must_check_inheritance, Relaxed);
             program.share_uffd(&uffd);
             let mut edge = ProcessEdge::new(run, &program, uffd, pages.volume(), journal, record.origin)?;
             if let (Some((worker, socket)), Some(hello)) = (worker, record.hello(run.token())) {

@@ -5,8 +5,8 @@ use std::cell::{RefCell, RefMut};
 use std::rc::Rc;
 
 use aquifer_faults::{
-    Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages, MoveOutcome,
-    PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
+    Area, Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages,
+    MoveOutcome, PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
 };
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
@@ -193,6 +193,11 @@ impl Kernel for SimEdge {
         self.worker.emptied(buffer);
     }
 
+    fn forget_move(&mut self, buffer: usize, position: usize) {
+        super::death::step();
+        self.worker.forget_move(buffer, position);
+    }
+
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
         let mut world = self.run_world();
         let mut stop = Self::fill_error(&world.processes[self.process], page, pages);
@@ -292,10 +297,10 @@ impl Kernel for SimEdge {
         any
     }
 
-    fn pageable_areas(&mut self) -> Areas {
-        let mut areas = Areas::default();
-        self.run_world().processes[self.process].areas().into_iter().for_each(|area| areas.insert(area));
-        areas
+    fn registered_areas(&mut self, _ranges: &[Area]) -> Option<Areas> {
+        let world = self.run_world();
+        let process = &world.processes[self.process];
+        (process.changing == 0).then(|| process.registered())
     }
 
     fn present_pages(

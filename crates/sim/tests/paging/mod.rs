@@ -53,7 +53,6 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::SkipChecksum,
         Mutation::ForgetRelease,
         Mutation::TrustCopy,
-        Mutation::AdoptUnproved,
         Mutation::AdoptFromOldList,
         Mutation::AdoptBeforeEvents,
         Mutation::TrustOrder,

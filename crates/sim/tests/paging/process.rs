@@ -145,8 +145,7 @@ pub struct SimProcess {
     pub changes_meanwhile: u32,
     /// The range that was moved away last, which the kernel tends to use again.
     pub moved_from: (usize, usize),
-    /// A child that has not got all memory: what it has got. Its thread waits until the agent has
-    /// discarded the rest.
+    /// A child: what memory it has got. Its thread waits until the agent has discarded the rest.
     pub inherited: Option<Areas>,
 }
 
@@ -206,6 +205,7 @@ impl SimProcess {
                 mine.is_exclusive = mine.is_pinned;
             }
         }
+        child.inherited = Some(child.registered());
         child
     }
 
@@ -220,11 +220,7 @@ impl SimProcess {
             }
         }
         self.lost.retain(|page| !(number(start)..number(end)).contains(page));
-        let inherited = self.inherited.get_or_insert_with(|| {
-            let mut all = Areas::default();
-            all.insert(Area { start: number(0), end: number(self.pages.len()) });
-            all
-        });
+        let inherited = self.inherited.as_mut().expect("it was just forked");
         inherited.remove(Area { start: number(start), end: number(end) });
     }
 
@@ -332,7 +328,6 @@ impl SimProcess {
     /// between, so the simulator does not fork then.
     pub fn is_moving(&self) -> bool {
         self.threads.iter().any(|thread| match &thread.state {
-            _ if thread.has_unreported_change() => true,
             ThreadState::RaisingEvents { events, .. } => {
                 events.len() > 1 || matches!(events.front(), Some(KernelEvent::Remap { .. }))
             }
@@ -341,14 +336,14 @@ impl SimProcess {
     }
 
     /// Whether a thread may begin a change. While another thread has moved or unmapped memory and
-    /// not reported it, there is one change: see "What is not handled" in `docs/formats/paging.md`.
-    pub fn may_change(&mut self) -> bool {
+    /// not reported it, there is at most one change, if changes may overlap at all.
+    pub fn may_change(&mut self, may_overlap: bool) -> bool {
         if !self.threads.iter().any(Thread::has_unreported_change) {
             self.changes_meanwhile = 0;
             return true;
         }
         self.changes_meanwhile += 1;
-        self.changes_meanwhile == 1
+        self.changes_meanwhile == 1 && may_overlap
     }
 
     /// Begins to raise the events of changes that a thread has made. Without events the thread

@@ -89,14 +89,16 @@ impl PagingWorld {
         let target = &mut self.processes[process];
         let late = self.late_events && rng.chance(1, 2);
         match what {
-            0..22 if !target.may_change() => return self.touch_some(process, thread),
+            0..22 if !target.may_change(self.changes_overlap && !self.agent_may_die) => {
+                return self.touch_some(process, thread);
+            }
             0..6 => drop_content(target, rng, thread, late),
             6..10 => unmap(target, rng, thread, late),
             10..16 => {
                 map(target, rng, thread);
             }
             MOVE..22 => {
-                if remap(target, rng, thread, late).is_some() {
+                if remap(target, rng, thread, !self.changes_overlap, late).is_some() {
                     self.counts.remaps += 1;
                 }
             }
@@ -237,8 +239,8 @@ fn map(target: &mut SimProcess, rng: &mut Rng, thread: usize) {
     }
 }
 
-/// Grows a range in place; or moves it to a free or an own place, and perhaps grows it there.
-fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) -> Option<()> {
+/// Moves a range to a free or an own place. If `grows` is set, perhaps grows it there, or in place.
+fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize, grows: bool, late: bool) -> Option<()> {
     let (mut start, mut end) = target.own_range(rng, thread, 8)?;
     let last = target.threads[thread].last;
     let used = &target.pages[last.min(target.pages.len() - 1)];
@@ -257,7 +259,7 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) -> O
             + 1;
     }
     let registered = target.pages[start].is_registered;
-    if rng.chance(1, 4) {
+    if grows && rng.chance(1, 4) {
         let room = (end..target.pages.len()).take_while(|at| !target.pages[*at].is_mapped).count();
         let growth = rng.index(room.min(4) + 1);
         target.pages[end..end + growth].fill(ModelPage::mapped_by(thread, registered));
@@ -274,6 +276,7 @@ fn remap(target: &mut SimProcess, rng: &mut Rng, thread: usize, late: bool) -> O
     } else {
         target.free_range(rng, pages + 2)?
     };
+    let stop = if grows { stop } else { stop.min(to + pages) };
     if stop - to < pages || (to < end && start < stop) {
         return None;
     }

@@ -79,6 +79,7 @@ impl PagingSchedule {
             return;
         };
         let registered = self.world.borrow().processes[process].registered();
+        let has_moved = batches.iter().flatten().any(|(_, outcome)| *outcome == MoveOutcome::Moved);
         let before = pages.into_resume_state(registered, batches);
         trace!(
             "{process} resumes with {unapplied:?}, pending unmaps {:?}, registered {:?}, leaving {:?}",
@@ -89,6 +90,11 @@ impl PagingSchedule {
         let monitor = Monitor::resume(edge, before, budget, Arc::new(FaultStats::default()));
         self.put_monitor(process, monitor);
         let mut world = self.world.borrow_mut();
+        if has_moved && world.agent_may_die && world.rng.chance(1, 2) {
+            // While the staging buffers of the dead agent are in use.
+            let steps = 1 + u32::try_from(world.rng.below(150)).expect("small");
+            death::schedule(steps);
+        }
         // Faults that the dead agent had read are raised again only if their threads are woken.
         let count = world.processes[process].pages.len();
         world.processes[process].wake(0, count);

@@ -362,7 +362,7 @@ impl PagingSchedule {
         let scans = std::mem::take(&mut target.scans);
         drop(world);
         for areas in scans {
-            monitor.adopt(&areas);
+            monitor.adopt(areas);
         }
         match monitor.turn() {
             TurnOutcome::Again => self.world.borrow_mut().processes[process].is_nudged = true,

@@ -63,37 +63,35 @@ fn move_page(
     number: usize,
     page: PageNumber,
 ) -> Result<(u32, Option<u64>), ProgramEnded> {
-    let mut is_private = false;
+    let mut is_written = false;
     loop {
-        let mut world = run_world(world);
+        let world = &mut *run_world(world);
         let process = &mut world.processes[number];
         if !process.is_alive {
             return Err(ProgramEnded);
         }
         let place = &mut process.pages[index(page)];
-        if is_private && place.is_mapped {
-            if place.is_registered && place.frame.is_none() {
-                // The real worker would wait here: see "What is not handled" in
-                // `docs/formats/paging.md`.
-                world.counts.stuck_workers += 1;
-                return Ok((BUSY, None));
+        if is_written && place.is_mapped {
+            // The kernel refuses a write that would be a fault.
+            let frame = if place.is_registered {
+                place.frame.as_mut().filter(|frame| !frame.is_protected)
+            } else {
+                Some(place.frame.get_or_insert(ModelFrame::ZERO))
+            };
+            match frame {
+                Some(frame) => frame.is_exclusive = true,
+                None => world.counts.refused_writes += 1,
             }
-            let frame = place.frame.get_or_insert(ModelFrame::ZERO);
-            if frame.is_protected {
-                world.failure =
-                    Some(format!("the worker waits for page {page:#x}, and the agent waits for the worker"));
-                return Err(ProgramEnded);
-            }
-            frame.is_exclusive = true;
         }
         let status = match place.frame {
             _ if process.changing > 0 => CHANGING,
             _ if !place.is_mapped || place.is_poisoned => BUSY,
             None => MISSING,
             Some(ModelFrame { is_pinned: true, .. }) => BUSY,
+            Some(ModelFrame { is_exclusive: false, .. }) if is_written => BUSY,
             Some(ModelFrame { is_exclusive: false, .. }) => {
                 process.unprotect(index(page), index(page) + 1);
-                is_private = true;
+                is_written = true;
                 world.counts.privatised += 1;
                 continue;
             }

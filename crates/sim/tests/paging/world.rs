@@ -70,8 +70,8 @@ pub struct PagingCounts {
     pub unprotected: u64,
     /// Steps of threads that waited until the agent had read their pin.
     pub pins_awaited: u64,
-    /// Workers that would have waited for ever.
-    pub stuck_workers: u64,
+    /// Writes of the worker that the kernel refused, because they would have waited.
+    pub refused_writes: u64,
 }
 
 impl PagingCounts {
@@ -147,7 +147,7 @@ impl PagingCounts {
         self.protections += other.protections;
         self.unprotected += other.unprotected;
         self.pins_awaited += other.pins_awaited;
-        self.stuck_workers += other.stuck_workers;
+        self.refused_writes += other.refused_writes;
     }
 }
 
@@ -210,6 +210,9 @@ pub struct PagingWorld {
     pub moves_often: bool,
     /// Events of `madvise` may enter the queue some time after they were raised.
     pub late_events: bool,
+    /// Whether a thread may change memory while another has made a change and not reported it.
+    /// Otherwise memory may grow: see "What is not handled" in `docs/formats/paging.md`.
+    pub changes_overlap: bool,
     /// Operations on the fabric stay in flight for long.
     is_fabric_lazy: bool,
     pub is_winding_down: bool,
@@ -275,6 +278,7 @@ impl PagingWorld {
                 _ => [30, 40, 60, 120][rng.index(4)],
             },
             moves_often,
+            changes_overlap: rng.chance(1, 2) || focus == Focus::Events,
             late_events: rng.chance(1, 3) || [Focus::Restarts, Focus::Events].contains(&focus),
             is_fabric_lazy: rng.chance(1, 3) || focus == Focus::Writes,
             is_winding_down: false,

@@ -62,3 +62,18 @@ fn a_waiting_thread_reads_the_number_that_identifies_its_process() {
         assert!(!other.is_in(&memory));
     }
 }
+
+#[test]
+fn registered_pages_are_told_from_others_and_not_changed() {
+    let Some(uffd) = own_uffd() else {
+        return aquifer_tests_support::skip("no userfaultfd that reports forks");
+    };
+    let page = registered_page(&uffd);
+    assert_eq!(uffd.is_registered(page), Some(true));
+    let canary = Canary { page, number: 1, nonce: [7; 16] };
+    assert_eq!(canary.fill(&uffd).stop, None, "it was missing still");
+    assert_eq!(uffd.is_registered(page), Some(true), "also with a page");
+    let local = [0_u64; 1];
+    assert_eq!(uffd.is_registered(local.as_ptr() as u64 / PAGE_BYTES as u64), Some(false), "a stack");
+    assert_eq!(uffd.is_registered(1 << 22), Some(false), "nothing is mapped there");
+}

@@ -46,9 +46,9 @@ impl Edge for ProcessEdge {
         let uffd = Userfaultfd::from(child);
         // A child that is not attached has no control memory and may have the memory of its parent.
         let attached = self.attachment.as_ref();
-        let must_check = self.program.must_check_inheritance.load(Relaxed)
+        let has_fork_advice = self.program.has_fork_advice.load(Relaxed)
             || attached.is_some_and(|attached| attached.worker.has_fork_advice());
-        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, must_check };
+        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, has_fork_advice };
         let started = program::serve_child(&self.run, &self.program, forked);
         if let Err(error) = started {
             self.refuse(uffd, &error);
