@@ -24,6 +24,14 @@ pub enum BenchError {
         /// The commands that have it.
         benches: Vec<String>,
     },
+    /// The bench has no such figure.
+    #[error("there is no figure {only:?}; --only has one of {known}")]
+    NoSuchFigure {
+        /// The given figure.
+        only: String,
+        /// The figures.
+        known: String,
+    },
     /// A trace is not valid.
     #[error("trace {path} cannot be replayed: {reason}", path = path.display())]
     Trace {

@@ -11,6 +11,7 @@ mod error;
 pub mod fabric;
 mod faults;
 mod malloc;
+mod objects;
 mod packing;
 pub mod support;
 
@@ -49,7 +50,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
-    /// `bench dilemma`, only this block size and the largest, such as "4 KiB"
+    /// `bench dilemma`, only this block size and the largest, such as "4 KiB"; for `bench objects`,
+    /// only this figure, such as 17
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -92,7 +94,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 7] = [
+const BENCHES: [Bench; 8] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -141,6 +143,14 @@ const BENCHES: [Bench; 7] = [
         options: &[],
         serve_at: None,
         run: malloc::run,
+    },
+    Bench {
+        name: "objects",
+        about: "memory that compaction of objects saves, by the figures of CoRM",
+        targets: objects::TARGETS,
+        options: &[ONLY],
+        serve_at: None,
+        run: objects::run,
     },
     Bench {
         name: "packing",

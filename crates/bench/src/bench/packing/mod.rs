@@ -14,6 +14,8 @@ use super::support::report::{Column, Report, Row, Series, Table, Target};
 use super::support::spread::{Spread, short};
 use super::{BenchArgs, BenchError};
 use cluster::{HOST_PAGES, HOSTS, PackingResult, Policy, Setting, WARM_S, play};
+pub use jobs::Random;
+
 use jobs::Mix;
 
 /// Targets, for `aquifer bench list`.

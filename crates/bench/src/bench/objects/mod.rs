@@ -1,0 +1,77 @@
+//! `aquifer bench objects`: what compaction saves, after the figures of CoRM (SIGMOD 2021).
+//!
+//! All figures so far are simulated with the product's allocator and packing, without bytes.
+
+mod deallocation;
+mod merging;
+mod redis;
+mod schemes;
+
+use super::support::interrupt;
+use super::support::progress;
+use super::support::report::Report;
+use super::{BenchArgs, BenchError};
+
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: ≤ 1.05× the best packing of whole blocks, ≤ 1.05× ideal with splits \
+    (Fig. 17), never above CoRM-0 (Fig. 19)";
+
+/// Runs the bench.
+///
+/// # Errors
+/// If it is interrupted, or `--only` names no figure.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let (pairs, objects) = if args.quick { (2_000, 200_000) } else { (20_000, 2_000_000) };
+    let mut report = Report::new("objects", args.quick);
+    report.notes = notes(objects);
+    let figures = figures(args)?;
+    let bar = progress::bar(figures.len());
+    for figure in figures {
+        interrupt::check()?;
+        bar.set_message(format!("figure {figure}"));
+        let (tables, targets) = match figure {
+            7 => {
+                let (tables, target) = merging::tables(pairs);
+                (tables, vec![target])
+            }
+            17 => deallocation::tables(objects)?,
+            _ => redis::tables(figure == 19)?,
+        };
+        report.tables.extend(tables);
+        report.targets.extend(targets);
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+const FIGURES: [u32; 4] = [7, 17, 18, 19];
+
+fn figures(args: &BenchArgs) -> Result<Vec<u32>, BenchError> {
+    let Some(only) = &args.only else { return Ok(FIGURES.into()) };
+    let chosen = FIGURES.iter().find(|figure| figure.to_string() == *only);
+    let known = || FIGURES.map(|figure| figure.to_string()).join(", ");
+    chosen
+        .map(|figure| vec![*figure])
+        .ok_or_else(|| BenchError::NoSuchFigure { only: only.clone(), known: known() })
+}
+
+fn notes(objects: u64) -> Vec<String> {
+    vec![
+        format!(
+            "simulated with {objects} objects of each size and scaled to the paper's 8 million; the \
+             product's blocks, ids and packing, without bytes"
+        ),
+        "none: no compaction. Mesh: objects keep their offsets. CoRM-n: random ids of n bits; blocks with \
+         more slots than ids are not compacted. Headers as in Table 3, without lock and \
+         version: 28 + n bits; Aquifer has 44"
+            .into(),
+        "best whole: no packing of whole blocks is better (bounds of Fekete and Schepers). ideal: slots in \
+         use. \
+         Both with Aquifer's header"
+            .into(),
+        "the paper's claims: CoRM-16 is ideal from 2 KiB on at 50 % freed; at 256 B it needs more than no \
+         compaction; 3 to 12 times less memory with 32 threads on the traces of Redis"
+            .into(),
+    ]
+}

@@ -1,0 +1,397 @@
+//! A heap: the blocks of all workers, their addresses and their memory (§3.1).
+//!
+//! The heap decides where objects are. The bytes are moved by a [`Mover`], between the decisions
+//! that a merge consists of.
+
+use crate::block::{Block, BlockId, ObjectRecord};
+use crate::class::{Class, ClassId, Classes};
+use crate::id::IdMode;
+use crate::local::LocalHeap;
+use crate::mutation::Mutation;
+use crate::packing::{Merge, Packer, PackingPolicy};
+use crate::pointer::BlockAddress;
+use crate::space::{Addresses, FrameRun, Frames};
+
+/// Moves the bytes of objects during a merge, and changes what addresses name.
+pub trait Mover {
+    /// Locks the objects of a block that is to be merged, given by slot and id, after writes to
+    /// them have ended.
+    fn lock(&mut self, source: FrameRun, objects: &[(u32, u64)], class: Class);
+
+    /// Copies an object, as a new version, into a free slot of another block.
+    fn copy(&mut self, from: (FrameRun, u32), to: (FrameRun, u32), class: Class);
+
+    /// Makes an address name other memory. Most readers find their object in the first.
+    fn name(&mut self, address: BlockAddress, named: &[FrameRun]);
+
+    /// Frees the memory of a block that nothing names any more.
+    fn free(&mut self, frames: FrameRun);
+}
+
+/// Why an object cannot be allocated, found or freed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum HeapError {
+    /// The heap has no memory for another block.
+    #[error("the heap is full")]
+    Full,
+    /// There is no such object: it was freed, or never existed.
+    #[error("there is no such object")]
+    NoObject,
+    /// There is no such size class.
+    #[error("there is no such size class")]
+    NoClass,
+}
+
+/// Where an object is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Located {
+    /// The worker whose block it is in.
+    pub worker: u16,
+    /// The block.
+    pub block: BlockId,
+    /// The slot.
+    pub slot: u32,
+    /// The memory of the block.
+    pub frames: FrameRun,
+    /// The same block address as that of the pointer, with the slot where the object is now.
+    pub address: u64,
+    /// Whether the pointer names an old block address, which can be released (§3.3).
+    pub is_old: bool,
+}
+
+/// An object that was just allocated.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Allocated {
+    /// Its virtual address.
+    pub address: u64,
+    /// Its id.
+    pub id: u64,
+    /// The memory of its block.
+    pub frames: FrameRun,
+    /// Its slot.
+    pub slot: u32,
+}
+
+/// What a heap holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct HeapUsage {
+    /// Bytes of all blocks.
+    pub held_bytes: u64,
+    /// Bytes of the slots that are in use, headers included.
+    pub live_bytes: u64,
+    /// Number of objects.
+    pub objects: u64,
+}
+
+/// Settings of a heap.
+#[derive(Clone, Debug)]
+pub struct HeapSettings {
+    /// The size classes.
+    pub classes: Classes,
+    /// How objects are told apart.
+    pub mode: IdMode,
+    /// Whether a block that fits into no other is split over two.
+    pub may_split: bool,
+    /// Number of workers, 1 to 65,535.
+    pub workers: u16,
+    /// Most frames of the heap.
+    pub frames_max: u32,
+}
+
+/// The owner and the memory of a block.
+#[derive(Clone, Copy, Debug)]
+struct BlockPlace {
+    worker: u16,
+    frames: FrameRun,
+}
+
+/// A heap.
+#[derive(Debug)]
+pub struct Heap {
+    settings: HeapSettings,
+    workers: Vec<LocalHeap>,
+    places: Vec<Option<BlockPlace>>,
+    free_ids: Vec<BlockId>,
+    addresses: Addresses,
+    frames: Frames,
+    usage: HeapUsage,
+}
+
+impl Heap {
+    /// An empty heap.
+    #[must_use]
+    pub fn new(settings: HeapSettings) -> Self {
+        Self {
+            workers: (0..settings.workers).map(|_| LocalHeap::default()).collect(),
+            places: Vec::new(),
+            free_ids: Vec::new(),
+            addresses: Addresses::default(),
+            frames: Frames::new(settings.frames_max),
+            usage: HeapUsage::default(),
+            settings,
+        }
+    }
+
+    /// The size classes.
+    #[must_use]
+    pub fn classes(&self) -> &Classes {
+        &self.settings.classes
+    }
+
+    /// Number of workers.
+    #[must_use]
+    pub fn workers(&self) -> u16 {
+        self.settings.workers
+    }
+
+    /// What the heap holds.
+    #[must_use]
+    pub fn usage(&self) -> HeapUsage {
+        self.usage
+    }
+
+    /// Number of addresses of blocks in use, and of those that were ever in use.
+    #[must_use]
+    pub fn addresses(&self) -> (usize, usize) {
+        self.addresses.counts()
+    }
+
+    /// Bytes of the blocks of a class, and of its slots in use.
+    #[must_use]
+    pub fn class_usage(&self, class: ClassId) -> HeapUsage {
+        let mut usage = HeapUsage::default();
+        let Some(shape) = self.settings.classes.get(class) else { return usage };
+        for (_, block) in self.workers.iter().flat_map(LocalHeap::blocks) {
+            if block.class() == class {
+                usage.held_bytes += shape.block_bytes();
+                usage.objects += u64::from(block.live());
+                usage.live_bytes += u64::from(block.live()) * u64::from(shape.slot_bytes);
+            }
+        }
+        usage
+    }
+
+    /// Allocates an object of a class in a block of a worker.
+    ///
+    /// `draw` returns the next number of the heap, or a random number, as the id mode needs.
+    ///
+    /// # Errors
+    /// If there is no such class, or no memory for another block.
+    pub fn allocate(
+        &mut self,
+        worker: u16,
+        class: ClassId,
+        draw: &mut impl FnMut() -> u64,
+    ) -> Result<Allocated, HeapError> {
+        let shape = self.settings.classes.get(class).ok_or(HeapError::NoClass)?;
+        let local = &mut self.workers[usize::from(worker)];
+        let placed = match local.allocate(class, self.settings.mode, draw) {
+            Some(placed) => placed,
+            None => {
+                self.add_block(worker, class, shape)?;
+                let local = &mut self.workers[usize::from(worker)];
+                local.allocate(class, self.settings.mode, draw).expect("the block is empty")
+            }
+        };
+        self.addresses.add_homed(placed.record.home);
+        self.usage.objects += 1;
+        self.usage.live_bytes += u64::from(shape.slot_bytes);
+        let place = self.places[placed.block.0 as usize].expect("it is in use");
+        Ok(Allocated {
+            address: placed.record.home.at(u64::from(placed.slot) * u64::from(shape.slot_bytes)),
+            id: placed.record.id,
+            frames: place.frames,
+            slot: placed.slot,
+        })
+    }
+
+    /// Finds the object with an id at a virtual address, or elsewhere in the blocks that the
+    /// address names (§3.2.1).
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn locate(&self, address: u64, id: u64) -> Result<Located, HeapError> {
+        let (name, offset) = BlockAddress::containing(address).ok_or(HeapError::NoObject)?;
+        let blocks_max = if Mutation::ForgetSecond.is_active() { 1 } else { 2 };
+        for id_of_block in self.addresses.named(name).take(blocks_max) {
+            let BlockPlace { worker, frames } =
+                self.places[id_of_block.0 as usize].expect("an address names blocks in use");
+            let Some(block) = self.workers[usize::from(worker)].block(id_of_block) else { continue };
+            let shape = self.settings.classes.get(block.class()).expect("it has a class");
+            let hint = u32::try_from(offset / u64::from(shape.slot_bytes)).unwrap_or(u32::MAX);
+            if let Some(slot) = block.find(id, hint) {
+                let address = name.at(u64::from(slot) * u64::from(shape.slot_bytes));
+                let is_old = name != block.address();
+                return Ok(Located { worker, block: id_of_block, slot, frames, address, is_old });
+            }
+        }
+        Err(HeapError::NoObject)
+    }
+
+    /// Frees an object.
+    ///
+    /// # Errors
+    /// If there is no such object.
+    pub fn free(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<(), HeapError> {
+        let Located { worker, block, slot, .. } = self.locate(address, id)?;
+        let local = &mut self.workers[usize::from(worker)];
+        let ObjectRecord { home, .. } = local.free(block, slot).ok_or(HeapError::NoObject)?;
+        let freed = local.block(block).expect("it was found there");
+        let (class, is_empty) = (freed.class(), freed.live() == 0);
+        let shape = self.settings.classes.get(class).expect("it has a class");
+        self.usage.objects -= 1;
+        self.usage.live_bytes -= u64::from(shape.slot_bytes);
+        self.remove_homed(home, mover);
+        if is_empty {
+            self.remove_block(block, mover);
+        }
+        Ok(())
+    }
+
+    /// Releases an old address of an object: all pointers to it were replaced by the one that is
+    /// returned (§3.3).
+    ///
+    /// # Errors
+    /// If there is no such object.
+    pub fn release(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<u64, HeapError> {
+        let Located { worker, block, slot, .. } = self.locate(address, id)?;
+        let local = &mut self.workers[usize::from(worker)];
+        let found = local.block(block).expect("it was found there");
+        let shape = self.settings.classes.get(found.class()).expect("it has a class");
+        let next = found.address();
+        let last = local.rehome(block, slot, next).expect("it was found there");
+        self.addresses.add_homed(next);
+        self.remove_homed(last, mover);
+        Ok(next.at(u64::from(slot) * u64::from(shape.slot_bytes)))
+    }
+
+    /// Compacts a class by at most `merges_max` merges. Returns how many there were.
+    ///
+    /// A leader collects the blocks of all workers, merges, and returns them (§3.1.4).
+    pub fn compact(&mut self, class: ClassId, merges_max: u64, mover: &mut impl Mover) -> u64 {
+        let Some(shape) = self.settings.classes.get(class) else { return 0 };
+        let policy = PackingPolicy { mode: self.settings.mode, may_split: self.settings.may_split };
+        let collected: Vec<_> = self.workers.iter_mut().flat_map(|local| local.collect(class)).collect();
+        let mut packer = Packer::new(policy, shape.slots(), collected);
+        let mut merges = 0;
+        while merges < merges_max {
+            let addresses = &self.addresses;
+            let is_single = |block: &Block| block.names().iter().all(|name| addresses.is_single(*name));
+            let Some(merge) = packer.next_merge(is_single) else { break };
+            self.merge(&mut packer, &merge, shape, mover);
+            merges += 1;
+        }
+        for (id, block) in packer.into_blocks() {
+            let worker = self.places[id.0 as usize].expect("it is in use").worker;
+            self.workers[usize::from(worker)].add(id, block);
+        }
+        merges
+    }
+
+    /// Carries out a merge: locks the source, copies its objects, makes its addresses name the
+    /// destinations, and frees its memory.
+    fn merge(&mut self, packer: &mut Packer, merge: &Merge, shape: Class, mover: &mut impl Mover) {
+        let frames = |id: BlockId| self.places[id.0 as usize].expect("it is in use").frames;
+        let source = frames(merge.source);
+        let block = packer.block(merge.source).expect("the source is being packed");
+        let objects: Vec<(u32, u64)> = block.objects().map(|(slot, record)| (slot, record.id)).collect();
+        if !Mutation::MoveUnlocked.is_active() {
+            mover.lock(source, &objects, shape);
+        }
+        if Mutation::FreeEarly.is_active() {
+            mover.free(source);
+        }
+        for slot_move in &merge.moves {
+            let into = frames(merge.into[slot_move.into]);
+            mover.copy((source, slot_move.from), (into, slot_move.to), shape);
+        }
+        let emptied = packer.apply(merge).expect("the source is being packed");
+        for name in emptied.names() {
+            if self.addresses.homed(*name) == 0 || Mutation::ReuseAddress.is_active() {
+                self.addresses.rename(*name, merge.source, &[]);
+                mover.name(*name, &[]);
+                self.addresses.release(*name);
+                continue;
+            }
+            self.addresses.rename(*name, merge.source, &merge.into);
+            let named: Vec<FrameRun> = self
+                .addresses
+                .named(*name)
+                .map(|id| self.places[id.0 as usize].expect("it is in use").frames)
+                .collect();
+            mover.name(*name, &named);
+            for id in &merge.into {
+                packer.block_mut(*id).expect("it is being packed").add_name(*name);
+            }
+        }
+        self.free_block(merge.source, shape, mover);
+    }
+
+    fn add_block(&mut self, worker: u16, class: ClassId, shape: Class) -> Result<(), HeapError> {
+        let frames = self.frames.allocate(shape.order).ok_or(HeapError::Full)?;
+        let id = self.free_ids.pop().unwrap_or_else(|| {
+            self.places.push(None);
+            BlockId(u32::try_from(self.places.len() - 1).expect("fewer than 2^32 blocks"))
+        });
+        self.places[id.0 as usize] = Some(BlockPlace { worker, frames });
+        let address = self.addresses.allocate(shape.order, id);
+        self.workers[usize::from(worker)].add(id, Block::new(address, class, shape.slots()));
+        self.usage.held_bytes += shape.block_bytes();
+        Ok(())
+    }
+
+    /// Removes a block without objects, with all addresses that name it.
+    fn remove_block(&mut self, id: BlockId, mover: &mut impl Mover) {
+        let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
+        let block = self.workers[usize::from(worker)].remove(id).expect("it is this worker's");
+        for name in block.names() {
+            self.addresses.rename(*name, id, &[]);
+            let rest: Vec<FrameRun> = self
+                .addresses
+                .named(*name)
+                .map(|id| self.places[id.0 as usize].expect("it is in use").frames)
+                .collect();
+            mover.name(*name, &rest);
+            if rest.is_empty() {
+                self.addresses.release(*name);
+            }
+        }
+        let shape = self.settings.classes.get(block.class()).expect("it has a class");
+        self.free_block(id, shape, mover);
+    }
+
+    fn free_block(&mut self, id: BlockId, shape: Class, mover: &mut impl Mover) {
+        let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("it is in use");
+        mover.free(frames);
+        self.frames.release(frames);
+        self.free_ids.push(id);
+        self.usage.held_bytes -= shape.block_bytes();
+    }
+
+    /// Counts an object less that has an address as its home. An old address that no object needs
+    /// any more is freed at once.
+    fn remove_homed(&mut self, home: BlockAddress, mover: &mut impl Mover) {
+        if !self.addresses.remove_homed(home) {
+            return;
+        }
+        let named: Vec<BlockId> = self.addresses.named(home).collect();
+        let is_own = |id: &BlockId| self.block(*id).is_some_and(|block| block.address() == home);
+        if named.iter().any(is_own) {
+            return;
+        }
+        for id in named {
+            let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
+            if let Some(block) = self.workers[usize::from(worker)].block_mut(id) {
+                block.remove_name(home);
+            }
+            self.addresses.rename(home, id, &[]);
+        }
+        mover.name(home, &[]);
+        self.addresses.release(home);
+    }
+
+    fn block(&self, id: BlockId) -> Option<&Block> {
+        let BlockPlace { worker, .. } = self.places[id.0 as usize]?;
+        self.workers[usize::from(worker)].block(id)
+    }
+}

@@ -1,0 +1,35 @@
+//! Heaps of objects in remote memory (CoRM).
+//!
+//! A heap belongs to one tenant and lives on one node. Its objects are in *slots* of *blocks*; a
+//! block has slots of one *size class*. Clients read objects one-sidedly by their virtual address.
+//! Compaction moves the objects of an emptier block into a fuller one of the same class. Afterwards
+//! the virtual block address of the emptier block names the memory of the fuller one, so the old
+//! pointers stay valid.
+//!
+//! What is here is pure: state without system calls, clock, threads or random numbers of its own.
+//!
+//! - [`pointer`], [`header`]: the words that clients and the heap exchange.
+//! - [`slot`]: the order of loads and stores that makes reads valid.
+//! - [`class`]: sizes of slots and blocks.
+//! - [`id`]: what tells objects of one block apart, and which blocks can be merged.
+//! - [`block`]: which objects are in a block. [`space`]: addresses and memory of blocks.
+//! - [`local`]: the blocks of one worker. [`heap`]: all of a heap.
+//! - [`packing`]: which blocks are merged into which.
+
+#![forbid(unsafe_code)]
+
+pub mod block;
+pub mod class;
+#[cfg(test)]
+mod golden_tests;
+pub mod header;
+pub mod heap;
+pub mod id;
+pub mod local;
+pub mod mutation;
+pub mod packing;
+pub mod pointer;
+pub mod slot;
+pub mod space;
+
+pub use mutation::Mutation;

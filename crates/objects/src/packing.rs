@@ -1,0 +1,368 @@
+//! Which blocks are merged into which: mostly the emptiest first, each into the fullest that has
+//! room (§3.1.4).
+
+use std::collections::BTreeMap;
+
+use crate::block::{Block, BlockId};
+use crate::id::{IdMode, IdSet, can_merge};
+
+/// The most blocks whose ids are compared with those of one source.
+const CANDIDATES_MAX: usize = 256;
+
+/// How blocks are packed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PackingPolicy {
+    /// How objects of a block are told apart.
+    pub mode: IdMode,
+    /// Whether a block that fits into no other is split over two. Only with [`IdMode::Numbers`].
+    pub may_split: bool,
+}
+
+/// A move of an object during a merge.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SlotMove {
+    /// The slot in the source.
+    pub from: u32,
+    /// The destination, 0 or 1 in [`Merge::into`].
+    pub into: usize,
+    /// The slot there.
+    pub to: u32,
+}
+
+/// A merge: all objects of one block move to one or two others.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Merge {
+    /// The block that becomes empty.
+    pub source: BlockId,
+    /// The destinations.
+    pub into: Vec<BlockId>,
+    /// The moves, in the order of the slots in the source.
+    pub moves: Vec<SlotMove>,
+}
+
+/// The blocks of one class that are being compacted.
+#[derive(Debug)]
+pub struct Packer {
+    policy: PackingPolicy,
+    slots: u32,
+    blocks: BTreeMap<BlockId, Block>,
+    /// The blocks with room, by their number of objects.
+    by_live: BTreeMap<u32, Vec<BlockId>>,
+    ids: IdSet,
+}
+
+impl Packer {
+    /// Prepares to pack blocks of one class with `slots` slots each.
+    pub fn new(
+        policy: PackingPolicy,
+        slots: u32,
+        blocks: impl IntoIterator<Item = (BlockId, Block)>,
+    ) -> Self {
+        let mut packer =
+            Self { policy, slots, blocks: BTreeMap::new(), by_live: BTreeMap::new(), ids: IdSet::default() };
+        let is_packed = policy.mode.can_compact(slots);
+        for (id, block) in blocks {
+            if is_packed && block.free() > 0 {
+                packer.by_live.entry(block.live()).or_default().push(id);
+            }
+            packer.blocks.insert(id, block);
+        }
+        packer
+    }
+
+    /// A block that is being packed.
+    #[must_use]
+    pub fn block(&self, id: BlockId) -> Option<&Block> {
+        self.blocks.get(&id)
+    }
+
+    /// Plans the next merge. `None` if no block can be merged any more.
+    ///
+    /// `may_split`: whether a block may be split, as far as its addresses are concerned.
+    pub fn next_merge(&mut self, may_split: impl Fn(&Block) -> bool) -> Option<Merge> {
+        let is_by_room = self.policy.mode == IdMode::Numbers;
+        let (source, into) =
+            if is_by_room { self.next_by_room(may_split)? } else { self.next_without_conflict()? };
+        self.forget(source);
+        let moves = self.plan(source, &into);
+        Some(Merge { source, into, moves })
+    }
+
+    /// The next merge where ids may clash: the emptiest block, and the fullest that can take it.
+    fn next_without_conflict(&mut self) -> Option<(BlockId, Vec<BlockId>)> {
+        loop {
+            let source = self.emptiest()?;
+            if let Some(id) = self.destination(source) {
+                return Some((source, vec![id]));
+            }
+            // It stays as it is.
+            self.forget(source);
+        }
+    }
+
+    /// The next merge where only room counts.
+    ///
+    /// A block is filled with the emptiest others while two of them fit, and at last with the one
+    /// that fits best. So it becomes full although all blocks are about equally full.
+    fn next_by_room(&mut self, may_split: impl Fn(&Block) -> bool) -> Option<(BlockId, Vec<BlockId>)> {
+        loop {
+            let emptiest = self.emptiest()?;
+            let live = self.blocks[&emptiest].live();
+            if self.policy.may_split
+                && may_split(&self.blocks[&emptiest])
+                && let Some(into) = self.two_destinations(emptiest)
+            {
+                return Some((emptiest, into));
+            }
+            let Some(into) = self.fullest_with_room(live, emptiest) else {
+                // It stays as it is. If no block may be split, that holds for all others.
+                self.forget(emptiest);
+                continue;
+            };
+            let room = self.blocks[&into].free();
+            let fits_best = self.fullest_within(room, into).filter(|_| room < 2 * live);
+            return Some((fits_best.unwrap_or(emptiest), vec![into]));
+        }
+    }
+
+    /// Applies a merge that was carried out. Returns the source, which is empty.
+    pub fn apply(&mut self, merge: &Merge) -> Option<Block> {
+        let mut source = self.blocks.remove(&merge.source)?;
+        for id in &merge.into {
+            self.forget(*id);
+        }
+        for SlotMove { from, into, to } in &merge.moves {
+            let record = source.remove(*from).expect("it was planned");
+            self.blocks.get_mut(&merge.into[*into]).expect("it is being packed").put(*to, record);
+        }
+        for id in &merge.into {
+            let block = &self.blocks[id];
+            if block.free() > 0 {
+                self.by_live.entry(block.live()).or_default().push(*id);
+            }
+        }
+        Some(source)
+    }
+
+    /// All blocks, when the packing has ended.
+    #[must_use]
+    pub fn into_blocks(self) -> BTreeMap<BlockId, Block> {
+        self.blocks
+    }
+
+    /// Changes the blocks' addresses after a merge.
+    pub(crate) fn block_mut(&mut self, id: BlockId) -> Option<&mut Block> {
+        self.blocks.get_mut(&id)
+    }
+
+    fn emptiest(&self) -> Option<BlockId> {
+        self.by_live.first_key_value()?.1.last().copied()
+    }
+
+    /// The fullest block that has room for `live` objects, other than one.
+    fn fullest_with_room(&self, live: u32, other: BlockId) -> Option<BlockId> {
+        self.fullest_within(self.slots - live, other)
+    }
+
+    /// The fullest block with at most `most` objects, other than one.
+    fn fullest_within(&self, most: u32, other: BlockId) -> Option<BlockId> {
+        let fitting = self.by_live.range(..=most).rev();
+        fitting.flat_map(|(_, ids)| ids.iter().rev()).find(|id| **id != other).copied()
+    }
+
+    fn forget(&mut self, id: BlockId) {
+        let live = self.blocks[&id].live();
+        if let Some(ids) = self.by_live.get_mut(&live) {
+            ids.retain(|other| *other != id);
+            if ids.is_empty() {
+                self.by_live.remove(&live);
+            }
+        }
+    }
+
+    /// The fullest block that can take all objects of a source.
+    fn destination(&mut self, source: BlockId) -> Option<BlockId> {
+        let block = &self.blocks[&source];
+        self.ids.fill(block, self.policy.mode);
+        let fitting = self.by_live.range(..=self.slots - block.live()).rev();
+        let others = fitting.flat_map(|(_, ids)| ids.iter().rev()).filter(|id| **id != source);
+        others
+            .take(CANDIDATES_MAX)
+            .find(|id| can_merge(self.policy.mode, block, &self.ids, &self.blocks[id]))
+            .copied()
+    }
+
+    /// The fullest block, and the fullest that has room for the rest; or else the two emptiest.
+    ///
+    /// `None` if the fullest has room for all.
+    fn two_destinations(&self, source: BlockId) -> Option<Vec<BlockId>> {
+        let live = self.blocks[&source].live();
+        let (fullest, ids) = self.by_live.last_key_value()?;
+        let first = *ids.last()?;
+        let rest = live.checked_sub(self.slots - fullest).filter(|rest| *rest > 0)?;
+        if first == source {
+            return None;
+        }
+        let fitting = self.by_live.range(..=self.slots - rest).rev();
+        let others = fitting.flat_map(|(_, ids)| ids.iter().rev());
+        let second = others.copied().find(|id| *id != first && *id != source);
+        if let Some(second) = second {
+            return Some(vec![first, second]);
+        }
+        let others = self.by_live.values().flatten().copied().filter(|id| *id != source);
+        let emptiest: Vec<BlockId> = others.take(2).collect();
+        let room: u32 = emptiest.iter().map(|id| self.blocks[id].free()).sum();
+        (emptiest.len() == 2 && live <= room).then_some(emptiest)
+    }
+
+    /// The moves of a merge. Objects keep their slots where these are free (§3.1.2).
+    fn plan(&self, source: BlockId, into: &[BlockId]) -> Vec<SlotMove> {
+        let mut room: Vec<(u32, Vec<u64>)> =
+            into.iter().map(|id| (self.blocks[id].free(), self.blocks[id].used().to_vec())).collect();
+        let mut moves = Vec::with_capacity(self.blocks[&source].live() as usize);
+        let mut conflicts = Vec::new();
+        for (from, _) in self.blocks[&source].objects() {
+            let is_free = |(free, used): &(u32, Vec<u64>)| {
+                *free > 0 && used[from as usize / 64] >> (from % 64) & 1 == 0
+            };
+            match room.iter().position(is_free) {
+                Some(into) => {
+                    occupy(&mut room[into], from);
+                    moves.push(SlotMove { from, into, to: from });
+                }
+                None => conflicts.push(from),
+            }
+        }
+        for from in conflicts {
+            let into = room.iter().position(|(free, _)| *free > 0).expect("there is room for all");
+            let (_, used) = &room[into];
+            let words = (0_u32..).zip(used);
+            let to = words.map(|(at, word)| (at * 64, word.trailing_ones())).find(|(_, bit)| *bit < 64);
+            let to = to.map(|(from, bit)| from + bit).expect("a slot is free");
+            occupy(&mut room[into], to);
+            moves.push(SlotMove { from, into, to });
+        }
+        moves.sort_by_key(|slot_move| slot_move.from);
+        moves
+    }
+}
+
+fn occupy((free, used): &mut (u32, Vec<u64>), slot: u32) {
+    *free -= 1;
+    used[slot as usize / 64] |= 1 << (slot % 64);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::block::ObjectRecord;
+    use crate::class::ClassId;
+    use crate::pointer::BlockAddress;
+
+    const SLOTS: u32 = 70;
+
+    /// A block with objects in the given slots.
+    fn block(number: u32, slots: impl IntoIterator<Item = u32>, mode: IdMode) -> (BlockId, Block) {
+        let home = BlockAddress { order: 0, number };
+        let mut block = Block::new(home, ClassId(0), SLOTS);
+        for slot in slots {
+            let id = match mode {
+                IdMode::Offsets => u64::from(slot),
+                IdMode::Random { bits } => u64::from(slot * 37 + number * 11) % (1 << bits),
+                IdMode::Numbers => u64::from(number * SLOTS + slot + 1),
+            };
+            if block.objects().all(|(_, record)| record.id != id) {
+                block.put(slot, ObjectRecord { id, home });
+            }
+        }
+        (BlockId(number), block)
+    }
+
+    fn pack(policy: PackingPolicy, blocks: Vec<(BlockId, Block)>) -> (Vec<Merge>, BTreeMap<BlockId, Block>) {
+        let mut packer = Packer::new(policy, SLOTS, blocks);
+        let mut merges = Vec::new();
+        while let Some(merge) = packer.next_merge(|_| true) {
+            assert_eq!(packer.apply(&merge).expect("the source").live(), 0);
+            merges.push(merge);
+        }
+        (merges, packer.into_blocks())
+    }
+
+    fn modes() -> impl Strategy<Value = PackingPolicy> {
+        let modes =
+            [IdMode::Offsets, IdMode::Random { bits: 7 }, IdMode::Random { bits: 6 }, IdMode::Numbers];
+        (prop::sample::select(modes.to_vec()), any::<bool>())
+            .prop_map(|(mode, may_split)| PackingPolicy { mode, may_split })
+    }
+
+    proptest! {
+        #[test]
+        fn no_object_is_lost_and_ids_stay_unique(
+            policy in modes(),
+            filled in prop::collection::vec(prop::collection::btree_set(0..SLOTS, 0..70), 1..12),
+        ) {
+            let mode = policy.mode;
+            let numbered = (0..).zip(filled);
+            let blocks: Vec<_> = numbered.map(|(number, slots)| block(number, slots, mode)).collect();
+            let all = |blocks: &mut dyn Iterator<Item = &Block>| {
+                let objects = blocks.flat_map(Block::objects);
+                let mut all: Vec<_> = objects.map(|(_, record)| (record.id, record.home)).collect();
+                all.sort_unstable();
+                all
+            };
+            let before = all(&mut blocks.iter().map(|(_, block)| block));
+            let live: u32 = blocks.iter().map(|(_, block)| block.live()).sum();
+            let count = blocks.len();
+            let (merges, after) = pack(policy, blocks);
+            prop_assert_eq!(all(&mut after.values()), before);
+            prop_assert_eq!(after.len() + merges.len(), count, "each merge frees a block");
+            for block in after.values() {
+                let ids: BTreeSet<u64> = block.objects().map(|(_, record)| record.id).collect();
+                prop_assert_eq!(ids.len(), block.live() as usize);
+                if mode == IdMode::Offsets {
+                    prop_assert!(block.objects().all(|(slot, record)| u64::from(slot) == record.id));
+                }
+            }
+            if mode == IdMode::Numbers {
+                let mut lives: Vec<u32> = after.values().map(Block::live).collect();
+                lives.sort_unstable();
+                let fits = lives.len() >= 2 && lives[0] + lives[1] <= SLOTS;
+                prop_assert!(!fits, "two blocks could be merged: {:?}", lives);
+                let room: u32 = lives.iter().skip(1).take(2).map(|live| SLOTS - live).sum();
+                let splits = policy.may_split && lives.len() >= 3 && lives[0] <= room;
+                prop_assert!(!splits, "one could be split over two others: {:?}", lives);
+                prop_assert!(after.len() >= (live as usize).div_ceil(SLOTS as usize));
+            }
+            if !mode.can_compact(SLOTS) {
+                prop_assert!(merges.is_empty(), "64 ids are too few for 70 slots");
+            }
+        }
+    }
+
+    #[test]
+    fn objects_keep_their_slots_where_they_can() {
+        let policy = PackingPolicy { mode: IdMode::Numbers, may_split: false };
+        let blocks = vec![block(0, [3, 5, 9], policy.mode), block(1, [0, 5, 6, 7], policy.mode)];
+        let (merges, _) = pack(policy, blocks);
+        let to: Vec<(u32, u32)> = merges[0].moves.iter().map(|slot| (slot.from, slot.to)).collect();
+        assert_eq!(to, [(3, 3), (5, 1), (9, 9)], "slot 5 is in use, 1 is the lowest that is free");
+    }
+
+    #[test]
+    fn the_emptiest_goes_into_the_fullest_that_has_room() {
+        let policy = PackingPolicy { mode: IdMode::Numbers, may_split: false };
+        let blocks = vec![
+            block(0, 0..60, policy.mode),
+            block(1, 0..20, policy.mode),
+            block(2, 0..45, policy.mode),
+            block(3, 0..8, policy.mode),
+        ];
+        let (merges, _) = pack(policy, blocks);
+        let pairs: Vec<(u32, u32)> = merges.iter().map(|merge| (merge.source.0, merge.into[0].0)).collect();
+        assert_eq!(pairs, [(3, 0), (1, 2)]);
+    }
+}
