@@ -173,7 +173,8 @@ fn packed(scheme: Scheme, slots: u32, blocks: Vec<(BlockId, Block)>) -> u64 {
     packer.into_blocks().len() as u64
 }
 
-/// No packing of whole blocks needs fewer blocks: the bounds of Fekete and Schepers for bin packing.
+/// No packing of whole blocks needs fewer blocks: the bounds of Fekete and Schepers for bin
+/// packing.
 ///
 /// Each replaces the sizes by others of which no more than one block's worth fits into a block:
 /// for each k, a size that is not a multiple of 1/(k + 1) is rounded down to one, and multiplied by
