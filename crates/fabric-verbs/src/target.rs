@@ -1,6 +1,7 @@
 //! The owner's end: changes keys and fences. A thread of its own accepts initiators and binds
 //! windows. It takes no part in READs and WRITEs.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
@@ -15,14 +16,15 @@ use super::answered::{AnsweredMessages, VerbsPeer};
 use super::remap::{LentRegion, RemapMethod, RemapRequest, Remappable};
 use super::serve::VerbsServer;
 use super::sys::device::Device;
-use super::sys::registration::{Registration, RegistrationUse};
+use super::sys::registration::{Registration as DeviceRegistration, RegistrationUse};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::ControlMemory;
 use aquifer_fabric::key_table::KeyTable;
 use aquifer_fabric::sessions::PeerSessions;
-use aquifer_fabric::tables::TargetTables;
+use aquifer_fabric::tables::{Registration, TargetTables};
 use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::unit_map::UnitMap;
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
 
@@ -58,8 +60,8 @@ pub(super) struct VerbsShared {
 pub(super) struct VerbsTargetState {
     pub peers: PeerSessions<AnsweredMessages>,
     pub tables: TargetTables,
-    /// The regions by index.
-    pub regions: Vec<LentRegion>,
+    /// The regions by slot.
+    pub regions: BTreeMap<usize, LentRegion>,
     pub commands: Vec<ServerCommand>,
     /// Whether the thread runs and executes commands.
     pub is_served: bool,
@@ -73,7 +75,7 @@ impl VerbsTargetState {
 
     /// Stores a region that was just added to the tables, and reports if the device did not accept
     /// it.
-    fn keep(&mut self, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
+    fn keep(&mut self, slot: usize, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
             Err(source) => (
@@ -84,8 +86,8 @@ impl VerbsTargetState {
                 }),
             ),
         };
-        // Stored in either case, because regions are numbered.
-        self.regions.push(lent);
+        // Stored in either case, because its slot is in use.
+        self.regions.insert(slot, lent);
         outcome
     }
 }
@@ -121,14 +123,14 @@ impl VerbsTarget {
         options.check()?;
         let (server, device, address) =
             VerbsServer::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
-        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(system("cannot create control memory"))?;
         let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = VerbsTargetState {
             peers: PeerSessions::new(options.endpoints_max),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
-            regions: Vec::new(),
+            regions: BTreeMap::new(),
             commands: Vec::new(),
             is_served: true,
         };
@@ -160,10 +162,10 @@ impl VerbsTarget {
         scope: Scope,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let own = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
+        let own = Registration::plain(Arc::clone(&memory), access, scope);
+        let (slot, region) = state.tables.register(&self.shared.control, own)?;
         let made = Remappable::new(self.shared.device, memory, region.base).map(LentRegion::Remappable);
-        state.keep(made)?;
+        state.keep(slot, made)?;
         Ok(region)
     }
 
@@ -182,7 +184,7 @@ impl VerbsTarget {
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
         let mut state = self.shared.lock();
         let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
-        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(region) else {
+        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(&region) else {
             return Err(out_of_range);
         };
         let (Ok(at), Ok(from), Ok(len)) =
@@ -200,7 +202,7 @@ impl VerbsTarget {
         let gone = || io::Error::other("the target's thread has ended");
         let moved = self.shared.command(|done| ServerCommand::Remap(order, done));
         moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
-        match self.shared.lock().regions.get(region) {
+        match self.shared.lock().regions.get(&region) {
             Some(LentRegion::Remappable(remappable)) => Ok(remappable.how()),
             _ => Err(out_of_range),
         }
@@ -240,14 +242,43 @@ impl Target for VerbsTarget {
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let lent = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
+        let new = Registration { table, key, ..Registration::plain(Arc::clone(&memory), access, scope) };
+        let (slot, region) = state.tables.register(&self.shared.control, new)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
-        let made = Registration::new(device, memory, whole, region.base, RegistrationUse::Windows)
+        let made = DeviceRegistration::new(device, memory, whole, region.base, RegistrationUse::Windows)
             .map(LentRegion::Fixed);
-        state.keep(made)?;
+        state.keep(slot, made)?;
         Ok(region)
+    }
+
+    /// A device translates addresses by tables of its own: see [`VerbsTarget::register_movable`].
+    fn register_movable(
+        &self,
+        _memory: Arc<Memory>,
+        _map: UnitMap,
+        _access: Access,
+        _scope: Scope,
+        _key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        Err(TargetError::Unsupported { what: "translation tables", provider: "the verbs provider" })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        Self::remap(self, addr, from, len).map(|_| ())
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
+        let removed = self.shared.lock().tables.begin_deregister(&self.shared.control, region)?;
+        for key in removed.windows().chain([region]) {
+            self.shared.command(|done| ServerCommand::Invalidate(key, done));
+        }
+        let Region { base, len, .. } = *removed.region();
+        self.shared.command(|done| ServerCommand::Expel(base..base + len, done));
+        let mut state = self.shared.lock();
+        state.regions.remove(&removed.slot);
+        state.tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -256,13 +287,9 @@ impl Target for VerbsTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.command(|done| ServerCommand::Invalidate(key, done));
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 

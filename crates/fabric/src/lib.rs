@@ -32,6 +32,7 @@ pub mod sim;
 pub mod tables;
 pub mod target;
 pub mod tcp;
+pub mod unit_map;
 pub mod wake;
 pub mod work;
 
@@ -47,6 +48,7 @@ pub use target::{
     Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
     WindowSpec,
 };
+pub use unit_map::UnitMap;
 pub use work::{
     Completion, DrainHandle, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError,
     RemoteAddr, Verb, Work, WorkError,

@@ -114,7 +114,8 @@ impl VerbsServer {
             session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
         };
-        let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
+        let lends =
+            shared.lock().regions.get(&grant.region).is_some_and(|lent| lent.registration().is_some());
         if !lends {
             session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
@@ -132,7 +133,7 @@ impl VerbsServer {
         let device_key = window.fresh_key();
         let opening = {
             let state = shared.lock();
-            let lent = state.regions.get(grant.region).and_then(LentRegion::registration);
+            let lent = state.regions.get(&grant.region).and_then(LentRegion::registration);
             let region = lent.ok_or(io::ErrorKind::NotFound)?;
             let KeyGrant { base: addr, len, access, .. } = grant;
             WindowBind { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }

@@ -17,6 +17,7 @@ pub mod fuzz_target;
 mod golden_tests;
 pub mod handshake;
 mod mailbox;
+mod regions;
 mod retire;
 mod socket;
 mod target;
@@ -26,7 +27,8 @@ pub use endpoint::{ShmEndpoint, connect};
 pub use retire::retire;
 pub use target::ShmTarget;
 
-use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::keys::REGIONS_DEFAULT;
+use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::target::TargetError;
 
 /// The options of a target. Endpoints learn the limits when they connect.
@@ -47,8 +49,8 @@ pub struct ShmOptions {
 impl Default for ShmOptions {
     fn default() -> Self {
         Self {
-            endpoints_max: ENDPOINTS_LIMIT,
-            regions_max: crate::REGIONS_LIMIT,
+            endpoints_max: ENDPOINTS_DEFAULT,
+            regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
             peer_uid: rustix::process::getuid().as_raw(),

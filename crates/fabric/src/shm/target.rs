@@ -16,13 +16,17 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use super::ShmOptions;
 use super::acceptor::ShmAcceptor;
+use super::handshake::{RegionRequest, ShmRegion, ShmUnits};
 use super::mailbox::MessageRing;
 use super::socket::{self, PeerProcess};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::key_table::KeyTable;
-use crate::tables::TargetTables;
+use crate::keys::admits;
+use crate::memory::u64_from;
+use crate::tables::{RegisteredRegion, Registration, TargetTables};
 use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::unit_map::{RegionMemory, UnitMap};
 use crate::wake::WakeFd;
 use crate::work::Key;
 
@@ -84,8 +88,7 @@ impl ShmTarget {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-        let key_count = options.regions_max + options.windows_max;
-        let control = ControlMemory::create(options.endpoints_max, key_count)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
         // Keys need not withstand an attacker that has the memory mapped. They must only not match
@@ -206,6 +209,44 @@ impl ShmShared {
         !others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid))
     }
 
+    fn register(&self, new: Registration) -> Result<Region, TargetError> {
+        Ok(self.lock().tables.register(&self.control, new)?.1)
+    }
+
+    /// The region in which a key opens an address to the endpoint in a slot, and its memory.
+    pub(super) fn region<'a>(
+        &self,
+        state: &'a ShmTargetState,
+        slot: usize,
+        request: RegionRequest,
+    ) -> Option<(ShmRegion, &'a RegionMemory)> {
+        let who = state.peers[slot].as_ref()?.who;
+        let RegionRequest { key, addr } = request;
+        let grant = if key.is_table_key() {
+            state.tables.table_grant(who, key, addr)
+        } else {
+            self.control.lookup(key).filter(|grant| admits(grant.scope, who))
+        };
+        let grant = grant.filter(|_| !state.tables.is_fenced(who))?;
+        let RegisteredRegion { memory, region, serial, .. } = state.tables.regions.get(&grant.region)?;
+        let units = memory.map.as_ref().map(|map| ShmUnits {
+            words_len: u64_from(map.words.len()),
+            words_at: u64_from(map.at),
+            units: map.units,
+            unit_bytes: map.unit_bytes,
+        });
+        let region = ShmRegion {
+            slot: u32::try_from(grant.region).ok()?,
+            serial: *serial,
+            base: region.base,
+            len: region.len,
+            memory_len: u64_from(memory.memory.len()),
+            is_writable: grant.access.write || grant.access.atomic,
+            units,
+        };
+        Some((region, memory))
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, ShmTargetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -220,7 +261,29 @@ impl Target for ShmTarget {
         table: Option<KeyTable>,
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
-        self.shared.lock().tables.register(&self.shared.control, memory, access, scope, table, key)
+        self.shared.register(Registration { memory, map: None, access, scope, table, key })
+    }
+
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        self.shared.lock().tables.remap(addr, from, len)
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
+        let removed = self.shared.lock().tables.begin_deregister(&self.shared.control, region)?;
+        self.shared.control.drain_all();
+        self.shared.lock().tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -229,13 +292,9 @@ impl Target for ShmTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.control.drain_all();
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 

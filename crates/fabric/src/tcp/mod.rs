@@ -24,6 +24,7 @@ mod endpoint;
 pub mod fuzz_target;
 mod pending;
 mod rate;
+mod regions;
 mod reply;
 mod serve;
 mod session;
@@ -38,7 +39,8 @@ pub use target::TcpTarget;
 use std::time::Duration;
 
 use crate::handshake::hello;
-use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::keys::REGIONS_DEFAULT;
+use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::target::TargetError;
 
 /// Bound of the threads of one target.
@@ -82,8 +84,8 @@ pub struct Rate {
 impl Default for TcpOptions {
     fn default() -> Self {
         Self {
-            endpoints_max: ENDPOINTS_LIMIT,
-            regions_max: crate::REGIONS_LIMIT,
+            endpoints_max: ENDPOINTS_DEFAULT,
+            regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
             threads: 1,

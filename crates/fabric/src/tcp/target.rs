@@ -13,19 +13,21 @@ use super::TcpOptions;
 use super::acceptor::TcpAcceptor;
 use super::counters::{SessionCounters, TenantTable};
 use super::rate::RateLimiter;
+use super::regions::{RegionMapping, SharedRegions};
 use super::serve::{ServeHandle, ServeThread};
 use super::session::TcpSession;
 use super::stream::avoid_pacing;
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
 use crate::handshake::{ClusterKey, PARKED_TIMEOUT};
-use crate::key_table::{KeyTable, PlacedTable};
+use crate::key_table::KeyTable;
 use crate::sessions::{self, PeerSessions};
-use crate::tables::TargetTables;
+use crate::tables::{RegisteredRegion, Registration, TargetTables};
 use crate::target::{
     Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
     WindowSpec,
 };
+use crate::unit_map::UnitMap;
 use crate::wake::WakeFd;
 use crate::work::Key;
 
@@ -39,20 +41,12 @@ pub struct TcpTarget {
     address: SocketAddr,
 }
 
-/// The address, memory and key table of a region.
-#[derive(Debug)]
-pub(super) struct RegionMapping {
-    pub base: u64,
-    pub memory: Arc<Memory>,
-    pub table: Option<PlacedTable>,
-}
-
 pub(super) struct TcpShared {
     pub options: TcpOptions,
     pub key: ClusterKey,
     pub control: ControlMemory,
-    /// The regions by index. Every access reads them without a lock.
-    pub memories: Box<[OnceLock<RegionMapping>]>,
+    /// Every access reads the regions without a lock.
+    pub regions: SharedRegions,
     pub state: Mutex<TcpTargetState>,
     pub handles: Vec<ServeHandle>,
     pub wake: WakeFd,
@@ -112,7 +106,7 @@ impl TcpTarget {
         options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         avoid_pacing(&listener);
-        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let no_wake = |error| system("cannot create an eventfd", error);
         let wake = WakeFd::new().map_err(no_wake)?;
@@ -132,7 +126,7 @@ impl TcpTarget {
         let shared = Arc::new(TcpShared {
             key: key.clone(),
             control,
-            memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
+            regions: SharedRegions::new(options.regions_max),
             state: Mutex::new(state),
             handles: handles.map_err(no_wake)?,
             wake,
@@ -213,6 +207,16 @@ impl TcpShared {
         lock(&self.state)
     }
 
+    fn register(&self, new: Registration) -> Result<Region, TargetError> {
+        let mut state = self.lock();
+        let (slot, region) = state.tables.register(&self.control, new)?;
+        // No endpoint knows the key yet: the mapping is stored under the same lock.
+        let RegisteredRegion { memory, table, .. } = &state.tables.regions[&slot];
+        let mapping = RegionMapping { base: region.base, memory: memory.clone(), table: table.clone() };
+        self.regions.insert(slot, mapping);
+        Ok(region)
+    }
+
     /// Implements [`Target::fence`].
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
@@ -278,24 +282,34 @@ impl Target for TcpTarget {
         table: Option<KeyTable>,
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: None, access, scope, table, key })
+    }
+
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        self.shared.lock().tables.remap(addr, from, len)
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
         let mut state = self.shared.lock();
-        let index = state.tables.regions.len();
-        if let Some(place) = self.shared.memories.get(index) {
-            // No endpoint knows the key yet. The mapping is stored below, under the same lock.
-            let region = state.tables.register(
-                &self.shared.control,
-                Arc::clone(&memory),
-                access,
-                scope,
-                table,
-                key,
-            )?;
-            let table = state.tables.regions[index].table.clone();
-            let is_first = place.set(RegionMapping { base: region.base, memory, table }).is_ok();
-            assert!(is_first, "regions are numbered once");
-            return Ok(region);
-        }
-        state.tables.register(&self.shared.control, memory, access, scope, table, key)
+        let removed = state.tables.begin_deregister(&self.shared.control, region)?;
+        let unlinked = self.shared.regions.unlink(removed.slot);
+        drop(state);
+        self.shared.control.drain_all();
+        // SAFETY: the lock was released, and all `active` words were seen even or changed.
+        unsafe { unlinked.free() };
+        self.shared.lock().tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -304,13 +318,9 @@ impl Target for TcpTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.control.drain_all();
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 

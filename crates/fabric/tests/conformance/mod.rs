@@ -11,22 +11,37 @@ mod harness;
 mod keys;
 mod limits;
 mod messages;
+mod movable;
 mod providers;
 
+/// The suite, and the tests of what only targets in software do.
+macro_rules! soft_conformance {
+    ($harness:ty) => {
+        conformance!($harness);
+        each_test! { $harness;
+            movable::accesses_are_translated_unit_by_unit,
+            movable::units_that_are_not_there_are_refused,
+            movable::a_remap_moves_addresses_and_keeps_keys,
+            movable::reads_of_a_batch_find_memory_in_order,
+            movable::a_map_must_fit_and_an_old_key_has_its_old_addresses,
+        }
+    };
+}
+
 mod shm {
-    conformance!(super::providers::ShmHarness);
+    soft_conformance!(super::providers::ShmHarness);
 }
 
 mod tcp {
-    conformance!(super::providers::TcpHarness<false>);
+    soft_conformance!(super::providers::TcpHarness<false>);
 }
 
 mod tcp_sealed {
-    conformance!(super::providers::TcpHarness<true>);
+    soft_conformance!(super::providers::TcpHarness<true>);
 }
 
 mod sim {
-    conformance!(super::providers::SimHarness);
+    soft_conformance!(super::providers::SimHarness);
 }
 
 mod multiplexed {
