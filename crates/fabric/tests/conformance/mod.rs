@@ -13,6 +13,7 @@ mod limits;
 mod messages;
 mod movable;
 mod providers;
+mod regions;
 
 /// The suite, and the tests of what only targets in software do.
 macro_rules! soft_conformance {
@@ -24,6 +25,11 @@ macro_rules! soft_conformance {
             movable::a_remap_moves_addresses_and_keeps_keys,
             movable::reads_of_a_batch_find_memory_in_order,
             movable::a_map_must_fit_and_an_old_key_has_its_old_addresses,
+            regions::endpoints_use_regions_that_are_registered_later,
+            regions::a_removed_region_is_open_to_no_key,
+            regions::a_removed_key_table_opens_nothing,
+            regions::slots_of_regions_are_reused_with_fresh_keys,
+            regions::no_access_outlives_its_region,
         }
     };
 }
