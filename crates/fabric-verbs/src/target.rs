@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use super::VerbsOptions;
 use super::answered::{AnsweredMessages, VerbsPeer};
@@ -20,10 +21,13 @@ use super::sys::registration::{Registration as DeviceRegistration, RegistrationU
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::ControlMemory;
+use aquifer_fabric::inbox::Inbox;
 use aquifer_fabric::key_table::KeyTable;
-use aquifer_fabric::sessions::PeerSessions;
+use aquifer_fabric::sessions::{PeerSessions, SessionLimits};
 use aquifer_fabric::tables::{Registration, TargetTables};
-use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::target::{
+    Access, EndpointNumber, Host, Region, Scope, Sender as MessageSender, Target, TargetError, WindowSpec,
+};
 use aquifer_fabric::unit_map::UnitMap;
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
@@ -53,6 +57,7 @@ pub(super) struct VerbsShared {
     pub control: ControlMemory,
     pub device: &'static Device,
     pub state: Mutex<VerbsTargetState>,
+    pub inbox: Arc<Inbox>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
 }
@@ -70,7 +75,7 @@ pub(super) struct VerbsTargetState {
 impl VerbsTargetState {
     /// Ends a session for good.
     pub fn release(&mut self, peer: &VerbsPeer) {
-        self.peers.release(peer, |_| ());
+        self.peers.release(peer);
     }
 
     /// Stores a region that was just added to the tables, and reports if the device did not accept
@@ -128,7 +133,10 @@ impl VerbsTarget {
         let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = VerbsTargetState {
-            peers: PeerSessions::new(options.endpoints_max),
+            peers: PeerSessions::new(SessionLimits {
+                endpoints_max: options.endpoints_max,
+                endpoints_per_tenant_max: options.endpoints_max,
+            }),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
             regions: BTreeMap::new(),
             commands: Vec::new(),
@@ -138,6 +146,7 @@ impl VerbsTarget {
             key: key.clone(),
             control,
             device,
+            inbox: Arc::clone(state.peers.inbox()),
             state: Mutex::new(state),
             wake,
             stop: AtomicBool::new(false),
@@ -302,8 +311,20 @@ impl Target for VerbsTarget {
         self.shared.command(|done| ServerCommand::Fence(host, epoch, done));
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        self.shared.lock().peers.receive(out, |_| ())
+    fn receive(&self, out: &mut Vec<u8>) -> Option<MessageSender> {
+        self.shared.inbox.receive(out)
+    }
+
+    fn wait(&self, timeout: Duration) {
+        self.shared.inbox.wait(timeout);
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let state = self.shared.lock();
+        let is_posted = state.peers.reply(to, message, &self.shared.options.limits, &state.tables).is_some();
+        drop(state);
+        self.shared.wake.wake();
+        is_posted
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {

@@ -12,6 +12,8 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::{Duration, Instant};
 
+use rustix::thread::{Timespec, futex};
+
 use crate::Memory;
 use crate::key_table::KeyTable;
 use crate::keys::{KEYS_LIMIT, KeyGrant, split};
@@ -34,6 +36,12 @@ const KEYS_AT: usize = 20;
 const REGIONS_AT: usize = 24;
 const STAMP_AT: usize = 64;
 const CHANGES_AT: usize = 128;
+/// The number of messages, which a sleeping target waits on, and the number of its waiting threads.
+const ARRIVALS_AT: usize = 192;
+const WAITING_AT: usize = 196;
+/// A bit for each endpoint that has sent messages since the target looked for them.
+const MAIL_AT: usize = 1024;
+const _: () = assert!(MAIL_AT + ENDPOINTS_LIMIT / 8 <= ENDPOINT_TABLE_AT);
 
 const ENDPOINT_TABLE_AT: usize = 4096;
 const ENDPOINT_BYTES: usize = 128;
@@ -322,6 +330,65 @@ impl ControlMemory {
     /// The number of slots for regions.
     pub fn regions(&self) -> usize {
         self.regions
+    }
+
+    /// Announces a message of an endpoint, after it was put into the mailbox. Wakes the target only
+    /// if it waits.
+    pub fn announce_message(&self, slot: usize) {
+        self.mail(slot / 64).fetch_or(1 << (slot % 64), Ordering::SeqCst);
+        self.wake_waiting();
+    }
+
+    /// Wakes the threads in [`Self::wait_for_message`].
+    pub fn wake_waiting(&self) {
+        let arrivals = self.u32(ARRIVALS_AT);
+        arrivals.fetch_add(1, Ordering::SeqCst);
+        if self.u32(WAITING_AT).load(Ordering::SeqCst) > 0 {
+            // Fails only for arguments that are wrong.
+            let _ = futex::wake(arrivals, futex::Flags::empty(), u32::MAX >> 1);
+        }
+    }
+
+    /// Calls `found` for each slot whose endpoint announced messages since the last call.
+    pub fn drain_announced(&self, mut found: impl FnMut(usize)) {
+        for word in 0..self.endpoints.div_ceil(64) {
+            if self.mail(word).load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let mut bits = self.mail(word).swap(0, Ordering::SeqCst);
+            while bits != 0 {
+                let slot = word * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if slot < self.endpoints {
+                    found(slot);
+                }
+            }
+        }
+    }
+
+    /// Whether an endpoint has announced messages.
+    pub fn has_announced(&self) -> bool {
+        (0..self.endpoints.div_ceil(64)).any(|word| self.mail(word).load(Ordering::SeqCst) != 0)
+    }
+
+    /// Sleeps until a message is announced, unless `has_message` says that there is one, for at
+    /// most `timeout`.
+    pub fn wait_for_message(&self, timeout: Option<Duration>, has_message: impl FnOnce() -> bool) {
+        let waiting = self.u32(WAITING_AT);
+        waiting.fetch_add(1, Ordering::SeqCst);
+        let arrivals = self.u32(ARRIVALS_AT);
+        let seen = arrivals.load(Ordering::SeqCst);
+        if !has_message() {
+            let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+            // Ends early if a message is announced or a signal comes; the caller looks again.
+            let _ = futex::wait(arrivals, futex::Flags::empty(), seen, timeout.as_ref());
+        }
+        waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    #[inline]
+    fn mail(&self, word: usize) -> &AtomicU64 {
+        self.memory.atomic_u64(MAIL_AT + word * 8)
     }
 
     /// Waits for all accesses in flight at all endpoints. Accesses that begin later see what the

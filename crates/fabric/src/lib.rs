@@ -18,6 +18,7 @@ mod forward;
 #[cfg(test)]
 mod golden_tests;
 pub mod handshake;
+pub mod inbox;
 pub mod key_table;
 pub mod keys;
 pub mod limits;
@@ -45,8 +46,8 @@ pub use memory::Memory;
 pub use mutation::Mutation;
 pub use rustix::event::PollFd;
 pub use target::{
-    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
-    WindowSpec,
+    Access, EndpointNumber, Host, Identity, MessageHandler, Region, Scope, Sender, Target, TargetError,
+    Tenant, TenantCounters, WindowSpec,
 };
 pub use unit_map::UnitMap;
 pub use work::{

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::Memory;
 use crate::key_table::KeyTable;
@@ -33,6 +34,19 @@ pub struct Identity {
     pub epoch: u64,
     /// The tenant on whose behalf the endpoint acts.
     pub tenant: Tenant,
+}
+
+/// The number of an endpoint. A target never uses a number again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct EndpointNumber(pub u64);
+
+/// The endpoint that sent a message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sender {
+    /// Its identity.
+    pub who: Identity,
+    /// Its number, by which [`Target::reply`] reaches it.
+    pub endpoint: EndpointNumber,
 }
 
 /// The operations that a key allows.
@@ -277,7 +291,14 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     fn fence(&self, host: Host, epoch: u64);
 
     /// Takes the oldest message of all endpoints and appends it to `out`. Returns the sender.
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity>;
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender>;
+
+    /// Waits until [`Self::receive`] may find a message, for at most `timeout`. It does not poll.
+    fn wait(&self, timeout: Duration);
+
+    /// Sends a message to one endpoint. Returns false if the endpoint is gone or fenced, or has no
+    /// room for the message.
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool;
 
     /// Sends a message to every endpoint of a host. Returns the number of endpoints that had room
     /// for it.
@@ -308,5 +329,5 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 /// target, such as in [`Target::invalidate`].
 pub trait MessageHandler: Send + Sync + std::fmt::Debug {
     /// Handles a message of an initiator, and appends the answer to `answer`, which is empty.
-    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>);
+    fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>);
 }

@@ -38,14 +38,8 @@ impl VerbsServer {
             Some(InitiatorMessage::Message(number, message)) => {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
-                let had_room = is_short
-                    && peer.own.deliver(
-                        &peer.mailbox,
-                        number,
-                        shared.control.next_stamp(),
-                        message,
-                        limits.receive_depth,
-                    );
+                let had_room =
+                    is_short && peer.own.deliver(&peer.mailbox, number, message, limits.receive_depth);
                 session.queue_answer(&TargetMessage::Delivered(number, had_room));
             }
             Some(InitiatorMessage::Taken(count)) if peer.mailbox.credit_through(count) => {}

@@ -16,7 +16,7 @@ use super::target::{ShmPeer, ShmShared};
 use crate::Memory;
 use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::memory::u64_from;
-use crate::target::Identity;
+use crate::target::{Identity, Sender};
 use crate::unit_map::RegionMemory;
 
 /// The interval at which the timeouts of unfinished handshakes are checked.
@@ -148,9 +148,11 @@ impl ShmAcceptor {
         if let Some(reason) = state.tables.refusal(who) {
             return Err((socket, reason));
         }
-        let Some(slot) = state.peers.iter().position(Option::is_none) else {
-            return Err((socket, RefusalReason::Full(state.peers.len())));
+        let (slot, endpoint) = match state.allocate(options, who) {
+            Ok(allocated) => allocated,
+            Err(reason) => return Err((socket, reason)),
         };
+        let sender = Sender { who, endpoint };
         control.open_slot(slot, who);
         control.set_process(slot, socket::peer_pid(&socket));
         let welcome = ShmReply::Welcome(ShmWelcome {
@@ -163,17 +165,19 @@ impl ShmAcceptor {
         let fds = [control.fd(), mailbox.fd()];
         if let Err(error) = socket::send(&socket, &handshake::encode_reply(&welcome), &fds) {
             control.free_slot(slot);
+            state.free(slot, sender);
             return Err((socket, RefusalReason::WelcomeNotSent(error)));
         }
         let process = socket::peer_process(&socket).map(Arc::new);
         let socket = Arc::new(socket);
         state.peers[slot] = Some(ShmPeer {
             who,
+            endpoint,
             socket: Arc::clone(&socket),
             process,
-            inbox: MessageRing::new(&mailbox, &options.limits, Direction::ToTarget),
             outbox: MessageRing::new(&mailbox, &options.limits, Direction::ToInitiator),
         });
+        state.inboxes.add(sender, MessageRing::new(&mailbox, &options.limits, Direction::ToTarget));
         drop(state);
         self.connected.push((slot, socket));
         Ok(())
@@ -198,15 +202,11 @@ impl ShmAcceptor {
         let (slot, _) = self.connected.swap_remove(index);
         let mut state = self.shared.lock();
         self.shared.control.free_slot(slot);
-        let Some(peer) = state.peers[slot].take() else {
-            return;
-        };
-        if matches!(peer.inbox.oldest_stamp(), Ok(Some(_))) {
-            if state.closed_inboxes.len() == self.shared.options.endpoints_max {
-                state.closed_inboxes.pop_front();
-            }
-            state.closed_inboxes.push_back((peer.who, peer.inbox));
-        }
+        let Some(ShmPeer { who, endpoint, .. }) = state.peers[slot].take() else { return };
+        state.free(slot, Sender { who, endpoint });
+        state.inboxes.end(endpoint);
+        drop(state);
+        self.shared.control.wake_waiting();
     }
 }
 

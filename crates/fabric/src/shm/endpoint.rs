@@ -278,7 +278,10 @@ impl ShmEndpoint {
         let stamp = self.control.next_stamp();
         // SAFETY: `local` checked the source, and the length was checked above.
         match unsafe { self.outbox.put(stamp, from, local.len) } {
-            Ok(true) => Ok(u64::from(local.len)),
+            Ok(true) => {
+                self.control.announce_message(self.slot);
+                Ok(u64::from(local.len))
+            }
             Ok(false) => Err(WorkError::ReceiverNotReady),
             Err(_) => {
                 self.broken = true;

@@ -16,6 +16,7 @@ pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 pub mod handshake;
+mod inboxes;
 mod mailbox;
 mod regions;
 mod retire;
@@ -36,6 +37,8 @@ use crate::target::TargetError;
 pub struct ShmOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
+    /// Greatest number of endpoints of one tenant, at most [`ENDPOINTS_LIMIT`].
+    pub endpoints_per_tenant_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
     /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
@@ -50,6 +53,7 @@ impl Default for ShmOptions {
     fn default() -> Self {
         Self {
             endpoints_max: ENDPOINTS_DEFAULT,
+            endpoints_per_tenant_max: ENDPOINTS_LIMIT,
             regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
@@ -62,6 +66,7 @@ impl ShmOptions {
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
+            ("endpoints_per_tenant_max", self.endpoints_per_tenant_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
             ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
         ]);

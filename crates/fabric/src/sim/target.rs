@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use super::world::{FabricWorld, SimNode, SimRegion};
 use super::{SimNodeId, lock};
@@ -9,7 +10,7 @@ use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::split;
 use crate::tables::Registration;
-use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::target::{Access, EndpointNumber, Host, Region, Scope, Sender, Target, TargetError, WindowSpec};
 use crate::unit_map::{RegionMemory, UnitMap};
 use crate::work::Key;
 
@@ -129,13 +130,35 @@ impl Target for SimTarget {
         });
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
         let mut world = lock(&self.world);
-        let (link, message) = world.nodes[self.node.0].inbox.pop_front()?;
-        let link = &mut world.links[link];
+        let (id, message) = world.nodes[self.node.0].inbox.pop_front()?;
+        let link = &mut world.links[id];
         link.waiting_at_node -= 1;
         out.extend_from_slice(&message);
-        Some(link.who)
+        Some(Sender { who: link.who, endpoint: EndpointNumber(id as u64) })
+    }
+
+    /// Plays events until there is a message, for at most `timeout` of virtual time.
+    fn wait(&self, timeout: Duration) {
+        let mut world = lock(&self.world);
+        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let until_ns = world.now_ns.saturating_add(timeout_ns);
+        while world.nodes[self.node.0].inbox.is_empty() {
+            if world.next_event_ns().is_none_or(|next| next > until_ns) {
+                if until_ns != u64::MAX {
+                    world.now_ns = until_ns;
+                }
+                return;
+            }
+            world.step();
+        }
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let mut world = lock(&self.world);
+        let id = usize::try_from(to.0).ok().filter(|id| *id < world.links.len());
+        id.is_some_and(|id| world.send_to(self.node, id, message))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {

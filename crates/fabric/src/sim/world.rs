@@ -192,28 +192,29 @@ impl FabricWorld {
     /// Sends a message from a node to a host. Returns the number of endpoints that have room for
     /// it.
     pub fn send(&mut self, node: SimNodeId, to: Host, message: &[u8]) -> usize {
-        if message.len() > self.options.limits.message_bytes_max as usize {
-            return 0;
+        let of_host = (0..self.links.len()).filter(|id| self.links[*id].who.host == to);
+        let of_host: Vec<usize> = of_host.collect();
+        of_host.into_iter().filter(|id| self.send_to(node, *id, message)).count()
+    }
+
+    /// Sends a message from a node to one endpoint. Returns false if it is gone or has no room.
+    pub fn send_to(&mut self, node: SimNodeId, id: usize, message: &[u8]) -> bool {
+        let link = &self.links[id];
+        let to = link.who.host;
+        let state = &self.nodes[node.0];
+        let is_fenced = state.fenced.get(&to).is_some_and(|&epoch| link.who.epoch <= epoch);
+        let has_room = message.len() <= self.options.limits.message_bytes_max as usize
+            && link.delivering + link.inbox.len() < self.options.limits.receive_depth;
+        let open = link.node == node && !link.closed && !link.is_broken();
+        let lost = self.cuts.contains(&(to, node)) || !state.alive;
+        if !open || is_fenced || !has_room || lost {
+            return false;
         }
-        let fenced = self.nodes[node.0].fenced.get(&to).copied();
-        let mut taken = 0;
-        for id in 0..self.links.len() {
-            let link = &self.links[id];
-            let is_fenced = fenced.is_some_and(|epoch| link.who.epoch <= epoch);
-            let waiting = link.delivering + link.inbox.len();
-            let has_room = waiting < self.options.limits.receive_depth;
-            let open = link.node == node && !link.closed && !link.is_broken();
-            let lost = self.cuts.contains(&(to, node)) || !self.nodes[node.0].alive;
-            if link.who.host != to || !open || is_fenced || !has_room || lost {
-                continue;
-            }
-            let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
-            self.links[id].deliver_after_ns = at_ns;
-            self.links[id].delivering += 1;
-            self.schedule(at_ns, id, SimEvent::Deliver(message.to_vec()));
-            taken += 1;
-        }
-        taken
+        let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
+        self.links[id].deliver_after_ns = at_ns;
+        self.links[id].delivering += 1;
+        self.schedule(at_ns, id, SimEvent::Deliver(message.to_vec()));
+        true
     }
 
     pub fn crash_node(&mut self, node: SimNodeId) {

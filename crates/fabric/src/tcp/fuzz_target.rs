@@ -1,6 +1,7 @@
 //! Fuzz targets for what the two ends of a connection receive.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -96,8 +97,8 @@ impl Fixture {
         let read = bind(&WINDOWS[1], Access::READ, Scope::Tenant(WHO.tenant))?;
         bind(&(0..PLAIN_BYTES), Access::ALL, others)?;
         let state = TcpTargetState {
-            peers: PeerSessions::new(2),
-            parked: Vec::new(),
+            peers: PeerSessions::new(options.session_limits()),
+            parked: HashMap::new(),
             tables,
             served: TenantTable::default(),
         };
@@ -105,6 +106,7 @@ impl Fixture {
             key: ClusterKey([0; 32]),
             control,
             regions,
+            inbox: Arc::clone(state.peers.inbox()),
             state: Mutex::new(state),
             handles: Vec::new(),
             wake: WakeFd::new()?,
@@ -170,8 +172,7 @@ impl Fixture {
         sent.append(answers.bytes());
         sent.push(resumed.into());
         self.shared.end_session(&session);
-        let mut state = self.shared.lock();
-        while state.peers.receive(&mut sent, |_| ()).is_some() {}
+        while self.shared.inbox.receive(&mut sent).is_some() {}
         let mut open = Vec::new();
         for (memory, range, is_open) in self.parts() {
             let mut bytes = vec![0; range.len()];

@@ -41,6 +41,7 @@ use std::time::Duration;
 use crate::handshake::hello;
 use crate::keys::REGIONS_DEFAULT;
 use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::sessions::SessionLimits;
 use crate::target::TargetError;
 
 /// Bound of the threads of one target.
@@ -53,6 +54,8 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 pub struct TcpOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
+    /// Greatest number of endpoints of one tenant, at most [`ENDPOINTS_LIMIT`].
+    pub endpoints_per_tenant_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
     /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
@@ -85,6 +88,7 @@ impl Default for TcpOptions {
     fn default() -> Self {
         Self {
             endpoints_max: ENDPOINTS_DEFAULT,
+            endpoints_per_tenant_max: ENDPOINTS_LIMIT,
             regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
@@ -97,9 +101,15 @@ impl Default for TcpOptions {
 }
 
 impl TcpOptions {
+    fn session_limits(&self) -> SessionLimits {
+        let Self { endpoints_max, endpoints_per_tenant_max, .. } = *self;
+        SessionLimits { endpoints_max, endpoints_per_tenant_max }
+    }
+
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
+            ("endpoints_per_tenant_max", self.endpoints_per_tenant_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
             ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
             ("threads", self.threads, THREADS_LIMIT),

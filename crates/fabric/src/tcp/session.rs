@@ -365,15 +365,14 @@ impl TcpSession {
         let len = u64_from(message.len());
         if let Some(handler) = self.shared.handler.get() {
             let mut answer = Vec::new();
-            handler.handle(self.peer.who, &message, &mut answer);
+            handler.handle(self.peer.sender(), &message, &mut answer);
             let limits = &self.shared.options.limits;
             // Sent in this turn of the thread, after the answers to requests.
             let is_posted = answer.len() <= limits.message_bytes_max as usize
                 && self.peer.mailbox.post(&answer, limits.receive_depth);
             return if is_posted { Ok(len) } else { Err(WorkError::ReceiverNotReady) };
         }
-        let stamp = self.shared.control.next_stamp();
-        if self.peer.mailbox.deliver(stamp, message, self.shared.options.limits.receive_depth) {
+        if self.peer.mailbox.deliver(message, self.shared.options.limits.receive_depth) {
             Ok(len)
         } else {
             Err(WorkError::ReceiverNotReady)

@@ -1,5 +1,6 @@
 //! The owner's end: changes keys and fences. Threads of its own serve the initiators.
 
+use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -19,13 +20,15 @@ use super::session::TcpSession;
 use super::stream::avoid_pacing;
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
+use crate::handshake::hello::SessionId;
 use crate::handshake::{ClusterKey, PARKED_TIMEOUT};
+use crate::inbox::Inbox;
 use crate::key_table::KeyTable;
 use crate::sessions::{self, PeerSessions};
 use crate::tables::{RegisteredRegion, Registration, TargetTables};
 use crate::target::{
-    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
-    WindowSpec,
+    Access, EndpointNumber, Host, MessageHandler, Region, Scope, Sender, Target, TargetError, Tenant,
+    TenantCounters, WindowSpec,
 };
 use crate::unit_map::UnitMap;
 use crate::wake::WakeFd;
@@ -48,6 +51,7 @@ pub(super) struct TcpShared {
     /// Every access reads the regions without a lock.
     pub regions: SharedRegions,
     pub state: Mutex<TcpTargetState>,
+    pub inbox: Arc<Inbox>,
     pub handles: Vec<ServeHandle>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
@@ -62,7 +66,7 @@ pub(super) struct TcpShared {
 pub(super) struct TcpTargetState {
     pub peers: PeerSessions<TcpPeerState>,
     /// Sessions whose connection broke, which may be resumed.
-    pub parked: Vec<(TcpSession, Instant)>,
+    pub parked: HashMap<SessionId, (TcpSession, Instant)>,
     pub tables: TargetTables,
     /// Counters of removed sessions.
     pub served: TenantTable,
@@ -112,8 +116,8 @@ impl TcpTarget {
         let wake = WakeFd::new().map_err(no_wake)?;
         let handles: Result<Vec<ServeHandle>, _> = (0..options.threads).map(|_| ServeHandle::new()).collect();
         let state = TcpTargetState {
-            peers: PeerSessions::new(options.endpoints_max),
-            parked: Vec::new(),
+            peers: PeerSessions::new(options.session_limits()),
+            parked: HashMap::new(),
             served: TenantTable::default(),
             // The keys of each target are different. They need not be secret: only members of the
             // cluster connect.
@@ -126,6 +130,7 @@ impl TcpTarget {
         let shared = Arc::new(TcpShared {
             key: key.clone(),
             control,
+            inbox: Arc::clone(state.peers.inbox()),
             regions: SharedRegions::new(options.regions_max),
             state: Mutex::new(state),
             handles: handles.map_err(no_wake)?,
@@ -222,7 +227,7 @@ impl TcpShared {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
         let is_fenced = |peer: &TcpPeer| peer.who.host == host && peer.who.epoch <= epoch;
-        let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.is_closed());
+        let present = state.peers.of_host(host).filter(|peer| is_fenced(peer));
         let slots: Vec<usize> = present.map(|peer| peer.slot).collect();
         for &slot in &slots {
             self.control.set_state(slot, FENCED);
@@ -248,7 +253,7 @@ impl TcpShared {
             state.release(&self.control, &session);
             return;
         }
-        state.parked.push((session, Instant::now()));
+        state.parked.insert(session.peer.id, (session, Instant::now()));
         drop(state);
         self.wake.wake();
     }
@@ -260,16 +265,19 @@ impl TcpShared {
 
     fn end_parked_if(&self, mut is_over: impl FnMut(&TcpSession, Instant) -> bool) {
         let mut state = self.lock();
-        let over: Vec<_> = state.parked.extract_if(.., |(session, since)| is_over(session, *since)).collect();
-        over.iter().for_each(|(session, _)| state.release(&self.control, session));
+        let over = state.parked.extract_if(|_, (session, since)| is_over(session, *since));
+        let over: Vec<TcpSession> = over.map(|(_, (session, _))| session).collect();
+        over.iter().for_each(|session| state.release(&self.control, session));
     }
 }
 
 impl TcpTargetState {
     fn release(&mut self, control: &ControlMemory, session: &TcpSession) {
         control.free_slot(session.slot);
-        let Self { peers, served, .. } = self;
-        peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.counters.served()));
+        let peer = &session.peer;
+        if self.peers.release(peer) {
+            self.served.add(peer.who.tenant, peer.own.counters.served());
+        }
     }
 }
 
@@ -334,10 +342,19 @@ impl Target for TcpTarget {
         self.shared.fence(host, epoch);
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        let mut state = self.shared.lock();
-        let TcpTargetState { peers, served, .. } = &mut *state;
-        peers.receive(out, |peer| served.add(peer.who.tenant, peer.own.counters.served()))
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
+        self.shared.inbox.receive(out)
+    }
+
+    fn wait(&self, timeout: Duration) {
+        self.shared.inbox.wait(timeout);
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let TcpShared { handles, options, .. } = &*self.shared;
+        let state = self.shared.lock();
+        let peer = state.peers.reply(to, message, &options.limits, &state.tables);
+        peer.inspect(|peer| handles[peer.own.thread].wake()).is_some()
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
@@ -364,6 +381,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use crate::target::Identity;
     use std::net::{Shutdown, TcpStream};
 
     use super::*;
