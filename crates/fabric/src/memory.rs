@@ -431,6 +431,32 @@ mod tests {
 
     #[cfg(not(miri))]
     #[test]
+    fn read_only_memory_is_read_and_never_written() {
+        let memory = Memory::create("test", 4096).unwrap();
+        let read_only = Memory::from_fd_read_only(memory.read_only_fd().unwrap(), 4096).unwrap();
+        memory.atomic_u64(8).store(7, Ordering::SeqCst);
+        let mut seen = [0; 8];
+        read_only.read(8, &mut seen);
+        assert_eq!((u64::from_le_bytes(seen), read_only.load_u64(8)), (7, 7));
+        assert!(memory.is_writable() && !read_only.is_writable());
+        for write in [
+            |memory: &Memory| memory.write(0, &[1]),
+            |memory: &Memory| memory.atomic_u64(0).store(1, Ordering::SeqCst),
+            |memory: &Memory| memory.atomic_u32(0).store(1, Ordering::SeqCst),
+            |memory: &Memory| drop(memory.punch(0, 4096)),
+        ] {
+            let outcome = std::panic::catch_unwind(|| write(&read_only));
+            assert!(outcome.is_err(), "it is checked, and no fault");
+        }
+        let again = read_only.read_only_fd().unwrap();
+        assert!(Memory::from_fd(again, 4096).is_err(), "the system refuses a writable mapping");
+        let own = memory.fd().try_clone_to_owned().unwrap();
+        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "it is checked like other memory");
+        memory.write(0, b"stays writable");
+    }
+
+    #[cfg(not(miri))]
+    #[test]
     fn memory_that_is_short_or_may_shrink_is_refused() {
         let sealed = Memory::create("test", 4096).unwrap();
         let too_long = Memory::from_fd(sealed.fd().try_clone_to_owned().unwrap(), 4097);

@@ -4,12 +4,14 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use aquifer_fabric::handshake::Refusal;
-use aquifer_fabric::shm::handshake::{self, HandshakeError, ShmReply, ShmWelcome};
+use aquifer_fabric::shm::handshake::{self, HandshakeError, RegionRequest, ShmRegion, ShmReply, ShmWelcome};
 use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
-    Access, EndpointError, Host, Identity, Key, Memory, Region, Scope, Target, TargetError, Tenant,
+    Access, EndpointError, Host, Identity, Key, Memory, Region, RemoteAddr, Scope, Target, TargetError,
+    Tenant, UnitMap, Verb, WindowSpec, Work,
 };
 use proptest::prelude::*;
 use rustix::net::{
@@ -307,4 +309,107 @@ fn scope_of_a_region_is_kept_in_what_is_announced() {
         std::thread::yield_now();
     }
     assert_eq!(target.endpoints(), 1);
+}
+
+/// A connection that has received its welcome.
+fn connected(path: &Path) -> OwnedFd {
+    let socket = socket();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::send(&socket, &handshake::encode_hello(WHO), SendFlags::NOSIGNAL).unwrap();
+    let (bytes, fds) = receive(&socket);
+    assert!(matches!(handshake::parse_reply(&bytes), Ok(ShmReply::Welcome(_))));
+    assert_eq!(fds.len(), 2);
+    socket
+}
+
+/// Receives a message with its descriptors.
+fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut bytes = vec![0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut ancillary = rustix::net::RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    );
+    bytes.truncate(received.unwrap().bytes);
+    let rights = ancillary.drain().filter_map(|message| match message {
+        rustix::net::RecvAncillaryMessage::ScmRights(fds) => Some(fds.collect::<Vec<_>>()),
+        _ => None,
+    });
+    (bytes, rights.flatten().collect())
+}
+
+/// Asks for the region in which a key opens an address.
+fn request(socket: &OwnedFd, key: Key, addr: u64) -> (Option<ShmRegion>, Vec<OwnedFd>) {
+    let request = handshake::encode_request(RegionRequest { key, addr });
+    rustix::net::send(socket, &request, SendFlags::NOSIGNAL).unwrap();
+    let (bytes, fds) = receive(socket);
+    (handshake::parse_region(&bytes).unwrap(), fds)
+}
+
+#[test]
+fn a_peer_cannot_map_for_writing_what_it_may_only_read() {
+    const BYTES: usize = 8192;
+    let (_folder, path, target) = node(ShmOptions::default());
+    let memory = Arc::new(Memory::create("region", BYTES).unwrap());
+    let words = Arc::new(Memory::create("words", 4096).unwrap());
+    let map = UnitMap { words, at: 0, units: 1, unit_bytes: 4096 };
+    let all = Arc::clone(&memory);
+    let region = target.register(all, Access::READ, Scope::Anyone).unwrap();
+    let movable = target.register_movable(memory, map, Access::ALL, Scope::Anyone, None).unwrap();
+    let range = region.base..region.base + 64;
+    let writes = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone };
+    let writes = target.bind(&writes).unwrap();
+    let socket = connected(&path);
+
+    let (announced, mut fds) = request(&socket, region.key, region.base);
+    let announced = announced.unwrap();
+    assert_eq!((announced.is_writable, announced.memory_len, fds.len()), (false, BYTES as u64, 1));
+    let fd = fds.remove(0);
+    let refused = Memory::from_fd(fd.try_clone().unwrap(), BYTES).unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::PermissionDenied);
+    assert!(Memory::from_fd_read_only(fd, BYTES).is_ok());
+
+    let (announced, mut fds) = request(&socket, writes, region.base);
+    assert!(announced.unwrap().is_writable && Memory::from_fd(fds.remove(0), BYTES).is_ok());
+    let (announced, mut fds) = request(&socket, movable.key, movable.base);
+    assert!(announced.unwrap().is_writable && fds.len() == 2);
+    assert!(Memory::from_fd(fds.remove(1), 4096).is_err(), "only the owner writes the words");
+    assert!(Memory::from_fd(fds.remove(0), BYTES).is_ok());
+
+    for (key, addr) in [(Key(0), region.base), (Key(region.key.0 ^ 1 << 20), region.base), (Key(1 << 31), 0)]
+    {
+        assert_eq!(request(&socket, key, addr).0, None, "{key:?}");
+    }
+    target.deregister(region.key).unwrap();
+    assert_eq!(request(&socket, region.key, region.base).0, None);
+    assert_eq!(request(&socket, writes, region.base).0, None);
+    assert_eq!(target.endpoints(), 1, "the connection stays");
+    rustix::net::send(&socket, b"nonsense", SendFlags::NOSIGNAL).unwrap();
+    while target.endpoints() > 0 {
+        std::thread::yield_now();
+    }
+}
+
+/// More regions than are announced, and than an endpoint keeps mapped.
+#[test]
+fn thousands_of_regions_are_used_through_one_endpoint() {
+    const REGIONS: usize = 1500;
+    let options = ShmOptions { regions_max: REGIONS, ..ShmOptions::default() };
+    let (_folder, path, target) = node(options);
+    let memory = Arc::new(Memory::create("region", 4096).unwrap());
+    let register = || target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
+    let regions: Vec<Region> = (0..REGIONS).map(|_| register()).collect();
+    let mut endpoint = shm::connect(&path, WHO).unwrap();
+    assert_eq!(endpoint.regions(), &regions[..aquifer_fabric::limits::ANNOUNCED_MAX]);
+    for (total, region) in (0..).zip(regions.iter().chain(regions.iter().rev())) {
+        let remote = RemoteAddr { addr: region.base, key: region.key };
+        let verb = Verb::FetchAdd { remote, add: 1 };
+        endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
+        let mut done = Vec::new();
+        assert_eq!(endpoint.poll(&mut done, 1), 1);
+        assert_eq!(done[0].outcome, Ok(total));
+    }
 }

@@ -114,6 +114,9 @@ pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
         }
         assert_eq!(&out, expected);
         assert!(!client.endpoint.receive(&mut out), "the reply to the other one");
+        // A later message: by now the target knows that the reply was taken.
+        assert_eq!(client.send(b"taken"), Ok(5));
+        assert!(receive_from(target).is_some());
     }
     assert!(!target.reply(first.endpoint, &[1; 513]), "it is too long");
     for _ in 0..LIMITS.receive_depth {

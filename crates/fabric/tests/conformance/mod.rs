@@ -30,6 +30,8 @@ macro_rules! soft_conformance {
             regions::a_removed_key_table_opens_nothing,
             regions::slots_of_regions_are_reused_with_fresh_keys,
             regions::no_access_outlives_its_region,
+            regions::read_only_memory_is_registered_for_reads_only,
+            regions::read_only_local_memory_is_refused,
         }
     };
 }

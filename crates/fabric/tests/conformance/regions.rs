@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{
-    Access, Host, Identity, Key, KeyEntry, KeyTable, Memory, Region, RemoteAddr, Scope, TargetError, Tenant,
-    UnitMap, Verb, WindowSpec, Work, WorkError,
+    Access, EndpointError, Host, Identity, Key, KeyEntry, KeyTable, Memory, Region, RemoteAddr, Scope,
+    TargetError, Tenant, UnitMap, Verb, WindowSpec, Work, WorkError,
 };
 
 use super::harness::{Harness, REGION_BYTES, REGIONS_MAX, WHO, WINDOWS_MAX, signalled};
@@ -168,4 +168,42 @@ pub fn no_access_outlives_its_region<H: Harness>() {
         memory.read(0, &mut seen);
         assert!(seen == [0; 4096], "round {round}: a WRITE took effect after its region was removed");
     }
+}
+
+pub fn read_only_memory_is_registered_for_reads_only<H: Harness>() {
+    let harness = H::start();
+    let target = harness.target();
+    let memory = Memory::create("written elsewhere", REGION_BYTES).unwrap();
+    memory.write(0, b"the bytes");
+    let read_only = Memory::from_fd_read_only(memory.read_only_fd().unwrap(), REGION_BYTES).unwrap();
+    let read_only = Arc::new(read_only);
+    for access in [Access::ALL, Access::READ_WRITE] {
+        let refused = target.register(Arc::clone(&read_only), access, Scope::Anyone);
+        assert!(matches!(refused, Err(TargetError::ReadOnly)));
+    }
+    let region = target.register(read_only, Access::READ, Scope::Anyone).unwrap();
+    let range = region.base..region.base + 64;
+    let window = WindowSpec { range: range.clone(), access: Access::READ_WRITE, scope: Scope::Anyone };
+    assert!(matches!(target.bind(&window), Err(TargetError::ReadOnly)));
+    let reads = target.bind(&WindowSpec { range, access: Access::READ, scope: Scope::Anyone }).unwrap();
+    let mut client = harness.client(WHO);
+    for key in [region.key, reads] {
+        assert_eq!(client.read(region.base, key, 9), Ok(9));
+        let mut seen = [0; 9];
+        client.memory.read(0, &mut seen);
+        assert_eq!(&seen, b"the bytes");
+        assert_eq!(client.write(region.base, key, 9), REFUSED);
+        assert_eq!(client.add(region.base, key, 1), REFUSED);
+    }
+}
+
+/// Local memory must be writable: a READ stores bytes there.
+pub fn read_only_local_memory_is_refused<H: Harness>() {
+    let harness = H::start();
+    let mut endpoint = harness.connect(WHO).unwrap();
+    let memory = Memory::create("written elsewhere", 4096).unwrap();
+    let read_only = Memory::from_fd_read_only(memory.read_only_fd().unwrap(), 4096).unwrap();
+    let refused = endpoint.register_local(Arc::new(read_only));
+    assert!(matches!(refused, Err(EndpointError::ReadOnlyLocal)));
+    assert!(endpoint.register_local(Arc::new(memory)).is_ok());
 }
