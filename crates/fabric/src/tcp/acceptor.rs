@@ -17,11 +17,15 @@ use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
-use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalReason};
+use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// A target with room for many endpoints admits more unfinished handshakes: one for so many
+/// endpoints. After a restart all may connect at the same time.
+const ENDPOINTS_PER_HANDSHAKE: usize = 32;
 
 /// The thread that accepts connections.
 pub(super) struct TcpAcceptor {
@@ -32,7 +36,8 @@ pub(super) struct TcpAcceptor {
 
 impl TcpAcceptor {
     pub fn new(shared: Arc<TcpShared>, listener: TcpListener) -> Self {
-        Self { shared, listener, pending: PendingHandshakes::default() }
+        let pending_max = PENDING_LIMIT.max(shared.options.endpoints_max / ENDPOINTS_PER_HANDSHAKE);
+        Self { shared, listener, pending: PendingHandshakes::new(pending_max) }
     }
 
     pub fn run(self) {
@@ -213,7 +218,7 @@ fn resume_session(
     // retries.
     if let Some(peer) = state.peers.find(resume.session) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
-        shared.handles[peer.own.thread].wake();
+        shared.handles[peer.own.thread].notify(peer);
         return Err(RefusalReason::TryAgain);
     }
     Err(RefusalReason::UnknownSession)

@@ -10,13 +10,14 @@
 //!
 //! - `endpoint`, `stream`: the initiator's end.
 //! - `session`: the target's end of a session, a state machine over bytes that does no I/O.
-//! - `serve`: the threads that serve connections. `acceptor`: accepts initiators. `target`: the
+//! - `serve`: the threads that serve connections (`connection`). `acceptor`: accepts initiators. `target`: the
 //!   owner's end.
 //! - `busy_poll`: both ends poll before they sleep.
 //! - [`wire`]: the bytes that follow the messages of [`crate::handshake`].
 
 mod acceptor;
 mod busy_poll;
+mod connection;
 mod counters;
 mod endpoint;
 #[cfg(debug_assertions)]

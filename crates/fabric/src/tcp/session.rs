@@ -86,7 +86,7 @@ impl TcpSession {
             shared: Arc::clone(shared),
             next: ParserState::RequestHead,
             done: 0,
-            sent_answers: VecDeque::with_capacity(shared.options.limits.queue_depth),
+            sent_answers: VecDeque::new(),
             has_said_bye: false,
             work: (0, 0),
             tables: TableIndex::default(),

@@ -79,6 +79,8 @@ pub(super) struct TcpPeerState {
     pub thread: usize,
     /// Set to have the connection closed, because the initiator has opened another.
     pub is_stale: AtomicBool,
+    /// Whether the serving thread was notified and has not looked yet.
+    pub is_notified: AtomicBool,
     pub counters: SessionCounters,
 }
 
@@ -354,13 +356,15 @@ impl Target for TcpTarget {
         let TcpShared { handles, options, .. } = &*self.shared;
         let state = self.shared.lock();
         let peer = state.peers.reply(to, message, &options.limits, &state.tables);
-        peer.inspect(|peer| handles[peer.own.thread].wake()).is_some()
+        peer.inspect(|peer| handles[peer.own.thread].notify(peer)).is_some()
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
         let TcpShared { handles, options, .. } = &*self.shared;
         let state = self.shared.lock();
-        state.peers.send(to, message, &options.limits, &state.tables, |peer| handles[peer.own.thread].wake())
+        state
+            .peers
+            .send(to, message, &options.limits, &state.tables, |peer| handles[peer.own.thread].notify(peer))
     }
 
     fn endpoints(&self) -> usize {

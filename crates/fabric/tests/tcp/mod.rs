@@ -1,6 +1,7 @@
 //! Tests of what only a network does: broken connections, stalled peers, hostile peers.
 
 mod golden;
+mod many;
 mod relay;
 mod strangers;
 
