@@ -14,12 +14,12 @@ pub(super) type VerbsPeer = sessions::PeerSession<AnsweredMessages>;
 impl AnsweredMessages {
     /// Stores a message from the initiator. Returns whether the mailbox had room. A message that is
     /// sent again gets the same answer again.
-    pub fn deliver(&self, mailbox: &Mailbox, number: u64, stamp: u64, message: &[u8], depth: usize) -> bool {
+    pub fn deliver(&self, mailbox: &Mailbox, number: u64, message: &[u8], depth: usize) -> bool {
         let mut answers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, had_room)) = answers.iter().find(|(known, _)| *known == number) {
             return *had_room;
         }
-        let has_room = mailbox.deliver(stamp, message.to_vec(), depth);
+        let has_room = mailbox.deliver(message.to_vec(), depth);
         // An initiator never has more messages without an answer.
         if answers.len() == super::MESSAGE_SLOTS_MAX as usize {
             answers.pop_front();

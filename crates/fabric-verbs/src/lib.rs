@@ -42,7 +42,7 @@ pub use target::VerbsTarget;
 
 use std::sync::Arc;
 
-use aquifer_fabric::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use aquifer_fabric::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use aquifer_fabric::{ClusterKey, Target, TargetError, VerbsProvider};
 
 /// Installs this crate as the provider for RDMA devices.
@@ -89,8 +89,8 @@ pub struct VerbsOptions {
 impl Default for VerbsOptions {
     fn default() -> Self {
         Self {
-            endpoints_max: ENDPOINTS_LIMIT,
-            regions_max: aquifer_fabric::REGIONS_LIMIT,
+            endpoints_max: ENDPOINTS_DEFAULT,
+            regions_max: aquifer_fabric::keys::REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
         }

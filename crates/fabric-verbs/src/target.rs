@@ -1,6 +1,7 @@
 //! The owner's end: changes keys and fences. A thread of its own accepts initiators and binds
 //! windows. It takes no part in READs and WRITEs.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
@@ -9,20 +10,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use super::VerbsOptions;
 use super::answered::{AnsweredMessages, VerbsPeer};
 use super::remap::{LentRegion, RemapMethod, RemapRequest, Remappable};
 use super::serve::VerbsServer;
 use super::sys::device::Device;
-use super::sys::registration::{Registration, RegistrationUse};
+use super::sys::registration::{Registration as DeviceRegistration, RegistrationUse};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::control::ControlMemory;
+use aquifer_fabric::inbox::Inbox;
 use aquifer_fabric::key_table::KeyTable;
-use aquifer_fabric::sessions::PeerSessions;
-use aquifer_fabric::tables::TargetTables;
-use aquifer_fabric::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::sessions::{PeerSessions, SessionLimits};
+use aquifer_fabric::tables::{Registration, TargetTables};
+use aquifer_fabric::target::{
+    Access, EndpointNumber, Host, Region, Scope, Sender as MessageSender, Target, TargetError, WindowSpec,
+};
+use aquifer_fabric::unit_map::UnitMap;
 use aquifer_fabric::wake::WakeFd;
 use aquifer_fabric::work::Key;
 
@@ -51,6 +57,7 @@ pub(super) struct VerbsShared {
     pub control: ControlMemory,
     pub device: &'static Device,
     pub state: Mutex<VerbsTargetState>,
+    pub inbox: Arc<Inbox>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
 }
@@ -58,8 +65,8 @@ pub(super) struct VerbsShared {
 pub(super) struct VerbsTargetState {
     pub peers: PeerSessions<AnsweredMessages>,
     pub tables: TargetTables,
-    /// The regions by index.
-    pub regions: Vec<LentRegion>,
+    /// The regions by slot.
+    pub regions: BTreeMap<usize, LentRegion>,
     pub commands: Vec<ServerCommand>,
     /// Whether the thread runs and executes commands.
     pub is_served: bool,
@@ -68,12 +75,12 @@ pub(super) struct VerbsTargetState {
 impl VerbsTargetState {
     /// Ends a session for good.
     pub fn release(&mut self, peer: &VerbsPeer) {
-        self.peers.release(peer, |_| ());
+        self.peers.release(peer);
     }
 
     /// Stores a region that was just added to the tables, and reports if the device did not accept
     /// it.
-    fn keep(&mut self, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
+    fn keep(&mut self, slot: usize, lent: io::Result<LentRegion>) -> Result<(), TargetError> {
         let (lent, outcome) = match lent {
             Ok(lent) => (lent, Ok(())),
             Err(source) => (
@@ -84,8 +91,8 @@ impl VerbsTargetState {
                 }),
             ),
         };
-        // Stored in either case, because regions are numbered.
-        self.regions.push(lent);
+        // Stored in either case, because its slot is in use.
+        self.regions.insert(slot, lent);
         outcome
     }
 }
@@ -121,14 +128,17 @@ impl VerbsTarget {
         options.check()?;
         let (server, device, address) =
             VerbsServer::listen(address, &options).map_err(system("cannot listen over RDMA"))?;
-        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(system("cannot create control memory"))?;
         let wake = WakeFd::new().map_err(system("cannot create an eventfd"))?;
         let secret = RandomState::new().hash_one(address);
         let state = VerbsTargetState {
-            peers: PeerSessions::new(options.endpoints_max),
+            peers: PeerSessions::new(SessionLimits {
+                endpoints_max: options.endpoints_max,
+                endpoints_per_tenant_max: options.endpoints_max,
+            }),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
-            regions: Vec::new(),
+            regions: BTreeMap::new(),
             commands: Vec::new(),
             is_served: true,
         };
@@ -136,6 +146,7 @@ impl VerbsTarget {
             key: key.clone(),
             control,
             device,
+            inbox: Arc::clone(state.peers.inbox()),
             state: Mutex::new(state),
             wake,
             stop: AtomicBool::new(false),
@@ -160,10 +171,10 @@ impl VerbsTarget {
         scope: Scope,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let own = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, own, access, scope, None, None)?;
+        let own = Registration::plain(Arc::clone(&memory), access, scope);
+        let (slot, region) = state.tables.register(&self.shared.control, own)?;
         let made = Remappable::new(self.shared.device, memory, region.base).map(LentRegion::Remappable);
-        state.keep(made)?;
+        state.keep(slot, made)?;
         Ok(region)
     }
 
@@ -182,7 +193,7 @@ impl VerbsTarget {
         let failed = |source| TargetError::System { what: "cannot remap memory", source };
         let mut state = self.shared.lock();
         let Some((region, base)) = state.tables.region_of(addr, len) else { return Err(out_of_range) };
-        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(region) else {
+        let Some(LentRegion::Remappable(remappable)) = state.regions.get_mut(&region) else {
             return Err(out_of_range);
         };
         let (Ok(at), Ok(from), Ok(len)) =
@@ -200,7 +211,7 @@ impl VerbsTarget {
         let gone = || io::Error::other("the target's thread has ended");
         let moved = self.shared.command(|done| ServerCommand::Remap(order, done));
         moved.unwrap_or_else(|| Err(gone())).map_err(failed)?;
-        match self.shared.lock().regions.get(region) {
+        match self.shared.lock().regions.get(&region) {
             Some(LentRegion::Remappable(remappable)) => Ok(remappable.how()),
             _ => Err(out_of_range),
         }
@@ -240,14 +251,43 @@ impl Target for VerbsTarget {
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
         let mut state = self.shared.lock();
-        let lent = Arc::clone(&memory);
-        let region = state.tables.register(&self.shared.control, lent, access, scope, table, key)?;
+        let new = Registration { table, key, ..Registration::plain(Arc::clone(&memory), access, scope) };
+        let (slot, region) = state.tables.register(&self.shared.control, new)?;
         let whole = 0..memory.len();
         let device = self.shared.device;
-        let made = Registration::new(device, memory, whole, region.base, RegistrationUse::Windows)
+        let made = DeviceRegistration::new(device, memory, whole, region.base, RegistrationUse::Windows)
             .map(LentRegion::Fixed);
-        state.keep(made)?;
+        state.keep(slot, made)?;
         Ok(region)
+    }
+
+    /// A device translates addresses by tables of its own: see [`VerbsTarget::register_movable`].
+    fn register_movable(
+        &self,
+        _memory: Arc<Memory>,
+        _map: UnitMap,
+        _access: Access,
+        _scope: Scope,
+        _key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        Err(TargetError::Unsupported { what: "translation tables", provider: "the verbs provider" })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        Self::remap(self, addr, from, len).map(|_| ())
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
+        let removed = self.shared.lock().tables.begin_deregister(&self.shared.control, region)?;
+        for key in removed.windows().chain([region]) {
+            self.shared.command(|done| ServerCommand::Invalidate(key, done));
+        }
+        let Region { base, len, .. } = *removed.region();
+        self.shared.command(|done| ServerCommand::Expel(base..base + len, done));
+        let mut state = self.shared.lock();
+        state.regions.remove(&removed.slot);
+        state.tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -256,13 +296,9 @@ impl Target for VerbsTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.command(|done| ServerCommand::Invalidate(key, done));
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 
@@ -275,8 +311,20 @@ impl Target for VerbsTarget {
         self.shared.command(|done| ServerCommand::Fence(host, epoch, done));
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        self.shared.lock().peers.receive(out, |_| ())
+    fn receive(&self, out: &mut Vec<u8>) -> Option<MessageSender> {
+        self.shared.inbox.receive(out)
+    }
+
+    fn wait(&self, timeout: Duration) {
+        self.shared.inbox.wait(timeout);
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let state = self.shared.lock();
+        let is_posted = state.peers.reply(to, message, &self.shared.options.limits, &state.tables).is_some();
+        drop(state);
+        self.shared.wake.wake();
+        is_posted
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {

@@ -9,12 +9,14 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 use std::time::{Duration, Instant};
+
+use rustix::thread::{Timespec, futex};
 
 use crate::Memory;
 use crate::key_table::KeyTable;
-use crate::keys::{KeyGrant, split};
+use crate::keys::{KEYS_LIMIT, KeyGrant, split};
 use crate::limits::ENDPOINTS_LIMIT;
 use crate::memory::u64_from;
 use crate::mutation::Mutation;
@@ -22,19 +24,24 @@ use crate::target::{Access, Host, Identity, Scope, Tenant};
 use crate::work::Key;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"AQFSHCTL");
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
+/// The last version without a region table. [`ControlMemory::open_to_retire`] opens it as well.
+const VERSION_WITHOUT_REGIONS: u32 = 1;
 
 const MAGIC_AT: usize = 0;
 const VERSION_AT: usize = 8;
 const ALIVE_AT: usize = 12;
 const ENDPOINTS_AT: usize = 16;
 const KEYS_AT: usize = 20;
+const REGIONS_AT: usize = 24;
 const STAMP_AT: usize = 64;
-/// For each region its key table: offset of the entries, start and end of the data, all as offsets
-/// in the region. Zeros if it has none.
-const TABLES_AT: usize = 1024;
-const TABLE_BYTES: usize = 24;
-const _: () = assert!(TABLES_AT + crate::REGIONS_LIMIT * TABLE_BYTES <= ENDPOINT_TABLE_AT);
+const CHANGES_AT: usize = 128;
+/// The number of messages, which a sleeping target waits on, and the number of its waiting threads.
+const ARRIVALS_AT: usize = 192;
+const WAITING_AT: usize = 196;
+/// A bit for each endpoint that has sent messages since the target looked for them.
+const MAIL_AT: usize = 1024;
+const _: () = assert!(MAIL_AT + ENDPOINTS_LIMIT / 8 <= ENDPOINT_TABLE_AT);
 
 const ENDPOINT_TABLE_AT: usize = 4096;
 const ENDPOINT_BYTES: usize = 128;
@@ -50,6 +57,12 @@ const WORD_IN: usize = 0;
 const BASE_IN: usize = 8;
 const LEN_IN: usize = 16;
 const SCOPE_IN: usize = 24;
+
+const REGION_BYTES: usize = 32;
+const SERIAL_IN: usize = 0;
+/// The region's key table: offset of the entries, start and end of the data, all as offsets in the
+/// region. Zeros if it has none.
+const TABLE_IN: usize = 8;
 
 /// Slot state: no endpoint uses the slot.
 pub const FREE: u32 = 0;
@@ -89,15 +102,21 @@ pub struct ControlMemory {
     memory: Memory,
     endpoints: usize,
     keys: usize,
+    regions: usize,
+    /// All slots that endpoints have used are below this. Known to the target only.
+    slots_used: AtomicUsize,
 }
 
 impl ControlMemory {
-    /// Creates control memory with slots for `endpoints` endpoints and `keys` keys.
-    pub fn create(endpoints: usize, keys: usize) -> io::Result<Self> {
-        let memory = Memory::create("aquifer-control", bytes(endpoints, keys))?;
-        let control = Self { memory, endpoints, keys };
+    /// Creates control memory with slots for `endpoints` endpoints, `regions` regions, and the keys
+    /// of these regions and of `windows` windows.
+    pub fn create(endpoints: usize, regions: usize, windows: usize) -> io::Result<Self> {
+        let keys = regions + windows;
+        let memory = Memory::create("aquifer-control", bytes(endpoints, keys, regions))?;
+        let control = Self { memory, endpoints, keys, regions, slots_used: AtomicUsize::new(0) };
         control.u32(ENDPOINTS_AT).store(short(endpoints), Ordering::Relaxed);
         control.u32(KEYS_AT).store(short(keys), Ordering::Relaxed);
+        control.u32(REGIONS_AT).store(short(regions), Ordering::Relaxed);
         control.u32(VERSION_AT).store(VERSION, Ordering::Relaxed);
         control.u32(ALIVE_AT).store(1, Ordering::Relaxed);
         control.memory.atomic_u64(MAGIC_AT).store(MAGIC, Ordering::Release);
@@ -109,7 +128,19 @@ impl ControlMemory {
     /// # Errors
     /// If the memory cannot be mapped, or is not control memory of this version.
     pub fn open(fd: OwnedFd, len: u64) -> Result<Self, ControlError> {
-        let longest = bytes(ENDPOINTS_LIMIT, crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT);
+        Self::open_versions(fd, len, &[VERSION])
+    }
+
+    /// Maps the control memory of a target that died, which may be of an earlier version.
+    ///
+    /// # Errors
+    /// If the memory cannot be mapped, or is not control memory.
+    pub fn open_to_retire(fd: OwnedFd, len: u64) -> Result<Self, ControlError> {
+        Self::open_versions(fd, len, &[VERSION, VERSION_WITHOUT_REGIONS])
+    }
+
+    fn open_versions(fd: OwnedFd, len: u64, versions: &[u32]) -> Result<Self, ControlError> {
+        let longest = bytes(ENDPOINTS_LIMIT, KEYS_LIMIT, crate::REGIONS_LIMIT);
         let len = usize::try_from(len)
             .ok()
             .filter(|len| (ENDPOINT_TABLE_AT..=longest).contains(len))
@@ -119,18 +150,19 @@ impl ControlMemory {
             return Err(ControlError::Magic);
         }
         let version = memory.atomic_u32(VERSION_AT).load(Ordering::Relaxed);
-        if version != VERSION {
+        if !versions.contains(&version) {
             return Err(ControlError::Version(version));
         }
         let count = |at| memory.atomic_u32(at).load(Ordering::Relaxed) as usize;
-        let (endpoints, keys) = (count(ENDPOINTS_AT), count(KEYS_AT));
+        let (endpoints, keys, regions) = (count(ENDPOINTS_AT), count(KEYS_AT), count(REGIONS_AT));
         let possible = endpoints <= ENDPOINTS_LIMIT
-            && keys <= crate::REGIONS_LIMIT + crate::WINDOWS_LIMIT
-            && (bytes(endpoints, keys) == len || Mutation::TrustTableSizes.is_active());
+            && keys <= KEYS_LIMIT
+            && regions <= crate::REGIONS_LIMIT
+            && (bytes(endpoints, keys, regions) == len || Mutation::TrustTableSizes.is_active());
         if !possible {
             return Err(ControlError::Tables);
         }
-        Ok(Self { memory, endpoints, keys })
+        Ok(Self { memory, endpoints, keys, regions, slots_used: AtomicUsize::new(endpoints) })
     }
 
     /// See [`Memory::without_fd`].
@@ -174,6 +206,7 @@ impl ControlMemory {
     /// Assigns a slot to a new endpoint. The `active` word continues from the last endpoint's
     /// value, so no waiter takes a batch of the new endpoint for one of the old.
     pub fn open_slot(&self, slot: usize, who: Identity) {
+        self.slots_used.fetch_max(slot + 1, Ordering::SeqCst);
         self.endpoint_u32(slot, HOST_IN).store(u32::from(who.host.0), Ordering::Relaxed);
         self.endpoint_u32(slot, TENANT_IN).store(who.tenant.0, Ordering::Relaxed);
         self.memory.atomic_u64(endpoint_at(slot, EPOCH_IN)).store(who.epoch, Ordering::Relaxed);
@@ -250,28 +283,119 @@ impl ControlMemory {
         true
     }
 
-    /// Publishes the key table of a region to endpoints that connect later.
-    pub fn publish_table(&self, region: usize, table: &KeyTable) {
-        let words = [table.entries_at, table.data.start, table.data.end];
-        for (at, word) in (TABLES_AT + region * TABLE_BYTES..).step_by(8).zip(words) {
-            self.memory.atomic_u64(at).store(word, Ordering::Release);
+    /// Publishes a region with its serial number, which is not 0, and its key table.
+    pub fn publish_region(&self, region: usize, serial: u64, table: Option<&KeyTable>) {
+        let words = table.map_or([0; 3], |table| [table.entries_at, table.data.start, table.data.end]);
+        let at = self.region_at(region);
+        for (at, word) in (at + TABLE_IN..).step_by(8).zip(words) {
+            self.memory.atomic_u64(at).store(word, Ordering::Relaxed);
         }
+        self.memory.atomic_u64(at + SERIAL_IN).store(serial, Ordering::Release);
+    }
+
+    /// Removes a region whose keys are all unbound. An endpoint forgets its memory before its next
+    /// access. Drain before the slot is published again.
+    pub fn remove_region(&self, region: usize) {
+        self.memory.atomic_u64(self.region_at(region) + SERIAL_IN).store(0, Ordering::SeqCst);
+        self.memory.atomic_u64(CHANGES_AT).fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// The number of removals of regions. The `active` word of the calling endpoint must be odd.
+    #[inline]
+    pub fn removals(&self) -> u64 {
+        self.memory.atomic_u64(CHANGES_AT).load(Ordering::Acquire)
+    }
+
+    /// The serial number of a region, by which a later one in the same slot is recognised; 0 if
+    /// there is none.
+    #[inline]
+    pub fn serial(&self, region: usize) -> u64 {
+        if region >= self.regions {
+            return 0;
+        }
+        self.memory.atomic_u64(self.region_at(region) + SERIAL_IN).load(Ordering::Acquire)
     }
 
     /// The key table that the target published for a region.
     pub fn table(&self, region: usize) -> Option<KeyTable> {
-        let word = |number: usize| {
-            self.memory.atomic_u64(TABLES_AT + region * TABLE_BYTES + number * 8).load(Ordering::Acquire)
-        };
+        if self.serial(region) == 0 {
+            return None;
+        }
+        let at = self.region_at(region) + TABLE_IN;
+        let word = |number: usize| self.memory.atomic_u64(at + number * 8).load(Ordering::Acquire);
         let data = word(1)..word(2);
         (data.end != 0).then(|| KeyTable { entries_at: word(0), data })
+    }
+
+    /// The number of slots for regions.
+    pub fn regions(&self) -> usize {
+        self.regions
+    }
+
+    /// Announces a message of an endpoint, after it was put into the mailbox. Wakes the target only
+    /// if it waits.
+    pub fn announce_message(&self, slot: usize) {
+        self.mail(slot / 64).fetch_or(1 << (slot % 64), Ordering::SeqCst);
+        self.wake_waiting();
+    }
+
+    /// Wakes the threads in [`Self::wait_for_message`].
+    pub fn wake_waiting(&self) {
+        let arrivals = self.u32(ARRIVALS_AT);
+        arrivals.fetch_add(1, Ordering::SeqCst);
+        if self.u32(WAITING_AT).load(Ordering::SeqCst) > 0 {
+            // Fails only for arguments that are wrong.
+            let _ = futex::wake(arrivals, futex::Flags::empty(), u32::MAX >> 1);
+        }
+    }
+
+    /// Calls `found` for each slot whose endpoint announced messages since the last call.
+    pub fn drain_announced(&self, mut found: impl FnMut(usize)) {
+        for word in 0..self.endpoints.div_ceil(64) {
+            if self.mail(word).load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let mut bits = self.mail(word).swap(0, Ordering::SeqCst);
+            while bits != 0 {
+                let slot = word * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                if slot < self.endpoints {
+                    found(slot);
+                }
+            }
+        }
+    }
+
+    /// Whether an endpoint has announced messages.
+    pub fn has_announced(&self) -> bool {
+        (0..self.endpoints.div_ceil(64)).any(|word| self.mail(word).load(Ordering::SeqCst) != 0)
+    }
+
+    /// Sleeps until a message is announced, unless `has_message` says that there is one, for at
+    /// most `timeout`.
+    pub fn wait_for_message(&self, timeout: Option<Duration>, has_message: impl FnOnce() -> bool) {
+        let waiting = self.u32(WAITING_AT);
+        waiting.fetch_add(1, Ordering::SeqCst);
+        let arrivals = self.u32(ARRIVALS_AT);
+        let seen = arrivals.load(Ordering::SeqCst);
+        if !has_message() {
+            let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+            // Ends early if a message is announced or a signal comes; the caller looks again.
+            let _ = futex::wait(arrivals, futex::Flags::empty(), seen, timeout.as_ref());
+        }
+        waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    #[inline]
+    fn mail(&self, word: usize) -> &AtomicU64 {
+        self.memory.atomic_u64(MAIL_AT + word * 8)
     }
 
     /// Waits for all accesses in flight at all endpoints. Accesses that begin later see what the
     /// caller changed before.
     pub fn drain_all(&self) {
         fence(Ordering::SeqCst);
-        for slot in 0..self.endpoints {
+        for slot in 0..self.slots_used.load(Ordering::SeqCst) {
             self.drain(slot, None);
         }
     }
@@ -351,6 +475,11 @@ impl ControlMemory {
     }
 
     #[inline]
+    fn region_at(&self, region: usize) -> usize {
+        self.key_at(self.keys) + region * REGION_BYTES
+    }
+
+    #[inline]
     fn u32(&self, at: usize) -> &AtomicU32 {
         self.memory.atomic_u32(at)
     }
@@ -366,8 +495,8 @@ fn endpoint_at(slot: usize, field: usize) -> usize {
     ENDPOINT_TABLE_AT + slot * ENDPOINT_BYTES + field
 }
 
-fn bytes(endpoints: usize, keys: usize) -> usize {
-    ENDPOINT_TABLE_AT + endpoints * ENDPOINT_BYTES + keys * KEY_BYTES
+fn bytes(endpoints: usize, keys: usize, regions: usize) -> usize {
+    ENDPOINT_TABLE_AT + endpoints * ENDPOINT_BYTES + keys * KEY_BYTES + regions * REGION_BYTES
 }
 
 fn short(value: usize) -> u32 {

@@ -12,7 +12,7 @@ fn reopen(control: &ControlMemory) -> Result<ControlMemory, ControlError> {
 
 #[test]
 fn drain_waits_for_a_batch_until_its_slot_is_freed() {
-    let control = ControlMemory::create(4, 8).unwrap();
+    let control = ControlMemory::create(4, 2, 6).unwrap();
     control.open_slot(2, WHO);
     assert!(control.drain(2, None), "no batch is in flight");
     control.active(2).fetch_add(1, Ordering::SeqCst);
@@ -29,7 +29,7 @@ fn drain_waits_for_a_batch_until_its_slot_is_freed() {
 
 #[test]
 fn a_grant_survives_the_table() {
-    let control = ControlMemory::create(1, 70).unwrap();
+    let control = ControlMemory::create(1, 64, 6).unwrap();
     let peer = reopen(&control).unwrap();
     let key = Key((5 << 17) | 69);
     let scopes = [Scope::Anyone, Scope::Tenant(Tenant(u32::MAX)), Scope::Host(Host(4095))];
@@ -46,15 +46,15 @@ fn a_grant_survives_the_table() {
 
 #[test]
 fn another_version_and_other_sizes_are_refused() {
-    let control = ControlMemory::create(4, 8).unwrap();
+    let control = ControlMemory::create(4, 2, 6).unwrap();
     let fd = || control.fd().try_clone_to_owned().unwrap();
     for len in [0, 1, control.bytes() - 1, control.bytes() + 1, 1 << 40, u64::MAX] {
         assert!(ControlMemory::open(fd(), len).is_err(), "{len} bytes");
     }
     assert!(reopen(&control).is_ok());
-    control.u32(VERSION_AT).store(2, Ordering::SeqCst);
+    control.u32(VERSION_AT).store(3, Ordering::SeqCst);
     assert!(
-        reopen(&control).unwrap_err().to_string().contains("has version 2, this program knows version 1")
+        reopen(&control).unwrap_err().to_string().contains("has version 3, this program knows version 2")
     );
 }
 
@@ -65,13 +65,17 @@ proptest! {
         words in proptest::collection::vec((0_usize..700, any::<u64>()), 0..40),
         keys in proptest::collection::vec(any::<u32>(), 0..40),
     ) {
-        let control = ControlMemory::create(2, 8).unwrap();
+        let control = ControlMemory::create(2, 3, 5).unwrap();
         let size = control.memory.len();
         for (word, value) in words {
             control.memory.atomic_u64(word * 8 % size).store(value, Ordering::Relaxed);
         }
         if let Ok(peer) = reopen(&control) {
-            prop_assert_eq!((peer.endpoints, peer.keys), (2, 8));
+            prop_assert_eq!((peer.endpoints, peer.keys, peer.regions), (2, 8, 3));
+            for region in 0..5 {
+                prop_assert!(region < 3 || peer.serial(region) == 0);
+                let _ = (peer.table(region), peer.removals());
+            }
         }
         for key in keys {
             for index in 0..10 {

@@ -1,6 +1,6 @@
 //! Key numbers, the ranges that keys grant, and the placement of regions. All providers share this.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use crate::mutation::Mutation;
@@ -13,9 +13,13 @@ const INDEX_BITS: u32 = 17;
 /// of key tables. A tag is never zero, so no key is zero.
 const TAG_MAX: u32 = (1 << (31 - INDEX_BITS)) - 1;
 /// The greatest number of regions of one target.
-pub const REGIONS_LIMIT: usize = 64;
+pub const REGIONS_LIMIT: usize = 65_536;
 /// The greatest number of windows of one target.
-pub const WINDOWS_LIMIT: usize = (1 << INDEX_BITS) - REGIONS_LIMIT;
+pub const WINDOWS_LIMIT: usize = KEYS_LIMIT - REGIONS_LIMIT;
+/// The number of key slots: of regions, then of windows.
+pub const KEYS_LIMIT: usize = 1 << INDEX_BITS;
+/// The default of the greatest number of regions of one target.
+pub const REGIONS_DEFAULT: usize = 64;
 /// Regions begin at multiples of this. At least as much unregistered space lies between them.
 const REGION_ALIGN: u64 = 2 << 20;
 
@@ -118,7 +122,10 @@ pub fn admits(scope: Scope, who: Identity) -> bool {
 pub struct KeySlots {
     tags: Vec<u32>,
     free_windows: VecDeque<usize>,
-    regions: usize,
+    /// Slots of regions that have been used, or passed over.
+    free_regions: VecDeque<usize>,
+    /// The first slot of a region that was never used.
+    regions_used: usize,
     regions_max: usize,
     windows_max: usize,
     secret: u64,
@@ -132,30 +139,45 @@ impl KeySlots {
         Self {
             tags: vec![0; regions_max],
             free_windows: VecDeque::new(),
-            regions: 0,
+            free_regions: VecDeque::new(),
+            regions_used: 0,
             regions_max,
             windows_max,
             secret,
         }
     }
 
-    /// Allocates the key of the next region. `before` is the key that the region had at an earlier
-    /// target, if any.
+    /// Allocates the slot and the key of a region. `before` is the key that the region had at an
+    /// earlier target, if any; its slot must be free.
     pub fn allocate_region(&mut self, before: Option<Key>) -> Result<(usize, Key), TargetError> {
-        let index = self.regions;
-        if index == self.regions_max {
-            return Err(TargetError::Full { what: "regions", limit: self.regions_max });
-        }
-        let key = match before {
-            None => self.fresh(index),
-            Some(key) if !key.is_table_key() && split(key).0 == index && split(key).1 != 0 => {
-                self.tags[index] = split(key).1;
-                key
+        if let Some(key) = before {
+            let (index, tag) = split(key);
+            let is_region = !key.is_table_key() && tag != 0 && index < self.regions_max;
+            if !is_region || !self.claim_region(index) {
+                return Err(TargetError::NoSuchKey(key));
             }
-            Some(key) => return Err(TargetError::NoSuchKey(key)),
+            self.tags[index] = tag;
+            return Ok((index, key));
+        }
+        let full = TargetError::Full { what: "regions", limit: self.regions_max };
+        let index = if self.regions_used < self.regions_max {
+            self.regions_used += 1;
+            self.regions_used - 1
+        } else {
+            self.free_regions.pop_front().ok_or(full)?
         };
-        self.regions += 1;
-        Ok((index, key))
+        Ok((index, self.fresh(index)))
+    }
+
+    /// Takes a slot of a region, if it is free.
+    fn claim_region(&mut self, index: usize) -> bool {
+        if index >= self.regions_used {
+            self.free_regions.extend(self.regions_used..index);
+            self.regions_used = index + 1;
+            return true;
+        }
+        let at = self.free_regions.iter().position(|free| *free == index);
+        at.is_some_and(|at| self.free_regions.remove(at).is_some())
     }
 
     /// Allocates a fresh key for a window.
@@ -171,12 +193,17 @@ impl KeySlots {
         Ok(self.fresh(index))
     }
 
-    /// Releases the slot of an invalidated key. No access by the key may be in flight. The slot of
-    /// a region is never reused.
-    pub fn release(&mut self, index: usize) {
+    /// Releases the slot of a window's invalidated key. No access by the key may be in flight.
+    pub fn release_window(&mut self, key: Key) {
+        let (index, _) = split(key);
         if index >= self.regions_max {
             self.free_windows.push_back(index);
         }
+    }
+
+    /// Releases the slot of a region. No access to the region may be in flight.
+    pub fn release_region(&mut self, index: usize) {
+        self.free_regions.push_back(index);
     }
 
     fn fresh(&mut self, index: usize) -> Key {
@@ -197,35 +224,61 @@ impl KeySlots {
     }
 }
 
+/// The first address of movable regions.
+const MOVABLE_BASE: u64 = 1 << 62;
+/// Addresses from the base of one movable region to that of the next.
+const MOVABLE_STRIDE: u64 = 1 << 46;
+const _: () = assert!(crate::unit_map::ADDRESSES_MAX + REGION_ALIGN <= MOVABLE_STRIDE);
+const _: () = assert!(REGIONS_LIMIT as u64 <= MOVABLE_BASE / MOVABLE_STRIDE);
+
 /// The placement of regions in the target's address space.
 #[derive(Debug, Default)]
 pub struct AddressSpace {
-    regions: Vec<Range<u64>>,
+    /// The end and the slot of each region, by its base.
+    regions: BTreeMap<u64, (u64, usize)>,
+    /// The end of the last fixed region.
+    fixed_end: u64,
 }
 
 impl AddressSpace {
-    /// Places a region. It never begins at zero, and never touches another region, so an access
-    /// past its end hits nothing.
-    pub fn place(&mut self, len: u64) -> Range<u64> {
-        let end = self.regions.last().map_or(0, |region| region.end);
-        let base = (end.div_ceil(REGION_ALIGN) + 1) * REGION_ALIGN;
-        self.regions.push(base..base + len);
+    /// Places a fixed region behind all earlier ones. It never begins at zero, and never touches
+    /// another region, so an access past its end hits nothing. `None` if no addresses are left.
+    pub fn place(&mut self, slot: usize, len: u64) -> Option<Range<u64>> {
+        let base = (self.fixed_end.div_ceil(REGION_ALIGN) + 1) * REGION_ALIGN;
+        let end = base.checked_add(len).filter(|end| *end <= MOVABLE_BASE - REGION_ALIGN)?;
+        self.fixed_end = end;
+        self.regions.insert(base, (end, slot));
+        Some(base..end)
+    }
+
+    /// Places a movable region. Its base follows from its slot, so a region that is registered
+    /// again under its old key has its old addresses.
+    pub fn place_movable(&mut self, slot: usize, len: u64) -> Range<u64> {
+        let base = MOVABLE_BASE + slot as u64 * MOVABLE_STRIDE;
+        self.regions.insert(base, (base + len, slot));
         base..base + len
+    }
+
+    /// Removes the region with this base.
+    pub fn remove(&mut self, base: u64) {
+        self.regions.remove(&base);
+    }
+
+    /// The slot and the base of the region that contains `len` bytes at `addr`.
+    pub fn find(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
+        let (&base, &(end, slot)) = self.regions.range(..=addr).next_back()?;
+        (addr <= end && len <= end - addr).then_some((slot, base))
     }
 
     /// The grant of a window, which must lie inside one region.
     pub fn grant(&self, window: &WindowSpec) -> Result<KeyGrant, TargetError> {
         let Range { start, end } = window.range;
-        let holds = |region: &Range<u64>| region.start <= start && end <= region.end;
-        match self.regions.iter().position(holds) {
-            Some(region) if start < end => Ok(KeyGrant {
-                base: start,
-                len: end - start,
-                access: window.access,
-                scope: window.scope,
-                region,
-            }),
-            _ => Err(TargetError::OutOfRange { start, end }),
+        let len = end.checked_sub(start).filter(|len| *len > 0);
+        match len.and_then(|len| Some((len, self.find(start, len)?))) {
+            Some((len, (region, _))) => {
+                Ok(KeyGrant { base: start, len, access: window.access, scope: window.scope, region })
+            }
+            None => Err(TargetError::OutOfRange { start, end }),
         }
     }
 }
@@ -253,10 +306,55 @@ mod tests {
                 let key = slots.allocate_window().unwrap();
                 assert!(key.0 != 0 && split(key).0 == 1 && split(key).1 != 0);
                 assert!(seen.insert(key), "{key:?} came again after {} binds", seen.len());
-                slots.release(1);
+                slots.release_window(key);
             }
             assert!(!seen.insert(slots.allocate_window().unwrap()));
         }
+    }
+
+    #[test]
+    fn slots_of_regions_are_reused_and_can_be_claimed() {
+        let mut slots = KeySlots::new(3, 1, 7);
+        let (first, key) = slots.allocate_region(None).unwrap();
+        slots.release_region(first);
+        let claimed = |slots: &mut KeySlots, key| slots.allocate_region(Some(key));
+        assert_eq!(claimed(&mut slots, key).unwrap(), (0, key), "a free slot");
+        assert!(claimed(&mut slots, key).is_err(), "it is in use");
+        let last = Key(9 << INDEX_BITS | 2);
+        assert_eq!(claimed(&mut slots, last).unwrap(), (2, last), "a slot that was never used");
+        for wrong in [Key(0), Key(2), Key(9 << INDEX_BITS | 3), Key(1 << 31 | 9 << INDEX_BITS | 1)] {
+            assert!(claimed(&mut slots, wrong).is_err(), "{wrong:?}");
+        }
+        let (passed_over, _) = slots.allocate_region(None).unwrap();
+        assert_eq!(passed_over, 1);
+        assert!(matches!(slots.allocate_region(None), Err(TargetError::Full { what: "regions", limit: 3 })));
+        slots.release_region(0);
+        let (again, fresh) = slots.allocate_region(None).unwrap();
+        assert!(again == 0 && fresh != key, "a reused slot has a fresh tag");
+    }
+
+    #[test]
+    fn regions_are_found_by_their_addresses() {
+        let mut space = AddressSpace::default();
+        let one = space.place(5, 4096).unwrap();
+        let two = space.place(6, 100).unwrap();
+        let three = space.place_movable(7, 8192);
+        let four = space.place_movable(REGIONS_LIMIT - 1, crate::unit_map::ADDRESSES_MAX);
+        for (range, slot) in [(&one, 5), (&two, 6), (&three, 7), (&four, REGIONS_LIMIT - 1)] {
+            let len = range.end - range.start;
+            for (addr, len) in [(range.start, len), (range.end - 1, 1), (range.end, 0)] {
+                assert_eq!(space.find(addr, len), Some((slot, range.start)));
+            }
+            for (addr, len) in [(range.start - 1, 2), (range.end, 1), (range.start, len + 1)] {
+                assert_eq!(space.find(addr, len), None);
+            }
+            assert_eq!(space.find(range.start, u64::MAX), None);
+        }
+        space.remove(two.start);
+        assert_eq!(space.find(two.start, 1), None);
+        assert!(space.place(6, 1).unwrap().start > two.end, "addresses of fixed regions are not reused");
+        assert_eq!(space.place(6, u64::MAX), None);
+        assert_eq!(space.place(6, MOVABLE_BASE), None);
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod forward;
 #[cfg(test)]
 mod golden_tests;
 pub mod handshake;
+pub mod inbox;
 pub mod key_table;
 pub mod keys;
 pub mod limits;
@@ -32,6 +33,7 @@ pub mod sim;
 pub mod tables;
 pub mod target;
 pub mod tcp;
+pub mod unit_map;
 pub mod wake;
 pub mod work;
 
@@ -44,9 +46,10 @@ pub use memory::Memory;
 pub use mutation::Mutation;
 pub use rustix::event::PollFd;
 pub use target::{
-    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
-    WindowSpec,
+    Access, EndpointNumber, Host, Identity, MessageHandler, Region, Scope, Sender, Target, TargetError,
+    Tenant, TenantCounters, WindowSpec,
 };
+pub use unit_map::UnitMap;
 pub use work::{
     Completion, DrainHandle, Endpoint, EndpointError, Key, Limits, LocalKey, LocalSlice, PostError,
     RemoteAddr, Verb, Work, WorkError,

@@ -4,8 +4,12 @@ use std::fmt;
 
 use crate::target::TargetError;
 
+/// The default of the greatest number of endpoints of one target.
+pub const ENDPOINTS_DEFAULT: usize = 256;
 /// Bound of the endpoints of one target.
-pub const ENDPOINTS_LIMIT: usize = 256;
+pub const ENDPOINTS_LIMIT: usize = 8192;
+/// Bound of the regions that are announced to an endpoint when it connects.
+pub const ANNOUNCED_MAX: usize = 64;
 /// Bound of the operations of one endpoint that are posted and not yet polled.
 pub const QUEUE_DEPTH_LIMIT: usize = 65_536;
 /// Bound of the bytes of one message.

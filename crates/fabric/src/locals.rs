@@ -10,8 +10,11 @@ use crate::work::{EndpointError, LocalKey, LocalSlice};
 pub(crate) struct LocalMemories(Vec<Arc<Memory>>);
 
 impl LocalMemories {
-    /// Adds a memory, if there are fewer than `limit`.
+    /// Adds a memory, if it is writable and there are fewer than `limit`.
     pub fn add(&mut self, memory: Arc<Memory>, limit: usize) -> Result<LocalKey, EndpointError> {
+        if !memory.is_writable() {
+            return Err(EndpointError::ReadOnlyLocal);
+        }
         let full = EndpointError::TooManyLocal { limit };
         if self.0.len() >= limit {
             return Err(full);

@@ -9,18 +9,19 @@ use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 /// Transfers up to this size are copied word by word when both ends are 8-aligned.
 const WORDWISE_BYTES_MAX: usize = 256;
 
-/// An owned shared mapping of a memfd, readable and writable.
+/// An owned shared mapping of a memfd: readable, and writable unless it was mapped read-only.
 pub struct Memory {
     /// `None` for memory that is not passed on.
     fd: Option<Arc<OwnedFd>>,
     start: NonNull<u8>,
     len: usize,
+    is_writable: bool,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread. All access goes through raw copies
@@ -41,7 +42,7 @@ impl Memory {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, u64_from(len))?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Self::map(fd, len)
+        Self::map(fd, len, true)
     }
 
     /// Creates memory of this process alone, of `len` zero bytes. It has no descriptor.
@@ -71,7 +72,8 @@ impl Memory {
         // SAFETY: the layout has a size.
         let start = unsafe { std::alloc::alloc_zeroed(layout_of(len)) };
         let start = NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { fd: Some(Arc::new(std::fs::File::open("/dev/null")?.into())), start, len })
+        let fd = Some(Arc::new(std::fs::File::open("/dev/null")?.into()));
+        Ok(Self { fd, start, len, is_writable: true })
     }
 
     /// Maps the first `len` bytes of a memfd that another process passed.
@@ -80,16 +82,43 @@ impl Memory {
     /// If the file is shorter than `len`, or not sealed against shrinking: an access beyond its end
     /// would kill this process. If the system refuses.
     pub fn from_fd(fd: OwnedFd, len: usize) -> io::Result<Self> {
-        let seals = rustix::fs::fcntl_get_seals(&fd)
-            .map_err(|source| refused(format!("the descriptor is not a memfd with seals: {source}")))?;
-        if !seals.contains(SealFlags::SHRINK) {
-            return Err(refused("the memfd is not sealed against shrinking".into()));
+        check_file(&fd, len)?;
+        Self::map(fd, len, true)
+    }
+
+    /// Maps the first `len` bytes of a memfd for reading only. The descriptor may be open for
+    /// reading only. Functions that write panic.
+    ///
+    /// # Errors
+    /// The errors of [`Self::from_fd`].
+    pub fn from_fd_read_only(fd: OwnedFd, len: usize) -> io::Result<Self> {
+        check_file(&fd, len)?;
+        Self::map(fd, len, false)
+    }
+
+    /// The memfd, opened again for reading only: who receives it cannot map it writable. Processes
+    /// of other users cannot open it again for writing either.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    ///
+    /// # Panics
+    /// As [`Self::fd`].
+    pub fn read_only_fd(&self) -> io::Result<OwnedFd> {
+        use std::os::fd::AsRawFd;
+        let own = self.fd();
+        // A descriptor for reading only was not opened by the owner, who has set the mode.
+        if self.is_writable {
+            rustix::fs::fchmod(own, Mode::RUSR | Mode::WUSR)?;
         }
-        let size = u64::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
-        if size < u64_from(len) {
-            return Err(refused(format!("the memfd has {size} bytes, {len} are needed")));
-        }
-        Self::map(fd, len)
+        let path = format!("/proc/self/fd/{}", own.as_raw_fd());
+        Ok(rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    }
+
+    /// Whether the memory may be written.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.is_writable
     }
 
     /// Maps the whole of a memfd that another process passed.
@@ -101,16 +130,18 @@ impl Memory {
         Self::from_fd(fd, len)
     }
 
-    fn map(fd: OwnedFd, len: usize) -> io::Result<Self> {
+    fn map(fd: OwnedFd, len: usize, is_writable: bool) -> io::Result<Self> {
         if len == 0 {
             return Err(refused("memory of zero bytes cannot be mapped".into()));
         }
+        let mut protection = ProtFlags::READ;
+        protection.set(ProtFlags::WRITE, is_writable);
         // SAFETY: a fresh mapping at an address of the kernel's choice; it overlays nothing.
         let start = unsafe {
             rustix::mm::mmap(
                 ptr::null_mut(),
                 len,
-                ProtFlags::READ | ProtFlags::WRITE,
+                protection,
                 MapFlags::SHARED | MapFlags::NORESERVE,
                 &fd,
                 0,
@@ -118,7 +149,7 @@ impl Memory {
         };
         let start = NonNull::new(start.cast::<u8>())
             .ok_or_else(|| refused("the kernel mapped memory at address zero".into()))?;
-        Ok(Self { fd: Some(Arc::new(fd)), start, len })
+        Ok(Self { fd: Some(Arc::new(fd)), start, len, is_writable })
     }
 
     /// Length in bytes.
@@ -146,7 +177,8 @@ impl Memory {
         Arc::clone(self.fd.as_ref().expect("memory without a descriptor is not passed on"))
     }
 
-    /// First byte. The memory may be changed by other processes at any time.
+    /// First byte. The memory may be changed by other processes at any time. It must not be written
+    /// if it was mapped read-only.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
@@ -167,21 +199,39 @@ impl Memory {
     /// Copies bytes in.
     ///
     /// # Panics
-    /// If the range is not inside the memory.
+    /// If the range is not inside the memory, or the memory was mapped read-only.
     #[inline]
     pub fn write(&self, offset: usize, bytes: &[u8]) {
+        self.expect_writable();
         let destination = self.range(offset, bytes.len());
         // SAFETY: `range` checked the destination; `bytes` is plain memory and does not overlap it.
         unsafe { copy(destination, bytes.as_ptr(), bytes.len()) }
     }
 
-    /// The 8-byte word at `offset`.
+    /// Loads the 8-byte word at `offset`, with the ordering `Acquire`. Works on memory that was
+    /// mapped read-only.
     ///
     /// # Panics
     /// If it is not inside the memory or `offset` is not a multiple of 8.
     #[inline]
     #[must_use]
+    pub fn load_u64(&self, offset: usize) -> u64 {
+        assert!(offset.is_multiple_of(8), "offset {offset} is not a multiple of 8");
+        let word = self.range(offset, 8).cast::<u64>();
+        // SAFETY: in range, aligned, and mapped for as long as `self` lives. Acquire loads of 8
+        // bytes are permitted on read-only memory.
+        unsafe { AtomicU64::from_ptr(word).load(Ordering::Acquire) }
+    }
+
+    /// The 8-byte word at `offset`.
+    ///
+    /// # Panics
+    /// If it is not inside the memory or `offset` is not a multiple of 8; if the memory was mapped
+    /// read-only.
+    #[inline]
+    #[must_use]
     pub fn atomic_u64(&self, offset: usize) -> &AtomicU64 {
+        self.expect_writable();
         assert!(offset.is_multiple_of(8), "offset {offset} is not a multiple of 8");
         let word = self.range(offset, 8).cast::<u64>();
         // SAFETY: in range, aligned (mappings begin at a page), and mapped for as long as `self`
@@ -192,10 +242,12 @@ impl Memory {
     /// The 4-byte word at `offset`.
     ///
     /// # Panics
-    /// If it is not inside the memory or `offset` is not a multiple of 4.
+    /// If it is not inside the memory or `offset` is not a multiple of 4; if the memory was mapped
+    /// read-only.
     #[inline]
     #[must_use]
     pub fn atomic_u32(&self, offset: usize) -> &AtomicU32 {
+        self.expect_writable();
         assert!(offset.is_multiple_of(4), "offset {offset} is not a multiple of 4");
         let word = self.range(offset, 4).cast::<u32>();
         // SAFETY: in range, aligned, and mapped for as long as `self` lives.
@@ -208,8 +260,9 @@ impl Memory {
     /// If the system refuses, as it does for an empty range.
     ///
     /// # Panics
-    /// If the range is not inside the memory.
+    /// If the range is not inside the memory, or the memory was mapped read-only.
     pub fn punch(&self, offset: usize, len: usize) -> io::Result<()> {
+        self.expect_writable();
         self.range(offset, len);
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         Ok(rustix::fs::fallocate(self.fd(), flags, u64_from(offset), u64_from(len))?)
@@ -222,6 +275,11 @@ impl Memory {
     pub fn allocated_bytes(&self) -> io::Result<u64> {
         // The unit is 512 bytes, independent of the file system.
         Ok(u64::try_from(rustix::fs::fstat(self.fd())?.st_blocks).unwrap_or(0) * 512)
+    }
+
+    #[inline]
+    fn expect_writable(&self) {
+        assert!(self.is_writable, "the memory was mapped read-only");
     }
 
     /// The start of a range as an offset; `None` if the range is not inside the memory.
@@ -250,6 +308,20 @@ impl Memory {
         // SAFETY: `offset` is at most `self.len`, so the result is in or one past the mapping.
         unsafe { self.as_ptr().add(offset) }
     }
+}
+
+/// Checks whether the first `len` bytes of a file can be accessed at any time.
+fn check_file(fd: &OwnedFd, len: usize) -> io::Result<()> {
+    let seals = rustix::fs::fcntl_get_seals(fd)
+        .map_err(|source| refused(format!("the descriptor is not a memfd with seals: {source}")))?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(refused("the memfd is not sealed against shrinking".into()));
+    }
+    let size = u64::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0);
+    if size < u64_from(len) {
+        return Err(refused(format!("the memfd has {size} bytes, {len} are needed")));
+    }
+    Ok(())
 }
 
 impl Drop for Memory {
@@ -355,6 +427,32 @@ mod tests {
         one.punch(0, 10_000).unwrap();
         two.read(9_990, &mut seen);
         assert_eq!(seen, [0; 10]);
+    }
+
+    #[cfg(not(miri))]
+    #[test]
+    fn read_only_memory_is_read_and_never_written() {
+        let memory = Memory::create("test", 4096).unwrap();
+        let read_only = Memory::from_fd_read_only(memory.read_only_fd().unwrap(), 4096).unwrap();
+        memory.atomic_u64(8).store(7, Ordering::SeqCst);
+        let mut seen = [0; 8];
+        read_only.read(8, &mut seen);
+        assert_eq!((u64::from_le_bytes(seen), read_only.load_u64(8)), (7, 7));
+        assert!(memory.is_writable() && !read_only.is_writable());
+        for write in [
+            |memory: &Memory| memory.write(0, &[1]),
+            |memory: &Memory| memory.atomic_u64(0).store(1, Ordering::SeqCst),
+            |memory: &Memory| memory.atomic_u32(0).store(1, Ordering::SeqCst),
+            |memory: &Memory| drop(memory.punch(0, 4096)),
+        ] {
+            let outcome = std::panic::catch_unwind(|| write(&read_only));
+            assert!(outcome.is_err(), "it is checked, and no fault");
+        }
+        let again = read_only.read_only_fd().unwrap();
+        assert!(Memory::from_fd(again, 4096).is_err(), "the system refuses a writable mapping");
+        let own = memory.fd().try_clone_to_owned().unwrap();
+        assert!(Memory::from_fd_read_only(own, 4097).is_err(), "it is checked like other memory");
+        memory.write(0, b"stays writable");
     }
 
     #[cfg(not(miri))]

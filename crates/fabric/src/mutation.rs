@@ -11,6 +11,10 @@ aquifer_mutation::mutations! {
         TrustHandshakeLength,
         /// An access may end behind the range that its key opens.
         IgnoreRangeEnd,
+        /// A word of a translation table that names no unit of the memory names the last one.
+        AcceptWrongUnit,
+        /// An access that spans units is translated by the word of its first unit.
+        TranslateOnce,
         /// A target's message of any length is read.
         TrustMessageLength,
         /// A welcome over shared memory may have more or fewer regions than it says.

@@ -1,6 +1,7 @@
 //! Tables of a target with real memory: regions, keys, and fences.
 
-use std::collections::HashMap;
+use std::collections::btree_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 
 use crate::Memory;
@@ -8,28 +9,127 @@ use crate::control::ControlMemory;
 use crate::handshake::RefusalReason;
 use crate::key_table::{KeyTable, PlacedTable};
 use crate::keys::{AddressSpace, KeyGrant, KeySlots, admits, split};
+use crate::limits::ANNOUNCED_MAX;
 use crate::memory::u64_from;
 use crate::target::{Access, Host, Identity, Region, Scope, TargetError, WindowSpec};
+use crate::unit_map::{RegionMemory, UnitMap};
 use crate::work::Key;
+
+/// What an owner registers.
+#[derive(Debug)]
+pub struct Registration {
+    /// The memory.
+    pub memory: Arc<Memory>,
+    /// The translation table of a movable region.
+    pub map: Option<UnitMap>,
+    /// Rights of the region's own key.
+    pub access: Access,
+    /// Endpoints that may use the region's own key.
+    pub scope: Scope,
+    /// The key table, if the region has one. A movable region has none.
+    pub table: Option<KeyTable>,
+    /// The key that the region had at an earlier target.
+    pub key: Option<Key>,
+}
+
+impl Registration {
+    /// Memory without key table and translation.
+    pub fn plain(memory: Arc<Memory>, access: Access, scope: Scope) -> Self {
+        Self { memory, map: None, access, scope, table: None, key: None }
+    }
+
+    /// Checks the registration, and returns the number of addresses.
+    pub(crate) fn check(&self) -> Result<u64, TargetError> {
+        let is_changed = self.access.write || self.access.atomic || self.table.is_some();
+        if is_changed && !self.memory.is_writable() {
+            return Err(TargetError::ReadOnly);
+        }
+        let len = match &self.map {
+            Some(map) => map.check()?,
+            None => u64_from(self.memory.len()),
+        };
+        if let Some(table) = &self.table {
+            PlacedTable::at(0, 0, table).check(len)?;
+        }
+        Ok(len)
+    }
+
+    /// Places the region, which has `len` addresses, and describes it and its own key. The key of a
+    /// region with a key table opens only the part before the table's data.
+    pub(crate) fn place(
+        &self,
+        len: u64,
+        keys: &mut KeySlots,
+        space: &mut AddressSpace,
+    ) -> Result<(usize, Region, KeyGrant), TargetError> {
+        let (slot, key) = keys.allocate_region(self.key)?;
+        let range = match &self.map {
+            Some(_) => space.place_movable(slot, len),
+            None => space.place(slot, len).ok_or_else(|| {
+                keys.release_region(slot);
+                TargetError::Full { what: "addresses", limit: usize::MAX }
+            })?,
+        };
+        let opened = self.table.as_ref().map_or(len, |table| table.data.start);
+        let Self { access, scope, .. } = *self;
+        let grant = KeyGrant { base: range.start, len: opened, access, scope, region: slot };
+        Ok((slot, Region { base: range.start, len, key }, grant))
+    }
+}
 
 /// A registered region.
 #[derive(Debug)]
 pub struct RegisteredRegion {
     /// Its memory.
-    pub memory: Arc<Memory>,
+    pub memory: RegionMemory,
     scope: Scope,
-    region: Region,
+    /// The region as its owner knows it.
+    pub region: Region,
     /// Its key table, if it has one.
     pub table: Option<PlacedTable>,
+    /// The windows in it.
+    windows: HashSet<Key>,
+    /// The number of its registration.
+    pub serial: u64,
 }
+
+/// A region that is being removed. Accesses to it may be in flight.
+#[derive(Debug)]
+pub struct RemovedRegion {
+    /// Its slot.
+    pub slot: usize,
+    registered: RegisteredRegion,
+}
+
+impl RemovedRegion {
+    /// The region as its owner knew it.
+    pub fn region(&self) -> &Region {
+        &self.registered.region
+    }
+
+    /// The keys of the windows that were in it.
+    pub fn windows(&self) -> impl Iterator<Item = Key> {
+        self.registered.windows.iter().copied()
+    }
+}
+
+/// A set of regions, each with its base and its slot.
+type Announced = BTreeSet<(u64, usize)>;
 
 /// The tables of one target, which its owner locks.
 #[derive(Debug)]
 pub struct TargetTables {
-    /// The regions by index.
-    pub regions: Vec<RegisteredRegion>,
+    /// The regions by slot.
+    pub regions: BTreeMap<usize, RegisteredRegion>,
     space: AddressSpace,
     keys: KeySlots,
+    /// The region of each window.
+    windows: HashMap<Key, usize>,
+    /// The regions by the scope of their own keys.
+    by_scope: HashMap<Scope, Announced>,
+    /// The regions with key tables, which any endpoint may use.
+    with_tables: Announced,
+    last_serial: u64,
     fenced: HashMap<Host, u64>,
 }
 
@@ -38,71 +138,130 @@ impl TargetTables {
     /// hard to guess.
     pub fn new(regions_max: usize, windows_max: usize, secret: u64) -> Self {
         Self {
-            regions: Vec::new(),
+            regions: BTreeMap::new(),
             space: AddressSpace::default(),
             keys: KeySlots::new(regions_max, windows_max, secret),
+            windows: HashMap::new(),
+            by_scope: HashMap::new(),
+            with_tables: Announced::new(),
+            last_serial: 0,
             fenced: HashMap::new(),
         }
     }
 
-    /// Registers a region, under `key` if one is given. The own key of a region with a key table
-    /// opens only the part before the table's data.
+    /// Registers a region. Returns its slot as well.
     pub fn register(
         &mut self,
         control: &ControlMemory,
-        memory: Arc<Memory>,
-        access: Access,
-        scope: Scope,
-        table: Option<KeyTable>,
-        key: Option<Key>,
-    ) -> Result<Region, TargetError> {
-        let len = u64_from(memory.len());
-        if let Some(table) = &table {
-            PlacedTable::at(0, 0, table).check(len)?;
+        new: Registration,
+    ) -> Result<(usize, Region), TargetError> {
+        let len = new.check()?;
+        let (slot, region, grant) = new.place(len, &mut self.keys, &mut self.space)?;
+        self.last_serial += 1;
+        let serial = self.last_serial;
+        control.publish_region(slot, serial, new.table.as_ref());
+        control.bind(region.key, &grant);
+        let Registration { memory, map, scope, .. } = new;
+        let table = new.table.map(|table| PlacedTable::at(slot, region.base, &table));
+        self.by_scope.entry(scope).or_default().insert((region.base, slot));
+        if table.is_some() {
+            self.with_tables.insert((region.base, slot));
         }
-        let (index, key) = self.keys.allocate_region(key)?;
-        let range = self.space.place(len);
-        let region = Region { base: range.start, len, key };
-        // Only keys of the table open its data.
-        let opened = table.as_ref().map_or(len, |table| table.data.start);
-        control.bind(key, &KeyGrant { base: region.base, len: opened, access, scope, region: index });
-        let table = table.map(|table| {
-            control.publish_table(index, &table);
-            PlacedTable::at(index, region.base, &table)
-        });
-        self.regions.push(RegisteredRegion { memory, scope, region: region.clone(), table });
-        Ok(region)
+        let memory = RegionMemory { memory, map };
+        let windows = HashSet::new();
+        let registered = RegisteredRegion { memory, scope, region: region.clone(), table, windows, serial };
+        self.regions.insert(slot, registered);
+        Ok((slot, region))
+    }
+
+    /// Removes the region that was registered under this key, and unbinds all its keys. Drain
+    /// afterwards, and then call [`Self::end_deregister`].
+    pub fn begin_deregister(
+        &mut self,
+        control: &ControlMemory,
+        key: Key,
+    ) -> Result<RemovedRegion, TargetError> {
+        let (slot, _) = split(key);
+        let no_such_key = TargetError::NoSuchKey(key);
+        let registered = match self.regions.entry(slot) {
+            Entry::Occupied(entry) if entry.get().region.key == key => entry.remove(),
+            _ => return Err(no_such_key),
+        };
+        let place = (registered.region.base, slot);
+        self.space.remove(registered.region.base);
+        self.with_tables.remove(&place);
+        if let Some(regions) = self.by_scope.get_mut(&registered.scope) {
+            regions.remove(&place);
+            if regions.is_empty() {
+                self.by_scope.remove(&registered.scope);
+            }
+        }
+        for window in &registered.windows {
+            self.windows.remove(window);
+            control.unbind(*window);
+        }
+        control.unbind(key);
+        control.remove_region(slot);
+        Ok(RemovedRegion { slot, registered })
+    }
+
+    /// Releases the slots of a removed region. No access to it may be in flight.
+    pub fn end_deregister(&mut self, removed: RemovedRegion) {
+        removed.windows().for_each(|window| self.keys.release_window(window));
+        self.keys.release_region(removed.slot);
     }
 
     /// The range that a key of a key table opens to `who` at an address.
     pub fn table_grant(&self, who: Identity, key: Key, addr: u64) -> Option<KeyGrant> {
-        let is_of_it =
-            |registered: &&RegisteredRegion| registered.table.as_ref().is_some_and(|table| table.holds(addr));
-        let registered = self.regions.iter().find(is_of_it)?;
-        registered.table.as_ref()?.grant(&registered.memory, who, key, addr)
+        let (slot, _) = self.space.find(addr, 0)?;
+        let registered = self.regions.get(&slot)?;
+        registered.table.as_ref()?.grant(&registered.memory.memory, who, key, addr)
     }
 
-    /// The index and the first address of the region that contains a range.
+    /// The slot and the first address of the region that contains a range.
     pub fn region_of(&self, addr: u64, len: u64) -> Option<(usize, u64)> {
-        let holds = |registered: &RegisteredRegion| {
-            let Region { base, len: bytes, .. } = registered.region;
-            addr >= base && addr - base <= bytes && len <= bytes - (addr - base)
-        };
-        let region = self.regions.iter().position(holds)?;
-        Some((region, self.regions[region].region.base))
+        self.space.find(addr, len)
+    }
+
+    /// Implements [`crate::Target::remap`].
+    pub fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
+        let Some((slot, base)) = self.space.find(addr, len) else { return Err(out_of_range) };
+        match self.regions.get(&slot).map(|registered| &registered.memory) {
+            Some(RegionMemory { memory, map: Some(map) }) => map.remap(memory, addr - base, from, len),
+            _ => Err(out_of_range),
+        }
     }
 
     /// Binds a window.
     pub fn bind(&mut self, control: &ControlMemory, window: &WindowSpec) -> Result<Key, TargetError> {
         let grant = self.space.grant(window)?;
+        let registered = self.regions.get_mut(&grant.region);
+        let is_changed = window.access.write || window.access.atomic;
+        let registered = registered.filter(|found| !is_changed || found.memory.memory.is_writable());
+        let registered = registered.ok_or(TargetError::ReadOnly)?;
         let key = self.keys.allocate_window()?;
+        registered.windows.insert(key);
+        self.windows.insert(key, grant.region);
         control.bind(key, &grant);
         Ok(key)
     }
 
-    /// Releases the slot of a key that is invalidated and drained.
-    pub fn release_key(&mut self, key: Key) {
-        self.keys.release(split(key).0);
+    /// Unbinds a key. Drain afterwards, and then call [`Self::end_invalidate`].
+    pub fn begin_invalidate(&mut self, control: &ControlMemory, key: Key) -> Result<(), TargetError> {
+        if !control.unbind(key) {
+            return Err(TargetError::NoSuchKey(key));
+        }
+        let region = self.windows.remove(&key);
+        if let Some(registered) = region.and_then(|region| self.regions.get_mut(&region)) {
+            registered.windows.remove(&key);
+        }
+        Ok(())
+    }
+
+    /// Releases the slot of a key that is unbound and drained. The slot of a region stays in use.
+    pub fn end_invalidate(&mut self, key: Key) {
+        self.keys.release_window(key);
     }
 
     /// Fences a host up to an epoch. A fence is never lowered.
@@ -122,12 +281,19 @@ impl TargetTables {
         Some(RefusalReason::Fenced { host: who.host, fenced, epoch: who.epoch })
     }
 
-    /// The regions as one endpoint may see them: keys that are not for it are zero.
+    /// The regions that are announced to an endpoint, in the order of their addresses: those whose
+    /// own key is for it, and those with key tables. If there are more than [`ANNOUNCED_MAX`], the
+    /// first are announced. A key that is not for the endpoint is zero.
     pub fn visible_regions(&self, who: Identity) -> Vec<Region> {
-        let announced = |registered: &RegisteredRegion| {
-            let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
-            Region { key, ..registered.region.clone() }
-        };
-        self.regions.iter().map(announced).collect()
+        let scopes = [Scope::Anyone, Scope::Tenant(who.tenant), Scope::Host(who.host)];
+        let own = scopes.iter().filter_map(|scope| self.by_scope.get(scope));
+        let first = own.chain([&self.with_tables]).flat_map(|regions| regions.iter().take(ANNOUNCED_MAX));
+        let places: Announced = first.copied().collect();
+        let registered = places.iter().filter_map(|(_, slot)| self.regions.get(slot));
+        let announced = registered.map(|RegisteredRegion { scope, region, .. }| {
+            let key = if admits(*scope, who) { region.key } else { Key(0) };
+            Region { key, ..region.clone() }
+        });
+        announced.take(ANNOUNCED_MAX).collect()
     }
 }

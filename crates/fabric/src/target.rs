@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::Memory;
 use crate::key_table::KeyTable;
+use crate::unit_map::UnitMap;
 use crate::work::Key;
 
 /// The number of a host of the cluster, 1..=4095: the pool's logs have 12 bits for it. Zero is not
@@ -32,6 +34,19 @@ pub struct Identity {
     pub epoch: u64,
     /// The tenant on whose behalf the endpoint acts.
     pub tenant: Tenant,
+}
+
+/// The number of an endpoint. A target never uses a number again.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub struct EndpointNumber(pub u64);
+
+/// The endpoint that sent a message.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Sender {
+    /// Its identity.
+    pub who: Identity,
+    /// Its number, by which [`Target::reply`] reaches it.
+    pub endpoint: EndpointNumber,
 }
 
 /// The operations that a key allows.
@@ -118,6 +133,38 @@ pub enum TargetError {
         /// End offset of the covered range.
         end: u64,
     },
+    /// A translation table does not fit its memory, or has too many addresses.
+    #[error(
+        "a translation table of {units} units of {unit_bytes} bytes does not fit: units have 4 KiB to 2 MiB, \
+         the words are inside their memory, and a region has less than 64 TiB of addresses"
+    )]
+    BadUnits {
+        /// The number of units.
+        units: u64,
+        /// The length of a unit.
+        unit_bytes: u64,
+    },
+    /// A range that is to be remapped does not consist of whole units.
+    #[error("{len} bytes from {from:#x} are not whole units of {unit_bytes} bytes at multiples of 4096")]
+    NotUnits {
+        /// Offset in the memory.
+        from: u64,
+        /// Length in bytes.
+        len: u64,
+        /// The length of a unit.
+        unit_bytes: u64,
+    },
+    /// Memory that was mapped read-only cannot be registered for writing.
+    #[error("the memory was mapped read-only: it can be registered for READ only")]
+    ReadOnly,
+    /// The provider has no such function.
+    #[error("{provider} does not support {what}")]
+    Unsupported {
+        /// The function.
+        what: &'static str,
+        /// The provider.
+        provider: &'static str,
+    },
     /// The key is not bound.
     #[error("key {0:?} is not bound")]
     NoSuchKey(Key),
@@ -141,6 +188,11 @@ pub struct TenantCounters {
 }
 
 /// The owner's end: registers memory, binds and invalidates keys, fences hosts, exchanges messages.
+///
+/// Operations of one endpoint are done in the order of posting, as other threads of the owner see
+/// it. Two READs of one endpoint, in one batch or in several, never find the memory in the opposite
+/// order: what the second finds is not older than what the first finds. The bytes of one READ are
+/// read in any order.
 pub trait Target: Send + Sync + std::fmt::Debug {
     /// Registers memory. Endpoints that connect later learn of the [`Region`]. `scope` says which
     /// endpoints may use the region's own key.
@@ -154,12 +206,12 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     /// Registers memory, optionally with a key table and under a given key.
     ///
     /// With a `table`, the region's own key opens only the part before the table's data. `key` is
-    /// for memory that an earlier target served, and that keeps its key and address. All memory of
-    /// that target must then be registered again in the same order.
+    /// for memory that an earlier target served, and that keeps its key. To keep its address as
+    /// well, all memory of that target must be registered again in the same order.
     ///
     /// # Errors
-    /// At the limit of regions; if the table does not fit the region; if the key cannot be that of
-    /// the next region.
+    /// At the limit of regions; if the table does not fit the region; if the key is in use or is
+    /// none of a region.
     fn register_with(
         &self,
         memory: Arc<Memory>,
@@ -169,10 +221,52 @@ pub trait Target: Send + Sync + std::fmt::Debug {
         key: Option<Key>,
     ) -> Result<Region, TargetError>;
 
-    /// Waits until no access by a revoked key of a key table is in flight in a range.
+    /// Registers a movable region: its `map` says where in the memory the bytes of each unit of its
+    /// addresses are. The region has as many addresses as the map, however large the memory is.
     ///
-    /// Keys must have been removed from the table before the call. When it returns, no access by
-    /// them is in flight, and none will begin.
+    /// An access is translated unit by unit. It loads the word of each unit once, and fails with
+    /// [`crate::WorkError::RemoteAccess`] at a unit that is not there or not inside the memory. A
+    /// WRITE that fails so may have written the units before. A word applies to every access that
+    /// begins after it was stored; [`Self::expel`] waits for those that began before.
+    ///
+    /// A region that is registered again under its earlier `key` has the same addresses. The order
+    /// of registrations does not matter.
+    ///
+    /// # Errors
+    /// At the limit of regions; if the map does not fit; if the key is in use or is none of a
+    /// region; if the provider has no translation.
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError>;
+
+    /// Moves the addresses from `addr` of a movable region to the `len` bytes at `from` of its
+    /// memory, by one store for each unit. `addr` and `len` are whole units, and `from` is a
+    /// multiple of 4096.
+    ///
+    /// # Errors
+    /// If the addresses are not inside one movable region, or the bytes are not inside its memory;
+    /// if a number is not a multiple as required. Nothing has changed then.
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError>;
+
+    /// Removes a region: invalidates its key, all windows in it and the keys of its key table. When
+    /// this returns, no access to the region is in flight, none will begin, and the target does not
+    /// refer to its memory any more. `region` is the key that the region was registered under, even
+    /// if it was invalidated.
+    ///
+    /// # Errors
+    /// If no region has the key.
+    fn deregister(&self, region: Key) -> Result<(), TargetError>;
+
+    /// Waits until no access is in flight in a range that began before the call.
+    ///
+    /// Keys must have been removed from a key table, or words of a translation table changed,
+    /// before the call. When it returns, no access by the removed keys or the old words is in
+    /// flight, and none will begin.
     fn expel(&self, range: Range<u64>);
 
     /// Binds a window and returns its fresh key. The key's free bits are random.
@@ -197,7 +291,14 @@ pub trait Target: Send + Sync + std::fmt::Debug {
     fn fence(&self, host: Host, epoch: u64);
 
     /// Takes the oldest message of all endpoints and appends it to `out`. Returns the sender.
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity>;
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender>;
+
+    /// Waits until [`Self::receive`] may find a message, for at most `timeout`. It does not poll.
+    fn wait(&self, timeout: Duration);
+
+    /// Sends a message to one endpoint. Returns false if the endpoint is gone or fenced, or has no
+    /// room for the message.
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool;
 
     /// Sends a message to every endpoint of a host. Returns the number of endpoints that had room
     /// for it.
@@ -228,5 +329,5 @@ pub trait Target: Send + Sync + std::fmt::Debug {
 /// target, such as in [`Target::invalidate`].
 pub trait MessageHandler: Send + Sync + std::fmt::Debug {
     /// Handles a message of an initiator, and appends the answer to `answer`, which is empty.
-    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>);
+    fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>);
 }

@@ -193,6 +193,9 @@ pub enum EndpointError {
         /// The error of the system.
         source: std::io::Error,
     },
+    /// Local memory was mapped read-only, and READs store bytes there.
+    #[error("local memory must be writable")]
+    ReadOnlyLocal,
     /// The endpoint has reached its limit of registered memories.
     #[error("the endpoint already has {limit} local memories, which is the limit")]
     TooManyLocal {
@@ -209,7 +212,9 @@ impl EndpointError {
         match self {
             Self::Unreachable { .. } => true,
             Self::Refused { refusal, .. } => refusal.code == RefusalCode::GoingAway,
-            Self::Protocol { .. } | Self::Local { .. } | Self::TooManyLocal { .. } => false,
+            Self::Protocol { .. } | Self::Local { .. } | Self::ReadOnlyLocal | Self::TooManyLocal { .. } => {
+                false
+            }
         }
     }
 
@@ -220,7 +225,7 @@ impl EndpointError {
         match self {
             Self::Unreachable { source, .. } | Self::Local { source, .. } => is_lack_of_room(source),
             Self::Refused { refusal, .. } => refusal.code == RefusalCode::NoRoom,
-            Self::Protocol { .. } | Self::TooManyLocal { .. } => false,
+            Self::Protocol { .. } | Self::ReadOnlyLocal | Self::TooManyLocal { .. } => false,
         }
     }
 
@@ -284,7 +289,8 @@ pub trait Endpoint: Send + std::fmt::Debug {
     /// Registers local memory, so that [`LocalSlice`]s of this endpoint can name it.
     ///
     /// # Errors
-    /// [`EndpointError::TooManyLocal`] at [`Limits::local_regions_max`].
+    /// [`EndpointError::TooManyLocal`] at [`Limits::local_regions_max`];
+    /// [`EndpointError::ReadOnlyLocal`] if the memory is not writable.
     fn register_local(&mut self, memory: Arc<Memory>) -> Result<LocalKey, EndpointError>;
 
     /// Takes the oldest message from the peer and appends it to `out`. Returns false if there is

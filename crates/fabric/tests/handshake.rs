@@ -4,12 +4,14 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use aquifer_fabric::handshake::Refusal;
-use aquifer_fabric::shm::handshake::{self, HandshakeError, ShmReply, ShmWelcome};
+use aquifer_fabric::shm::handshake::{self, HandshakeError, RegionRequest, ShmRegion, ShmReply, ShmWelcome};
 use aquifer_fabric::shm::{self, ShmOptions, ShmTarget};
 use aquifer_fabric::{
-    Access, EndpointError, Host, Identity, Key, Memory, Region, Scope, Target, TargetError, Tenant,
+    Access, EndpointError, Host, Identity, Key, Memory, Region, RemoteAddr, Scope, Target, TargetError,
+    Tenant, UnitMap, Verb, WindowSpec, Work,
 };
 use proptest::prelude::*;
 use rustix::net::{
@@ -107,7 +109,7 @@ proptest! {
         }
         if let Ok(ShmReply::Welcome(welcome)) = handshake::parse_reply(&bytes) {
             prop_assert!(welcome.limits.queue_depth <= aquifer_fabric::limits::QUEUE_DEPTH_LIMIT);
-            prop_assert!(welcome.regions.len() <= aquifer_fabric::REGIONS_LIMIT);
+            prop_assert!(welcome.regions.len() <= aquifer_fabric::limits::ANNOUNCED_MAX);
             let apart = |pair: &[Region]| pair[0].base + pair[0].len <= pair[1].base;
             prop_assert!(welcome.regions.windows(2).all(apart));
         }
@@ -146,7 +148,7 @@ fn a_target_refuses_wrong_bytes_with_a_reason_and_keeps_serving() {
         bytes
     };
     let strangers = [
-        (with(8, 3), "speaks handshake version 3"),
+        (with(8, 2), "speaks handshake version 2"),
         (with(0, b'X'), "does not begin as"),
         (with(10, 2), "kind 2 was not expected"),
         (with(17, 0x10), "host number is out of bounds"),
@@ -217,9 +219,9 @@ fn options_out_of_bounds_are_refused() {
     let default = ShmOptions::default();
     let limits = default.limits;
     let faulty = [
-        ShmOptions { endpoints_max: 257, ..default.clone() },
+        ShmOptions { endpoints_max: aquifer_fabric::limits::ENDPOINTS_LIMIT + 1, ..default.clone() },
         ShmOptions { endpoints_max: 0, ..default.clone() },
-        ShmOptions { regions_max: 65, ..default.clone() },
+        ShmOptions { regions_max: aquifer_fabric::REGIONS_LIMIT + 1, ..default.clone() },
         ShmOptions { windows_max: usize::MAX, ..default.clone() },
         ShmOptions { limits: aquifer_fabric::Limits { receive_depth: 4097, ..limits }, ..default.clone() },
         ShmOptions { limits: aquifer_fabric::Limits { queue_depth: 0, ..limits }, ..default },
@@ -271,16 +273,16 @@ fn an_initiator_refuses_impostors() {
     rustix::fs::ftruncate(&open, 1 << 20).unwrap();
     let good = handshake::encode_reply(&ShmReply::Welcome(welcome()));
     let mut newer = good.clone();
-    newer[8] = 3;
+    newer[8] = 4;
     let (sealed, open) = (memory.fd(), open.as_fd());
     let cases: [(&[u8], Vec<BorrowedFd<'_>>, &str); 7] = [
-        (&newer, vec![], "speaks handshake version 3"),
+        (&newer, vec![], "speaks handshake version 4"),
         (b"HTTP/1.1 400 Bad Request", vec![], "does not begin as"),
         (&good[..60], vec![], "has 60 bytes"),
-        (&good, vec![], "came with 0 descriptors instead of 4"),
-        (&good, vec![sealed; 5], "came with 5 descriptors"),
-        (&good, vec![sealed; 4], "control memory has a wrong magic number"),
-        (&good, vec![open; 4], "not sealed against shrinking"),
+        (&good, vec![], "came with 0 descriptors instead of 2"),
+        (&good, vec![sealed; 3], "came with 3 descriptors"),
+        (&good, vec![sealed; 2], "control memory has a wrong magic number"),
+        (&good, vec![open; 2], "not sealed against shrinking"),
     ];
     for (answer, fds, expected) in cases {
         match impostor(answer, &fds) {
@@ -299,6 +301,115 @@ fn scope_of_a_region_is_kept_in_what_is_announced() {
     let memory = std::sync::Arc::new(Memory::create("region", 4096).unwrap());
     target.register(memory, Access::READ, Scope::Host(Host(8))).unwrap();
     let endpoint = shm::connect(&path, WHO).unwrap();
-    assert_eq!((endpoint.regions().len(), endpoint.regions()[0].key), (1, Key(0)));
+    assert_eq!(endpoint.regions(), []);
+    let admitted = shm::connect(&path, Identity { host: Host(8), ..WHO }).unwrap();
+    assert_eq!(admitted.regions().len(), 1);
+    drop(admitted);
+    while target.endpoints() > 1 {
+        std::thread::yield_now();
+    }
     assert_eq!(target.endpoints(), 1);
+}
+
+/// A connection that has received its welcome.
+fn connected(path: &Path) -> OwnedFd {
+    let socket = socket();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::send(&socket, &handshake::encode_hello(WHO), SendFlags::NOSIGNAL).unwrap();
+    let (bytes, fds) = receive(&socket);
+    assert!(matches!(handshake::parse_reply(&bytes), Ok(ShmReply::Welcome(_))));
+    assert_eq!(fds.len(), 2);
+    socket
+}
+
+/// Receives a message with its descriptors.
+fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut bytes = vec![0; 4096];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut ancillary = rustix::net::RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC,
+    );
+    bytes.truncate(received.unwrap().bytes);
+    let rights = ancillary.drain().filter_map(|message| match message {
+        rustix::net::RecvAncillaryMessage::ScmRights(fds) => Some(fds.collect::<Vec<_>>()),
+        _ => None,
+    });
+    (bytes, rights.flatten().collect())
+}
+
+/// Asks for the region in which a key opens an address.
+fn request(socket: &OwnedFd, key: Key, addr: u64) -> (Option<ShmRegion>, Vec<OwnedFd>) {
+    let request = handshake::encode_request(RegionRequest { key, addr });
+    rustix::net::send(socket, &request, SendFlags::NOSIGNAL).unwrap();
+    let (bytes, fds) = receive(socket);
+    (handshake::parse_region(&bytes).unwrap(), fds)
+}
+
+#[test]
+fn a_peer_cannot_map_for_writing_what_it_may_only_read() {
+    const BYTES: usize = 8192;
+    let (_folder, path, target) = node(ShmOptions::default());
+    let memory = Arc::new(Memory::create("region", BYTES).unwrap());
+    let words = Arc::new(Memory::create("words", 4096).unwrap());
+    let map = UnitMap { words, at: 0, units: 1, unit_bytes: 4096 };
+    let all = Arc::clone(&memory);
+    let region = target.register(all, Access::READ, Scope::Anyone).unwrap();
+    let movable = target.register_movable(memory, map, Access::ALL, Scope::Anyone, None).unwrap();
+    let range = region.base..region.base + 64;
+    let writes = WindowSpec { range, access: Access::READ_WRITE, scope: Scope::Anyone };
+    let writes = target.bind(&writes).unwrap();
+    let socket = connected(&path);
+
+    let (announced, mut fds) = request(&socket, region.key, region.base);
+    let announced = announced.unwrap();
+    assert_eq!((announced.is_writable, announced.memory_len, fds.len()), (false, BYTES as u64, 1));
+    let fd = fds.remove(0);
+    let refused = Memory::from_fd(fd.try_clone().unwrap(), BYTES).unwrap_err();
+    assert_eq!(refused.kind(), std::io::ErrorKind::PermissionDenied);
+    assert!(Memory::from_fd_read_only(fd, BYTES).is_ok());
+
+    let (announced, mut fds) = request(&socket, writes, region.base);
+    assert!(announced.unwrap().is_writable && Memory::from_fd(fds.remove(0), BYTES).is_ok());
+    let (announced, mut fds) = request(&socket, movable.key, movable.base);
+    assert!(announced.unwrap().is_writable && fds.len() == 2);
+    assert!(Memory::from_fd(fds.remove(1), 4096).is_err(), "only the owner writes the words");
+    assert!(Memory::from_fd(fds.remove(0), BYTES).is_ok());
+
+    for (key, addr) in [(Key(0), region.base), (Key(region.key.0 ^ 1 << 20), region.base), (Key(1 << 31), 0)]
+    {
+        assert_eq!(request(&socket, key, addr).0, None, "{key:?}");
+    }
+    target.deregister(region.key).unwrap();
+    assert_eq!(request(&socket, region.key, region.base).0, None);
+    assert_eq!(request(&socket, writes, region.base).0, None);
+    assert_eq!(target.endpoints(), 1, "the connection stays");
+    rustix::net::send(&socket, b"nonsense", SendFlags::NOSIGNAL).unwrap();
+    while target.endpoints() > 0 {
+        std::thread::yield_now();
+    }
+}
+
+/// More regions than are announced, and than an endpoint keeps mapped.
+#[test]
+fn thousands_of_regions_are_used_through_one_endpoint() {
+    const REGIONS: usize = 1500;
+    let options = ShmOptions { regions_max: REGIONS, ..ShmOptions::default() };
+    let (_folder, path, target) = node(options);
+    let memory = Arc::new(Memory::create("region", 4096).unwrap());
+    let register = || target.register(Arc::clone(&memory), Access::ALL, Scope::Anyone).unwrap();
+    let regions: Vec<Region> = (0..REGIONS).map(|_| register()).collect();
+    let mut endpoint = shm::connect(&path, WHO).unwrap();
+    assert_eq!(endpoint.regions(), &regions[..aquifer_fabric::limits::ANNOUNCED_MAX]);
+    for (total, region) in (0..).zip(regions.iter().chain(regions.iter().rev())) {
+        let remote = RemoteAddr { addr: region.base, key: region.key };
+        let verb = Verb::FetchAdd { remote, add: 1 };
+        endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
+        let mut done = Vec::new();
+        assert_eq!(endpoint.poll(&mut done, 1), 1);
+        assert_eq!(done[0].outcome, Ok(total));
+    }
 }

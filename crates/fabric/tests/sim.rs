@@ -4,6 +4,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use aquifer_fabric::sim::{SimEndpoint, SimFabric, SimOptions, SimTarget};
 use aquifer_fabric::{
@@ -202,4 +203,23 @@ fn polling_moves_time_if_asked_to() {
     }
     assert_eq!(scene.word(0), 10);
     assert_eq!(endpoint.poll(&mut done, 10), 0);
+}
+
+#[test]
+fn a_waiting_target_plays_events_until_a_message_arrives() {
+    let scene = scene(5, SimOptions::default());
+    let SimScene { fabric, target, .. } = &scene;
+    target.wait(Duration::from_millis(3));
+    assert_eq!(fabric.now_ns(), 3_000_000, "nothing comes, and the time passes");
+    let mut endpoint = scene.endpoint(1);
+    let memory = Arc::new(Memory::create("local", 4096).unwrap());
+    let key = endpoint.register_local(memory).unwrap();
+    let verb = Verb::Send { local: LocalSlice { key, offset: 0, len: 3 } };
+    endpoint.post(&[Work { id: 0, verb, signalled: true }]).unwrap();
+    target.wait(Duration::MAX);
+    let from = target.receive(&mut Vec::new()).expect("it has arrived");
+    assert!(target.reply(from.endpoint, b"hi"));
+    target.wait(Duration::MAX);
+    let mut out = Vec::new();
+    assert!(endpoint.receive(&mut out) && out == b"hi", "no event is left");
 }

@@ -9,11 +9,12 @@ use aquifer_fabric::handshake::secure::{self, ClusterKey, RecordCipher};
 use aquifer_fabric::handshake::{Refusal, RefusalCode};
 use aquifer_fabric::key_table::PlacedTable;
 use aquifer_fabric::keys::KeyGrant;
+use aquifer_fabric::limits::ANNOUNCED_MAX;
 use aquifer_fabric::shm::fuzz_target::{mailbox_seeds, use_mailbox};
-use aquifer_fabric::shm::handshake::{self as shm, ShmReply, ShmWelcome};
+use aquifer_fabric::shm::handshake::{self as shm, RegionRequest, ShmRegion, ShmReply, ShmUnits, ShmWelcome};
 use aquifer_fabric::tcp::fuzz_target::{answer_seeds, handle_answers, request_seeds, serve_requests};
 use aquifer_fabric::{
-    Access, Host, Identity, Key, KeyTable, Limits, Memory, Mutation, REGIONS_LIMIT, Region, Scope, Tenant,
+    Access, Host, Identity, Key, KeyTable, Limits, Memory, Mutation, Region, Scope, Tenant,
 };
 use aquifer_mutation::Mutations;
 
@@ -74,7 +75,7 @@ const WHO: Identity = Identity { host: Host(7), epoch: 1 << 40, tenant: Tenant(7
 const REASON_BYTES_MAX: usize = 256 * 10;
 
 fn check_regions(regions: &[Region]) {
-    assert!(regions.len() <= REGIONS_LIMIT);
+    assert!(regions.len() <= ANNOUNCED_MAX);
     let mut free_from = 1;
     for region in regions {
         assert!(region.base >= free_from && region.len > 0, "{region:?} overlaps");
@@ -206,6 +207,17 @@ fn parse_shm_hello(bytes: &[u8]) -> bool {
         assert_eq!(shm::parse_hello(&again), Ok(who));
         return true;
     }
+    if let Ok(request) = shm::parse_request(bytes) {
+        let again = shm::encode_request(request);
+        assert_eq!((again.len(), shm::parse_request(&again)), (bytes.len(), Ok(request)));
+        return true;
+    }
+    if let Ok(region) = shm::parse_region(bytes) {
+        let again = shm::encode_region(region.as_ref());
+        assert_eq!((again.len(), shm::parse_region(&again)), (bytes.len(), Ok(region)));
+        assert!(region.is_none_or(|region| region.len > 0 && region.base.checked_add(region.len).is_some()));
+        return true;
+    }
     match shm::parse_reply(bytes) {
         Ok(ShmReply::Welcome(welcome)) => {
             check_regions(&welcome.regions);
@@ -234,8 +246,21 @@ fn shm_hellos() -> Vec<(&'static str, Vec<u8>)> {
         mailbox_len: 4096,
         regions: regions(),
     };
+    let units = ShmUnits { words_len: 4096, words_at: 64, units: 2, unit_bytes: 4096 };
+    let region = ShmRegion {
+        slot: 3,
+        serial: 4,
+        base: 1 << 62,
+        len: 8192,
+        memory_len: 4096,
+        is_writable: true,
+        units: Some(units),
+    };
     vec![
         ("hello", shm::encode_hello(WHO)),
+        ("request", shm::encode_request(RegionRequest { key: Key(5), addr: 2 << 20 })),
+        ("region", shm::encode_region(Some(&region))),
+        ("no-region", shm::encode_region(None)),
         ("welcome", shm::encode_reply(&ShmReply::Welcome(welcome))),
         ("refusal", shm::encode_reply(&ShmReply::Refusal(refusal()))),
     ]
@@ -243,9 +268,9 @@ fn shm_hellos() -> Vec<(&'static str, Vec<u8>)> {
 
 /// Bytes of the largest control memory of the target below.
 const CONTROL_BYTES: usize = 8192;
-/// The parts of control memory that the input has, in this order: the head, the first key tables,
-/// and the endpoints and keys.
-const CONTROL_PARTS: [std::ops::Range<usize>; 3] = [0..80, 1024..1072, 4096..CONTROL_BYTES];
+/// The parts of control memory that the input has, in this order: the head, the number of removals,
+/// and the endpoints, keys and regions.
+const CONTROL_PARTS: [std::ops::Range<usize>; 3] = [0..80, 128..136, 4096..CONTROL_BYTES];
 const KEYS: usize = 4;
 
 thread_local! {
@@ -279,7 +304,7 @@ fn read_control(bytes: &[u8]) -> bool {
         let _ = (control.state(slot), control.process(slot), control.active(slot));
     }
     // As an endpoint does with the regions of its welcome.
-    for region in 0..REGIONS_LIMIT {
+    for region in 0..control.regions() + 2 {
         let Some(table) = control.table(region) else { continue };
         let placed = PlacedTable::at(region, 4 << 20, &table);
         if placed.check(u64::MAX).is_ok() {
@@ -294,7 +319,7 @@ fn read_control(bytes: &[u8]) -> bool {
 
 fn controls() -> Vec<(&'static str, Vec<u8>)> {
     let with = |fill: &dyn Fn(&ControlMemory), keys: [Key; KEYS]| {
-        let control = ControlMemory::create(2, 8).expect("the system has memory");
+        let control = ControlMemory::create(2, 3, 5).expect("the system has memory");
         fill(&control);
         let fd = control.fd().try_clone_to_owned().expect("the system has descriptors");
         let memory = Memory::whole(fd).expect("it is sealed");
@@ -319,7 +344,8 @@ fn controls() -> Vec<(&'static str, Vec<u8>)> {
         }
     };
     let publish = |control: &ControlMemory| {
-        control.publish_table(1, &KeyTable { entries_at: 4096, data: 2 << 20..4 << 20 });
+        let table = KeyTable { entries_at: 4096, data: 2 << 20..4 << 20 };
+        control.publish_region(1, 7, Some(&table));
     };
     vec![("keys", with(&bind, keys)), ("table", with(&publish, keys))]
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{Access, Host, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
+use aquifer_fabric::{Access, EndpointNumber, Key, Memory, Region, Scope, Target, TargetError, WindowSpec};
 use aquifer_fabric_verbs::{self as verbs, RemapMethod, VerbsTarget};
 
 use super::CheckEnd;
@@ -65,12 +65,12 @@ pub fn lend(end: &CheckEnd) -> Result<(), Box<dyn Error>> {
     while !interrupt::asked() {
         message.clear();
         if let Some(from) = target.receive(&mut message) {
-            answer(&lender, &region, from.host, &message);
+            answer(&lender, &region, from.endpoint, &message);
             last_message = Instant::now();
         } else if last_message.elapsed() < BUSY_TIME {
             std::thread::yield_now();
         } else {
-            std::thread::sleep(IDLE_PAUSE);
+            target.wait(IDLE_PAUSE);
         }
     }
     Ok(())
@@ -139,7 +139,7 @@ impl Movable {
 }
 
 /// Handles a request and sends the answer. Invalid requests are ignored.
-fn answer(lender: &Lender, region: &Region, from: Host, message: &[u8]) {
+fn answer(lender: &Lender, region: &Region, from: EndpointNumber, message: &[u8]) {
     let target = lender.target();
     let reply = match Request::parse(message) {
         Some(Request::Echo) => Opened { key: Key(0), addr: 0, len: 0 },
@@ -155,10 +155,10 @@ fn answer(lender: &Lender, region: &Region, from: Host, message: &[u8]) {
             Err(_) => Opened { key: Key(0), addr: 0, len: 0 },
         },
         Some(Request::Move) => {
-            target.send(from, &lender.remap().bytes());
+            target.reply(from, &lender.remap().bytes());
             return;
         }
         _ => return,
     };
-    target.send(from, &reply.bytes());
+    target.reply(from, &reply.bytes());
 }

@@ -19,7 +19,7 @@ impl VerbsServer {
     pub(super) fn remap(&mut self, shared: &VerbsShared, order: &RemapRequest) -> io::Result<()> {
         self.is_paused = true;
         self.close_windows(shared, order.region);
-        let outcome = match shared.lock().regions.get_mut(order.region) {
+        let outcome = match shared.lock().regions.get_mut(&order.region) {
             Some(LentRegion::Remappable(remappable)) => remappable.remap_closed(order),
             _ => Err(io::ErrorKind::NotFound.into()),
         };

@@ -38,14 +38,8 @@ impl VerbsServer {
             Some(InitiatorMessage::Message(number, message)) => {
                 let limits = &shared.options.limits;
                 let is_short = message.len() <= limits.message_bytes_max as usize;
-                let had_room = is_short
-                    && peer.own.deliver(
-                        &peer.mailbox,
-                        number,
-                        shared.control.next_stamp(),
-                        message,
-                        limits.receive_depth,
-                    );
+                let had_room =
+                    is_short && peer.own.deliver(&peer.mailbox, number, message, limits.receive_depth);
                 session.queue_answer(&TargetMessage::Delivered(number, had_room));
             }
             Some(InitiatorMessage::Taken(count)) if peer.mailbox.credit_through(count) => {}
@@ -114,7 +108,8 @@ impl VerbsServer {
             session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
         };
-        let lends = shared.lock().regions.get(grant.region).is_some_and(|lent| lent.registration().is_some());
+        let lends =
+            shared.lock().regions.get(&grant.region).is_some_and(|lent| lent.registration().is_some());
         if !lends {
             session.queue_answer(&TargetMessage::Opened(wanted, None));
             return Ok(());
@@ -132,7 +127,7 @@ impl VerbsServer {
         let device_key = window.fresh_key();
         let opening = {
             let state = shared.lock();
-            let lent = state.regions.get(grant.region).and_then(LentRegion::registration);
+            let lent = state.regions.get(&grant.region).and_then(LentRegion::registration);
             let region = lent.ok_or(io::ErrorKind::NotFound)?;
             let KeyGrant { base: addr, len, access, .. } = grant;
             WindowBind { window: window.raw(), region: region.raw(), key: device_key, addr, len, access }

@@ -6,8 +6,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use super::common::{self, RegionBody, short};
 use super::{Refusal, RefusalReason};
-use crate::REGIONS_LIMIT;
-use crate::limits::Limits;
+use crate::limits::{ANNOUNCED_MAX, Limits};
 use crate::target::{Identity, Region, Tenant};
 
 const TRANSFER_BYTES_LIMIT: u32 = 1 << 30;
@@ -221,7 +220,7 @@ fn parse_welcome(bytes: &[u8]) -> Result<Welcome, HelloError> {
     let length = HelloError::Length { kind: KIND_WELCOME, found: bytes.len() };
     let (head, tail) = WelcomeBody::ref_from_prefix(bytes).map_err(|_| length)?;
     let entries = <[RegionBody]>::ref_from_bytes(tail).map_err(|_| length)?;
-    if entries.len() != head.regions.get() as usize || entries.len() > REGIONS_LIMIT {
+    if entries.len() != head.regions.get() as usize || entries.len() > ANNOUNCED_MAX {
         return Err(length);
     }
     let limits = Limits {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 
 use super::common;
-use crate::target::Host;
+use crate::target::{Host, Tenant};
 
 /// What an initiator can do about a refusal. The numbers are part of the protocol.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -97,6 +97,14 @@ pub enum RefusalReason {
     /// All slots are in use.
     #[error("{0} endpoints are connected already")]
     Full(usize),
+    /// The tenant has as many endpoints as it may have.
+    #[error("tenant {} has {limit} endpoints already, which is its limit", tenant.0)]
+    TenantFull {
+        /// The tenant.
+        tenant: Tenant,
+        /// The limit of each tenant.
+        limit: usize,
+    },
     /// The session to resume is not known.
     #[error("the session does not exist or has ended")]
     UnknownSession,
@@ -139,9 +147,11 @@ impl RefusalReason {
             Self::GoingAway => RefusalCode::GoingAway,
             Self::TryAgain => RefusalCode::TryAgain,
             Self::Fenced { .. } => RefusalCode::Fenced,
-            Self::Full(_) | Self::NoRandomBytes(_) | Self::StalledAccess(_) | Self::NoMailbox(_) => {
-                RefusalCode::NoRoom
-            }
+            Self::Full(_)
+            | Self::TenantFull { .. }
+            | Self::NoRandomBytes(_)
+            | Self::StalledAccess(_)
+            | Self::NoMailbox(_) => RefusalCode::NoRoom,
             Self::UnknownSession | Self::ResumePosition => RefusalCode::SessionEnded,
             Self::UnknownUser(_) | Self::OtherUser { .. } | Self::Hello(_) | Self::WelcomeNotSent(_) => {
                 RefusalCode::Other

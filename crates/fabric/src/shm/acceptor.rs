@@ -1,6 +1,7 @@
 //! The target's thread: it accepts endpoints and notices when they hang up.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -8,14 +9,15 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::SocketFlags;
 
-use super::handshake::{self, ShmReply, ShmWelcome};
+use super::handshake::{self, ShmRegion, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use super::socket;
-use super::target::{ShmPeer, ShmShared, ShmTargetState};
+use super::target::{ShmPeer, ShmShared};
 use crate::Memory;
 use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::memory::u64_from;
-use crate::target::Identity;
+use crate::target::{Identity, Sender};
+use crate::unit_map::RegionMemory;
 
 /// The interval at which the timeouts of unfinished handshakes are checked.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
@@ -50,7 +52,7 @@ impl ShmAcceptor {
                 match index {
                     0 => self.accept(),
                     _ if index <= pending => self.handle_hello(index - 1),
-                    _ => self.remove_endpoint(index - 1 - pending),
+                    _ => self.handle_connected(index - 1 - pending),
                 }
             }
             self.pending.retain(|(_, since)| since.elapsed() < HANDSHAKE_TIMEOUT);
@@ -66,9 +68,8 @@ impl ShmAcceptor {
         let accepting = if room { PollFlags::IN } else { PollFlags::empty() };
         polled.push(PollFd::new(&self.listener, accepting));
         polled.extend(self.pending.iter().map(|(fd, _)| PollFd::new(fd, PollFlags::IN)));
-        // Endpoints send nothing after the handshake, so any event is a hang-up.
-        let ending = PollFlags::IN | PollFlags::RDHUP;
-        polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, ending)));
+        let events = PollFlags::IN | PollFlags::RDHUP;
+        polled.extend(self.connected.iter().map(|(_, fd)| PollFd::new(&**fd, events)));
         let timeout = (!self.pending.is_empty()).then_some(&TICK);
         rustix::event::poll(&mut polled, timeout)?;
         let ready = polled[1..].iter().enumerate().filter(|(_, fd)| !fd.revents().is_empty());
@@ -147,29 +148,53 @@ impl ShmAcceptor {
         if let Some(reason) = state.tables.refusal(who) {
             return Err((socket, reason));
         }
-        let Some(slot) = state.peers.iter().position(Option::is_none) else {
-            return Err((socket, RefusalReason::Full(state.peers.len())));
+        let (slot, endpoint) = match state.allocate(options, who) {
+            Ok(allocated) => allocated,
+            Err(reason) => return Err((socket, reason)),
         };
+        let sender = Sender { who, endpoint };
         control.open_slot(slot, who);
         control.set_process(slot, socket::peer_pid(&socket));
-        let (reply, fds) = welcome(&self.shared, &state, slot, &mailbox, who);
-        if let Err(error) = socket::send(&socket, &handshake::encode_reply(&reply), &fds) {
+        let welcome = ShmReply::Welcome(ShmWelcome {
+            slot: u32::try_from(slot).unwrap_or(u32::MAX),
+            limits: options.limits,
+            control_len: control.bytes(),
+            mailbox_len: u64_from(mailbox.len()),
+            regions: state.tables.visible_regions(who),
+        });
+        let fds = [control.fd(), mailbox.fd()];
+        if let Err(error) = socket::send(&socket, &handshake::encode_reply(&welcome), &fds) {
             control.free_slot(slot);
+            state.free(slot, sender);
             return Err((socket, RefusalReason::WelcomeNotSent(error)));
         }
-        drop(fds);
         let process = socket::peer_process(&socket).map(Arc::new);
         let socket = Arc::new(socket);
         state.peers[slot] = Some(ShmPeer {
             who,
+            endpoint,
             socket: Arc::clone(&socket),
             process,
-            inbox: MessageRing::new(&mailbox, &options.limits, Direction::ToTarget),
             outbox: MessageRing::new(&mailbox, &options.limits, Direction::ToInitiator),
         });
+        state.inboxes.add(sender, MessageRing::new(&mailbox, &options.limits, Direction::ToTarget));
         drop(state);
         self.connected.push((slot, socket));
         Ok(())
+    }
+
+    /// Answers an endpoint's request for a region, or removes an endpoint that hung up.
+    fn handle_connected(&mut self, index: usize) {
+        let (slot, socket) = &self.connected[index];
+        let is_answered = match socket::receive(socket) {
+            Ok((bytes, _)) if bytes.is_empty() => false,
+            Ok((bytes, _)) => answer(&self.shared, *slot, socket, &bytes),
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+        };
+        if !is_answered {
+            let _ = rustix::net::shutdown(&**socket, rustix::net::Shutdown::Both);
+            self.remove_endpoint(index);
+        }
     }
 
     /// Frees the slot of an endpoint that hung up. Its unread messages are kept.
@@ -177,34 +202,46 @@ impl ShmAcceptor {
         let (slot, _) = self.connected.swap_remove(index);
         let mut state = self.shared.lock();
         self.shared.control.free_slot(slot);
-        let Some(peer) = state.peers[slot].take() else {
-            return;
-        };
-        if matches!(peer.inbox.oldest_stamp(), Ok(Some(_))) {
-            if state.closed_inboxes.len() == self.shared.options.endpoints_max {
-                state.closed_inboxes.pop_front();
-            }
-            state.closed_inboxes.push_back((peer.who, peer.inbox));
-        }
+        let Some(ShmPeer { who, endpoint, .. }) = state.peers[slot].take() else { return };
+        state.free(slot, Sender { who, endpoint });
+        state.inboxes.end(endpoint);
+        drop(state);
+        self.shared.control.wake_waiting();
     }
 }
 
-/// The welcome and its descriptors.
-fn welcome<'a>(
-    shared: &'a ShmShared,
-    state: &'a ShmTargetState,
-    slot: usize,
-    mailbox: &'a Memory,
-    who: Identity,
-) -> (ShmReply, Vec<BorrowedFd<'a>>) {
-    let welcome = ShmWelcome {
-        slot: u32::try_from(slot).unwrap_or(u32::MAX),
-        limits: shared.options.limits,
-        control_len: shared.control.bytes(),
-        mailbox_len: u64_from(mailbox.len()),
-        regions: state.tables.visible_regions(who),
+/// Answers a request for a region. Returns false if the endpoint violated the protocol or hung up.
+fn answer(shared: &ShmShared, slot: usize, socket: &OwnedFd, bytes: &[u8]) -> bool {
+    let request = match handshake::parse_request(bytes) {
+        Ok(request) => request,
+        Err(error) => {
+            tracing::warn!(%error, "an endpoint violated the protocol; closing its connection");
+            return false;
+        }
     };
-    let mut fds = vec![shared.control.fd(), mailbox.fd()];
-    fds.extend(state.tables.regions.iter().map(|registered| registered.memory.fd()));
-    (ShmReply::Welcome(welcome), fds)
+    // With the lock held, so that a region that was removed is not referred to.
+    let state = shared.lock();
+    let sent = match shared.region(&state, slot, request) {
+        None => socket::send(socket, &handshake::encode_region(None), &[]),
+        Some((region, memory)) => region_fds(&region, memory).and_then(|fds| {
+            let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+            socket::send(socket, &handshake::encode_region(Some(&region)), &fds)
+        }),
+    };
+    if let Err(error) = &sent {
+        tracing::warn!(%error, "cannot send the memory of a region; closing the connection");
+    }
+    sent.is_ok()
+}
+
+/// The descriptors of a region: its memory, and the words of its translation table, which endpoints
+/// only read.
+fn region_fds(region: &ShmRegion, memory: &RegionMemory) -> io::Result<Vec<OwnedFd>> {
+    let bytes = &memory.memory;
+    let mut fds =
+        vec![if region.is_writable { bytes.fd().try_clone_to_owned()? } else { bytes.read_only_fd()? }];
+    if let Some(map) = &memory.map {
+        fds.push(map.words.read_only_fd()?);
+    }
+    Ok(fds)
 }

@@ -10,11 +10,11 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::handshake::{self, ShmReply, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
+use super::regions::{AccessFault, MappedRegion, MappedRegions};
 use super::socket;
 use super::watch::{PeerSocket, watch};
 use crate::Memory;
 use crate::control::{ControlError, ControlMemory, FENCED, OPEN};
-use crate::key_table::PlacedTable;
 use crate::keys::Right;
 use crate::locals::LocalMemories;
 use crate::memory::{copy, u64_from};
@@ -38,13 +38,14 @@ pub struct ShmEndpoint {
     peer_socket: Arc<PeerSocket>,
     limits: Limits,
     regions: Vec<Region>,
-    /// Key tables of the regions.
-    tables: Vec<PlacedTable>,
-    mapped: Vec<Memory>,
+    mapped: MappedRegions,
     locals: LocalMemories,
     outbox: MessageRing,
     inbox: MessageRing,
     done: VecDeque<Completion>,
+    /// Whether a WRITE was done since the batch or the last READ began. A READ must not overtake
+    /// it.
+    has_written: bool,
     broken: bool,
 }
 
@@ -115,9 +116,8 @@ impl ShmEndpoint {
         welcome: ShmWelcome,
         fds: Vec<OwnedFd>,
     ) -> Result<Self, OpenFault> {
-        if fds.len() != 2 + welcome.regions.len() {
-            let needed = 2 + welcome.regions.len();
-            return Err(format!("the welcome came with {} descriptors instead of {needed}", fds.len()).into());
+        if fds.len() != 2 {
+            return Err(format!("the welcome came with {} descriptors instead of 2", fds.len()).into());
         }
         let map = |fd, len: u64, what: &str| {
             let len = usize::try_from(len).map_err(|_| format!("{what} is too long to map"))?;
@@ -139,18 +139,6 @@ impl ShmEndpoint {
             return Err("the mailbox does not fit the limits".into());
         }
         let mailbox = Arc::new(map(next()?, welcome.mailbox_len, "mailbox")?);
-        let mut mapped = Vec::with_capacity(welcome.regions.len());
-        for region in &welcome.regions {
-            mapped.push(map(next()?, region.len, "region")?);
-        }
-        let mut tables = Vec::new();
-        for (number, region) in welcome.regions.iter().enumerate() {
-            if let Some(table) = control.table(number) {
-                let placed = PlacedTable::at(number, region.base, &table);
-                placed.check(region.len).map_err(|error| error.to_string())?;
-                tables.push(placed);
-            }
-        }
         let limits = welcome.limits;
         Ok(Self {
             who,
@@ -160,12 +148,12 @@ impl ShmEndpoint {
             peer_socket: PeerSocket::new(socket),
             limits,
             regions: welcome.regions,
-            tables,
-            mapped,
+            mapped: MappedRegions::default(),
             locals: LocalMemories::default(),
             outbox: MessageRing::new(&mailbox, &limits, Direction::ToTarget),
             inbox: MessageRing::new(&mailbox, &limits, Direction::ToInitiator),
             done: VecDeque::with_capacity(limits.queue_depth),
+            has_written: false,
             broken: false,
         })
     }
@@ -176,6 +164,8 @@ impl ShmEndpoint {
         self.sequence = self.sequence.wrapping_add(1);
         self.control.active(self.slot).store(self.sequence, Ordering::Relaxed);
         fence(Ordering::SeqCst);
+        self.mapped.forget_removed(&self.control);
+        self.has_written = false;
     }
 
     /// Marks all accesses so far as ended.
@@ -199,31 +189,75 @@ impl ShmEndpoint {
         }
     }
 
+    /// Executes a verb. If its region is not mapped, asks the target for the region's memory,
+    /// outside of the batch, and tries once more.
     #[inline]
     fn execute(&mut self, verb: &Verb) -> Result<u64, WorkError> {
+        match self.try_execute(verb) {
+            Ok(value) => Ok(value),
+            Err(AccessFault::Error(error)) => Err(error),
+            Err(AccessFault::Unmapped(remote)) => self.map_and_execute(verb, remote),
+        }
+    }
+
+    #[cold]
+    fn map_and_execute(&mut self, verb: &Verb, remote: RemoteAddr) -> Result<u64, WorkError> {
+        self.leave_batch();
+        let mapped = self.mapped.request(&self.control, &self.peer_socket.socket, remote);
+        self.enter_batch();
+        if let Err(error) = mapped {
+            // The target may have ended in good order, or fenced this host.
+            let error = self.failure().filter(|_| error != WorkError::RemoteAccess).unwrap_or(error);
+            self.broken |= error != WorkError::RemoteAccess;
+            return Err(error);
+        }
+        self.try_execute(verb).map_err(|fault| match fault {
+            AccessFault::Error(error) => error,
+            AccessFault::Unmapped(_) => WorkError::RemoteAccess,
+        })
+    }
+
+    #[inline]
+    fn try_execute(&mut self, verb: &Verb) -> Result<u64, AccessFault> {
         if let Some(failure) = self.failure() {
             self.broken = true;
-            return Err(failure);
+            return Err(failure.into());
         }
         match *verb {
             Verb::Read { local, remote } => {
-                let to = self.local_transfer(local)?;
-                let from = self.remote(remote, u64::from(local.len), Right::Read)?;
-                // SAFETY: both ranges were just checked to be inside mappings that live as long
-                // as this endpoint.
-                unsafe { copy(to, from, local.len as usize) };
+                let mut to = self.local_transfer(local)?;
+                if std::mem::take(&mut self.has_written) {
+                    fence(Ordering::SeqCst);
+                }
+                let (region, offset) = self.remote(remote, u64::from(local.len), Right::Read)?;
+                for part in region.memory.parts(offset, u64::from(local.len)) {
+                    let (from, bytes) = part?;
+                    // SAFETY: both ranges were just checked to be inside mappings that live as long
+                    // as this endpoint, and all parts together are as long as the local range.
+                    unsafe {
+                        copy(to, from, bytes);
+                        to = to.add(bytes);
+                    }
+                }
                 // Later operations of this endpoint must come after this one.
                 fence(Ordering::AcqRel);
                 Ok(u64::from(local.len))
             }
             Verb::Write { local, remote } => {
-                let from = self.local_transfer(local)?;
-                let to = self.remote(remote, u64::from(local.len), Right::Write)?;
+                let mut from = self.local_transfer(local)?;
+                let (region, offset) = self.remote(remote, u64::from(local.len), Right::Write)?;
                 fence(Ordering::AcqRel);
-                // SAFETY: both ranges were just checked to be inside mappings that live as long as
-                // this endpoint.
-                unsafe { copy(to, from, local.len as usize) };
+                for part in region.memory.parts(offset, u64::from(local.len)) {
+                    let (to, bytes) = part?;
+                    // SAFETY: both ranges were just checked to be inside mappings that live as long
+                    // as this endpoint, and all parts together are as long as the local range.
+                    unsafe {
+                        copy(to, from, bytes);
+                        from = from.add(bytes);
+                    }
+                }
                 fence(Ordering::AcqRel);
+                self.has_written = true;
                 Ok(u64::from(local.len))
             }
             Verb::CompareSwap { remote, expected, desired } => {
@@ -232,7 +266,7 @@ impl ShmEndpoint {
                 Ok(swapped.unwrap_or_else(|found| found))
             }
             Verb::FetchAdd { remote, add } => Ok(self.word(remote)?.fetch_add(add, Ordering::SeqCst)),
-            Verb::Send { local } => self.send(local),
+            Verb::Send { local } => Ok(self.send(local)?),
         }
     }
 
@@ -244,7 +278,10 @@ impl ShmEndpoint {
         let stamp = self.control.next_stamp();
         // SAFETY: `local` checked the source, and the length was checked above.
         match unsafe { self.outbox.put(stamp, from, local.len) } {
-            Ok(true) => Ok(u64::from(local.len)),
+            Ok(true) => {
+                self.control.announce_message(self.slot);
+                Ok(u64::from(local.len))
+            }
             Ok(false) => Err(WorkError::ReceiverNotReady),
             Err(_) => {
                 self.broken = true;
@@ -268,33 +305,24 @@ impl ShmEndpoint {
     }
 
     #[inline]
-    fn remote(&self, remote: RemoteAddr, len: u64, right: Right) -> Result<*mut u8, WorkError> {
-        let grant = if remote.key.is_table_key() {
-            let table = self.tables.iter().find(|table| table.holds(remote.addr));
-            table.and_then(|table| {
-                table.grant(self.mapped.get(table.region)?, self.who, remote.key, remote.addr)
-            })
-        } else {
-            self.control.lookup(remote.key)
-        };
-        let grant = grant.ok_or(WorkError::RemoteAccess)?;
-        grant.check(self.who, right, remote.addr, len)?;
-        // A region that was registered after this endpoint connected is not mapped here.
-        let region = self.regions.get(grant.region).ok_or(WorkError::RemoteAccess)?;
-        let memory = self.mapped.get(grant.region).ok_or(WorkError::RemoteAccess)?;
-        // The key table is shared memory, so its contents are checked against our own mapping, too.
-        let offset = remote.addr.checked_sub(region.base).ok_or(WorkError::RemoteAccess)?;
-        memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
+    fn remote(
+        &self,
+        remote: RemoteAddr,
+        len: u64,
+        right: Right,
+    ) -> Result<(&MappedRegion, u64), AccessFault> {
+        self.mapped.find(&self.control, self.who, remote, len, right)
     }
 
     #[inline]
-    fn word(&self, remote: RemoteAddr) -> Result<&std::sync::atomic::AtomicU64, WorkError> {
+    fn word(&self, remote: RemoteAddr) -> Result<&std::sync::atomic::AtomicU64, AccessFault> {
         if !remote.addr.is_multiple_of(8) {
-            return Err(WorkError::Misaligned);
+            return Err(WorkError::Misaligned.into());
         }
-        let word = self.remote(remote, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions begin at
-        // multiples of 8 in both address spaces.
+        let (region, offset) = self.remote(remote, 8, Right::Atomic)?;
+        let word = region.memory.part(offset, 8)?.cast::<u64>();
+        // SAFETY: inside a mapping that lives as long as `self`; aligned, because regions and units
+        // begin at multiples of 8 in both address spaces.
         Ok(unsafe { std::sync::atomic::AtomicU64::from_ptr(word) })
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_tests_support::golden;
 
-use super::handshake::{self, ShmReply, ShmWelcome};
+use super::handshake::{self, RegionRequest, ShmRegion, ShmReply, ShmUnits, ShmWelcome};
 use super::mailbox::{Direction, MessageRing, mailbox_bytes};
 use crate::control::{ControlMemory, FENCED, FREE, OPEN};
 use crate::handshake::{Refusal, RefusalCode};
@@ -50,6 +50,33 @@ fn golden_handshake() {
         ("welcome of a target without regions", ShmReply::Welcome(lone)),
         ("refusal", ShmReply::Refusal(Refusal { code: RefusalCode::Fenced, reason: "né".into() })),
     ];
+    let request = RegionRequest { key: Key(0x0102_0304), addr: 0x1112_1314_1516_1718 };
+    let bytes = handshake::encode_request(request);
+    assert_eq!(handshake::parse_request(&bytes), Ok(request));
+    golden.bytes("request for a region", &bytes);
+    let units = ShmUnits {
+        words_len: 0x5152_5354,
+        words_at: 0x6162_6364,
+        units: 0x7172_7374,
+        unit_bytes: 0x8182_8384,
+    };
+    let movable = ShmRegion {
+        slot: 0x0102,
+        serial: 0x1112_1314_1516_1718,
+        base: 0x2122_2324_2526_2728,
+        len: 0x3132_3334,
+        memory_len: 0x4142_4344,
+        is_writable: true,
+        units: Some(units),
+    };
+    let fixed = ShmRegion { memory_len: movable.len, is_writable: false, units: None, ..movable };
+    for (name, region) in
+        [("movable region", Some(&movable)), ("fixed region", Some(&fixed)), ("no region", None)]
+    {
+        let bytes = handshake::encode_region(region);
+        assert_eq!(handshake::parse_region(&bytes), Ok(region.copied()), "{name}");
+        golden.bytes(name, &bytes);
+    }
     for (name, reply) in replies {
         let bytes = handshake::encode_reply(&reply);
         assert_eq!(handshake::parse_reply(&bytes), Ok(reply), "{name}");
@@ -67,7 +94,7 @@ fn bytes_of(memory: &Memory) -> Vec<u8> {
 #[test]
 fn golden_control_memory() {
     let mut golden = golden!("shm-control");
-    let control = ControlMemory::create(3, 5).expect("there is memory");
+    let control = ControlMemory::create(3, 2, 3).expect("there is memory");
     control.open_slot(0, WHO);
     control.set_process(0, 0x3132_3334);
     control.active(0).store(0x4142_4344_4546_4748, Relaxed);
@@ -75,8 +102,9 @@ fn golden_control_memory() {
     control.set_state(2, FENCED);
     control.next_stamp();
     let table = KeyTable { entries_at: 0x5152_5354, data: 0x6162_6364..0x7172_7374 };
-    control.publish_table(0, &table);
-    control.publish_table(63, &table);
+    control.publish_region(0, 0x8182_8384_8586_8788, Some(&table));
+    control.publish_region(1, 0x9192_9394, None);
+    control.remove_region(1);
     let scopes = [Scope::Anyone, Scope::Tenant(Tenant(0x2122_2324)), Scope::Host(Host(0x0102))];
     let accesses = [
         Access { read: true, write: false, atomic: false },
@@ -108,6 +136,8 @@ fn golden_control_memory() {
     assert_eq!((opened.state(0), opened.state(1), opened.state(2)), (OPEN, FREE, FENCED));
     assert_eq!((opened.process(0), opened.next_stamp()), (0x3132_3334, 1));
     assert_eq!((opened.table(0), opened.table(1)), (Some(table), None));
+    assert_eq!((opened.serial(0), opened.serial(1)), (0x8182_8384_8586_8788, 0));
+    assert_eq!((opened.regions(), opened.removals()), (2, 1));
     for (key, grant) in bound {
         assert_eq!(opened.lookup(key), Some(grant));
         assert_eq!(split(key), ((key.0 & 0x1ffff) as usize, 0x0304));

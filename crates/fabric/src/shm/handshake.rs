@@ -6,20 +6,27 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::REGIONS_LIMIT;
 use crate::handshake::Refusal;
 use crate::handshake::common::{self, RegionBody, short};
-use crate::limits::Limits;
+use crate::limits::{ANNOUNCED_MAX, Limits};
 use crate::mutation::Mutation;
 use crate::target::{Identity, Region, Tenant};
+use crate::work::Key;
 
 /// First bytes of every handshake message.
 pub const MAGIC: [u8; 8] = *b"AQFSHAKE";
 /// The version of the handshake.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 /// Bound of the bytes of a handshake message.
 pub const MESSAGE_BYTES_MAX: usize = 4096;
 
 const KIND_HELLO: u16 = 1;
 const KIND_WELCOME: u16 = 2;
 const KIND_REFUSAL: u16 = 3;
+const KIND_REQUEST: u16 = 4;
+const KIND_REGION: u16 = 5;
+const KIND_NO_REGION: u16 = 6;
+
+const FLAG_MOVABLE: u32 = 1;
+const FLAG_WRITABLE: u32 = 2;
 
 /// Why a handshake message cannot be parsed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
@@ -79,8 +86,72 @@ struct ShmWelcomeBody {
     mailbox_len: U64,
 }
 
-/// What a target grants to an endpoint. Its descriptors come with it: control memory, mailbox, then
-/// one for each region.
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct RegionRequestBody {
+    key: U32,
+    reserved: U32,
+    addr: U64,
+}
+
+#[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
+#[repr(C)]
+struct ShmRegionBody {
+    slot: U32,
+    flags: U32,
+    serial: U64,
+    base: U64,
+    len: U64,
+    memory_len: U64,
+    words_len: U64,
+    words_at: U64,
+    units: U64,
+    unit_bytes: U64,
+}
+
+/// A request for the memory of the region in which a key opens an address.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct RegionRequest {
+    /// The key.
+    pub key: Key,
+    /// The address.
+    pub addr: u64,
+}
+
+/// The memory of a region. Its descriptors come with it: the memory, then that of the words of a
+/// translation table.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ShmRegion {
+    /// The slot of the region.
+    pub slot: u32,
+    /// Its serial number, as in control memory.
+    pub serial: u64,
+    /// Its first address.
+    pub base: u64,
+    /// The number of its addresses.
+    pub len: u64,
+    /// Bytes of the memory.
+    pub memory_len: u64,
+    /// Whether the memory can be mapped for writing.
+    pub is_writable: bool,
+    /// The translation table of a movable region.
+    pub units: Option<ShmUnits>,
+}
+
+/// A translation table, whose words are in a memory of their own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ShmUnits {
+    /// Bytes of the memory with the words.
+    pub words_len: u64,
+    /// Offset of the first word.
+    pub words_at: u64,
+    /// Number of units.
+    pub units: u64,
+    /// Bytes of a unit.
+    pub unit_bytes: u64,
+}
+
+/// What a target grants to an endpoint. Its descriptors come with it: control memory and mailbox.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ShmWelcome {
     /// The endpoint's slot in control memory.
@@ -158,6 +229,95 @@ fn encode_welcome(welcome: &ShmWelcome) -> Vec<u8> {
     bytes
 }
 
+/// Encodes a request for a region.
+#[must_use]
+pub fn encode_request(request: RegionRequest) -> Vec<u8> {
+    let RegionRequest { key, addr } = request;
+    let body = RegionRequestBody { key: key.0.into(), reserved: 0.into(), addr: addr.into() };
+    [header(KIND_REQUEST).as_bytes(), body.as_bytes()].concat()
+}
+
+/// Parses a request for a region.
+///
+/// # Errors
+/// If the bytes are not a request of this version.
+pub fn parse_request(bytes: &[u8]) -> Result<RegionRequest, HandshakeError> {
+    let (kind, body) = split_header(bytes)?;
+    if kind != KIND_REQUEST {
+        return Err(HandshakeError::Kind(kind));
+    }
+    let request: &RegionRequestBody = exact(bytes.len(), body)?;
+    Ok(RegionRequest { key: Key(request.key.get()), addr: request.addr.get() })
+}
+
+/// Encodes the answer to a request for a region; `None` if the key opens nothing there.
+#[must_use]
+pub fn encode_region(region: Option<&ShmRegion>) -> Vec<u8> {
+    let Some(region) = region else { return header(KIND_NO_REGION).as_bytes().to_vec() };
+    let none = ShmUnits { words_len: 0, words_at: 0, units: 0, unit_bytes: 0 };
+    let units = region.units.unwrap_or(none);
+    let mut flags = 0;
+    for (flag, is_set) in [(FLAG_MOVABLE, region.units.is_some()), (FLAG_WRITABLE, region.is_writable)] {
+        flags |= flag * u32::from(is_set);
+    }
+    let body = ShmRegionBody {
+        slot: region.slot.into(),
+        flags: flags.into(),
+        serial: region.serial.into(),
+        base: region.base.into(),
+        len: region.len.into(),
+        memory_len: region.memory_len.into(),
+        words_len: units.words_len.into(),
+        words_at: units.words_at.into(),
+        units: units.units.into(),
+        unit_bytes: units.unit_bytes.into(),
+    };
+    [header(KIND_REGION).as_bytes(), body.as_bytes()].concat()
+}
+
+/// Parses the answer to a request for a region.
+///
+/// # Errors
+/// If the bytes are not such an answer of this version, or a number in it is out of bounds.
+pub fn parse_region(bytes: &[u8]) -> Result<Option<ShmRegion>, HandshakeError> {
+    let (kind, body) = split_header(bytes)?;
+    match kind {
+        KIND_NO_REGION if body.is_empty() => return Ok(None),
+        KIND_NO_REGION => {
+            return Err(HandshakeError::Length { found: bytes.len(), expected: size_of::<Header>() });
+        }
+        KIND_REGION => {}
+        _ => return Err(HandshakeError::Kind(kind)),
+    }
+    let region: &ShmRegionBody = exact(bytes.len(), body)?;
+    let flags = region.flags.get();
+    let units = ShmUnits {
+        words_len: region.words_len.get(),
+        words_at: region.words_at.get(),
+        units: region.units.get(),
+        unit_bytes: region.unit_bytes.get(),
+    };
+    let units = (flags & FLAG_MOVABLE != 0).then_some(units);
+    let parsed = ShmRegion {
+        slot: region.slot.get(),
+        serial: region.serial.get(),
+        base: region.base.get(),
+        len: region.len.get(),
+        memory_len: region.memory_len.get(),
+        is_writable: flags & FLAG_WRITABLE != 0,
+        units,
+    };
+    let is_range = parsed.len > 0 && parsed.base.checked_add(parsed.len).is_some();
+    let is_long_enough = parsed.memory_len > 0 && (units.is_some() || parsed.memory_len == parsed.len);
+    let is_region = (parsed.slot as usize) < REGIONS_LIMIT && parsed.serial != 0;
+    match (is_region, is_range, is_long_enough) {
+        (true, true, true) => Ok(Some(parsed)),
+        (false, ..) => Err(HandshakeError::Field("the region's slot")),
+        (_, false, _) => Err(HandshakeError::Field("the region's address range")),
+        (.., false) => Err(HandshakeError::Field("the length of the region's memory")),
+    }
+}
+
 /// Parses the target's answer.
 ///
 /// # Errors
@@ -181,7 +341,7 @@ fn parse_welcome(found: usize, body: &[u8]) -> Result<ShmWelcome, HandshakeError
     let (head, tail) = ShmWelcomeBody::ref_from_prefix(body).map_err(|_| length(fixed))?;
     // A target without regions is valid: it can exchange messages.
     let regions = head.regions.get() as usize;
-    if regions > REGIONS_LIMIT {
+    if regions > ANNOUNCED_MAX {
         return Err(HandshakeError::Field("the number of regions"));
     }
     let expected = fixed + regions * size_of::<RegionBody>();

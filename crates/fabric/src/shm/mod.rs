@@ -16,7 +16,9 @@ pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 pub mod handshake;
+mod inboxes;
 mod mailbox;
+mod regions;
 mod retire;
 mod socket;
 mod target;
@@ -26,7 +28,8 @@ pub use endpoint::{ShmEndpoint, connect};
 pub use retire::retire;
 pub use target::ShmTarget;
 
-use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::keys::REGIONS_DEFAULT;
+use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::target::TargetError;
 
 /// The options of a target. Endpoints learn the limits when they connect.
@@ -34,6 +37,8 @@ use crate::target::TargetError;
 pub struct ShmOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
+    /// Greatest number of endpoints of one tenant, at most [`ENDPOINTS_LIMIT`].
+    pub endpoints_per_tenant_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
     /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
@@ -47,8 +52,9 @@ pub struct ShmOptions {
 impl Default for ShmOptions {
     fn default() -> Self {
         Self {
-            endpoints_max: ENDPOINTS_LIMIT,
-            regions_max: crate::REGIONS_LIMIT,
+            endpoints_max: ENDPOINTS_DEFAULT,
+            endpoints_per_tenant_max: ENDPOINTS_LIMIT,
+            regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
             peer_uid: rustix::process::getuid().as_raw(),
@@ -60,6 +66,7 @@ impl ShmOptions {
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
+            ("endpoints_per_tenant_max", self.endpoints_per_tenant_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
             ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
         ]);

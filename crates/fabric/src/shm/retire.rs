@@ -22,8 +22,8 @@ const WARN_AFTER: Duration = Duration::from_secs(1);
 /// If `control` is not control memory.
 pub fn retire(control: OwnedFd) -> io::Result<()> {
     let stat = rustix::fs::fstat(&control)?;
-    let control =
-        ControlMemory::open(control, u64::try_from(stat.st_size).unwrap_or(0)).map_err(io::Error::other)?;
+    let len = u64::try_from(stat.st_size).unwrap_or(0);
+    let control = ControlMemory::open_to_retire(control, len).map_err(io::Error::other)?;
     control.set_dead();
     for slot in 0..control.endpoints() {
         let begun = Instant::now();
@@ -67,7 +67,7 @@ mod tests {
     const WHO: Identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
 
     fn control_with(pid: u32) -> (ControlMemory, OwnedFd) {
-        let control = ControlMemory::create(2, 1).unwrap();
+        let control = ControlMemory::create(2, 1, 0).unwrap();
         control.open_slot(1, WHO);
         control.set_process(1, pid);
         control.active(1).store(1, Ordering::SeqCst);

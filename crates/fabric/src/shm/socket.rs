@@ -16,13 +16,13 @@ use rustix::net::{
 use rustix::process::{Pid, PidfdFlags};
 
 use super::handshake::MESSAGE_BYTES_MAX;
-use crate::REGIONS_LIMIT;
 use crate::handshake::HANDSHAKE_TIMEOUT;
 
 /// Bound of the connections that wait to be accepted.
 const BACKLOG: i32 = 128;
-/// Control memory, mailbox, and regions.
-const DESCRIPTORS_MAX: usize = 2 + REGIONS_LIMIT;
+/// Bound of the descriptors of one message. Two are sent: control memory and mailbox, or the memory
+/// and the words of a region.
+const DESCRIPTORS_MAX: usize = 4;
 
 /// Listens at `path`, for this user only. Replaces a socket on which no process listens. Also
 /// returns the inode of the socket, by which it can be recognised.
@@ -129,7 +129,7 @@ pub(super) fn peer_pid(socket: &OwnedFd) -> u32 {
 
 /// Whether the peer has hung up.
 pub(super) fn is_hung_up(socket: &OwnedFd) -> bool {
-    let mut polled = [PollFd::new(socket, PollFlags::IN | PollFlags::RDHUP)];
+    let mut polled = [PollFd::new(socket, PollFlags::RDHUP)];
     rustix::event::poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
 }
 

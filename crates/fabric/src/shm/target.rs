@@ -1,6 +1,7 @@
 //! The owner's end. It passes its memory once to each connection, and then only changes keys.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::ops::Range;
@@ -16,13 +17,21 @@ use rustix::process::{Signal, pidfd_send_signal};
 
 use super::ShmOptions;
 use super::acceptor::ShmAcceptor;
+use super::handshake::{RegionRequest, ShmRegion, ShmUnits};
+use super::inboxes::Inboxes;
 use super::mailbox::MessageRing;
 use super::socket::{self, PeerProcess};
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
+use crate::handshake::RefusalReason;
 use crate::key_table::KeyTable;
-use crate::tables::TargetTables;
-use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::keys::admits;
+use crate::memory::u64_from;
+use crate::tables::{RegisteredRegion, Registration, TargetTables};
+use crate::target::{
+    Access, EndpointNumber, Host, Identity, Region, Scope, Sender, Target, TargetError, Tenant, WindowSpec,
+};
+use crate::unit_map::{RegionMemory, UnitMap};
 use crate::wake::WakeFd;
 use crate::work::Key;
 
@@ -52,18 +61,24 @@ pub(super) struct ShmShared {
 }
 
 pub(super) struct ShmTargetState {
+    /// The connected endpoints by slot.
     pub(super) peers: Vec<Option<ShmPeer>>,
-    /// Unread messages of endpoints that hung up. At the limit the oldest are removed.
-    pub(super) closed_inboxes: VecDeque<(Identity, MessageRing)>,
+    /// The slots that were used before and are free. The smallest is used first.
+    free_slots: BinaryHeap<Reverse<usize>>,
+    /// The slots of connected endpoints.
+    slots: HashMap<EndpointNumber, usize>,
+    of_tenant: HashMap<Tenant, usize>,
+    last_number: u64,
+    pub(super) inboxes: Inboxes,
     pub(super) tables: TargetTables,
 }
 
 pub(super) struct ShmPeer {
     pub(super) who: Identity,
+    pub(super) endpoint: EndpointNumber,
     pub(super) socket: Arc<OwnedFd>,
     /// `None` if it is this process or could not be opened.
     pub(super) process: Option<Arc<PeerProcess>>,
-    pub(super) inbox: MessageRing,
     pub(super) outbox: MessageRing,
 }
 
@@ -84,16 +99,19 @@ impl ShmTarget {
         let system = |what, source| TargetError::System { what, source };
         options.check()?;
         let named = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
-        let key_count = options.regions_max + options.windows_max;
-        let control = ControlMemory::create(options.endpoints_max, key_count)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let wake = WakeFd::new().map_err(|e| system("cannot create an eventfd", e))?;
         // Keys need not withstand an attacker that has the memory mapped. They must only not match
         // by accident.
         let secret = RandomState::new().hash_one(path);
         let state = ShmTargetState {
-            peers: (0..options.endpoints_max).map(|_| None).collect(),
-            closed_inboxes: VecDeque::new(),
+            peers: Vec::new(),
+            free_slots: BinaryHeap::new(),
+            slots: HashMap::new(),
+            of_tenant: HashMap::new(),
+            last_number: 0,
+            inboxes: Inboxes::new(options.endpoints_max),
             tables: TargetTables::new(options.regions_max, options.windows_max, secret),
         };
         let (listener, inode) = socket::listen(path).map_err(|e| system("cannot listen", named(e)))?;
@@ -206,6 +224,55 @@ impl ShmShared {
         !others.any(|peer| peer.process.as_ref().is_some_and(|other| other.pid == process.pid))
     }
 
+    /// Puts a message into the ring to an endpoint. Returns false if there is no room.
+    fn put(&self, peer: &mut ShmPeer, message: &[u8]) -> bool {
+        let limit = self.options.limits.message_bytes_max;
+        let len = u32::try_from(message.len()).ok().filter(|&len| len <= limit);
+        len.is_some_and(|len| {
+            // SAFETY: pointer and length of a slice, and its length is within the limit.
+            let put = unsafe { peer.outbox.put(0, message.as_ptr(), len) };
+            put == Ok(true)
+        })
+    }
+
+    fn register(&self, new: Registration) -> Result<Region, TargetError> {
+        Ok(self.lock().tables.register(&self.control, new)?.1)
+    }
+
+    /// The region in which a key opens an address to the endpoint in a slot, and its memory.
+    pub(super) fn region<'a>(
+        &self,
+        state: &'a ShmTargetState,
+        slot: usize,
+        request: RegionRequest,
+    ) -> Option<(ShmRegion, &'a RegionMemory)> {
+        let who = state.peers.get(slot)?.as_ref()?.who;
+        let RegionRequest { key, addr } = request;
+        let grant = if key.is_table_key() {
+            state.tables.table_grant(who, key, addr)
+        } else {
+            self.control.lookup(key).filter(|grant| admits(grant.scope, who))
+        };
+        let grant = grant.filter(|_| !state.tables.is_fenced(who))?;
+        let RegisteredRegion { memory, region, serial, .. } = state.tables.regions.get(&grant.region)?;
+        let units = memory.map.as_ref().map(|map| ShmUnits {
+            words_len: u64_from(map.words.len()),
+            words_at: u64_from(map.at),
+            units: map.units,
+            unit_bytes: map.unit_bytes,
+        });
+        let region = ShmRegion {
+            slot: u32::try_from(grant.region).ok()?,
+            serial: *serial,
+            base: region.base,
+            len: region.len,
+            memory_len: u64_from(memory.memory.len()),
+            is_writable: grant.access.write || grant.access.atomic,
+            units,
+        };
+        Some((region, memory))
+    }
+
     pub(super) fn lock(&self) -> MutexGuard<'_, ShmTargetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -220,7 +287,29 @@ impl Target for ShmTarget {
         table: Option<KeyTable>,
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
-        self.shared.lock().tables.register(&self.shared.control, memory, access, scope, table, key)
+        self.shared.register(Registration { memory, map: None, access, scope, table, key })
+    }
+
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        self.shared.lock().tables.remap(addr, from, len)
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
+        let removed = self.shared.lock().tables.begin_deregister(&self.shared.control, region)?;
+        self.shared.control.drain_all();
+        self.shared.lock().tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -229,13 +318,9 @@ impl Target for ShmTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.control.drain_all();
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 
@@ -249,38 +334,51 @@ impl Target for ShmTarget {
         }
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
         let mut state = self.shared.lock();
-        let state = &mut *state;
-        state.disconnect_corrupt();
-        let present = state.peers.iter_mut().flatten().map(|peer| (peer.who, &mut peer.inbox));
-        let closed_inboxes = state.closed_inboxes.iter_mut().map(|(who, inbox)| (*who, inbox));
-        let oldest = closed_inboxes
-            .chain(present)
-            .filter_map(|(who, inbox)| Some((inbox.oldest_stamp().ok()??, who, inbox)))
-            .min_by_key(|(stamp, _, _)| *stamp);
-        let (_, who, inbox) = oldest?;
-        let taken = inbox.pop(out);
-        state.closed_inboxes.retain(|(_, inbox)| matches!(inbox.oldest_stamp(), Ok(Some(_))));
-        (taken == Ok(true)).then_some(who)
+        let ShmTargetState { peers, inboxes, slots, .. } = &mut *state;
+        self.shared.control.drain_announced(|slot| {
+            if let Some(Some(peer)) = peers.get(slot)
+                && inboxes.handle_announced(peer.endpoint).is_err()
+            {
+                disconnect_corrupt(peer);
+            }
+        });
+        inboxes.receive(out, |endpoint| {
+            let peer = slots.get(&endpoint).and_then(|slot| peers[*slot].as_ref());
+            peer.into_iter().for_each(disconnect_corrupt);
+        })
+    }
+
+    fn wait(&self, timeout: Duration) {
+        let deadline = Instant::now().checked_add(timeout);
+        let has_message = || self.shared.control.has_announced() || self.shared.lock().inboxes.has_message();
+        while !has_message() {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left == Some(Duration::ZERO) {
+                return;
+            }
+            self.shared.control.wait_for_message(left, has_message);
+        }
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let mut state = self.shared.lock();
+        let ShmTargetState { peers, slots, tables, .. } = &mut *state;
+        let peer = slots.get(&to).and_then(|slot| peers[*slot].as_mut());
+        peer.is_some_and(|peer| !tables.is_fenced(peer.who) && self.shared.put(peer, message))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
-        let limit = self.shared.options.limits.message_bytes_max;
-        let Some(len) = u32::try_from(message.len()).ok().filter(|&len| len <= limit) else {
-            return 0;
-        };
         let mut state = self.shared.lock();
         let ShmTargetState { peers, tables, .. } = &mut *state;
-        let mut taken = 0;
-        for peer in peers.iter_mut().flatten() {
-            if peer.who.host == to && !tables.is_fenced(peer.who) {
-                // SAFETY: pointer and length of a slice, and its length is within the limit.
-                let put = unsafe { peer.outbox.put(0, message.as_ptr(), len) };
-                taken += usize::from(put == Ok(true));
-            }
-        }
-        taken
+        let is_there = |peer: &&mut ShmPeer| peer.who.host == to && !tables.is_fenced(peer.who);
+        peers
+            .iter_mut()
+            .flatten()
+            .filter(is_there)
+            .map(|peer| usize::from(self.shared.put(peer, message)))
+            .sum()
     }
 
     fn control(&self) -> Option<BorrowedFd<'_>> {
@@ -288,16 +386,52 @@ impl Target for ShmTarget {
     }
 
     fn endpoints(&self) -> usize {
-        self.shared.lock().peers.iter().flatten().count()
+        self.shared.lock().slots.len()
     }
 }
 
+/// Disconnects an endpoint that corrupted its ring.
+fn disconnect_corrupt(peer: &ShmPeer) {
+    tracing::warn!(who = ?peer.who, "an endpoint corrupted its mailbox; disconnecting it");
+    let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
+}
+
 impl ShmTargetState {
-    /// Disconnects endpoints that corrupted their ring.
-    fn disconnect_corrupt(&mut self) {
-        for peer in self.peers.iter().flatten().filter(|peer| peer.inbox.oldest_stamp().is_err()) {
-            tracing::warn!(who = ?peer.who, "an endpoint corrupted its mailbox; disconnecting it");
-            let _ = rustix::net::shutdown(&*peer.socket, rustix::net::Shutdown::Both);
+    /// Allocates a slot and a number for an endpoint.
+    pub(super) fn allocate(
+        &mut self,
+        options: &ShmOptions,
+        who: Identity,
+    ) -> Result<(usize, EndpointNumber), RefusalReason> {
+        let ShmOptions { endpoints_max, endpoints_per_tenant_max: limit, .. } = *options;
+        if self.slots.len() >= endpoints_max {
+            return Err(RefusalReason::Full(endpoints_max));
+        }
+        let count = self.of_tenant.entry(who.tenant).or_default();
+        if *count >= limit {
+            return Err(RefusalReason::TenantFull { tenant: who.tenant, limit });
+        }
+        *count += 1;
+        let slot = self.free_slots.pop().map_or(self.peers.len(), |Reverse(slot)| slot);
+        if slot == self.peers.len() {
+            self.peers.push(None);
+        }
+        self.last_number += 1;
+        let endpoint = EndpointNumber(self.last_number);
+        self.slots.insert(endpoint, slot);
+        Ok((slot, endpoint))
+    }
+
+    /// Frees the slot of an endpoint.
+    pub(super) fn free(&mut self, slot: usize, from: Sender) {
+        self.peers[slot] = None;
+        self.slots.remove(&from.endpoint);
+        self.free_slots.push(Reverse(slot));
+        if let Some(count) = self.of_tenant.get_mut(&from.who.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                self.of_tenant.remove(&from.who.tenant);
+            }
         }
     }
 }

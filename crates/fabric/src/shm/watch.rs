@@ -62,8 +62,8 @@ fn run(watcher: &SocketWatcher) {
     loop {
         let sockets = watcher.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut polled = vec![PollFd::new(&watcher.wake, PollFlags::IN)];
-        // The target sends nothing after the handshake, so any event is a hang-up.
-        let events = PollFlags::IN | PollFlags::RDHUP;
+        // Messages of the target are received by the endpoint that asked for them.
+        let events = PollFlags::RDHUP;
         polled.extend(sockets.iter().map(|peer_socket| PollFd::new(&peer_socket.socket, events)));
         match rustix::event::poll(&mut polled, None) {
             Ok(_) => {}

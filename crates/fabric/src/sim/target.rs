@@ -2,14 +2,16 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
 use super::world::{FabricWorld, SimNode, SimRegion};
 use super::{SimNodeId, lock};
 use crate::Memory;
 use crate::key_table::{KeyTable, PlacedTable};
-use crate::keys::{KeyGrant, split};
-use crate::memory::u64_from;
-use crate::target::{Access, Host, Identity, Region, Scope, Target, TargetError, WindowSpec};
+use crate::keys::split;
+use crate::tables::Registration;
+use crate::target::{Access, EndpointNumber, Host, Region, Scope, Sender, Target, TargetError, WindowSpec};
+use crate::unit_map::{RegionMemory, UnitMap};
 use crate::work::Key;
 
 /// A memory node of a [`super::SimFabric`].
@@ -24,6 +26,19 @@ impl SimTarget {
     #[must_use]
     pub fn node(&self) -> SimNodeId {
         self.node
+    }
+
+    fn register(&self, new: Registration) -> Result<Region, TargetError> {
+        let len = new.check()?;
+        self.with(|node| {
+            let (slot, region, grant) = new.place(len, &mut node.keys, &mut node.space)?;
+            node.grants.insert(region.key, grant);
+            let Registration { memory, map, scope, table, .. } = new;
+            let table = table.map(|table| PlacedTable::at(slot, region.base, &table));
+            let memory = RegionMemory { memory, map };
+            node.regions.insert(slot, SimRegion { memory, scope, region: region.clone(), table });
+            Ok(region)
+        })
     }
 
     fn with<T>(&self, action: impl FnOnce(&mut SimNode) -> T) -> T {
@@ -41,26 +56,56 @@ impl Target for SimTarget {
         table: Option<KeyTable>,
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
+        self.register(Registration { memory, map: None, access, scope, table, key })
+    }
+
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        self.register(Registration { memory, map: Some(map), access, scope, table: None, key })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        let out_of_range = TargetError::OutOfRange { start: addr, end: addr.saturating_add(len) };
         self.with(|node| {
-            let len = u64_from(memory.len());
-            if let Some(table) = &table {
-                PlacedTable::at(0, 0, table).check(len)?;
+            let Some((slot, base)) = node.space.find(addr, len) else { return Err(out_of_range) };
+            match node.regions.get(&slot).map(|registered| &registered.memory) {
+                Some(RegionMemory { memory, map: Some(map) }) => map.remap(memory, addr - base, from, len),
+                _ => Err(out_of_range),
             }
-            let (index, key) = node.keys.allocate_region(key)?;
-            let range = node.space.place(len);
-            let region = Region { base: range.start, len, key };
-            let opened = table.as_ref().map_or(len, |table| table.data.start);
-            let grant = KeyGrant { base: region.base, len: opened, access, scope, region: index };
-            node.grants.insert(key, grant);
-            let table = table.map(|table| PlacedTable::at(index, region.base, &table));
-            node.regions.push(SimRegion { memory, scope, region: region.clone(), table });
-            Ok(region)
+        })
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
+        self.with(|node| {
+            let (slot, _) = split(region);
+            let registered = node.regions.get(&slot).filter(|registered| registered.region.key == region);
+            let base = registered.ok_or(TargetError::NoSuchKey(region))?.region.base;
+            node.regions.remove(&slot);
+            node.space.remove(base);
+            let removed = node.grants.extract_if(|_, grant| grant.region == slot);
+            let mut removed: Vec<Key> = removed.map(|(key, _)| key).collect();
+            // The order of free slots must not depend on that of the map.
+            removed.sort_unstable();
+            removed.into_iter().for_each(|key| node.keys.release_window(key));
+            node.keys.release_region(slot);
+            Ok(())
         })
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
         self.with(|node| {
             let grant = node.space.grant(window)?;
+            let memory = node.regions.get(&grant.region).map(|registered| &registered.memory.memory);
+            let is_changed = window.access.write || window.access.atomic;
+            if is_changed && memory.is_none_or(|memory| !memory.is_writable()) {
+                return Err(TargetError::ReadOnly);
+            }
             let key = node.keys.allocate_window()?;
             node.grants.insert(key, grant);
             Ok(key)
@@ -70,7 +115,7 @@ impl Target for SimTarget {
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         self.with(|node| {
             node.grants.remove(&key).ok_or(TargetError::NoSuchKey(key))?;
-            node.keys.release(split(key).0);
+            node.keys.release_window(key);
             Ok(())
         })
     }
@@ -85,13 +130,35 @@ impl Target for SimTarget {
         });
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
         let mut world = lock(&self.world);
-        let (link, message) = world.nodes[self.node.0].inbox.pop_front()?;
-        let link = &mut world.links[link];
+        let (id, message) = world.nodes[self.node.0].inbox.pop_front()?;
+        let link = &mut world.links[id];
         link.waiting_at_node -= 1;
         out.extend_from_slice(&message);
-        Some(link.who)
+        Some(Sender { who: link.who, endpoint: EndpointNumber(id as u64) })
+    }
+
+    /// Plays events until there is a message, for at most `timeout` of virtual time.
+    fn wait(&self, timeout: Duration) {
+        let mut world = lock(&self.world);
+        let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+        let until_ns = world.now_ns.saturating_add(timeout_ns);
+        while world.nodes[self.node.0].inbox.is_empty() {
+            if world.next_event_ns().is_none_or(|next| next > until_ns) {
+                if until_ns != u64::MAX {
+                    world.now_ns = until_ns;
+                }
+                return;
+            }
+            world.step();
+        }
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let mut world = lock(&self.world);
+        let id = usize::try_from(to.0).ok().filter(|id| *id < world.links.len());
+        id.is_some_and(|id| world.send_to(self.node, id, message))
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {

@@ -1,8 +1,7 @@
 //! The state of a simulated fabric, and the events that change it.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet, VecDeque};
 
 use super::link::{InFlightOp, SimLink};
 use super::{Rng, SimNodeId, SimOptions};
@@ -10,7 +9,9 @@ use crate::Memory;
 use crate::handshake::RefusalReason;
 use crate::key_table::PlacedTable;
 use crate::keys::{AddressSpace, KeyGrant, KeySlots, Right, admits};
+use crate::limits::ANNOUNCED_MAX;
 use crate::target::{Host, Identity, Region, Scope};
+use crate::unit_map::RegionMemory;
 use crate::work::{Completion, EndpointError, Key, LocalSlice, PostError, RemoteAddr, Verb, Work, WorkError};
 
 /// The greatest factor by which strays are slower than other operations.
@@ -62,7 +63,8 @@ enum FailCause {
 #[derive(Debug)]
 pub(super) struct SimNode {
     pub alive: bool,
-    pub regions: Vec<SimRegion>,
+    /// The regions by slot.
+    pub regions: BTreeMap<usize, SimRegion>,
     pub space: AddressSpace,
     pub keys: KeySlots,
     pub grants: HashMap<Key, KeyGrant>,
@@ -74,7 +76,7 @@ pub(super) struct SimNode {
 /// A registered region.
 #[derive(Debug)]
 pub(super) struct SimRegion {
-    pub memory: Arc<Memory>,
+    pub memory: RegionMemory,
     pub scope: Scope,
     pub region: Region,
     pub table: Option<PlacedTable>,
@@ -100,7 +102,7 @@ impl FabricWorld {
         let secret = self.rng.next_u64();
         self.nodes.push(SimNode {
             alive: true,
-            regions: Vec::new(),
+            regions: BTreeMap::new(),
             space: AddressSpace::default(),
             keys: KeySlots::new(self.options.regions_max, self.options.windows_max, secret),
             grants: HashMap::new(),
@@ -124,11 +126,7 @@ impl FabricWorld {
         } else if present >= self.options.endpoints_max {
             RefusalReason::Full(present)
         } else {
-            let announce = |registered: &SimRegion| {
-                let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
-                Region { key, ..registered.region.clone() }
-            };
-            let regions = state.regions.iter().map(announce).collect();
+            let regions = state.visible_regions(who);
             if let Some(epoch) = who.epoch.checked_sub(1) {
                 let last = self.nodes[node.0].fenced.entry(who.host).or_insert(epoch);
                 *last = epoch.max(*last);
@@ -194,28 +192,29 @@ impl FabricWorld {
     /// Sends a message from a node to a host. Returns the number of endpoints that have room for
     /// it.
     pub fn send(&mut self, node: SimNodeId, to: Host, message: &[u8]) -> usize {
-        if message.len() > self.options.limits.message_bytes_max as usize {
-            return 0;
+        let of_host = (0..self.links.len()).filter(|id| self.links[*id].who.host == to);
+        let of_host: Vec<usize> = of_host.collect();
+        of_host.into_iter().filter(|id| self.send_to(node, *id, message)).count()
+    }
+
+    /// Sends a message from a node to one endpoint. Returns false if it is gone or has no room.
+    pub fn send_to(&mut self, node: SimNodeId, id: usize, message: &[u8]) -> bool {
+        let link = &self.links[id];
+        let to = link.who.host;
+        let state = &self.nodes[node.0];
+        let is_fenced = state.fenced.get(&to).is_some_and(|&epoch| link.who.epoch <= epoch);
+        let has_room = message.len() <= self.options.limits.message_bytes_max as usize
+            && link.delivering + link.inbox.len() < self.options.limits.receive_depth;
+        let open = link.node == node && !link.closed && !link.is_broken();
+        let lost = self.cuts.contains(&(to, node)) || !state.alive;
+        if !open || is_fenced || !has_room || lost {
+            return false;
         }
-        let fenced = self.nodes[node.0].fenced.get(&to).copied();
-        let mut taken = 0;
-        for id in 0..self.links.len() {
-            let link = &self.links[id];
-            let is_fenced = fenced.is_some_and(|epoch| link.who.epoch <= epoch);
-            let waiting = link.delivering + link.inbox.len();
-            let has_room = waiting < self.options.limits.receive_depth;
-            let open = link.node == node && !link.closed && !link.is_broken();
-            let lost = self.cuts.contains(&(to, node)) || !self.nodes[node.0].alive;
-            if link.who.host != to || !open || is_fenced || !has_room || lost {
-                continue;
-            }
-            let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
-            self.links[id].deliver_after_ns = at_ns;
-            self.links[id].delivering += 1;
-            self.schedule(at_ns, id, SimEvent::Deliver(message.to_vec()));
-            taken += 1;
-        }
-        taken
+        let at_ns = (self.now_ns + self.delay_ns(id)).max(self.links[id].deliver_after_ns + 1);
+        self.links[id].deliver_after_ns = at_ns;
+        self.links[id].delivering += 1;
+        self.schedule(at_ns, id, SimEvent::Deliver(message.to_vec()));
+        true
     }
 
     pub fn crash_node(&mut self, node: SimNodeId) {
@@ -429,15 +428,25 @@ impl FabricWorld {
                 link.transfer(local, transfer_max)?;
                 let len = u64::from(local.len);
                 let (memory, offset) = node.remote(link.who, remote, len, Right::Read)?;
-                data.resize(local.len as usize, 0);
-                memory.read(offset, data);
+                data.clear();
+                for part in memory.parts(offset, len) {
+                    let (at, bytes) = memory.offset_of(part?);
+                    let start = data.len();
+                    data.resize(start + bytes, 0);
+                    memory.memory.read(at, &mut data[start..]);
+                }
                 Ok(len)
             }
             Verb::Write { local, remote } => {
                 let len = u64::from(local.len);
                 link.payload(local, transfer_max, data)?;
-                let (to, offset) = node.remote(link.who, remote, len, Right::Write)?;
-                to.write(offset, data);
+                let (memory, offset) = node.remote(link.who, remote, len, Right::Write)?;
+                let mut rest = &data[..];
+                for part in memory.parts(offset, len) {
+                    let (at, bytes) = memory.offset_of(part?);
+                    memory.memory.write(at, &rest[..bytes]);
+                    rest = &rest[bytes..];
+                }
                 Ok(len)
             }
             Verb::CompareSwap { remote, expected, desired } => {
@@ -475,30 +484,47 @@ impl FabricWorld {
 }
 
 impl SimNode {
+    /// The regions that are announced to an endpoint. Keys that are not for it are zero.
+    fn visible_regions(&self, who: Identity) -> Vec<Region> {
+        let is_for = |registered: &&SimRegion| registered.table.is_some() || admits(registered.scope, who);
+        let announce = |registered: &SimRegion| {
+            let key = if admits(registered.scope, who) { registered.region.key } else { Key(0) };
+            Region { key, ..registered.region.clone() }
+        };
+        let mut regions: Vec<Region> = self.regions.values().filter(is_for).map(announce).collect();
+        regions.sort_unstable_by_key(|region| region.base);
+        regions.truncate(ANNOUNCED_MAX);
+        regions
+    }
+
+    /// The memory of a range and the offset in its region, if the key opens the range.
     fn remote(
         &self,
         who: Identity,
         remote: RemoteAddr,
         len: u64,
         right: Right,
-    ) -> Result<(&Memory, usize), WorkError> {
-        let of_table = |registered: &SimRegion| {
+    ) -> Result<(&RegionMemory, u64), WorkError> {
+        let of_table = || {
+            let (slot, _) = self.space.find(remote.addr, 0)?;
+            let registered = self.regions.get(&slot)?;
             let table = registered.table.as_ref().filter(|table| table.holds(remote.addr))?;
-            table.grant(&registered.memory, who, remote.key, remote.addr)
+            table.grant(&registered.memory.memory, who, remote.key, remote.addr)
         };
         let grant = self.grants.get(&remote.key).copied();
-        let grant =
-            grant.or_else(|| self.regions.iter().find_map(of_table)).ok_or(WorkError::RemoteAccess)?;
+        let grant = grant.or_else(of_table).ok_or(WorkError::RemoteAccess)?;
         grant.check(who, right, remote.addr, len)?;
-        let registered = &self.regions[grant.region];
-        let offset = usize::try_from(remote.addr - registered.region.base);
-        Ok((&registered.memory, offset.map_err(|_| WorkError::RemoteAccess)?))
+        let registered = self.regions.get(&grant.region).ok_or(WorkError::RemoteAccess)?;
+        Ok((&registered.memory, remote.addr - registered.region.base))
     }
 
+    /// The memory of a word and its offset there.
     fn word(&self, who: Identity, remote: RemoteAddr) -> Result<(&Memory, usize), WorkError> {
         if !remote.addr.is_multiple_of(8) {
             return Err(WorkError::Misaligned);
         }
-        self.remote(who, remote, 8, Right::Atomic)
+        let (memory, offset) = self.remote(who, remote, 8, Right::Atomic)?;
+        let (at, _) = memory.offset_of((memory.part(offset, 8)?, 8));
+        Ok((&memory.memory, at))
     }
 }

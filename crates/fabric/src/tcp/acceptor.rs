@@ -14,14 +14,18 @@ use super::reply::AnswerBuffer;
 use super::serve::{AcceptedConnection, ServeHandle};
 use super::session::TcpSession;
 use super::stream::{DeadlineStream, configure};
-use super::target::{TcpPeer, TcpPeerState, TcpShared, TcpTargetState};
+use super::target::{TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond};
-use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalReason};
+use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
 /// The interval at which expired sessions are ended.
 const TICK: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// A target with room for many endpoints admits more unfinished handshakes: one for so many
+/// endpoints. After a restart all may connect at the same time.
+const ENDPOINTS_PER_HANDSHAKE: usize = 32;
 
 /// The thread that accepts connections.
 pub(super) struct TcpAcceptor {
@@ -32,7 +36,8 @@ pub(super) struct TcpAcceptor {
 
 impl TcpAcceptor {
     pub fn new(shared: Arc<TcpShared>, listener: TcpListener) -> Self {
-        Self { shared, listener, pending: PendingHandshakes::default() }
+        let pending_max = PENDING_LIMIT.max(shared.options.endpoints_max / ENDPOINTS_PER_HANDSHAKE);
+        Self { shared, listener, pending: PendingHandshakes::new(pending_max) }
     }
 
     pub fn run(self) {
@@ -197,21 +202,23 @@ fn resume_session(
     who: Identity,
     resume: Resume,
 ) -> Result<(TcpSession, Vec<u8>), RefusalReason> {
-    let matches = |peer: &TcpPeer| peer.id == resume.session && peer.who == who;
-    if let Some(at) = state.parked.iter().position(|(session, _)| matches(&session.peer)) {
-        let (mut session, _) = state.parked.swap_remove(at);
+    let is_own = state.peers.find(resume.session).is_some_and(|peer| peer.who == who);
+    if !is_own {
+        return Err(RefusalReason::UnknownSession);
+    }
+    if let Some((mut session, _)) = state.parked.remove(&resume.session) {
         let mut answers = AnswerBuffer::default();
         if session.resume(&resume, &mut answers) {
             return Ok((session, std::mem::take(answers.bytes())));
         }
-        state.parked.push((session, Instant::now()));
+        state.parked.insert(resume.session, (session, Instant::now()));
         return Err(RefusalReason::ResumePosition);
     }
     // The old connection is not known to be broken yet. Its thread closes it, and the initiator
     // retries.
-    if let Some(peer) = state.peers.iter().find(|peer| matches(peer) && !peer.is_closed()) {
+    if let Some(peer) = state.peers.find(resume.session) {
         peer.own.is_stale.store(true, Ordering::SeqCst);
-        shared.handles[peer.own.thread].wake();
+        shared.handles[peer.own.thread].notify(peer);
         return Err(RefusalReason::TryAgain);
     }
     Err(RefusalReason::UnknownSession)

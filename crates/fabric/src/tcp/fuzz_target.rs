@@ -1,6 +1,7 @@
 //! Fuzz targets for what the two ends of a connection receive.
 
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -9,9 +10,10 @@ use zerocopy::IntoBytes;
 use super::counters::TenantTable;
 use super::endpoint;
 use super::rate::RateLimiter;
+use super::regions::{RegionMapping, SharedRegions};
 use super::reply::AnswerBuffer;
 use super::session::TcpSession;
-use super::target::{RegionMapping, TcpPeerState, TcpShared, TcpTargetState};
+use super::target::{TcpPeerState, TcpShared, TcpTargetState};
 use super::wire::{self, RequestHead};
 use super::{Rate, TcpOptions};
 use crate::control::ControlMemory;
@@ -21,7 +23,7 @@ use crate::key_table::{KeyTable, ROW_BYTES};
 use crate::limits::Limits;
 use crate::memory::u64_from;
 use crate::sessions::PeerSessions;
-use crate::tables::TargetTables;
+use crate::tables::{RegisteredRegion, Registration, TargetTables};
 use crate::target::{Access, Host, Identity, Scope, Tenant, WindowSpec};
 use crate::wake::WakeFd;
 use crate::work::Key;
@@ -71,20 +73,21 @@ impl Fixture {
             },
             ..TcpOptions::default()
         };
-        let control = ControlMemory::create(2, 6)?;
+        let control = ControlMemory::create(2, 2, 4)?;
         let mut tables = TargetTables::new(2, 4, 0);
         let plain = Arc::new(Memory::create("fuzz-plain", PLAIN_BYTES)?);
         let with_table = Arc::new(Memory::create("fuzz-table", TABLE_REGION_BYTES)?);
         let table = KeyTable { entries_at: ENTRIES_AT, data: ROW_BYTES..2 * ROW_BYTES };
         let others = Scope::Host(Host(9));
         let mut bases = [0; 2];
-        let memories: Box<[OnceLock<RegionMapping>]> = (0..2).map(|_| OnceLock::new()).collect();
+        let regions = SharedRegions::new(2);
         for (index, (memory, table)) in [(&plain, None), (&with_table, Some(table))].into_iter().enumerate() {
-            let region = tables.register(&control, Arc::clone(memory), Access::ALL, others, table, None)?;
+            let new = Registration { table, ..Registration::plain(Arc::clone(memory), Access::ALL, others) };
+            let (slot, region) = tables.register(&control, new)?;
             bases[index] = region.base;
-            let table = tables.regions[index].table.clone();
-            let mapping = RegionMapping { base: region.base, memory: Arc::clone(memory), table };
-            assert!(memories[index].set(mapping).is_ok(), "regions are numbered once");
+            let RegisteredRegion { memory, table, .. } = &tables.regions[&slot];
+            let mapping = RegionMapping { base: region.base, memory: memory.clone(), table: table.clone() };
+            regions.insert(slot, mapping);
         }
         let mut bind = |range: &std::ops::Range<usize>, access, scope| {
             let range = bases[0] + u64_from(range.start)..bases[0] + u64_from(range.end);
@@ -94,15 +97,16 @@ impl Fixture {
         let read = bind(&WINDOWS[1], Access::READ, Scope::Tenant(WHO.tenant))?;
         bind(&(0..PLAIN_BYTES), Access::ALL, others)?;
         let state = TcpTargetState {
-            peers: PeerSessions::new(2),
-            parked: Vec::new(),
+            peers: PeerSessions::new(options.session_limits()),
+            parked: HashMap::new(),
             tables,
             served: TenantTable::default(),
         };
         let shared = Arc::new(TcpShared {
             key: ClusterKey([0; 32]),
             control,
-            memories,
+            regions,
+            inbox: Arc::clone(state.peers.inbox()),
             state: Mutex::new(state),
             handles: Vec::new(),
             wake: WakeFd::new()?,
@@ -168,8 +172,7 @@ impl Fixture {
         sent.append(answers.bytes());
         sent.push(resumed.into());
         self.shared.end_session(&session);
-        let mut state = self.shared.lock();
-        while state.peers.receive(&mut sent, |_| ()).is_some() {}
+        while self.shared.inbox.receive(&mut sent).is_some() {}
         let mut open = Vec::new();
         for (memory, range, is_open) in self.parts() {
             let mut bytes = vec![0; range.len()];

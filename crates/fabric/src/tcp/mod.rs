@@ -10,13 +10,14 @@
 //!
 //! - `endpoint`, `stream`: the initiator's end.
 //! - `session`: the target's end of a session, a state machine over bytes that does no I/O.
-//! - `serve`: the threads that serve connections. `acceptor`: accepts initiators. `target`: the
+//! - `serve`: the threads that serve connections (`connection`). `acceptor`: accepts initiators. `target`: the
 //!   owner's end.
 //! - `busy_poll`: both ends poll before they sleep.
 //! - [`wire`]: the bytes that follow the messages of [`crate::handshake`].
 
 mod acceptor;
 mod busy_poll;
+mod connection;
 mod counters;
 mod endpoint;
 #[cfg(debug_assertions)]
@@ -24,6 +25,7 @@ mod endpoint;
 pub mod fuzz_target;
 mod pending;
 mod rate;
+mod regions;
 mod reply;
 mod serve;
 mod session;
@@ -38,7 +40,9 @@ pub use target::TcpTarget;
 use std::time::Duration;
 
 use crate::handshake::hello;
-use crate::limits::{ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::keys::REGIONS_DEFAULT;
+use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
+use crate::sessions::SessionLimits;
 use crate::target::TargetError;
 
 /// Bound of the threads of one target.
@@ -51,6 +55,8 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 pub struct TcpOptions {
     /// Greatest number of endpoints, at most [`ENDPOINTS_LIMIT`].
     pub endpoints_max: usize,
+    /// Greatest number of endpoints of one tenant, at most [`ENDPOINTS_LIMIT`].
+    pub endpoints_per_tenant_max: usize,
     /// Greatest number of regions, at most [`crate::REGIONS_LIMIT`].
     pub regions_max: usize,
     /// Greatest number of windows, at most [`crate::WINDOWS_LIMIT`].
@@ -82,8 +88,9 @@ pub struct Rate {
 impl Default for TcpOptions {
     fn default() -> Self {
         Self {
-            endpoints_max: ENDPOINTS_LIMIT,
-            regions_max: crate::REGIONS_LIMIT,
+            endpoints_max: ENDPOINTS_DEFAULT,
+            endpoints_per_tenant_max: ENDPOINTS_LIMIT,
+            regions_max: REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
             threads: 1,
@@ -95,9 +102,15 @@ impl Default for TcpOptions {
 }
 
 impl TcpOptions {
+    fn session_limits(&self) -> SessionLimits {
+        let Self { endpoints_max, endpoints_per_tenant_max, .. } = *self;
+        SessionLimits { endpoints_max, endpoints_per_tenant_max }
+    }
+
     fn check(&self) -> Result<(), TargetError> {
         let fault = OutOfBounds::first(&[
             ("endpoints_max", self.endpoints_max, ENDPOINTS_LIMIT),
+            ("endpoints_per_tenant_max", self.endpoints_per_tenant_max, ENDPOINTS_LIMIT),
             ("regions_max", self.regions_max, crate::REGIONS_LIMIT),
             ("windows_max", self.windows_max, crate::WINDOWS_LIMIT),
             ("threads", self.threads, THREADS_LIMIT),

@@ -6,13 +6,8 @@
 use std::net::{IpAddr, Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::handshake::PENDING_LIMIT;
-
-/// Unfinished handshakes of one address.
-const PER_ADDRESS_LIMIT: usize = PENDING_LIMIT / 2;
-
-/// All unfinished handshakes of a target.
-#[derive(Clone, Debug, Default)]
+/// All unfinished handshakes of a target. One address has at most half of them.
+#[derive(Clone, Debug)]
 pub(super) struct PendingHandshakes(Arc<Mutex<Handshakes<TcpStream>>>);
 
 /// Handshakes in the order in which they began.
@@ -20,23 +15,22 @@ pub(super) struct PendingHandshakes(Arc<Mutex<Handshakes<TcpStream>>>);
 struct Handshakes<S> {
     next: u64,
     open: Vec<(u64, IpAddr, S)>,
-}
-
-impl<S> Default for Handshakes<S> {
-    fn default() -> Self {
-        Self { next: 0, open: Vec::new() }
-    }
+    limit: usize,
 }
 
 impl<S> Handshakes<S> {
+    fn new(limit: usize) -> Self {
+        Self { next: 0, open: Vec::new(), limit }
+    }
+
     /// Adds a handshake. Returns its number, and the handshake that it displaces.
     fn begin(&mut self, address: IpAddr, stream: S) -> (u64, Option<S>) {
         let is_same = |(_, other, _): &(u64, IpAddr, S)| *other == address;
         let of_address = self.open.iter().filter(|open| is_same(open)).count();
-        let displaced = if of_address >= PER_ADDRESS_LIMIT {
+        let displaced = if of_address >= self.limit / 2 {
             self.open.iter().position(is_same)
         } else {
-            (self.open.len() >= PENDING_LIMIT).then_some(0)
+            (self.open.len() >= self.limit).then_some(0)
         };
         let displaced = displaced.map(|at| self.open.remove(at).2);
         let number = self.next;
@@ -64,6 +58,11 @@ impl Drop for PendingHandshake {
 }
 
 impl PendingHandshakes {
+    /// No handshake yet; at most `limit` at a time.
+    pub fn new(limit: usize) -> Self {
+        Self(Arc::new(Mutex::new(Handshakes::new(limit))))
+    }
+
     /// Counts the handshake of a new connection, and ends another one if there are too many.
     ///
     /// # Errors
@@ -87,6 +86,7 @@ impl PendingHandshakes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handshake::PENDING_LIMIT;
 
     fn address(last: u8) -> IpAddr {
         IpAddr::from([10, 0, 0, last])
@@ -94,9 +94,9 @@ mod tests {
 
     #[test]
     fn an_address_displaces_its_own_oldest_handshake() {
-        let mut handshakes = Handshakes::default();
+        let mut handshakes = Handshakes::new(PENDING_LIMIT);
         assert_eq!(handshakes.begin(address(1), 1000).1, None);
-        for number in 0..PER_ADDRESS_LIMIT {
+        for number in 0..PENDING_LIMIT / 2 {
             assert_eq!(handshakes.begin(address(2), number).1, None);
         }
         assert_eq!(handshakes.begin(address(2), 2000).1, Some(0));
@@ -106,7 +106,7 @@ mod tests {
 
     #[test]
     fn many_addresses_displace_the_oldest_handshake_of_all() {
-        let mut handshakes = Handshakes::default();
+        let mut handshakes = Handshakes::new(PENDING_LIMIT);
         let numbers: Vec<u64> = (0..PENDING_LIMIT)
             .map(|number| handshakes.begin(address(u8::try_from(number).unwrap()), number).0)
             .collect();

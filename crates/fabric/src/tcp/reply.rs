@@ -54,6 +54,11 @@ impl AnswerBuffer {
         !self.borrowed.is_empty()
     }
 
+    /// Whether no further range can be borrowed before the others are sent.
+    pub fn is_borrowed_full(&self) -> bool {
+        self.borrowed.len() == BORROWS_MAX
+    }
+
     /// The owned bytes. There must be no borrowed ranges.
     pub fn bytes(&mut self) -> &mut Vec<u8> {
         assert!(self.borrowed.is_empty(), "borrowed end within the turn in which they begin");
@@ -66,24 +71,33 @@ impl AnswerBuffer {
 
     /// Appends `len` bytes at `from`, and zeros up to `padded` bytes. May borrow the bytes.
     ///
+    /// After a borrowed range all are borrowed, however short: borrowed bytes are read when they
+    /// are sent, and a later READ must not find older bytes.
+    ///
     /// # Safety
     /// `len` bytes at `from` must be readable, and stay so until [`Self::send_borrowed`].
     pub unsafe fn read(&mut self, from: *const u8, len: usize, padded: usize) {
-        if self.may_borrow && len >= BORROW_BYTES_MIN && self.borrowed.len() < BORROWS_MAX {
+        if self.may_borrow && (len >= BORROW_BYTES_MIN || self.has_borrowed()) && !self.is_borrowed_full() {
             self.borrowed.push(BorrowedBytes { after: self.bytes.len(), from, len });
             self.borrowed_bytes += len;
-            self.bytes.resize(self.bytes.len() + padded - len, 0);
-            return;
+        } else {
+            // SAFETY: the caller guarantees the source.
+            unsafe { self.copy(from, len) };
         }
-        self.bytes.reserve(padded);
+        self.bytes.resize(self.bytes.len() + padded - len, 0);
+    }
+
+    /// Appends a copy of `len` bytes at `from`.
+    ///
+    /// # Safety
+    /// `len` bytes at `from` must be readable.
+    pub unsafe fn copy(&mut self, from: *const u8, len: usize) {
+        self.bytes.reserve(len);
         let at = self.bytes.len();
-        // SAFETY: the caller guarantees the source; the destination was reserved, and its padding
-        // is written too.
+        // SAFETY: the caller guarantees the source, and the destination was reserved.
         unsafe {
-            let to = self.bytes.as_mut_ptr().add(at);
-            to.add(len).write_bytes(0, padded - len);
-            copy(to, from, len);
-            self.bytes.set_len(at + padded);
+            copy(self.bytes.as_mut_ptr().add(at), from, len);
+            self.bytes.set_len(at + len);
         }
     }
 
@@ -152,6 +166,7 @@ mod tests {
             answers.read(page.as_ptr(), 16, 16);
         }
         answers.put(b"last   .");
+        assert_eq!(answers.borrowed.len(), 2, "a short range after a borrowed one is borrowed, too");
         answers
     }
 

@@ -1,28 +1,26 @@
 //! The serving threads. Each serves the sessions of its connections, without waking any other
 //! thread.
 
+use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::Timespec;
 use rustix::event::epoll::{self, CreateFlags, Event, EventData, EventFlags};
-use rustix::net::{RecvFlags, SendFlags};
 use zerocopy::IntoBytes;
 
 use super::Rate;
 use super::busy_poll::BusyPoll;
-use super::reply::AnswerBuffer;
-use super::session::{ANSWERS_BYTES_MAX, ProtocolViolation, TcpSession};
-use super::target::{TcpShared, lock};
+use super::connection::{ServedConnection, TurnBuffers};
+use super::session::{ANSWERS_BYTES_MAX, TcpSession};
+use super::target::{TcpPeer, TcpShared, lock};
 use super::wire::{self, AnswerHead};
 use crate::handshake::secure::RecordCipher;
 use crate::wake::WakeFd;
 
-/// Size of a connection's input buffer. Requests that arrive together are served together.
-const INPUT_BYTES: usize = 256 << 10;
 /// Bound of the events taken from epoll at a time.
 const EVENTS_MAX: usize = 64;
 /// The time for which a stopping target tries to send farewells.
@@ -44,6 +42,8 @@ const WAKE_TOKEN: u64 = u64::MAX;
 pub(super) struct ServeHandle {
     wake: WakeFd,
     accepted: Mutex<Vec<AcceptedConnection>>,
+    /// Sessions that have messages to send, or whose connection is to be closed.
+    notified: Mutex<Vec<usize>>,
 }
 
 /// A connection whose handshake is complete.
@@ -58,11 +58,19 @@ pub(super) struct AcceptedConnection {
 
 impl ServeHandle {
     pub fn new() -> std::io::Result<Self> {
-        Ok(Self { wake: WakeFd::new()?, accepted: Mutex::new(Vec::new()) })
+        Ok(Self { wake: WakeFd::new()?, accepted: Mutex::default(), notified: Mutex::default() })
     }
 
     pub fn wake(&self) {
         self.wake.wake();
+    }
+
+    /// Has the thread send the messages of a session, or close its connection if it is stale.
+    pub fn notify(&self, peer: &TcpPeer) {
+        if !peer.own.is_notified.swap(true, Ordering::SeqCst) {
+            lock(&self.notified).push(peer.slot);
+        }
+        self.wake();
     }
 
     pub fn add(&self, accepted: AcceptedConnection) {
@@ -79,33 +87,16 @@ struct ReadyConnection {
     is_closed: bool,
 }
 
-/// A connection and its session.
-struct ServedConnection {
-    socket: OwnedFd,
-    session: TcpSession,
-    cipher: Option<RecordCipher>,
-    /// Received bytes, possibly encrypted.
-    input: Box<[u8]>,
-    filled: usize,
-    /// The decrypted input of an encrypted connection.
-    opened: Vec<u8>,
-    /// Answers that are to be sent next.
-    answers: AnswerBuffer,
-    /// Bytes that are being sent.
-    outgoing: Vec<u8>,
-    sent: usize,
-    /// The events that epoll reports for the connection.
-    interest: EventFlags,
-    /// Set while the tenant has exceeded its rate.
-    paused_until: Option<Instant>,
-}
-
 /// A serving thread.
 pub(super) struct ServeThread {
     shared: Arc<TcpShared>,
     number: usize,
     epoll: OwnedFd,
+    /// The connections, each at the place that follows from its session's slot.
     connections: Vec<Option<Box<ServedConnection>>>,
+    buffers: TurnBuffers,
+    /// The connections that are paused, by the end of the pause.
+    paused: BTreeSet<(Instant, usize)>,
     busy_poll: BusyPoll,
     /// The connection that was served last, and how many times it was preferred since all were
     /// polled.
@@ -130,6 +121,8 @@ impl ServeThread {
             number,
             epoll,
             connections,
+            buffers: TurnBuffers::default(),
+            paused: BTreeSet::new(),
             busy_poll,
             last: None,
             preferred: 0,
@@ -162,6 +155,9 @@ impl ServeThread {
         let timeout = self.timeout();
         let (epoll, preferred) = (&self.epoll, &mut self.preferred);
         let mut last = self.last.and_then(|at| Some((at, self.connections.get_mut(at)?.as_mut()?)));
+        if let Some((_, connection)) = &mut last {
+            connection.begin_turn(&mut self.buffers);
+        }
         let mut ready = None;
         // Receiving costs no more than asking whether there is input.
         let has_input = self.busy_poll.poll(|| {
@@ -177,6 +173,11 @@ impl ServeThread {
             *preferred = 0;
             epoll_wait(epoll, events, Some(&NOW)).is_ok_and(|count| count > 0)
         });
+        if ready.is_none()
+            && let Some((_, connection)) = &mut last
+        {
+            connection.end_turn(&mut self.buffers);
+        }
         if has_input {
             return ready;
         }
@@ -208,8 +209,8 @@ impl ServeThread {
     }
 
     fn timeout(&self) -> Option<Timespec> {
-        let paused = self.connections.iter().flatten().filter_map(|connection| connection.paused_until);
-        let until = paused.chain(self.farewell_until).min()?;
+        let paused = self.paused.first().map(|(until, _)| *until);
+        let until = paused.into_iter().chain(self.farewell_until).min()?;
         let left = until.saturating_duration_since(Instant::now()).max(Duration::from_micros(10));
         Timespec::try_from(left).ok()
     }
@@ -222,6 +223,7 @@ impl ServeThread {
     fn handle_event(&mut self, at: usize, flags: EventFlags) {
         let Some(connection) = self.connections[at].as_mut() else { return };
         let is_stopping = self.farewell_until.is_some();
+        connection.begin_turn(&mut self.buffers);
         let may_come = EventFlags::IN | EventFlags::HUP | EventFlags::ERR;
         if flags.intersects(may_come) && !is_stopping && connection.receive() {
             self.close(at);
@@ -233,14 +235,20 @@ impl ServeThread {
 
     /// Adds accepted connections, closes stale ones and sends messages.
     fn handle_wake(&mut self) {
-        self.shared.handles[self.number].wake.clear();
-        let accepted = std::mem::take(&mut *lock(&self.shared.handles[self.number].accepted));
+        let handle = &self.shared.handles[self.number];
+        handle.wake.clear();
+        let accepted = std::mem::take(&mut *lock(&handle.accepted));
+        let notified = std::mem::take(&mut *lock(&handle.notified));
         for accepted in accepted {
             self.add_connection(accepted);
         }
-        for at in 0..self.connections.len() {
-            let Some(connection) = &self.connections[at] else { continue };
-            if connection.session.peer.own.is_stale.swap(false, Ordering::SeqCst) {
+        for slot in notified {
+            let at = self.place(slot);
+            let Some(Some(connection)) = self.connections.get(at) else { continue };
+            let own = &connection.session.peer.own;
+            // Before the messages are read: a later one notifies again.
+            own.is_notified.store(false, Ordering::SeqCst);
+            if own.is_stale.swap(false, Ordering::SeqCst) {
                 self.close(at);
             } else {
                 self.serve_connection(at);
@@ -248,29 +256,38 @@ impl ServeThread {
         }
     }
 
+    /// The place of the connection of the session in a slot. The slots of one thread are as far
+    /// apart as there are threads.
+    fn place(&self, slot: usize) -> usize {
+        slot / self.shared.handles.len()
+    }
+
     fn add_connection(&mut self, accepted: AcceptedConnection) {
-        let at = self.connections.iter().position(Option::is_none).unwrap_or(self.connections.len());
+        let at = self.place(accepted.session.slot);
         let data = EventData::new_u64(at as u64);
         if let Err(error) = epoll::add(&self.epoll, &accepted.socket, data, EventFlags::IN) {
             tracing::warn!(%error, "cannot add a connection to epoll; closing it");
             self.shared.park(accepted.session);
             return;
         }
-        if at == self.connections.len() {
-            self.connections.push(None);
+        if at >= self.connections.len() {
+            self.connections.resize_with(at + 1, || None);
         }
+        debug_assert!(self.connections[at].is_none(), "a session has one connection at a time");
+        accepted.session.peer.own.is_notified.store(false, Ordering::SeqCst);
         self.connections[at] = Some(Box::new(ServedConnection::new(accepted)));
+        // It has answers or messages to send, perhaps since before its session was parked.
+        self.serve_connection(at);
     }
 
     fn resume_paused(&mut self) {
-        if !self.is_limited() {
+        if self.paused.is_empty() {
             return;
         }
         let now = Instant::now();
-        for at in 0..self.connections.len() {
-            if let Some(connection) = &mut self.connections[at]
-                && connection.paused_until.is_some_and(|until| until <= now)
-            {
+        while let Some((_, at)) = self.paused.first().copied().filter(|(until, _)| *until <= now) {
+            self.paused.pop_first();
+            if let Some(connection) = &mut self.connections[at] {
                 connection.paused_until = None;
                 self.serve_connection(at);
             }
@@ -281,6 +298,7 @@ impl ServeThread {
     fn serve_connection(&mut self, at: usize) {
         let (is_stopping, is_limited) = (self.farewell_until.is_some(), self.is_limited());
         let Some(connection) = self.connections[at].as_mut() else { return };
+        connection.begin_turn(&mut self.buffers);
         loop {
             let may_serve = !is_stopping && connection.paused_until.is_none();
             let served = if may_serve { connection.serve(&self.shared) } else { Ok((0, 0)) };
@@ -302,6 +320,7 @@ impl ServeThread {
                 let tenant = connection.session.who.tenant;
                 let wait = lock(&self.shared.limiter).charge(tenant, bytes, operations, now);
                 connection.paused_until = wait.map(|wait| now + wait);
+                self.paused.extend(connection.paused_until.map(|until| (until, at)));
             }
             while !is_stopping && connection.session.next_message(connection.answers.bytes()) {}
             let was_stalled = connection.answers.len() >= ANSWERS_BYTES_MAX;
@@ -315,6 +334,7 @@ impl ServeThread {
                 break;
             }
         }
+        connection.end_turn(&mut self.buffers);
         if let Err(error) = connection.update_interest(&self.epoll, at, is_stopping) {
             tracing::warn!(%error, "cannot change the events of a connection; closing it");
             self.close(at);
@@ -323,7 +343,11 @@ impl ServeThread {
 
     /// Closes a connection. Its session is parked unless the initiator has ended it.
     fn close(&mut self, at: usize) {
-        let Some(connection) = self.connections[at].take() else { return };
+        let Some(mut connection) = self.connections[at].take() else { return };
+        connection.end_turn(&mut self.buffers);
+        if let Some(until) = connection.paused_until {
+            self.paused.remove(&(until, at));
+        }
         let ServedConnection { socket, session, .. } = *connection;
         drop(socket);
         if session.has_said_bye {
@@ -368,148 +392,4 @@ fn epoll_wait(
 ) -> rustix::io::Result<usize> {
     events.clear();
     epoll::wait(epoll, spare_capacity(events), timeout)
-}
-
-impl ServedConnection {
-    fn new(accepted: AcceptedConnection) -> Self {
-        let mut answers = AnswerBuffer::default();
-        answers.put(&accepted.answers);
-        Self {
-            socket: accepted.socket,
-            session: accepted.session,
-            cipher: accepted.cipher,
-            input: vec![0; INPUT_BYTES].into_boxed_slice(),
-            filled: 0,
-            opened: Vec::new(),
-            answers,
-            outgoing: Vec::new(),
-            sent: 0,
-            interest: EventFlags::IN,
-            paused_until: None,
-        }
-    }
-
-    /// Serves the received requests. Returns the bytes and operations, or the reason if the peer
-    /// violated the protocol.
-    fn serve(&mut self, shared: &TcpShared) -> Result<(u64, u64), &'static str> {
-        let session = &mut self.session;
-        // A thread that invalidates a key clears it, then waits until it has seen this word even or
-        // changed.
-        let active = shared.control.active(session.slot);
-        let sequence = active.load(Ordering::Relaxed).wrapping_add(1);
-        active.store(sequence, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        let served = match &mut self.cipher {
-            None => self.serve_plain().map(|used| (used, 0)),
-            Some(cipher) => {
-                let used = if self.opened.len() < INPUT_BYTES {
-                    cipher.decrypt(&self.input[..self.filled], &mut self.opened)
-                } else {
-                    Ok(0)
-                };
-                match used {
-                    Ok(used) => session.feed(&self.opened, &mut self.answers).map(|fed| (used, fed)),
-                    Err(_) => Err(ProtocolViolation("a record cannot be decrypted")),
-                }
-            }
-        };
-        active.store(sequence.wrapping_add(1), Ordering::Release);
-        let work = self.session.drain_counters();
-        let (used, fed) = served.map_err(|nonsense| nonsense.0)?;
-        self.input.copy_within(used..self.filled, 0);
-        self.filled -= used;
-        self.opened.drain(..fed);
-        Ok(work)
-    }
-
-    /// Serves a connection without encryption. Returns the number of input bytes used. `active`
-    /// must be odd.
-    fn serve_plain(&mut self) -> Result<usize, ProtocolViolation> {
-        let mut at = 0;
-        loop {
-            // Answers must not overtake output that waits.
-            self.answers.allow_borrowing(self.sent == self.outgoing.len() && self.answers.is_empty());
-            at += self.session.feed(&self.input[at..self.filled], &mut self.answers)?;
-            if !self.answers.has_borrowed() {
-                return Ok(at);
-            }
-            self.outgoing.clear();
-            self.sent = 0;
-            // SAFETY: `active` has been odd since the ranges were borrowed, so no region was
-            // removed.
-            unsafe { self.answers.send_borrowed(&self.socket, &mut self.outgoing) };
-        }
-    }
-
-    /// Receives if the connection may be served now. Returns whether the peer has closed it, or
-    /// `None` if nothing came.
-    fn try_receive(&mut self) -> Option<bool> {
-        let filled = self.filled;
-        let is_closed = self.interest.contains(EventFlags::IN) && self.receive();
-        (is_closed || self.filled > filled).then_some(is_closed)
-    }
-
-    /// Receives as much as there is room for. Returns true if the connection is over.
-    fn receive(&mut self) -> bool {
-        let room = &mut self.input[self.filled..];
-        if room.is_empty() {
-            return false;
-        }
-        match rustix::net::recv(&self.socket, room, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => true,
-            Ok((_, bytes)) => {
-                self.filled += bytes;
-                false
-            }
-            Err(error) => !matches!(error, rustix::io::Errno::INTR | rustix::io::Errno::AGAIN),
-        }
-    }
-
-    /// Sends as much as the kernel accepts. Returns true if the connection is over.
-    fn send(&mut self) -> bool {
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        while self.prepare_sending() {
-            match rustix::net::send(&self.socket, &self.outgoing[self.sent..], flags) {
-                Ok(bytes) => self.sent += bytes,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return error != rustix::io::Errno::AGAIN,
-            }
-        }
-        false
-    }
-
-    fn has_sent_all(&self) -> bool {
-        self.sent == self.outgoing.len() && self.answers.is_empty()
-    }
-
-    /// Selects the events that can be handled now. Nothing is received while there is no room for
-    /// its answers.
-    fn update_interest(&mut self, epoll: &OwnedFd, at: usize, is_stopping: bool) -> rustix::io::Result<()> {
-        let mut interest = EventFlags::empty();
-        let is_stalled = self.answers.len() >= ANSWERS_BYTES_MAX;
-        interest.set(EventFlags::IN, !is_stopping && !is_stalled && self.paused_until.is_none());
-        interest.set(EventFlags::OUT, !self.has_sent_all());
-        if interest != self.interest {
-            self.interest = interest;
-            epoll::modify(epoll, &self.socket, EventData::new_u64(at as u64), interest)?;
-        }
-        Ok(())
-    }
-
-    /// Moves answers to the output, encrypted if necessary. Returns whether there is output.
-    fn prepare_sending(&mut self) -> bool {
-        if self.sent < self.outgoing.len() {
-            return true;
-        }
-        self.outgoing.clear();
-        self.sent = 0;
-        match &mut self.cipher {
-            None => std::mem::swap(&mut self.outgoing, self.answers.bytes()),
-            Some(cipher) => {
-                cipher.encrypt(self.answers.bytes(), &mut self.outgoing);
-                self.answers.bytes().clear();
-            }
-        }
-        !self.outgoing.is_empty()
-    }
 }

@@ -5,19 +5,21 @@
 //! answers it has, and receives the rest.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, OnceLock};
 
 use zerocopy::{FromBytes, IntoBytes};
 
+use super::regions::{RegionMapping, TableIndex};
 use super::reply::AnswerBuffer;
-use super::target::{RegionMapping, TcpPeer, TcpShared};
+use super::target::{TcpPeer, TcpShared};
 use super::wire::{self, AnswerHead, REQUEST_BYTES, RequestHead, padded};
 use crate::control::FENCED;
 use crate::handshake::hello::Resume;
 use crate::keys::{KeyGrant, Right};
 use crate::memory::{copy, u64_from};
 use crate::target::Identity;
+use crate::unit_map::RegionMemory;
 use crate::work::{Key, WorkError};
 
 /// No further request is served while this many bytes of answers wait to be sent.
@@ -70,6 +72,9 @@ pub(super) struct TcpSession {
     pub has_said_bye: bool,
     /// Bytes and requests since the last [`Self::drain_counters`].
     work: (u64, u64),
+    tables: TableIndex,
+    /// Whether a WRITE was done since the last READ. The READ must not overtake it.
+    has_written: bool,
 }
 
 impl TcpSession {
@@ -81,9 +86,11 @@ impl TcpSession {
             shared: Arc::clone(shared),
             next: ParserState::RequestHead,
             done: 0,
-            sent_answers: VecDeque::with_capacity(shared.options.limits.queue_depth),
+            sent_answers: VecDeque::new(),
             has_said_bye: false,
             work: (0, 0),
+            tables: TableIndex::default(),
+            has_written: false,
         }
     }
 
@@ -160,9 +167,7 @@ impl TcpSession {
                 let Ok((request, rest)) = RequestHead::read_from_prefix(input) else {
                     return Ok(0);
                 };
-                // A request that changes memory, or sends a message to a program that may change
-                // it, must come after the borrowed READs before it.
-                if request.kind != wire::READ && out.has_borrowed() {
+                if out.has_borrowed() && !self.may_join_borrowed(&request, out) {
                     return Ok(0);
                 }
                 Ok(REQUEST_BYTES + self.begin(request, rest, out)?)
@@ -201,6 +206,19 @@ impl TcpSession {
             }
             ParserState::Bytes { .. } => Ok(self.write_some(input, out)),
         }
+    }
+
+    /// Whether a request may be done before the borrowed READs before it are sent: only a READ that
+    /// is borrowed as well. A request that changes memory, or sends a message to a program that may
+    /// change it, must come after them. So must a READ of a movable region, which is copied.
+    fn may_join_borrowed(&mut self, request: &RequestHead, out: &AnswerBuffer) -> bool {
+        if request.kind != wire::READ || out.is_borrowed_full() {
+            return false;
+        }
+        let grant = self.grant(Key(request.key.get()), request.addr.get());
+        // SAFETY: `active` is odd during `feed`.
+        let mapping = grant.and_then(|grant| unsafe { self.shared.regions.get(grant.region) });
+        mapping.is_none_or(|mapping| mapping.memory.map.is_none())
     }
 
     /// Begins a request. Returns the number of bytes of `rest`, which follows the head, that were
@@ -254,21 +272,43 @@ impl TcpSession {
     /// Answers a READ. Returns its outcome.
     fn read(&mut self, request: &RequestHead, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
         let len = request.len.get();
-        let from = match self.locate(request, request.addr.get(), u64::from(len), Right::Read) {
-            Ok(from) => from,
-            Err(error) => {
-                out.put(AnswerHead::new(wire::ANSWER, Err(error), 0).as_bytes());
-                return Err(error);
-            }
-        };
-        let outcome = Ok(u64::from(len));
+        let outcome = self.read_bytes(request, out);
+        if let Err(error) = outcome {
+            out.put(AnswerHead::new(wire::ANSWER, Err(error), 0).as_bytes());
+            return outcome;
+        }
         self.work.0 += u64::from(len);
-        out.put(AnswerHead::new(wire::ANSWER, outcome, len).as_bytes());
-        // SAFETY: `locate` proved the source to be inside a mapping that `shared` holds; borrowed
-        // ranges are sent before `active` is even again.
-        unsafe { out.read(from, len as usize, padded(len)) };
         // Later operations of this session must come after this one.
         fence(Ordering::AcqRel);
+        outcome
+    }
+
+    /// Appends the answer of a READ that is permitted.
+    fn read_bytes(&mut self, request: &RequestHead, out: &mut AnswerBuffer) -> Result<u64, WorkError> {
+        if std::mem::take(&mut self.has_written) {
+            fence(Ordering::SeqCst);
+        }
+        let len = request.len.get();
+        let (mapping, offset) = self.locate(request, request.addr.get(), u64::from(len), Right::Read)?;
+        let outcome = Ok(u64::from(len));
+        let head = AnswerHead::new(wire::ANSWER, outcome, len);
+        let RegionMemory { memory, map } = &mapping.memory;
+        if map.is_none() {
+            let from = memory.pointer(offset, u64::from(len)).ok_or(WorkError::RemoteAccess)?;
+            out.put(head.as_bytes());
+            // SAFETY: the source is inside a mapping that `shared` holds; borrowed ranges are sent
+            // before `active` is even again.
+            unsafe { out.read(from, len as usize, padded(len)) };
+            return outcome;
+        }
+        let before = out.bytes().len();
+        out.put(head.as_bytes());
+        for part in mapping.memory.parts(offset, u64::from(len)) {
+            let (from, bytes) = part.inspect_err(|_| out.bytes().truncate(before))?;
+            // SAFETY: `parts` proved the source to be inside a mapping that `shared` holds.
+            unsafe { out.copy(from, bytes) };
+        }
+        out.put(&[0; 7][..padded(len) - len as usize]);
         outcome
     }
 
@@ -278,25 +318,15 @@ impl TcpSession {
         let ParserState::Bytes { request, taken, outcome } = &self.next else {
             unreachable!("the caller looked");
         };
-        let (request, taken, mut outcome) = (*request, *taken, *outcome);
+        let (request, taken, outcome) = (*request, *taken, *outcome);
         let len = request.len.get();
         let left = padded(len) - taken as usize;
         let take = left.min(input.len() & !7);
         let bytes = take.min((len - taken) as usize);
-        // The whole range is checked, so that nothing is written if a part is not permitted.
-        let to =
-            outcome.and_then(|_| self.locate(&request, request.addr.get(), u64::from(len), Right::Write));
-        match to {
-            Ok(to) => {
-                fence(Ordering::AcqRel);
-                // SAFETY: `locate` proved all `len` bytes to be inside a mapping that `shared`
-                // holds, and `taken + bytes` is at most `len`.
-                unsafe { copy(to.add(taken as usize), input.as_ptr(), bytes) };
-                fence(Ordering::AcqRel);
-                self.work.0 += u64_from(bytes);
-            }
-            Err(error) => outcome = Err(error),
-        }
+        let outcome = outcome.and_then(|value| {
+            self.write_bytes(&request, taken, &input[..bytes])?;
+            Ok(value)
+        });
         if take == left {
             self.next = ParserState::RequestHead;
             self.answer(outcome, out);
@@ -307,20 +337,42 @@ impl TcpSession {
         take
     }
 
+    /// Writes the part of a WRITE that comes after `taken` bytes.
+    fn write_bytes(&mut self, request: &RequestHead, taken: u32, mut bytes: &[u8]) -> Result<(), WorkError> {
+        let (addr, len) = (request.addr.get(), u64::from(request.len.get()));
+        // The whole range is checked, so that nothing is written if a part is not permitted.
+        let (mapping, offset) = self.locate(request, addr, len, Right::Write)?;
+        let mut parts = mapping.memory.parts(offset + u64::from(taken), u64_from(bytes.len()));
+        fence(Ordering::AcqRel);
+        let mut written = 0;
+        let outcome = parts.try_for_each(|part| {
+            let (to, len) = part?;
+            // SAFETY: `parts` proved the destination to be inside a mapping that `shared` holds,
+            // and all parts together are as long as the bytes.
+            unsafe { copy(to, bytes.as_ptr(), len) };
+            bytes = &bytes[len..];
+            written += u64_from(len);
+            Ok(())
+        });
+        fence(Ordering::AcqRel);
+        self.has_written = true;
+        self.work.0 += written;
+        outcome
+    }
+
     fn deliver(&self, message: Vec<u8>) -> Result<u64, WorkError> {
         self.check_fence()?;
         let len = u64_from(message.len());
         if let Some(handler) = self.shared.handler.get() {
             let mut answer = Vec::new();
-            handler.handle(self.peer.who, &message, &mut answer);
+            handler.handle(self.peer.sender(), &message, &mut answer);
             let limits = &self.shared.options.limits;
             // Sent in this turn of the thread, after the answers to requests.
             let is_posted = answer.len() <= limits.message_bytes_max as usize
                 && self.peer.mailbox.post(&answer, limits.receive_depth);
             return if is_posted { Ok(len) } else { Err(WorkError::ReceiverNotReady) };
         }
-        let stamp = self.shared.control.next_stamp();
-        if self.peer.mailbox.deliver(stamp, message, self.shared.options.limits.receive_depth) {
+        if self.peer.mailbox.deliver(message, self.shared.options.limits.receive_depth) {
             Ok(len)
         } else {
             Err(WorkError::ReceiverNotReady)
@@ -345,38 +397,48 @@ impl TcpSession {
         if self.shared.control.state(self.slot) == FENCED { Err(WorkError::Fenced) } else { Ok(()) }
     }
 
-    /// The address of a remote range, if the key opens it.
+    /// The region of a remote range and the offset in it, if the key opens the range. `active` must
+    /// be odd, or the target's lock held.
     #[inline]
-    fn locate(&self, request: &RequestHead, addr: u64, len: u64, right: Right) -> Result<*mut u8, WorkError> {
+    fn locate(
+        &mut self,
+        request: &RequestHead,
+        addr: u64,
+        len: u64,
+        right: Right,
+    ) -> Result<(&RegionMapping, u64), WorkError> {
         self.check_fence()?;
         let grant = self.grant(Key(request.key.get()), addr).ok_or(WorkError::RemoteAccess)?;
         grant.check(self.who, right, addr, len)?;
-        let mapping = self.shared.memories.get(grant.region).and_then(|mapping| mapping.get());
-        let RegionMapping { base, memory, .. } = mapping.ok_or(WorkError::RemoteAccess)?;
-        let offset = addr.checked_sub(*base).ok_or(WorkError::RemoteAccess)?;
-        memory.pointer(offset, len).ok_or(WorkError::RemoteAccess)
+        // SAFETY: the caller guarantees it.
+        let mapping = unsafe { self.shared.regions.get(grant.region) }.ok_or(WorkError::RemoteAccess)?;
+        let offset = addr.checked_sub(mapping.base).ok_or(WorkError::RemoteAccess)?;
+        Ok((mapping, offset))
     }
 
-    /// The range that a key opens at an address.
+    /// The range that a key opens at an address. `active` must be odd, or the target's lock held.
     #[inline]
-    fn grant(&self, key: Key, addr: u64) -> Option<KeyGrant> {
+    fn grant(&mut self, key: Key, addr: u64) -> Option<KeyGrant> {
+        let Self { shared, tables, who, .. } = self;
         if !key.is_table_key() {
-            return self.shared.control.lookup(key);
+            return shared.control.lookup(key);
         }
-        let holds = |mapping: &&RegionMapping| mapping.table.as_ref().is_some_and(|table| table.holds(addr));
-        let mapping = self.shared.memories.iter().map_while(OnceLock::get).find(holds)?;
-        mapping.table.as_ref()?.grant(&mapping.memory, self.who, key, addr)
+        let slot = tables.find(&shared.regions, addr)?;
+        // SAFETY: the caller guarantees it.
+        let mapping = unsafe { shared.regions.get(slot) }?;
+        mapping.table.as_ref()?.grant(&mapping.memory.memory, *who, key, addr)
     }
 
     #[inline]
-    fn word(&self, request: &RequestHead) -> Result<&AtomicU64, WorkError> {
+    fn word(&mut self, request: &RequestHead) -> Result<&AtomicU64, WorkError> {
         let addr = request.addr.get();
         if !addr.is_multiple_of(8) {
             return Err(WorkError::Misaligned);
         }
-        let word = self.locate(request, addr, 8, Right::Atomic)?.cast::<u64>();
-        // SAFETY: inside a mapping that `shared` holds; aligned, because regions begin at multiples
-        // of 8 in both address spaces.
+        let (mapping, offset) = self.locate(request, addr, 8, Right::Atomic)?;
+        let word = mapping.memory.part(offset, 8)?.cast::<u64>();
+        // SAFETY: inside a mapping that `shared` holds; aligned, because regions and units begin at
+        // multiples of 8 in both address spaces.
         Ok(unsafe { AtomicU64::from_ptr(word) })
     }
 }

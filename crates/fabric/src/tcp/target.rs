@@ -1,5 +1,6 @@
 //! The owner's end: changes keys and fences. Threads of its own serve the initiators.
 
+use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -13,19 +14,23 @@ use super::TcpOptions;
 use super::acceptor::TcpAcceptor;
 use super::counters::{SessionCounters, TenantTable};
 use super::rate::RateLimiter;
+use super::regions::{RegionMapping, SharedRegions};
 use super::serve::{ServeHandle, ServeThread};
 use super::session::TcpSession;
 use super::stream::avoid_pacing;
 use crate::Memory;
 use crate::control::{ControlMemory, FENCED};
+use crate::handshake::hello::SessionId;
 use crate::handshake::{ClusterKey, PARKED_TIMEOUT};
-use crate::key_table::{KeyTable, PlacedTable};
+use crate::inbox::Inbox;
+use crate::key_table::KeyTable;
 use crate::sessions::{self, PeerSessions};
-use crate::tables::TargetTables;
+use crate::tables::{RegisteredRegion, Registration, TargetTables};
 use crate::target::{
-    Access, Host, Identity, MessageHandler, Region, Scope, Target, TargetError, Tenant, TenantCounters,
-    WindowSpec,
+    Access, EndpointNumber, Host, MessageHandler, Region, Scope, Sender, Target, TargetError, Tenant,
+    TenantCounters, WindowSpec,
 };
+use crate::unit_map::UnitMap;
 use crate::wake::WakeFd;
 use crate::work::Key;
 
@@ -39,21 +44,14 @@ pub struct TcpTarget {
     address: SocketAddr,
 }
 
-/// The address, memory and key table of a region.
-#[derive(Debug)]
-pub(super) struct RegionMapping {
-    pub base: u64,
-    pub memory: Arc<Memory>,
-    pub table: Option<PlacedTable>,
-}
-
 pub(super) struct TcpShared {
     pub options: TcpOptions,
     pub key: ClusterKey,
     pub control: ControlMemory,
-    /// The regions by index. Every access reads them without a lock.
-    pub memories: Box<[OnceLock<RegionMapping>]>,
+    /// Every access reads the regions without a lock.
+    pub regions: SharedRegions,
     pub state: Mutex<TcpTargetState>,
+    pub inbox: Arc<Inbox>,
     pub handles: Vec<ServeHandle>,
     pub wake: WakeFd,
     pub stop: AtomicBool,
@@ -68,7 +66,7 @@ pub(super) struct TcpShared {
 pub(super) struct TcpTargetState {
     pub peers: PeerSessions<TcpPeerState>,
     /// Sessions whose connection broke, which may be resumed.
-    pub parked: Vec<(TcpSession, Instant)>,
+    pub parked: HashMap<SessionId, (TcpSession, Instant)>,
     pub tables: TargetTables,
     /// Counters of removed sessions.
     pub served: TenantTable,
@@ -81,6 +79,8 @@ pub(super) struct TcpPeerState {
     pub thread: usize,
     /// Set to have the connection closed, because the initiator has opened another.
     pub is_stale: AtomicBool,
+    /// Whether the serving thread was notified and has not looked yet.
+    pub is_notified: AtomicBool,
     pub counters: SessionCounters,
 }
 
@@ -112,14 +112,14 @@ impl TcpTarget {
         options.check()?;
         let address = listener.local_addr().map_err(|e| system("cannot listen", e))?;
         avoid_pacing(&listener);
-        let control = ControlMemory::create(options.endpoints_max, options.regions_max + options.windows_max)
+        let control = ControlMemory::create(options.endpoints_max, options.regions_max, options.windows_max)
             .map_err(|e| system("cannot create control memory", e))?;
         let no_wake = |error| system("cannot create an eventfd", error);
         let wake = WakeFd::new().map_err(no_wake)?;
         let handles: Result<Vec<ServeHandle>, _> = (0..options.threads).map(|_| ServeHandle::new()).collect();
         let state = TcpTargetState {
-            peers: PeerSessions::new(options.endpoints_max),
-            parked: Vec::new(),
+            peers: PeerSessions::new(options.session_limits()),
+            parked: HashMap::new(),
             served: TenantTable::default(),
             // The keys of each target are different. They need not be secret: only members of the
             // cluster connect.
@@ -132,7 +132,8 @@ impl TcpTarget {
         let shared = Arc::new(TcpShared {
             key: key.clone(),
             control,
-            memories: (0..options.regions_max).map(|_| OnceLock::new()).collect(),
+            inbox: Arc::clone(state.peers.inbox()),
+            regions: SharedRegions::new(options.regions_max),
             state: Mutex::new(state),
             handles: handles.map_err(no_wake)?,
             wake,
@@ -213,12 +214,22 @@ impl TcpShared {
         lock(&self.state)
     }
 
+    fn register(&self, new: Registration) -> Result<Region, TargetError> {
+        let mut state = self.lock();
+        let (slot, region) = state.tables.register(&self.control, new)?;
+        // No endpoint knows the key yet: the mapping is stored under the same lock.
+        let RegisteredRegion { memory, table, .. } = &state.tables.regions[&slot];
+        let mapping = RegionMapping { base: region.base, memory: memory.clone(), table: table.clone() };
+        self.regions.insert(slot, mapping);
+        Ok(region)
+    }
+
     /// Implements [`Target::fence`].
     pub fn fence(&self, host: Host, epoch: u64) {
         let mut state = self.lock();
         state.tables.fence(host, epoch);
         let is_fenced = |peer: &TcpPeer| peer.who.host == host && peer.who.epoch <= epoch;
-        let present = state.peers.iter().filter(|peer| is_fenced(peer) && !peer.is_closed());
+        let present = state.peers.of_host(host).filter(|peer| is_fenced(peer));
         let slots: Vec<usize> = present.map(|peer| peer.slot).collect();
         for &slot in &slots {
             self.control.set_state(slot, FENCED);
@@ -244,7 +255,7 @@ impl TcpShared {
             state.release(&self.control, &session);
             return;
         }
-        state.parked.push((session, Instant::now()));
+        state.parked.insert(session.peer.id, (session, Instant::now()));
         drop(state);
         self.wake.wake();
     }
@@ -256,16 +267,19 @@ impl TcpShared {
 
     fn end_parked_if(&self, mut is_over: impl FnMut(&TcpSession, Instant) -> bool) {
         let mut state = self.lock();
-        let over: Vec<_> = state.parked.extract_if(.., |(session, since)| is_over(session, *since)).collect();
-        over.iter().for_each(|(session, _)| state.release(&self.control, session));
+        let over = state.parked.extract_if(|_, (session, since)| is_over(session, *since));
+        let over: Vec<TcpSession> = over.map(|(_, (session, _))| session).collect();
+        over.iter().for_each(|session| state.release(&self.control, session));
     }
 }
 
 impl TcpTargetState {
     fn release(&mut self, control: &ControlMemory, session: &TcpSession) {
         control.free_slot(session.slot);
-        let Self { peers, served, .. } = self;
-        peers.release(&session.peer, |peer| served.add(peer.who.tenant, peer.own.counters.served()));
+        let peer = &session.peer;
+        if self.peers.release(peer) {
+            self.served.add(peer.who.tenant, peer.own.counters.served());
+        }
     }
 }
 
@@ -278,24 +292,34 @@ impl Target for TcpTarget {
         table: Option<KeyTable>,
         key: Option<Key>,
     ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: None, access, scope, table, key })
+    }
+
+    fn register_movable(
+        &self,
+        memory: Arc<Memory>,
+        map: UnitMap,
+        access: Access,
+        scope: Scope,
+        key: Option<Key>,
+    ) -> Result<Region, TargetError> {
+        self.shared.register(Registration { memory, map: Some(map), access, scope, table: None, key })
+    }
+
+    fn remap(&self, addr: u64, from: u64, len: u64) -> Result<(), TargetError> {
+        self.shared.lock().tables.remap(addr, from, len)
+    }
+
+    fn deregister(&self, region: Key) -> Result<(), TargetError> {
         let mut state = self.shared.lock();
-        let index = state.tables.regions.len();
-        if let Some(place) = self.shared.memories.get(index) {
-            // No endpoint knows the key yet. The mapping is stored below, under the same lock.
-            let region = state.tables.register(
-                &self.shared.control,
-                Arc::clone(&memory),
-                access,
-                scope,
-                table,
-                key,
-            )?;
-            let table = state.tables.regions[index].table.clone();
-            let is_first = place.set(RegionMapping { base: region.base, memory, table }).is_ok();
-            assert!(is_first, "regions are numbered once");
-            return Ok(region);
-        }
-        state.tables.register(&self.shared.control, memory, access, scope, table, key)
+        let removed = state.tables.begin_deregister(&self.shared.control, region)?;
+        let unlinked = self.shared.regions.unlink(removed.slot);
+        drop(state);
+        self.shared.control.drain_all();
+        // SAFETY: the lock was released, and all `active` words were seen even or changed.
+        unsafe { unlinked.free() };
+        self.shared.lock().tables.end_deregister(removed);
+        Ok(())
     }
 
     fn bind(&self, window: &WindowSpec) -> Result<Key, TargetError> {
@@ -304,13 +328,9 @@ impl Target for TcpTarget {
 
     fn invalidate(&self, key: Key) -> Result<(), TargetError> {
         // Only one of several callers may clear the key and release its slot.
-        let state = self.shared.lock();
-        if !self.shared.control.unbind(key) {
-            return Err(TargetError::NoSuchKey(key));
-        }
-        drop(state);
+        self.shared.lock().tables.begin_invalidate(&self.shared.control, key)?;
         self.shared.control.drain_all();
-        self.shared.lock().tables.release_key(key);
+        self.shared.lock().tables.end_invalidate(key);
         Ok(())
     }
 
@@ -324,16 +344,27 @@ impl Target for TcpTarget {
         self.shared.fence(host, epoch);
     }
 
-    fn receive(&self, out: &mut Vec<u8>) -> Option<Identity> {
-        let mut state = self.shared.lock();
-        let TcpTargetState { peers, served, .. } = &mut *state;
-        peers.receive(out, |peer| served.add(peer.who.tenant, peer.own.counters.served()))
+    fn receive(&self, out: &mut Vec<u8>) -> Option<Sender> {
+        self.shared.inbox.receive(out)
+    }
+
+    fn wait(&self, timeout: Duration) {
+        self.shared.inbox.wait(timeout);
+    }
+
+    fn reply(&self, to: EndpointNumber, message: &[u8]) -> bool {
+        let TcpShared { handles, options, .. } = &*self.shared;
+        let state = self.shared.lock();
+        let peer = state.peers.reply(to, message, &options.limits, &state.tables);
+        peer.inspect(|peer| handles[peer.own.thread].notify(peer)).is_some()
     }
 
     fn send(&self, to: Host, message: &[u8]) -> usize {
         let TcpShared { handles, options, .. } = &*self.shared;
         let state = self.shared.lock();
-        state.peers.send(to, message, &options.limits, &state.tables, |peer| handles[peer.own.thread].wake())
+        state
+            .peers
+            .send(to, message, &options.limits, &state.tables, |peer| handles[peer.own.thread].notify(peer))
     }
 
     fn endpoints(&self) -> usize {
@@ -354,6 +385,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use crate::target::Identity;
     use std::net::{Shutdown, TcpStream};
 
     use super::*;

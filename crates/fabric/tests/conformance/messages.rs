@@ -1,12 +1,19 @@
-use aquifer_fabric::{Host, Identity, Target, WorkError};
+use std::time::Duration;
+
+use aquifer_fabric::{EndpointNumber, Host, Identity, Sender, Target, WorkError};
 
 use super::harness::{HOST, Harness, LIMITS, WHO};
 
 fn receive(target: &dyn Target) -> Option<(Identity, Vec<u8>)> {
+    let (from, message) = receive_from(target)?;
+    Some((from.who, message))
+}
+
+fn receive_from(target: &dyn Target) -> Option<(Sender, Vec<u8>)> {
     let mut out = b"before".to_vec();
-    let who = target.receive(&mut out)?;
+    let from = target.receive(&mut out)?;
     assert_eq!(&out[..6], b"before", "messages are appended");
-    Some((who, out[6..].to_vec()))
+    Some((from, out[6..].to_vec()))
 }
 
 pub fn messages_go_both_ways_in_order<H: Harness>() {
@@ -87,4 +94,88 @@ pub fn messages_outlive_their_sender<H: Harness>() {
     assert_eq!(receive(harness.target()), Some((WHO, b"last words".to_vec())));
     assert_eq!(receive(harness.target()), Some((WHO, b"later".to_vec())));
     assert_eq!(receive(harness.target()), None);
+}
+
+pub fn a_reply_reaches_the_endpoint_that_asked<H: Harness>() {
+    let harness = H::start();
+    let target = harness.target();
+    // Of one host and tenant: only their numbers differ.
+    let (mut one, mut two) = (harness.client(WHO), harness.client(WHO));
+    assert_eq!((two.send(b"from two"), one.send(b"from one")), (Ok(8), Ok(8)));
+    let (second, message) = receive_from(target).unwrap();
+    assert_eq!((second.who, &message[..]), (WHO, &b"from two"[..]));
+    let (first, _) = receive_from(target).unwrap();
+    assert_ne!(first.endpoint, second.endpoint);
+    assert!(target.reply(second.endpoint, b"to two") && target.reply(first.endpoint, b"to one"));
+    for (client, expected) in [(&mut two, b"to two"), (&mut one, b"to one")] {
+        let mut out = Vec::new();
+        while !client.endpoint.receive(&mut out) {
+            harness.settle();
+        }
+        assert_eq!(&out, expected);
+        assert!(!client.endpoint.receive(&mut out), "the reply to the other one");
+        // A later message: by now the target knows that the reply was taken.
+        assert_eq!(client.send(b"taken"), Ok(5));
+        assert!(receive_from(target).is_some());
+    }
+    assert!(!target.reply(first.endpoint, &[1; 513]), "it is too long");
+    for _ in 0..LIMITS.receive_depth {
+        assert!(target.reply(first.endpoint, b"x"));
+    }
+    assert!(!target.reply(first.endpoint, b"x"), "there is no room");
+    assert!(target.reply(second.endpoint, b"x"), "another endpoint has room");
+    assert!(!target.reply(EndpointNumber(u64::MAX), b"x"), "there is no such endpoint");
+    target.fence(HOST, WHO.epoch);
+    assert!(!target.reply(second.endpoint, b"x"), "it is fenced");
+}
+
+pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
+    let harness = H::start();
+    let target = harness.target();
+    let mut numbers = Vec::new();
+    for _ in 0..20 {
+        let mut client = harness.client(WHO);
+        assert_eq!(client.send(b"x"), Ok(1));
+        let (from, _) = receive_from(target).unwrap();
+        assert!(!numbers.contains(&from.endpoint));
+        drop(client);
+        // The target notices the end of a connection only a moment later.
+        while target.endpoints() > 0 {
+            harness.settle();
+        }
+        assert!(!target.reply(from.endpoint, b"x"), "it is gone");
+        numbers.push(from.endpoint);
+    }
+}
+
+pub fn a_waiting_target_is_woken_by_a_message<H: Harness + Sync>() {
+    const ROUNDS: u8 = 100;
+    let harness = H::start();
+    let target = harness.target();
+    target.wait(Duration::ZERO);
+    assert_eq!(receive(target), None);
+    let mut client = harness.client(WHO);
+    std::thread::scope(|scope| {
+        let owner = scope.spawn(|| {
+            for round in 0..ROUNDS {
+                loop {
+                    target.wait(Duration::MAX);
+                    if let Some((from, message)) = receive_from(target) {
+                        assert_eq!(message, [round]);
+                        assert!(target.reply(from.endpoint, &[round]));
+                        break;
+                    }
+                }
+            }
+        });
+        for round in 0..ROUNDS {
+            assert_eq!(client.send(&[round]), Ok(1));
+            let mut out = Vec::new();
+            while !client.endpoint.receive(&mut out) {
+                harness.settle();
+            }
+            assert_eq!(out, [round]);
+        }
+        owner.join().unwrap();
+    });
 }

@@ -9,6 +9,8 @@ macro_rules! conformance {
             messages::the_receiver_is_bounded,
             messages::long_messages_are_refused,
             messages::messages_outlive_their_sender,
+            messages::a_reply_reaches_the_endpoint_that_asked,
+            messages::numbers_of_endpoints_are_never_reused,
         }
     };
 }

@@ -1,6 +1,7 @@
 //! Tests of what only a network does: broken connections, stalled peers, hostile peers.
 
 mod golden;
+mod many;
 mod relay;
 mod strangers;
 
@@ -14,8 +15,8 @@ use aquifer_fabric::handshake::RefusalCode;
 use aquifer_fabric::tcp::{self, ConnectOptions, Rate, TcpOptions, TcpTarget};
 use aquifer_fabric::{
     Access, Completion, Endpoint, EndpointError, Host, Identity, Key, LocalKey, LocalSlice, Memory,
-    MessageHandler, Region, RemoteAddr, Scope, Target, Tenant, TenantCounters, Verb, WindowSpec, Work,
-    WorkError,
+    MessageHandler, Region, RemoteAddr, Scope, Sender, Target, Tenant, TenantCounters, Verb, WindowSpec,
+    Work, WorkError,
 };
 
 const KEY: ClusterKey = ClusterKey([3; 32]);
@@ -302,8 +303,8 @@ fn an_initiator_with_another_key_is_refused() {
 struct Echo;
 
 impl MessageHandler for Echo {
-    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>) {
-        answer.extend_from_slice(&from.host.0.to_le_bytes());
+    fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>) {
+        answer.extend_from_slice(&from.who.host.0.to_le_bytes());
         answer.extend_from_slice(message);
     }
 }

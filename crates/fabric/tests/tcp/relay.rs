@@ -138,7 +138,7 @@ fn broken_connections_lose_and_double_nothing() {
 /// A sent message arrives once, and so does its answer.
 fn exchange(target: &TcpTarget, client: &mut super::TcpClient, round: u64) {
     let mut message = Vec::new();
-    assert_eq!(target.receive(&mut message), Some(WHO));
+    assert_eq!(target.receive(&mut message).map(|from| from.who), Some(WHO));
     assert_eq!(message, round.to_le_bytes());
     assert_eq!(target.receive(&mut message), None);
     assert_eq!(target.send(WHO.host, &message), 1);

@@ -133,6 +133,7 @@ fn same_error(error: &EndpointError) -> EndpointError {
         EndpointError::Local { bytes, source } => {
             EndpointError::Local { bytes: *bytes, source: same_source(source) }
         }
+        EndpointError::ReadOnlyLocal => EndpointError::ReadOnlyLocal,
         EndpointError::TooManyLocal { limit } => EndpointError::TooManyLocal { limit: *limit },
     }
 }

@@ -49,7 +49,7 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
             empty_polls += 1;
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(IDLE_PAUSE);
+            target.wait(IDLE_PAUSE);
         }
     }
 }
@@ -60,7 +60,7 @@ pub fn echo(target: &ShmTarget, message: &mut Vec<u8>) -> bool {
     let Some(from) = target.receive(message) else {
         return false;
     };
-    target.send(from.host, message);
+    target.reply(from.endpoint, message);
     true
 }
 

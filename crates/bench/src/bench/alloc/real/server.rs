@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{Access, Identity, Memory, MessageHandler, Scope, Target};
+use aquifer_fabric::{Access, Memory, MessageHandler, Scope, Target};
 use aquifer_pool::size::{SECTION_BYTES, SECTION_CHUNKS};
 use aquifer_pool::{NodeId, NodeMemory};
 
@@ -58,9 +58,9 @@ struct TransportServer {
 }
 
 impl MessageHandler for TransportServer {
-    fn handle(&self, from: Identity, message: &[u8], answer: &mut Vec<u8>) {
+    fn handle(&self, from: aquifer_fabric::Sender, message: &[u8], answer: &mut Vec<u8>) {
         let Some(target) = self.target.upgrade() else { return };
-        let (bytes, retired) = lock(&self.rpc_server).answer(&*target, from, message);
+        let (bytes, retired) = lock(&self.rpc_server).answer(&*target, from.who, message);
         answer.extend_from_slice(&bytes);
         if let Some(retired) = retired {
             // The receiver lives as long as the process.
@@ -123,14 +123,14 @@ pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
     let mut looks_until = last + spin_time;
     loop {
         message.clear();
-        if let Some(who) = target.receive(&mut message) {
-            let (answer, retired) = rpc_server.answer(target, who, &message);
+        if let Some(from) = target.receive(&mut message) {
+            let (answer, retired) = rpc_server.answer(target, from.who, &message);
             if let Some(retired) = retired
                 && target.invalidate(retired.key).is_ok()
             {
                 rpc_server.reuse(retired);
             }
-            target.send(who.host, &answer);
+            target.reply(from.endpoint, &answer);
             last = Instant::now();
             looks_until = last + spin_time;
             continue;
@@ -139,7 +139,7 @@ pub fn attend(target: &dyn Target, mut rpc_server: RpcServer) {
         if now < looks_until {
             std::thread::yield_now();
         } else {
-            std::thread::sleep(if now - last < BUSY_TIME { BUSY_PAUSE } else { IDLE_PAUSE });
+            target.wait(if now - last < BUSY_TIME { BUSY_PAUSE } else { IDLE_PAUSE });
             looks_until = Instant::now();
         }
     }
