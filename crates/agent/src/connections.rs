@@ -210,7 +210,7 @@ impl Connections {
                 let may_see = |tenant| may_see(peer.uid, tenant);
                 let host = self.nodes.host();
                 let status = status(&self.service, &self.sessions, host, &self.node_watch, may_see);
-                Frame::StatusReport(serde_json::to_string(&status).expect("numbers can be written"))
+                Frame::StatusReport(crate::report::fitting_json(status))
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),

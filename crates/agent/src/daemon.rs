@@ -5,7 +5,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{HoldRefused, RestoredItem};
@@ -400,9 +400,11 @@ fn join(options: &AgentOptions, state: &mut HostState) -> Result<Membership, Age
 }
 
 fn end_runs(service: &PagingService, reason: &str) {
-    for run in service.runs() {
-        run.end(reason);
-        if !run.wait_empty(RUN_END_TIMEOUT) {
+    let runs = service.runs();
+    runs.iter().for_each(|run| run.end(reason));
+    let deadline = Instant::now() + RUN_END_TIMEOUT;
+    for run in runs {
+        if !run.wait_empty(deadline.saturating_duration_since(Instant::now())) {
             tracing::error!(run = run.id(), timeout = ?RUN_END_TIMEOUT, "programs have not ended in time");
         }
         service.close_run(&run);

@@ -7,6 +7,9 @@ use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStati
 
 use crate::node_watch::NodeWatch;
 
+/// Most bytes of a status, which is one frame.
+const STATUS_BYTES_MAX: usize = aquifer_ipc::FRAME_BYTES_MAX - 1024;
+
 /// Most tenants, users and sessions in an answer, which is one frame.
 const STATUS_ENTRIES_MAX: usize = 64;
 
@@ -63,5 +66,26 @@ pub(crate) fn status(
         sessions: session_statistics(sessions, &may_see),
         users: user_statistics(sessions, &may_see),
         runs: service.runs().iter().filter(|run| may_see(run.tenant())).map(|run| run.report()).collect(),
+    }
+}
+
+/// A status as JSON that fits into a frame: the smallest programs and runs are left out if there
+/// are too many.
+pub(crate) fn fitting_json(mut status: AgentStatus) -> String {
+    status.runs.sort_by_key(|run| std::cmp::Reverse(run.resident_bytes));
+    for run in &mut status.runs {
+        run.programs.sort_by_key(|program| std::cmp::Reverse(program.held_bytes));
+    }
+    loop {
+        let json = serde_json::to_string(&status).expect("numbers can be written");
+        let most = status.runs.iter().map(|run| run.programs.len()).max().unwrap_or(0);
+        if json.len() <= STATUS_BYTES_MAX || status.runs.is_empty() {
+            return json;
+        }
+        if most > 1 {
+            status.runs.iter_mut().for_each(|run| run.programs.truncate(most / 2));
+        } else {
+            status.runs.truncate(status.runs.len() / 2);
+        }
     }
 }

@@ -28,8 +28,8 @@ pub trait PageMover {
     /// Moves pages from the bounce buffer to the same indices of the staging buffer. Returns how
     /// many moves the kernel counted, and the error that ended the call.
     fn stage(&mut self, index: usize, pages: usize) -> (usize, isize);
-    /// Drops all pages of the staging buffer.
-    fn empty_staging(&mut self);
+    /// Drops all pages of the staging buffer. Returns whether it is empty.
+    fn empty_staging(&mut self) -> bool;
 }
 
 /// The addresses of the pages of a batch, and the status of each page.
@@ -44,7 +44,8 @@ pub trait PageBatch {
     fn is_moved(&self, index: usize) -> bool;
 }
 
-/// A page could not be moved from the bounce buffer to the staging buffer.
+/// A page could not be moved from the bounce buffer to the staging buffer, or that buffer could not
+/// be emptied.
 #[derive(Debug)]
 pub struct StagingError;
 
@@ -74,12 +75,16 @@ pub fn move_batch(mover: &mut impl PageMover, batch: &impl PageBatch) -> Result<
 /// the process by it (`docs/formats/paging.md`). Such a page cannot be dropped in place, because
 /// that would raise an event. So it is moved to the staging buffer first.
 fn empty_buffers(mover: &mut impl PageMover) -> Result<(), StagingError> {
-    mover.empty_staging();
+    if !mover.empty_staging() {
+        return Err(StagingError);
+    }
     let mut occupied = [false; BATCH_PAGES_MAX];
     mover.find_occupied(&mut occupied);
     if occupied.contains(&true) {
         stage(mover, BATCH_PAGES_MAX, |index| occupied[index])?;
-        mover.empty_staging();
+        if !mover.empty_staging() {
+            return Err(StagingError);
+        }
     }
     Ok(())
 }

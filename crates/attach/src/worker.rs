@@ -285,11 +285,24 @@ impl PageMover for WorkerMemory<'_> {
         uffd::move_pages(self.worker.staging_uffd, to, self.bounce_page(index), pages)
     }
 
-    fn empty_staging(&mut self) {
-        // SAFETY: only this library uses the range, and the agent has copied the pages in it.
+    fn empty_staging(&mut self) -> bool {
+        let bytes = BATCH_PAGES_MAX * PAGE;
+        // SAFETY: only this library uses the ranges, and the agent has copied the pages that are
+        // dropped.
         unsafe {
-            let bytes = BATCH_PAGES_MAX * PAGE;
-            syscall(libc::SYS_madvise, [self.staging_buffer, bytes, libc::MADV_DONTNEED as usize, 0, 0, 0]);
+            let drop_pages = || {
+                let advice = libc::MADV_DONTNEED as usize;
+                syscall(libc::SYS_madvise, [self.staging_buffer, bytes, advice, 0, 0, 0])
+            };
+            if drop_pages() == 0 {
+                return true;
+            }
+            // `mlockall` has locked both buffers. While they are, the kernel drops no page, and
+            // moves locked pages of the program.
+            let staging_bytes = STAGING_BUFFERS * bytes;
+            syscall(libc::SYS_munlock, [self.worker.staging, staging_bytes, 0, 0, 0, 0]);
+            syscall(libc::SYS_munlock, [self.worker.bounce_buffer, bytes, 0, 0, 0, 0]);
+            drop_pages() == 0
         }
     }
 }

@@ -156,8 +156,9 @@ impl PageMover for KernelModel {
         outcome
     }
 
-    fn empty_staging(&mut self) {
+    fn empty_staging(&mut self) -> bool {
         self.staging.fill(None);
+        true
     }
 }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
 
 use crate::kernel::{FillOutcome, FillStop, PageFault, UffdMessage};
 
@@ -181,6 +182,15 @@ impl Userfaultfd {
         self.request(UFFDIO_REGISTER, &raw mut argument)
     }
 
+    /// Makes reads return at once again.
+    pub(crate) fn make_nonblocking(&self) {
+        let flags = rustix::fs::fcntl_getfl(&self.0);
+        let set = flags.and_then(|flags| rustix::fs::fcntl_setfl(&self.0, flags | OFlags::NONBLOCK));
+        if let Err(error) = set {
+            tracing::debug!(%error, "cannot make a userfaultfd non-blocking");
+        }
+    }
+
     /// Fills missing pages with a copy of this process' memory.
     ///
     /// # Safety
@@ -229,6 +239,14 @@ impl Userfaultfd {
             Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => None,
             Err(_) => Some(false),
         }
+    }
+
+    /// Whether the memory exists, by a request that changes nothing but the write protection of a
+    /// page.
+    pub(crate) fn is_alive(&self, page: PageNumber) -> bool {
+        let mut argument = ProtectArgument { range: range(page, page + 1), mode: DO_NOT_WAKE };
+        let result = self.request(UFFDIO_WRITEPROTECT, &raw mut argument);
+        !result.is_err_and(|error| error.raw_os_error() == Some(libc::ESRCH))
     }
 
     /// Removes write protection and wakes the threads that wait for it.

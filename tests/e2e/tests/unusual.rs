@@ -124,6 +124,16 @@ fn memory_that_is_wiped_on_fork_is_empty_in_the_child() {
 }
 
 #[test]
+fn wiped_memory_is_empty_in_a_child_that_libc_does_not_make() {
+    check("wipe-on-clone");
+}
+
+#[test]
+fn all_memory_may_be_locked_and_unlocked() {
+    check("lock-all");
+}
+
+#[test]
 fn what_is_mapped_where_a_child_did_not_inherit_is_empty() {
     check("dont-fork");
 }

@@ -89,12 +89,13 @@ const CHECK_ARCHITECTURE: [Instruction; 4] = [
 ];
 
 /// System calls that the worker makes, and that are allowed with any arguments.
-const UNRESTRICTED: [i64; 10] = [
+const UNRESTRICTED: [i64; 11] = [
     libc::SYS_futex,
     libc::SYS_futex_waitv,
     libc::SYS_clock_gettime,
     libc::SYS_sched_yield,
     libc::SYS_mincore,
+    libc::SYS_munlock,
     libc::SYS_poll,
     libc::SYS_sendto,
     libc::SYS_restart_syscall,

@@ -265,9 +265,10 @@ impl ProcessEdge {
         areas
     }
 
-    /// Whether the program's memory exists, by a trial fill of the canary.
-    pub(crate) fn is_alive(&mut self) -> bool {
-        self.canary().fill(&self.uffd).stop != Some(FillStop::Ended)
+    /// Whether the program's memory exists. The canary stays missing, so that a process can be
+    /// identified by it.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.uffd.is_alive(self.canary().page)
     }
 
     fn canary(&self) -> Canary {
@@ -567,7 +568,9 @@ impl Kernel for ProcessEdge {
     }
 
     fn is_pinned(&self, page: PageNumber) -> bool {
+        let shim = self.program.bounds().shim_range;
         page == self.canary().page
+            || (shim.start / PAGE..shim.end.div_ceil(PAGE)).contains(&page)
             || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }
 

@@ -22,6 +22,8 @@ use crate::monitor::{Monitor, TurnOutcome};
 const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time from the end of a worker to the first look whether the memory is gone. It doubles.
 const FIRST_PROBE: Duration = Duration::from_millis(1);
+/// Pause after a program has changed its userfaultfd.
+const POLL_ERROR_PAUSE: Duration = Duration::from_millis(5);
 /// Yields before the monitor sleeps: two are cheaper than to sleep and be woken.
 const YIELDS_BEFORE_SLEEP: u32 = 2;
 
@@ -44,7 +46,7 @@ pub(crate) fn spawn(
                 monitor,
                 program: Arc::clone(&program),
                 outlived: None,
-                next_probe: Instant::now(),
+                next_probe: Instant::now() + FIRST_PROBE,
             }
             .run();
         }
@@ -142,6 +144,11 @@ impl MonitorLoop {
         // SAFETY: the array has two valid entries.
         unsafe { libc::poll(fds.as_mut_ptr(), 2, timeout_ms) };
         self.program.end_sleep();
+        if fds[0].revents & libc::POLLERR != 0 {
+            // A process that has the descriptor, too, has made its reads wait.
+            edge.uffd().make_nonblocking();
+            std::thread::sleep(POLL_ERROR_PAUSE);
+        }
         if fds[1].revents != 0 {
             self.program.drain_wakeup();
         }
@@ -186,7 +193,7 @@ impl MonitorLoop {
     /// Looks whether the memory of an unknown process, or one without a worker, is gone.
     fn probe(&mut self) {
         self.outlived = self.outlived.map(|interval| (interval * 2).min(PROBE_INTERVAL));
-        if !self.monitor.edge().is_alive() {
+        if self.program.is_killed() || !self.monitor.edge().is_alive() {
             self.monitor.end();
         }
     }

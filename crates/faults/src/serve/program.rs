@@ -31,6 +31,9 @@ use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 
+/// Descriptors that the agent has for one program, at most.
+const DESCRIPTORS: usize = 12;
+
 /// A request of another thread to a program's monitor.
 #[derive(Debug)]
 pub(crate) enum MonitorRequest {
@@ -371,9 +374,24 @@ pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgra
     })
 }
 
+/// The most programs of one user at once: it leaves a quarter of the agent's descriptors to others.
+fn programs_per_tenant_max() -> usize {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let descriptors = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
+    (descriptors / 4 * 3 / DESCRIPTORS).max(1)
+}
+
 /// Adds a program to a run.
+///
+/// # Errors
+/// If the run or its user has too many, or the system refuses.
 pub(crate) fn new_program(run: &Arc<Run>, id: u64, nonce: Nonce) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+    let of_tenant: usize = service.runs_of(run.tenant()).iter().map(|run| run.programs().len()).sum();
+    if of_tenant >= programs_per_tenant_max() {
+        let limit = programs_per_tenant_max();
+        return Err(io::Error::other(format!("user {} has {limit} processes already", run.tenant())));
+    }
     let program = Arc::new(Program::new(id, nonce)?);
     if !run.add(&program) {
         return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));

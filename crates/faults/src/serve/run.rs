@@ -65,7 +65,7 @@ impl Run {
             .map_err(std::io::Error::from)?;
         let record = RunRecord {
             token: RunToken(token).to_hex(),
-            name: open.name.clone(),
+            name: printable(&open.name),
             limit_bytes,
             tenant,
             replicas,
@@ -248,12 +248,13 @@ impl Run {
         }
         drop(end_reason);
         let programs = self.programs();
+        // Before they are killed: a monitor must not see the end of a worker first.
+        programs.iter().for_each(|program| program.mark_killed());
         let processes = programs.iter().filter_map(|program| program.process());
         let pidfds: Vec<_> = processes.map(ProgramProcess::pidfd).collect();
         if let Err(error) = kill_all_as(self.tenant, &pidfds) {
             tracing::warn!(%error, run = self.name, uid = self.tenant, "cannot kill a program of a run");
         }
-        programs.iter().for_each(|program| program.mark_killed());
     }
 
     /// Why the agent ended the run; `None` if it did not.
@@ -339,4 +340,26 @@ impl Run {
 fn latency_us(latency: &LatencyHistogram) -> LatencyUs {
     let us = |share| Duration::from_nanos(latency.quantile(share)).as_secs_f64() * 1e6;
     LatencyUs { p50: us(0.5), p99: us(0.99), p999: us(0.999) }
+}
+/// Most characters of a run's name.
+const NAME_CHARS_MAX: usize = 64;
+
+/// A name as it is shown to all users: cut, and without characters that change a terminal or the
+/// order of the text.
+fn printable(name: &str) -> String {
+    let is_plain = |symbol: char| symbol.is_alphanumeric() || symbol == ' ' || symbol.is_ascii_punctuation();
+    name.chars().take(NAME_CHARS_MAX).map(|symbol| if is_plain(symbol) { symbol } else { '?' }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_cannot_change_a_terminal_or_fill_a_screen() {
+        assert_eq!(printable("redis-server 6.2"), "redis-server 6.2");
+        assert_eq!(printable("naïve 数据"), "naïve 数据");
+        assert_eq!(printable("a\u{1b}[2J\r\nb\u{9b}c\u{202e}d"), "a?[2J??b?c?d");
+        assert_eq!(printable(&"x".repeat(10_000)).len(), NAME_CHARS_MAX);
+    }
 }

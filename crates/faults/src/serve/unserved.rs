@@ -60,14 +60,14 @@ impl UnservedMemories {
         // A fault that another agent has read is reported once more.
         memory.uffd.wake_all();
         let tenant = memory.tenant;
-        self.push(memory);
+        self.push(service, memory);
         let weak = Arc::downgrade(service);
         if let Err(error) = self.threads.wake(tenant, move || poll_all(&weak, tenant)) {
             tracing::error!(%error, tenant, "cannot watch the memory of ending programs; it stays");
         }
     }
 
-    fn push(&self, memory: UnservedMemory) {
+    fn push(&self, service: &PagingService, memory: UnservedMemory) {
         let mut memories = self.lock();
         let of_tenant = memories.entry(memory.tenant).or_default();
         if of_tenant.len() < PER_TENANT_MAX {
@@ -78,6 +78,9 @@ impl UnservedMemories {
                 limit = PER_TENANT_MAX,
                 "too many ending programs of a user: closing the userfaultfd of one"
             );
+            if memory.is_in_keeper {
+                service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
+            }
         }
     }
 
@@ -93,7 +96,7 @@ impl UnservedMemories {
             }
             may_exist
         });
-        memories.into_iter().chain(forked).for_each(|memory| self.push(memory));
+        memories.into_iter().chain(forked).for_each(|memory| self.push(service, memory));
     }
 
     fn has_any(&self, tenant: u32) -> bool {

@@ -11,6 +11,7 @@
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <signal.h>
 
 #ifndef MADV_GUARD_INSTALL
 #define MADV_GUARD_INSTALL 102
@@ -40,7 +41,19 @@ static void advise(struct area *area, int advice, unsigned round) {
     }
 }
 
-static void fork_with(const char *test, int advice, int undo, uint64_t stream,
+// Without libc, so that no library notices the child.
+static pid_t raw_clone(void) {
+    long result;
+    register long child_word __asm__("r10") = 0;
+    register long storage __asm__("r8") = 0;
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(SYS_clone), "D"(SIGCHLD), "S"(0), "d"(0), "r"(child_word), "r"(storage)
+                     : "rcx", "r11", "memory");
+    return (pid_t)result;
+}
+
+static void fork_with(const char *test, int advice, int undo, uint64_t stream, pid_t (*make)(void),
                       void (*in_child)(struct area *)) {
     struct numbers numbers = numbers_new(stream);
     struct area kept = area_half(test), advised = area_half(test);
@@ -48,7 +61,7 @@ static void fork_with(const char *test, int advice, int undo, uint64_t stream,
         modify_and_verify(&advised, &numbers);
         advise(&advised, advice, round);
         modify_and_verify(&kept, &numbers); // `advised` leaves meanwhile.
-        pid_t child = fork();
+        pid_t child = make();
         if (child < 0) die("fork");
         if (child == 0) {
             in_child(&advised);
@@ -83,11 +96,15 @@ static void expect_hole(struct area *area) {
 }
 
 void test_wipe_on_fork(void) {
-    fork_with("wipe-on-fork", MADV_WIPEONFORK, MADV_KEEPONFORK, 5000, expect_empty);
+    fork_with("wipe-on-fork", MADV_WIPEONFORK, MADV_KEEPONFORK, 5000, fork, expect_empty);
+}
+
+void test_wipe_on_clone(void) {
+    fork_with("wipe-on-clone", MADV_WIPEONFORK, MADV_KEEPONFORK, 5050, raw_clone, expect_empty);
 }
 
 void test_dont_fork(void) {
-    fork_with("dont-fork", MADV_DONTFORK, MADV_DOFORK, 5100, expect_hole);
+    fork_with("dont-fork", MADV_DONTFORK, MADV_DOFORK, 5100, fork, expect_hole);
 }
 
 // The kernel reports a hole in the range, and follows the advice around it.

@@ -177,3 +177,27 @@ void test_pinned(void) {
     area_free(&pinned);
     area_free(&locked);
 }
+
+// All memory is locked in the middle of the run, and unlocked again: what is present must stay so
+// meanwhile, and all must be right.
+void test_lock_all(void) {
+    struct numbers numbers = numbers_new(1600);
+    struct area before = area_new("lock-all", options.bytes / PAGE_BYTES / 2);
+    modify_all(&before, &numbers);
+    for (unsigned round = 0; round < options.rounds + 1; round++) {
+        // A limit on locked memory may forbid it: then this is plain memory.
+        bool is_locked = mlockall(MCL_CURRENT | MCL_ONFAULT) == 0;
+        struct area after = area_new("lock-all", options.bytes / PAGE_BYTES / 2);
+        modify_all(&after, &numbers);
+        verify_all(&before);
+        verify_all(&after);
+        if (is_locked && munlockall() != 0) die("munlockall");
+        modify_all(&after, &numbers);
+        modify_all(&before, &numbers);
+        verify_all(&after);
+        area_free(&after);
+    }
+    verify_all(&before);
+    say("lock-all", before.pages, digest(&before));
+    area_free(&before);
+}

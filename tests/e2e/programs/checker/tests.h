@@ -19,6 +19,7 @@ void test_threads(void);   // threads.c
 void test_syscalls(void);  // syscalls.c
 void test_protect(void);   // pinned.c
 void test_pinned(void);    // pinned.c
+void test_lock_all(void);  // pinned.c
 
 // What few programs do: unusual.c
 void test_daemon(void);
@@ -40,6 +41,7 @@ void test_fork_exit(void);
 
 // Memory that changes without an event of the kernel: advice.c
 void test_wipe_on_fork(void);
+void test_wipe_on_clone(void);
 void test_dont_fork(void);
 void test_guard(void);
 void test_shm_remap(void);
