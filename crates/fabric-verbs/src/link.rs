@@ -262,6 +262,7 @@ pub(super) fn open_session(
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = VerbsLink::open(address, deadline).map_err(unreachable)?;
     let stream = HandshakeStream { link, outgoing: Vec::new(), received: Vec::new(), taken: 0, deadline };
-    let (secured, welcome) = handshake::initiate_session(stream, address, key, hello)?;
+    let (secured, welcome) =
+        handshake::initiate_session(stream, address, &handshake::Credential::Member(key.clone()), hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

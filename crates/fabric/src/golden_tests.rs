@@ -6,7 +6,7 @@ use aquifer_tests_support::golden;
 
 use crate::FabricAddress;
 use crate::handshake::{Refusal, RefusalCode, RefusalReason};
-use crate::target::Host;
+use crate::target::{Host, Tenant};
 use crate::work::EndpointError;
 
 #[test]
@@ -18,7 +18,10 @@ fn golden_refusals() {
         RefusalReason::TryAgain,
         RefusalReason::Fenced { host, fenced: 9, epoch: 8 },
         RefusalReason::Full(3),
+        RefusalReason::TenantFull { tenant: Tenant(5), limit: 3 },
         RefusalReason::UnknownSession,
+        RefusalReason::TicketExpired(3),
+        RefusalReason::OtherIdentity,
         RefusalReason::OtherUser { uid: 1, allowed: 0 },
     ];
     for reason in &reasons {

@@ -39,7 +39,7 @@ pub mod work;
 
 pub use address::{FabricAddress, FabricAddressError, VerbsProvider, WITHOUT_VERBS};
 pub use alias::AliasMapping;
-pub use handshake::ClusterKey;
+pub use handshake::{Admission, ClusterKey, Ticket, TicketSecret, UnixClock};
 pub use key_table::{KeyEntry, KeyTable};
 pub use keys::{REGIONS_LIMIT, WINDOWS_LIMIT};
 pub use memory::Memory;

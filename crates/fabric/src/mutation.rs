@@ -9,6 +9,8 @@ aquifer_mutation::mutations! {
         AcceptOverlap,
         /// A handshake message of any length is read.
         TrustHandshakeLength,
+        /// A ticket for any service is admitted.
+        AcceptAnyService,
         /// An access may end behind the range that its key opens.
         IgnoreRangeEnd,
         /// A word of a translation table that names no unit of the memory names the last one.

@@ -14,7 +14,7 @@ use aquifer_fabric::shm::fuzz_target::{mailbox_seeds, use_mailbox};
 use aquifer_fabric::shm::handshake::{self as shm, RegionRequest, ShmRegion, ShmReply, ShmUnits, ShmWelcome};
 use aquifer_fabric::tcp::fuzz_target::{answer_seeds, handle_answers, request_seeds, serve_requests};
 use aquifer_fabric::{
-    Access, Host, Identity, Key, KeyTable, Limits, Memory, Mutation, Region, Scope, Tenant,
+    Access, Admission, Host, Identity, Key, KeyTable, Limits, Memory, Mutation, Region, Scope, Tenant, Ticket,
 };
 use aquifer_mutation::Mutations;
 
@@ -139,6 +139,9 @@ fn hellos() -> Vec<(&'static str, Vec<u8>)> {
 /// Most bytes that a handshake reads at once.
 const HANDSHAKE_READ_MAX: usize = 4096;
 
+/// Magic and version.
+const PREAMBLE_BYTES: usize = 8;
+
 /// A connection whose peer sends fixed bytes.
 #[derive(Debug)]
 struct FixedStream<'a>(&'a [u8]);
@@ -180,7 +183,13 @@ fn cipher() -> RecordCipher {
 /// Returns whether the bytes begin as a handshake does: no input has the key.
 fn shake_hands(bytes: &[u8]) -> bool {
     let responded = secure::respond(FixedStream(bytes), &KEY);
-    let initiated = secure::initiate(FixedStream(bytes), &KEY);
+    for admission in [Admission::Tickets(3), Admission::MembersAndTickets(3)] {
+        let responded = secure::respond_to(FixedStream(bytes), &KEY, admission);
+        assert!(responded.is_err(), "the peer has no secret of a ticket");
+    }
+    // A target presents no credential.
+    let answer = bytes.get(PREAMBLE_BYTES + 1..).map(|frame| [&bytes[..PREAMBLE_BYTES], frame].concat());
+    let initiated = secure::initiate(FixedStream(answer.as_deref().unwrap_or(bytes)), &KEY);
     assert!(responded.is_err() && initiated.is_err(), "the peer does not have the key");
     CIPHER.with_borrow_mut(|cipher| {
         let mut plain = Vec::new();
@@ -192,11 +201,17 @@ fn shake_hands(bytes: &[u8]) -> bool {
 }
 
 fn handshakes() -> Vec<(&'static str, Vec<u8>)> {
-    let with = |frame: &[u8]| {
+    let with = |credential: &[u8], frame: &[u8]| {
         let length = u16::try_from(frame.len()).expect("it is short").to_le_bytes();
-        [&secure::MAGIC[..], &secure::VERSION.to_le_bytes(), &length, frame].concat()
+        [&secure::MAGIC[..], &secure::VERSION.to_le_bytes(), credential, &length, frame].concat()
     };
-    vec![("wrong-key", with(&[])), ("question", with(&[5; 48]))]
+    let ticket = Ticket { tenant: WHO.tenant, host: WHO.host, epoch: 1, expiry_s: 2, service: 3 };
+    let ticket = [&[1][..], &ticket.encode()].concat();
+    vec![
+        ("wrong-key", with(&[0], &[])),
+        ("question", with(&[0], &[5; 48])),
+        ("ticket", with(&ticket, &[5; 48])),
+    ]
 }
 
 /// Parses a handshake message of shared memory.

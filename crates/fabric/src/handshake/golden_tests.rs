@@ -7,8 +7,8 @@ use std::os::unix::net::UnixStream;
 use aquifer_tests_support::golden;
 
 use super::hello::{Hello, Reply, Resume, Welcome, encode_hello, encode_reply, parse_hello, parse_reply};
-use super::secure::{ClusterKey, MAGIC, VERSION, initiate, respond};
-use super::{Refusal, RefusalCode};
+use super::secure::{ClusterKey, MAGIC, VERSION, initiate, initiate_by, respond};
+use super::{Credential, Refusal, RefusalCode, Ticket};
 use crate::target::{Host, Identity, Region, Tenant};
 use crate::work::{Key, Limits};
 
@@ -61,6 +61,26 @@ fn golden_hello_and_replies() {
     golden.check();
 }
 
+#[test]
+fn golden_tickets() {
+    let mut golden = golden!("ticket");
+    let ticket = Ticket {
+        tenant: Tenant(0x2122_2324),
+        host: Host(0x0102),
+        epoch: 0x1112_1314_1516_1718,
+        expiry_s: 0x3132_3334_3536_3738,
+        service: 0x41,
+    };
+    assert_eq!(Ticket::parse(&ticket.encode()), Some(ticket));
+    golden.bytes("ticket", &ticket.encode());
+    golden.bytes("its secret", &ticket.secret(&KEY).0);
+    let mut initiator = Recorded::new(Vec::new());
+    assert!(initiate_by(&mut initiator, &Credential::Ticket(ticket, ticket.secret(&KEY))).is_err());
+    golden.bytes("first flight without its Noise message", &initiator.1[..35]);
+    assert_eq!(initiator.1.len(), 35 + 48);
+    golden.check();
+}
+
 /// One end of a connection whose other end is a recording.
 struct Recorded(Cursor<Vec<u8>>, Vec<u8>);
 
@@ -86,11 +106,12 @@ impl Write for &mut Recorded {
     }
 }
 
-/// A recorded first flight of an initiator with [`KEY`]: preamble, length, Noise message.
+/// A recorded first flight of an initiator with [`KEY`]: preamble, credential, length, Noise
+/// message.
 /// A target accepts it only with the same pattern, prologue and key.
 const FIRST_FLIGHT: &str = concat!(
-    "415146544350020030008184f0ea041e3ce3bc10435490b8928010254a563b1b",
-    "4ec15711db51b17f5f1a51e92a7a24278b9501fc7c2e90b5489f",
+    "4151465443500300003000eb27c18632a8d3726e7cced38bfc11c8b41450ec7c",
+    "b32f194ca20f430ceaa005a3fcefaf9e4f4aceb8ad5d88b6e40bd1",
 );
 
 #[test]
@@ -99,22 +120,23 @@ fn golden_first_flights() {
     let flight: Vec<u8> = (0..FIRST_FLIGHT.len()).step_by(2).map(digits).collect();
     let mut target = Recorded::new(flight.clone());
     respond(&mut target, &KEY).expect("the recorded initiator has the key");
-    // Each flight is 8 bytes, a length, and a message of that length, which contains random bytes.
-    assert_eq!(target.1[..8], *b"AQFTCP\x02\0");
+    // A flight is 8 bytes, a length, and a message of that length, which contains random bytes.
+    assert_eq!(target.1[..8], *b"AQFTCP\x03\0");
     assert_eq!(target.1[8..10], 48_u16.to_le_bytes());
-    assert_eq!(target.1.len(), flight.len());
-    assert_eq!(flight[..10], target.1[..10]);
+    // The initiator says that it is a member, too.
+    assert_eq!(target.1.len() + 1, flight.len());
+    assert_eq!(flight[..11], *b"AQFTCP\x03\0\0\x30\0");
 
     let mut initiator = Recorded::new(target.1);
     // The recorded answer is to another first flight: its proof fails here.
     assert!(initiate(&mut initiator, &KEY).is_err());
-    assert_eq!(initiator.1[..10], flight[..10]);
+    assert_eq!(initiator.1[..11], flight[..11]);
     assert_eq!(initiator.1.len(), flight.len());
 
     let mut stranger = Recorded::new(flight);
     assert!(respond(&mut stranger, &ClusterKey([1; 32])).is_err());
-    assert_eq!(stranger.1, b"AQFTCP\x02\0\0\0", "length 0 tells a stranger that its key is another");
-    assert_eq!((MAGIC, VERSION), (*b"AQFTCP", 2));
+    assert_eq!(stranger.1, b"AQFTCP\x03\0\0\0", "length 0 tells a stranger that its key is another");
+    assert_eq!((MAGIC, VERSION), (*b"AQFTCP", 3));
 }
 
 #[test]

@@ -1,6 +1,6 @@
-//! The handshake of connections over a network: both ends prove that they hold the cluster key,
-//! then exchange hello and welcome. `common` has what these messages share with those of shared
-//! memory.
+//! The handshake of connections over a network: both ends prove that they hold the cluster key, or
+//! the secret of a ticket, then exchange hello and welcome. `common` has what these messages share
+//! with those of shared memory.
 //!
 //! `docs/formats/fabric-tcp.md` has the bytes.
 
@@ -10,16 +10,18 @@ mod golden_tests;
 pub mod hello;
 pub mod refusal;
 pub mod secure;
+pub mod ticket;
 
 pub use refusal::{Refusal, RefusalCode, RefusalReason};
 pub use secure::ClusterKey;
+pub use ticket::{Admission, Credential, Ticket, TicketSecret, UnixClock};
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use self::hello::{Hello, Reply, Welcome};
-use self::secure::{SecureChannel, SecureError, initiate};
+use self::secure::{SecureChannel, SecureError, initiate_by};
 use crate::work::EndpointError;
 
 /// A connection is closed if its handshake takes longer.
@@ -30,8 +32,8 @@ pub const PENDING_LIMIT: usize = 64;
 /// The time for which a target keeps the session of a broken connection.
 pub const PARKED_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Runs the initiator's handshake over `stream`: proves possession of the cluster key, sends the
-/// hello and receives the welcome.
+/// Runs the initiator's handshake over `stream`: proves the credential, sends the hello and
+/// receives the welcome.
 ///
 /// # Errors
 /// If the target refuses, does not hold the key, or does not speak this protocol; or if the stream
@@ -39,12 +41,12 @@ pub const PARKED_TIMEOUT: Duration = Duration::from_secs(5);
 pub fn initiate_session<S: Read + Write>(
     stream: S,
     address: SocketAddr,
-    key: &ClusterKey,
+    credential: &Credential,
     hello: &Hello,
 ) -> Result<(SecureChannel<S>, Welcome), EndpointError> {
     let address = address.to_string();
     let exchange = || {
-        let mut secured = initiate(stream, key)?;
+        let mut secured = initiate_by(stream, credential)?;
         secured.send(&hello::encode_hello(hello))?;
         let received = secured.receive()?;
         Ok((secured, received))
@@ -53,7 +55,11 @@ pub fn initiate_session<S: Read + Write>(
         Ok(received) => received,
         Err(SecureError::System(source)) => return Err(EndpointError::Unreachable { address, source }),
         Err(SecureError::WrongKey) => {
-            let reason = "the cluster keys differ: give both ends the same --key file".into();
+            let reason = match credential {
+                Credential::Member(_) => "the cluster keys differ: give both ends the same --key file",
+                Credential::Ticket(..) => "the ticket is not accepted: it is of another cluster or service",
+            };
+            let reason = reason.into();
             let refusal = Refusal { code: RefusalCode::WrongKey, reason };
             return Err(EndpointError::Refused { address, refusal });
         }

@@ -22,12 +22,14 @@ pub enum RefusalCode {
     NoRoom = 4,
     /// The session to resume is not known, and no connection of it is left.
     SessionEnded = 5,
-    /// The cluster keys differ.
+    /// The cluster keys differ, or the ticket is not accepted.
     WrongKey = 6,
+    /// The ticket has expired. The program needs another.
+    TicketExpired = 7,
 }
 
 impl RefusalCode {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Other,
         Self::GoingAway,
         Self::TryAgain,
@@ -35,6 +37,7 @@ impl RefusalCode {
         Self::NoRoom,
         Self::SessionEnded,
         Self::WrongKey,
+        Self::TicketExpired,
     ];
 }
 
@@ -114,6 +117,12 @@ pub enum RefusalReason {
     /// The system gives no random bytes for a session's identifier.
     #[error("the target has no random bytes: {0}")]
     NoRandomBytes(io::Error),
+    /// The ticket has expired.
+    #[error("the ticket expired {0} s ago")]
+    TicketExpired(u64),
+    /// The hello presents another identity than the ticket.
+    #[error("the ticket is for another tenant, host or epoch")]
+    OtherIdentity,
     /// The user of the peer cannot be found out.
     #[error("the user id of the peer is unknown: {0}")]
     UnknownUser(io::Error),
@@ -152,6 +161,8 @@ impl RefusalReason {
             | Self::NoRandomBytes(_)
             | Self::StalledAccess(_)
             | Self::NoMailbox(_) => RefusalCode::NoRoom,
+            Self::TicketExpired(_) => RefusalCode::TicketExpired,
+            Self::OtherIdentity => RefusalCode::WrongKey,
             Self::UnknownSession | Self::ResumePosition => RefusalCode::SessionEnded,
             Self::UnknownUser(_) | Self::OtherUser { .. } | Self::Hello(_) | Self::WelcomeNotSent(_) => {
                 RefusalCode::Other

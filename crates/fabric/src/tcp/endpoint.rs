@@ -27,7 +27,7 @@ use crate::Memory;
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, SessionId, Welcome};
 use crate::handshake::secure::RecordCipher;
-use crate::handshake::{self, ClusterKey, HANDSHAKE_TIMEOUT};
+use crate::handshake::{self, ClusterKey, Credential, HANDSHAKE_TIMEOUT, Ticket, TicketSecret};
 use crate::locals::LocalMemories;
 use crate::memory::copy;
 use crate::target::{Identity, Region};
@@ -50,7 +50,7 @@ struct PendingWork {
 /// One connection to a [`super::TcpTarget`].
 pub struct TcpEndpoint {
     address: SocketAddr,
-    key: ClusterKey,
+    credential: Credential,
     options: ConnectOptions,
     who: Identity,
     stream: TcpStream,
@@ -105,10 +105,24 @@ pub fn connect(
     Ok(Box::new(TcpEndpoint::connect(address, key, who, options)?))
 }
 
+/// Connects to the target that listens at `address` with a ticket, which says who connects.
+///
+/// # Errors
+/// If no target listens there, the target refuses the ticket, or it cannot derive its secret.
+pub fn connect_with_ticket(
+    address: SocketAddr,
+    ticket: &Ticket,
+    secret: &TicketSecret,
+    options: ConnectOptions,
+) -> Result<Box<dyn Endpoint>, EndpointError> {
+    let credential = Credential::Ticket(*ticket, secret.clone());
+    Ok(Box::new(TcpEndpoint::connect_by(address, credential, ticket.identity(), options)?))
+}
+
 /// Connects and runs the handshake.
 fn open_session(
     address: SocketAddr,
-    key: &ClusterKey,
+    credential: &Credential,
     hello: &Hello,
     timeout: Duration,
 ) -> Result<(TcpStream, RecordCipher, Welcome), EndpointError> {
@@ -116,7 +130,7 @@ fn open_session(
     let stream = connect_unpaced(address, timeout).map_err(unreachable)?;
     configure(&stream).map_err(unreachable)?;
     let deadlined = DeadlineStream::new(stream, Instant::now() + timeout);
-    let (secured, welcome) = handshake::initiate_session(deadlined, address, key, hello)?;
+    let (secured, welcome) = handshake::initiate_session(deadlined, address, credential, hello)?;
     let (stream, cipher) = secured.into_parts();
     let stream = stream.into_inner();
     stream.set_nonblocking(true).map_err(unreachable)?;
@@ -134,9 +148,19 @@ impl TcpEndpoint {
         who: Identity,
         options: ConnectOptions,
     ) -> Result<Self, EndpointError> {
+        Self::connect_by(address, Credential::Member(key.clone()), who, options)
+    }
+
+    fn connect_by(
+        address: SocketAddr,
+        credential: Credential,
+        who: Identity,
+        options: ConnectOptions,
+    ) -> Result<Self, EndpointError> {
         let hello = Hello { who, encrypt: options.encrypt, resume: None };
-        let (stream, cipher, welcome) = open_session(address, key, &hello, HANDSHAKE_TIMEOUT)?;
-        Ok(Self::over(stream, welcome.encrypt.then_some(cipher), welcome, (address, key, who, options)))
+        let (stream, cipher, welcome) = open_session(address, &credential, &hello, HANDSHAKE_TIMEOUT)?;
+        let parts = (address, credential, who, options);
+        Ok(Self::over(stream, welcome.encrypt.then_some(cipher), welcome, parts))
     }
 
     /// An endpoint over an open connection.
@@ -144,11 +168,11 @@ impl TcpEndpoint {
         stream: TcpStream,
         cipher: Option<RecordCipher>,
         welcome: Welcome,
-        (address, key, who, options): (SocketAddr, &ClusterKey, Identity, ConnectOptions),
+        (address, credential, who, options): (SocketAddr, Credential, Identity, ConnectOptions),
     ) -> Self {
         Self {
             address,
-            key: key.clone(),
+            credential,
             busy_poll: BusyPoll::new(options.spin_time),
             options,
             who,

@@ -10,8 +10,8 @@
 //!
 //! - `endpoint`, `stream`: the initiator's end.
 //! - `session`: the target's end of a session, a state machine over bytes that does no I/O.
-//! - `serve`: the threads that serve connections (`connection`). `acceptor`: accepts initiators. `target`: the
-//!   owner's end.
+//! - `serve`: the threads that serve connections, each of which is a `connection`.
+//! - `acceptor`: accepts initiators. `target`: the owner's end. `regions`: what threads find.
 //! - `busy_poll`: both ends poll before they sleep.
 //! - [`wire`]: the bytes that follow the messages of [`crate::handshake`].
 
@@ -33,13 +33,13 @@ mod stream;
 mod target;
 pub mod wire;
 
-pub use endpoint::{TcpEndpoint, connect};
+pub use endpoint::{TcpEndpoint, connect, connect_with_ticket};
 pub use stream::{avoid_pacing, connect_unpaced};
 pub use target::TcpTarget;
 
 use std::time::Duration;
 
-use crate::handshake::hello;
+use crate::handshake::{Admission, UnixClock, hello};
 use crate::keys::REGIONS_DEFAULT;
 use crate::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
 use crate::sessions::SessionLimits;
@@ -73,6 +73,10 @@ pub struct TcpOptions {
     /// How long a thread polls for the next request before it sleeps. Polling uses a processor
     /// under load; zero disables it.
     pub spin_time: Duration,
+    /// The initiators that are admitted.
+    pub admission: Admission,
+    /// The clock by which tickets expire.
+    pub clock: UnixClock,
 }
 
 /// The limit of one tenant's rate at a target, for all its endpoints together. Requests above it
@@ -97,6 +101,8 @@ impl Default for TcpOptions {
             encrypt: true,
             rate: Rate::default(),
             spin_time: SPIN_TIME,
+            admission: Admission::default(),
+            clock: UnixClock::default(),
         }
     }
 }

@@ -4,6 +4,7 @@ mod golden;
 mod many;
 mod relay;
 mod strangers;
+mod tickets;
 
 use std::net::SocketAddr;
 use std::sync::Arc;

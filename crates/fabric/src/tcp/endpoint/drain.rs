@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{TcpEndpoint, open_session};
-use crate::handshake::ClusterKey;
+use crate::handshake::Credential;
 use crate::handshake::hello::{Hello, Resume, SessionId};
 use crate::handshake::{HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::target::Identity;
@@ -18,7 +18,7 @@ const RETRY_EVERY: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub(super) struct TcpDrain {
     address: SocketAddr,
-    key: ClusterKey,
+    credential: Credential,
     who: Identity,
     session: SessionId,
 }
@@ -29,7 +29,7 @@ impl TcpDrain {
         let is_in_doubt = endpoint.broken || is_awaited;
         is_in_doubt.then(|| Self {
             address: endpoint.address,
-            key: endpoint.key.clone(),
+            credential: endpoint.credential.clone(),
             who: endpoint.who,
             session: endpoint.session,
         })
@@ -46,7 +46,7 @@ impl DrainHandle for TcpDrain {
         let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_EVERY);
-            match open_session(self.address, &self.key, &hello, left) {
+            match open_session(self.address, &self.credential, &hello, left) {
                 Err(EndpointError::Refused { refusal, .. }) if refusal.code != RefusalCode::TryAgain => {
                     return Ok(());
                 }

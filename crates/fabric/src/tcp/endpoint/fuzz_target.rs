@@ -62,8 +62,8 @@ fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
     let welcome = Welcome { session: [0; 16], done: 0, encrypt: false, limits, regions: Vec::new() };
     let who = Identity { host: crate::Host(1), epoch: 1, tenant: crate::Tenant(1) };
     let address = SocketAddr::from(([127, 0, 0, 1], 1));
-    let key = ClusterKey([0; 32]);
-    let parts = (address, &key, who, ConnectOptions::default());
+    let credential = Credential::Member(ClusterKey([0; 32]));
+    let parts = (address, credential, who, ConnectOptions::default());
     let mut endpoint = TcpEndpoint::over(TcpStream::from(OwnedFd::from(near)), None, welcome, parts);
     endpoint.locals.add(Arc::clone(memory), 1).expect("it is the first");
     let remote = RemoteAddr { addr: 0, key: Key(1) };

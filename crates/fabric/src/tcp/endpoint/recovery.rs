@@ -9,7 +9,7 @@ use super::{PendingWork, TcpEndpoint, open_session};
 use crate::background::BackgroundTask;
 use crate::handshake::hello::{Hello, Resume, Welcome};
 use crate::handshake::secure::RecordCipher;
-use crate::handshake::{ClusterKey, HANDSHAKE_TIMEOUT, RefusalCode};
+use crate::handshake::{Credential, HANDSHAKE_TIMEOUT, RefusalCode};
 use crate::tcp::wire::{self, RequestHead};
 use crate::work::{EndpointError, Verb, WorkError};
 
@@ -54,9 +54,9 @@ impl TcpEndpoint {
         };
         let hello = Hello { who: self.who, encrypt: self.options.encrypt, resume: Some(resume) };
         let deadline = Instant::now() + self.options.reconnect_time;
-        let (address, key) = (self.address, self.key.clone());
+        let (address, credential) = (self.address, self.credential.clone());
         let started = BackgroundTask::start("fabric-reconn", move |is_awaited| {
-            open_session_until(address, &key, &hello, deadline, is_awaited)
+            open_session_until(address, &credential, &hello, deadline, is_awaited)
         });
         match started {
             Ok(task) => {
@@ -147,14 +147,14 @@ pub(super) type ReconnectReply = Result<(TcpStream, RecordCipher, Welcome), Endp
 /// not awaited any more.
 fn open_session_until(
     address: SocketAddr,
-    key: &ClusterKey,
+    credential: &Credential,
     hello: &Hello,
     deadline: Instant,
     is_awaited: &dyn Fn() -> bool,
 ) -> ReconnectReply {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        let error = match open_session(address, key, hello, left.min(HANDSHAKE_TIMEOUT)) {
+        let error = match open_session(address, credential, hello, left.min(HANDSHAKE_TIMEOUT)) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

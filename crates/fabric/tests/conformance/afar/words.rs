@@ -11,7 +11,7 @@ use aquifer_fabric::{
     Verb, Work, WorkError,
 };
 
-const REFUSALS: [RefusalCode; 7] = [
+const REFUSALS: [RefusalCode; 8] = [
     RefusalCode::Other,
     RefusalCode::GoingAway,
     RefusalCode::TryAgain,
@@ -19,6 +19,7 @@ const REFUSALS: [RefusalCode; 7] = [
     RefusalCode::NoRoom,
     RefusalCode::SessionEnded,
     RefusalCode::WrongKey,
+    RefusalCode::TicketExpired,
 ];
 
 const ERRORS: [WorkError; 9] = [
