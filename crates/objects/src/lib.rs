@@ -8,7 +8,7 @@
 //!
 //! What is here is pure: state without system calls, clock, threads or random numbers of its own.
 //!
-//! - [`pointer`], [`header`]: the words that clients and the heap exchange.
+//! - [`mod@pointer`], [`header`]: the words that clients and the heap exchange.
 //! - [`slot`]: the order of loads and stores that makes reads valid.
 //! - [`class`]: sizes of slots and blocks.
 //! - [`id`]: what tells objects of one block apart, and which blocks can be merged.
