@@ -1,5 +1,3 @@
-use std::time::Duration;
-
 use aquifer_fabric::{EndpointNumber, Host, Identity, Sender, Target, WorkError};
 
 use super::harness::{HOST, Harness, LIMITS, WHO};
@@ -146,36 +144,4 @@ pub fn numbers_of_endpoints_are_never_reused<H: Harness>() {
         assert!(!target.reply(from.endpoint, b"x"), "it is gone");
         numbers.push(from.endpoint);
     }
-}
-
-pub fn a_waiting_target_is_woken_by_a_message<H: Harness + Sync>() {
-    const ROUNDS: u8 = 100;
-    let harness = H::start();
-    let target = harness.target();
-    target.wait(Duration::ZERO);
-    assert_eq!(receive(target), None);
-    let mut client = harness.client(WHO);
-    std::thread::scope(|scope| {
-        let owner = scope.spawn(|| {
-            for round in 0..ROUNDS {
-                loop {
-                    target.wait(Duration::MAX);
-                    if let Some((from, message)) = receive_from(target) {
-                        assert_eq!(message, [round]);
-                        assert!(target.reply(from.endpoint, &[round]));
-                        break;
-                    }
-                }
-            }
-        });
-        for round in 0..ROUNDS {
-            assert_eq!(client.send(&[round]), Ok(1));
-            let mut out = Vec::new();
-            while !client.endpoint.receive(&mut out) {
-                harness.settle();
-            }
-            assert_eq!(out, [round]);
-        }
-        owner.join().unwrap();
-    });
 }

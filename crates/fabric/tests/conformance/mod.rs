@@ -14,6 +14,7 @@ mod messages;
 mod movable;
 mod providers;
 mod regions;
+mod waiting;
 
 /// The suite, and the tests of what only targets in software do.
 macro_rules! soft_conformance {
@@ -38,17 +39,17 @@ macro_rules! soft_conformance {
 
 mod shm {
     soft_conformance!(super::providers::ShmHarness);
-    each_test! { super::providers::ShmHarness; messages::a_waiting_target_is_woken_by_a_message }
+    each_test! { super::providers::ShmHarness; waiting::a_waiting_target_is_woken_by_a_message }
 }
 
 mod tcp {
     soft_conformance!(super::providers::TcpHarness<false>);
-    each_test! { super::providers::TcpHarness<false>; messages::a_waiting_target_is_woken_by_a_message }
+    each_test! { super::providers::TcpHarness<false>; waiting::a_waiting_target_is_woken_by_a_message }
 }
 
 mod tcp_sealed {
     soft_conformance!(super::providers::TcpHarness<true>);
-    each_test! { super::providers::TcpHarness<true>; messages::a_waiting_target_is_woken_by_a_message }
+    each_test! { super::providers::TcpHarness<true>; waiting::a_waiting_target_is_woken_by_a_message }
 }
 
 mod sim {
