@@ -3,6 +3,7 @@
 use crate::class::{ClassId, Classes};
 use crate::header::{Header, Lock, ObjectNumber};
 use crate::pointer::{BlockAddress, Pointer};
+use crate::wire::{Answer, BlockRegion, Refused, Request};
 
 #[test]
 fn golden_pointer() {
@@ -54,3 +55,46 @@ const GOLDEN: [(u8, u32, u8); 12] = [
     (59, 18_072, 8),
     (65, 32_768, 8),
 ];
+
+#[test]
+fn golden_messages() {
+    let pointer =
+        Pointer { node: 1, heap: 2, class: ClassId(3), address: 0x40, number: ObjectNumber::new(5).unwrap() };
+    let of_pointer = "40000000000002000500000000301000";
+    let none = "0".repeat(32);
+    let requests = [
+        (Request::Open, format!("0101000000000000{none}")),
+        (Request::Allocate { bytes: 100 }, format!("0201000064000000{none}")),
+        (Request::Free(pointer), format!("0301000000000000{of_pointer}")),
+        (Request::Read(pointer), format!("0401000000000000{of_pointer}")),
+        (Request::Write(pointer, b"ab"), format!("0501000002000000{of_pointer}6162")),
+        (Request::Correct(pointer), format!("0601000000000000{of_pointer}")),
+        (Request::Release(pointer), format!("0701000000000000{of_pointer}")),
+    ];
+    for (request, golden) in requests {
+        let mut message = Vec::new();
+        request.encode(&mut message);
+        assert_eq!(hex(&message), golden, "{request:?}");
+    }
+    let region = BlockRegion { base: 0x10, key: 0x20, heap: 0x30, node: 0x40 };
+    let of_region = "10000000000000002000000030004000";
+    let answers = [
+        (Answer::Opened(vec![region]), format!("8101000001000000{none}{of_region}")),
+        (Answer::Pointer(pointer, true), format!("8201010000000000{of_pointer}")),
+        (Answer::Bytes(pointer, false, b"ab"), format!("8301000002000000{of_pointer}6162")),
+        (Answer::Refused(Refused::NoObject), format!("8401000001000000{none}")),
+        (Answer::Refused(Refused::Full), format!("8401000002000000{none}")),
+        (Answer::Refused(Refused::TooLarge), format!("8401000003000000{none}")),
+        (Answer::Refused(Refused::Busy), format!("8401000004000000{none}")),
+        (Answer::Refused(Refused::Invalid), format!("8401000005000000{none}")),
+    ];
+    for (answer, golden) in answers {
+        let mut message = Vec::new();
+        answer.encode(&mut message);
+        assert_eq!(hex(&message), golden, "{answer:?}");
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

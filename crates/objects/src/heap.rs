@@ -10,7 +10,7 @@ use crate::local::LocalHeap;
 use crate::mutation::Mutation;
 use crate::packing::{Merge, Packer, PackingPolicy};
 use crate::pointer::BlockAddress;
-use crate::space::{Addresses, FrameRun, Frames};
+use crate::space::{Addresses, FrameRun, Frames, addresses_max};
 
 /// Moves the bytes of objects during a merge, and changes what addresses name.
 pub trait Mover {
@@ -169,6 +169,12 @@ impl Heap {
             }
         }
         usage
+    }
+
+    /// The size class of a block.
+    #[must_use]
+    pub fn class_of(&self, id: BlockId) -> Option<ClassId> {
+        self.block(id).map(Block::class)
     }
 
     /// Allocates an object of a class in a block of a worker.
@@ -334,7 +340,13 @@ impl Heap {
             BlockId(u32::try_from(self.places.len() - 1).expect("fewer than 2^32 blocks"))
         });
         self.places[id.0 as usize] = Some(BlockPlace { worker, frames });
-        let address = self.addresses.allocate(shape.order, id);
+        let most = addresses_max(self.settings.frames_max, shape.order);
+        let Some(address) = self.addresses.allocate(shape.order, id, most) else {
+            self.places[id.0 as usize] = None;
+            self.free_ids.push(id);
+            self.frames.release(frames);
+            return Err(HeapError::Full);
+        };
         self.workers[usize::from(worker)].add(id, Block::new(address, class, shape.slots()));
         self.usage.held_bytes += shape.block_bytes();
         Ok(())

@@ -6,7 +6,7 @@
 //! the virtual block address of the emptier block names the memory of the fuller one, so the old
 //! pointers stay valid.
 //!
-//! What is here is pure: state without system calls, clock, threads or random numbers of its own.
+//! The core is pure: state without system calls, clock, threads or random numbers of its own.
 //!
 //! - [`mod@pointer`], [`header`]: the words that clients and the heap exchange.
 //! - [`slot`]: the order of loads and stores that makes reads valid.
@@ -15,11 +15,18 @@
 //! - [`block`]: which objects are in a block. [`space`]: addresses and memory of blocks.
 //! - [`local`]: the blocks of one worker. [`heap`]: all of a heap.
 //! - [`packing`]: which blocks are merged into which.
+//!
+//! Around it:
+//!
+//! - [`bytes`]: the memory of a heap. [`service`]: answers to the requests of clients, which
+//!   [`wire`] encodes. [`client`]: what programs link.
 
 #![forbid(unsafe_code)]
 
 pub mod block;
+pub mod bytes;
 pub mod class;
+pub mod client;
 #[cfg(test)]
 mod golden_tests;
 pub mod header;
@@ -29,7 +36,9 @@ pub mod local;
 pub mod mutation;
 pub mod packing;
 pub mod pointer;
+pub mod service;
 pub mod slot;
 pub mod space;
+pub mod wire;
 
 pub use mutation::Mutation;

@@ -77,6 +77,16 @@ impl Frames {
     }
 }
 
+/// Addresses of blocks for each that the heap's memory has room for: merges leave addresses behind.
+const ADDRESSES_PER_BLOCK: u64 = 4;
+
+/// The most addresses of blocks of a size in a heap of `frames_max` frames.
+#[must_use]
+pub fn addresses_max(frames_max: u32, order: u8) -> u64 {
+    let addresses = u64::from(frames_max) * ADDRESSES_PER_BLOCK;
+    (addresses >> order).max(ADDRESSES_PER_BLOCK)
+}
+
 /// What an address names.
 #[derive(Clone, Copy, Debug, Default)]
 struct AddressRecord {
@@ -94,15 +104,19 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// An address for a new block.
-    pub fn allocate(&mut self, order: u8, block: BlockId) -> BlockAddress {
+    /// An address for a new block; `None` if `max` addresses are in use.
+    pub fn allocate(&mut self, order: u8, block: BlockId, max: u64) -> Option<BlockAddress> {
         let (records, free) = (&mut self.records[usize::from(order)], &mut self.free[usize::from(order)]);
-        let number = free.pop().unwrap_or_else(|| {
-            records.push(AddressRecord::default());
-            u32::try_from(records.len() - 1).expect("fewer than 2^32 blocks")
-        });
+        let number = match free.pop() {
+            Some(number) => number,
+            None if (records.len() as u64) < max => {
+                records.push(AddressRecord::default());
+                u32::try_from(records.len() - 1).ok()?
+            }
+            None => return None,
+        };
         records[number as usize] = AddressRecord { named: [Some(block), None], homed: 0 };
-        BlockAddress { order, number }
+        Some(BlockAddress { order, number })
     }
 
     /// The blocks that an address names; none if it is not in use.
@@ -208,7 +222,8 @@ mod tests {
     fn an_address_names_up_to_two_blocks() {
         let mut addresses = Addresses::default();
         let ids: Vec<BlockId> = (0..4).map(BlockId).collect();
-        let address = addresses.allocate(2, ids[0]);
+        let address = addresses.allocate(2, ids[0], 1).unwrap();
+        assert_eq!(addresses.allocate(2, ids[0], 1), None, "at the limit");
         addresses.rename(address, ids[0], &[ids[1], ids[2]]);
         assert_eq!(addresses.named(address).collect::<Vec<_>>(), [ids[1], ids[2]]);
         addresses.rename(address, ids[1], &[ids[2]]);
@@ -217,7 +232,7 @@ mod tests {
         assert!(addresses.remove_homed(address));
         addresses.release(address);
         assert_eq!(addresses.named(address).count(), 0);
-        assert_eq!(addresses.allocate(2, ids[3]), address, "addresses are used again");
+        assert_eq!(addresses.allocate(2, ids[3], 1), Some(address), "addresses are used again");
         assert_eq!(addresses.counts(), (1, 1));
     }
 }

@@ -1,0 +1,313 @@
+//! The client of a heap: what programs link. It knows the fabric, and no pool or directory.
+
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aquifer_fabric::{
+    Completion, Endpoint, EndpointError, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb,
+    Work, WorkError,
+};
+
+use crate::class::{Class, Classes};
+use crate::header::{HEADER_BYTES, Header};
+use crate::pointer::{BlockAddress, Pointer};
+use crate::slot::{ReadVerdict, verdict};
+use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
+
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Direct reads of a busy object before the service reads it.
+const TRIES_MAX: u32 = 16;
+/// A read that has taken longer is done again: versions could have passed through all numbers.
+const READ_TIME_MAX: Duration = Duration::from_millis(10);
+
+/// The local memory: a message to send, two headers, and the bytes of an object.
+const BEFORE_AT: usize = 64 << 10;
+const AFTER_AT: usize = BEFORE_AT + 8;
+const PAYLOAD_AT: usize = BEFORE_AT + 64;
+const MEMORY_BYTES: usize = 128 << 10;
+
+/// Why a request to a heap failed.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// The service refused it.
+    #[error(transparent)]
+    Refused(#[from] Refused),
+    /// The connection is broken.
+    #[error("the connection to the heap failed: {0}")]
+    Connection(#[from] WorkError),
+    /// The service did not answer in time.
+    #[error("the heap did not answer within {} s", PATIENCE.as_secs())]
+    Silent,
+    /// The service answered something else.
+    #[error("the heap gave an invalid answer")]
+    Answer,
+    /// The endpoint cannot be used for a heap.
+    #[error("cannot prepare the connection to a heap: {0}")]
+    Endpoint(#[from] EndpointError),
+    /// There is no memory for the connection.
+    #[error("no memory for the connection to a heap: {0}")]
+    Memory(#[from] io::Error),
+}
+
+/// How often direct reads succeeded and failed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReadCounts {
+    /// Direct reads that found the object.
+    pub direct: u64,
+    /// Direct reads of an object that was changed meanwhile.
+    pub busy: u64,
+    /// Pointers that had to be corrected.
+    pub corrected: u64,
+    /// Objects that the service has read.
+    pub by_service: u64,
+}
+
+/// A connection to one tenant's heap.
+#[derive(Debug)]
+pub struct HeapClient {
+    endpoint: Box<dyn Endpoint>,
+    memory: Arc<Memory>,
+    local: LocalKey,
+    regions: Vec<BlockRegion>,
+    classes: &'static Classes,
+    answer: Vec<u8>,
+    completions: Vec<Completion>,
+    counts: ReadCounts,
+}
+
+impl HeapClient {
+    /// Opens the heap of the endpoint's tenant.
+    ///
+    /// # Errors
+    /// If the service does not answer, or has no heap for the tenant.
+    pub fn open(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
+        let local = endpoint.register_local(Arc::clone(&memory))?;
+        let mut client = Self {
+            endpoint,
+            memory,
+            local,
+            regions: Vec::new(),
+            classes: Classes::standard(),
+            answer: Vec::new(),
+            completions: Vec::new(),
+            counts: ReadCounts::default(),
+        };
+        match client.request(&Request::Open)? {
+            Answer::Opened(regions) => client.regions = regions,
+            _ => return Err(ClientError::Answer),
+        }
+        Ok(client)
+    }
+
+    /// Allocates an object of `bytes` bytes, all zeros.
+    ///
+    /// # Errors
+    /// If the heap is full, the object too large, or the connection broken.
+    pub fn allocate(&mut self, bytes: u32) -> Result<Pointer, ClientError> {
+        self.request_pointer(&Request::Allocate { bytes }).map(|(pointer, _)| pointer)
+    }
+
+    /// Frees an object.
+    ///
+    /// # Errors
+    /// If there is no such object, or the connection is broken.
+    pub fn free(&mut self, pointer: Pointer) -> Result<(), ClientError> {
+        self.request_pointer(&Request::Free(pointer)).map(drop)
+    }
+
+    /// Replaces the first bytes of an object, and corrects the pointer. Returns whether the pointer
+    /// names an old block, which can be released.
+    ///
+    /// # Errors
+    /// If there is no such object, it is smaller, or the connection is broken.
+    pub fn write(&mut self, pointer: &mut Pointer, bytes: &[u8]) -> Result<bool, ClientError> {
+        let (corrected, is_old) = self.request_pointer(&Request::Write(*pointer, bytes))?;
+        *pointer = corrected;
+        Ok(is_old)
+    }
+
+    /// Reads the first bytes of an object by the service, and corrects the pointer. Returns whether
+    /// it names an old block.
+    ///
+    /// # Errors
+    /// If there is no such object, or the connection is broken.
+    ///
+    /// # Panics
+    /// If the object's class is smaller than `out`.
+    pub fn read(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<bool, ClientError> {
+        self.counts.by_service += 1;
+        match self.request(&Request::Read(*pointer))? {
+            Answer::Bytes(corrected, is_old, bytes) => {
+                out.copy_from_slice(bytes.get(..out.len()).ok_or(ClientError::Answer)?);
+                *pointer = corrected;
+                Ok(is_old)
+            }
+            _ => Err(ClientError::Answer),
+        }
+    }
+
+    /// Replaces all pointers to an object by one that names its present block (§3.3). No other copy
+    /// of the old pointer may be used any more.
+    ///
+    /// # Errors
+    /// If there is no such object, or the connection is broken.
+    pub fn release(&mut self, pointer: &mut Pointer) -> Result<(), ClientError> {
+        *pointer = self.request_pointer(&Request::Release(*pointer))?.0;
+        Ok(())
+    }
+
+    /// Reads the first bytes of an object one-sidedly. If it is elsewhere, the pointer is corrected
+    /// first; if it is busy for long, the service reads it.
+    ///
+    /// # Errors
+    /// If there is no such object, or the connection is broken.
+    ///
+    /// # Panics
+    /// If the object's class is smaller than `out`.
+    pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
+        for _ in 0..TRIES_MAX {
+            match self.direct_read(*pointer, out)? {
+                ReadVerdict::Valid => {
+                    self.counts.direct += 1;
+                    return Ok(());
+                }
+                ReadVerdict::Busy => {
+                    self.counts.busy += 1;
+                    std::thread::yield_now();
+                }
+                ReadVerdict::Elsewhere => {
+                    self.counts.corrected += 1;
+                    *pointer = self.request_pointer(&Request::Correct(*pointer))?.0;
+                }
+            }
+        }
+        self.read(pointer, out).map(drop)
+    }
+
+    /// Reads the first bytes of an object one-sidedly, once. `out` is valid only with
+    /// [`ReadVerdict::Valid`].
+    ///
+    /// # Errors
+    /// If the connection is broken.
+    ///
+    /// # Panics
+    /// If the object's class is smaller than `out`.
+    pub fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
+        assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
+        let slice = |offset: usize, len: usize| LocalSlice {
+            key: self.local,
+            offset: offset as u64,
+            len: u32::try_from(len).expect("an object is small"),
+        };
+        let read = |id, local, skip: u64, signalled| {
+            let remote = RemoteAddr { addr: remote.addr + skip, ..remote };
+            Work { id, verb: Verb::Read { local, remote }, signalled }
+        };
+        // In this order: the bytes between the two headers.
+        let batch = [
+            read(0, slice(BEFORE_AT, 8), 0, false),
+            read(1, slice(PAYLOAD_AT, out.len()), HEADER_BYTES.into(), false),
+            read(2, slice(AFTER_AT, 8), 0, true),
+        ];
+        let began = Instant::now();
+        match self.complete(&batch, 2) {
+            Ok(_) => {}
+            // No block has this address any more.
+            Err(ClientError::Connection(WorkError::RemoteAccess)) => return Ok(ReadVerdict::Elsewhere),
+            Err(error) => return Err(error),
+        }
+        if began.elapsed() > READ_TIME_MAX {
+            return Ok(ReadVerdict::Busy);
+        }
+        let header = |at| Header::from_word(self.memory.load_u64(at));
+        let found = verdict(pointer.number, header(BEFORE_AT), header(AFTER_AT));
+        if found == ReadVerdict::Valid {
+            self.memory.read(PAYLOAD_AT, out);
+        }
+        Ok(found)
+    }
+
+    /// How direct reads went.
+    #[must_use]
+    pub fn counts(&self) -> ReadCounts {
+        self.counts
+    }
+
+    /// The class of a pointer's object, and where its slot is; `None` if no object has it.
+    fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
+        let class = self.classes.get(pointer.class)?;
+        let (block, offset) = BlockAddress::containing(pointer.address)?;
+        let region = self.regions.get(usize::from(block.order))?;
+        let is_slot = block.order == class.order && offset % u64::from(class.slot_bytes) == 0;
+        let addr = region.base + u64::from(block.number) * class.block_bytes() + offset;
+        is_slot.then_some((class, RemoteAddr { addr, key: Key(region.key) }))
+    }
+
+    fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
+        match self.request(request)? {
+            Answer::Pointer(pointer, is_old) => Ok((pointer, is_old)),
+            _ => Err(ClientError::Answer),
+        }
+    }
+
+    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
+        let mut message = Vec::with_capacity(HEAD_BYTES);
+        request.encode(&mut message);
+        let limit = self.endpoint.limits().message_bytes_max as usize;
+        if message.len() > limit.min(BEFORE_AT) {
+            return Err(Refused::TooLarge.into());
+        }
+        self.memory.write(0, &message);
+        let len = u32::try_from(message.len()).expect("it is within the limit");
+        let local = LocalSlice { key: self.local, offset: 0, len };
+        self.complete(&[Work { id: 3, verb: Verb::Send { local }, signalled: true }], 3)?;
+        let deadline = Instant::now() + PATIENCE;
+        self.answer.clear();
+        while !self.endpoint.receive(&mut self.answer) {
+            self.wait(deadline)?;
+        }
+        match Answer::decode(&self.answer) {
+            Some(Answer::Refused(refused)) => Err(refused.into()),
+            Some(answer) => Ok(answer),
+            None => Err(ClientError::Answer),
+        }
+    }
+
+    /// Posts a batch and waits for its last completion, or for the first that failed.
+    fn complete(&mut self, batch: &[Work], last: u64) -> Result<u64, ClientError> {
+        match self.endpoint.post(batch) {
+            Ok(()) => {}
+            Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
+        }
+        let deadline = Instant::now() + PATIENCE;
+        let mut outcome = Ok(0);
+        loop {
+            self.completions.clear();
+            self.endpoint.poll(&mut self.completions, batch.len());
+            for completion in &self.completions {
+                if outcome.is_ok() {
+                    outcome = completion.outcome;
+                }
+                if completion.id == last {
+                    return outcome.map_err(ClientError::from);
+                }
+            }
+            if self.completions.is_empty() {
+                self.wait(deadline)?;
+            }
+        }
+    }
+
+    fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ClientError::Silent);
+        }
+        self.endpoint.wait(left);
+        Ok(())
+    }
+}

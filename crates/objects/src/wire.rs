@@ -1,0 +1,303 @@
+//! Requests of clients to the heap service, and its answers: one message each.
+//!
+//! `docs/formats/objects.md` has the bytes.
+
+use crate::pointer::Pointer;
+
+/// The version of the messages.
+pub const VERSION: u8 = 1;
+/// Bytes before an object's bytes in a message.
+pub const HEAD_BYTES: usize = 24;
+
+const OPEN: u8 = 1;
+const ALLOCATE: u8 = 2;
+const FREE: u8 = 3;
+const READ: u8 = 4;
+const WRITE: u8 = 5;
+const CORRECT: u8 = 6;
+const RELEASE: u8 = 7;
+
+const OPENED: u8 = 129;
+const POINTER: u8 = 130;
+const BYTES: u8 = 131;
+const REFUSED: u8 = 132;
+
+/// What a client asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Request<'a> {
+    /// The regions of the tenant's heap.
+    Open,
+    /// An object of this many bytes, all zeros.
+    Allocate {
+        /// Size in bytes.
+        bytes: u32,
+    },
+    /// To free an object.
+    Free(Pointer),
+    /// The bytes of an object.
+    Read(Pointer),
+    /// To replace the first bytes of an object.
+    Write(Pointer, &'a [u8]),
+    /// A pointer with the slot where the object is now.
+    Correct(Pointer),
+    /// A pointer with the object's present block. The client has replaced all pointers to the
+    /// object (§3.3).
+    Release(Pointer),
+}
+
+/// Where the blocks of one size are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct BlockRegion {
+    /// The first address.
+    pub base: u64,
+    /// The key.
+    pub key: u32,
+    /// The number of the heap on its node.
+    pub heap: u16,
+    /// The node.
+    pub node: u16,
+}
+
+/// The service's answer.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Answer<'a> {
+    /// The regions of the heap, the smallest blocks first.
+    Opened(Vec<BlockRegion>),
+    /// A pointer, and whether it names an old block, which can be released.
+    Pointer(Pointer, bool),
+    /// A corrected pointer, whether it names an old block, and the object's bytes.
+    Bytes(Pointer, bool, &'a [u8]),
+    /// Why the request was refused.
+    Refused(Refused),
+}
+
+/// Why a request was refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum Refused {
+    /// There is no such object.
+    #[error("there is no such object: it was freed, or the pointer is wrong")]
+    NoObject,
+    /// The heap has reached its limit.
+    #[error("the heap is full")]
+    Full,
+    /// The object would be larger than any class.
+    #[error("the object is too large")]
+    TooLarge,
+    /// The object is written or moved by another worker: ask again.
+    #[error("the object is busy")]
+    Busy,
+    /// The message is not valid.
+    #[error("the request is not valid")]
+    Invalid,
+}
+
+impl Refused {
+    fn code(self) -> u8 {
+        match self {
+            Self::NoObject => 1,
+            Self::Full => 2,
+            Self::TooLarge => 3,
+            Self::Busy => 4,
+            Self::Invalid => 5,
+        }
+    }
+
+    fn from_code(code: u8) -> Option<Self> {
+        [Self::NoObject, Self::Full, Self::TooLarge, Self::Busy, Self::Invalid]
+            .into_iter()
+            .find(|refused| refused.code() == code)
+    }
+}
+
+impl<'a> Request<'a> {
+    /// Appends the message to `out`.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        match *self {
+            Self::Open => put_head(out, OPEN, 0, [0; 2]),
+            Self::Allocate { bytes } => put_head(out, ALLOCATE, bytes, [0; 2]),
+            Self::Free(pointer) => put_head(out, FREE, 0, pointer.words()),
+            Self::Read(pointer) => put_head(out, READ, 0, pointer.words()),
+            Self::Write(pointer, bytes) => {
+                put_head(out, WRITE, len(bytes), pointer.words());
+                out.extend_from_slice(bytes);
+            }
+            Self::Correct(pointer) => put_head(out, CORRECT, 0, pointer.words()),
+            Self::Release(pointer) => put_head(out, RELEASE, 0, pointer.words()),
+        }
+    }
+
+    /// The request in a message; `None` if it is not valid.
+    #[must_use]
+    pub fn decode(message: &'a [u8]) -> Option<Self> {
+        let Head { kind, number, words, flag: false, rest } = Head::of(message)? else { return None };
+        let is_plain = rest.is_empty() && (number == 0 || kind == ALLOCATE);
+        let pointer = || Pointer::from_words(words);
+        match kind {
+            OPEN if is_plain && words == [0; 2] => Some(Self::Open),
+            ALLOCATE if is_plain && words == [0; 2] => Some(Self::Allocate { bytes: number }),
+            FREE if is_plain => Some(Self::Free(pointer()?)),
+            READ if is_plain => Some(Self::Read(pointer()?)),
+            WRITE if len(rest) == number => Some(Self::Write(pointer()?, rest)),
+            CORRECT if is_plain => Some(Self::Correct(pointer()?)),
+            RELEASE if is_plain => Some(Self::Release(pointer()?)),
+            _ => None,
+        }
+    }
+}
+
+impl<'a> Answer<'a> {
+    /// Appends the message to `out`.
+    pub fn encode(&self, out: &mut Vec<u8>) {
+        match self {
+            Self::Opened(regions) => {
+                let count = u32::try_from(regions.len()).expect("there are nine block sizes");
+                put_head(out, OPENED, count, [0; 2]);
+                for BlockRegion { base, key, heap, node } in regions {
+                    out.extend_from_slice(&base.to_le_bytes());
+                    out.extend_from_slice(&key.to_le_bytes());
+                    out.extend_from_slice(&heap.to_le_bytes());
+                    out.extend_from_slice(&node.to_le_bytes());
+                }
+            }
+            Self::Pointer(pointer, is_old) => put_flagged(out, POINTER, 0, pointer.words(), *is_old),
+            Self::Bytes(pointer, is_old, bytes) => {
+                put_flagged(out, BYTES, len(bytes), pointer.words(), *is_old);
+                out.extend_from_slice(bytes);
+            }
+            Self::Refused(refused) => put_head(out, REFUSED, refused.code().into(), [0; 2]),
+        }
+    }
+
+    /// The answer in a message; `None` if it is not valid.
+    #[must_use]
+    pub fn decode(message: &'a [u8]) -> Option<Self> {
+        let Head { kind, number, words, flag, rest } = Head::of(message)?;
+        match kind {
+            OPENED if rest.len() == number as usize * 16 && !flag => {
+                Some(Self::Opened(rest.chunks_exact(16).map(block_region).collect::<Option<_>>()?))
+            }
+            POINTER if rest.is_empty() && number == 0 => {
+                Some(Self::Pointer(Pointer::from_words(words)?, flag))
+            }
+            BYTES if len(rest) == number => Some(Self::Bytes(Pointer::from_words(words)?, flag, rest)),
+            REFUSED if rest.is_empty() && !flag => {
+                Some(Self::Refused(Refused::from_code(u8::try_from(number).ok()?)?))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The first bytes of each message.
+struct Head<'a> {
+    kind: u8,
+    flag: bool,
+    number: u32,
+    words: [u64; 2],
+    rest: &'a [u8],
+}
+
+impl<'a> Head<'a> {
+    fn of(message: &'a [u8]) -> Option<Self> {
+        let (head, rest) = message.split_at_checked(HEAD_BYTES)?;
+        let [kind, VERSION, flag @ (0 | 1), 0, tail @ ..] = head else { return None };
+        let (number, words) = tail.split_first_chunk::<4>()?;
+        let (first, second) = words.split_first_chunk::<8>()?;
+        Some(Self {
+            kind: *kind,
+            flag: *flag == 1,
+            number: u32::from_le_bytes(*number),
+            words: [u64::from_le_bytes(*first), u64::from_le_bytes(second.try_into().ok()?)],
+            rest,
+        })
+    }
+}
+
+fn put_head(out: &mut Vec<u8>, kind: u8, number: u32, words: [u64; 2]) {
+    put_flagged(out, kind, number, words, false);
+}
+
+fn put_flagged(out: &mut Vec<u8>, kind: u8, number: u32, words: [u64; 2], flag: bool) {
+    out.extend_from_slice(&[kind, VERSION, u8::from(flag), 0]);
+    out.extend_from_slice(&number.to_le_bytes());
+    words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+}
+
+fn block_region(bytes: &[u8]) -> Option<BlockRegion> {
+    let (base, rest) = bytes.split_first_chunk::<8>()?;
+    let (key, rest) = rest.split_first_chunk::<4>()?;
+    let (heap, rest) = rest.split_first_chunk::<2>()?;
+    Some(BlockRegion {
+        base: u64::from_le_bytes(*base),
+        key: u32::from_le_bytes(*key),
+        heap: u16::from_le_bytes(*heap),
+        node: u16::from_le_bytes(rest.try_into().ok()?),
+    })
+}
+
+fn len(bytes: &[u8]) -> u32 {
+    u32::try_from(bytes.len()).expect("a message is short")
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::class::ClassId;
+    use crate::header::ObjectNumber;
+
+    fn pointer() -> Pointer {
+        let number = ObjectNumber::new(77).unwrap();
+        Pointer { node: 3, heap: 4, class: ClassId(5), address: 0x1000, number }
+    }
+
+    #[test]
+    fn messages_are_read_as_they_were_written() {
+        let requests = [
+            Request::Open,
+            Request::Allocate { bytes: 100 },
+            Request::Free(pointer()),
+            Request::Read(pointer()),
+            Request::Write(pointer(), b"bytes"),
+            Request::Correct(pointer()),
+            Request::Release(pointer()),
+        ];
+        for request in requests {
+            let mut message = Vec::new();
+            request.encode(&mut message);
+            assert_eq!(Request::decode(&message), Some(request));
+            assert_eq!(Request::decode(&message[..message.len() - 1]), None, "a part of {request:?}");
+        }
+        let region = BlockRegion { base: 1 << 40, key: 7, heap: 8, node: 9 };
+        let answers = [
+            Answer::Opened(vec![region; 9]),
+            Answer::Pointer(pointer(), true),
+            Answer::Bytes(pointer(), false, b"bytes"),
+            Answer::Refused(Refused::Busy),
+        ];
+        for answer in answers {
+            let mut message = Vec::new();
+            answer.encode(&mut message);
+            assert_eq!(Answer::decode(&message), Some(answer.clone()));
+            message.push(0);
+            assert_eq!(Answer::decode(&message), None, "a byte more than {answer:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn other_bytes_are_refused_or_read_back_alike(message in prop::collection::vec(any::<u8>(), 0..60)) {
+            let mut again = Vec::new();
+            if let Some(request) = Request::decode(&message) {
+                request.encode(&mut again);
+                prop_assert_eq!(&again, &message);
+            }
+            again.clear();
+            if let Some(answer) = Answer::decode(&message) {
+                answer.encode(&mut again);
+                prop_assert_eq!(&again, &message);
+            }
+        }
+    }
+}

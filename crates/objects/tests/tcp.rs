@@ -1,0 +1,215 @@
+//! Heaps over TCP: allocate, write, read one-sidedly, compact, and use the old pointers.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
+use aquifer_fabric::{Admission, ClusterKey, Host, Limits, Tenant, Ticket};
+use aquifer_objects::client::{ClientError, HeapClient};
+use aquifer_objects::pointer::Pointer;
+use aquifer_objects::service::HeapService;
+use aquifer_objects::slot::ReadVerdict;
+use aquifer_objects::wire::Refused;
+
+const KEY: ClusterKey = ClusterKey([5; 32]);
+const SERVICE: u8 = 7;
+const OURS: Tenant = Tenant(1000);
+const THEIRS: Tenant = Tenant(1001);
+/// Of one heap: 16 MiB.
+const FRAMES: u32 = 4096;
+const OBJECT_SIZE: u32 = 100;
+const OBJECT_BYTES: usize = OBJECT_SIZE as usize;
+
+struct HeapNode {
+    target: TcpTarget,
+    service: Arc<HeapService>,
+}
+
+impl HeapNode {
+    fn start() -> Self {
+        let limits = Limits { message_bytes_max: 40_000, ..Limits::default() };
+        let options = TcpOptions { limits, admission: Admission::Tickets(SERVICE), ..TcpOptions::default() };
+        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
+        let service = Arc::new(HeapService::new(3));
+        for tenant in [OURS, THEIRS] {
+            service.open(&target, tenant, FRAMES).unwrap();
+        }
+        target.answer_messages(Arc::clone(&service) as _);
+        Self { target, service }
+    }
+
+    fn client(&self, tenant: Tenant) -> HeapClient {
+        client_at(self.target.address(), tenant)
+    }
+
+    fn allocated_bytes(&self) -> u64 {
+        self.service.usage(OURS).unwrap().1
+    }
+}
+
+fn client_at(address: SocketAddr, tenant: Tenant) -> HeapClient {
+    let ticket = Ticket { tenant, host: Host(4), epoch: 1, expiry_s: u64::MAX, service: SERVICE };
+    let options = ConnectOptions { operation_time: Duration::from_secs(30), ..ConnectOptions::default() };
+    let endpoint = tcp::connect_with_ticket(address, &ticket, &ticket.secret(&KEY), options).unwrap();
+    HeapClient::open(endpoint).unwrap()
+}
+
+/// The bytes of a version of an object: each part of them tells the version.
+fn bytes_of(object: u64, version: u64) -> [u8; OBJECT_BYTES] {
+    let mut bytes = [0; OBJECT_BYTES];
+    for part in bytes.chunks_mut(8) {
+        let word = (object << 32 | version).to_le_bytes();
+        part.copy_from_slice(&word[..part.len()]);
+    }
+    bytes
+}
+
+/// The object and the version of bytes.
+///
+/// # Panics
+/// If they are not of one version.
+fn version_of(bytes: &[u8; OBJECT_BYTES]) -> (u64, u64) {
+    let word = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+    let (object, version) = (word >> 32, word & 0xffff_ffff);
+    assert_eq!(*bytes, bytes_of(object, version), "torn");
+    (object, version)
+}
+
+fn allocate_all(client: &mut HeapClient, count: u64) -> Vec<Pointer> {
+    let allocate = |object| {
+        let mut pointer = client.allocate(OBJECT_SIZE).unwrap();
+        client.write(&mut pointer, &bytes_of(object, 1)).unwrap();
+        pointer
+    };
+    (0..count).map(allocate).collect()
+}
+
+#[test]
+fn pointers_stay_valid_through_a_compaction_and_memory_is_returned() {
+    let node = HeapNode::start();
+    let mut client = node.client(OURS);
+    let mut pointers: Vec<(u64, Pointer)> = (0..).zip(allocate_all(&mut client, 2000)).collect();
+    let mut out = [0; OBJECT_BYTES];
+    for (object, pointer) in &mut pointers {
+        client.get(pointer, &mut out).unwrap();
+        assert_eq!(version_of(&out), (*object, 1));
+    }
+    assert_eq!(client.counts().direct, 2000, "the service has read nothing: {:?}", client.counts());
+    let full = node.allocated_bytes();
+    // Four of five objects are freed, in all blocks alike.
+    let (kept, freed): (Vec<_>, Vec<_>) = pointers.into_iter().partition(|(object, _)| object % 5 == 0);
+    for (_, pointer) in &freed {
+        client.free(*pointer).unwrap();
+    }
+    assert_eq!(node.allocated_bytes(), full, "each block still has objects");
+    let merges = node.service.compact(OURS, u64::MAX);
+    assert!(merges > 30, "{merges} merges");
+    let (usage, held) = node.service.usage(OURS).unwrap();
+    assert!(held * 10 <= usage.live_bytes * 12, "{held} bytes are held for {usage:?}");
+    for (object, pointer) in &kept {
+        // The pointer as it was allocated.
+        let mut pointer = *pointer;
+        client.get(&mut pointer, &mut out).unwrap();
+        assert_eq!(version_of(&out), (*object, 1));
+        assert_eq!(client.direct_read(pointer, &mut out).unwrap(), ReadVerdict::Valid, "it is corrected");
+        let is_old = client.write(&mut pointer, &bytes_of(*object, 2)).unwrap();
+        if is_old {
+            client.release(&mut pointer).unwrap();
+            assert!(!client.write(&mut pointer, &bytes_of(*object, 3)).unwrap(), "not after its release");
+        }
+    }
+    assert!(client.counts().corrected > 0, "some objects have other slots: {:?}", client.counts());
+    for (_, pointer) in freed {
+        let mut pointer = pointer;
+        let error = client.get(&mut pointer, &mut out).unwrap_err();
+        assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}");
+    }
+}
+
+#[test]
+fn other_tenants_and_wrong_pointers_get_nothing() {
+    let node = HeapNode::start();
+    let (mut ours, mut theirs) = (node.client(OURS), node.client(THEIRS));
+    let pointers = allocate_all(&mut ours, 10);
+    let mut out = [0; OBJECT_BYTES];
+    for pointer in &pointers {
+        let error = theirs.get(&mut pointer.clone(), &mut out).unwrap_err();
+        assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}");
+        assert!(theirs.free(*pointer).is_err());
+    }
+    let good = pointers[0];
+    let wrong = [
+        Pointer { address: good.address + 8, ..good },
+        Pointer { address: good.address ^ 1 << 43, ..good },
+        Pointer { address: u64::MAX >> 16, ..good },
+        Pointer { number: pointers[1].number, address: 1 << 30, ..good },
+        Pointer { heap: good.heap + 1, ..good },
+        Pointer { node: good.node + 1, ..good },
+    ];
+    for pointer in wrong {
+        match ours.get(&mut pointer.clone(), &mut out) {
+            // The slot is only a hint, and the connection is to the right heap.
+            Ok(()) => assert_eq!(version_of(&out), (0, 1), "{pointer:?}"),
+            Err(error) => assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}"),
+        }
+    }
+    let mut large = vec![7; 32_000];
+    let mut pointer = ours.allocate(32_000).unwrap();
+    ours.write(&mut pointer, &large).unwrap();
+    large.fill(0);
+    ours.get(&mut pointer, &mut large).unwrap();
+    assert!(large.iter().all(|byte| *byte == 7));
+    assert!(matches!(ours.allocate(40_000), Err(ClientError::Refused(Refused::TooLarge))));
+}
+
+#[test]
+fn reads_are_never_torn_while_objects_are_written_and_merged() {
+    const OBJECTS: u64 = 400;
+    const ROUNDS: u64 = 40;
+    let node = HeapNode::start();
+    let mut owner = node.client(OURS);
+    // Of five objects one stays, so that each block is sparse, and each round merges two.
+    let (mut pointers, mut passing) = (Vec::new(), Vec::new());
+    for object in 0..OBJECTS {
+        let mut pointer = owner.allocate(OBJECT_SIZE).unwrap();
+        owner.write(&mut pointer, &bytes_of(object, 1)).unwrap();
+        pointers.push(pointer);
+        passing.extend((0..4).map(|_| owner.allocate(OBJECT_SIZE).unwrap()));
+    }
+    passing.into_iter().for_each(|pointer| owner.free(pointer).unwrap());
+    // What a reader must find at least.
+    let written: Vec<AtomicU64> = (0..OBJECTS).map(|_| AtomicU64::new(1)).collect();
+    let is_over = AtomicBool::new(false);
+    let reads = std::thread::scope(|scope| {
+        let reader = scope.spawn(|| {
+            let (mut client, mut out, mut reads) = (node.client(OURS), [0; OBJECT_BYTES], 0_u64);
+            while !is_over.load(Ordering::SeqCst) || reads == 0 {
+                for (object, pointer) in (0..).zip(&pointers) {
+                    let least = written[object].load(Ordering::SeqCst);
+                    client.get(&mut pointer.clone(), &mut out).unwrap();
+                    let (found, version) = version_of(&out);
+                    assert_eq!(found, object as u64);
+                    assert!(version >= least, "version {version} of {object} is older than {least}");
+                    reads += 1;
+                }
+            }
+            (reads, client.counts())
+        });
+        let mut merges = 0;
+        for round in 2..2 + ROUNDS {
+            for (object, pointer) in (0_u64..).zip(&pointers) {
+                owner.write(&mut pointer.clone(), &bytes_of(object, round)).unwrap();
+                written[usize::try_from(object).unwrap()].store(round, Ordering::SeqCst);
+            }
+            merges += node.service.compact(OURS, 1);
+        }
+        is_over.store(true, Ordering::SeqCst);
+        assert!(merges > ROUNDS / 2, "{merges} merges");
+        reader.join().unwrap()
+    });
+    let (reads, counts) = reads;
+    println!("{reads} reads: {counts:?}");
+    assert!(counts.direct > 0 && counts.corrected > 0, "{counts:?}");
+}
