@@ -192,27 +192,20 @@ impl Packer {
             .copied()
     }
 
-    /// The fullest block, and the fullest that has room for the rest; or else the two emptiest.
-    ///
-    /// `None` if the fullest has room for all.
+    /// The fullest two blocks that together have room for a source, each of which is filled as far
+    /// as possible. `None` if one has room for all, or no two have.
     fn two_destinations(&self, source: BlockId) -> Option<Vec<BlockId>> {
         let live = self.blocks[&source].live();
-        let (fullest, ids) = self.by_live.last_key_value()?;
-        let first = *ids.last()?;
-        let rest = live.checked_sub(self.slots - fullest).filter(|rest| *rest > 0)?;
-        if first == source {
-            return None;
-        }
+        let others = self.by_live.values().flatten().filter(|id| **id != source);
+        let room_max = self.blocks[others.clone().next()?].free();
+        // With less room in the first, no second has room for the rest.
+        let room_min = live.saturating_sub(room_max).max(1);
+        let first = self.fullest_within(self.slots - room_min, source)?;
+        let rest = live.checked_sub(self.blocks[&first].free()).filter(|rest| *rest > 0)?;
         let fitting = self.by_live.range(..=self.slots - rest).rev();
-        let others = fitting.flat_map(|(_, ids)| ids.iter().rev());
-        let second = others.copied().find(|id| *id != first && *id != source);
-        if let Some(second) = second {
-            return Some(vec![first, second]);
-        }
-        let others = self.by_live.values().flatten().copied().filter(|id| *id != source);
-        let emptiest: Vec<BlockId> = others.take(2).collect();
-        let room: u32 = emptiest.iter().map(|id| self.blocks[id].free()).sum();
-        (emptiest.len() == 2 && live <= room).then_some(emptiest)
+        let second = fitting.flat_map(|(_, ids)| ids.iter().rev());
+        let second = second.copied().find(|id| *id != first && *id != source)?;
+        Some(vec![first, second])
     }
 
     /// The moves of a merge. Objects keep their slots where these are free (§3.1.2).

@@ -9,7 +9,7 @@ mod schemes;
 
 use super::support::interrupt;
 use super::support::progress;
-use super::support::report::Report;
+use super::support::report::{Report, Series, Table};
 use super::{BenchArgs, BenchError};
 
 /// Targets, for `aquifer bench list`.
@@ -37,12 +37,35 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             17 => deallocation::tables(objects)?,
             _ => redis::tables(figure == 19)?,
         };
+        let by = if figure == 17 { "by % freed" } else { "by threads" };
+        let lines = tables.iter().filter(|_| figure != 7).flat_map(|table| series(table, by));
+        report.series.extend(lines.collect::<Vec<_>>());
         report.tables.extend(tables);
         report.targets.extend(targets);
         bar.inc(1);
     }
     bar.finish_and_clear();
     Ok(report)
+}
+
+/// A line for each column of a table, over the number with which the names of its rows begin.
+fn series(table: &Table, by: &str) -> Vec<Series> {
+    let mut lines: Vec<Series> = Vec::new();
+    for row in &table.rows {
+        let number = row.name.split(' ').next().and_then(|number| number.parse().ok()).unwrap_or(f64::NAN);
+        for (name, spread) in &row.figures {
+            let point = (number, spread.median);
+            match lines.iter_mut().find(|line| line.name == *name) {
+                Some(line) => line.points.push(point),
+                None => lines.push(Series {
+                    title: format!("{}, {by}", table.title),
+                    name: (*name).to_owned(),
+                    points: vec![point],
+                }),
+            }
+        }
+    }
+    lines
 }
 
 const FIGURES: [u32; 4] = [7, 17, 18, 19];

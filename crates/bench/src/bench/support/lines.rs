@@ -1,4 +1,4 @@
-//! Line charts of values over time, as SVG.
+//! Line charts, as SVG.
 
 use std::path::Path;
 
@@ -11,45 +11,77 @@ use crate::bench::BenchError;
 const WIDTH_PX: i32 = 890;
 const TITLE_PX: i32 = 34;
 const CHART_PX: i32 = 380;
+/// Charts beside each other.
+const COLUMNS_MAX: usize = 2;
 /// Colours of the series.
-const COLOURS: [RGBColor; 4] =
-    [RGBColor(150, 160, 170), RGBColor(90, 95, 105), RGBColor(20, 110, 180), RGBColor(120, 190, 235)];
+const COLOURS: [RGBColor; 10] = [
+    RGBColor(150, 160, 170),
+    RGBColor(90, 95, 105),
+    RGBColor(20, 110, 180),
+    RGBColor(120, 190, 235),
+    RGBColor(200, 80, 60),
+    RGBColor(235, 160, 70),
+    RGBColor(140, 90, 160),
+    RGBColor(70, 150, 90),
+    RGBColor(180, 200, 60),
+    RGBColor(0, 0, 0),
+];
 
-/// Draws series into one chart, whose value axis starts at 0.
+/// Draws series into charts, one for each title, whose value axes start at 0.
 ///
 /// # Errors
 /// If the file cannot be written.
 pub fn draw(path: &Path, title: &str, series: &[Series]) -> Result<(), BenchError> {
-    let Some(first) = series.first() else { return Ok(()) };
+    let mut charts: Vec<Vec<&Series>> = Vec::new();
+    for line in series {
+        match charts.iter_mut().find(|chart| chart[0].title == line.title) {
+            Some(chart) => chart.push(line),
+            None => charts.push(vec![line]),
+        }
+    }
+    let columns = charts.len().min(COLUMNS_MAX);
+    if columns == 0 {
+        return Ok(());
+    }
+    let rows = charts.len().div_ceil(columns);
+    let height = TITLE_PX + CHART_PX * i32::try_from(rows).expect("a few charts");
+    picture(path, WIDTH_PX, height, |area| {
+        area.draw(&Text::new(title.to_owned(), (12, 10), ("sans-serif", 19).into_font()))?;
+        let (_, below) = area.split_vertically(TITLE_PX);
+        let places = below.split_evenly((rows, columns));
+        places.iter().zip(&charts).try_for_each(|(place, chart)| draw_chart(place, chart))
+    })
+}
+
+fn draw_chart<D: DrawingBackend>(
+    area: &DrawingArea<D, plotters::coord::Shift>,
+    series: &[&Series],
+) -> Result<(), DrawingAreaErrorKind<D::ErrorType>> {
     let points = || series.iter().flat_map(|series| &series.points);
     let begin = points().map(|point| point.0).fold(f64::INFINITY, f64::min);
     let end = points().map(|point| point.0).fold(begin, f64::max);
     let most = points().map(|point| point.1).fold(1.0, f64::max) * 1.25;
-    picture(path, WIDTH_PX, TITLE_PX + CHART_PX, |area| {
-        area.draw(&Text::new(title.to_owned(), (12, 10), ("sans-serif", 19).into_font()))?;
-        let (_, below) = area.split_vertically(TITLE_PX);
-        let mut chart = ChartBuilder::on(&below)
-            .caption(&first.title, ("sans-serif", 15))
-            .margin(8)
-            .x_label_area_size(24)
-            .y_label_area_size(40)
-            .build_cartesian_2d(begin..end, 0.0..most)?;
-        chart.configure_mesh().light_line_style(WHITE).draw()?;
-        for (series, colour) in series.iter().zip(COLOURS.iter().cycle()) {
-            let line = LineSeries::new(series.points.iter().copied(), colour.stroke_width(2));
-            let mark = *colour;
-            chart
-                .draw_series(line)?
-                .label(&series.name)
-                .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], mark.stroke_width(2)));
-        }
+    let mut chart = ChartBuilder::on(area)
+        .caption(&series[0].title, ("sans-serif", 13))
+        .margin(8)
+        .x_label_area_size(24)
+        .y_label_area_size(40)
+        .build_cartesian_2d(begin..end, 0.0..most)?;
+    chart.configure_mesh().light_line_style(WHITE).draw()?;
+    for (series, colour) in series.iter().zip(COLOURS.iter().cycle()) {
+        let line = LineSeries::new(series.points.iter().copied(), colour.stroke_width(2));
+        let mark = *colour;
         chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .background_style(WHITE)
-            .border_style(BLACK.mix(0.2))
-            .draw()
-    })
+            .draw_series(line)?
+            .label(&series.name)
+            .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], mark.stroke_width(2)));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.2))
+        .draw()
 }
 
 #[cfg(test)]
