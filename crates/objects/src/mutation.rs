@@ -19,6 +19,8 @@ aquifer_mutation::mutations! {
         MoveUnlocked,
         /// The address of a merged block is used again although objects have it as their home.
         ReuseAddress,
+        /// A message to write an object may have any number of bytes.
+        AcceptAnyLength,
         /// An object is not looked for in the second block that an address names.
         ForgetSecond,
     }

@@ -2,6 +2,7 @@
 //!
 //! `docs/formats/objects.md` has the bytes.
 
+use crate::mutation::Mutation;
 use crate::pointer::Pointer;
 
 /// The version of the messages.
@@ -137,7 +138,9 @@ impl<'a> Request<'a> {
             ALLOCATE if is_plain && words == [0; 2] => Some(Self::Allocate { bytes: number }),
             FREE if is_plain => Some(Self::Free(pointer()?)),
             READ if is_plain => Some(Self::Read(pointer()?)),
-            WRITE if len(rest) == number => Some(Self::Write(pointer()?, rest)),
+            WRITE if len(rest) == number || Mutation::AcceptAnyLength.is_active() => {
+                Some(Self::Write(pointer()?, rest))
+            }
             CORRECT if is_plain => Some(Self::Correct(pointer()?)),
             RELEASE if is_plain => Some(Self::Release(pointer()?)),
             _ => None,

@@ -17,6 +17,7 @@ mod daemons;
 mod directory;
 mod fabric;
 mod ipc;
+mod objects;
 mod pager;
 mod pool;
 
@@ -58,6 +59,7 @@ pub const TARGETS: &[Target] = &[
     agent::RECORDS,
     agent::BOOK,
     pager::TABLE,
+    objects::MESSAGES,
 ];
 
 /// The target with this name.
