@@ -175,15 +175,16 @@ impl<'a> Answer<'a> {
     #[must_use]
     pub fn decode(message: &'a [u8]) -> Option<Self> {
         let Head { kind, number, words, flag, rest } = Head::of(message)?;
+        let is_without_pointer = !flag && words == [0; 2];
         match kind {
-            OPENED if rest.len() == number as usize * 16 && !flag => {
+            OPENED if rest.len() == number as usize * 16 && is_without_pointer => {
                 Some(Self::Opened(rest.chunks_exact(16).map(block_region).collect::<Option<_>>()?))
             }
             POINTER if rest.is_empty() && number == 0 => {
                 Some(Self::Pointer(Pointer::from_words(words)?, flag))
             }
             BYTES if len(rest) == number => Some(Self::Bytes(Pointer::from_words(words)?, flag, rest)),
-            REFUSED if rest.is_empty() && !flag => {
+            REFUSED if rest.is_empty() && is_without_pointer => {
                 Some(Self::Refused(Refused::from_code(u8::try_from(number).ok()?)?))
             }
             _ => None,
