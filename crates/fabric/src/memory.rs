@@ -96,7 +96,7 @@ impl Memory {
         Self::map(fd, len, false)
     }
 
-    /// The memfd, opened again for reading only: who receives it cannot map it writable. Processes
+    /// The memfd, opened again for reading only: a receiver cannot map it writable. Processes
     /// of other users cannot open it again for writing either.
     ///
     /// # Errors
@@ -107,7 +107,7 @@ impl Memory {
     pub fn read_only_fd(&self) -> io::Result<OwnedFd> {
         use std::os::fd::AsRawFd;
         let own = self.fd();
-        // A descriptor for reading only was not opened by the owner, who has set the mode.
+        // A descriptor for reading only was not opened by the owner, which has set the mode.
         if self.is_writable {
             rustix::fs::fchmod(own, Mode::RUSR | Mode::WUSR)?;
         }

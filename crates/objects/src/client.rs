@@ -15,6 +15,8 @@ use crate::pointer::{BlockAddress, Pointer};
 use crate::slot::{ReadVerdict, verdict};
 use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
 
+/// Operations of one direct read.
+const BATCH_MAX: usize = 3;
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Direct reads of a busy object before the service reads it.
@@ -37,8 +39,8 @@ pub enum ClientError {
     /// The connection is broken.
     #[error("the connection to the heap failed: {0}")]
     Connection(#[from] WorkError),
-    /// The service did not answer in time.
-    #[error("the heap did not answer within {} s", PATIENCE.as_secs())]
+    /// The service did not answer in time. The connection cannot be used any more.
+    #[error("the heap did not answer within {} s: connect again", PATIENCE.as_secs())]
     Silent,
     /// The service answered something else.
     #[error("the heap gave an invalid answer")]
@@ -46,6 +48,9 @@ pub enum ClientError {
     /// The endpoint cannot be used for a heap.
     #[error("cannot prepare the connection to a heap: {0}")]
     Endpoint(#[from] EndpointError),
+    /// The endpoint has room for too few operations.
+    #[error("the connection has no room for {BATCH_MAX} operations at once")]
+    TooShallow,
     /// There is no memory for the connection.
     #[error("no memory for the connection to a heap: {0}")]
     Memory(#[from] io::Error),
@@ -75,6 +80,8 @@ pub struct HeapClient {
     answer: Vec<u8>,
     completions: Vec<Completion>,
     counts: ReadCounts,
+    /// Set when an operation or an answer was not waited for: it could be taken for a later one.
+    is_broken: bool,
 }
 
 impl HeapClient {
@@ -83,6 +90,9 @@ impl HeapClient {
     /// # Errors
     /// If the service does not answer, or has no heap for the tenant.
     pub fn open(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        if endpoint.limits().queue_depth < BATCH_MAX {
+            return Err(ClientError::TooShallow);
+        }
         let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
         let local = endpoint.register_local(Arc::clone(&memory))?;
         let mut client = Self {
@@ -94,6 +104,7 @@ impl HeapClient {
             answer: Vec::new(),
             completions: Vec::new(),
             counts: ReadCounts::default(),
+            is_broken: false,
         };
         match client.request(&Request::Open)? {
             Answer::Opened(regions) => client.regions = regions,
@@ -279,6 +290,9 @@ impl HeapClient {
 
     /// Posts a batch and waits for its last completion, or for the first that failed.
     fn complete(&mut self, batch: &[Work], last: u64) -> Result<u64, ClientError> {
+        if self.is_broken {
+            return Err(ClientError::Silent);
+        }
         match self.endpoint.post(batch) {
             Ok(()) => {}
             Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
@@ -305,6 +319,7 @@ impl HeapClient {
     fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
+            self.is_broken = true;
             return Err(ClientError::Silent);
         }
         self.endpoint.wait(left);

@@ -105,7 +105,7 @@ pub fn connect(
     Ok(Box::new(TcpEndpoint::connect(address, key, who, options)?))
 }
 
-/// Connects to the target that listens at `address` with a ticket, which says who connects.
+/// Connects to the target that listens at `address` with a ticket, which has the identity.
 ///
 /// # Errors
 /// If no target listens there, the target refuses the ticket, or it cannot derive its secret.
