@@ -28,8 +28,8 @@ use crate::swap_servers::SwapServers;
 
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
-/// Interval at which notices are sent to a run's owner.
-const NOTICE_INTERVAL: Duration = Duration::from_millis(50);
+/// Longest wait for news of a run; it returns at once when there is some.
+const NEWS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest time that the owner of a closing run waits for complete statistics.
 const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest time that a monitor needs to free a program's memory after the program has ended.
@@ -298,7 +298,9 @@ pub(crate) fn serve_run(socket: &OwnedFd, service: &Arc<PagingService>, run: &Ar
     let mut end_is_sent = false;
     loop {
         send_notices(socket, run, &mut end_is_sent);
-        if !wait_readable(&[socket], NOTICE_INTERVAL).unwrap_or(true) {
+        if !wait_readable(&[socket, run.news()], NEWS_TIMEOUT).unwrap_or(true)
+            || !wait_readable(&[socket], Duration::ZERO).unwrap_or(true)
+        {
             continue;
         }
         let is_closing = matches!(receive_frame(socket), Ok((Frame::CloseRun, _)));

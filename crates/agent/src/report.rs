@@ -89,3 +89,29 @@ pub(crate) fn fitting_json(mut status: AgentStatus) -> String {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use aquifer_report::{ProgramStatistics, RunStatistics};
+
+    use super::*;
+
+    #[test]
+    fn a_status_fits_into_a_frame_whatever_there_is() {
+        let program = |held_bytes| ProgramStatistics { held_bytes, ..Default::default() };
+        let run = |number: u64| RunStatistics {
+            name: "\u{1}\\\"".repeat(80),
+            programs: (0..number % 300).map(program).collect(),
+            resident_bytes: number,
+            ..Default::default()
+        };
+        for count in [1, 299, 5000] {
+            let json =
+                fitting_json(AgentStatus { runs: (1..=count).map(run).collect(), ..Default::default() });
+            assert!(json.len() <= STATUS_BYTES_MAX, "{count} runs: {} bytes", json.len());
+            let status: AgentStatus = serde_json::from_str(&json).expect("it is whole");
+            assert_eq!(status.runs[0].resident_bytes, count, "the largest is kept");
+            assert!(status.runs[0].programs.first().is_none_or(|first| first.held_bytes + 1 == count % 300));
+        }
+    }
+}

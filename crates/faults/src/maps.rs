@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use aquifer_pager::{PAGE_BYTES, PAGES_MAX};
+use aquifer_pager::{PAGE_BYTES, PAGES_MAX, PageNumber};
 
 use crate::areas::{Area, Areas};
 use crate::mutation::Mutation;
@@ -10,6 +10,8 @@ use crate::mutation::Mutation;
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Smaller areas are not paged, because there are many of them; the heap is, whatever its size.
 const AREA_BYTES_MIN: u64 = 256 << 10;
+/// Most pages that an area is expected to grow while it is registered.
+const ROOM_PAGES_MAX: u64 = (1 << 30) / PAGE;
 /// Largest inaccessible area below a thread's stack.
 const GUARD_BYTES_MAX: u64 = 64 << 10;
 /// Largest stack of a thread.
@@ -63,14 +65,32 @@ impl PagingBounds {
 pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
+    let mut is_below_pageable = false;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
         let is_inside = line.end / PAGE <= PAGES_MAX || Mutation::IgnoreAddressEnd.is_active();
-        if is_pageable(&line, below.as_ref()) && is_inside {
+        is_below_pageable = is_pageable(&line, below.as_ref(), is_below_pageable) && is_inside;
+        if is_below_pageable {
             areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
         below = Some(line);
     }
     areas
+}
+
+/// For each of the pageable areas in the text, the page up to which it can grow in place: where the
+/// next mapping or the end of what is pageable is, but not far after its end.
+#[must_use]
+pub fn room_to_grow(text: &[u8], areas: &[Area], bounds: &PagingBounds) -> Vec<PageNumber> {
+    let mut lines = text.split(|byte| *byte == b'\n').filter_map(parse).peekable();
+    let mut room_of = |area: &Area| {
+        while lines.next_if(|line| line.end / PAGE < area.end).is_some() {}
+        // What continues behind the area is not for paging.
+        lines.next_if(|line| line.end / PAGE == area.end)?;
+        let next = lines.peek().map_or(PAGES_MAX, |line| line.start / PAGE);
+        let range = area.start * PAGE..next.min(area.end + ROOM_PAGES_MAX) * PAGE;
+        bounds.pageable_parts(range).iter().next().map(|part| part.end)
+    };
+    areas.iter().map(|area| room_of(area).unwrap_or(area.end)).collect()
 }
 
 /// Resident pages of areas that begin within a range, in the text of `/proc/PID/smaps`.
@@ -141,7 +161,9 @@ fn areas_with(text: &[u8], is_wanted: impl Fn(&[&[u8]]) -> bool) -> Areas {
     areas
 }
 
-fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>) -> bool {
+/// What continues a pageable area is pageable, however small: the area has grown while it was
+/// registered, and cannot be moved while it is in two parts.
+fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>, is_below_pageable: bool) -> bool {
     let bytes = line.end - line.start;
     let is_heap = line.name == b"[heap]";
     let is_anonymous =
@@ -152,7 +174,9 @@ fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>) -> bool {
             && below.end - below.start <= GUARD_BYTES_MAX
     });
     let is_stack = has_guard && bytes <= STACK_BYTES_MAX && !is_heap;
-    is_anonymous && line.rights == b"rw-p" && (is_heap || bytes >= AREA_BYTES_MIN) && !is_stack
+    let is_continued = is_below_pageable && below.is_some_and(|below| below.end == line.start);
+    let is_large = is_heap || is_continued || bytes >= AREA_BYTES_MIN;
+    is_anonymous && line.rights == b"rw-p" && is_large && !is_stack
 }
 
 fn parse(text: &[u8]) -> Option<MapsLine<'_>> {
@@ -247,6 +271,27 @@ mod tests {
             starts(&PagingBounds { paged_range: 0x1000..0x2000, ..PagingBounds::default() }),
             [0_u64; 0]
         );
+    }
+
+    #[test]
+    fn an_area_can_grow_up_to_the_next_mapping_and_not_into_memory_of_the_shim() {
+        let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0\n\
+            7f0000180000-7f0000200000 rw-s 00000000 00:01 5\n\
+            7f0000200000-7f0000280000 rw-p 00000000 00:00 0\n\
+            7f0000280000-7f0000290000 rw-p 00000000 00:00 0\n";
+        let page = |address: u64| address / PAGE;
+        let bounds = |start, end| PagingBounds { shim_range: start..end, ..PagingBounds::default() };
+        let room = |bounds: &PagingBounds| {
+            let areas = pageable_areas(text, bounds);
+            (areas.len(), room_to_grow(text, &areas, bounds))
+        };
+        let far = page(0x7f00_0029_0000) + ROOM_PAGES_MAX;
+        let ends = vec![page(0x7f00_0018_0000), page(0x7f00_0028_0000), far];
+        assert_eq!(room(&bounds(0, 0)), (3, ends.clone()), "the small one continues a pageable area");
+        let shim = bounds(0x7f00_0016_0000, 0x7f00_0018_0000);
+        assert_eq!(room(&shim), (3, vec![page(0x7f00_0016_0000), ends[1], ends[2]]));
+        let shim = bounds(0x7f00_0024_0000, 0x7f00_0028_0000);
+        assert_eq!(room(&shim), (3, vec![ends[0], page(0x7f00_0024_0000), ends[2]]));
     }
 
     #[test]

@@ -57,8 +57,12 @@ impl ShareItems {
     }
 
     /// Removes an item and closes its descriptors.
+    ///
+    /// In a thread, because the last close of a userfaultfd waits for the lock of the memory.
     pub fn remove(&mut self, kind: HeldKind, id: u64) {
-        self.entries.remove(&(kind, id));
+        let Some(entry) = self.entries.remove(&(kind, id)) else { return };
+        // If there is no thread, the entry is dropped here.
+        let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(entry));
     }
 
     /// All items with their descriptors.

@@ -9,7 +9,7 @@ mod golden_tests;
 use serde::{Deserialize, Serialize};
 
 /// Fault latency in microseconds, from when the agent reads a fault to when the page is in place.
-#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct LatencyUs {
     /// Median.
     pub p50: f64,
@@ -20,7 +20,7 @@ pub struct LatencyUs {
 }
 
 /// Statistics of a process of a run.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ProgramStatistics {
     /// Process id; 0 while unknown.
     pub pid: u32,
@@ -37,7 +37,7 @@ pub struct ProgramStatistics {
 }
 
 /// Statistics of a run; `aquifer run --stats` writes them.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct RunStatistics {
     /// The program's name.
     pub name: String,
@@ -125,7 +125,7 @@ pub struct TenantStatistics {
 }
 
 /// Status of an agent and its host; `aquifer status` requests it.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct AgentStatus {
     /// This host's number in the cluster.
     pub host: u16,

@@ -200,6 +200,13 @@ impl Cluster {
         }));
         assert!(result.is_ok(), "{what}: {last:#}");
         eventually("all workers to end", || self.workers().is_empty().then_some(()));
+        eventually("the keeper to hold no program", || (self.held_userfaultfds() == 0).then_some(()));
+    }
+
+    /// The userfaultfds that the keeper has.
+    fn held_userfaultfds(&self) -> usize {
+        let is_keeper = |pid: &u32| processes::arguments(*pid).iter().any(|word| word == "keeper");
+        self.daemons().into_iter().filter(is_keeper).map(processes::userfaultfds).sum()
     }
 }
 

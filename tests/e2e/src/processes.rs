@@ -68,6 +68,17 @@ fn stat_fields<const N: usize>(pid: u32, fields: [usize; N]) -> [u64; N] {
     fields.map(|field| words.get(field).and_then(|word| word.parse().ok()).unwrap_or(0))
 }
 
+/// The number of userfaultfds that a process has.
+#[must_use]
+pub fn userfaultfds(pid: u32) -> usize {
+    let folder = format!("/proc/{pid}/fd");
+    let is_userfaultfd = |number: &u32| {
+        fs::read_link(format!("{folder}/{number}"))
+            .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
+    };
+    numbers(&folder).iter().filter(|number| is_userfaultfd(number)).count()
+}
+
 /// Command line of a process.
 #[must_use]
 pub fn arguments(pid: u32) -> Vec<String> {

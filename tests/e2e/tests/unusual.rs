@@ -55,6 +55,11 @@ fn a_program_that_becomes_another_user_keeps_no_rights_and_may_fork() {
 }
 
 #[test]
+fn a_mapping_that_grows_in_place_stays_one() {
+    check("grow");
+}
+
+#[test]
 fn memory_may_be_populated_at_once() {
     check("populate");
 }

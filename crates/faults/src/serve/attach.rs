@@ -43,6 +43,9 @@ pub enum AttachError {
     /// No fork was reported for this child.
     #[error("no program of the run has forked this process")]
     UnknownChild,
+    /// The process has said hello this many times, and what it was before has not ended.
+    #[error("this process has already said hello {0} times")]
+    TooManyHellos(usize),
     /// The keeper does not hold the program.
     #[error(transparent)]
     NotHeld(#[from] HoldRefused),
@@ -103,7 +106,9 @@ fn attach_child(run: &Run, process: UnprovenProcess, attachment: Attachment) -> 
     let number = attachment.hello.child_number;
     let is_this_child = |program: &Arc<Program>| program.id == number && program.is_forked.load(Relaxed);
     let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
-    program.request(MonitorRequest::Attach(Box::new(attachment), process));
+    if !program.request(MonitorRequest::Attach(Box::new(attachment), process)) {
+        return Err(AttachError::TooManyHellos(1));
+    }
     Ok(())
 }
 

@@ -281,10 +281,7 @@ impl ProcessEdge {
         let service = self.run.service.upgrade().expect("the service outlives its programs");
         let canary = Canary { number: service.next_program(), ..self.canary() };
         let tenant = self.run.tenant();
-        service.unserved.add(
-            &service,
-            UnservedMemory { uffd, canary, tenant, is_in_keeper: false, is_killing: Arc::default() },
-        );
+        service.unserved.add(&service, UnservedMemory::new(uffd, canary, tenant, false));
     }
 
     fn exit_watcher(&self) -> io::Result<Arc<ProgramExitWatcher>> {

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
-use aquifer_pager::{PAGE_BYTES, Volume};
+use aquifer_pager::{PAGE_BYTES, PageNumber, Volume};
 use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -159,11 +159,15 @@ impl Program {
         Canary { page, number: self.id, nonce: self.nonce }
     }
 
-    /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed.
-    pub(crate) fn register_early(&self, area: Area) {
-        if let Some(uffd) = self.uffd.get()
-            && let Err(error) = uffd.register(area.start, area.end)
-        {
+    /// Registers an area before its monitor adopts it, so that it cannot grow unnoticed; with what
+    /// it has grown since it was found, up to `room`.
+    ///
+    /// A part of a mapping must not stay unregistered: the kernel moves no range of two mappings.
+    /// Anything else that was mapped in the room since is served, too, as if it had grown.
+    pub(crate) fn register_early(&self, area: Area, room: PageNumber) {
+        let Some(uffd) = self.uffd.get() else { return };
+        let registered = uffd.register(area.start, room).or_else(|_| uffd.register(area.start, area.end));
+        if let Err(error) = registered {
             tracing::debug!(%error, ?area, "cannot register an area: it has changed");
         }
     }
@@ -245,10 +249,19 @@ impl Program {
     }
 
     /// Queues a request for the monitor.
-    pub(crate) fn request(&self, request: MonitorRequest) {
-        lock(&self.requests).push(request);
+    ///
+    /// Returns whether it is queued: a second hello is not before the first is handled.
+    pub(crate) fn request(&self, request: MonitorRequest) -> bool {
+        let mut requests = lock(&self.requests);
+        let is_hello = |request: &MonitorRequest| matches!(request, MonitorRequest::Attach(..));
+        if is_hello(&request) && requests.iter().any(is_hello) {
+            return false;
+        }
+        requests.push(request);
+        drop(requests);
         self.has_requests.store(true, SeqCst);
         self.signal();
+        true
     }
 
     /// The requests since the last call.
@@ -321,6 +334,9 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The most programs of one process at once. It has several for a moment when it executes others.
+const PROGRAMS_PER_PROCESS_MAX: usize = 16;
+
 /// Begins to serve a program that has said hello.
 pub(crate) fn serve_root(
     run: &Arc<Run>,
@@ -329,6 +345,10 @@ pub(crate) fn serve_root(
     attachment: Attachment,
 ) -> Result<(), AttachError> {
     let service = run.service.upgrade().ok_or(io::Error::from(io::ErrorKind::NotConnected))?;
+    let hellos = run.programs().iter().filter(|program| program.pid() == process.pid()).count();
+    if hellos >= PROGRAMS_PER_PROCESS_MAX {
+        return Err(AttachError::TooManyHellos(hellos));
+    }
     let program = new_program(run, service.next_program(), new_nonce()?)?;
     or_remove(run, &program, || {
         program.attached(&attachment.hello);
@@ -430,10 +450,7 @@ pub(super) fn remove_program(run: &Run, program: &Program) {
         match program.uffd.get() {
             Some(uffd) if canary.fill(uffd).stop != Some(FillStop::Ended) => {
                 let uffd = uffd.clone();
-                service.unserved.add(
-                    &service,
-                    UnservedMemory { uffd, canary, tenant, is_in_keeper: true, is_killing: Arc::default() },
-                );
+                service.unserved.add(&service, UnservedMemory::new(uffd, canary, tenant, true));
             }
             _ => service.agent.remove_from_keeper(HeldKind::Program, program.id),
         }

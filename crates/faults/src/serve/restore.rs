@@ -167,16 +167,7 @@ impl PagingService {
         for UnservableProgram { id, pidfd, tenant, memory } in programs {
             match (memory, pidfd) {
                 (Some((uffd, canary)), _) => {
-                    self.unserved.add(
-                        self,
-                        UnservedMemory {
-                            uffd,
-                            canary,
-                            tenant,
-                            is_in_keeper: true,
-                            is_killing: Arc::default(),
-                        },
-                    );
+                    self.unserved.add(self, UnservedMemory::new(uffd, canary, tenant, true));
                 }
                 (None, Some(pidfd)) if is_ready(&pidfd, DEATH_TIMEOUT) => {
                     self.agent.remove_from_keeper(HeldKind::Program, id);

@@ -11,6 +11,7 @@ use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::process::ProgramProcess;
 use super::program::Program;
@@ -45,6 +46,8 @@ pub struct Run {
     ended_programs: FaultStats,
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
+    /// Readable while there are notices or there is a reason of the end that the owner has not got.
+    news: OwnedFd,
     programs_seen: AtomicU64,
     /// Whether there are programs that the sampler has not seen.
     pub(crate) has_new_programs: AtomicBool,
@@ -120,6 +123,7 @@ impl Run {
             ended_programs: FaultStats::default(),
             end_reason: Mutex::new(None),
             notices: Mutex::new(Vec::new()),
+            news: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             programs_seen: AtomicU64::new(0),
             has_new_programs: AtomicBool::new(false),
         }))
@@ -230,12 +234,25 @@ impl Run {
     /// Queues a notice for the process that started the run.
     pub(crate) fn notify_owner(&self, text: &str) {
         self.notices.lock().unwrap_or_else(PoisonError::into_inner).push(text.to_owned());
-        self.changed.notify_all();
+        self.announce_news();
+    }
+
+    /// A descriptor that is readable when there is news for the owner.
+    #[must_use]
+    pub fn news(&self) -> &OwnedFd {
+        &self.news
+    }
+
+    fn announce_news(&self) {
+        // A write to an eventfd fails only when its count is full, and then it is readable.
+        let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 
     /// The notices since the last call.
     #[must_use]
     pub fn drain_notices(&self) -> Vec<String> {
+        // Before the notices are taken: what comes later makes it readable again.
+        let _ = rustix::io::read(&self.news, &mut [0; 8]);
         std::mem::take(&mut *self.notices.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -247,6 +264,7 @@ impl Run {
             *end_reason = Some(reason.to_owned());
         }
         drop(end_reason);
+        self.announce_news();
         let programs = self.programs();
         // Before they are killed: a monitor must not see the end of a worker first.
         programs.iter().for_each(|program| program.mark_killed());

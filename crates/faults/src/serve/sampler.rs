@@ -3,6 +3,7 @@
 //! No area is registered before a run comes near its limit, because until then the run is not
 //! slowed. The time to the next sample is at most the time in which the run could reach its limit.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::Weak;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
@@ -17,7 +18,7 @@ use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
 use super::program::{MonitorRequest, Program};
 use super::run::Run;
-use crate::areas::Areas;
+use crate::areas::Area;
 use crate::maps;
 use crate::monitor::SPARE_PAGES;
 
@@ -32,6 +33,12 @@ const ARM_DIVISOR_MAX: u64 = 5;
 const PAGES_PER_MS: u64 = 1500;
 const TICK_MIN: Duration = Duration::from_millis(1);
 const TICK_MAX: Duration = Duration::from_millis(50);
+/// Samples in a row without a change after which a run is sampled less often,
+const QUIET_AFTER: u32 = 250;
+/// and the shortest time to its next sample then. It bounds what a program can fill meanwhile.
+const QUIET_TICK: Duration = Duration::from_millis(4);
+/// Time to the next look at a run without a program.
+const EMPTY_TICK: Duration = Duration::from_secs(1);
 /// Shortest time between two counts of shared pages, as a multiple of what a count took.
 const SHARED_INTERVAL_FACTOR_MIN: u32 = 4;
 /// The factor doubles up to this while the number of shared pages is steady.
@@ -74,7 +81,8 @@ struct SampledProgram {
     uncontrolled: u64,
     is_armed: bool,
     next_scan: Instant,
-    areas: Areas,
+    /// What the last scan found.
+    areas: Vec<Area>,
     counter: ResidentCounter,
 }
 
@@ -86,7 +94,7 @@ impl SampledProgram {
             uncontrolled: 0,
             is_armed: false,
             next_scan: Instant::now(),
-            areas: Areas::default(),
+            areas: Vec::new(),
             counter: ResidentCounter::new(),
         }
     }
@@ -102,7 +110,7 @@ impl SampledProgram {
     }
 
     /// Records a scan that began at `began` and has found `areas`.
-    fn scanned(&mut self, size: u64, uncontrolled: u64, began: Instant, areas: Areas) {
+    fn scanned(&mut self, size: u64, uncontrolled: u64, began: Instant, areas: Vec<Area>) {
         self.areas = areas;
         self.is_armed = true;
         self.size = size;
@@ -120,6 +128,27 @@ struct SampledRun {
     over_limit: Option<OverLimit>,
     room_shortage: Option<RoomShortage>,
     shared: SharedPages,
+    quiet: Quiet,
+}
+
+/// How long nothing has changed in a run.
+#[derive(Debug, Default)]
+struct Quiet {
+    /// Resident pages, held pages, and evictions at the last sample.
+    last: [u64; 3],
+    samples: u32,
+}
+
+impl Quiet {
+    /// The time to the next sample, after one with these figures; `wanted` unless the run is quiet.
+    fn next_sample(&mut self, figures: [u64; 3], has_pending_faults: bool, wanted: Duration) -> Duration {
+        if figures == self.last && !has_pending_faults {
+            self.samples = self.samples.saturating_add(1);
+        } else {
+            *self = Self { last: figures, samples: 0 };
+        }
+        if self.samples > QUIET_AFTER { wanted.max(QUIET_TICK) } else { wanted }
+    }
 }
 
 /// The pool has no room for evicted pages of a run.
@@ -162,7 +191,7 @@ struct SharedPages {
 /// The loop of a tenant's thread, which ends when the tenant has no program.
 fn sample_all(service: &Weak<PagingService>, tenant: u32) {
     set_niceness(URGENT);
-    let mut sampled_runs: Vec<SampledRun> = Vec::new();
+    let mut sampled_runs: HashMap<u64, SampledRun> = HashMap::new();
     while let Some(service) = service.upgrade() {
         let runs = service.runs_of(tenant);
         let is_idle = || service.runs_of(tenant).iter().all(|run| run.programs().is_empty());
@@ -170,22 +199,13 @@ fn sample_all(service: &Weak<PagingService>, tenant: u32) {
             return;
         }
         for run in runs {
-            if !sampled_runs.iter().any(|sampled| sampled.run.as_ptr() == Arc::as_ptr(&run)) {
-                sampled_runs.push(SampledRun {
-                    run: Arc::downgrade(&run),
-                    programs: Vec::new(),
-                    next_sample: Instant::now(),
-                    over_limit: None,
-                    room_shortage: None,
-                    shared: SharedPages::new(),
-                });
-            }
+            sampled_runs.entry(run.id()).or_insert_with(|| SampledRun::new(&run));
         }
-        sampled_runs.retain(|sampled| sampled.run.strong_count() > 0);
+        sampled_runs.retain(|_, sampled| sampled.run.strong_count() > 0);
         drop(service);
         let now = Instant::now();
         let mut next = now + TICK_MAX;
-        for sampled in &mut sampled_runs {
+        for sampled in sampled_runs.values_mut() {
             if let Some(run) = sampled.run.upgrade()
                 && (run.has_new_programs.swap(false, Relaxed) || sampled.next_sample <= now)
             {
@@ -198,9 +218,26 @@ fn sample_all(service: &Weak<PagingService>, tenant: u32) {
 }
 
 impl SampledRun {
+    fn new(run: &Arc<Run>) -> Self {
+        Self {
+            run: Arc::downgrade(run),
+            programs: Vec::new(),
+            next_sample: Instant::now(),
+            over_limit: None,
+            room_shortage: None,
+            shared: SharedPages::new(),
+            quiet: Quiet::default(),
+        }
+    }
+
     /// Samples one run; returns the time to the next sample.
     fn sample(&mut self, run: &Run) -> Duration {
         let programs = run.programs();
+        if programs.is_empty() {
+            // A new program is announced.
+            self.programs.clear();
+            return EMPTY_TICK;
+        }
         programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
         let mut total = 0;
@@ -240,7 +277,11 @@ impl SampledRun {
             })
             .for_each(|program| program.signal());
         self.enforce_limit(run, &programs, total, held);
-        Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX)
+        let wanted =
+            Duration::from_millis(arm_at.saturating_sub(total) / PAGES_PER_MS).clamp(TICK_MIN, TICK_MAX);
+        let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
+        let has_pending_faults = programs.iter().any(|program| program.has_pending_faults.load(SeqCst));
+        self.quiet.next_sample([total, held, evictions], has_pending_faults, wanted)
     }
 
     /// What is known of a program; a new entry if it was not sampled before.
@@ -264,14 +305,16 @@ impl SampledRun {
         let Some(text) = program.process().and_then(|process| process.read_maps().ok()) else {
             return;
         };
-        let found = maps::pageable_areas(&text, &program.bounds());
-        let mut areas = Areas::default();
-        for area in &found {
-            seen.areas.missing(*area).into_iter().for_each(|new| program.register_early(new));
-            areas.insert(*area);
+        let bounds = program.bounds();
+        let found = maps::pageable_areas(&text, &bounds);
+        for (area, room) in found.iter().zip(maps::room_to_grow(&text, &found, &bounds)) {
+            // Whole: what was there at the last scan may have been unmapped, and mapped anew.
+            if seen.areas.binary_search(area).is_err() {
+                program.register_early(*area, room);
+            }
         }
-        program.request(MonitorRequest::Areas(found));
-        seen.scanned(usage.size, uncontrolled, began, areas);
+        program.request(MonitorRequest::Areas(found.clone()));
+        seen.scanned(usage.size, uncontrolled, began, found);
     }
 
     /// The reason why the pool has no room for evicted pages; `None` unless that has lasted too
@@ -381,7 +424,7 @@ mod tests {
         let mut seen = SampledProgram::first(1);
         let now = Instant::now();
         assert!(seen.wants_scan(1000, 0, now), "the first");
-        seen.scanned(1000, 600, now, Areas::default());
+        seen.scanned(1000, 600, now, Vec::new());
         seen.next_scan = now + Duration::from_secs(60);
         assert!(!seen.wants_scan(1000, 700, now), "few pages more");
         assert!(!seen.wants_scan(2000, 700, now), "a larger program with a few pages more can wait");

@@ -15,8 +15,11 @@ use super::{AgentServices, PagingService};
 use crate::edge::{EvictedBatch, SenderEvent};
 use crate::send_loop::{NextStep, SendLoop, SendQueue, SentProgram};
 
-/// Interval at which an idle sender checks for empty slabs, and for room in a full pool.
+/// Interval at which an idle sender checks for empty slabs, and for room in a full pool,
 const IDLE_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+/// and the interval when there was nothing to do for this time: only nodes are probed then.
+const QUIET_TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 250_000_000 };
+const QUIET_AFTER: Duration = Duration::from_secs(2);
 /// Interval at which memory nodes are probed, and degraded slabs are looked for.
 const PROBE_INTERVAL: Duration = Duration::from_millis(250);
 /// Polls for acknowledgements before the thread yields.
@@ -120,7 +123,8 @@ impl SenderThread {
             let node_joiner = NodeJoiner::new(agent.connector(tenant));
             let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
             let send_loop = SendLoop::new(sender, mempool);
-            SenderTurns { send_loop, shared: for_thread, probed: Instant::now(), node_joiner, agent }.run();
+            let now = Instant::now();
+            SenderTurns { send_loop, shared: for_thread, probed: now, busy: now, node_joiner, agent }.run();
         })?;
         Ok(Self { shared })
     }
@@ -208,6 +212,8 @@ struct SenderTurns {
     shared: Arc<SenderShared>,
     /// When memory nodes were probed last.
     probed: Instant,
+    /// When there was something to do last.
+    busy: Instant,
     node_joiner: NodeJoiner,
     agent: Arc<dyn AgentServices>,
 }
@@ -232,7 +238,11 @@ impl SenderTurns {
             self.node_joiner.poll(&mut self.send_loop.sender, || self.agent.nodes());
             let (has_written, result) = self.send_loop.advance();
             self.record_shortage(result.err());
-            is_waiting_for_acks &= !has_written && self.send_loop.sender.stats() == before;
+            let is_unchanged = !has_written && self.send_loop.sender.stats() == before;
+            is_waiting_for_acks &= is_unchanged;
+            if !is_unchanged || !self.send_loop.sender.is_idle() {
+                self.busy = Instant::now();
+            }
             self.publish();
             polls += 1;
             if polls % POLLS_BEFORE_YIELD == 0 {
@@ -268,7 +278,8 @@ impl SenderTurns {
             polled.extend(fds);
         }
         // Whatever ended the wait, the caller checks all sources.
-        let _ = poll(&mut polled, Some(&IDLE_TICK));
+        let tick = if self.busy.elapsed() < QUIET_AFTER { IDLE_TICK } else { QUIET_TICK };
+        let _ = poll(&mut polled, Some(&tick));
         if polled[0].revents().contains(PollFlags::IN) {
             // The count carries no information, so a failed read loses nothing.
             let _ = rustix::io::read(&self.shared.wakeup, &mut [0; 8]);

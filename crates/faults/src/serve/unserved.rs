@@ -37,14 +37,16 @@ pub(super) struct UnservedMemories {
 /// The memory of one process.
 #[derive(Debug)]
 pub(super) struct UnservedMemory {
-    pub uffd: Userfaultfd,
-    pub canary: Canary,
+    uffd: Userfaultfd,
+    canary: Canary,
     /// The user with whose rights its processes are killed.
-    pub tenant: u32,
+    tenant: u32,
     /// Whether the keeper holds it, under the number of its canary.
-    pub is_in_keeper: bool,
+    is_in_keeper: bool,
     /// Whether a thread is killing a process of it. It may wait for a hostile program.
-    pub is_killing: Arc<AtomicBool>,
+    is_killing: Arc<AtomicBool>,
+    /// Whether a fault that another agent has read must be reported once more.
+    must_wake: bool,
 }
 
 impl Default for UnservedMemories {
@@ -56,9 +58,6 @@ impl Default for UnservedMemories {
 impl UnservedMemories {
     /// Adds memory. Its run must have an end reason, or not exist.
     pub fn add(&self, service: &Arc<PagingService>, memory: UnservedMemory) {
-        memory.canary.fill(&memory.uffd);
-        // A fault that another agent has read is reported once more.
-        memory.uffd.wake_all();
         let tenant = memory.tenant;
         self.push(service, memory);
         let weak = Arc::downgrade(service);
@@ -89,7 +88,7 @@ impl UnservedMemories {
         // Without the lock: a hostile program can make the read of its userfaultfd wait.
         let mut memories = self.lock().remove(&tenant).unwrap_or_default();
         let mut forked = Vec::new();
-        memories.retain(|memory| {
+        memories.retain_mut(|memory| {
             let may_exist = memory.poll(&mut forked, || service.next_program());
             if !may_exist && memory.is_in_keeper {
                 service.agent.remove_from_keeper(HeldKind::Program, memory.canary.number);
@@ -122,13 +121,20 @@ fn poll_all(service: &Weak<PagingService>, tenant: u32) {
 }
 
 impl UnservedMemory {
+    pub fn new(uffd: Userfaultfd, canary: Canary, tenant: u32, is_in_keeper: bool) -> Self {
+        Self { uffd, canary, tenant, is_in_keeper, is_killing: Arc::default(), must_wake: true }
+    }
+
     /// Kills the process if a fault has identified it; returns whether the memory may still exist.
     ///
     /// That of children that it has forked is appended to `forked`.
-    fn poll(&self, forked: &mut Vec<Self>, next_number: impl Fn() -> u64) -> bool {
+    fn poll(&mut self, forked: &mut Vec<Self>, next_number: impl Fn() -> u64) -> bool {
         // Repeated, because the kernel refuses the fill while an event is unread.
         if self.canary.fill(&self.uffd).stop == Some(FillStop::Ended) {
             return false;
+        }
+        if std::mem::take(&mut self.must_wake) {
+            self.uffd.wake_all();
         }
         for message in self.uffd.read_messages() {
             match message {
@@ -139,13 +145,7 @@ impl UnservedMemory {
                     // with no more than the rights of the user.
                     let nonce = new_nonce().unwrap_or_default();
                     let canary = Canary { number: next_number(), nonce, ..self.canary };
-                    forked.push(Self {
-                        uffd,
-                        canary,
-                        tenant: self.tenant,
-                        is_in_keeper: false,
-                        is_killing: Arc::default(),
-                    });
+                    forked.push(Self::new(uffd, canary, self.tenant, false));
                 }
                 _ => {}
             }

@@ -69,6 +69,39 @@ void test_mremap(void) {
     area_free(&area);
 }
 
+// A mapping grows in place in small steps, is dropped, and grows at the same place again: it must
+// stay one mapping, whenever it is registered.
+void test_grow(void) {
+    const uint64_t step = 16, pages = options.bytes / PAGE_BYTES / 2;
+    struct numbers numbers = numbers_new(350);
+    unsigned char *place = map_pages(pages);
+    struct area area;
+    for (unsigned round = 0; round < 16; round++) {
+        if (munmap(place, pages * PAGE_BYTES) != 0) die("munmap");
+        area = area_over("grow", place, pages);
+        area.pages = step;
+        if (mmap(place, step * PAGE_BYTES, PROT_READ | PROT_WRITE,
+                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == MAP_FAILED)
+            die("mmap");
+        while (area.pages < pages) {
+            struct area end = area;
+            end.at += (area.pages - step) * PAGE_BYTES;
+            end.first += area.pages - step;
+            end.versions += area.pages - step;
+            end.pages = step;
+            modify_all(&end, &numbers);
+            if (mremap(place, area.pages * PAGE_BYTES, (area.pages + step) * PAGE_BYTES, 0) == MAP_FAILED)
+                die("mremap in place");
+            area.pages += step;
+        }
+        modify_all(&area, &numbers);
+        verify_all(&area);
+        if (round < 15) free(area.versions);
+    }
+    say(area.test, area.pages, digest(&area));
+    area_free(&area);
+}
+
 // With MREMAP_DONTUNMAP the pages move, and the old place stays mapped and empty.
 void test_dontunmap(void) {
     struct numbers numbers = numbers_new(400);

@@ -8,6 +8,7 @@
 void test_pages(void);     // areas.c
 void test_mremap(void);    // moves.c
 void test_dontunmap(void); // moves.c
+void test_grow(void);      // moves.c
 void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
 void test_remap(void);     // areas.c
