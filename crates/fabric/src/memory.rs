@@ -268,6 +268,25 @@ impl Memory {
         Ok(rustix::fs::fallocate(self.fd(), flags, u64_from(offset), u64_from(len))?)
     }
 
+    /// Reads bytes without creating pages: a page that was never written reads as zeros.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    ///
+    /// # Panics
+    /// If the range is not inside the memory.
+    pub fn peek(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
+        self.range(offset, out.len());
+        let mut done = 0;
+        while done < out.len() {
+            match rustix::io::pread(self.fd(), &mut out[done..], u64_from(offset + done))? {
+                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+                found => done += found,
+            }
+        }
+        Ok(())
+    }
+
     /// The bytes that the system has allocated, which are those of touched pages.
     ///
     /// # Errors

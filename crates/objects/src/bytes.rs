@@ -1,26 +1,26 @@
-//! The memory of a heap: the words of its objects, and the translation tables of its block
-//! addresses.
+//! The memory of a heap: the bytes of its objects, the translation tables of its block addresses,
+//! and its records.
 
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
 
 use aquifer_fabric::unit_map::UnitMap;
-use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError};
+use aquifer_fabric::{Access, Key, Memory, Region, Scope, Target, TargetError};
 
-use crate::class::{BLOCK_ORDERS, Class, FRAME_BYTES};
-use crate::header::{Lock, ObjectNumber};
-use crate::heap::Mover;
-use crate::pointer::BlockAddress;
-use crate::slot::{self, Words};
-use crate::space::{FrameRun, addresses_max};
+use crate::class::{BLOCK_ORDERS, FRAME_BYTES};
+use crate::layout::{FORMAT, FRAME_WORDS, HeapWords, Layout, NAMES, RECORDS};
+use crate::slot::Words;
+use crate::space::addresses_max;
 
-/// The memory of one heap.
+/// The memory of one heap, in three parts.
 #[derive(Debug)]
 pub struct HeapBytes {
-    memory: Arc<Memory>,
-    /// The translation table of each block size.
-    maps: Vec<UnitMap>,
+    layout: Layout,
+    data: Arc<Memory>,
+    names: Arc<Memory>,
+    records: Arc<Memory>,
 }
 
 impl HeapBytes {
@@ -29,106 +29,149 @@ impl HeapBytes {
     /// # Errors
     /// If the system refuses.
     pub fn create(frames: u32) -> io::Result<Self> {
-        let bytes = u64::from(frames) * FRAME_BYTES;
-        let memory = Arc::new(Memory::create("aquifer-heap", to_usize(bytes)?)?);
-        let maps = (0..BLOCK_ORDERS).map(|order| {
-            let order = u8::try_from(order).expect("there are nine");
-            let units = addresses_max(frames, order);
-            let words = Arc::new(Memory::create("aquifer-heap-map", to_usize(units * 8)?)?);
-            Ok(UnitMap { words, at: 0, units, unit_bytes: FRAME_BYTES << order })
-        });
-        Ok(Self { memory, maps: maps.collect::<io::Result<_>>()? })
+        let layout = Layout::new(frames);
+        let create = |name, words: u64| Ok::<_, io::Error>(Arc::new(Memory::create(name, to_bytes(words)?)?));
+        Ok(Self {
+            layout,
+            data: create("aquifer-heap", u64::from(frames) * FRAME_WORDS)?,
+            names: create("aquifer-heap-names", layout.name_words())?,
+            records: create("aquifer-heap-records", layout.record_words())?,
+        })
     }
 
-    /// Registers the blocks of each size for READ.
+    /// Memory of a heap that an earlier process has left, in the order of [`Self::fds`].
+    ///
+    /// # Errors
+    /// If it is not the memory of a heap.
+    pub fn open(fds: [OwnedFd; 3]) -> io::Result<Self> {
+        let [data, names, records] = fds.map(|fd| Memory::whole(fd).map(Arc::new));
+        let (data, names, records) = (data?, names?, records?);
+        let frames = u32::try_from(data.len() as u64 / FRAME_BYTES).map_err(io::Error::other)?;
+        let layout = Layout::new(frames);
+        let lengths = [data.len(), names.len(), records.len()];
+        let expected = [u64::from(frames) * FRAME_WORDS, layout.name_words(), layout.record_words()];
+        let is_heap = lengths.iter().zip(expected).all(|(len, words)| *len as u64 == words * 8);
+        if frames == 0 || !is_heap || records.load_u64(0) != FORMAT {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not the memory of a heap"));
+        }
+        Ok(Self { layout, data, names, records })
+    }
+
+    /// The descriptors: data, names, records.
+    #[must_use]
+    pub fn fds(&self) -> [BorrowedFd<'_>; 3] {
+        [self.data.fd(), self.names.fd(), self.records.fd()]
+    }
+
+    /// Where the words are.
+    #[must_use]
+    pub fn layout(&self) -> Layout {
+        self.layout
+    }
+
+    /// Registers the blocks of each size for READ, with the keys that they had before, if any.
     ///
     /// # Errors
     /// If the target refuses.
-    pub fn register(&self, target: &dyn Target, scope: Scope) -> Result<Vec<Region>, TargetError> {
-        let register = |map: &UnitMap| {
-            target.register_movable(Arc::clone(&self.memory), map.clone(), Access::READ, scope, None)
+    pub fn register(
+        &self,
+        target: &dyn Target,
+        scope: Scope,
+        keys: Option<[Key; BLOCK_ORDERS]>,
+    ) -> Result<Vec<Region>, TargetError> {
+        let register = |order: usize| {
+            let map = UnitMap {
+                words: Arc::clone(&self.names),
+                at: usize::try_from(self.layout.names_before(order) * 8).expect("the names are mapped"),
+                units: addresses_max(self.layout.frames_max(), u8::try_from(order).expect("there are nine")),
+                unit_bytes: FRAME_BYTES << order,
+            };
+            let key = keys.map(|keys| keys[order]);
+            target.register_movable(Arc::clone(&self.data), map, Access::READ, scope, key)
         };
-        self.maps.iter().map(register).collect()
+        (0..BLOCK_ORDERS).map(register).collect()
     }
 
-    /// Bytes that the heap takes.
+    /// Bytes that the objects of the heap take, and those that its names and records take.
     ///
     /// # Errors
     /// If the system refuses.
-    pub fn allocated_bytes(&self) -> io::Result<u64> {
-        self.memory.allocated_bytes()
-    }
-
-    /// The number of addresses of blocks of a size.
-    #[must_use]
-    pub fn addresses(&self, order: u8) -> u64 {
-        self.maps[usize::from(order)].units
+    pub fn allocated_bytes(&self) -> io::Result<(u64, u64)> {
+        let tables = self.names.allocated_bytes()? + self.records.allocated_bytes()?;
+        Ok((self.data.allocated_bytes()?, tables))
     }
 
     /// Copies the bytes of an object after its header. It must be locked.
     pub fn read(&self, at: u64, out: &mut [u8]) {
-        self.memory.read(byte(at) + 8, out);
+        self.data.read(byte(at) + 8, out);
+    }
+
+    fn place(&self, at: u64) -> (&Memory, usize) {
+        let memory = match at & !(NAMES - 1) {
+            0 => &self.data,
+            NAMES => &self.names,
+            _ => &self.records,
+        };
+        (memory, byte(at & (NAMES - 1)))
     }
 }
 
-/// The first word of a slot.
-#[must_use]
-pub fn slot_word(frames: FrameRun, slot: u32, class: Class) -> u64 {
-    u64::from(frames.first) * (FRAME_BYTES / 8) + u64::from(slot) * u64::from(class.slot_bytes / 8)
-}
+const _: () = assert!(RECORDS & (NAMES - 1) == 0);
 
 fn byte(word: u64) -> usize {
     usize::try_from(word * 8).expect("the memory is mapped")
 }
 
-fn to_usize(bytes: u64) -> io::Result<usize> {
-    usize::try_from(bytes).map_err(io::Error::other)
+fn to_bytes(words: u64) -> io::Result<usize> {
+    usize::try_from(words * 8).map_err(io::Error::other)
 }
 
-impl Words for &HeapBytes {
+impl Words for HeapBytes {
     fn load(&mut self, at: u64) -> u64 {
-        self.memory.atomic_u64(byte(at)).load(Acquire)
+        let (memory, at) = self.place(at);
+        memory.atomic_u64(at).load(Acquire)
     }
 
     fn store(&mut self, at: u64, word: u64) {
-        self.memory.atomic_u64(byte(at)).store(word, Release);
+        let (memory, at) = self.place(at);
+        memory.atomic_u64(at).store(word, Release);
     }
 
     fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
+        let (memory, at) = self.place(at);
         // What follows must not be seen before the lock: the fence orders it behind the store.
-        let swapped = self.memory.atomic_u64(byte(at)).compare_exchange(old, new, AcqRel, Acquire).is_ok();
+        let swapped = memory.atomic_u64(at).compare_exchange(old, new, AcqRel, Acquire).is_ok();
         std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
         swapped
     }
 }
 
-impl Mover for &HeapBytes {
-    fn lock(&mut self, source: FrameRun, objects: &[(u32, u64)], class: Class) {
-        for (slot, id) in objects {
-            let number = ObjectNumber::new(*id).expect("a heap has numbers");
-            let at = slot_word(source, *slot, class);
-            // Another worker writes for some microseconds at most.
-            while slot::lock(self, at, number, Lock::Moving).is_err() {
-                std::hint::spin_loop();
+impl HeapWords for HeapBytes {
+    fn discard(&mut self, at: u64, words: u64) {
+        let (memory, at) = self.place(at);
+        let bytes = byte(words);
+        if at.is_multiple_of(4096) && bytes.is_multiple_of(4096) {
+            match memory.punch(at, bytes) {
+                Ok(()) => return,
+                Err(error) => {
+                    tracing::warn!(%error, bytes, "cannot return memory of a heap to the system");
+                }
             }
+        }
+        for at in (at..at + bytes).step_by(8) {
+            memory.atomic_u64(at).store(0, Release);
         }
     }
 
-    fn copy(&mut self, from: (FrameRun, u32), to: (FrameRun, u32), class: Class) {
-        let (from, to) = (slot_word(from.0, from.1, class), slot_word(to.0, to.1, class));
-        slot::copy(self, from, to, u64::from(class.slot_bytes / 8));
-    }
-
-    fn name(&mut self, address: BlockAddress, named: &[FrameRun]) {
-        let offset = named.first().map(|frames| u64::from(frames.first) * FRAME_BYTES);
-        self.maps[usize::from(address.order)].store(address.number.into(), offset);
-    }
-
-    fn free(&mut self, frames: FrameRun) {
-        let bytes = byte(FRAME_BYTES / 8) << frames.order;
-        if let Err(error) = self.memory.punch(byte(u64::from(frames.first) * (FRAME_BYTES / 8)), bytes) {
-            // It is used again all the same: a free slot is recognised by the heap's own tables.
-            tracing::warn!(%error, bytes, "cannot return memory of a heap to the system");
+    fn peek(&mut self, at: u64, out: &mut [u64]) {
+        let (memory, at) = self.place(at);
+        let mut bytes = vec![0; out.len() * 8];
+        if memory.peek(at, &mut bytes).is_err() {
+            // Then pages are created.
+            memory.read(at, &mut bytes);
+        }
+        for (word, bytes) in out.iter_mut().zip(bytes.chunks_exact(8)) {
+            *word = u64::from_le_bytes(bytes.try_into().expect("8 bytes"));
         }
     }
 }

@@ -1,8 +1,11 @@
 //! The bytes of `docs/formats/objects.md`.
 
+use crate::bytes::HeapBytes;
 use crate::class::{ClassId, Classes};
 use crate::header::{Header, Lock, ObjectNumber};
+use crate::ledger::Ledger;
 use crate::pointer::{BlockAddress, Pointer};
+use crate::slot::Words;
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 
 #[test]
@@ -55,6 +58,37 @@ const GOLDEN: [(u8, u32, u8); 12] = [
     (59, 18_072, 8),
     (65, 32_768, 8),
 ];
+
+#[test]
+fn golden_records() {
+    use crate::heap::Mover;
+    use crate::layout::{FRAME_WORDS, Layout, NAMES, RECORDS};
+    use crate::space::FrameRun;
+
+    let layout = Layout::new(1024);
+    let names: Vec<u64> = (0..4).map(|order| layout.names_before(order)).collect();
+    assert_eq!(names, [0, 16_384, 24_576, 28_672]);
+    let mut ledger = Ledger::create(HeapBytes::create(1024).unwrap(), layout);
+    let (class, shape) = (ClassId(7), Classes::standard().get(ClassId(7)).unwrap());
+    let [one, other, third] = [8, 16, 32].map(|first| FrameRun { first, order: shape.order });
+    let address = BlockAddress { order: shape.order, number: 5 };
+    ledger.add(one, class, address);
+    ledger.reserve_number(1);
+    ledger.begin_merge(one, &[other, third]);
+    ledger.name(address, [Some(other), Some(third)]);
+    ledger.set_home((other, 3), Some(9));
+    let mut records = |at: u64| ledger.words.load(RECORDS + at);
+    assert_eq!([0, 1, 2, 3, 5].map(&mut records), [0x0100_5041_4548_5141, 1024, 65_537, 10, 6]);
+    assert_eq!([16, 17, 18, 19].map(&mut records), [1, 8, 16, 33]);
+    let (blocks, seconds) = (4608, 4608 + 1024);
+    assert_eq!(records(blocks + 8), 0x8000_0007_0000_0005);
+    assert_eq!(records(seconds + 16_384 + 5), 0x0000_0007_0000_0021);
+    let homes = seconds + layout.name_words();
+    assert_eq!(records(homes + (16 * 256 + 3) / 2), 10 << 32);
+    assert_eq!(ledger.words.load(NAMES + 16_384 + 5), 17);
+    assert_eq!(layout.record_words(), homes + 1024 * 128);
+    assert_eq!(FRAME_WORDS, 512);
+}
 
 #[test]
 fn golden_messages() {

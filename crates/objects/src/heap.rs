@@ -3,8 +3,10 @@
 //! The heap decides where objects are. The bytes are moved by a [`Mover`], between the decisions
 //! that a merge consists of.
 
+use std::collections::{BTreeMap, HashSet};
+
 use crate::block::{Block, BlockId, ObjectRecord};
-use crate::class::{Class, ClassId, Classes};
+use crate::class::{BLOCK_ORDERS, Class, ClassId, Classes};
 use crate::id::IdMode;
 use crate::local::LocalHeap;
 use crate::mutation::Mutation;
@@ -12,20 +14,34 @@ use crate::packing::{Merge, Packer, PackingPolicy};
 use crate::pointer::BlockAddress;
 use crate::space::{Addresses, FrameRun, Frames, addresses_max};
 
-/// Moves the bytes of objects during a merge, and changes what addresses name.
+/// Moves the bytes of objects during a merge, changes what addresses name, and records what the
+/// next process must know.
 pub trait Mover {
+    /// Records a new block, and makes its address name its memory.
+    fn add(&mut self, frames: FrameRun, class: ClassId, address: BlockAddress);
+
+    /// Records that a merge begins.
+    fn begin_merge(&mut self, source: FrameRun, into: &[FrameRun]);
+
     /// Locks the objects of a block that is to be merged, given by slot and id, after writes to
     /// them have ended.
     fn lock(&mut self, source: FrameRun, objects: &[(u32, u64)], class: Class);
 
-    /// Copies an object, as a new version, into a free slot of another block.
-    fn copy(&mut self, from: (FrameRun, u32), to: (FrameRun, u32), class: Class);
+    /// Copies an object, as a new version, into a free slot of another block. `home`: the number of
+    /// its home, unless that is the address with which the other block was made.
+    fn copy(&mut self, from: (FrameRun, u32), to: (FrameRun, u32), class: Class, home: Option<u32>);
+
+    /// Records the home of an object, as for [`Self::copy`].
+    fn rehome(&mut self, at: (FrameRun, u32), home: Option<u32>);
 
     /// Makes an address name other memory. Most readers find their object in the first.
-    fn name(&mut self, address: BlockAddress, named: &[FrameRun]);
+    fn name(&mut self, address: BlockAddress, named: [Option<FrameRun>; 2]);
 
     /// Frees the memory of a block that nothing names any more.
     fn free(&mut self, frames: FrameRun);
+
+    /// Records that the merge has ended.
+    fn end_merge(&mut self);
 }
 
 /// Why an object cannot be allocated, found or freed.
@@ -98,6 +114,21 @@ pub struct HeapSettings {
     pub frames_max: u32,
 }
 
+/// A block of an earlier process.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct RestoredBlock {
+    /// Its memory.
+    pub frames: FrameRun,
+    /// Its class.
+    pub class: ClassId,
+    /// The address with which it was made.
+    pub address: BlockAddress,
+    /// All addresses that name it, and whether each names it as its second block.
+    pub names: Vec<(BlockAddress, bool)>,
+    /// Its objects, with their slots.
+    pub objects: Vec<(u32, ObjectRecord)>,
+}
+
 /// The owner and the memory of a block.
 #[derive(Clone, Copy, Debug)]
 struct BlockPlace {
@@ -115,6 +146,10 @@ pub struct Heap {
     addresses: Addresses,
     frames: Frames,
     usage: HeapUsage,
+    /// Addresses that were released: before the last [`Heap::expire_released`], and since.
+    released: [Vec<BlockAddress>; 2],
+    /// The number of such calls, plus 2.
+    round: u64,
 }
 
 impl Heap {
@@ -128,8 +163,61 @@ impl Heap {
             addresses: Addresses::default(),
             frames: Frames::new(settings.frames_max),
             usage: HeapUsage::default(),
+            released: [Vec::new(), Vec::new()],
+            round: 2,
             settings,
         }
+    }
+
+    /// The heap of an earlier process. No block is without an object.
+    ///
+    /// `addresses`: for each block size the classes of all addresses that were ever used.
+    #[must_use]
+    pub fn restore(
+        settings: HeapSettings,
+        addresses: &[Vec<ClassId>; BLOCK_ORDERS],
+        blocks: Vec<RestoredBlock>,
+    ) -> Self {
+        let mut heap = Self::new(settings);
+        heap.frames = Frames::with_used(heap.settings.frames_max, blocks.iter().map(|block| block.frames));
+        let mut named: BTreeMap<BlockAddress, [Option<BlockId>; 2]> = BTreeMap::new();
+        for (id, block) in (0..).map(BlockId).zip(&blocks) {
+            for (name, is_second) in &block.names {
+                named.entry(*name).or_default()[usize::from(*is_second)] = Some(id);
+            }
+        }
+        for (order, classes) in (0..).zip(addresses) {
+            for (number, class) in (0..).zip(classes) {
+                let blocks = named.get(&BlockAddress { order, number }).copied();
+                heap.addresses.restore(order, *class, blocks.unwrap_or_default());
+            }
+        }
+        let own: HashSet<BlockAddress> = blocks.iter().map(|block| block.address).collect();
+        for (id, restored) in (0..).map(BlockId).zip(blocks) {
+            heap.add_restored(id, restored);
+        }
+        let unneeded = named.keys().filter(|name| heap.addresses.homed(**name) == 0 && !own.contains(name));
+        let unneeded: Vec<BlockAddress> = unneeded.copied().collect();
+        unneeded.iter().for_each(|name| heap.addresses.set_released(*name, heap.round));
+        heap.released[1] = unneeded;
+        heap
+    }
+
+    fn add_restored(&mut self, id: BlockId, restored: RestoredBlock) {
+        let RestoredBlock { frames, class, address, names, objects } = restored;
+        let shape = self.settings.classes.get(class).expect("it was restored with a class");
+        let mut block = Block::new(address, class, shape.slots());
+        names.iter().for_each(|(name, _)| block.add_name(*name));
+        for (slot, record) in objects {
+            block.put(slot, record);
+            self.addresses.add_homed(record.home);
+            self.usage.objects += 1;
+            self.usage.live_bytes += u64::from(shape.slot_bytes);
+        }
+        self.usage.held_bytes += shape.block_bytes();
+        let worker = u16::try_from(id.0 % u32::from(self.settings.workers)).expect("it is below a u16");
+        self.places.push(Some(BlockPlace { worker, frames }));
+        self.workers[usize::from(worker)].add(id, block);
     }
 
     /// The size classes.
@@ -188,13 +276,14 @@ impl Heap {
         worker: u16,
         class: ClassId,
         draw: &mut impl FnMut() -> u64,
+        mover: &mut impl Mover,
     ) -> Result<Allocated, HeapError> {
         let shape = self.settings.classes.get(class).ok_or(HeapError::NoClass)?;
         let local = &mut self.workers[usize::from(worker)];
         let placed = match local.allocate(class, self.settings.mode, draw) {
             Some(placed) => placed,
             None => {
-                self.add_block(worker, class, shape)?;
+                self.add_block(worker, class, shape, mover)?;
                 let local = &mut self.workers[usize::from(worker)];
                 local.allocate(class, self.settings.mode, draw).expect("the block is empty")
             }
@@ -239,36 +328,60 @@ impl Heap {
     /// # Errors
     /// If there is no such object.
     pub fn free(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<(), HeapError> {
-        let Located { worker, block, slot, .. } = self.locate(address, id)?;
+        let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
         let ObjectRecord { home, .. } = local.free(block, slot).ok_or(HeapError::NoObject)?;
         let freed = local.block(block).expect("it was found there");
         let (class, is_empty) = (freed.class(), freed.live() == 0);
+        if home != freed.address() {
+            mover.rehome((frames, slot), None);
+        }
         let shape = self.settings.classes.get(class).expect("it has a class");
         self.usage.objects -= 1;
         self.usage.live_bytes -= u64::from(shape.slot_bytes);
-        self.remove_homed(home, mover);
+        if self.addresses.remove_homed(home) {
+            self.remove_name(home, mover);
+        }
         if is_empty {
             self.remove_block(block, mover);
         }
         Ok(())
     }
 
-    /// Releases an old address of an object: all pointers to it were replaced by the one that is
-    /// returned (§3.3).
+    /// Releases an old address of an object: all pointers to it are replaced by the one that is
+    /// returned (§3.3). The old pointer is valid for some time, in case the new one does not arrive:
+    /// see [`Self::expire_released`].
     ///
     /// # Errors
     /// If there is no such object.
     pub fn release(&mut self, address: u64, id: u64, mover: &mut impl Mover) -> Result<u64, HeapError> {
-        let Located { worker, block, slot, .. } = self.locate(address, id)?;
+        let Located { worker, block, slot, frames, .. } = self.locate(address, id)?;
         let local = &mut self.workers[usize::from(worker)];
         let found = local.block(block).expect("it was found there");
         let shape = self.settings.classes.get(found.class()).expect("it has a class");
         let next = found.address();
         let last = local.rehome(block, slot, next).expect("it was found there");
-        self.addresses.add_homed(next);
-        self.remove_homed(last, mover);
+        if last != next {
+            mover.rehome((frames, slot), None);
+            self.addresses.add_homed(next);
+            if self.addresses.remove_homed(last) {
+                self.addresses.set_released(last, self.round);
+                self.released[1].push(last);
+            }
+        }
         Ok(next.at(u64::from(slot) * u64::from(shape.slot_bytes)))
+    }
+
+    /// Frees the addresses that no object has needed since before the call before.
+    pub fn expire_released(&mut self, mover: &mut impl Mover) {
+        let newer = std::mem::take(&mut self.released[1]);
+        for name in std::mem::replace(&mut self.released[0], newer) {
+            // It may be in use again.
+            if self.addresses.released_in(name) == self.round - 1 {
+                self.remove_name(name, mover);
+            }
+        }
+        self.round += 1;
     }
 
     /// Compacts a class by at most `merges_max` merges. Returns how many there were.
@@ -301,6 +414,10 @@ impl Heap {
         let source = frames(merge.source);
         let block = packer.block(merge.source).expect("the source is being packed");
         let objects: Vec<(u32, u64)> = block.objects().map(|(slot, record)| (slot, record.id)).collect();
+        let home_of = |slot: u32| block.record(slot).expect("it is moved").home;
+        let into: Vec<FrameRun> = merge.into.iter().map(|id| frames(*id)).collect();
+        let owns = |at: usize| packer.block(merge.into[at]).expect("it is being packed").address();
+        mover.begin_merge(source, &into);
         if !Mutation::MoveUnlocked.is_active() {
             mover.lock(source, &objects, shape);
         }
@@ -308,32 +425,36 @@ impl Heap {
             mover.free(source);
         }
         for slot_move in &merge.moves {
-            let into = frames(merge.into[slot_move.into]);
-            mover.copy((source, slot_move.from), (into, slot_move.to), shape);
+            let home = home_of(slot_move.from);
+            let home = (home != owns(slot_move.into)).then_some(home.number);
+            mover.copy((source, slot_move.from), (into[slot_move.into], slot_move.to), shape, home);
         }
         let emptied = packer.apply(merge).expect("the source is being packed");
         for name in emptied.names() {
-            if self.addresses.homed(*name) == 0 || Mutation::ReuseAddress.is_active() {
+            let is_needed = self.addresses.homed(*name) > 0 || self.addresses.released_in(*name) > 0;
+            if !is_needed || Mutation::ReuseAddress.is_active() {
                 self.addresses.rename(*name, merge.source, &[]);
-                mover.name(*name, &[]);
+                mover.name(*name, [None; 2]);
                 self.addresses.release(*name);
                 continue;
             }
             self.addresses.rename(*name, merge.source, &merge.into);
-            let named: Vec<FrameRun> = self
-                .addresses
-                .named(*name)
-                .map(|id| self.places[id.0 as usize].expect("it is in use").frames)
-                .collect();
-            mover.name(*name, &named);
+            mover.name(*name, self.frames_of(*name));
             for id in &merge.into {
                 packer.block_mut(*id).expect("it is being packed").add_name(*name);
             }
         }
         self.free_block(merge.source, shape, mover);
+        mover.end_merge();
     }
 
-    fn add_block(&mut self, worker: u16, class: ClassId, shape: Class) -> Result<(), HeapError> {
+    fn add_block(
+        &mut self,
+        worker: u16,
+        class: ClassId,
+        shape: Class,
+        mover: &mut impl Mover,
+    ) -> Result<(), HeapError> {
         let frames = self.frames.allocate(shape.order).ok_or(HeapError::Full)?;
         let id = self.free_ids.pop().unwrap_or_else(|| {
             self.places.push(None);
@@ -341,7 +462,7 @@ impl Heap {
         });
         self.places[id.0 as usize] = Some(BlockPlace { worker, frames });
         let most = addresses_max(self.settings.frames_max, shape.order);
-        let Some(address) = self.addresses.allocate(shape.order, id, most) else {
+        let Some(address) = self.addresses.allocate(class, shape.order, id, most) else {
             self.places[id.0 as usize] = None;
             self.free_ids.push(id);
             self.frames.release(frames);
@@ -349,6 +470,7 @@ impl Heap {
         };
         self.workers[usize::from(worker)].add(id, Block::new(address, class, shape.slots()));
         self.usage.held_bytes += shape.block_bytes();
+        mover.add(frames, class, address);
         Ok(())
     }
 
@@ -358,13 +480,9 @@ impl Heap {
         let block = self.workers[usize::from(worker)].remove(id).expect("it is this worker's");
         for name in block.names() {
             self.addresses.rename(*name, id, &[]);
-            let rest: Vec<FrameRun> = self
-                .addresses
-                .named(*name)
-                .map(|id| self.places[id.0 as usize].expect("it is in use").frames)
-                .collect();
-            mover.name(*name, &rest);
-            if rest.is_empty() {
+            let rest = self.frames_of(*name);
+            mover.name(*name, rest);
+            if rest == [None; 2] {
                 self.addresses.release(*name);
             }
         }
@@ -380,26 +498,30 @@ impl Heap {
         self.usage.held_bytes -= shape.block_bytes();
     }
 
-    /// Counts an object less that has an address as its home. An old address that no object needs
-    /// any more is freed at once.
-    fn remove_homed(&mut self, home: BlockAddress, mover: &mut impl Mover) {
-        if !self.addresses.remove_homed(home) {
-            return;
-        }
-        let named: Vec<BlockId> = self.addresses.named(home).collect();
-        let is_own = |id: &BlockId| self.block(*id).is_some_and(|block| block.address() == home);
+    /// Frees an old address that no object has as its home. The address with which a block was made
+    /// stays.
+    fn remove_name(&mut self, name: BlockAddress, mover: &mut impl Mover) {
+        let named: Vec<BlockId> = self.addresses.named(name).collect();
+        let is_own = |id: &BlockId| self.block(*id).is_some_and(|block| block.address() == name);
         if named.iter().any(is_own) {
             return;
         }
         for id in named {
             let BlockPlace { worker, .. } = self.places[id.0 as usize].expect("it is in use");
             if let Some(block) = self.workers[usize::from(worker)].block_mut(id) {
-                block.remove_name(home);
+                block.remove_name(name);
             }
-            self.addresses.rename(home, id, &[]);
+            self.addresses.rename(name, id, &[]);
         }
-        mover.name(home, &[]);
-        self.addresses.release(home);
+        mover.name(name, [None; 2]);
+        self.addresses.release(name);
+    }
+
+    /// The memory of the blocks that an address names.
+    fn frames_of(&self, name: BlockAddress) -> [Option<FrameRun>; 2] {
+        let mut named = self.addresses.named(name);
+        let mut next = || Some(self.places[named.next()?.0 as usize].expect("it is in use").frames);
+        [next(), next()]
     }
 
     fn block(&self, id: BlockId) -> Option<&Block> {

@@ -15,6 +15,7 @@
 //! - [`block`]: which objects are in a block. [`space`]: addresses and memory of blocks.
 //! - [`local`]: the blocks of one worker. [`heap`]: all of a heap.
 //! - [`packing`]: which blocks are merged into which.
+//! - [`layout`], [`ledger`], [`recovery`]: the words of a heap, and how it is restored from them.
 //!
 //! Around it:
 //!
@@ -32,10 +33,13 @@ mod golden_tests;
 pub mod header;
 pub mod heap;
 pub mod id;
+pub mod layout;
+pub mod ledger;
 pub mod local;
 pub mod mutation;
 pub mod packing;
 pub mod pointer;
+pub mod recovery;
 pub mod service;
 pub mod slot;
 pub mod space;

@@ -19,6 +19,20 @@ aquifer_mutation::mutations! {
         MoveUnlocked,
         /// The address of a merged block is used again although objects have it as their home.
         ReuseAddress,
+        /// Numbers of objects are used before they are reserved.
+        ReserveNoNumbers,
+        /// A write is not recorded before it begins.
+        WriteUnrecorded,
+        /// A merge is not recorded before it begins.
+        MergeUnrecorded,
+        /// The home of a moved object is not recorded.
+        ForgetHome,
+        /// The address of a block is used again by a block of another class.
+        MixClasses,
+        /// The record of a block is cleared before its memory.
+        ForgetBlockEarly,
+        /// A merge is completed although not all objects were copied.
+        TrustCopies,
         /// A message to write an object may have any number of bytes.
         AcceptAnyLength,
         /// An object is not looked for in the second block that an address names.

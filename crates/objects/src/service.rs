@@ -9,13 +9,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use aquifer_fabric::{MessageHandler, Scope, Sender, Target, TargetError, Tenant};
 
-use crate::bytes::{HeapBytes, slot_word};
+use crate::bytes::HeapBytes;
 use crate::class::{Class, ClassId, Classes};
-use crate::header::{Lock, ObjectNumber};
+use crate::header::ObjectNumber;
 use crate::heap::{Heap, HeapError, HeapSettings, HeapUsage, Located};
 use crate::id::IdMode;
-use crate::pointer::{BlockAddress, Pointer};
-use crate::slot::{self, LockRefused, Words};
+use crate::layout::slot_word;
+use crate::ledger::Ledger;
+use crate::pointer::Pointer;
+use crate::slot::{LockRefused, Words};
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 
 /// Why a heap cannot be opened.
@@ -57,7 +59,7 @@ impl HeapService {
         }
         let number = u16::try_from(heaps.len()).map_err(io::Error::other)?;
         let bytes = HeapBytes::create(frames)?;
-        let regions = bytes.register(target, Scope::Tenant(tenant))?;
+        let regions = bytes.register(target, Scope::Tenant(tenant), None)?;
         let regions = regions.iter().map(|region| BlockRegion {
             base: region.base,
             key: region.key.0,
@@ -73,7 +75,9 @@ impl HeapService {
             frames_max: frames,
         };
         let heap = Heap::new(settings);
-        heaps.insert(tenant, TenantHeap { heap, bytes, regions, next: ObjectNumber::FIRST.get() });
+        let layout = bytes.layout();
+        let ledger = Ledger::create(bytes, layout);
+        heaps.insert(tenant, TenantHeap { heap, ledger, regions, next: ObjectNumber::FIRST.get() });
         Ok(())
     }
 
@@ -81,17 +85,17 @@ impl HeapService {
     /// there were.
     pub fn compact(&self, tenant: Tenant, merges_max: u64) -> u64 {
         let mut heaps = self.lock();
-        let Some(TenantHeap { heap, bytes, .. }) = heaps.get_mut(&tenant) else { return 0 };
+        let Some(TenantHeap { heap, ledger, .. }) = heaps.get_mut(&tenant) else { return 0 };
         let classes: Vec<ClassId> = heap.classes().iter().map(|(id, _)| id).collect();
-        classes.into_iter().map(|class| heap.compact(class, merges_max, &mut &*bytes)).sum()
+        classes.into_iter().map(|class| heap.compact(class, merges_max, ledger)).sum()
     }
 
     /// What a tenant's heap holds, and the bytes that its memory takes; `None` if it has none.
     #[must_use]
     pub fn usage(&self, tenant: Tenant) -> Option<(HeapUsage, u64)> {
         let heaps = self.lock();
-        let TenantHeap { heap, bytes, .. } = heaps.get(&tenant)?;
-        Some((heap.usage(), bytes.allocated_bytes().ok()?))
+        let TenantHeap { heap, ledger, .. } = heaps.get(&tenant)?;
+        Some((heap.usage(), ledger.words.allocated_bytes().ok()?.0))
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Tenant, TenantHeap>> {
@@ -117,7 +121,7 @@ impl MessageHandler for HeapService {
 #[derive(Debug)]
 struct TenantHeap {
     heap: Heap,
-    bytes: HeapBytes,
+    ledger: Ledger<HeapBytes>,
     regions: Vec<BlockRegion>,
     /// The next object number.
     next: u64,
@@ -143,7 +147,7 @@ impl TenantHeap {
             Request::Read(pointer) => {
                 let named = self.named(pointer)?;
                 read.resize(named.class.payload_bytes() as usize, 0);
-                self.bytes.read(named.at, read);
+                self.ledger.words.read(named.at, read);
                 Ok(Answer::Bytes(named.pointer, named.found.is_old, read))
             }
             Request::Write(pointer, bytes) => self.write(pointer, bytes),
@@ -154,7 +158,7 @@ impl TenantHeap {
             Request::Release(pointer) => {
                 let named = self.named(pointer)?;
                 let id = pointer.number.get();
-                let address = self.heap.release(pointer.address, id, &mut &self.bytes).map_err(refused)?;
+                let address = self.heap.release(pointer.address, id, &mut self.ledger).map_err(refused)?;
                 Ok(Answer::Pointer(Pointer { address, ..named.pointer }, false))
             }
         }
@@ -163,24 +167,21 @@ impl TenantHeap {
     fn allocate(&mut self, bytes: u32) -> Result<Pointer, Refused> {
         let class = self.heap.classes().class_for(bytes).ok_or(Refused::TooLarge)?;
         let shape = self.heap.classes().get(class).ok_or(Refused::TooLarge)?;
+        self.ledger.reserve_number(self.next);
         let next = &mut self.next;
         let mut draw = || std::mem::replace(next, *next + 1);
-        let allocated = self.heap.allocate(0, class, &mut draw).map_err(refused)?;
+        let allocated = self.heap.allocate(0, class, &mut draw, &mut self.ledger).map_err(refused)?;
         let number = ObjectNumber::new(allocated.id).ok_or(Refused::Full)?;
-        let (name, _) = BlockAddress::containing(allocated.address).expect("the heap has made it");
-        crate::heap::Mover::name(&mut &self.bytes, name, &[allocated.frames]);
         let zeros = vec![0; shape.payload_bytes() as usize / 8];
-        slot::create(&mut &self.bytes, slot_word(allocated.frames, allocated.slot, shape), number, &zeros);
+        self.ledger.create_object(slot_word(allocated.frames, allocated.slot, shape), number, &zeros);
         let BlockRegion { heap, node, .. } = self.regions[0];
         Ok(Pointer { node, heap, class, address: allocated.address, number })
     }
 
     fn free<'a>(&mut self, pointer: Pointer) -> Result<Answer<'a>, Refused> {
         let named = self.named(pointer)?;
-        slot::lock(&mut &self.bytes, named.at, pointer.number, Lock::Writing).map_err(busy)?;
-        slot::free(&mut &self.bytes, named.at);
-        let id = pointer.number.get();
-        self.heap.free(pointer.address, id, &mut &self.bytes).map_err(refused)?;
+        self.ledger.free_object(named.at, pointer.number).map_err(busy)?;
+        self.heap.free(pointer.address, pointer.number.get(), &mut self.ledger).map_err(refused)?;
         Ok(Answer::Pointer(named.pointer, false))
     }
 
@@ -189,16 +190,14 @@ impl TenantHeap {
         if bytes.len() > named.class.payload_bytes() as usize {
             return Err(Refused::TooLarge);
         }
-        let mut words = &self.bytes;
-        let header = slot::lock(&mut words, named.at, pointer.number, Lock::Writing).map_err(busy)?;
         let mut payload = Vec::with_capacity(bytes.len().div_ceil(8));
         for (word, part) in (named.at + 1..).zip(bytes.chunks(8)) {
             // The rest of the last word stays.
-            let mut whole = if part.len() < 8 { words.load(word).to_le_bytes() } else { [0; 8] };
+            let mut whole = if part.len() < 8 { self.ledger.words.load(word).to_le_bytes() } else { [0; 8] };
             whole[..part.len()].copy_from_slice(part);
             payload.push(u64::from_le_bytes(whole));
         }
-        slot::write(&mut words, named.at, header, &payload);
+        self.ledger.write_object(named.at, pointer.number, &payload).map_err(busy)?;
         Ok(Answer::Pointer(named.pointer, named.found.is_old))
     }
 

@@ -24,6 +24,20 @@ pub trait Words {
     fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool;
 }
 
+impl<W: Words> Words for &mut W {
+    fn load(&mut self, at: u64) -> u64 {
+        (**self).load(at)
+    }
+
+    fn store(&mut self, at: u64, word: u64) {
+        (**self).store(at, word);
+    }
+
+    fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
+        (**self).compare_swap(at, old, new)
+    }
+}
+
 /// Why an object cannot be locked.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum LockRefused {

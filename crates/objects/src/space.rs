@@ -1,12 +1,14 @@
 //! The addresses of blocks and the frames of a heap's memory.
 //!
 //! An address of a block names one or two blocks. It is used again when no object has it as its
-//! home any more (§3.3).
+//! home any more (§3.3), and only by blocks of its class: what old pointers find there are headers,
+//! and never bytes of an object that look like one.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 
 use crate::block::BlockId;
-use crate::class::BLOCK_ORDERS;
+use crate::class::{BLOCK_ORDERS, ClassId};
+use crate::mutation::Mutation;
 use crate::pointer::BlockAddress;
 
 /// A run of 2^`order` frames of the heap's memory.
@@ -33,15 +35,31 @@ impl Frames {
     /// Memory of `max` frames, all free.
     #[must_use]
     pub fn new(max: u32) -> Self {
-        let mut free: [BTreeSet<u32>; RUN_ORDERS] = Default::default();
+        Self::with_used(max, [])
+    }
+
+    /// Memory of `max` frames, of which these runs are used, in ascending order.
+    #[must_use]
+    pub fn with_used(max: u32, used: impl IntoIterator<Item = FrameRun>) -> Self {
+        let mut frames = Self { free: Default::default(), used: 0 };
         let mut first = 0;
-        while first < max {
-            let fits = |order: &usize| first % (1 << order) == 0 && max - first >= 1 << order;
+        for run in used {
+            frames.add_free(first, run.first);
+            first = run.first + (1 << run.order);
+            frames.used += 1 << run.order;
+        }
+        frames.add_free(first, max);
+        frames
+    }
+
+    /// Adds free frames between used ones.
+    fn add_free(&mut self, mut first: u32, end: u32) {
+        while first < end {
+            let fits = |order: &usize| first.is_multiple_of(1 << order) && end - first >= 1 << order;
             let order = (0..RUN_ORDERS).rev().find(fits).expect("a single frame fits");
-            free[order].insert(first);
+            self.free[order].insert(first);
             first += 1 << order;
         }
-        Self { free, used: 0 }
     }
 
     /// Number of frames in use.
@@ -77,8 +95,9 @@ impl Frames {
     }
 }
 
-/// Addresses of blocks for each that the heap's memory has room for: merges leave addresses behind.
-const ADDRESSES_PER_BLOCK: u64 = 4;
+/// Addresses of blocks for each that the heap's memory has room for: each class has its own, and
+/// merges leave some behind.
+const ADDRESSES_PER_BLOCK: u64 = 16;
 
 /// The most addresses of blocks of a size in a heap of `frames_max` frames.
 #[must_use]
@@ -88,41 +107,52 @@ pub fn addresses_max(frames_max: u32, order: u8) -> u64 {
 }
 
 /// What an address names.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct AddressRecord {
     /// The blocks: none if the address is not in use. Two after the objects of a block were split.
     named: [Option<BlockId>; 2],
     /// Objects that have the address as their home.
     homed: u32,
+    /// The round in which the last of them was released; 0 if it was not.
+    released_in: u64,
+    /// The class of the blocks that it names, and of those that it will name.
+    class: ClassId,
+}
+
+/// The class whose free addresses a class uses.
+fn free_list(class: ClassId) -> ClassId {
+    if Mutation::MixClasses.is_active() { ClassId(0) } else { class }
 }
 
 /// The addresses of a heap's blocks.
 #[derive(Clone, Debug, Default)]
 pub struct Addresses {
     records: [Vec<AddressRecord>; BLOCK_ORDERS],
-    free: [Vec<u32>; BLOCK_ORDERS],
+    /// The numbers that are free again, by class.
+    free: HashMap<ClassId, Vec<u32>>,
 }
 
 impl Addresses {
     /// An address for a new block; `None` if `max` addresses are in use.
-    pub fn allocate(&mut self, order: u8, block: BlockId, max: u64) -> Option<BlockAddress> {
-        let (records, free) = (&mut self.records[usize::from(order)], &mut self.free[usize::from(order)]);
-        let number = match free.pop() {
+    pub fn allocate(&mut self, class: ClassId, order: u8, block: BlockId, max: u64) -> Option<BlockAddress> {
+        let records = &mut self.records[usize::from(order)];
+        let number = match self.free.get_mut(&free_list(class)).and_then(Vec::pop) {
             Some(number) => number,
             None if (records.len() as u64) < max => {
-                records.push(AddressRecord::default());
+                records.push(AddressRecord { named: [None; 2], homed: 0, released_in: 0, class });
                 u32::try_from(records.len() - 1).ok()?
             }
             None => return None,
         };
-        records[number as usize] = AddressRecord { named: [Some(block), None], homed: 0 };
+        records[number as usize] =
+            AddressRecord { named: [Some(block), None], homed: 0, released_in: 0, class };
         Some(BlockAddress { order, number })
     }
 
     /// The blocks that an address names; none if it is not in use.
     pub fn named(&self, address: BlockAddress) -> impl Iterator<Item = BlockId> + use<> {
         let record = self.records[usize::from(address.order)].get(address.number as usize);
-        record.copied().unwrap_or_default().named.into_iter().flatten()
+        record.map_or([None; 2], |record| record.named).into_iter().flatten()
     }
 
     /// Whether an address names one block only.
@@ -138,14 +168,38 @@ impl Addresses {
     /// If it would have to name three blocks.
     pub fn rename(&mut self, address: BlockAddress, last: BlockId, next: &[BlockId]) {
         let record = &mut self.records[usize::from(address.order)][address.number as usize];
-        let mut named: Vec<BlockId> = record.named.into_iter().flatten().filter(|id| *id != last).collect();
-        for id in next {
-            if !named.contains(id) {
-                named.push(*id);
+        // In its place: the other one may not be lost in between.
+        let mut named: Vec<BlockId> = Vec::with_capacity(3);
+        let replaced = record.named.into_iter().flatten();
+        for id in replaced.flat_map(|id| if id == last { next.to_vec() } else { vec![id] }) {
+            if !named.contains(&id) {
+                named.push(id);
             }
         }
         assert!(named.len() <= 2, "an address names at most two blocks");
         record.named = [named.first().copied(), named.get(1).copied()];
+    }
+
+    /// Notes the round in which the last object was released from an address.
+    pub fn set_released(&mut self, address: BlockAddress, round: u64) {
+        self.records[usize::from(address.order)][address.number as usize].released_in = round;
+    }
+
+    /// The round in which the last object was released from an address; 0 if it was not.
+    #[must_use]
+    pub fn released_in(&self, address: BlockAddress) -> u64 {
+        let record = self.records[usize::from(address.order)].get(address.number as usize);
+        record.map_or(0, |record| record.released_in)
+    }
+
+    /// Adds the next address of a size that was in use before. It names blocks, or is free.
+    pub fn restore(&mut self, order: u8, class: ClassId, named: [Option<BlockId>; 2]) {
+        let records = &mut self.records[usize::from(order)];
+        if named == [None; 2] {
+            let number = u32::try_from(records.len()).expect("fewer than 2^32 addresses");
+            self.free.entry(free_list(class)).or_default().push(number);
+        }
+        records.push(AddressRecord { named, homed: 0, released_in: 0, class });
     }
 
     /// Counts an object that has an address as its home.
@@ -170,15 +224,16 @@ impl Addresses {
     pub fn release(&mut self, address: BlockAddress) {
         let record = &mut self.records[usize::from(address.order)][address.number as usize];
         debug_assert_eq!(record.homed, 0, "objects have {address:?} as their home");
-        *record = AddressRecord::default();
-        self.free[usize::from(address.order)].push(address.number);
+        let class = record.class;
+        *record = AddressRecord { named: [None; 2], homed: 0, released_in: 0, class };
+        self.free.entry(free_list(class)).or_default().push(address.number);
     }
 
     /// Number of addresses in use, and of those that were ever in use.
     #[must_use]
     pub fn counts(&self) -> (usize, usize) {
         let all: usize = self.records.iter().map(Vec::len).sum();
-        (all - self.free.iter().map(Vec::len).sum::<usize>(), all)
+        (all - self.free.values().map(Vec::len).sum::<usize>(), all)
     }
 }
 
@@ -222,8 +277,8 @@ mod tests {
     fn an_address_names_up_to_two_blocks() {
         let mut addresses = Addresses::default();
         let ids: Vec<BlockId> = (0..4).map(BlockId).collect();
-        let address = addresses.allocate(2, ids[0], 1).unwrap();
-        assert_eq!(addresses.allocate(2, ids[0], 1), None, "at the limit");
+        let address = addresses.allocate(ClassId(7), 2, ids[0], 1).unwrap();
+        assert_eq!(addresses.allocate(ClassId(7), 2, ids[0], 1), None, "at the limit");
         addresses.rename(address, ids[0], &[ids[1], ids[2]]);
         assert_eq!(addresses.named(address).collect::<Vec<_>>(), [ids[1], ids[2]]);
         addresses.rename(address, ids[1], &[ids[2]]);
@@ -232,7 +287,9 @@ mod tests {
         assert!(addresses.remove_homed(address));
         addresses.release(address);
         assert_eq!(addresses.named(address).count(), 0);
-        assert_eq!(addresses.allocate(2, ids[3], 1), Some(address), "addresses are used again");
+        assert_eq!(addresses.allocate(ClassId(8), 2, ids[3], 1), None, "it is of another class");
+        let again = addresses.allocate(ClassId(7), 2, ids[3], 1);
+        assert_eq!(again, Some(address), "addresses are used again");
         assert_eq!(addresses.counts(), (1, 1));
     }
 }

@@ -1,56 +1,70 @@
-//! The memory of a heap in words, and the translation of block addresses to it.
+//! The memory of a heap in words, and what readers see of it.
 
 use std::collections::HashMap;
 
-use aquifer_objects::class::{Class, FRAME_BYTES};
+use aquifer_objects::layout::{DATA, FRAME_WORDS, HeapWords, Layout, NAMES};
 use aquifer_objects::pointer::BlockAddress;
+use aquifer_objects::slot::Words;
 use aquifer_objects::space::FrameRun;
 
-const FRAME_WORDS: u64 = FRAME_BYTES / 8;
-
-/// Memory and translation, as readers see them.
-#[derive(Debug)]
+/// Bytes, names and records of a heap. Words that were never stored are 0.
+#[derive(Clone, Debug)]
 pub struct HeapMemory {
-    words: Vec<u64>,
-    named: HashMap<BlockAddress, Vec<FrameRun>>,
+    layout: Layout,
+    data: Vec<u64>,
+    others: HashMap<u64, u64>,
 }
 
 impl HeapMemory {
-    pub fn new(frames: u32) -> Self {
-        let words = vec![0; usize::try_from(u64::from(frames) * FRAME_WORDS).expect("a small heap")];
-        Self { words, named: HashMap::new() }
+    pub fn new(layout: Layout) -> Self {
+        let words = u64::from(layout.frames_max()) * FRAME_WORDS;
+        Self { layout, data: vec![0; usize::try_from(words).expect("a small heap")], others: HashMap::new() }
     }
 
-    pub fn load(&self, at: u64) -> u64 {
-        self.words[usize::try_from(at).expect("inside")]
-    }
-
-    pub fn store(&mut self, at: u64, word: u64) {
-        self.words[usize::try_from(at).expect("inside")] = word;
-    }
-
-    /// The memory that an address names now.
-    pub fn named(&self, address: BlockAddress) -> Vec<FrameRun> {
-        self.named.get(&address).cloned().unwrap_or_default()
-    }
-
-    pub fn name(&mut self, address: BlockAddress, named: &[FrameRun]) {
-        if named.is_empty() {
-            self.named.remove(&address);
-        } else {
-            self.named.insert(address, named.to_vec());
+    pub fn get(&self, at: u64) -> u64 {
+        match usize::try_from(at - DATA) {
+            Ok(at) if at < self.data.len() => self.data[at],
+            _ => self.others.get(&at).copied().unwrap_or(0),
         }
     }
 
-    /// Frees the memory of a block: it reads as zeros, and may be used again at once.
-    pub fn free(&mut self, frames: FrameRun) {
-        let first = usize::try_from(u64::from(frames.first) * FRAME_WORDS).expect("inside");
-        let len = usize::try_from(FRAME_WORDS << frames.order).expect("inside");
-        self.words[first..first + len].fill(0);
+    /// The memory that an address names first, as the fabric translates it.
+    pub fn named(&self, address: BlockAddress) -> Option<FrameRun> {
+        let at = NAMES + self.layout.names_before(usize::from(address.order)) + u64::from(address.number);
+        let first = u32::try_from(self.get(at).checked_sub(1)?).expect("a frame");
+        Some(FrameRun { first, order: address.order })
     }
 }
 
-/// The first word of a slot.
-pub fn slot_word(frames: FrameRun, slot: u32, class: Class) -> u64 {
-    u64::from(frames.first) * FRAME_WORDS + u64::from(slot) * u64::from(class.slot_bytes) / 8
+impl Words for HeapMemory {
+    fn load(&mut self, at: u64) -> u64 {
+        self.get(at)
+    }
+
+    fn store(&mut self, at: u64, word: u64) {
+        match usize::try_from(at - DATA) {
+            Ok(at) if at < self.data.len() => self.data[at] = word,
+            _ => {
+                self.others.insert(at, word);
+            }
+        }
+    }
+
+    fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
+        let is_old = self.get(at) == old;
+        if is_old {
+            self.store(at, new);
+        }
+        is_old
+    }
+}
+
+impl HeapWords for HeapMemory {
+    fn discard(&mut self, at: u64, words: u64) {
+        (at..at + words).for_each(|at| self.store(at, 0));
+    }
+
+    fn peek(&mut self, at: u64, out: &mut [u64]) {
+        (at..).zip(out).for_each(|(at, out)| *out = self.get(at));
+    }
 }

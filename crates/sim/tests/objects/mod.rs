@@ -27,6 +27,13 @@ const SIMULATOR: Simulator<Mutation, ObjectsCounts> = Simulator {
         Mutation::MoveUnlocked,
         Mutation::ReuseAddress,
         Mutation::ForgetSecond,
+        Mutation::ReserveNoNumbers,
+        Mutation::WriteUnrecorded,
+        Mutation::MergeUnrecorded,
+        Mutation::ForgetHome,
+        Mutation::ForgetBlockEarly,
+        Mutation::TrustCopies,
+        Mutation::MixClasses,
     ],
 };
 const SCHEDULES: u64 = 500;

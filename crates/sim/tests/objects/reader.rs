@@ -2,11 +2,12 @@
 
 use aquifer_objects::class::Class;
 use aquifer_objects::header::{Header, ObjectNumber};
+use aquifer_objects::layout::slot_word;
 use aquifer_objects::pointer::BlockAddress;
 use aquifer_objects::slot::{ReadVerdict, verdict};
 use aquifer_objects::space::FrameRun;
 
-use super::memory::{HeapMemory, slot_word};
+use super::memory::HeapMemory;
 
 /// How a fabric translates addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,8 +27,6 @@ pub struct DirectRead {
     address: u64,
     class: Class,
     translation: Translation,
-    /// The block that an address with two names is taken for.
-    which: usize,
     frames: Option<FrameRun>,
     before: Header,
     payload: Vec<u64>,
@@ -48,7 +47,6 @@ impl DirectRead {
         began: u64,
         pointer: (u64, ObjectNumber, Class),
         translation: Translation,
-        which: usize,
     ) -> Self {
         let (address, number, class) = pointer;
         Self {
@@ -58,7 +56,6 @@ impl DirectRead {
             address,
             class,
             translation,
-            which,
             frames: None,
             before: Header::FREE,
             payload: Vec::new(),
@@ -74,7 +71,7 @@ impl DirectRead {
                 return Some(ReadOutcome::Invalid(ReadVerdict::Elsewhere));
             };
             self.frames = Some(frames);
-            self.before = Header::from_word(memory.load(self.word(frames, 0)));
+            self.before = Header::from_word(memory.get(self.word(frames, 0)));
             return None;
         }
         if done == 0 || done == words {
@@ -88,10 +85,10 @@ impl DirectRead {
             return Some(ReadOutcome::Invalid(ReadVerdict::Elsewhere));
         };
         if done < words {
-            self.payload.push(memory.load(self.word(frames, done + 1)));
+            self.payload.push(memory.get(self.word(frames, done + 1)));
             return None;
         }
-        let after = Header::from_word(memory.load(self.word(frames, 0)));
+        let after = Header::from_word(memory.get(self.word(frames, 0)));
         Some(match verdict(self.number, self.before, after) {
             ReadVerdict::Valid => ReadOutcome::Bytes(std::mem::take(&mut self.payload)),
             other => ReadOutcome::Invalid(other),
@@ -100,8 +97,7 @@ impl DirectRead {
 
     fn translate(&self, memory: &HeapMemory) -> Option<FrameRun> {
         let (name, _) = BlockAddress::containing(self.address)?;
-        let named = memory.named(name);
-        named.get(self.which % named.len().max(1)).copied()
+        memory.named(name)
     }
 
     fn word(&self, frames: FrameRun, word: u32) -> u64 {

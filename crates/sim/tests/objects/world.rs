@@ -1,15 +1,18 @@
 //! The state of one schedule: heap, memory, readers, and what they must find.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
 use aquifer_fabric::sim::Rng;
 use aquifer_objects::class::{Class, ClassId, Classes};
 use aquifer_objects::header::{Header, Lock, ObjectNumber};
-use aquifer_objects::heap::{Heap, HeapError, HeapSettings, Mover};
+use aquifer_objects::heap::{Heap, HeapError, HeapSettings};
 use aquifer_objects::id::IdMode;
-use aquifer_objects::pointer::BlockAddress;
+use aquifer_objects::layout::{HeapWords, Layout, slot_word};
+use aquifer_objects::ledger::Ledger;
+use aquifer_objects::recovery::recover;
 use aquifer_objects::slot::{self, ReadVerdict, Words, verdict};
-use aquifer_objects::space::FrameRun;
 
-use super::memory::{HeapMemory, slot_word};
+use super::memory::HeapMemory;
 use super::reader::{DirectRead, ReadOutcome, Translation};
 
 const FRAMES: u32 = 32;
@@ -33,10 +36,13 @@ pub struct ObjectsCounts {
     busy: u64,
     elsewhere: u64,
     outdated: u64,
+    crashes: u64,
+    completed: u64,
+    undone: u64,
 }
 
 impl ObjectsCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 12] {
+    pub fn labelled(&self) -> [(&'static str, u64); 15] {
         [
             ("allocations", self.allocations),
             ("frees", self.frees),
@@ -50,6 +56,9 @@ impl ObjectsCounts {
             ("reads of objects that changed", self.busy),
             ("reads of objects that were elsewhere", self.elsewhere),
             ("reads of freed objects", self.outdated),
+            ("crashes", self.crashes),
+            ("operations that a crash did not undo", self.completed),
+            ("operations that a crash has undone", self.undone),
         ]
     }
 
@@ -66,6 +75,9 @@ impl ObjectsCounts {
         self.busy += other.busy;
         self.elsewhere += other.elsewhere;
         self.outdated += other.outdated;
+        self.crashes += other.crashes;
+        self.completed += other.completed;
+        self.undone += other.undone;
     }
 }
 
@@ -94,15 +106,35 @@ struct ReaderWorld {
     time: u64,
     counts: ObjectsCounts,
     failure: Option<String>,
+    layout: Layout,
+    /// Stores until the service is killed.
+    crash_in: Option<u64>,
 }
 
+/// The service was killed.
+struct Killed;
+
 impl ReaderWorld {
+    /// Kills the service if its time has come.
+    fn run_out(&mut self) {
+        if let Some(left) = &mut self.crash_in {
+            if *left == 0 {
+                self.crash_in = None;
+                std::panic::resume_unwind(Box::new(Killed));
+            }
+            *left -= 1;
+        }
+    }
+
     /// Lets other workers write, and readers take some steps.
     fn run_others(&mut self) {
         if self.rng.chance(1, 16)
             && let Some((object, at)) = self.writes.pop()
         {
+            // These writes are not recorded, so the service is not killed meanwhile.
+            let crash_in = self.crash_in.take();
             self.write(object, at);
+            self.crash_in = crash_in;
         }
         let steps = self.rng.below(4);
         for _ in 0..steps {
@@ -123,16 +155,25 @@ impl ReaderWorld {
 
     /// Writes an object at the place where it was found, if it is there still.
     fn write(&mut self, object: usize, at: u64) -> Option<()> {
-        let ModelObject { number, class, .. } = self.objects[object];
+        let number = self.objects[object].number;
         let header = slot::lock(self, at, number, Lock::Writing).ok()?;
+        let payload = self.begin_write(object);
+        slot::write(self, at, header, &payload);
+        self.end_write(object);
+        Some(())
+    }
+
+    /// The new bytes of an object. Until the write ends, a reader may find either version.
+    fn begin_write(&mut self, object: usize) -> Vec<u64> {
         self.next_stamp += 1;
-        let (stamp, began) = (self.next_stamp, self.time);
-        // Until the write ends, a reader may find either version.
-        self.objects[object].versions.push((stamp, began, u64::MAX));
-        slot::write(self, at, header, &vec![stamp; class.slot_bytes as usize / 8 - 1]);
+        let model = &mut self.objects[object];
+        model.versions.push((self.next_stamp, self.time, u64::MAX));
+        bytes_of(self.next_stamp, model.class)
+    }
+
+    fn end_write(&mut self, object: usize) {
         self.objects[object].versions.last_mut().expect("it was pushed").2 = self.time;
         self.counts.writes += 1;
-        Some(())
     }
 
     fn begin_read(&mut self) {
@@ -149,8 +190,7 @@ impl ReaderWorld {
         let address = model.pointers[self.rng.index(model.pointers.len())];
         let pointer = (address, model.number, model.class);
         let translation = if self.rng.chance(1, 2) { Translation::Once } else { Translation::Each };
-        let which = self.rng.index(2);
-        self.readers.push(DirectRead::new(object, self.time, pointer, translation, which));
+        self.readers.push(DirectRead::new(object, self.time, pointer, translation));
     }
 
     fn check(&mut self, read: &DirectRead, outcome: ReadOutcome) {
@@ -158,7 +198,7 @@ impl ReaderWorld {
         match outcome {
             ReadOutcome::Bytes(bytes) => {
                 let stamp = bytes[0];
-                let is_torn = bytes.iter().any(|word| *word != stamp);
+                let is_torn = bytes != bytes_of(stamp, model.class);
                 let was_current = |at: usize| {
                     let (version, _, _) = model.versions[at];
                     let replaced_at =
@@ -180,51 +220,34 @@ impl ReaderWorld {
 
 impl Words for ReaderWorld {
     fn load(&mut self, at: u64) -> u64 {
-        self.memory.load(at)
+        self.memory.get(at)
     }
 
     fn store(&mut self, at: u64, word: u64) {
         self.run_others();
+        self.run_out();
+        self.counts.splits += u64::from(self.layout.is_second_name(at) && word & u64::from(u32::MAX) != 0);
         self.memory.store(at, word);
         self.run_others();
     }
 
     fn compare_swap(&mut self, at: u64, old: u64, new: u64) -> bool {
         self.run_others();
-        let is_old = self.memory.load(at) == old;
-        if is_old {
-            self.memory.store(at, new);
-        }
-        is_old
+        self.run_out();
+        self.memory.compare_swap(at, old, new)
     }
 }
 
-impl Mover for ReaderWorld {
-    fn lock(&mut self, source: FrameRun, objects: &[(u32, u64)], class: Class) {
-        for (number, id) in objects {
-            let id = ObjectNumber::new(*id).expect("a number");
-            // Writes of other workers run to their end within one step.
-            let locked = slot::lock(self, slot_word(source, *number, class), id, Lock::Moving);
-            assert!(locked.is_ok(), "{id:?} cannot be locked: {locked:?}");
-        }
-    }
-
-    fn copy(&mut self, from: (FrameRun, u32), to: (FrameRun, u32), class: Class) {
-        let (from, to) = (slot_word(from.0, from.1, class), slot_word(to.0, to.1, class));
-        slot::copy(self, from, to, u64::from(class.slot_bytes / 8));
-    }
-
-    fn name(&mut self, address: BlockAddress, named: &[FrameRun]) {
+impl HeapWords for ReaderWorld {
+    fn discard(&mut self, at: u64, words: u64) {
         self.run_others();
-        self.counts.splits += u64::from(named.len() == 2);
-        self.memory.name(address, named);
+        self.run_out();
+        self.memory.discard(at, words);
         self.run_others();
     }
 
-    fn free(&mut self, frames: FrameRun) {
-        self.run_others();
-        self.memory.free(frames);
-        self.run_others();
+    fn peek(&mut self, at: u64, out: &mut [u64]) {
+        self.memory.peek(at, out);
     }
 }
 
@@ -235,14 +258,27 @@ impl Mover for ReaderWorld {
 pub fn run(seed: u64) -> Result<ObjectsCounts, String> {
     let mut schedule = Schedule::new(seed);
     for _ in 0..OPERATIONS {
-        schedule.operate()?;
+        schedule.operate_or_crash()?;
     }
     schedule.end()
 }
 
+/// What the service was doing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum InProgress {
+    Nothing,
+    Write(usize),
+    Free(usize),
+    Release(usize),
+    /// With the stamp of its bytes.
+    Allocate(u64),
+}
+
 struct Schedule {
+    settings: HeapSettings,
     heap: Heap,
-    world: ReaderWorld,
+    ledger: Ledger<ReaderWorld>,
+    in_progress: InProgress,
     next_number: u64,
     /// The objects that live, by their index in the model.
     live: Vec<usize>,
@@ -269,9 +305,10 @@ impl Schedule {
             frames_max: FRAMES,
         };
         let frees = 3 + rng.below(6);
+        let layout = Layout::new(FRAMES);
         let world = ReaderWorld {
             rng,
-            memory: HeapMemory::new(FRAMES),
+            memory: HeapMemory::new(layout),
             readers: Vec::new(),
             writes: Vec::new(),
             objects: Vec::new(),
@@ -279,88 +316,225 @@ impl Schedule {
             time: 0,
             counts: ObjectsCounts::default(),
             failure: None,
+            layout,
+            crash_in: None,
         };
-        Self { heap: Heap::new(settings), world, next_number: 1, live: Vec::new(), frees, classes: chosen }
+        Self {
+            heap: Heap::new(settings.clone()),
+            settings,
+            ledger: Ledger::create(world, layout),
+            in_progress: InProgress::Nothing,
+            next_number: 1,
+            live: Vec::new(),
+            frees,
+            classes: chosen,
+        }
+    }
+
+    /// Takes one step, in which the service may be killed and started again.
+    fn operate_or_crash(&mut self) -> Result<(), String> {
+        let world = &mut self.ledger.words;
+        world.crash_in = world.rng.chance(1, 12).then(|| {
+            let most = [4, 40, 400][world.rng.index(3)];
+            world.rng.below(most)
+        });
+        let operated = catch_unwind(AssertUnwindSafe(|| self.operate()));
+        self.ledger.words.crash_in = None;
+        match operated {
+            Ok(result) => result,
+            Err(killed) if killed.is::<Killed>() => self.recover(),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+
+    /// Starts the service again. It may be killed while it restores the heap.
+    fn recover(&mut self) -> Result<(), String> {
+        let layout = self.ledger.words.layout;
+        self.ledger.words.writes.clear();
+        self.ledger.words.counts.crashes += 1;
+        let restored = loop {
+            let world = &mut self.ledger.words;
+            world.crash_in = world.rng.chance(1, 3).then(|| world.rng.below(20));
+            let recovered = catch_unwind(AssertUnwindSafe(|| recover(world, layout, &self.settings.classes)));
+            match recovered {
+                Ok(restored) => break restored.map_err(|error| format!("after a crash: {error}"))?,
+                Err(killed) if killed.is::<Killed>() => {}
+                Err(panic) => resume_unwind(panic),
+            }
+        };
+        self.ledger.words.crash_in = None;
+        let found: Vec<(u64, ClassId, u64)> = restored
+            .blocks
+            .iter()
+            .flat_map(|block| {
+                let shape = self.settings.classes.get(block.class).expect("it has a class");
+                let objects = block.objects.iter();
+                objects.map(move |(slot, record)| {
+                    let address = record.home.at(u64::from(*slot) * u64::from(shape.slot_bytes));
+                    (record.id, block.class, address)
+                })
+            })
+            .collect();
+        self.heap = Heap::restore(self.settings.clone(), &restored.addresses, restored.blocks);
+        self.next_number = self.ledger.first_number();
+        self.settle(&found)
+    }
+
+    /// Finds out what has become of the operation that was in progress.
+    fn settle(&mut self, found: &[(u64, ClassId, u64)]) -> Result<(), String> {
+        let is_there = |object: &ModelObject| found.iter().any(|(id, ..)| *id == object.number.get());
+        let mut is_completed = true;
+        match std::mem::replace(&mut self.in_progress, InProgress::Nothing) {
+            InProgress::Nothing => {}
+            InProgress::Write(object) => {
+                let (address, id) = self.pointer_of(object);
+                let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
+                let class = self.ledger.words.objects[object].class;
+                let stamp = self.ledger.words.memory.get(slot_word(found.frames, found.slot, class) + 1);
+                let time = self.ledger.words.time;
+                let versions = &mut self.ledger.words.objects[object].versions;
+                let pending = versions.last_mut().expect("it was pushed");
+                is_completed = pending.0 == stamp;
+                if is_completed {
+                    pending.2 = time;
+                } else if pending.2 == u64::MAX {
+                    versions.pop();
+                }
+            }
+            InProgress::Free(object) => {
+                is_completed = !is_there(&self.ledger.words.objects[object]);
+                if is_completed {
+                    self.ledger.words.objects[object].freed_at = Some(self.ledger.words.time);
+                } else {
+                    self.live.push(object);
+                }
+            }
+            // The client asks again, with the old pointer.
+            InProgress::Release(object) => self.release_object(object)?,
+            InProgress::Allocate(stamp) => {
+                let known = self.ledger.words.objects.len();
+                is_completed = found.iter().any(|(id, ..)| {
+                    !self.ledger.words.objects.iter().any(|object| object.number.get() == *id)
+                });
+                if is_completed {
+                    self.adopt_unknown(found, stamp)?;
+                    assert_eq!(self.ledger.words.objects.len(), known + 1, "one was being allocated");
+                }
+            }
+        }
+        let counts = &mut self.ledger.words.counts;
+        *(if is_completed { &mut counts.completed } else { &mut counts.undone }) += 1;
+        for object in &self.live {
+            let model = &self.ledger.words.objects[*object];
+            if !is_there(model) && model.number.get() < self.next_number {
+                return Err(format!("{:?} is lost in a crash", model.number));
+            }
+        }
+        match found.len() == self.live.len() {
+            true => Ok(()),
+            false => Err(format!("{} objects after a crash, and not {}", found.len(), self.live.len())),
+        }
+    }
+
+    /// An object whose pointer no client has got.
+    fn adopt_unknown(&mut self, found: &[(u64, ClassId, u64)], stamp: u64) -> Result<(), String> {
+        let world = &mut self.ledger.words;
+        let is_unknown = |id: &u64| !world.objects.iter().any(|object| object.number.get() == *id);
+        let (id, class, address) = *found.iter().find(|(id, ..)| is_unknown(id)).ok_or("there is one")?;
+        let number = ObjectNumber::new(id).ok_or("not a number")?;
+        let class = self.settings.classes.get(class).ok_or("not a class")?;
+        let versions = vec![(stamp, 0, world.time)];
+        world.objects.push(ModelObject { number, class, pointers: vec![address], versions, freed_at: None });
+        self.live.push(world.objects.len() - 1);
+        Ok(())
     }
 
     fn operate(&mut self) -> Result<(), String> {
-        let what = self.world.rng.below(16);
+        let what = self.ledger.words.rng.below(16);
         match what {
             _ if self.live.is_empty() => self.allocate()?,
-            0..3 => self.write()?,
+            0 => self.heap.expire_released(&mut self.ledger),
+            1..3 => self.write()?,
             3 => self.compact()?,
             4 => self.release()?,
             5 => self.correct()?,
             _ if what - 6 < self.frees => {
                 // Allocations and frees come in bursts, so that blocks fill and become sparse.
-                for _ in 0..1 + self.world.rng.below(12) {
+                for _ in 0..1 + self.ledger.words.rng.below(12) {
                     self.free()?;
                 }
             }
             _ => {
-                for _ in 0..1 + self.world.rng.below(30) {
+                for _ in 0..1 + self.ledger.words.rng.below(30) {
                     self.allocate()?;
                 }
             }
         }
-        self.world.failure.take().map_or(Ok(()), Err)
+        self.ledger.words.failure.take().map_or(Ok(()), Err)
     }
 
     fn allocate(&mut self) -> Result<(), String> {
         if self.live.len() == OBJECTS_MAX {
             return Ok(());
         }
-        let (id, class) = self.classes[self.world.rng.index(self.classes.len())];
-        let worker = u16::try_from(self.world.rng.below(u64::from(self.heap.workers()))).expect("small");
+        let (id, class) = self.classes[self.ledger.words.rng.index(self.classes.len())];
+        let worker =
+            u16::try_from(self.ledger.words.rng.below(u64::from(self.heap.workers()))).expect("small");
+        self.ledger.words.next_stamp += 1;
+        let (stamp, began) = (self.ledger.words.next_stamp, self.ledger.words.time);
+        self.in_progress = InProgress::Allocate(stamp);
+        self.ledger.reserve_number(self.next_number);
         let next = &mut self.next_number;
         let mut draw = || std::mem::replace(next, *next + 1);
-        let allocated = match self.heap.allocate(worker, id, &mut draw) {
+        let allocated = match self.heap.allocate(worker, id, &mut draw, &mut self.ledger) {
             Ok(allocated) => allocated,
             Err(HeapError::Full) => {
-                self.world.counts.full += 1;
+                self.in_progress = InProgress::Nothing;
+                self.ledger.words.counts.full += 1;
                 return self.compact();
             }
             Err(error) => return Err(error.to_string()),
         };
         let number = ObjectNumber::new(allocated.id).ok_or("not a number")?;
-        self.world.next_stamp += 1;
-        let (stamp, began) = (self.world.next_stamp, self.world.time);
-        let (name, _) = BlockAddress::containing(allocated.address).ok_or("not an address")?;
-        if self.world.memory.named(name).is_empty() {
-            self.world.name(name, &[allocated.frames]);
-        }
         let at = slot_word(allocated.frames, allocated.slot, class);
-        let payload = vec![stamp; class.slot_bytes as usize / 8 - 1];
+        let payload = bytes_of(stamp, class);
         // No reader has the pointer yet.
-        slot::create(&mut self.world, at, number, &payload);
-        self.world.objects.push(ModelObject {
+        self.ledger.create_object(at, number, &payload);
+        self.in_progress = InProgress::Nothing;
+        self.ledger.words.objects.push(ModelObject {
             number,
             class,
             pointers: vec![allocated.address],
-            versions: vec![(stamp, began, self.world.time)],
+            versions: vec![(stamp, began, self.ledger.words.time)],
             freed_at: None,
         });
-        self.live.push(self.world.objects.len() - 1);
-        self.world.counts.allocations += 1;
+        self.live.push(self.ledger.words.objects.len() - 1);
+        self.ledger.words.counts.allocations += 1;
         Ok(())
     }
 
     /// The place of an object in `live`, one of the newest in most cases.
     fn some_live(&mut self) -> Option<usize> {
         let count = self.live.len();
-        let among = if self.world.rng.chance(1, 2) { count.min(8) } else { count };
-        (count > 0).then(|| count - 1 - self.world.rng.index(among))
+        let among = if self.ledger.words.rng.chance(1, 2) { count.min(8) } else { count };
+        (count > 0).then(|| count - 1 - self.ledger.words.rng.index(among))
     }
 
     fn pointer_of(&mut self, object: usize) -> (u64, u64) {
-        let model = &self.world.objects[object];
-        let address = model.pointers[self.world.rng.index(model.pointers.len())];
+        let model = &self.ledger.words.objects[object];
+        let address = model.pointers[self.ledger.words.rng.index(model.pointers.len())];
         (address, model.number.get())
     }
 
     fn write(&mut self) -> Result<(), String> {
         let Some((object, at)) = self.find_some()? else { return Ok(()) };
-        self.world.write(object, at).ok_or_else(|| format!("object {object} cannot be locked"))
+        let number = self.ledger.words.objects[object].number;
+        let payload = self.ledger.words.begin_write(object);
+        self.in_progress = InProgress::Write(object);
+        self.ledger.write_object(at, number, &payload).map_err(|error| format!("{number:?}: {error:?}"))?;
+        self.in_progress = InProgress::Nothing;
+        self.ledger.words.end_write(object);
+        Ok(())
     }
 
     /// One of the objects that live, and where it is.
@@ -369,7 +543,7 @@ impl Schedule {
         let object = self.live[at];
         let (address, id) = self.pointer_of(object);
         let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
-        Ok(Some((object, slot_word(found.frames, found.slot, self.world.objects[object].class))))
+        Ok(Some((object, slot_word(found.frames, found.slot, self.ledger.words.objects[object].class))))
     }
 
     fn free(&mut self) -> Result<(), String> {
@@ -377,28 +551,29 @@ impl Schedule {
         let object = self.live.swap_remove(at);
         let (address, id) = self.pointer_of(object);
         let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
-        let ModelObject { class, number, .. } = self.world.objects[object];
+        let ModelObject { class, number, .. } = self.ledger.words.objects[object];
         let at = slot_word(found.frames, found.slot, class);
-        slot::lock(&mut self.world, at, number, Lock::Writing).map_err(|error| format!("{id}: {error:?}"))?;
-        slot::free(&mut self.world, at);
-        self.world.objects[object].freed_at = Some(self.world.time);
-        self.heap.free(address, id, &mut self.world).map_err(|error| broken(address, id, error))?;
+        self.in_progress = InProgress::Free(object);
+        self.ledger.free_object(at, number).map_err(|error| format!("{id}: {error:?}"))?;
+        self.ledger.words.objects[object].freed_at = Some(self.ledger.words.time);
+        self.heap.free(address, id, &mut self.ledger).map_err(|error| broken(address, id, error))?;
+        self.in_progress = InProgress::Nothing;
         if self.heap.locate(address, id).is_ok() {
             return Err(format!("object {id} was freed and is found"));
         }
-        self.world.counts.frees += 1;
+        self.ledger.words.counts.frees += 1;
         Ok(())
     }
 
     fn compact(&mut self) -> Result<(), String> {
-        for _ in 0..self.world.rng.below(4) {
+        for _ in 0..self.ledger.words.rng.below(4) {
             let found = self.find_some()?;
-            self.world.writes.extend(found);
+            self.ledger.words.writes.extend(found);
         }
-        let (class, _) = self.classes[self.world.rng.index(self.classes.len())];
-        let most = 1 + self.world.rng.below(6);
-        self.world.counts.merges += self.heap.compact(class, most, &mut self.world);
-        self.world.writes.clear();
+        let (class, _) = self.classes[self.ledger.words.rng.index(self.classes.len())];
+        let most = 1 + self.ledger.words.rng.below(6);
+        self.ledger.words.counts.merges += self.heap.compact(class, most, &mut self.ledger);
+        self.ledger.words.writes.clear();
         Ok(())
     }
 
@@ -408,19 +583,20 @@ impl Schedule {
         let object = self.live[at];
         let (address, id) = self.pointer_of(object);
         let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
-        let pointers = &mut self.world.objects[object].pointers;
+        let pointers = &mut self.ledger.words.objects[object].pointers;
         if !pointers.contains(&found.address) {
             pointers.push(found.address);
-            self.world.counts.corrected += 1;
+            self.ledger.words.counts.corrected += 1;
         }
         // While nothing changes, each object can be read where it is.
-        let ModelObject { number, class, ref versions, .. } = self.world.objects[object];
+        let ModelObject { number, class, ref versions, .. } = self.ledger.words.objects[object];
         let at = slot_word(found.frames, found.slot, class);
-        let header = Header::from_word(self.world.memory.load(at));
+        let header = Header::from_word(self.ledger.words.memory.get(at));
         let stamp = versions.last().expect("it was written").0;
-        let bytes: Vec<u64> =
-            (1..u64::from(class.slot_bytes / 8)).map(|word| self.world.memory.load(at + word)).collect();
-        if verdict(number, header, header) != ReadVerdict::Valid || bytes.iter().any(|word| *word != stamp) {
+        let bytes: Vec<u64> = (1..u64::from(class.slot_bytes / 8))
+            .map(|word| self.ledger.words.memory.get(at + word))
+            .collect();
+        if verdict(number, header, header) != ReadVerdict::Valid || bytes != bytes_of(stamp, class) {
             return Err(format!("{number:?} is not as it was written: {header:?}, {bytes:x?}"));
         }
         Ok(())
@@ -429,15 +605,20 @@ impl Schedule {
     /// Replaces all pointers to an object by one to its new address.
     fn release(&mut self) -> Result<(), String> {
         let Some(at) = self.some_live() else { return Ok(()) };
-        let object = self.live[at];
+        self.release_object(self.live[at])
+    }
+
+    fn release_object(&mut self, object: usize) -> Result<(), String> {
         let (address, id) = self.pointer_of(object);
         let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
+        self.in_progress = InProgress::Release(object);
         // The client has replaced all copies of the old pointers before.
-        self.world.readers.retain(|read| read.object != object);
+        self.ledger.words.readers.retain(|read| read.object != object);
         let next =
-            self.heap.release(address, id, &mut self.world).map_err(|error| broken(address, id, error))?;
-        self.world.objects[object].pointers = vec![next];
-        self.world.counts.released += u64::from(found.is_old);
+            self.heap.release(address, id, &mut self.ledger).map_err(|error| broken(address, id, error))?;
+        self.in_progress = InProgress::Nothing;
+        self.ledger.words.objects[object].pointers = vec![next];
+        self.ledger.words.counts.released += u64::from(found.is_old);
         Ok(())
     }
 
@@ -445,12 +626,20 @@ impl Schedule {
         while !self.live.is_empty() {
             self.free()?;
         }
+        (0..2).for_each(|_| self.heap.expire_released(&mut self.ledger));
         let usage = self.heap.usage();
         if usage.held_bytes != 0 || usage.live_bytes != 0 || self.heap.addresses().0 != 0 {
             return Err(format!("not all is free: {usage:?}, addresses {:?}", self.heap.addresses()));
         }
-        self.world.failure.map_or(Ok(self.world.counts), Err)
+        let ReaderWorld { counts, failure, .. } = self.ledger.words;
+        failure.map_or(Ok(counts), Err)
     }
+}
+
+/// The bytes of an object with a stamp. Half of its words look like the headers of objects.
+fn bytes_of(stamp: u64, class: Class) -> Vec<u64> {
+    let decoy = 1 + stamp.wrapping_mul(0x9e37_79b9_7f4a_7c15) % 64;
+    (1..class.slot_bytes / 8).map(|word| if word % 2 == 1 { stamp } else { decoy }).collect()
 }
 
 fn broken(address: u64, id: u64, error: HeapError) -> String {

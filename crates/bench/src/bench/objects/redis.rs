@@ -184,7 +184,8 @@ impl Player {
             *next += 1;
             if mode == IdMode::Numbers { *next } else { ids.below(u64::MAX) }
         };
-        let allocated = self.heaps[at].allocate(worker, class, &mut draw).expect("the heap is large");
+        let allocated =
+            self.heaps[at].allocate(worker, class, &mut draw, &mut NoBytes).expect("the heap is large");
         TraceObject { place: Some((at, allocated.address, allocated.id)), bytes }
     }
 
@@ -221,8 +222,12 @@ impl Player {
 struct NoBytes;
 
 impl Mover for NoBytes {
+    fn add(&mut self, _: FrameRun, _: ClassId, _: BlockAddress) {}
+    fn begin_merge(&mut self, _: FrameRun, _: &[FrameRun]) {}
     fn lock(&mut self, _: FrameRun, _: &[(u32, u64)], _: Class) {}
-    fn copy(&mut self, _: (FrameRun, u32), _: (FrameRun, u32), _: Class) {}
-    fn name(&mut self, _: BlockAddress, _: &[FrameRun]) {}
+    fn copy(&mut self, _: (FrameRun, u32), _: (FrameRun, u32), _: Class, _: Option<u32>) {}
+    fn rehome(&mut self, _: (FrameRun, u32), _: Option<u32>) {}
+    fn name(&mut self, _: BlockAddress, _: [Option<FrameRun>; 2]) {}
     fn free(&mut self, _: FrameRun) {}
+    fn end_merge(&mut self) {}
 }
