@@ -22,6 +22,7 @@ use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use rustix::fs::{Mode, OFlags};
 
+use crate::heap_tickets::HeapTickets;
 use crate::node_watch::NodeWatch;
 use crate::report::status;
 use crate::swap_servers::SwapServers;
@@ -69,6 +70,7 @@ pub(crate) struct Connections {
     pub swap_servers: SwapServers,
     /// What servers of swap devices get.
     access: ClusterAccess,
+    heap_tickets: HeapTickets,
     /// Open connections by user id.
     counts: Mutex<HashMap<u32, usize>>,
     /// Limits the log lines about connections that cannot be accepted.
@@ -81,6 +83,7 @@ impl Connections {
         sessions: &Arc<SessionService>,
         nodes: &Arc<NodeRegistry>,
         access: ClusterAccess,
+        heap_tickets: HeapTickets,
     ) -> std::io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             service: Arc::clone(service),
@@ -88,6 +91,7 @@ impl Connections {
             nodes: Arc::clone(nodes),
             swap_servers: SwapServers::default(),
             access,
+            heap_tickets,
             counts: Mutex::default(),
             accept_failures: Mutex::default(),
             node_watch: NodeWatch::start(nodes)?,
@@ -212,6 +216,7 @@ impl Connections {
                 let status = status(&self.service, &self.sessions, host, &self.node_watch, may_see);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
+            Ok((Frame::HeapAccessRequest, _)) => self.heap_tickets.answer(peer.uid),
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),
             Err(ReceiveError::Closed) => return,

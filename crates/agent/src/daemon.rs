@@ -28,6 +28,7 @@ use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
+use crate::heap_tickets::HeapTickets;
 use crate::host_state::HostState;
 use crate::metrics;
 
@@ -251,10 +252,12 @@ impl Agent {
         // All extents of restored runs and sessions are in their ledgers by now.
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
+        let (directory, key) = (Arc::clone(&options.directory), options.key.clone());
+        let heap_tickets = HeapTickets { directory, key, identity };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let connections =
-            Connections::new(&service, &sessions, &nodes, access).map_err(AgentError::Threads)?;
+        let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets)
+            .map_err(AgentError::Threads)?;
         Ok(Self {
             listener,
             shared_listener,

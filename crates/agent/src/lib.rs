@@ -9,6 +9,7 @@
 
 mod connections;
 mod daemon;
+mod heap_tickets;
 mod host_state;
 mod metrics;
 mod node_watch;

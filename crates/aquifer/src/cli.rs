@@ -7,7 +7,7 @@ use aquifer_channel::paths::own_or_shared_socket;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
-use crate::settings::{AgentSettings, DirectorySettings, NodeSettings};
+use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
 use crate::state::StateDir;
 use aquifer_ipc::size;
 
@@ -20,6 +20,7 @@ Cluster on this machine:
   down       Stop them
   status     Show daemons, free memory and running programs
   lend       Change how much memory a node lends, while it is in use
+  heap       List, compact and limit the heaps of objects that programs have
 
 Programs:
   run        Run an unmodified program with a limit on its resident memory
@@ -31,10 +32,11 @@ Measurements:
   fabric     List and test RDMA devices
 
 Daemons, in the foreground (`aquifer up` starts them in the background):
-  directory  Serve the cluster's metadata
-  keeper     Hold memory and descriptors that outlive an agent or a node
-  node       Lend memory of this machine
-  agent      Serve this machine's programs from the pool
+  directory     Serve the cluster's metadata
+  keeper        Hold memory and descriptors that outlive an agent or a node
+  node          Lend memory of this machine
+  heap-service  Serve heaps of objects in memory of this machine
+  agent         Serve this machine's programs from the pool
 
 Options:
 {options}
@@ -85,6 +87,8 @@ pub enum Command {
     Status(StatusArguments),
     /// Change how much memory a node lends, while it is in use
     Lend(LendArguments),
+    /// List, compact and limit the heaps of objects that programs have
+    Heap(HeapArguments),
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
     #[command(after_help = RUN_EXIT_CODES)]
     Run(RunArguments),
@@ -119,6 +123,9 @@ pub struct UpArguments {
     /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
+    /// Memory that each node has for heaps of objects, such as 512M [default: it serves no heaps]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub heap_memory: Option<u64>,
     /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs
     /// wait until `aquifer up` has started it again [default: its memory is lost]
     #[arg(long)]
@@ -214,6 +221,46 @@ pub struct LendArguments {
     pub directory: DirectorySettings,
 }
 
+/// Arguments of `aquifer heap`.
+#[derive(Args, Clone, Debug)]
+pub struct HeapArguments {
+    /// The directory, if it is not the one of the cluster in the state folder.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
+    /// File with the cluster key [default: cluster.key in the state folder]
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: HeapCommand,
+}
+
+/// What `aquifer heap` does.
+#[derive(Subcommand, Clone, Debug)]
+pub enum HeapCommand {
+    /// Show all heaps: what they hold, and how fragmented they are
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Compact the heaps of a user now, until nothing can be merged
+    Compact {
+        /// The user's number
+        #[arg(value_name = "UID")]
+        uid: u32,
+    },
+    /// Change how much memory the heap of a user may take on each node; what it takes already stays
+    Limit {
+        /// The user's number
+        #[arg(value_name = "UID")]
+        uid: u32,
+        /// The new limit, such as 512M
+        #[arg(value_name = "SIZE", value_parser = size::parse)]
+        size: u64,
+    },
+}
+
 /// Arguments of `aquifer run`.
 #[derive(Args, Clone, Debug)]
 pub struct RunArguments {
@@ -292,6 +339,8 @@ pub enum DaemonCommand {
     Keeper(KeeperArguments),
     /// Lend memory of this machine
     Node(NodeArguments),
+    /// Serve heaps of objects in memory of this machine
+    HeapService(HeapServiceArguments),
     /// Serve this machine's programs from the pool
     Agent(AgentArguments),
 }
@@ -335,6 +384,21 @@ pub struct NodeArguments {
     /// The other settings.
     #[command(flatten)]
     pub settings: NodeSettings,
+    /// Whether it detaches.
+    #[command(flatten)]
+    pub detach: DetachArguments,
+}
+
+/// Arguments of `aquifer heap-service`.
+#[derive(Args, Clone, Debug)]
+pub struct HeapServiceArguments {
+    /// TOML file with settings; options on the command line override it [default:
+    /// /etc/aquifer/heap-service.toml, if it exists]
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// The other settings.
+    #[command(flatten)]
+    pub settings: HeapServiceSettings,
     /// Whether it detaches.
     #[command(flatten)]
     pub detach: DetachArguments,

@@ -42,6 +42,7 @@ pub fn main() -> ExitCode {
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
+        Command::Heap(arguments) => state(&cli.state).and_then(|state| cluster::heap(&state, &arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),

@@ -158,6 +158,50 @@ pub struct NodeSettings {
     pub directory: DirectorySettings,
 }
 
+/// Settings of a service of heaps.
+#[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct HeapServiceSettings {
+    /// The number of the memory node that it belongs to
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4095))]
+    #[serde(deserialize_with = "heap_node_number")]
+    pub id: Option<u16>,
+    /// Memory that all heaps together may take, such as 512M or 2G
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub memory: Option<u64>,
+    /// Serve programs with tickets of their agents at this TCP address, such as 10.0.0.1:7401
+    #[arg(long, value_name = "ADDRESS")]
+    pub listen: Option<SocketAddr>,
+    /// Address at which programs reach the service, if it is not the one of --listen
+    #[arg(long, value_name = "ADDRESS")]
+    pub advertise: Option<SocketAddr>,
+    /// File with the cluster key [default: cluster.key in the state folder]
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// Encrypt all traffic; false permits plain traffic with programs that want it too [default:
+    /// true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub encrypt: Option<bool>,
+    /// Threads that answer requests [default: 1]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[serde(deserialize_with = "threads")]
+    pub threads: Option<u16>,
+    /// Time for which this machine's keeper keeps the heaps after the process ended; must be the
+    /// keeper's --grace [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[serde(deserialize_with = "time_ms")]
+    pub grace: Option<u64>,
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7482, or at unix:PATH
+    /// [default: no metrics]
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(deserialize_with = "metrics_address")]
+    pub metrics: Option<MetricsAddress>,
+    /// The directory of the cluster.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
+}
+
 /// Settings of an agent.
 #[derive(Args, Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
@@ -240,6 +284,23 @@ impl Settings for NodeSettings {
     }
 }
 
+impl Settings for HeapServiceSettings {
+    fn or(self, other: Self) -> Self {
+        Self {
+            id: self.id.or(other.id),
+            memory: self.memory.or(other.memory),
+            listen: self.listen.or(other.listen),
+            advertise: self.advertise.or(other.advertise),
+            key: self.key.or(other.key),
+            encrypt: self.encrypt.or(other.encrypt),
+            threads: self.threads.or(other.threads),
+            grace: self.grace.or(other.grace),
+            metrics: self.metrics.or(other.metrics),
+            directory: self.directory.or(other.directory),
+        }
+    }
+}
+
 impl Settings for AgentSettings {
     fn or(self, other: Self) -> Self {
         Self {
@@ -314,6 +375,10 @@ where
 
 fn node_number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
     in_range(from, 1, u16::MAX)
+}
+
+fn heap_node_number<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {
+    in_range(from, 1, 4095)
 }
 
 fn threads<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u16>, D::Error> {

@@ -16,8 +16,8 @@ use serde::de::DeserializeOwned;
 use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
-    self, AGENTS, AgentRecord, HOLDERS, HolderRecord, LIVES, NODES, NodeLife, NodeRecord, REQUESTED_MEMORY,
-    RequestedMemory, ResizeBlocker,
+    self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, NODES, NodeLife, NodeRecord,
+    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -45,13 +45,14 @@ fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden,
 #[test]
 fn golden_keys_and_records() {
     let mut golden = golden!("records");
-    golden.text("prefixes", &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES].join(" "));
+    golden.text("prefixes", &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS].join(" "));
     let keys = [
         names::node_key(1),
         names::requested_memory_key(2),
         names::agent_key(3),
         names::holder_key(4),
         names::life_key(5),
+        names::heaps_key(6),
     ];
     golden.text("keys", &keys.join(" "));
     golden.text("greatest host", &names::HOST_MAX.to_string());
@@ -66,6 +67,8 @@ fn golden_keys_and_records() {
         add(&mut golden, "node", &node(blocker));
     }
     add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3 });
+    let heaps = HeapsRecord { node: 1, address: "a".into(), memory_bytes: 2, kept_ms: 3, epoch: 4 };
+    add(&mut golden, "heaps", &heaps);
     let life = NodeLife { node: 1, epoch: 2, kept_ms: 3 };
     add(&mut golden, "life", &life);
     for remaining_lives in [None, Some(Vec::new()), Some(vec![life])] {

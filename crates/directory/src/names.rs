@@ -22,6 +22,8 @@ pub const HOLDERS: &str = "holders/";
 ///
 /// A key stays until the memory is gone.
 pub const LIVES: &str = "lives/";
+/// Prefix of the keys of live services of heaps.
+pub const HEAPS: &str = "heaps/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
 pub const REQUESTED_MEMORY: &str = "wanted/";
 /// The key of the host number at which the next search for a free number starts.
@@ -40,6 +42,12 @@ const CLAIM_ATTEMPTS_MAX: u32 = 256;
 #[must_use]
 pub fn node_key(id: u16) -> String {
     format!("{NODES}{id}")
+}
+
+/// The key of the service of heaps on a node.
+#[must_use]
+pub fn heaps_key(node: u16) -> String {
+    format!("{HEAPS}{node}")
 }
 
 /// The key of a host's agent.
@@ -161,6 +169,21 @@ impl NodeLife {
     }
 }
 
+/// A service of heaps, at `heaps/{node}` while its lease lasts.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HeapsRecord {
+    /// The number of its node.
+    pub node: u16,
+    /// The TCP address at which clients reach it.
+    pub address: String,
+    /// Memory that all heaps together may take.
+    pub memory_bytes: u64,
+    /// How long the heaps outlive the process, in milliseconds.
+    pub kept_ms: u64,
+    /// Fencing epoch of the lease.
+    pub epoch: u64,
+}
+
 /// A host that may own memory, at `holders/{host}`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HolderRecord {
@@ -215,6 +238,28 @@ pub fn encode<T: Serialize>(record: &T) -> Vec<u8> {
 /// An error of the directory, or a record that is not valid.
 pub fn nodes(directory: &dyn Directory) -> Result<Vec<NodeRecord>, DirectoryError> {
     directory.list(NODES)?.entries.iter().map(decode).collect()
+}
+
+/// All live services of heaps.
+///
+/// # Errors
+/// An error of the directory, or a record that is not valid.
+pub fn heaps(directory: &dyn Directory) -> Result<Vec<HeapsRecord>, DirectoryError> {
+    directory.list(HEAPS)?.entries.iter().map(decode).collect()
+}
+
+/// Writes the record of a service of heaps, which lasts as long as the lease. That of an earlier
+/// process of the same node is replaced: the keeper lets only one own the heaps.
+///
+/// # Errors
+/// An error of the directory.
+pub fn register_heaps(
+    directory: &dyn Directory,
+    lease: Lease,
+    record: &HeapsRecord,
+) -> Result<(), DirectoryError> {
+    let operations = vec![KeyOperation::put(heaps_key(record.node), encode(record), Some(lease.id))];
+    directory.transaction(&Transaction { compares: Vec::new(), operations }).map(drop)
 }
 
 /// The life of each node whose memory exists, whether or not the node runs.

@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 13;
+pub const VERSION: u16 = 14;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -92,6 +92,8 @@ pub enum HeldKind {
     Session,
     /// A memory node: the memory that it lends.
     Node,
+    /// A heap of objects: its memory. Its number is the node's, shifted left by 16, plus its own.
+    Heap,
 }
 
 /// A set of held items that belongs to one daemon. At most one process owns a share at a time.
@@ -101,14 +103,20 @@ pub enum KeeperShare {
     Agent,
     /// The share of the memory node with this number.
     Node(u16),
+    /// The share of the heaps on the node with this number.
+    Heaps(u16),
 }
 
+/// The number of the share of the heaps on node 0.
+const HEAPS_FIRST: u32 = 1 + (1 << 16);
+
 impl KeeperShare {
-    /// The share that an item belongs to; `None` if `id` is not a node number.
+    /// The share that an item belongs to; `None` if `id` has no node number.
     #[must_use]
     pub fn of(kind: HeldKind, id: u64) -> Option<Self> {
         match kind {
             HeldKind::Node => u16::try_from(id).ok().map(Self::Node),
+            HeldKind::Heap => u16::try_from(id >> 16).ok().map(Self::Heaps),
             _ => Some(Self::Agent),
         }
     }
@@ -117,14 +125,16 @@ impl KeeperShare {
         match self {
             Self::Agent => 0,
             Self::Node(id) => 1 + id as u32,
+            Self::Heaps(id) => HEAPS_FIRST + id as u32,
         }
     }
 
     fn numbered(number: u32) -> Result<Self, FrameError> {
-        match number.checked_sub(1).map(u16::try_from) {
-            None => Ok(Self::Agent),
-            Some(Ok(id)) => Ok(Self::Node(id)),
-            Some(Err(_)) => Err(FrameError::BadField("share")),
+        let node_of = |first: u32| u16::try_from(number - first).map_err(|_| FrameError::BadField("share"));
+        match number {
+            0 => Ok(Self::Agent),
+            1..HEAPS_FIRST => node_of(1).map(Self::Node),
+            _ => node_of(HEAPS_FIRST).map(Self::Heaps),
         }
     }
 }
@@ -201,6 +211,10 @@ pub enum Frame {
     /// Agent to program: carries the memory of the session's ring. From then on a packet of one
     /// byte wakes the other end.
     SessionOpened,
+    /// Program to agent: asks how to reach the heaps of its user.
+    HeapAccessRequest,
+    /// Agent to program: the answer, as JSON.
+    HeapAccess(String),
     /// `aquifer up` to keeper: log how this daemon ends. Carries the daemon's pidfd.
     WatchDaemon {
         /// Process id of the daemon.
@@ -356,6 +370,8 @@ impl Frame {
                 id: reader.u64()?,
                 reason: reader.text()?,
             },
+            27 => Self::HeapAccessRequest,
+            28 => Self::HeapAccess(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -371,6 +387,7 @@ impl Frame {
             | Self::CloseRun
             | Self::StatusRequest
             | Self::ClusterAccessRequest
+            | Self::HeapAccessRequest
             | Self::Sync
             | Self::Device
             | Self::OpenSession
@@ -381,6 +398,7 @@ impl Frame {
             | Self::StatusReport(text)
             | Self::Notice(text)
             | Self::ClusterAccess(text)
+            | Self::HeapAccess(text)
             | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
@@ -468,6 +486,8 @@ impl Frame {
             Self::SessionOpened => 24,
             Self::WatchDaemon { .. } => 25,
             Self::HoldRefused { .. } => 26,
+            Self::HeapAccessRequest => 27,
+            Self::HeapAccess(_) => 28,
         }
     }
 }
@@ -480,6 +500,7 @@ fn held_kind(number: u32) -> Result<HeldKind, FrameError> {
         4 => HeldKind::Orphan,
         5 => HeldKind::Session,
         6 => HeldKind::Node,
+        7 => HeldKind::Heap,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
@@ -492,6 +513,7 @@ fn held_kind_number(kind: HeldKind) -> u32 {
         HeldKind::Orphan => 4,
         HeldKind::Session => 5,
         HeldKind::Node => 6,
+        HeldKind::Heap => 7,
     }
 }
 

@@ -9,6 +9,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 
 use super::{DaemonConnection, KeeperServer};
 use crate::exit_watcher::ExitWatcher;
+use crate::orphans::OrphanWatch;
 
 /// Connections of the input's daemons.
 const DAEMONS: usize = 2;
@@ -48,6 +49,7 @@ pub fn handle_frames(bytes: &[u8]) -> bool {
         shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
         next_accept: Instant::now(),
+        orphans: OrphanWatch::new(),
     };
     let mut daemons: [_; DAEMONS] = std::array::from_fn(|at| connection(at as u64 + 1));
     let mut answer = vec![0; FRAME_BYTES_MAX + 1];

@@ -26,6 +26,7 @@ mod exit_watcher;
 pub mod fuzz_target;
 mod memory;
 mod mutation;
+mod orphans;
 mod share_items;
 
 use std::collections::BTreeMap;
@@ -41,6 +42,7 @@ use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 
 use self::exit_watcher::ExitWatcher;
+use self::orphans::OrphanWatch;
 use self::share_items::ShareItems;
 pub use client::KeeperClient;
 pub use mutation::Mutation;
@@ -109,6 +111,7 @@ struct KeeperServer {
     exits: ExitWatcher,
     /// When a connection may be accepted again, after one could not be.
     next_accept: Instant,
+    orphans: OrphanWatch,
 }
 
 /// Holds items for daemons until `stop`.
@@ -128,6 +131,7 @@ pub fn serve(options: &KeeperOptions, stop: &AtomicBool, ready: impl FnOnce()) -
         shares: BTreeMap::new(),
         exits: ExitWatcher::default(),
         next_accept: Instant::now(),
+        orphans: OrphanWatch::new(),
     };
     ready();
     let when_unused = || options.when_unused.load(Relaxed);
@@ -168,6 +172,9 @@ impl KeeperServer {
             self.accept(listener);
             self.receive();
             self.exits.report_ended();
+        }
+        if let Some(share) = self.shares.get_mut(&KeeperShare::Agent) {
+            self.orphans.poll(&mut share.items);
         }
         for (share_id, share) in &mut self.shares {
             if share.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
@@ -305,6 +312,9 @@ impl KeeperServer {
             let reason = match share_id {
                 KeeperShare::Agent => format!("an agent is already running as process {owner}"),
                 KeeperShare::Node(id) => format!("node {id} is already running as process {owner}"),
+                KeeperShare::Heaps(id) => {
+                    format!("the heaps on node {id} are already served by process {owner}")
+                }
             };
             return send_frame(&connection.socket, &Frame::Refused(reason), &[]).is_ok();
         }
@@ -347,6 +357,9 @@ impl KeeperServer {
             }
             KeeperShare::Node(node) => {
                 tracing::warn!(node, ?grace, "a memory node has ended; holding its memory for the next one");
+            }
+            KeeperShare::Heaps(node) => {
+                tracing::warn!(node, ?grace, "a service of heaps has ended; holding them for the next one");
             }
         }
         share.deadline = Some(Instant::now() + grace);

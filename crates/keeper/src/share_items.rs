@@ -65,6 +65,12 @@ impl ShareItems {
         let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(entry));
     }
 
+    /// The orphans, with their userfaultfds.
+    pub fn orphans(&self) -> Vec<(u64, OwnedFd)> {
+        let orphans = self.entries.iter().filter(|((kind, _), _)| *kind == HeldKind::Orphan);
+        orphans.filter_map(|((_, id), entry)| Some((*id, entry.fds.first()?.try_clone().ok()?))).collect()
+    }
+
     /// All items with their descriptors.
     pub fn iter(&self) -> impl Iterator<Item = (HeldItem, Vec<BorrowedFd<'_>>)> {
         self.entries.values().map(|entry| (entry.item.clone(), entry.fds.iter().map(AsFd::as_fd).collect()))
@@ -102,7 +108,7 @@ impl Entry {
                 (None, Some(pidfd)) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
                 (None, None) => true,
             },
-            HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node => false,
+            HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node | HeldKind::Heap => false,
         }
     }
 

@@ -1,14 +1,17 @@
 //! The client of a heap: what programs link. It knows the fabric, and no pool or directory.
 
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use aquifer_channel::paths::agent_socket;
 use aquifer_fabric::{
     Completion, Endpoint, EndpointError, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb,
     Work, WorkError,
 };
 
+use crate::access::{AccessError, connect_to_heap, request_access};
 use crate::class::{Class, Classes};
 use crate::header::{HEADER_BYTES, Header};
 use crate::pointer::{BlockAddress, Pointer};
@@ -24,6 +27,13 @@ const TRIES_MAX: u32 = 16;
 /// A read that has taken longer is done again: versions could have passed through all numbers.
 const READ_TIME_MAX: Duration = Duration::from_millis(10);
 
+/// Connections that a read makes, at most.
+const RECONNECTIONS_MAX: u32 = 3;
+/// Interval at which a client that waits looks whether its connection is broken.
+const BROKEN_CHECK_INTERVAL: Duration = Duration::from_millis(20);
+/// Pause between two attempts to connect.
+const RECONNECT_PAUSE: Duration = Duration::from_millis(20);
+
 /// The local memory: a message to send, two headers, and the bytes of an object.
 const BEFORE_AT: usize = 64 << 10;
 const AFTER_AT: usize = BEFORE_AT + 8;
@@ -36,12 +46,18 @@ pub enum ClientError {
     /// The service refused it.
     #[error(transparent)]
     Refused(#[from] Refused),
-    /// The connection is broken.
-    #[error("the connection to the heap failed: {0}")]
+    /// The connection broke. The outcome of the request is unknown.
+    #[error("the connection to the heap failed: {0}; whether the request was carried out is unknown")]
     Connection(#[from] WorkError),
-    /// The service did not answer in time. The connection cannot be used any more.
-    #[error("the heap did not answer within {} s: connect again", PATIENCE.as_secs())]
+    /// The service did not answer in time. The outcome of the request is unknown.
+    #[error(
+        "the heap did not answer within {} s; whether the request was carried out is unknown",
+        PATIENCE.as_secs()
+    )]
     Silent,
+    /// There is no connection, and none can be made.
+    #[error(transparent)]
+    Access(#[from] AccessError),
     /// The service answered something else.
     #[error("the heap gave an invalid answer")]
     Answer,
@@ -69,9 +85,29 @@ pub struct ReadCounts {
     pub by_service: u64,
 }
 
+/// Makes a connection to the service.
+pub type Connect = Box<dyn FnMut() -> Result<Box<dyn Endpoint>, AccessError> + Send>;
+
+/// The heap of one tenant on one node.
+///
+/// If the connection breaks, such as when the service is restarted, the next call makes another.
+/// Reads are then repeated. Of other requests that were on their way, the outcome is unknown.
+pub struct HeapClient {
+    connect: Connect,
+    connection: Option<Connection>,
+    counts: ReadCounts,
+}
+
+impl std::fmt::Debug for HeapClient {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { connection, counts, .. } = self;
+        formatter.debug_struct("HeapClient").field("connection", connection).field("counts", counts).finish()
+    }
+}
+
 /// A connection to one tenant's heap.
 #[derive(Debug)]
-pub struct HeapClient {
+pub(crate) struct Connection {
     endpoint: Box<dyn Endpoint>,
     memory: Arc<Memory>,
     local: LocalKey,
@@ -79,38 +115,36 @@ pub struct HeapClient {
     classes: &'static Classes,
     answer: Vec<u8>,
     completions: Vec<Completion>,
-    counts: ReadCounts,
-    /// Set when an operation or an answer was not waited for: it could be taken for a later one.
-    is_broken: bool,
 }
 
 impl HeapClient {
-    /// Opens the heap of the endpoint's tenant.
+    /// Opens the heap of this process' user, on a node or on the one with the least number that
+    /// serves heaps. The agent of the host has tickets for them.
     ///
     /// # Errors
-    /// If the service does not answer, or has no heap for the tenant.
-    pub fn open(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
-        if endpoint.limits().queue_depth < BATCH_MAX {
-            return Err(ClientError::TooShallow);
-        }
-        let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
-        let local = endpoint.register_local(Arc::clone(&memory))?;
-        let mut client = Self {
-            endpoint,
-            memory,
-            local,
-            regions: Vec::new(),
-            classes: Classes::standard(),
-            answer: Vec::new(),
-            completions: Vec::new(),
-            counts: ReadCounts::default(),
-            is_broken: false,
-        };
-        match client.request(&Request::Open)? {
-            Answer::Opened(regions) => client.regions = regions,
-            _ => return Err(ClientError::Answer),
-        }
-        Ok(client)
+    /// If there is no agent, or no such service, or it does not answer.
+    pub fn connect(node: Option<u16>) -> Result<Self, ClientError> {
+        Self::connect_at(agent_socket(), node)
+    }
+
+    /// As [`Self::connect`], with the agent at this socket.
+    ///
+    /// # Errors
+    /// Those of [`Self::connect`].
+    pub fn connect_at(agent: PathBuf, mut node: Option<u16>) -> Result<Self, ClientError> {
+        let first = request_access(&agent)?.iter().map(|service| service.node).min();
+        // Later connections must reach the same heap.
+        node = node.or(first);
+        Self::connect_by(Box::new(move || connect_to_heap(&agent, node)))
+    }
+
+    /// Opens the heap of the tenant of the endpoints that `connect` makes.
+    ///
+    /// # Errors
+    /// If the service does not answer.
+    pub fn connect_by(mut connect: Connect) -> Result<Self, ClientError> {
+        let connection = Some(Connection::open(connect()?)?);
+        Ok(Self { connect, connection, counts: ReadCounts::default() })
     }
 
     /// Allocates an object of `bytes` bytes, all zeros.
@@ -150,14 +184,16 @@ impl HeapClient {
     /// If the object's class is smaller than `out`.
     pub fn read(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<bool, ClientError> {
         self.counts.by_service += 1;
-        match self.request(&Request::Read(*pointer))? {
-            Answer::Bytes(corrected, is_old, bytes) => {
-                out.copy_from_slice(bytes.get(..out.len()).ok_or(ClientError::Answer)?);
-                *pointer = corrected;
-                Ok(is_old)
-            }
-            _ => Err(ClientError::Answer),
-        }
+        let (corrected, is_old) =
+            self.repeat(|connection| match connection.request(&Request::Read(*pointer))? {
+                Answer::Bytes(corrected, is_old, bytes) => {
+                    out.copy_from_slice(bytes.get(..out.len()).ok_or(ClientError::Answer)?);
+                    Ok((corrected, is_old))
+                }
+                _ => Err(ClientError::Answer),
+            })?;
+        *pointer = corrected;
+        Ok(is_old)
     }
 
     /// Replaces all pointers to an object by one that names its present block (§3.3). No other copy
@@ -191,7 +227,8 @@ impl HeapClient {
                 }
                 ReadVerdict::Elsewhere => {
                     self.counts.corrected += 1;
-                    *pointer = self.request_pointer(&Request::Correct(*pointer))?.0;
+                    let request = Request::Correct(*pointer);
+                    *pointer = self.repeat(|connection| connection.request_pointer(&request))?.0;
                 }
             }
         }
@@ -207,6 +244,92 @@ impl HeapClient {
     /// # Panics
     /// If the object's class is smaller than `out`.
     pub fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        self.repeat(|connection| connection.direct_read(pointer, out))
+    }
+
+    /// How direct reads went.
+    #[must_use]
+    pub fn counts(&self) -> ReadCounts {
+        self.counts
+    }
+
+    fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
+        self.connected(|connection| connection.request_pointer(request))
+    }
+
+    /// Runs an operation that may be repeated when the connection breaks.
+    fn repeat<T>(
+        &mut self,
+        mut operation: impl FnMut(&mut Connection) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
+        for _ in 0..RECONNECTIONS_MAX {
+            match self.connected(&mut operation) {
+                Err(ClientError::Connection(_)) => {}
+                result => return result,
+            }
+        }
+        self.connected(operation)
+    }
+
+    /// Runs an operation over the connection, or over another one if it was broken.
+    fn connected<T>(
+        &mut self,
+        operation: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
+        let mut connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.reconnect()?,
+        };
+        let result = operation(&mut connection);
+        // An answer that was not waited for could be taken for a later one.
+        let is_broken =
+            matches!(result, Err(ClientError::Connection(_) | ClientError::Silent | ClientError::Answer));
+        self.connection = (!is_broken).then_some(connection);
+        result
+    }
+
+    /// Makes another connection. Waits for a service that is being restarted.
+    fn reconnect(&mut self) -> Result<Connection, ClientError> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let opened = (self.connect)().map_err(ClientError::from).and_then(Connection::open);
+            match opened {
+                Err(_) if Instant::now() < deadline => std::thread::sleep(RECONNECT_PAUSE),
+                opened => return opened,
+            }
+        }
+    }
+}
+
+impl Connection {
+    /// A connection that has opened no heap.
+    pub fn new(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        if endpoint.limits().queue_depth < BATCH_MAX {
+            return Err(ClientError::TooShallow);
+        }
+        let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
+        let local = endpoint.register_local(Arc::clone(&memory))?;
+        Ok(Self {
+            endpoint,
+            memory,
+            local,
+            regions: Vec::new(),
+            classes: Classes::standard(),
+            answer: Vec::new(),
+            completions: Vec::new(),
+        })
+    }
+
+    fn open(endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        let mut connection = Self::new(endpoint)?;
+        match connection.request(&Request::Open)? {
+            Answer::Opened(regions) => connection.regions = regions,
+            _ => return Err(ClientError::Answer),
+        }
+        Ok(connection)
+    }
+
+    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
         let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
         assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
         let slice = |offset: usize, len: usize| LocalSlice {
@@ -242,12 +365,6 @@ impl HeapClient {
         Ok(found)
     }
 
-    /// How direct reads went.
-    #[must_use]
-    pub fn counts(&self) -> ReadCounts {
-        self.counts
-    }
-
     /// The class of a pointer's object, and where its slot is; `None` if no object has it.
     fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
         let class = self.classes.get(pointer.class)?;
@@ -265,7 +382,7 @@ impl HeapClient {
         }
     }
 
-    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
+    pub fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
         let mut message = Vec::with_capacity(HEAD_BYTES);
         request.encode(&mut message);
         let limit = self.endpoint.limits().message_bytes_max as usize;
@@ -290,9 +407,6 @@ impl HeapClient {
 
     /// Posts a batch and waits for its last completion, or for the first that failed.
     fn complete(&mut self, batch: &[Work], last: u64) -> Result<u64, ClientError> {
-        if self.is_broken {
-            return Err(ClientError::Silent);
-        }
         match self.endpoint.post(batch) {
             Ok(()) => {}
             Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
@@ -319,10 +433,14 @@ impl HeapClient {
     fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            self.is_broken = true;
             return Err(ClientError::Silent);
         }
-        self.endpoint.wait(left);
+        // An endpoint breaks without waking who waits for a message: a service that was killed has
+        // not answered.
+        if self.endpoint.is_broken() {
+            return Err(ClientError::Connection(WorkError::PeerGone));
+        }
+        self.endpoint.wait(left.min(BROKEN_CHECK_INTERVAL));
         Ok(())
     }
 }

@@ -40,6 +40,9 @@ pub trait Mover {
     /// Frees the memory of a block that nothing names any more.
     fn free(&mut self, frames: FrameRun);
 
+    /// Frees the memory of frames that no block has: a read of an old address creates pages.
+    fn clear(&mut self, frames: FrameRun);
+
     /// Records that the merge has ended.
     fn end_merge(&mut self);
 }
@@ -136,6 +139,13 @@ struct BlockPlace {
     frames: FrameRun,
 }
 
+/// What a class holds.
+#[derive(Clone, Copy, Debug, Default)]
+struct ClassUsage {
+    usage: HeapUsage,
+    frees: u64,
+}
+
 /// A heap.
 #[derive(Debug)]
 pub struct Heap {
@@ -146,6 +156,8 @@ pub struct Heap {
     addresses: Addresses,
     frames: Frames,
     usage: HeapUsage,
+    classes: Vec<ClassUsage>,
+    frames_limit: u32,
     /// Addresses that were released: before the last [`Heap::expire_released`], and since.
     released: [Vec<BlockAddress>; 2],
     /// The number of such calls, plus 2.
@@ -163,6 +175,8 @@ impl Heap {
             addresses: Addresses::default(),
             frames: Frames::new(settings.frames_max),
             usage: HeapUsage::default(),
+            classes: vec![ClassUsage::default(); settings.classes.iter().count()],
+            frames_limit: settings.frames_max,
             released: [Vec::new(), Vec::new()],
             round: 2,
             settings,
@@ -196,7 +210,8 @@ impl Heap {
         for (id, restored) in (0..).map(BlockId).zip(blocks) {
             heap.add_restored(id, restored);
         }
-        let unneeded = named.keys().filter(|name| heap.addresses.homed(**name) == 0 && !own.contains(name));
+        let is_needed = |name: &&BlockAddress| heap.addresses.homed(**name) > 0 || own.contains(*name);
+        let unneeded = named.keys().filter(|name| !is_needed(name));
         let unneeded: Vec<BlockAddress> = unneeded.copied().collect();
         unneeded.iter().for_each(|name| heap.addresses.set_released(*name, heap.round));
         heap.released[1] = unneeded;
@@ -211,10 +226,9 @@ impl Heap {
         for (slot, record) in objects {
             block.put(slot, record);
             self.addresses.add_homed(record.home);
-            self.usage.objects += 1;
-            self.usage.live_bytes += u64::from(shape.slot_bytes);
+            self.count_object(class, shape);
         }
-        self.usage.held_bytes += shape.block_bytes();
+        self.count_block(class, shape);
         let worker = u16::try_from(id.0 % u32::from(self.settings.workers)).expect("it is below a u16");
         self.places.push(Some(BlockPlace { worker, frames }));
         self.workers[usize::from(worker)].add(id, block);
@@ -247,16 +261,35 @@ impl Heap {
     /// Bytes of the blocks of a class, and of its slots in use.
     #[must_use]
     pub fn class_usage(&self, class: ClassId) -> HeapUsage {
-        let mut usage = HeapUsage::default();
-        let Some(shape) = self.settings.classes.get(class) else { return usage };
-        for (_, block) in self.workers.iter().flat_map(LocalHeap::blocks) {
-            if block.class() == class {
-                usage.held_bytes += shape.block_bytes();
-                usage.objects += u64::from(block.live());
-                usage.live_bytes += u64::from(block.live()) * u64::from(shape.slot_bytes);
-            }
-        }
-        usage
+        self.classes.get(usize::from(class.0)).map(|class| class.usage).unwrap_or_default()
+    }
+
+    /// How many objects of a class were freed.
+    #[must_use]
+    pub fn class_frees(&self, class: ClassId) -> u64 {
+        self.classes.get(usize::from(class.0)).map_or(0, |class| class.frees)
+    }
+
+    /// Frames of all blocks.
+    #[must_use]
+    pub fn used_frames(&self) -> u32 {
+        self.frames.used()
+    }
+
+    /// Sets the most frames that blocks may have. More that they have already stay.
+    pub fn set_frames_limit(&mut self, frames: u32) {
+        self.frames_limit = frames;
+    }
+
+    /// Whether another block of a class is within the limit.
+    #[must_use]
+    pub fn has_room(&self, shape: Class) -> bool {
+        self.frames.used() + (1 << shape.order) <= self.frames_limit
+    }
+
+    /// Frees the memory of frames that no block has.
+    pub fn clear_free_frames(&self, mover: &mut impl Mover) {
+        self.frames.free_runs().for_each(|run| mover.clear(run));
     }
 
     /// The size class of a block.
@@ -289,8 +322,7 @@ impl Heap {
             }
         };
         self.addresses.add_homed(placed.record.home);
-        self.usage.objects += 1;
-        self.usage.live_bytes += u64::from(shape.slot_bytes);
+        self.count_object(class, shape);
         let place = self.places[placed.block.0 as usize].expect("it is in use");
         Ok(Allocated {
             address: placed.record.home.at(u64::from(placed.slot) * u64::from(shape.slot_bytes)),
@@ -337,8 +369,12 @@ impl Heap {
             mover.rehome((frames, slot), None);
         }
         let shape = self.settings.classes.get(class).expect("it has a class");
-        self.usage.objects -= 1;
-        self.usage.live_bytes -= u64::from(shape.slot_bytes);
+        let of_class = &mut self.classes[usize::from(class.0)];
+        of_class.frees += 1;
+        for usage in [&mut self.usage, &mut of_class.usage] {
+            usage.objects -= 1;
+            usage.live_bytes -= u64::from(shape.slot_bytes);
+        }
         if self.addresses.remove_homed(home) {
             self.remove_name(home, mover);
         }
@@ -349,7 +385,7 @@ impl Heap {
     }
 
     /// Releases an old address of an object: all pointers to it are replaced by the one that is
-    /// returned (§3.3). The old pointer is valid for some time, in case the new one does not arrive:
+    /// returned (§3.3). The old one is valid for some time, in case the new one does not arrive:
     /// see [`Self::expire_released`].
     ///
     /// # Errors
@@ -444,7 +480,7 @@ impl Heap {
                 packer.block_mut(*id).expect("it is being packed").add_name(*name);
             }
         }
-        self.free_block(merge.source, shape, mover);
+        self.free_block(merge.source, emptied.class(), shape, mover);
         mover.end_merge();
     }
 
@@ -455,6 +491,9 @@ impl Heap {
         shape: Class,
         mover: &mut impl Mover,
     ) -> Result<(), HeapError> {
+        if !self.has_room(shape) {
+            return Err(HeapError::Full);
+        }
         let frames = self.frames.allocate(shape.order).ok_or(HeapError::Full)?;
         let id = self.free_ids.pop().unwrap_or_else(|| {
             self.places.push(None);
@@ -469,7 +508,7 @@ impl Heap {
             return Err(HeapError::Full);
         };
         self.workers[usize::from(worker)].add(id, Block::new(address, class, shape.slots()));
-        self.usage.held_bytes += shape.block_bytes();
+        self.count_block(class, shape);
         mover.add(frames, class, address);
         Ok(())
     }
@@ -487,15 +526,28 @@ impl Heap {
             }
         }
         let shape = self.settings.classes.get(block.class()).expect("it has a class");
-        self.free_block(id, shape, mover);
+        self.free_block(id, block.class(), shape, mover);
     }
 
-    fn free_block(&mut self, id: BlockId, shape: Class, mover: &mut impl Mover) {
+    fn count_object(&mut self, class: ClassId, shape: Class) {
+        for usage in [&mut self.usage, &mut self.classes[usize::from(class.0)].usage] {
+            usage.objects += 1;
+            usage.live_bytes += u64::from(shape.slot_bytes);
+        }
+    }
+
+    fn count_block(&mut self, class: ClassId, shape: Class) {
+        self.usage.held_bytes += shape.block_bytes();
+        self.classes[usize::from(class.0)].usage.held_bytes += shape.block_bytes();
+    }
+
+    fn free_block(&mut self, id: BlockId, class: ClassId, shape: Class, mover: &mut impl Mover) {
         let BlockPlace { frames, .. } = self.places[id.0 as usize].take().expect("it is in use");
         mover.free(frames);
         self.frames.release(frames);
         self.free_ids.push(id);
         self.usage.held_bytes -= shape.block_bytes();
+        self.classes[usize::from(class.0)].usage.held_bytes -= shape.block_bytes();
     }
 
     /// Frees an old address that no object has as its home. The address with which a block was made

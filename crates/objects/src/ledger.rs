@@ -188,6 +188,10 @@ impl<W: HeapWords> Mover for Ledger<W> {
         self.words.store(record_at, 0);
     }
 
+    fn clear(&mut self, frames: FrameRun) {
+        self.words.discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS << frames.order);
+    }
+
     fn end_merge(&mut self) {
         self.words.store(MERGE_AT, 0);
     }

@@ -20,10 +20,11 @@
 //! Around it:
 //!
 //! - [`bytes`]: the memory of a heap. [`service`]: answers to the requests of clients, which
-//!   [`wire`] encodes. [`client`]: what programs link.
+//!   [`wire`] encodes. [`client`]: what programs link, and [`access`]: how it finds the service.
 
 #![forbid(unsafe_code)]
 
+pub mod access;
 pub mod block;
 pub mod bytes;
 pub mod class;
@@ -37,6 +38,7 @@ pub mod layout;
 pub mod ledger;
 pub mod local;
 pub mod mutation;
+pub mod operator;
 pub mod packing;
 pub mod pointer;
 pub mod recovery;

@@ -68,6 +68,14 @@ impl Frames {
         self.used
     }
 
+    /// The free runs.
+    pub fn free_runs(&self) -> impl Iterator<Item = FrameRun> + '_ {
+        let of_order = |(order, runs): (u8, &'_ BTreeSet<u32>)| {
+            runs.iter().map(move |first| FrameRun { first: *first, order }).collect::<Vec<_>>()
+        };
+        (0..).zip(&self.free).flat_map(of_order)
+    }
+
     /// Allocates a run; `None` if none is large enough.
     pub fn allocate(&mut self, order: u8) -> Option<FrameRun> {
         let wanted = usize::from(order);

@@ -17,11 +17,16 @@ const READ: u8 = 4;
 const WRITE: u8 = 5;
 const CORRECT: u8 = 6;
 const RELEASE: u8 = 7;
+const REPORT: u8 = 8;
+const COMPACT: u8 = 9;
+const SET_LIMIT: u8 = 10;
 
 const OPENED: u8 = 129;
 const POINTER: u8 = 130;
 const BYTES: u8 = 131;
 const REFUSED: u8 = 132;
+const REPORTED: u8 = 133;
+const DONE: u8 = 134;
 
 /// What a client asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -44,6 +49,23 @@ pub enum Request<'a> {
     /// A pointer with the object's present block. The client has replaced all pointers to the
     /// object (§3.3).
     Release(Pointer),
+    /// An operator: the report on the first heap of a tenant with this number or a greater one.
+    Report {
+        /// The least number.
+        from: u32,
+    },
+    /// An operator: to compact the heap of a tenant.
+    Compact {
+        /// The tenant.
+        tenant: u32,
+    },
+    /// An operator: to change how much the heap of a tenant may hold.
+    SetLimit {
+        /// The tenant.
+        tenant: u32,
+        /// The new limit.
+        bytes: u64,
+    },
 }
 
 /// Where the blocks of one size are.
@@ -70,6 +92,10 @@ pub enum Answer<'a> {
     Bytes(Pointer, bool, &'a [u8]),
     /// Why the request was refused.
     Refused(Refused),
+    /// A report, as JSON.
+    Report(&'a [u8]),
+    /// It is done; for a compaction, with the number of merges.
+    Done(u32),
 }
 
 /// Why a request was refused.
@@ -124,6 +150,9 @@ impl<'a> Request<'a> {
             }
             Self::Correct(pointer) => put_head(out, CORRECT, 0, pointer.words()),
             Self::Release(pointer) => put_head(out, RELEASE, 0, pointer.words()),
+            Self::Report { from } => put_head(out, REPORT, from, [0; 2]),
+            Self::Compact { tenant } => put_head(out, COMPACT, tenant, [0; 2]),
+            Self::SetLimit { tenant, bytes } => put_head(out, SET_LIMIT, tenant, [bytes, 0]),
         }
     }
 
@@ -131,7 +160,8 @@ impl<'a> Request<'a> {
     #[must_use]
     pub fn decode(message: &'a [u8]) -> Option<Self> {
         let Head { kind, number, words, flag: false, rest } = Head::of(message)? else { return None };
-        let is_plain = rest.is_empty() && (number == 0 || kind == ALLOCATE);
+        let is_plain =
+            rest.is_empty() && (number == 0 || matches!(kind, ALLOCATE | REPORT | COMPACT | SET_LIMIT));
         let pointer = || Pointer::from_words(words);
         match kind {
             OPEN if is_plain && words == [0; 2] => Some(Self::Open),
@@ -143,6 +173,11 @@ impl<'a> Request<'a> {
             }
             CORRECT if is_plain => Some(Self::Correct(pointer()?)),
             RELEASE if is_plain => Some(Self::Release(pointer()?)),
+            REPORT if is_plain && words == [0; 2] => Some(Self::Report { from: number }),
+            COMPACT if is_plain && words == [0; 2] => Some(Self::Compact { tenant: number }),
+            SET_LIMIT if is_plain && words[1] == 0 => {
+                Some(Self::SetLimit { tenant: number, bytes: words[0] })
+            }
             _ => None,
         }
     }
@@ -168,6 +203,11 @@ impl<'a> Answer<'a> {
                 out.extend_from_slice(bytes);
             }
             Self::Refused(refused) => put_head(out, REFUSED, refused.code().into(), [0; 2]),
+            Self::Report(json) => {
+                put_head(out, REPORTED, len(json), [0; 2]);
+                out.extend_from_slice(json);
+            }
+            Self::Done(number) => put_head(out, DONE, *number, [0; 2]),
         }
     }
 
@@ -187,6 +227,8 @@ impl<'a> Answer<'a> {
             REFUSED if rest.is_empty() && is_without_pointer => {
                 Some(Self::Refused(Refused::from_code(u8::try_from(number).ok()?)?))
             }
+            REPORTED if len(rest) == number && is_without_pointer => Some(Self::Report(rest)),
+            DONE if rest.is_empty() && is_without_pointer => Some(Self::Done(number)),
             _ => None,
         }
     }

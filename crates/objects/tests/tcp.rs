@@ -6,36 +6,35 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
-use aquifer_fabric::{Admission, ClusterKey, Host, Limits, Tenant, Ticket};
+use aquifer_fabric::{Admission, ClusterKey, Host, Limits, Target, Tenant, Ticket};
+use aquifer_objects::access::AccessError;
 use aquifer_objects::client::{ClientError, HeapClient};
 use aquifer_objects::pointer::Pointer;
-use aquifer_objects::service::HeapService;
+use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 use aquifer_objects::slot::ReadVerdict;
 use aquifer_objects::wire::Refused;
 
 const KEY: ClusterKey = ClusterKey([5; 32]);
-const SERVICE: u8 = 7;
+const SERVICE: u8 = TICKET_SERVICE;
 const OURS: Tenant = Tenant(1000);
 const THEIRS: Tenant = Tenant(1001);
-/// Of one heap: 16 MiB.
-const FRAMES: u32 = 4096;
+/// Of all heaps.
+const MEMORY_BYTES: u64 = 32 << 20;
 const OBJECT_SIZE: u32 = 100;
 const OBJECT_BYTES: usize = OBJECT_SIZE as usize;
 
 struct HeapNode {
-    target: TcpTarget,
+    target: Arc<TcpTarget>,
     service: Arc<HeapService>,
 }
 
 impl HeapNode {
     fn start() -> Self {
-        let limits = Limits { message_bytes_max: 40_000, ..Limits::default() };
+        let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
         let options = TcpOptions { limits, admission: Admission::Tickets(SERVICE), ..TcpOptions::default() };
-        let target = TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap();
-        let service = Arc::new(HeapService::new(3));
-        for tenant in [OURS, THEIRS] {
-            service.open(&target, tenant, FRAMES).unwrap();
-        }
+        let target = Arc::new(TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap());
+        let service = Arc::new(HeapService::new(3, MEMORY_BYTES, None));
+        service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
         target.answer_messages(Arc::clone(&service) as _);
         Self { target, service }
     }
@@ -45,15 +44,18 @@ impl HeapNode {
     }
 
     fn allocated_bytes(&self) -> u64 {
-        self.service.usage(OURS).unwrap().1
+        self.service.report(OURS).unwrap().allocated_bytes
     }
 }
 
 fn client_at(address: SocketAddr, tenant: Tenant) -> HeapClient {
     let ticket = Ticket { tenant, host: Host(4), epoch: 1, expiry_s: u64::MAX, service: SERVICE };
     let options = ConnectOptions { operation_time: Duration::from_secs(30), ..ConnectOptions::default() };
-    let endpoint = tcp::connect_with_ticket(address, &ticket, &ticket.secret(&KEY), options).unwrap();
-    HeapClient::open(endpoint).unwrap()
+    let connect = move || {
+        let endpoint = tcp::connect_with_ticket(address, &ticket, &ticket.secret(&KEY), options.clone());
+        endpoint.map_err(|source| AccessError::Connect { node: 3, source })
+    };
+    HeapClient::connect_by(Box::new(connect)).unwrap()
 }
 
 /// The bytes of a version of an object: each part of them tells the version.
@@ -106,8 +108,8 @@ fn pointers_stay_valid_through_a_compaction_and_memory_is_returned() {
     assert_eq!(node.allocated_bytes(), full, "each block still has objects");
     let merges = node.service.compact(OURS, u64::MAX);
     assert!(merges > 30, "{merges} merges");
-    let (usage, held) = node.service.usage(OURS).unwrap();
-    assert!(held * 10 <= usage.live_bytes * 12, "{held} bytes are held for {usage:?}");
+    let report = node.service.report(OURS).unwrap();
+    assert!(report.allocated_bytes * 10 <= report.live_bytes * 12, "{report:?}");
     for (object, pointer) in &kept {
         // The pointer as it was allocated.
         let mut pointer = *pointer;

@@ -144,7 +144,8 @@ impl Cluster {
         let state = self.state.path().to_str().expect("temporary folders have plain names");
         let is_of_cluster = |pid: &u32| {
             let arguments = processes::arguments(*pid);
-            let is_daemon = |word: &str| ["agent", "keeper", "directory", "node"].contains(&word);
+            let is_daemon =
+                |word: &str| ["agent", "keeper", "directory", "node", "heap-service"].contains(&word);
             arguments.iter().any(|word| word.contains(state))
                 && arguments.iter().any(|word| is_daemon(word))
                 && !arguments.iter().any(|word| word == "run")

@@ -23,6 +23,15 @@ pub fn restart_node(cluster: &Cluster, number: usize) {
     start_missing(cluster, &format!("Started node-{number}"));
 }
 
+/// Kills the service of heaps of a node and starts another.
+///
+/// # Panics
+/// If none runs, or none starts.
+pub fn restart_heaps(cluster: &Cluster, number: usize) {
+    processes::kill(cluster.daemon("heap-service", Some(number)));
+    start_missing(cluster, &format!("Started heaps-{number}"));
+}
+
 /// Runs `aquifer up`, whose output must contain `what`.
 ///
 /// # Panics

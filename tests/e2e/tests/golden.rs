@@ -112,6 +112,7 @@ fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
             HeldKind::Orphan => "orphan",
             HeldKind::Session => "session",
             HeldKind::Node => "node",
+            HeldKind::Heap => "heap",
         };
         // The shadow of the dead agent sends orphans at any time.
         if put.kind != HeldKind::Orphan {

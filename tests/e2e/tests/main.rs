@@ -16,6 +16,7 @@ mod failures;
 mod fairness;
 mod full_keeper;
 mod golden;
+mod heaps;
 mod hostile;
 mod languages;
 mod large;

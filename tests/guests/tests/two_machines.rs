@@ -59,7 +59,7 @@ fn the_conformance_suite_passes_between_two_guests() {
     let outcome = tests.run(&kernel, &["env", initiators_at, address, word(&run), word(&suite)]);
     let served = served.wait().map_or_else(|error| error.to_string(), |served| served.to_string());
     let outcome = outcome.unwrap_or_else(|error| panic!("{error}{served}")).success();
-    assert!(outcome.stdout.contains("38 passed"), "{outcome}{served}");
+    assert!(outcome.stdout.contains("40 passed"), "{outcome}{served}");
 }
 
 #[test]

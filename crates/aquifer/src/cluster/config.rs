@@ -67,6 +67,12 @@ pub struct ClusterConfig {
     /// Upper bound for `aquifer lend` on each node, if it was given.
     #[serde(default)]
     pub memory_bytes_max: Option<u64>,
+    /// Memory that each node has for heaps, if it serves any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heap_memory_bytes: Option<u64>,
+    /// The port of each service of heaps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub heap_ports: Vec<u16>,
     /// Whether the keeper keeps the memory of a node whose process has ended.
     #[serde(default)]
     pub keep_memory: bool,
@@ -96,6 +102,8 @@ impl ClusterConfig {
             nodes: arguments.nodes.unwrap_or(3),
             memory_bytes: arguments.memory.unwrap_or(1 << 30),
             memory_bytes_max: arguments.memory_max,
+            heap_memory_bytes: arguments.heap_memory,
+            heap_ports: Vec::new(),
             keep_memory: arguments.keep_memory,
             mempool_bytes: arguments.mempool,
             extents_per_user: arguments.extents_per_user,
@@ -120,7 +128,8 @@ impl ClusterConfig {
     /// cluster.
     pub fn daemons(&self) -> Vec<Daemon> {
         let is_own = DirectoryLocation::new(&self.directory).is_ok_and(|location| location.is_own());
-        Daemon::all(self.nodes).into_iter().filter(|daemon| is_own || *daemon != Daemon::Directory).collect()
+        let all = Daemon::all(self.nodes, self.heap_memory_bytes.is_some());
+        all.into_iter().filter(|daemon| is_own || *daemon != Daemon::Directory).collect()
     }
 
     /// Options that tell a daemon the location of the directory.
@@ -137,19 +146,21 @@ impl ClusterConfig {
         [location, path("ca", ca), path("cert", cert), path("key", key)].into_iter().flatten().collect()
     }
 
-    /// Chooses a free port of this machine for each node, if nodes serve over TCP.
+    /// Chooses free ports of this machine: one for each node, if nodes serve over TCP, and one for
+    /// each service of heaps.
     ///
     /// # Errors
     /// If there is no free port.
     pub fn choose_ports(&mut self) -> io::Result<()> {
-        if self.fabric == Fabric::Tcp {
-            let listeners: io::Result<Vec<TcpListener>> =
-                (0..self.nodes).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect();
-            self.ports = listeners?
-                .iter()
-                .map(|listener| Ok(listener.local_addr()?.port()))
-                .collect::<io::Result<_>>()?;
-        }
+        let count = |is_served: bool| if is_served { self.nodes } else { 0 };
+        let of_nodes = count(self.fabric == Fabric::Tcp);
+        // All are bound at once, so that they differ.
+        let listeners: Vec<TcpListener> = (0..of_nodes + count(self.heap_memory_bytes.is_some()))
+            .map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))
+            .collect::<io::Result<_>>()?;
+        let ports = listeners.iter().map(|listener| Ok(listener.local_addr()?.port()));
+        self.ports = ports.collect::<io::Result<_>>()?;
+        self.heap_ports = self.ports.split_off(usize::from(of_nodes));
         Ok(())
     }
 
@@ -177,7 +188,9 @@ impl ClusterConfig {
         }
         let ports = if config.fabric == Fabric::Tcp { usize::from(config.nodes) } else { 0 };
         DirectoryLocation::new(&config.directory).map_err(|error| unusable(error.to_string()))?;
-        if !(1..=64).contains(&config.nodes) || config.memory_bytes == 0 || config.ports.len() != ports {
+        let heap_ports = config.heap_memory_bytes.map_or(0, |_| usize::from(config.nodes));
+        let has_ports = config.ports.len() == ports && config.heap_ports.len() == heap_ports;
+        if !(1..=64).contains(&config.nodes) || config.memory_bytes == 0 || !has_ports {
             return Err(unusable("its number of nodes, its memory or its ports are out of range".to_owned()));
         }
         Ok(Some(config))
@@ -230,6 +243,7 @@ impl ClusterConfig {
             difference("--nodes", arguments.nodes, Some(self.nodes), u16::to_string),
             difference("--memory", arguments.memory, Some(self.memory_bytes), size),
             difference("--memory-max", arguments.memory_max, self.memory_bytes_max, size),
+            difference("--heap-memory", arguments.heap_memory, self.heap_memory_bytes, size),
             (arguments.keep_memory && !self.keep_memory).then(|| "no --keep-memory".to_owned()),
             difference("--fabric", arguments.fabric, Some(self.fabric), |fabric| fabric.name().to_owned()),
             difference("--mempool", arguments.mempool, self.mempool_bytes, size),
@@ -288,6 +302,7 @@ mod tests {
             nodes,
             memory,
             memory_max: None,
+            heap_memory: None,
             keep_memory: false,
             fabric: None,
             mempool: None,

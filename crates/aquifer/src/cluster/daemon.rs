@@ -11,15 +11,18 @@ pub enum Daemon {
     Keeper,
     /// A memory node, by its number.
     Node(u16),
+    /// The service of heaps of a node, by the node's number.
+    Heaps(u16),
     /// The host agent.
     Agent,
 }
 
 impl Daemon {
-    /// All daemons of a cluster with this number of nodes.
-    pub fn all(nodes: u16) -> Vec<Self> {
+    /// All daemons of a cluster with this number of nodes, with or without heaps.
+    pub fn all(nodes: u16, has_heaps: bool) -> Vec<Self> {
         let mut daemons = vec![Self::Directory, Self::Keeper];
         daemons.extend((1..=nodes).map(Self::Node));
+        daemons.extend((1..=nodes).map(Self::Heaps).filter(|_| has_heaps));
         daemons.push(Self::Agent);
         daemons
     }
@@ -30,7 +33,10 @@ impl Daemon {
             "directory" => Self::Directory,
             "keeper" => Self::Keeper,
             "agent" => Self::Agent,
-            node => Self::Node(node.strip_prefix("node-")?.parse().ok()?),
+            name => match name.strip_prefix("heaps-") {
+                Some(number) => Self::Heaps(number.parse().ok()?),
+                None => Self::Node(name.strip_prefix("node-")?.parse().ok()?),
+            },
         };
         (daemon.to_string() == name).then_some(daemon)
     }
@@ -42,6 +48,7 @@ impl fmt::Display for Daemon {
             Self::Directory => f.write_str("directory"),
             Self::Keeper => f.write_str("keeper"),
             Self::Node(id) => write!(f, "node-{id}"),
+            Self::Heaps(id) => write!(f, "heaps-{id}"),
             Self::Agent => f.write_str("agent"),
         }
     }
@@ -58,10 +65,21 @@ mod tests {
 
     #[test]
     fn names_are_parsed_and_others_are_refused() {
-        for daemon in Daemon::all(12) {
+        for daemon in Daemon::all(12, true) {
             assert_eq!(Daemon::from_name(&daemon.to_string()), Some(daemon));
         }
-        for name in ["", "node", "node-", "node-x", "node-01", "node-65536", "agents", ".cluster"] {
+        for name in [
+            "",
+            "node",
+            "node-",
+            "node-x",
+            "node-01",
+            "node-65536",
+            "heaps-",
+            "heaps-01",
+            "agents",
+            ".cluster",
+        ] {
             assert_eq!(Daemon::from_name(name), None, "{name}");
         }
     }

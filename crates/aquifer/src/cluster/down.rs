@@ -104,7 +104,7 @@ pub fn stop_daemons(
 fn stop_step(daemon: Daemon) -> usize {
     match daemon {
         Daemon::Agent => 0,
-        Daemon::Node(_) => 1,
+        Daemon::Node(_) | Daemon::Heaps(_) => 1,
         Daemon::Keeper => 2,
         Daemon::Directory => 3,
     }

@@ -20,7 +20,7 @@ fn golden_files_of_a_cluster() {
     let folder = tempfile::tempdir().expect("there is room for a folder");
     let state = StateDir::locate(Some(folder.path())).expect("it is ours alone");
     let name = |path: &Path| path.strip_prefix(state.path()).expect("it is there").display().to_string();
-    for daemon in Daemon::all(2) {
+    for daemon in Daemon::all(2, true) {
         let daemon = daemon.to_string();
         let [socket, lock, log] =
             [state.socket(&daemon), state.lock(&daemon), state.log(&daemon)].map(|path| name(&path));
@@ -49,6 +49,7 @@ fn golden_files_of_a_cluster() {
         nodes: Some(2),
         memory: Some(3),
         memory_max: Some(4),
+        heap_memory: Some(8),
         keep_memory: true,
         fabric: Some(Fabric::Tcp),
         mempool: Some(5),
@@ -58,11 +59,12 @@ fn golden_files_of_a_cluster() {
         directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
     };
     let mut full = ClusterConfig::from_arguments(&arguments);
-    full.ports = vec![8, 9];
+    (full.ports, full.heap_ports) = (vec![8, 9], vec![10, 11]);
     let empty = UpArguments {
         nodes: None,
         memory: None,
         memory_max: None,
+        heap_memory: None,
         keep_memory: false,
         fabric: None,
         mempool: None,

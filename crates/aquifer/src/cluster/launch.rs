@@ -105,6 +105,12 @@ pub fn start(
             .args(config.keep_memory.then(|| format!("--grace={}ms", config.grace_ms)))
             .args(config.ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
             .args(config.directory_flags()),
+        Daemon::Heaps(id) => command
+            .args(["heap-service", "--id", &id.to_string()])
+            .args(config.heap_memory_bytes.map(|bytes| format!("--memory={bytes}")))
+            .args(["--grace", &format!("{}ms", config.grace_ms)])
+            .args(config.heap_ports.get(usize::from(id) - 1).map(|port| format!("--listen=127.0.0.1:{port}")))
+            .args(config.directory_flags()),
         Daemon::Agent => command
             .args(["agent", "--grace", &format!("{}ms", config.grace_ms)])
             .args(config.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))

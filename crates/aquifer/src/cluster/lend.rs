@@ -63,7 +63,10 @@ pub fn lend(state: &StateDir, arguments: &LendArguments) -> Outcome {
 }
 
 /// The directory of the command line, else that of the cluster in the state folder.
-fn location(state: &StateDir, settings: &DirectorySettings) -> Result<DirectoryLocation, Box<dyn Error>> {
+pub(super) fn location(
+    state: &StateDir,
+    settings: &DirectorySettings,
+) -> Result<DirectoryLocation, Box<dyn Error>> {
     let config = if settings.address.is_none() { ClusterConfig::load(state)? } else { None };
     Ok(DirectoryLocation::new(config.as_ref().map_or(settings, |config| &config.directory))?)
 }

@@ -7,6 +7,7 @@ mod daemon;
 mod down;
 #[cfg(test)]
 mod golden_tests;
+mod heap;
 pub mod key;
 mod launch;
 mod lend;
@@ -21,6 +22,7 @@ mod systemd;
 mod up;
 
 pub use down::down;
+pub use heap::heap;
 pub use lend::lend;
 pub use limit::limit;
 pub use location::DirectoryLocation;

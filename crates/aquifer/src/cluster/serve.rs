@@ -12,6 +12,7 @@ use aquifer_agent::{AgentOptions, shadow};
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
+use aquifer_heaps::{HeapsListen, HeapsOptions};
 use aquifer_keeper::{self as keeper, KeeperOptions};
 use aquifer_node::{KeepOptions, ListenAddress, NodeOptions, Shutdown};
 use rustix::net::SocketType;
@@ -23,9 +24,12 @@ use super::lock::FileLock;
 use super::signals::{StopRequest, StopSignal};
 use super::systemd;
 use crate::Outcome;
-use crate::cli::{AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, KeeperArguments, NodeArguments};
+use crate::cli::{
+    AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, HeapServiceArguments, KeeperArguments,
+    NodeArguments,
+};
 use crate::say::log_to_stderr;
-use crate::settings::{AgentSettings, Network, NodeSettings, complete};
+use crate::settings::{AgentSettings, HeapServiceSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
@@ -58,6 +62,15 @@ pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
                 "the node has no number: give one with --id NUMBER, or as `id` in its settings file",
             )?;
             run(state, Daemon::Node(id), &detach, |stop, ready| node(state, &settings, id, stop, ready))
+        }
+        DaemonCommand::HeapService(HeapServiceArguments { config, settings, detach }) => {
+            let default = default_config(&detach, "heap-service.toml");
+            let settings = complete(settings, config.as_deref(), default)?;
+            let id = settings.id.ok_or(
+                "the service has no number: give that of its node with --id NUMBER, or as `id` in its \
+                settings file",
+            )?;
+            run(state, Daemon::Heaps(id), &detach, |stop, ready| heaps(state, &settings, id, stop, ready))
         }
         DaemonCommand::Agent(AgentArguments { config, settings, detach }) => {
             let settings = complete(settings, config.as_deref(), default_config(&detach, "agent.toml"))?;
@@ -180,6 +193,43 @@ fn node(
         grace: Duration::from_millis(grace_ms),
     });
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
+}
+
+fn heaps(
+    state: &StateDir,
+    settings: &HeapServiceSettings,
+    node: u16,
+    stop: StopSignal,
+    ready: ReadyNotifier,
+) -> Result<(), Box<dyn Error>> {
+    let memory = settings.memory.ok_or(
+        "the service has no size: give the memory that heaps may take with --memory SIZE, or as \
+        `memory` in its settings file",
+    )?;
+    let listen = match systemd::listener("heap-service", SocketType::STREAM)? {
+        Some(listener) => HeapsListen::On(TcpListener::from(listener)),
+        None => HeapsListen::At(settings.listen.ok_or(
+            "the service has no address: give one with --listen ADDRESS, or as `listen` in its settings \
+            file",
+        )?),
+    };
+    let StopFlags { now, when_unused } = StopFlags::of(stop)?;
+    let (location, for_connect) = (DirectoryLocation::new(&settings.directory)?, state.clone());
+    let options = HeapsOptions {
+        node,
+        memory_bytes: memory,
+        listen,
+        advertise: settings.advertise,
+        key: key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?,
+        threads: settings.threads.map(usize::from),
+        encrypt: settings.encrypt,
+        connect: Box::new(move || location.connect(&for_connect)),
+        lease_ttl: aquifer_heaps::LEASE_TTL,
+        keeper: state.socket(&Daemon::Keeper.to_string()),
+        grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
+        metrics: settings.metrics.clone(),
+    };
+    Ok(aquifer_heaps::serve(options, &now, &when_unused, || ready.notify())?)
 }
 
 /// Where a node listens: on a socket from systemd, at an address, or on this machine's shared

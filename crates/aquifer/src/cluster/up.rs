@@ -138,18 +138,23 @@ fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, Laun
 /// memory while programs run.
 fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
     let nodes = missing.iter().filter(|daemon| matches!(daemon, Daemon::Node(_))).count();
-    let needed = config.memory_bytes.saturating_mul(u64::try_from(nodes)?);
+    let heaps = missing.iter().filter(|daemon| matches!(daemon, Daemon::Heaps(_))).count();
+    let bytes = |count: usize, each: u64| each.saturating_mul(count as u64);
+    let for_heaps = bytes(heaps, config.heap_memory_bytes.unwrap_or(0));
+    let needed = bytes(nodes, config.memory_bytes).saturating_add(for_heaps);
     let available = available_bytes()?;
     if needed > available {
         let (each, needed, available) =
             (ByteSize(config.memory_bytes), ByteSize(needed), ByteSize(available));
+        let with_heaps = if for_heaps > 0 { ", and their heaps," } else { "" };
         let advice = if missing.len() == config.daemons().len() {
             "give a smaller --memory or --nodes"
         } else {
             "free some, or stop the cluster (aquifer down) and start it with a smaller --memory or --nodes"
         };
         return Err(format!(
-            "{nodes} nodes of {each} are {needed}, but only {available} of memory are available: {advice}"
+            "{nodes} nodes of {each}{with_heaps} are {needed}, but only {available} of memory are \
+             available: {advice}"
         )
         .into());
     }
@@ -158,7 +163,7 @@ fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
 
 /// Starts the directory and the keeper first, then all nodes at once, then the agent.
 fn start_all(state: &StateDir, config: &ClusterConfig, missing: &[Daemon]) -> Result<(), LaunchError> {
-    let is_node = |daemon: &&Daemon| matches!(daemon, Daemon::Node(_));
+    let is_node = |daemon: &&Daemon| matches!(daemon, Daemon::Node(_) | Daemon::Heaps(_));
     for daemon in missing.iter().filter(|daemon| matches!(daemon, Daemon::Directory | Daemon::Keeper)) {
         start(state, config, *daemon)?.wait()?;
     }

@@ -17,6 +17,9 @@ use super::RunError;
 /// Time to wait for the statistics. The agent frees the run's memory before it sends them.
 const STATISTICS_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Agents that are asked for a run, one after the other.
+const OPEN_ATTEMPTS_MAX: u32 = 5;
+
 /// An open run: the socket to its agent or swap server, and the thread that receives from it.
 #[derive(Debug)]
 pub(super) struct RunConnection {
@@ -29,16 +32,30 @@ pub(super) struct RunConnection {
 
 impl RunConnection {
     /// Opens a run at the agent.
-    pub(super) fn open(path: &Path, open: OpenRun) -> Result<Self, RunError> {
+    ///
+    /// An agent that is killed before it answers has opened none: the next agent is asked.
+    pub(super) fn open(path: &Path, open: &OpenRun) -> Result<Self, RunError> {
+        for _ in 1..OPEN_ATTEMPTS_MAX {
+            match Self::try_open(path, open) {
+                Err(RunError::Agent(error)) if is_peer_gone(&error) => {}
+                opened => return opened,
+            }
+        }
+        Self::try_open(path, open)
+    }
+
+    fn try_open(path: &Path, open: &OpenRun) -> Result<Self, RunError> {
         let socket = client::connect(path).map_err(|error| match error.kind() {
             io::ErrorKind::PermissionDenied => RunError::Stranger(error),
             _ => RunError::NoCluster { path: path.to_owned() },
         })?;
-        send_frame(&socket, &Frame::OpenRun(open), &[]).map_err(RunError::Agent)?;
+        send_frame(&socket, &Frame::OpenRun(open.clone()), &[]).map_err(RunError::Agent)?;
         match receive_frame(&socket) {
             Ok((Frame::RunOpened(token), _)) => Ok(Self::new(socket, token)),
             Ok((Frame::Refused(reason), _)) => Err(RunError::Refused(reason)),
             Ok(_) => Err(RunError::Agent(io::Error::other("unexpected answer"))),
+            Err(ReceiveError::Closed) => Err(RunError::Agent(io::ErrorKind::ConnectionReset.into())),
+            Err(ReceiveError::System(error)) => Err(RunError::Agent(error)),
             Err(error) => Err(RunError::Agent(io::Error::other(error))),
         }
     }
@@ -108,6 +125,11 @@ pub(super) fn on_agent_gone(name: String) -> impl FnOnce() -> String + Send {
         );
         "its agent died, and no agent took over within the grace time".to_owned()
     }
+}
+
+/// Whether the other end has closed the connection.
+fn is_peer_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
 fn receive_loop(

@@ -160,7 +160,7 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
         outlives_owner: options.detach,
         name: name.clone(),
     };
-    let mut connection = RunConnection::open(&options.agent_socket, open)?;
+    let mut connection = RunConnection::open(&options.agent_socket, &open)?;
     signals::install();
     let mut command = Command::new(&program);
     prepare(&mut command, options, &shim, &connection);

@@ -1,6 +1,6 @@
 //! The state of one schedule: heap, memory, readers, and what they must find.
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::resume_unwind;
 
 use aquifer_fabric::sim::Rng;
 use aquifer_objects::class::{Class, ClassId, Classes};
@@ -9,11 +9,14 @@ use aquifer_objects::heap::{Heap, HeapError, HeapSettings};
 use aquifer_objects::id::IdMode;
 use aquifer_objects::layout::{HeapWords, Layout, slot_word};
 use aquifer_objects::ledger::Ledger;
-use aquifer_objects::recovery::recover;
 use aquifer_objects::slot::{self, ReadVerdict, Words, verdict};
 
 use super::memory::HeapMemory;
 use super::reader::{DirectRead, ReadOutcome, Translation};
+
+mod crash;
+
+use crash::{InProgress, Killed};
 
 const FRAMES: u32 = 32;
 const OPERATIONS: u32 = 400;
@@ -111,16 +114,13 @@ struct ReaderWorld {
     crash_in: Option<u64>,
 }
 
-/// The service was killed.
-struct Killed;
-
 impl ReaderWorld {
     /// Kills the service if its time has come.
     fn run_out(&mut self) {
         if let Some(left) = &mut self.crash_in {
             if *left == 0 {
                 self.crash_in = None;
-                std::panic::resume_unwind(Box::new(Killed));
+                resume_unwind(Box::new(Killed));
             }
             *left -= 1;
         }
@@ -263,17 +263,6 @@ pub fn run(seed: u64) -> Result<ObjectsCounts, String> {
     schedule.end()
 }
 
-/// What the service was doing.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum InProgress {
-    Nothing,
-    Write(usize),
-    Free(usize),
-    Release(usize),
-    /// With the stamp of its bytes.
-    Allocate(u64),
-}
-
 struct Schedule {
     settings: HeapSettings,
     heap: Heap,
@@ -329,124 +318,6 @@ impl Schedule {
             frees,
             classes: chosen,
         }
-    }
-
-    /// Takes one step, in which the service may be killed and started again.
-    fn operate_or_crash(&mut self) -> Result<(), String> {
-        let world = &mut self.ledger.words;
-        world.crash_in = world.rng.chance(1, 12).then(|| {
-            let most = [4, 40, 400][world.rng.index(3)];
-            world.rng.below(most)
-        });
-        let operated = catch_unwind(AssertUnwindSafe(|| self.operate()));
-        self.ledger.words.crash_in = None;
-        match operated {
-            Ok(result) => result,
-            Err(killed) if killed.is::<Killed>() => self.recover(),
-            Err(panic) => resume_unwind(panic),
-        }
-    }
-
-    /// Starts the service again. It may be killed while it restores the heap.
-    fn recover(&mut self) -> Result<(), String> {
-        let layout = self.ledger.words.layout;
-        self.ledger.words.writes.clear();
-        self.ledger.words.counts.crashes += 1;
-        let restored = loop {
-            let world = &mut self.ledger.words;
-            world.crash_in = world.rng.chance(1, 3).then(|| world.rng.below(20));
-            let recovered = catch_unwind(AssertUnwindSafe(|| recover(world, layout, &self.settings.classes)));
-            match recovered {
-                Ok(restored) => break restored.map_err(|error| format!("after a crash: {error}"))?,
-                Err(killed) if killed.is::<Killed>() => {}
-                Err(panic) => resume_unwind(panic),
-            }
-        };
-        self.ledger.words.crash_in = None;
-        let found: Vec<(u64, ClassId, u64)> = restored
-            .blocks
-            .iter()
-            .flat_map(|block| {
-                let shape = self.settings.classes.get(block.class).expect("it has a class");
-                let objects = block.objects.iter();
-                objects.map(move |(slot, record)| {
-                    let address = record.home.at(u64::from(*slot) * u64::from(shape.slot_bytes));
-                    (record.id, block.class, address)
-                })
-            })
-            .collect();
-        self.heap = Heap::restore(self.settings.clone(), &restored.addresses, restored.blocks);
-        self.next_number = self.ledger.first_number();
-        self.settle(&found)
-    }
-
-    /// Finds out what has become of the operation that was in progress.
-    fn settle(&mut self, found: &[(u64, ClassId, u64)]) -> Result<(), String> {
-        let is_there = |object: &ModelObject| found.iter().any(|(id, ..)| *id == object.number.get());
-        let mut is_completed = true;
-        match std::mem::replace(&mut self.in_progress, InProgress::Nothing) {
-            InProgress::Nothing => {}
-            InProgress::Write(object) => {
-                let (address, id) = self.pointer_of(object);
-                let found = self.heap.locate(address, id).map_err(|error| broken(address, id, error))?;
-                let class = self.ledger.words.objects[object].class;
-                let stamp = self.ledger.words.memory.get(slot_word(found.frames, found.slot, class) + 1);
-                let time = self.ledger.words.time;
-                let versions = &mut self.ledger.words.objects[object].versions;
-                let pending = versions.last_mut().expect("it was pushed");
-                is_completed = pending.0 == stamp;
-                if is_completed {
-                    pending.2 = time;
-                } else if pending.2 == u64::MAX {
-                    versions.pop();
-                }
-            }
-            InProgress::Free(object) => {
-                is_completed = !is_there(&self.ledger.words.objects[object]);
-                if is_completed {
-                    self.ledger.words.objects[object].freed_at = Some(self.ledger.words.time);
-                } else {
-                    self.live.push(object);
-                }
-            }
-            // The client asks again, with the old pointer.
-            InProgress::Release(object) => self.release_object(object)?,
-            InProgress::Allocate(stamp) => {
-                let known = self.ledger.words.objects.len();
-                is_completed = found.iter().any(|(id, ..)| {
-                    !self.ledger.words.objects.iter().any(|object| object.number.get() == *id)
-                });
-                if is_completed {
-                    self.adopt_unknown(found, stamp)?;
-                    assert_eq!(self.ledger.words.objects.len(), known + 1, "one was being allocated");
-                }
-            }
-        }
-        let counts = &mut self.ledger.words.counts;
-        *(if is_completed { &mut counts.completed } else { &mut counts.undone }) += 1;
-        for object in &self.live {
-            let model = &self.ledger.words.objects[*object];
-            if !is_there(model) && model.number.get() < self.next_number {
-                return Err(format!("{:?} is lost in a crash", model.number));
-            }
-        }
-        match found.len() == self.live.len() {
-            true => Ok(()),
-            false => Err(format!("{} objects after a crash, and not {}", found.len(), self.live.len())),
-        }
-    }
-
-    /// An object whose pointer no client has got.
-    fn adopt_unknown(&mut self, found: &[(u64, ClassId, u64)], stamp: u64) -> Result<(), String> {
-        let world = &mut self.ledger.words;
-        let is_unknown = |id: &u64| !world.objects.iter().any(|object| object.number.get() == *id);
-        let (id, class, address) = *found.iter().find(|(id, ..)| is_unknown(id)).ok_or("there is one")?;
-        let number = ObjectNumber::new(id).ok_or("not a number")?;
-        let class = self.settings.classes.get(class).ok_or("not a class")?;
-        let versions = vec![(stamp, 0, world.time)];
-        world.objects.push(ModelObject { number, class, pointers: vec![address], versions, freed_at: None });
-        self.live.push(world.objects.len() - 1);
-        Ok(())
     }
 
     fn operate(&mut self) -> Result<(), String> {

@@ -229,5 +229,6 @@ impl Mover for NoBytes {
     fn rehome(&mut self, _: (FrameRun, u32), _: Option<u32>) {}
     fn name(&mut self, _: BlockAddress, _: [Option<FrameRun>; 2]) {}
     fn free(&mut self, _: FrameRun) {}
+    fn clear(&mut self, _: FrameRun) {}
     fn end_merge(&mut self) {}
 }

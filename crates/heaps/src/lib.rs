@@ -1,0 +1,14 @@
+//! The daemon that serves heaps of objects, beside a memory node.
+//!
+//! It is a process of its own and maps heaps only, so an error in what reads the messages of
+//! programs opens no other memory of the machine. A keeper holds the heaps when the process ends,
+//! and the next process continues with them.
+
+#![forbid(unsafe_code)]
+
+mod kept;
+mod membership;
+mod metrics;
+mod serve;
+
+pub use serve::{HeapsError, HeapsListen, HeapsOptions, LEASE_TTL, serve};

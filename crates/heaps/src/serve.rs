@@ -1,0 +1,194 @@
+//! The daemon: from the heaps that an earlier process has left to the end of the lease.
+
+use std::fmt;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use aquifer_directory::names::HeapsRecord;
+use aquifer_directory::{Directory, DirectoryError};
+use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
+use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError};
+use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
+use aquifer_objects::class::BLOCK_ORDERS;
+use aquifer_objects::service::{HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+
+use crate::kept::{Keeper, ServiceKeeper};
+use crate::membership::Membership;
+use crate::metrics;
+
+/// Usual lifetime of the lease without a keep-alive.
+pub const LEASE_TTL: Duration = Duration::from_secs(5);
+/// Interval of upkeep: compaction, and the keep-alive of the lease.
+const TICK: Duration = Duration::from_millis(100);
+/// Longest wait in one piece, so that a request to stop is soon noticed.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Connects to the directory. It is called again when the connection is lost.
+pub type ConnectDirectory = Box<dyn Fn() -> Result<Arc<dyn Directory>, DirectoryError> + Send>;
+
+impl fmt::Debug for HeapsOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeapsOptions")
+            .field("node", &self.node)
+            .field("memory_bytes", &self.memory_bytes)
+            .field("listen", &self.listen)
+            .field("advertise", &self.advertise)
+            .field("threads", &self.threads)
+            .field("encrypt", &self.encrypt)
+            .field("lease_ttl", &self.lease_ttl)
+            .field("keeper", &self.keeper)
+            .field("grace", &self.grace)
+            .field("metrics", &self.metrics)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Where a service listens.
+#[derive(Debug)]
+pub enum HeapsListen {
+    /// At an address.
+    At(SocketAddr),
+    /// On a socket that already listens.
+    On(TcpListener),
+}
+
+/// Options of a service of heaps.
+pub struct HeapsOptions {
+    /// The number of its node.
+    pub node: u16,
+    /// Memory that all heaps together may take.
+    pub memory_bytes: u64,
+    /// Where it listens.
+    pub listen: HeapsListen,
+    /// Address at which clients reach it, if it differs from `listen`.
+    pub advertise: Option<SocketAddr>,
+    /// The key from which the secrets of tickets are derived.
+    pub key: ClusterKey,
+    /// Number of threads that answer requests.
+    pub threads: Option<usize>,
+    /// Whether it encrypts, unless the client wants none either.
+    pub encrypt: Option<bool>,
+    /// Connects to the directory.
+    pub connect: ConnectDirectory,
+    /// Lifetime of the lease without a keep-alive; usually [`LEASE_TTL`].
+    pub lease_ttl: Duration,
+    /// The keeper's socket.
+    pub keeper: PathBuf,
+    /// The time for which the keeper holds the heaps after the process has ended.
+    pub grace: Duration,
+    /// Address at which metrics are served, if any.
+    pub metrics: Option<MetricsAddress>,
+}
+
+/// Why a service cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum HeapsError {
+    /// The keeper cannot be used.
+    #[error("the keeper at {path} cannot hold heaps: {source}", path = path.display())]
+    Keeper {
+        /// Its socket.
+        path: PathBuf,
+        /// What failed.
+        source: io::Error,
+    },
+    /// It cannot listen.
+    #[error("cannot listen for clients: {0}")]
+    Listen(#[from] TargetError),
+    /// The directory failed.
+    #[error("cannot join the cluster: {0}")]
+    Directory(#[from] DirectoryError),
+    /// Metrics cannot be served.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+}
+
+/// Serves until `stop`, or until `when_unused` while no heap has an object.
+///
+/// `ready` is called once, when programs can use the service.
+///
+/// # Errors
+/// If the service cannot start.
+pub fn serve(
+    options: HeapsOptions,
+    stop: &AtomicBool,
+    when_unused: &AtomicBool,
+    ready: impl FnOnce(),
+) -> Result<(), HeapsError> {
+    let listener = options.metrics.as_ref().map(MetricsListener::bind).transpose()?;
+    let (keeper, kept) = Keeper::connect(&options.keeper, options.node)
+        .map_err(|source| HeapsError::Keeper { path: options.keeper.clone(), source })?;
+    let (tcp, address) = listen(&options)?;
+    let target: Arc<dyn Target> = Arc::clone(&tcp) as _;
+    let holder = Box::new(ServiceKeeper(Arc::clone(&keeper)));
+    let service = Arc::new(HeapService::new(options.node, options.memory_bytes, Some(holder)));
+    for heap in kept {
+        let (number, uid) = (heap.record.heap, heap.record.tenant);
+        match service.restore(&*target, &heap.record, heap.bytes) {
+            Ok(()) => tracing::info!(node = options.node, uid, "restored a heap"),
+            Err(error) => {
+                tracing::error!(node = options.node, uid, %error, "a kept heap is unusable; it is lost");
+                keeper.release(number);
+            }
+        }
+    }
+    service.open_through(&target);
+    tcp.answer_messages(Arc::clone(&service) as _);
+    let record = HeapsRecord {
+        node: options.node,
+        address: address.to_string(),
+        memory_bytes: options.memory_bytes,
+        kept_ms: u64::try_from(options.grace.as_millis()).unwrap_or(u64::MAX),
+        epoch: 0,
+    };
+    let mut membership = Membership::join(options.connect, record, options.lease_ttl)?;
+    let _metrics: Option<MetricsServer> =
+        listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
+    tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
+    ready();
+    let mut tended = Instant::now();
+    let must_end =
+        || stop.load(Ordering::Relaxed) || when_unused.load(Ordering::Relaxed) && is_unused(&service);
+    while !must_end() {
+        if tended.elapsed() >= TICK {
+            tended = Instant::now();
+            service.tend();
+            membership.renew();
+            keeper.reconnect_if_closed();
+        }
+        std::thread::sleep(PAUSE);
+    }
+    membership.leave();
+    Ok(())
+}
+
+fn is_unused(service: &HeapService) -> bool {
+    let mut reports = service.tenants().into_iter().filter_map(|tenant| service.report(tenant));
+    reports.all(|report| report.objects == 0)
+}
+
+fn listen(options: &HeapsOptions) -> Result<(Arc<TcpTarget>, SocketAddr), HeapsError> {
+    let defaults = TcpOptions::default();
+    let tcp = TcpOptions {
+        admission: Admission::Tickets(TICKET_SERVICE),
+        limits: Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() },
+        regions_max: HEAPS_MAX * BLOCK_ORDERS,
+        threads: options.threads.unwrap_or(defaults.threads),
+        encrypt: options.encrypt.unwrap_or(defaults.encrypt),
+        ..defaults
+    };
+    let target = match &options.listen {
+        HeapsListen::At(address) => TcpTarget::listen(*address, &options.key, tcp)?,
+        HeapsListen::On(listener) => {
+            let listener = listener
+                .try_clone()
+                .map_err(|source| TargetError::System { what: "cannot listen", source })?;
+            TcpTarget::listen_on(listener, &options.key, tcp)?
+        }
+    };
+    let address = options.advertise.unwrap_or_else(|| target.address());
+    Ok((Arc::new(target), address))
+}

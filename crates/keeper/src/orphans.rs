@@ -1,0 +1,87 @@
+//! Releases orphans whose memory is gone.
+//!
+//! The shadow of an agent that has died sends all userfaultfds of that agent, also when the next
+//! agent has claimed the share already. Those are of programs that the next agent knows otherwise,
+//! and would be held until another agent claims the share.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::{Duration, Instant};
+
+use aquifer_ipc::HeldKind;
+use rustix::io::Errno;
+use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
+
+use super::share_items::ShareItems;
+
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Looks at the orphans of a share once a second.
+#[derive(Debug)]
+pub(super) struct OrphanWatch {
+    next: Instant,
+    /// The numbers of orphans whose memory is gone, from a thread that looks.
+    gone: Option<Receiver<Vec<u64>>>,
+}
+
+impl OrphanWatch {
+    pub fn new() -> Self {
+        Self { next: Instant::now(), gone: None }
+    }
+
+    /// Releases what the last look has found, and begins another one if it is time.
+    pub fn poll(&mut self, items: &mut ShareItems) {
+        match self.gone.as_ref().map(Receiver::try_recv) {
+            Some(Ok(gone)) => {
+                gone.into_iter().for_each(|id| items.remove(HeldKind::Orphan, id));
+                self.gone = None;
+            }
+            // The thread waits for the lock of a memory.
+            Some(Err(TryRecvError::Empty)) => return,
+            Some(Err(TryRecvError::Disconnected)) => self.gone = None,
+            None => {}
+        }
+        if Instant::now() < self.next {
+            return;
+        }
+        self.next = Instant::now() + INTERVAL;
+        let orphans = items.orphans();
+        if orphans.is_empty() {
+            return;
+        }
+        let (sender, receiver) = channel();
+        let look = move || {
+            let is_gone = |(id, uffd): (u64, OwnedFd)| is_memory_gone(uffd).then_some(id);
+            let _ = sender.send(orphans.into_iter().filter_map(is_gone).collect());
+        };
+        // In a thread, because the kernel waits for a lock of the memory, which a hostile process
+        // can hold.
+        if std::thread::Builder::new().name("orphans".into()).spawn(look).is_ok() {
+            self.gone = Some(receiver);
+        }
+    }
+}
+
+/// `struct uffdio_zeropage`.
+#[repr(C)]
+struct ZeroPage {
+    start: u64,
+    len: u64,
+    mode: u64,
+    filled: i64,
+}
+
+/// `UFFDIO_ZEROPAGE`.
+const ZERO_PAGE: Opcode = opcode::read_write::<ZeroPage>(0xaa, 4);
+
+/// Whether the memory of a userfaultfd is gone.
+///
+/// A fill at the second page, which is never registered because the kernel maps nothing there for
+/// programs, does nothing, and reports whether there is a memory.
+fn is_memory_gone(uffd: impl AsFd) -> bool {
+    let mut fill = ZeroPage { start: 4096, len: 4096, mode: 0, filled: 0 };
+    // SAFETY: UFFDIO_ZEROPAGE reads and writes one `struct uffdio_zeropage`, of the size in the
+    // opcode, and changes no registered memory.
+    let filled = unsafe { ioctl(uffd, Updater::<ZERO_PAGE, ZeroPage>::new(&mut fill)) };
+    filled == Err(Errno::SRCH)
+}

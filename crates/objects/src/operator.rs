@@ -1,0 +1,65 @@
+//! What operators do with the heaps of a node.
+
+use aquifer_fabric::Endpoint;
+
+use crate::client::{ClientError, Connection};
+use crate::service::report::HeapReport;
+use crate::wire::{Answer, Refused, Request};
+
+/// A connection of an operator.
+#[derive(Debug)]
+pub struct HeapOperator(Connection);
+
+impl HeapOperator {
+    /// Uses an endpoint of the tenant [`crate::service::OPERATOR`].
+    ///
+    /// # Errors
+    /// If the endpoint cannot be used.
+    pub fn new(endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        Connection::new(endpoint).map(Self)
+    }
+
+    /// The reports on all heaps.
+    ///
+    /// # Errors
+    /// If the connection breaks.
+    pub fn reports(&mut self) -> Result<Vec<HeapReport>, ClientError> {
+        let (mut reports, mut from) = (Vec::<HeapReport>::new(), 0);
+        loop {
+            match self.0.request(&Request::Report { from }) {
+                Ok(Answer::Report(json)) => {
+                    let report: HeapReport = serde_json::from_slice(json).map_err(|_| ClientError::Answer)?;
+                    let next = report.tenant.checked_add(1).filter(|_| report.tenant >= from);
+                    from = next.ok_or(ClientError::Answer)?;
+                    reports.push(report);
+                }
+                Err(ClientError::Refused(Refused::NoObject)) => return Ok(reports),
+                Ok(_) => return Err(ClientError::Answer),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Compacts the heap of a tenant. Returns the number of merges.
+    ///
+    /// # Errors
+    /// If the connection breaks.
+    pub fn compact(&mut self, tenant: u32) -> Result<u32, ClientError> {
+        self.done(&Request::Compact { tenant })
+    }
+
+    /// Changes how much the heap of a tenant may hold, in bytes.
+    ///
+    /// # Errors
+    /// If the connection breaks, or the change cannot be kept.
+    pub fn set_limit(&mut self, tenant: u32, bytes: u64) -> Result<(), ClientError> {
+        self.done(&Request::SetLimit { tenant, bytes }).map(drop)
+    }
+
+    fn done(&mut self, request: &Request<'_>) -> Result<u32, ClientError> {
+        match self.0.request(request)? {
+            Answer::Done(number) => Ok(number),
+            _ => Err(ClientError::Answer),
+        }
+    }
+}

@@ -1,0 +1,351 @@
+//! The heap service: answers the requests of clients.
+//!
+//! Each heap has a lock, and its requests are answered in the threads of the target. Direct reads
+//! need neither.
+
+mod budget;
+pub mod report;
+mod tenant_heap;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use aquifer_fabric::{Key, MessageHandler, Scope, Sender, Target, TargetError, Tenant};
+use serde::{Deserialize, Serialize};
+
+use crate::bytes::HeapBytes;
+use crate::class::{BLOCK_ORDERS, FRAME_BYTES};
+use crate::recovery::Damage;
+use crate::wire::{Answer, BlockRegion, Refused, Request};
+use budget::FrameBudget;
+use report::HeapReport;
+use tenant_heap::{MERGES_PER_STEP, TenantHeap};
+
+/// The tenant whose endpoints may see and change all heaps. No user has this number.
+pub const OPERATOR: Tenant = Tenant(u32::MAX);
+/// The kind of targets that tickets for heaps open.
+pub const TICKET_SERVICE: u8 = 1;
+/// Longest message: an object with its header, or regions.
+pub const MESSAGE_BYTES_MAX: u32 = 40_000;
+/// Heaps of a node, at most. Each has nine regions.
+pub const HEAPS_MAX: usize = 4096;
+/// An address that was released is freed after one to two such intervals.
+const RELEASE_INTERVAL: Duration = Duration::from_secs(30);
+/// Longest time of compaction in one turn. A turn is a tenth of a second.
+const COMPACTION_TIME: Duration = Duration::from_millis(20);
+/// Interval at which free memory is looked for that takes memory all the same.
+const CLEAR_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Why a heap cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenHeapError {
+    /// There are too many.
+    #[error("the node has {HEAPS_MAX} heaps, which is its limit")]
+    TooMany,
+    /// There is no memory for it.
+    #[error("cannot create the memory of a heap: {0}")]
+    Memory(#[from] io::Error),
+    /// The target refuses its regions.
+    #[error("cannot register a heap: {0}")]
+    Register(#[from] TargetError),
+    /// Its memory is damaged.
+    #[error("the memory of a heap is damaged: {0}")]
+    Damaged(#[from] Damage),
+    /// Its memory would not outlive the process.
+    #[error("the memory of a heap is not kept: {0}")]
+    NotKept(String),
+    /// The service has no target.
+    #[error("the service has ended")]
+    Ended,
+}
+
+/// What the next process must know of a heap, beside its memory.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HeapRecord {
+    /// The number of the heap on its node.
+    pub heap: u16,
+    /// The user.
+    pub tenant: u32,
+    /// Most memory that its blocks may take.
+    pub limit_bytes: u64,
+    /// The keys of its regions, the smallest blocks first.
+    pub keys: [u32; BLOCK_ORDERS],
+}
+
+/// Holds the memory of heaps for the next process.
+pub trait HeapKeeper: Send + Sync + std::fmt::Debug {
+    /// Holds a heap, and replaces what was held of it before.
+    ///
+    /// # Errors
+    /// Why it is not held.
+    fn hold(&self, record: &HeapRecord, fds: [BorrowedFd<'_>; 3]) -> Result<(), String>;
+}
+
+/// The heaps of a node.
+#[derive(Debug)]
+pub struct HeapService {
+    node: u16,
+    budget: Arc<FrameBudget>,
+    heaps: Mutex<BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>>,
+    target: OnceLock<Weak<dyn Target>>,
+    keeper: Option<Box<dyn HeapKeeper>>,
+    upkeep: Mutex<Upkeep>,
+}
+
+/// When things were done last.
+#[derive(Debug)]
+struct Upkeep {
+    expired: Instant,
+    cleared: Instant,
+}
+
+impl HeapService {
+    /// A service without heaps, on the node with this number, whose heaps may take `bytes`
+    /// together.
+    #[must_use]
+    pub fn new(node: u16, bytes: u64, keeper: Option<Box<dyn HeapKeeper>>) -> Self {
+        let frames = u32::try_from(bytes / FRAME_BYTES).unwrap_or(u32::MAX).max(1);
+        let now = Instant::now();
+        Self {
+            node,
+            budget: Arc::new(FrameBudget::new(frames)),
+            heaps: Mutex::default(),
+            target: OnceLock::new(),
+            keeper,
+            upkeep: Mutex::new(Upkeep { expired: now, cleared: now }),
+        }
+    }
+
+    /// Opens heaps through this target from now on. The target must pass its messages to the
+    /// service.
+    pub fn open_through(&self, target: &Arc<dyn Target>) {
+        let _ = self.target.set(Arc::downgrade(target));
+    }
+
+    /// Restores a heap of an earlier process.
+    ///
+    /// # Errors
+    /// If its memory is damaged, or the target refuses it.
+    pub fn restore(
+        &self,
+        target: &dyn Target,
+        record: &HeapRecord,
+        bytes: HeapBytes,
+    ) -> Result<(), OpenHeapError> {
+        let (tenant, quota) = (Tenant(record.tenant), frames(record.limit_bytes));
+        let keys = Some(record.keys.map(Key));
+        let heap = TenantHeap::restore(record.heap, bytes, Arc::clone(&self.budget), quota)?;
+        self.register(target, tenant, heap, keys)?;
+        Ok(())
+    }
+
+    /// The heap of a tenant, which is created if there is none. Only its endpoints can read it.
+    ///
+    /// # Errors
+    /// If the system or the target refuses.
+    fn open(&self, tenant: Tenant) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
+        let target = self.target.get().and_then(Weak::upgrade).ok_or(OpenHeapError::Ended)?;
+        let mut heaps = self.lock();
+        if let Some(heap) = heaps.get(&tenant) {
+            return Ok(Arc::clone(heap));
+        }
+        if heaps.len() >= HEAPS_MAX {
+            return Err(OpenHeapError::TooMany);
+        }
+        let used: Vec<u16> = heaps.values().map(|heap| lock(heap).number).collect();
+        let number = (0..=u16::MAX).find(|number| !used.contains(number)).ok_or(OpenHeapError::TooMany)?;
+        let bytes = HeapBytes::create(self.budget.total())?;
+        let quota = self.budget.total() / 2;
+        let heap = TenantHeap::create(number, bytes, Arc::clone(&self.budget), quota);
+        let heap = self.register_in(&mut heaps, &*target, tenant, heap, None)?;
+        tracing::info!(node = self.node, uid = tenant.0, "opened a heap");
+        Ok(heap)
+    }
+
+    fn register(
+        &self,
+        target: &dyn Target,
+        tenant: Tenant,
+        heap: TenantHeap,
+        keys: Option<[Key; BLOCK_ORDERS]>,
+    ) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
+        self.register_in(&mut self.lock(), target, tenant, heap, keys)
+    }
+
+    fn register_in(
+        &self,
+        heaps: &mut BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>,
+        target: &dyn Target,
+        tenant: Tenant,
+        mut heap: TenantHeap,
+        keys: Option<[Key; BLOCK_ORDERS]>,
+    ) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
+        let regions = heap.ledger.words.register(target, Scope::Tenant(tenant), keys)?;
+        heap.regions = regions
+            .iter()
+            .map(|region| BlockRegion {
+                base: region.base,
+                key: region.key.0,
+                heap: heap.number,
+                node: self.node,
+            })
+            .collect();
+        self.keep(tenant, &heap).map_err(OpenHeapError::NotKept)?;
+        let heap = Arc::new(Mutex::new(heap));
+        heaps.insert(tenant, Arc::clone(&heap));
+        Ok(heap)
+    }
+
+    fn keep(&self, tenant: Tenant, heap: &TenantHeap) -> Result<(), String> {
+        let Some(keeper) = &self.keeper else { return Ok(()) };
+        let mut keys = [0; BLOCK_ORDERS];
+        keys.iter_mut().zip(&heap.regions).for_each(|(key, region)| *key = region.key);
+        let limit_bytes = u64::from(heap.quota) * FRAME_BYTES;
+        let record = HeapRecord { heap: heap.number, tenant: tenant.0, limit_bytes, keys };
+        keeper.hold(&record, heap.ledger.words.fds())
+    }
+
+    /// Does what is due: compacts, and returns memory. To be called ten times a second.
+    pub fn tend(&self) {
+        let heaps: Vec<_> = self.lock().values().cloned().collect();
+        let (expires, clears) = self.due(Instant::now());
+        let deadline = Instant::now() + COMPACTION_TIME;
+        for heap in &heaps {
+            if expires {
+                lock(heap).expire_released();
+            }
+            if clears {
+                lock(heap).clear_free_frames();
+            }
+            // The lock is released after each step, so that requests are answered in between.
+            while Instant::now() < deadline {
+                let mut heap = lock(heap);
+                let Some(class) = heap.fragmented_class() else { break };
+                heap.compact_step(class, MERGES_PER_STEP);
+            }
+        }
+    }
+
+    /// Whether released addresses are to be freed, and free memory to be cleared.
+    fn due(&self, now: Instant) -> (bool, bool) {
+        let mut upkeep = self.upkeep.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_due = |last: &mut Instant, interval| {
+            let is_due = now.saturating_duration_since(*last) >= interval;
+            *last = if is_due { now } else { *last };
+            is_due
+        };
+        (is_due(&mut upkeep.expired, RELEASE_INTERVAL), is_due(&mut upkeep.cleared, CLEAR_INTERVAL))
+    }
+
+    /// Compacts a tenant's heap by at most `merges_max` merges. Returns how many there were.
+    pub fn compact(&self, tenant: Tenant, merges_max: u64) -> u64 {
+        let Some(heap) = self.lock().get(&tenant).cloned() else { return 0 };
+        let classes = lock(&heap).classes();
+        let mut merges = 0;
+        for class in classes {
+            while merges < merges_max {
+                let step = lock(&heap).compact_step(class, MERGES_PER_STEP.min(merges_max - merges));
+                merges += step;
+                if step == 0 {
+                    break;
+                }
+            }
+        }
+        merges
+    }
+
+    /// What a tenant's heap holds; `None` if it has none.
+    #[must_use]
+    pub fn report(&self, tenant: Tenant) -> Option<HeapReport> {
+        let heap = self.lock().get(&tenant).cloned()?;
+        let report = lock(&heap).report(self.node, tenant.0);
+        Some(report)
+    }
+
+    /// The tenants that have heaps.
+    #[must_use]
+    pub fn tenants(&self) -> Vec<Tenant> {
+        self.lock().keys().copied().collect()
+    }
+
+    /// The memory that heaps have taken, and the memory that they may take together, in bytes.
+    #[must_use]
+    pub fn memory_bytes(&self) -> (u64, u64) {
+        let bytes = |frames: u32| u64::from(frames) * FRAME_BYTES;
+        (bytes(self.budget.reserved()), bytes(self.budget.total()))
+    }
+
+    /// Changes how much a tenant's heap may hold. What it holds above that stays.
+    fn set_limit(&self, tenant: Tenant, bytes: u64) -> Result<(), Refused> {
+        let heap = self.open(tenant).map_err(|_| Refused::Full)?;
+        let mut heap = lock(&heap);
+        heap.quota = frames(bytes).min(self.budget.total());
+        self.keep(tenant, &heap).map_err(|_| Refused::Full)
+    }
+
+    /// Answers an operator, or the owner of a heap.
+    fn answer_operator(&self, request: Request<'_>, json: &mut Vec<u8>) -> Result<Answer<'static>, Refused> {
+        match request {
+            Request::Report { from } => {
+                let tenant = self.tenants().into_iter().find(|tenant| tenant.0 >= from);
+                let report = tenant.and_then(|tenant| self.report(tenant)).ok_or(Refused::NoObject)?;
+                *json = serde_json::to_vec(&report).map_err(|_| Refused::Invalid)?;
+                Ok(Answer::Done(0))
+            }
+            Request::Compact { tenant } => {
+                Ok(Answer::Done(u32::try_from(self.compact(Tenant(tenant), u64::MAX)).unwrap_or(u32::MAX)))
+            }
+            Request::SetLimit { tenant, bytes } => {
+                self.set_limit(Tenant(tenant), bytes).map(|()| Answer::Done(0))
+            }
+            _ => Err(Refused::Invalid),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>> {
+        self.heaps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl MessageHandler for HeapService {
+    fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>) {
+        let tenant = from.who.tenant;
+        let Some(request) = Request::decode(message) else {
+            return Answer::Refused(Refused::Invalid).encode(answer);
+        };
+        if tenant == OPERATOR {
+            let mut json = Vec::new();
+            return match self.answer_operator(request, &mut json) {
+                Ok(_) if !json.is_empty() => Answer::Report(&json).encode(answer),
+                Ok(done) => done.encode(answer),
+                Err(refused) => Answer::Refused(refused).encode(answer),
+            };
+        }
+        let heap = self.lock().get(&tenant).cloned();
+        let heap = match (heap, request) {
+            (Some(heap), _) => heap,
+            (None, Request::Open) => match self.open(tenant) {
+                Ok(heap) => heap,
+                Err(error) => {
+                    tracing::warn!(uid = tenant.0, %error, "cannot open a heap");
+                    return Answer::Refused(Refused::Full).encode(answer);
+                }
+            },
+            (None, _) => return Answer::Refused(Refused::NoObject).encode(answer),
+        };
+        let mut read = Vec::new();
+        let result = lock(&heap).answer(request, &mut read);
+        result.unwrap_or_else(Answer::Refused).encode(answer);
+    }
+}
+
+fn lock(heap: &Mutex<TenantHeap>) -> MutexGuard<'_, TenantHeap> {
+    heap.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn frames(bytes: u64) -> u32 {
+    u32::try_from(bytes / FRAME_BYTES).unwrap_or(u32::MAX)
+}

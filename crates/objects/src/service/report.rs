@@ -1,0 +1,54 @@
+//! What a heap holds, as operators see it.
+
+use serde::{Deserialize, Serialize};
+
+/// The state of a heap.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct HeapReport {
+    /// The node.
+    pub node: u16,
+    /// The user.
+    pub tenant: u32,
+    /// The most memory that its blocks may take.
+    pub limit_bytes: u64,
+    /// Bytes of its blocks.
+    pub held_bytes: u64,
+    /// Bytes of the slots in use, headers included.
+    pub live_bytes: u64,
+    /// Number of objects.
+    pub objects: u64,
+    /// Memory that the objects take, by the system's count.
+    pub allocated_bytes: u64,
+    /// Memory that names and records take, by the system's count.
+    pub table_bytes: u64,
+    /// Addresses of blocks in use.
+    pub addresses: u64,
+    /// Merges since the service was started.
+    pub merges: u64,
+    /// Pointers that were corrected since the service was started.
+    pub corrections: u64,
+    /// The size classes that have objects.
+    pub classes: Vec<ClassReport>,
+}
+
+/// The state of a size class.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct ClassReport {
+    /// Bytes of a slot, the header included.
+    pub slot_bytes: u32,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+    /// Bytes of its blocks.
+    pub held_bytes: u64,
+    /// Number of objects.
+    pub objects: u64,
+}
+
+impl ClassReport {
+    /// Held bytes for each byte of slots in use; 1 is without fragmentation.
+    #[must_use]
+    pub fn fragmentation(&self) -> f64 {
+        let live = self.objects * u64::from(self.slot_bytes);
+        self.held_bytes as f64 / live.max(1) as f64
+    }
+}

@@ -1,0 +1,329 @@
+//! The heap of one tenant: answers its requests.
+
+use std::sync::Arc;
+
+use crate::bytes::HeapBytes;
+use crate::class::{Class, ClassId, Classes};
+use crate::header::ObjectNumber;
+use crate::heap::{Heap, HeapError, HeapSettings, Located};
+use crate::id::IdMode;
+use crate::layout::slot_word;
+use crate::ledger::Ledger;
+use crate::pointer::Pointer;
+use crate::recovery::{Damage, recover};
+use crate::slot::{LockRefused, Words};
+use crate::wire::{Answer, BlockRegion, Refused, Request};
+
+use super::budget::{BATCH_FRAMES, FrameBudget};
+use super::report::{ClassReport, HeapReport};
+
+/// Merges before requests are answered again.
+pub(super) const MERGES_PER_STEP: u64 = 16;
+/// A class is compacted when its blocks take this much more than its slots in use, as a divisor,
+const FRAGMENTATION_DIVISOR: u64 = 8;
+/// and at least this many blocks more.
+const FRAGMENTATION_BLOCKS: u64 = 2;
+/// Memory beyond the blocks' that is tolerated before free frames are cleared.
+const SLACK_BYTES: u64 = 1 << 20;
+
+/// The heap of one tenant.
+#[derive(Debug)]
+pub(super) struct TenantHeap {
+    pub number: u16,
+    heap: Heap,
+    pub ledger: Ledger<HeapBytes>,
+    pub regions: Vec<BlockRegion>,
+    /// The next object number.
+    next: u64,
+    budget: Arc<FrameBudget>,
+    /// Frames of the budget that this heap has taken.
+    granted: u32,
+    /// Most frames.
+    pub quota: u32,
+    merges: u64,
+    corrections: u64,
+    /// For each class, the frees at which nothing could be merged any more.
+    settled: Vec<Option<u64>>,
+}
+
+/// An object that a request names.
+#[derive(Clone, Copy, Debug)]
+struct Named {
+    found: Located,
+    class: Class,
+    /// Its first word.
+    at: u64,
+    /// The pointer with the slot where it is.
+    pointer: Pointer,
+}
+
+fn settings(frames_max: u32) -> HeapSettings {
+    let (classes, mode) = (Classes::standard().clone(), IdMode::Numbers);
+    HeapSettings { classes, mode, may_split: false, workers: 1, frames_max }
+}
+
+impl TenantHeap {
+    /// A new heap.
+    pub fn create(number: u16, bytes: HeapBytes, budget: Arc<FrameBudget>, quota: u32) -> Self {
+        let layout = bytes.layout();
+        let heap = Heap::new(settings(layout.frames_max()));
+        Self::with(number, heap, Ledger::create(bytes, layout), budget, quota)
+    }
+
+    /// The heap of an earlier process.
+    pub fn restore(
+        number: u16,
+        mut bytes: HeapBytes,
+        budget: Arc<FrameBudget>,
+        quota: u32,
+    ) -> Result<Self, Damage> {
+        let layout = bytes.layout();
+        let settings = settings(layout.frames_max());
+        let restored = recover(&mut bytes, layout, &settings.classes)?;
+        let heap = Heap::restore(settings, &restored.addresses, restored.blocks);
+        let used = heap.used_frames().next_multiple_of(BATCH_FRAMES);
+        budget.reserve_kept(used);
+        let mut heap = Self::with(number, heap, Ledger::reopen(bytes, layout), budget, quota);
+        heap.granted = used;
+        heap.heap.set_frames_limit(used);
+        Ok(heap)
+    }
+
+    fn with(
+        number: u16,
+        mut heap: Heap,
+        mut ledger: Ledger<HeapBytes>,
+        budget: Arc<FrameBudget>,
+        quota: u32,
+    ) -> Self {
+        let classes = heap.classes().iter().count();
+        heap.set_frames_limit(0);
+        let next = ledger.first_number().max(ObjectNumber::FIRST.get());
+        Self {
+            number,
+            heap,
+            ledger,
+            regions: Vec::new(),
+            next,
+            budget,
+            granted: 0,
+            quota,
+            merges: 0,
+            corrections: 0,
+            settled: vec![None; classes],
+        }
+    }
+
+    /// Answers a request. Bytes that the answer borrows are in `read`.
+    pub fn answer<'a>(&mut self, request: Request<'_>, read: &'a mut Vec<u8>) -> Result<Answer<'a>, Refused> {
+        match request {
+            Request::Open => Ok(Answer::Opened(self.regions.clone())),
+            Request::Allocate { bytes } => Ok(Answer::Pointer(self.allocate(bytes)?, false)),
+            Request::Free(pointer) => self.free(pointer),
+            Request::Read(pointer) => {
+                let named = self.named(pointer)?;
+                read.resize(named.class.payload_bytes() as usize, 0);
+                self.ledger.words.read(named.at, read);
+                Ok(Answer::Bytes(named.pointer, named.found.is_old, read))
+            }
+            Request::Write(pointer, bytes) => self.write(pointer, bytes),
+            Request::Correct(pointer) => {
+                let named = self.named(pointer)?;
+                self.corrections += 1;
+                Ok(Answer::Pointer(named.pointer, named.found.is_old))
+            }
+            Request::Release(pointer) => {
+                let named = self.named(pointer)?;
+                let id = pointer.number.get();
+                let address = self.heap.release(pointer.address, id, &mut self.ledger).map_err(refused)?;
+                Ok(Answer::Pointer(Pointer { address, ..named.pointer }, false))
+            }
+            Request::Report { .. } | Request::Compact { .. } | Request::SetLimit { .. } => {
+                Err(Refused::Invalid)
+            }
+        }
+    }
+
+    fn allocate(&mut self, bytes: u32) -> Result<Pointer, Refused> {
+        let class = self.heap.classes().class_for(bytes).ok_or(Refused::TooLarge)?;
+        let shape = self.heap.classes().get(class).ok_or(Refused::TooLarge)?;
+        self.ledger.reserve_number(self.next);
+        let allocated = match self.try_allocate(class) {
+            Err(HeapError::Full) if self.grow(shape) || self.compact_to_grow(class, shape) => {
+                self.try_allocate(class)
+            }
+            allocated => allocated,
+        };
+        let allocated = allocated.map_err(refused)?;
+        let number = ObjectNumber::new(allocated.id).ok_or(Refused::Full)?;
+        let zeros = vec![0; shape.payload_bytes() as usize / 8];
+        self.ledger.create_object(slot_word(allocated.frames, allocated.slot, shape), number, &zeros);
+        let BlockRegion { heap, node, .. } = self.regions[0];
+        Ok(Pointer { node, heap, class, address: allocated.address, number })
+    }
+
+    fn try_allocate(&mut self, class: ClassId) -> Result<crate::heap::Allocated, HeapError> {
+        let next = &mut self.next;
+        let mut draw = || std::mem::replace(next, *next + 1);
+        self.heap.allocate(0, class, &mut draw, &mut self.ledger)
+    }
+
+    /// Takes frames for another block. Returns whether the quota and the budget allow it.
+    fn grow(&mut self, shape: Class) -> bool {
+        let used = self.heap.used_frames();
+        let wanted = (used + (1 << shape.order)).next_multiple_of(BATCH_FRAMES);
+        let more = wanted.saturating_sub(self.granted);
+        let may_grow = used + (1 << shape.order) <= self.quota && self.budget.reserve(more);
+        if may_grow {
+            self.granted += more;
+            self.heap.set_frames_limit(self.granted);
+        }
+        may_grow
+    }
+
+    /// Makes room for another block by compaction: of its own class first, which may make it
+    /// unnecessary.
+    fn compact_to_grow(&mut self, class: ClassId, shape: Class) -> bool {
+        let others = self.heap.classes().iter().map(|(id, _)| id).filter(|id| *id != class);
+        for class in std::iter::once(class).chain(others.collect::<Vec<_>>()) {
+            let merges = self.heap.compact(class, MERGES_PER_STEP, &mut self.ledger);
+            self.merges += merges;
+            if merges > 0 && (self.heap.has_room(shape) || self.grow(shape)) {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Returns frames that are not needed any more.
+    fn shrink(&mut self) {
+        let wanted = self.heap.used_frames().next_multiple_of(BATCH_FRAMES) + BATCH_FRAMES;
+        if self.granted > wanted {
+            self.budget.release(self.granted - wanted);
+            self.granted = wanted;
+            self.heap.set_frames_limit(wanted);
+        }
+    }
+
+    fn free<'a>(&mut self, pointer: Pointer) -> Result<Answer<'a>, Refused> {
+        let named = self.named(pointer)?;
+        self.ledger.free_object(named.at, pointer.number).map_err(busy)?;
+        self.heap.free(pointer.address, pointer.number.get(), &mut self.ledger).map_err(refused)?;
+        Ok(Answer::Pointer(named.pointer, false))
+    }
+
+    fn write<'a>(&mut self, pointer: Pointer, bytes: &[u8]) -> Result<Answer<'a>, Refused> {
+        let named = self.named(pointer)?;
+        if bytes.len() > named.class.payload_bytes() as usize {
+            return Err(Refused::TooLarge);
+        }
+        let mut payload = Vec::with_capacity(bytes.len().div_ceil(8));
+        for (word, part) in (named.at + 1..).zip(bytes.chunks(8)) {
+            // The rest of the last word stays.
+            let mut whole = if part.len() < 8 { self.ledger.words.load(word).to_le_bytes() } else { [0; 8] };
+            whole[..part.len()].copy_from_slice(part);
+            payload.push(u64::from_le_bytes(whole));
+        }
+        self.ledger.write_object(named.at, pointer.number, &payload).map_err(busy)?;
+        Ok(Answer::Pointer(named.pointer, named.found.is_old))
+    }
+
+    fn named(&self, pointer: Pointer) -> Result<Named, Refused> {
+        let found = self.heap.locate(pointer.address, pointer.number.get()).map_err(refused)?;
+        let class = self.heap.classes().get(pointer.class).ok_or(Refused::NoObject)?;
+        let BlockRegion { heap, node, .. } = self.regions[0];
+        let is_of_class = self.heap.class_of(found.block) == Some(pointer.class);
+        if !is_of_class || (pointer.heap, pointer.node) != (heap, node) {
+            return Err(Refused::NoObject);
+        }
+        let at = slot_word(found.frames, found.slot, class);
+        Ok(Named { found, class, at, pointer: Pointer { address: found.address, ..pointer } })
+    }
+
+    /// Compacts a class a little. Returns the number of merges; 0 if there is nothing to merge.
+    pub fn compact_step(&mut self, class: ClassId, merges_max: u64) -> u64 {
+        let merges = self.heap.compact(class, merges_max, &mut self.ledger);
+        self.merges += merges;
+        if merges == 0 {
+            self.settled[usize::from(class.0)] = Some(self.heap.class_frees(class));
+        }
+        self.shrink();
+        merges
+    }
+
+    /// A class that takes too much memory, and may be compacted since the last attempt.
+    pub fn fragmented_class(&self) -> Option<ClassId> {
+        let mut classes = self.heap.classes().iter();
+        classes.find_map(|(id, shape)| {
+            let usage = self.heap.class_usage(id);
+            let excess = usage.held_bytes - usage.live_bytes;
+            let is_fragmented = excess > usage.live_bytes / FRAGMENTATION_DIVISOR
+                && excess >= FRAGMENTATION_BLOCKS * shape.block_bytes();
+            let is_settled = self.settled[usize::from(id.0)] == Some(self.heap.class_frees(id));
+            (is_fragmented && !is_settled).then_some(id)
+        })
+    }
+
+    /// The classes of the heap.
+    pub fn classes(&self) -> Vec<ClassId> {
+        self.heap.classes().iter().map(|(id, _)| id).collect()
+    }
+
+    /// Frees addresses that were released some time ago.
+    pub fn expire_released(&mut self) {
+        self.heap.expire_released(&mut self.ledger);
+    }
+
+    /// Returns memory to the system that no block has: a read of an old address creates pages.
+    pub fn clear_free_frames(&mut self) {
+        let used = u64::from(self.heap.used_frames()) * crate::class::FRAME_BYTES;
+        let allocated = self.ledger.words.allocated_bytes().map_or(0, |(data, _)| data);
+        if allocated > used + SLACK_BYTES {
+            self.heap.clear_free_frames(&mut self.ledger);
+        }
+        self.shrink();
+    }
+
+    /// What the heap holds.
+    pub fn report(&self, node: u16, tenant: u32) -> HeapReport {
+        let usage = self.heap.usage();
+        let (allocated_bytes, table_bytes) = self.ledger.words.allocated_bytes().unwrap_or_default();
+        let classes = self.heap.classes().iter().filter_map(|(id, shape)| {
+            let usage = self.heap.class_usage(id);
+            (usage.held_bytes > 0).then_some(ClassReport {
+                slot_bytes: shape.slot_bytes,
+                block_bytes: shape.block_bytes(),
+                held_bytes: usage.held_bytes,
+                objects: usage.objects,
+            })
+        });
+        HeapReport {
+            node,
+            tenant,
+            limit_bytes: u64::from(self.quota) * crate::class::FRAME_BYTES,
+            held_bytes: usage.held_bytes,
+            live_bytes: usage.live_bytes,
+            objects: usage.objects,
+            allocated_bytes,
+            table_bytes,
+            addresses: self.heap.addresses().0 as u64,
+            merges: self.merges,
+            corrections: self.corrections,
+            classes: classes.collect(),
+        }
+    }
+}
+
+fn refused(error: HeapError) -> Refused {
+    match error {
+        HeapError::Full => Refused::Full,
+        HeapError::NoObject | HeapError::NoClass => Refused::NoObject,
+    }
+}
+
+fn busy(refused: LockRefused) -> Refused {
+    match refused {
+        LockRefused::Busy => Refused::Busy,
+        LockRefused::Elsewhere => Refused::NoObject,
+    }
+}

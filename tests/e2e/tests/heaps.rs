@@ -1,0 +1,248 @@
+//! Heaps of objects: programs reach them by tickets of their agent; the services are killed, and
+//! every object is read back.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use aquifer_objects::client::{ClientError, HeapClient};
+use aquifer_objects::pointer::Pointer;
+use aquifer_objects::service::report::HeapReport;
+use aquifer_objects::wire::Refused;
+use aquifer_tests_e2e::checked::Random;
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::{restart_agent, restart_heaps};
+use aquifer_tests_e2e::{Cluster, eventually};
+
+const SIZES: [usize; 5] = [8, 24, 100, 500, 3000];
+
+fn up() -> Cluster {
+    Cluster::up_with(1, "64M", &["--heap-memory", "64M"])
+}
+
+fn client(cluster: &Cluster) -> HeapClient {
+    HeapClient::connect_at(cluster.agent_socket().to_owned(), None).expect("there is a service of heaps")
+}
+
+/// The bytes of a version of an object: each word tells the version.
+fn bytes_of(stamp: u64, size: usize) -> Vec<u8> {
+    stamp.to_le_bytes().into_iter().cycle().take(size).collect()
+}
+
+/// An object whose bytes are known.
+struct CheckedObject {
+    pointer: Pointer,
+    size: usize,
+    stamp: u64,
+    /// The stamp of a write whose outcome is unknown.
+    pending: Option<u64>,
+}
+
+/// A client that knows what each of its objects must be.
+struct CheckedHeap {
+    client: HeapClient,
+    objects: Vec<CheckedObject>,
+    random: Random,
+    stamp: u64,
+    /// Requests whose outcome is unknown, because the service was killed.
+    unknown: u64,
+}
+
+impl CheckedHeap {
+    fn new(client: HeapClient, seed: u64) -> Self {
+        Self { client, objects: Vec::new(), random: Random(seed), stamp: 0, unknown: 0 }
+    }
+
+    /// The result, or none if its outcome is unknown.
+    fn known<T>(&mut self, result: Result<T, ClientError>) -> Option<T> {
+        match result {
+            Ok(value) => Some(value),
+            Err(ClientError::Connection(_) | ClientError::Silent) => {
+                self.unknown += 1;
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn operate(&mut self) {
+        let count = self.objects.len();
+        match self.random.below(10) {
+            0..4 if count < 3000 => self.allocate(),
+            0..6 if count > 0 => self.write(),
+            6 if count > 0 => self.free(),
+            _ if count > 0 => {
+                let at = self.random.below(count);
+                self.check(at);
+            }
+            _ => self.allocate(),
+        }
+    }
+
+    fn allocate(&mut self) {
+        let size = SIZES[self.random.below(SIZES.len())];
+        let result = self.client.allocate(u32::try_from(size).expect("small"));
+        let Some(pointer) = self.known(result) else { return };
+        self.objects.push(CheckedObject { pointer, size, stamp: 0, pending: None });
+    }
+
+    fn write(&mut self) {
+        let at = self.random.below(self.objects.len());
+        self.stamp += 1;
+        let stamp = self.stamp;
+        let object = &mut self.objects[at];
+        let bytes = bytes_of(stamp, object.size);
+        let result = self.client.write(&mut object.pointer, &bytes);
+        let is_known = self.known(result).is_some();
+        let object = &mut self.objects[at];
+        if is_known {
+            (object.stamp, object.pending) = (stamp, None);
+        } else {
+            object.pending = Some(stamp);
+            // Only one write may be pending: the outcome is found out at once.
+            while self.objects[at].pending.is_some() {
+                self.check(at);
+            }
+        }
+    }
+
+    fn free(&mut self) {
+        let object = self.objects.swap_remove(self.random.below(self.objects.len()));
+        let mut out = vec![0; object.size];
+        loop {
+            let result = self.client.free(object.pointer);
+            match result {
+                Err(ClientError::Refused(Refused::NoObject)) if self.unknown > 0 => break,
+                result => {
+                    if self.known(result).is_some() {
+                        break;
+                    }
+                }
+            }
+        }
+        let found = self.client.get(&mut object.pointer.clone(), &mut out);
+        assert!(matches!(found, Err(ClientError::Refused(Refused::NoObject))), "{found:?}");
+    }
+
+    /// Reads an object and compares it.
+    fn check(&mut self, at: usize) {
+        let object = &mut self.objects[at];
+        let mut out = vec![0; object.size];
+        let result = self.client.get(&mut object.pointer, &mut out);
+        if self.known(result).is_none() {
+            return;
+        }
+        let object = &mut self.objects[at];
+        if let Some(pending) = object.pending.take()
+            && out == bytes_of(pending, object.size)
+        {
+            object.stamp = pending;
+        }
+        assert_eq!(out, bytes_of(object.stamp, object.size), "{:?}", object.pointer);
+    }
+
+    fn check_all(&mut self) {
+        (0..self.objects.len()).for_each(|at| self.check(at));
+    }
+}
+
+/// Ends the program when the test fails, too.
+struct OnDrop<'a>(&'a AtomicBool);
+
+impl Drop for OnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+fn reports(cluster: &Cluster) -> Vec<HeapReport> {
+    let output = cluster.command().args(["heap", "list", "--json"]).output().expect("aquifer can be started");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("it is JSON")
+}
+
+#[test]
+fn objects_outlive_their_service_and_their_agent() {
+    let cluster = up();
+    let mut heap = CheckedHeap::new(client(&cluster), 7);
+    (0..2000).for_each(|_| heap.operate());
+    restart_heaps(&cluster, 1);
+    heap.check_all();
+    restart_agent(&cluster);
+    (0..500).for_each(|_| heap.operate());
+    restart_heaps(&cluster, 1);
+    heap.check_all();
+    let other = client(&cluster);
+    let mut other = CheckedHeap { client: other, ..heap };
+    other.check_all();
+    assert!(other.objects.len() > 500);
+}
+
+#[test]
+fn nothing_is_lost_while_services_are_killed() {
+    const KILLS: usize = 6;
+    let cluster = up();
+    let is_over = AtomicBool::new(false);
+    let heap = std::thread::scope(|scope| {
+        let worker = scope.spawn(|| {
+            let mut heap = CheckedHeap::new(client(&cluster), 99);
+            while !is_over.load(Ordering::SeqCst) {
+                heap.operate();
+            }
+            heap.check_all();
+            heap
+        });
+        let _end = OnDrop(&is_over);
+        for _ in 0..KILLS {
+            let progress = || reports(&cluster).first().map_or(0, |report| report.objects);
+            let before = progress();
+            eventually("the program goes on", || {
+                (progress() != before || worker.is_finished()).then_some(())
+            });
+            assert!(!worker.is_finished(), "the program has ended");
+            restart_heaps(&cluster, 1);
+        }
+        is_over.store(true, Ordering::SeqCst);
+        worker.join().expect("all is as it was written")
+    });
+    assert!(heap.unknown > 0, "no request was interrupted");
+}
+
+#[test]
+fn memory_returns_after_most_objects_are_freed() {
+    let cluster = up();
+    let mut client = client(&cluster);
+    let mut pointers: Vec<Pointer> =
+        (0..20_000).map(|_| client.allocate(400).expect("there is room")).collect();
+    let held = reports(&cluster)[0].allocated_bytes;
+    // Four of five, everywhere.
+    let kept: Vec<Pointer> = pointers.iter().copied().step_by(5).collect();
+    pointers.retain(|pointer| !kept.contains(pointer));
+    pointers.into_iter().for_each(|pointer| client.free(pointer).expect("it is there"));
+    eventually("the memory is returned", || {
+        let report = &reports(&cluster)[0];
+        (report.allocated_bytes * 10 <= report.live_bytes * 12).then_some(())
+    });
+    let report = &reports(&cluster)[0];
+    assert!(report.allocated_bytes * 4 < held && report.objects == 4000, "{report:?}");
+    let mut out = [1; 400];
+    for pointer in kept {
+        client.get(&mut pointer.clone(), &mut out).expect("it is there");
+        assert_eq!(out, [0; 400]);
+    }
+}
+
+#[test]
+fn a_heap_stops_at_its_limit_and_says_so() {
+    let cluster = up();
+    let mut client = client(&cluster);
+    let first = client.allocate(1000).expect("there is room");
+    let uid = rustix::process::geteuid().as_raw().to_string();
+    let limited = cluster.command().args(["heap", "limit", &uid, "1M"]).output().expect("it can be started");
+    assert!(limited.status.success(), "{}", text(&limited.stderr));
+    let error = (0..10_000).find_map(|_| client.allocate(1000).err()).expect("there is a limit");
+    assert_eq!(error.to_string(), "the heap is full");
+    restart_heaps(&cluster, 1);
+    client.get(&mut first.clone(), &mut [0; 8]).expect("the service is back");
+    assert!(matches!(client.allocate(1000), Err(ClientError::Refused(Refused::Full))), "the limit is kept");
+    client.free(first).expect("it is there");
+    client.allocate(1000).expect("there is room again");
+}
