@@ -216,7 +216,12 @@ impl Connections {
                 let status = status(&self.service, &self.sessions, host, &self.node_watch, may_see);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
-            Ok((Frame::HeapAccessRequest, _)) => self.heap_tickets.answer(peer.uid),
+            Ok((Frame::HeapAccessRequest(node), _)) => {
+                if let Err(error) = self.heap_tickets.answer(&socket, peer.uid, node) {
+                    tracing::debug!(pid = peer.pid, %error, "a program has not got access to heaps");
+                }
+                return;
+            }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),
             Err(ReceiveError::Closed) => return,

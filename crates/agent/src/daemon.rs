@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -253,7 +253,8 @@ impl Agent {
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
         let (directory, key) = (Arc::clone(&options.directory), options.key.clone());
-        let heap_tickets = HeapTickets { directory, key, identity };
+        let folder = options.keeper.parent().map(Path::to_owned).unwrap_or_default();
+        let heap_tickets = HeapTickets { directory, key, identity, folder };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
         let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets)

@@ -1,8 +1,14 @@
 //! Tickets for the heaps of the users of this host.
 
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use aquifer_channel::socket::wait_readable;
+use aquifer_channel::{connect, receive_frame, send_frame};
+use aquifer_directory::names::HeapsRecord;
 use aquifer_directory::{Directory, names};
 use aquifer_fabric::{ClusterKey, Identity, Tenant, Ticket};
 use aquifer_ipc::Frame;
@@ -12,6 +18,9 @@ use aquifer_objects::service::{OPERATOR, TICKET_SERVICE};
 /// Time for which a ticket can be used to connect.
 const TICKET_TIME: Duration = Duration::from_secs(24 * 3600);
 
+/// Longest wait for a service on this machine.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// What tickets are made of.
 #[derive(Debug)]
 pub(crate) struct HeapTickets {
@@ -19,23 +28,29 @@ pub(crate) struct HeapTickets {
     pub key: Option<ClusterKey>,
     /// The host, with the epoch of its lease.
     pub identity: Identity,
+    /// The folder with the sockets of the services on this machine.
+    pub folder: PathBuf,
 }
 
 impl HeapTickets {
-    /// Answers a program of a user.
-    pub fn answer(&self, uid: u32) -> Frame {
-        match self.access(Tenant(uid)) {
-            Ok(json) => Frame::HeapAccess(json),
-            Err(reason) => Frame::Refused(reason),
+    /// Answers a program of a user that asks for the heap on a node, or on any if that is 0.
+    pub fn answer(&self, socket: &OwnedFd, uid: u32, node: u16) -> io::Result<()> {
+        match self.access(Tenant(uid), node) {
+            Ok((json, fds)) => {
+                let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+                send_frame(socket, &Frame::HeapAccess(json), &fds)
+            }
+            Err(reason) => send_frame(socket, &Frame::Refused(reason), &[]),
         }
     }
 
-    fn access(&self, tenant: Tenant) -> Result<String, String> {
-        let services =
+    fn access(&self, tenant: Tenant, node: u16) -> Result<(String, Vec<OwnedFd>), String> {
+        let mut services =
             names::heaps(&*self.directory).map_err(|error| format!("the directory failed: {error}"))?;
-        if services.is_empty() {
-            return Ok("[]".to_owned());
-        }
+        services.retain(|service| node == 0 || service.node == node);
+        let is_here = |service: &HeapsRecord| self.socket_of(service.node).exists();
+        let chosen = services.iter().find(|service| is_here(service)).or_else(|| services.first());
+        let Some(service) = chosen else { return Ok(("null".to_owned(), Vec::new())) };
         let key = self.key.as_ref().ok_or("this agent has no cluster key: start it with --key FILE")?;
         if tenant == OPERATOR {
             return Err("this user has no number of its own".to_owned());
@@ -44,15 +59,36 @@ impl HeapTickets {
         let Identity { host, epoch, .. } = self.identity;
         let expiry_s = (now + TICKET_TIME).as_secs();
         let ticket = Ticket { tenant, host, epoch, expiry_s, service: TICKET_SERVICE };
-        let mut all = Vec::new();
-        for service in services {
-            match service.address.parse() {
-                Ok(address) => all.push(HeapAccess::new(service.node, address, &ticket, key)),
-                Err(error) => {
-                    tracing::warn!(node = service.node, %error, "a service of heaps has no address")
-                }
-            }
+        let address = service.address.parse().map_err(|error| {
+            format!("the service of heaps on node {} has no address: {error}", service.node)
+        })?;
+        let access = HeapAccess::new(service.node, address, &ticket, key);
+        let json = serde_json::to_string(&access).map_err(|error| error.to_string())?;
+        let shared = if is_here(service) { self.share(service.node, tenant) } else { Ok(Vec::new()) };
+        let shared = shared.unwrap_or_else(|error| {
+            tracing::debug!(node = service.node, %error, "a heap is not shared: programs use the network");
+            Vec::new()
+        });
+        Ok((json, shared))
+    }
+
+    /// Opens the heap of a tenant at a service on this machine. Returns the connection, the bytes
+    /// and the names.
+    fn share(&self, node: u16, tenant: Tenant) -> io::Result<Vec<OwnedFd>> {
+        let socket = connect(&self.socket_of(node))?;
+        send_frame(&socket, &Frame::OpenHeap(tenant.0), &[])?;
+        if !wait_readable(&[&socket], OPEN_TIMEOUT)? {
+            return Err(io::ErrorKind::TimedOut.into());
         }
-        serde_json::to_string(&all).map_err(|error| error.to_string())
+        match receive_frame(&socket) {
+            Ok((Frame::HeapOpened, fds)) => Ok(std::iter::once(socket).chain(fds).collect()),
+            Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
+            Ok(_) => Err(io::Error::other("unexpected answer")),
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+
+    fn socket_of(&self, node: u16) -> PathBuf {
+        self.folder.join(format!("heaps-{node}.sock"))
     }
 }

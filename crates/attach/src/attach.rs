@@ -276,15 +276,22 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
 /// If the agent ends before it answers, this function connects to the next agent. The worker keeps
 /// the socket open.
 fn exchange_hello(hello: &ProgramHello, own_uffd: i32) -> (i32, i32, i32) {
+    let mut hello = *hello;
     for _ in 0..CONNECTIONS_MAX {
         let socket = connect();
-        if send(socket, &Frame::Hello(*hello), own_uffd)
+        if send(socket, &Frame::Hello(hello), own_uffd)
             && let Some([control, child_uffd]) =
                 receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
         {
             return (socket, control, child_uffd);
         }
         close(socket);
+        if !hello.is_child {
+            // The agent that has ended may have filled the page. Then it proves nothing any more.
+            let canary = map_wiped_on_fork();
+            PARAMETERS.canary.store(canary, Ordering::Relaxed);
+            hello.canary = canary as u64;
+        }
     }
     fatal::exit("the agent closes every connection", 0)
 }

@@ -10,5 +10,6 @@ mod kept;
 mod membership;
 mod metrics;
 mod serve;
+mod shared;
 
 pub use serve::{HeapsError, HeapsListen, HeapsOptions, LEASE_TTL, serve};

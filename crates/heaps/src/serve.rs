@@ -19,6 +19,7 @@ use aquifer_objects::service::{HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET
 use crate::kept::{Keeper, ServiceKeeper};
 use crate::membership::Membership;
 use crate::metrics;
+use crate::shared::SharedPrograms;
 
 /// Usual lifetime of the lease without a keep-alive.
 pub const LEASE_TTL: Duration = Duration::from_secs(5);
@@ -41,6 +42,7 @@ impl fmt::Debug for HeapsOptions {
             .field("encrypt", &self.encrypt)
             .field("lease_ttl", &self.lease_ttl)
             .field("keeper", &self.keeper)
+            .field("socket", &self.socket)
             .field("grace", &self.grace)
             .field("metrics", &self.metrics)
             .finish_non_exhaustive()
@@ -78,6 +80,8 @@ pub struct HeapsOptions {
     pub lease_ttl: Duration,
     /// The keeper's socket.
     pub keeper: PathBuf,
+    /// The socket at which the agent of this machine opens heaps for programs.
+    pub socket: PathBuf,
     /// The time for which the keeper holds the heaps after the process has ended.
     pub grace: Duration,
     /// Address at which metrics are served, if any.
@@ -98,6 +102,14 @@ pub enum HeapsError {
     /// It cannot listen.
     #[error("cannot listen for clients: {0}")]
     Listen(#[from] TargetError),
+    /// The socket for programs of this machine cannot be made.
+    #[error("cannot listen at {path}: {source}", path = path.display())]
+    Socket {
+        /// The path.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
     /// The directory failed.
     #[error("cannot join the cluster: {0}")]
     Directory(#[from] DirectoryError),
@@ -125,6 +137,7 @@ pub fn serve(
     let target: Arc<dyn Target> = Arc::clone(&tcp) as _;
     let holder = Box::new(ServiceKeeper(Arc::clone(&keeper)));
     let service = Arc::new(HeapService::new(options.node, options.memory_bytes, Some(holder)));
+    tcp.answer_messages(Arc::clone(&service) as _);
     for heap in kept {
         let (number, uid) = (heap.record.heap, heap.record.tenant);
         match service.restore(&*target, &heap.record, heap.bytes) {
@@ -136,7 +149,9 @@ pub fn serve(
         }
     }
     service.open_through(&target);
-    tcp.answer_messages(Arc::clone(&service) as _);
+    answer_early_messages(&*target, &service);
+    let _programs = SharedPrograms::start(&options.socket, Arc::clone(&service))
+        .map_err(|source| HeapsError::Socket { path: options.socket.clone(), source })?;
     let record = HeapsRecord {
         node: options.node,
         address: address.to_string(),
@@ -163,6 +178,17 @@ pub fn serve(
     }
     membership.leave();
     Ok(())
+}
+
+/// Answers the messages that came before the service answered them itself.
+fn answer_early_messages(target: &dyn Target, service: &HeapService) {
+    let (mut message, mut answer) = (Vec::new(), Vec::new());
+    while let Some(from) = target.receive(&mut message) {
+        service.answer(from.who.tenant, &message, &mut answer);
+        target.reply(from.endpoint, &answer);
+        message.clear();
+        answer.clear();
+    }
 }
 
 fn is_unused(service: &HeapService) -> bool {

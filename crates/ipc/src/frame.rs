@@ -211,10 +211,16 @@ pub enum Frame {
     /// Agent to program: carries the memory of the session's ring. From then on a packet of one
     /// byte wakes the other end.
     SessionOpened,
-    /// Program to agent: asks how to reach the heaps of its user.
-    HeapAccessRequest,
-    /// Agent to program: the answer, as JSON.
+    /// Program to agent: asks how to reach the heap of its user on this node; 0 if the agent may
+    /// choose.
+    HeapAccessRequest(u16),
+    /// Agent to program: the answer, as JSON. Carries the descriptors of a heap of this machine.
     HeapAccess(String),
+    /// Agent to service of heaps: open the heap of this user for a program of this machine.
+    OpenHeap(u32),
+    /// Service of heaps to agent: carries the heap's bytes and names. From then on the socket is
+    /// for the program's requests.
+    HeapOpened,
     /// `aquifer up` to keeper: log how this daemon ends. Carries the daemon's pidfd.
     WatchDaemon {
         /// Process id of the daemon.
@@ -370,8 +376,10 @@ impl Frame {
                 id: reader.u64()?,
                 reason: reader.text()?,
             },
-            27 => Self::HeapAccessRequest,
+            27 => Self::HeapAccessRequest(reader.u16()?),
             28 => Self::HeapAccess(reader.text()?),
+            29 => Self::OpenHeap(reader.u32()?),
+            30 => Self::HeapOpened,
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -387,7 +395,7 @@ impl Frame {
             | Self::CloseRun
             | Self::StatusRequest
             | Self::ClusterAccessRequest
-            | Self::HeapAccessRequest
+            | Self::HeapOpened
             | Self::Sync
             | Self::Device
             | Self::OpenSession
@@ -427,6 +435,8 @@ impl Frame {
                 out.extend_from_slice(&id.to_le_bytes());
                 write_text(reason, out);
             }
+            Self::HeapAccessRequest(node) => out.extend_from_slice(&node.to_le_bytes()),
+            Self::OpenHeap(uid) => out.extend_from_slice(&uid.to_le_bytes()),
             Self::Claim(share) => out.extend_from_slice(&share.number().to_le_bytes()),
             Self::Release(kind, id) => {
                 out.extend_from_slice(&held_kind_number(*kind).to_le_bytes());
@@ -486,8 +496,10 @@ impl Frame {
             Self::SessionOpened => 24,
             Self::WatchDaemon { .. } => 25,
             Self::HoldRefused { .. } => 26,
-            Self::HeapAccessRequest => 27,
+            Self::HeapAccessRequest(_) => 27,
             Self::HeapAccess(_) => 28,
+            Self::OpenHeap(_) => 29,
+            Self::HeapOpened => 30,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! How a program reaches the heaps of its user: the agent of its host has tickets for them.
 
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use aquifer_channel::{connect, receive_frame, send_frame};
@@ -8,6 +9,8 @@ use aquifer_fabric::tcp::{self, ConnectOptions};
 use aquifer_fabric::{ClusterKey, Endpoint, EndpointError, Ticket, TicketSecret};
 use aquifer_ipc::Frame;
 use serde::{Deserialize, Serialize};
+
+use crate::shared::SharedHeap;
 
 /// Why no heap can be reached.
 #[derive(Debug, thiserror::Error)]
@@ -86,29 +89,29 @@ impl HeapAccess {
     }
 }
 
-/// Asks the agent at `socket` for access to the heaps of this process' user.
+/// Asks the agent at `socket` for access to the heap of this process' user, on a node or on one
+/// that the agent chooses. If the heap is on this machine, its descriptors come with the answer.
 ///
 /// # Errors
 /// If there is no agent, or it refuses.
-pub fn request_access(socket: &Path) -> Result<Vec<HeapAccess>, AccessError> {
+pub fn request_access(
+    socket: &Path,
+    node: Option<u16>,
+) -> Result<(HeapAccess, Option<SharedHeap>), AccessError> {
     let no_agent = |source| AccessError::NoAgent { path: socket.to_owned(), source };
     let agent = connect(socket).map_err(no_agent)?;
-    send_frame(&agent, &Frame::HeapAccessRequest, &[]).map_err(no_agent)?;
+    send_frame(&agent, &Frame::HeapAccessRequest(node.unwrap_or(0)), &[]).map_err(no_agent)?;
     match receive_frame(&agent) {
-        Ok((Frame::HeapAccess(json), _)) => serde_json::from_str(&json).map_err(|_| AccessError::Answer),
+        Ok((Frame::HeapAccess(json), fds)) => {
+            let access =
+                serde_json::from_str::<Option<HeapAccess>>(&json).map_err(|_| AccessError::Answer)?;
+            let shared = <[OwnedFd; 3]>::try_from(fds).ok();
+            let shared = shared.map(|[socket, data, names]| SharedHeap { socket, data, names });
+            Ok((access.ok_or(AccessError::NoService(node))?, shared))
+        }
         Ok((Frame::Refused(reason), _)) => Err(AccessError::Refused(reason)),
         _ => Err(AccessError::Answer),
     }
-}
-
-/// Connects to the heap of this process' user on a node, or on the one with the least number.
-///
-/// # Errors
-/// If there is no agent, or no such service.
-pub fn connect_to_heap(socket: &Path, node: Option<u16>) -> Result<Box<dyn Endpoint>, AccessError> {
-    let services = request_access(socket)?;
-    let mut wanted = services.iter().filter(|service| node.is_none_or(|node| node == service.node));
-    wanted.next().ok_or(AccessError::NoService(node))?.connect()
 }
 
 fn hex(bytes: &[u8]) -> String {

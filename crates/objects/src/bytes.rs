@@ -63,6 +63,14 @@ impl HeapBytes {
         [self.data.fd(), self.names.fd(), self.records.fd()]
     }
 
+    /// The bytes of objects and the names, open for reading only.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn read_only_fds(&self) -> io::Result<[OwnedFd; 2]> {
+        Ok([self.data.read_only_fd()?, self.names.read_only_fd()?])
+    }
+
     /// Where the words are.
     #[must_use]
     pub fn layout(&self) -> Layout {

@@ -11,21 +11,22 @@ use aquifer_fabric::{
     Work, WorkError,
 };
 
-use crate::access::{AccessError, connect_to_heap, request_access};
+use crate::access::{AccessError, request_access};
 use crate::class::{Class, Classes};
 use crate::header::{HEADER_BYTES, Header};
 use crate::pointer::{BlockAddress, Pointer};
+use crate::shared::{SharedHeap, SharedLink};
 use crate::slot::{ReadVerdict, verdict};
 use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
 
 /// Operations of one direct read.
 const BATCH_MAX: usize = 3;
 /// Longest wait for an answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// Direct reads of a busy object before the service reads it.
 const TRIES_MAX: u32 = 16;
 /// A read that has taken longer is done again: versions could have passed through all numbers.
-const READ_TIME_MAX: Duration = Duration::from_millis(10);
+pub(crate) const READ_TIME_MAX: Duration = Duration::from_millis(10);
 
 /// Connections that a read makes, at most.
 const RECONNECTIONS_MAX: u32 = 3;
@@ -86,7 +87,53 @@ pub struct ReadCounts {
 }
 
 /// Makes a connection to the service.
-pub type Connect = Box<dyn FnMut() -> Result<Box<dyn Endpoint>, AccessError> + Send>;
+pub type Connect = Box<dyn FnMut() -> Result<HeapRoute, AccessError> + Send>;
+
+/// How a client reaches a heap.
+#[derive(Debug)]
+pub enum HeapRoute {
+    /// Over a network.
+    Remote(Box<dyn Endpoint>),
+    /// On this machine.
+    Shared(SharedHeap),
+}
+
+impl HeapRoute {
+    fn open(self) -> Result<Box<dyn HeapLink>, ClientError> {
+        Ok(match self {
+            Self::Remote(endpoint) => Box::new(Connection::open(endpoint)?),
+            Self::Shared(heap) => Box::new(SharedLink::open(heap)?),
+        })
+    }
+}
+
+/// A connection to a heap.
+pub(crate) trait HeapLink: Send + std::fmt::Debug {
+    /// Sends a request and waits for the answer.
+    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError>;
+
+    /// Reads an object one-sidedly, once.
+    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError>;
+
+    /// Sends a request whose answer is a pointer.
+    fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
+        match self.request(request)? {
+            Answer::Pointer(pointer, is_old) => Ok((pointer, is_old)),
+            _ => Err(ClientError::Answer),
+        }
+    }
+}
+
+/// The class of a pointer's object, its block, and the offset of its slot; `None` if no object has
+/// the pointer.
+pub(crate) fn slot_of(classes: &Classes, pointer: Pointer) -> Option<(Class, BlockAddress, u64)> {
+    let class = classes.get(pointer.class)?;
+    let (block, offset) = BlockAddress::containing(pointer.address)?;
+    let is_slot = block.order == class.order
+        && offset % u64::from(class.slot_bytes) == 0
+        && offset + u64::from(class.slot_bytes) <= class.block_bytes();
+    is_slot.then_some((class, block, offset))
+}
 
 /// The heap of one tenant on one node.
 ///
@@ -94,7 +141,7 @@ pub type Connect = Box<dyn FnMut() -> Result<Box<dyn Endpoint>, AccessError> + S
 /// Reads are then repeated. Of other requests that were on their way, the outcome is unknown.
 pub struct HeapClient {
     connect: Connect,
-    connection: Option<Connection>,
+    connection: Option<Box<dyn HeapLink>>,
     counts: ReadCounts,
 }
 
@@ -118,8 +165,8 @@ pub(crate) struct Connection {
 }
 
 impl HeapClient {
-    /// Opens the heap of this process' user, on a node or on the one with the least number that
-    /// serves heaps. The agent of the host has tickets for them.
+    /// Opens the heap of this process' user, on a node, or on one that the agent chooses: one of
+    /// this machine, if there is one.
     ///
     /// # Errors
     /// If there is no agent, or no such service, or it does not answer.
@@ -131,11 +178,28 @@ impl HeapClient {
     ///
     /// # Errors
     /// Those of [`Self::connect`].
-    pub fn connect_at(agent: PathBuf, mut node: Option<u16>) -> Result<Self, ClientError> {
-        let first = request_access(&agent)?.iter().map(|service| service.node).min();
-        // Later connections must reach the same heap.
-        node = node.or(first);
-        Self::connect_by(Box::new(move || connect_to_heap(&agent, node)))
+    pub fn connect_at(agent: PathBuf, node: Option<u16>) -> Result<Self, ClientError> {
+        Self::connect_along(agent, node, true)
+    }
+
+    /// As [`Self::connect_at`], over the network even if the heap is on this machine.
+    ///
+    /// # Errors
+    /// Those of [`Self::connect`].
+    pub fn connect_remotely(agent: PathBuf, node: Option<u16>) -> Result<Self, ClientError> {
+        Self::connect_along(agent, node, false)
+    }
+
+    fn connect_along(agent: PathBuf, mut node: Option<u16>, may_share: bool) -> Result<Self, ClientError> {
+        Self::connect_by(Box::new(move || {
+            let (access, shared) = request_access(&agent, node)?;
+            // Later connections must reach the same heap.
+            node = Some(access.node);
+            match shared.filter(|_| may_share) {
+                Some(heap) => Ok(HeapRoute::Shared(heap)),
+                None => access.connect().map(HeapRoute::Remote),
+            }
+        }))
     }
 
     /// Opens the heap of the tenant of the endpoints that `connect` makes.
@@ -143,7 +207,16 @@ impl HeapClient {
     /// # Errors
     /// If the service does not answer.
     pub fn connect_by(mut connect: Connect) -> Result<Self, ClientError> {
-        let connection = Some(Connection::open(connect()?)?);
+        let deadline = Instant::now() + PATIENCE;
+        let connection = loop {
+            match connect()?.open() {
+                // It is still restoring heaps.
+                Err(ClientError::Refused(Refused::Busy)) if Instant::now() < deadline => {
+                    std::thread::sleep(RECONNECT_PAUSE);
+                }
+                opened => break Some(opened?),
+            }
+        };
         Ok(Self { connect, connection, counts: ReadCounts::default() })
     }
 
@@ -260,7 +333,7 @@ impl HeapClient {
     /// Runs an operation that may be repeated when the connection breaks.
     fn repeat<T>(
         &mut self,
-        mut operation: impl FnMut(&mut Connection) -> Result<T, ClientError>,
+        mut operation: impl FnMut(&mut dyn HeapLink) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
         for _ in 0..RECONNECTIONS_MAX {
             match self.connected(&mut operation) {
@@ -274,13 +347,13 @@ impl HeapClient {
     /// Runs an operation over the connection, or over another one if it was broken.
     fn connected<T>(
         &mut self,
-        operation: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
+        operation: impl FnOnce(&mut dyn HeapLink) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.reconnect()?,
         };
-        let result = operation(&mut connection);
+        let result = operation(&mut *connection);
         // An answer that was not waited for could be taken for a later one.
         let is_broken =
             matches!(result, Err(ClientError::Connection(_) | ClientError::Silent | ClientError::Answer));
@@ -289,10 +362,10 @@ impl HeapClient {
     }
 
     /// Makes another connection. Waits for a service that is being restarted.
-    fn reconnect(&mut self) -> Result<Connection, ClientError> {
+    fn reconnect(&mut self) -> Result<Box<dyn HeapLink>, ClientError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let opened = (self.connect)().map_err(ClientError::from).and_then(Connection::open);
+            let opened = (self.connect)().map_err(ClientError::from).and_then(HeapRoute::open);
             match opened {
                 Err(_) if Instant::now() < deadline => std::thread::sleep(RECONNECT_PAUSE),
                 opened => return opened,
@@ -329,80 +402,12 @@ impl Connection {
         Ok(connection)
     }
 
-    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
-        let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
-        assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
-        let slice = |offset: usize, len: usize| LocalSlice {
-            key: self.local,
-            offset: offset as u64,
-            len: u32::try_from(len).expect("an object is small"),
-        };
-        let read = |id, local, skip: u64, signalled| {
-            let remote = RemoteAddr { addr: remote.addr + skip, ..remote };
-            Work { id, verb: Verb::Read { local, remote }, signalled }
-        };
-        // In this order: the bytes between the two headers.
-        let batch = [
-            read(0, slice(BEFORE_AT, 8), 0, false),
-            read(1, slice(PAYLOAD_AT, out.len()), HEADER_BYTES.into(), false),
-            read(2, slice(AFTER_AT, 8), 0, true),
-        ];
-        let began = Instant::now();
-        match self.complete(&batch, 2) {
-            Ok(_) => {}
-            // No block has this address any more.
-            Err(ClientError::Connection(WorkError::RemoteAccess)) => return Ok(ReadVerdict::Elsewhere),
-            Err(error) => return Err(error),
-        }
-        if began.elapsed() > READ_TIME_MAX {
-            return Ok(ReadVerdict::Busy);
-        }
-        let header = |at| Header::from_word(self.memory.load_u64(at));
-        let found = verdict(pointer.number, header(BEFORE_AT), header(AFTER_AT));
-        if found == ReadVerdict::Valid {
-            self.memory.read(PAYLOAD_AT, out);
-        }
-        Ok(found)
-    }
-
     /// The class of a pointer's object, and where its slot is; `None` if no object has it.
     fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
-        let class = self.classes.get(pointer.class)?;
-        let (block, offset) = BlockAddress::containing(pointer.address)?;
+        let (class, block, offset) = slot_of(self.classes, pointer)?;
         let region = self.regions.get(usize::from(block.order))?;
-        let is_slot = block.order == class.order && offset % u64::from(class.slot_bytes) == 0;
         let addr = region.base + u64::from(block.number) * class.block_bytes() + offset;
-        is_slot.then_some((class, RemoteAddr { addr, key: Key(region.key) }))
-    }
-
-    fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
-        match self.request(request)? {
-            Answer::Pointer(pointer, is_old) => Ok((pointer, is_old)),
-            _ => Err(ClientError::Answer),
-        }
-    }
-
-    pub fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
-        let mut message = Vec::with_capacity(HEAD_BYTES);
-        request.encode(&mut message);
-        let limit = self.endpoint.limits().message_bytes_max as usize;
-        if message.len() > limit.min(BEFORE_AT) {
-            return Err(Refused::TooLarge.into());
-        }
-        self.memory.write(0, &message);
-        let len = u32::try_from(message.len()).expect("it is within the limit");
-        let local = LocalSlice { key: self.local, offset: 0, len };
-        self.complete(&[Work { id: 3, verb: Verb::Send { local }, signalled: true }], 3)?;
-        let deadline = Instant::now() + PATIENCE;
-        self.answer.clear();
-        while !self.endpoint.receive(&mut self.answer) {
-            self.wait(deadline)?;
-        }
-        match Answer::decode(&self.answer) {
-            Some(Answer::Refused(refused)) => Err(refused.into()),
-            Some(answer) => Ok(answer),
-            None => Err(ClientError::Answer),
-        }
+        Some((class, RemoteAddr { addr, key: Key(region.key) }))
     }
 
     /// Posts a batch and waits for its last completion, or for the first that failed.
@@ -442,5 +447,66 @@ impl Connection {
         }
         self.endpoint.wait(left.min(BROKEN_CHECK_INTERVAL));
         Ok(())
+    }
+}
+
+impl HeapLink for Connection {
+    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
+        let mut message = Vec::with_capacity(HEAD_BYTES);
+        request.encode(&mut message);
+        let limit = self.endpoint.limits().message_bytes_max as usize;
+        if message.len() > limit.min(BEFORE_AT) {
+            return Err(Refused::TooLarge.into());
+        }
+        self.memory.write(0, &message);
+        let len = u32::try_from(message.len()).expect("it is within the limit");
+        let local = LocalSlice { key: self.local, offset: 0, len };
+        self.complete(&[Work { id: 3, verb: Verb::Send { local }, signalled: true }], 3)?;
+        let deadline = Instant::now() + PATIENCE;
+        self.answer.clear();
+        while !self.endpoint.receive(&mut self.answer) {
+            self.wait(deadline)?;
+        }
+        match Answer::decode(&self.answer) {
+            Some(Answer::Refused(refused)) => Err(refused.into()),
+            Some(answer) => Ok(answer),
+            None => Err(ClientError::Answer),
+        }
+    }
+
+    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
+        assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
+        let slice = |offset: usize, len: usize| LocalSlice {
+            key: self.local,
+            offset: offset as u64,
+            len: u32::try_from(len).expect("an object is small"),
+        };
+        let read = |id, local, skip: u64, signalled| {
+            let remote = RemoteAddr { addr: remote.addr + skip, ..remote };
+            Work { id, verb: Verb::Read { local, remote }, signalled }
+        };
+        // In this order: the bytes between the two headers.
+        let batch = [
+            read(0, slice(BEFORE_AT, 8), 0, false),
+            read(1, slice(PAYLOAD_AT, out.len()), HEADER_BYTES.into(), false),
+            read(2, slice(AFTER_AT, 8), 0, true),
+        ];
+        let began = Instant::now();
+        match self.complete(&batch, 2) {
+            Ok(_) => {}
+            // No block has this address any more.
+            Err(ClientError::Connection(WorkError::RemoteAccess)) => return Ok(ReadVerdict::Elsewhere),
+            Err(error) => return Err(error),
+        }
+        if began.elapsed() > READ_TIME_MAX {
+            return Ok(ReadVerdict::Busy);
+        }
+        let header = |at| Header::from_word(self.memory.load_u64(at));
+        let found = verdict(pointer.number, header(BEFORE_AT), header(AFTER_AT));
+        if found == ReadVerdict::Valid {
+            self.memory.read(PAYLOAD_AT, out);
+        }
+        Ok(found)
     }
 }

@@ -21,6 +21,7 @@
 //!
 //! - [`bytes`]: the memory of a heap. [`service`]: answers to the requests of clients, which
 //!   [`wire`] encodes. [`client`]: what programs link, and [`access`]: how it finds the service.
+//!   [`shared`]: a heap on the program's own machine.
 
 #![forbid(unsafe_code)]
 
@@ -43,6 +44,7 @@ pub mod packing;
 pub mod pointer;
 pub mod recovery;
 pub mod service;
+pub mod shared;
 pub mod slot;
 pub mod space;
 pub mod wire;

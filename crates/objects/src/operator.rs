@@ -2,7 +2,7 @@
 
 use aquifer_fabric::Endpoint;
 
-use crate::client::{ClientError, Connection};
+use crate::client::{ClientError, Connection, HeapLink};
 use crate::service::report::HeapReport;
 use crate::wire::{Answer, Refused, Request};
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Host, Limits, Target, Tenant, Ticket};
 use aquifer_objects::access::AccessError;
-use aquifer_objects::client::{ClientError, HeapClient};
+use aquifer_objects::client::{ClientError, HeapClient, HeapRoute};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 use aquifer_objects::slot::ReadVerdict;
@@ -53,7 +53,7 @@ fn client_at(address: SocketAddr, tenant: Tenant) -> HeapClient {
     let options = ConnectOptions { operation_time: Duration::from_secs(30), ..ConnectOptions::default() };
     let connect = move || {
         let endpoint = tcp::connect_with_ticket(address, &ticket, &ticket.secret(&KEY), options.clone());
-        endpoint.map_err(|source| AccessError::Connect { node: 3, source })
+        endpoint.map(HeapRoute::Remote).map_err(|source| AccessError::Connect { node: 3, source })
     };
     HeapClient::connect_by(Box::new(connect)).unwrap()
 }

@@ -1,7 +1,7 @@
 //! Heaps of objects: programs reach them by tickets of their agent; the services are killed, and
 //! every object is read back.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_objects::client::{ClientError, HeapClient};
 use aquifer_objects::pointer::Pointer;
@@ -18,8 +18,15 @@ fn up() -> Cluster {
     Cluster::up_with(1, "64M", &["--heap-memory", "64M"])
 }
 
+/// A client that shares memory with the service.
 fn client(cluster: &Cluster) -> HeapClient {
     HeapClient::connect_at(cluster.agent_socket().to_owned(), None).expect("there is a service of heaps")
+}
+
+/// A client over TCP.
+fn remote_client(cluster: &Cluster) -> HeapClient {
+    let agent = cluster.agent_socket().to_owned();
+    HeapClient::connect_remotely(agent, None).expect("there is a service of heaps")
 }
 
 /// The bytes of a version of an object: each word tells the version.
@@ -170,28 +177,43 @@ fn objects_outlive_their_service_and_their_agent() {
     (0..500).for_each(|_| heap.operate());
     restart_heaps(&cluster, 1);
     heap.check_all();
-    let other = client(&cluster);
-    let mut other = CheckedHeap { client: other, ..heap };
+    let mut other = CheckedHeap { client: remote_client(&cluster), ..heap };
     other.check_all();
-    assert!(other.objects.len() > 500);
+    (0..500).for_each(|_| other.operate());
+    let mut heap = CheckedHeap { client: client(&cluster), ..other };
+    heap.check_all();
+    assert!(heap.objects.len() > 500);
 }
 
 #[test]
-fn nothing_is_lost_while_services_are_killed() {
-    const KILLS: usize = 6;
+fn nothing_is_lost_over_tcp_while_services_are_killed() {
+    kill_services(remote_client);
+}
+
+#[test]
+fn nothing_is_lost_in_shared_memory_while_services_are_killed() {
+    kill_services(client);
+}
+
+fn kill_services(client: fn(&Cluster) -> HeapClient) {
+    const KILLS_MIN: usize = 6;
+    const KILLS_MAX: usize = 100;
     let cluster = up();
-    let is_over = AtomicBool::new(false);
-    let heap = std::thread::scope(|scope| {
+    let (is_over, interrupted) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
             let mut heap = CheckedHeap::new(client(&cluster), 99);
             while !is_over.load(Ordering::SeqCst) {
                 heap.operate();
+                interrupted.store(heap.unknown, Ordering::SeqCst);
             }
             heap.check_all();
-            heap
         });
         let _end = OnDrop(&is_over);
-        for _ in 0..KILLS {
+        for kills in 0..KILLS_MAX {
+            if kills >= KILLS_MIN && interrupted.load(Ordering::SeqCst) > 0 {
+                break;
+            }
             let progress = || reports(&cluster).first().map_or(0, |report| report.objects);
             let before = progress();
             eventually("the program goes on", || {
@@ -201,9 +223,9 @@ fn nothing_is_lost_while_services_are_killed() {
             restart_heaps(&cluster, 1);
         }
         is_over.store(true, Ordering::SeqCst);
-        worker.join().expect("all is as it was written")
+        worker.join().expect("all is as it was written");
     });
-    assert!(heap.unknown > 0, "no request was interrupted");
+    assert!(interrupted.load(Ordering::SeqCst) > 0, "no request was interrupted");
 }
 
 #[test]
@@ -241,7 +263,7 @@ fn a_heap_stops_at_its_limit_and_says_so() {
     let error = (0..10_000).find_map(|_| client.allocate(1000).err()).expect("there is a limit");
     assert_eq!(error.to_string(), "the heap is full");
     restart_heaps(&cluster, 1);
-    client.get(&mut first.clone(), &mut [0; 8]).expect("the service is back");
+    client.read(&mut first.clone(), &mut [0; 8]).expect("the service is back");
     assert!(matches!(client.allocate(1000), Err(ClientError::Refused(Refused::Full))), "the limit is kept");
     client.free(first).expect("it is there");
     client.allocate(1000).expect("there is room again");

@@ -226,6 +226,7 @@ fn heaps(
         connect: Box::new(move || location.connect(&for_connect)),
         lease_ttl: aquifer_heaps::LEASE_TTL,
         keeper: state.socket(&Daemon::Keeper.to_string()),
+        socket: state.socket(&Daemon::Heaps(node).to_string()),
         grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
         metrics: settings.metrics.clone(),
     };

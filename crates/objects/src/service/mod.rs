@@ -9,7 +9,7 @@ mod tenant_heap;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -119,7 +119,8 @@ impl HeapService {
         }
     }
 
-    /// Opens heaps through this target from now on. The target must pass its messages to the
+    /// Opens heaps through this target from now on, after those of an earlier process were
+    /// restored. Before that, all requests are refused. The target must pass its messages to the
     /// service.
     pub fn open_through(&self, target: &Arc<dyn Target>) {
         let _ = self.target.set(Arc::downgrade(target));
@@ -206,6 +207,50 @@ impl HeapService {
         let limit_bytes = u64::from(heap.quota) * FRAME_BYTES;
         let record = HeapRecord { heap: heap.number, tenant: tenant.0, limit_bytes, keys };
         keeper.hold(&record, heap.ledger.words.fds())
+    }
+
+    /// Opens the heap of a tenant for a program of this machine. Returns its bytes and its names,
+    /// open for reading only.
+    ///
+    /// # Errors
+    /// If the heap cannot be opened.
+    pub fn share(&self, tenant: Tenant) -> Result<[OwnedFd; 2], OpenHeapError> {
+        let heap = self.open(tenant)?;
+        let heap = lock(&heap);
+        Ok(heap.ledger.words.read_only_fds()?)
+    }
+
+    /// Answers a request of a tenant.
+    pub fn answer(&self, tenant: Tenant, message: &[u8], answer: &mut Vec<u8>) {
+        let Some(request) = Request::decode(message) else {
+            return Answer::Refused(Refused::Invalid).encode(answer);
+        };
+        if self.target.get().is_none() {
+            return Answer::Refused(Refused::Busy).encode(answer);
+        }
+        if tenant == OPERATOR {
+            let mut json = Vec::new();
+            return match self.answer_operator(request, &mut json) {
+                Ok(_) if !json.is_empty() => Answer::Report(&json).encode(answer),
+                Ok(done) => done.encode(answer),
+                Err(refused) => Answer::Refused(refused).encode(answer),
+            };
+        }
+        let heap = self.lock().get(&tenant).cloned();
+        let heap = match (heap, request) {
+            (Some(heap), _) => heap,
+            (None, Request::Open) => match self.open(tenant) {
+                Ok(heap) => heap,
+                Err(error) => {
+                    tracing::warn!(uid = tenant.0, %error, "cannot open a heap");
+                    return Answer::Refused(Refused::Full).encode(answer);
+                }
+            },
+            (None, _) => return Answer::Refused(Refused::NoObject).encode(answer),
+        };
+        let mut read = Vec::new();
+        let result = lock(&heap).answer(request, &mut read);
+        result.unwrap_or_else(Answer::Refused).encode(answer);
     }
 
     /// Does what is due: compacts, and returns memory. To be called ten times a second.
@@ -312,33 +357,7 @@ impl HeapService {
 
 impl MessageHandler for HeapService {
     fn handle(&self, from: Sender, message: &[u8], answer: &mut Vec<u8>) {
-        let tenant = from.who.tenant;
-        let Some(request) = Request::decode(message) else {
-            return Answer::Refused(Refused::Invalid).encode(answer);
-        };
-        if tenant == OPERATOR {
-            let mut json = Vec::new();
-            return match self.answer_operator(request, &mut json) {
-                Ok(_) if !json.is_empty() => Answer::Report(&json).encode(answer),
-                Ok(done) => done.encode(answer),
-                Err(refused) => Answer::Refused(refused).encode(answer),
-            };
-        }
-        let heap = self.lock().get(&tenant).cloned();
-        let heap = match (heap, request) {
-            (Some(heap), _) => heap,
-            (None, Request::Open) => match self.open(tenant) {
-                Ok(heap) => heap,
-                Err(error) => {
-                    tracing::warn!(uid = tenant.0, %error, "cannot open a heap");
-                    return Answer::Refused(Refused::Full).encode(answer);
-                }
-            },
-            (None, _) => return Answer::Refused(Refused::NoObject).encode(answer),
-        };
-        let mut read = Vec::new();
-        let result = lock(&heap).answer(request, &mut read);
-        result.unwrap_or_else(Answer::Refused).encode(answer);
+        self.answer(from.who.tenant, message, answer);
     }
 }
 

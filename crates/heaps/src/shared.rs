@@ -1,0 +1,145 @@
+//! Programs of this machine: each has a socket for its requests, which its agent has opened, and a
+//! thread that answers them.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use aquifer_channel::socket::{accept, listen_at, wait_readable};
+use aquifer_channel::{receive_frame, send_frame};
+use aquifer_fabric::Tenant;
+use aquifer_ipc::Frame;
+use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+
+/// Programs of one user at once.
+const PROGRAMS_PER_TENANT_MAX: usize = 256;
+/// Longest time in which a request to stop goes unnoticed.
+const TICK: Duration = Duration::from_millis(100);
+/// Longest wait for the agent to say for whom it has connected.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Accepts the connections of agents.
+#[derive(Debug)]
+pub(crate) struct SharedPrograms {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Programs {
+    service: Arc<HeapService>,
+    counts: Mutex<HashMap<u32, usize>>,
+}
+
+impl SharedPrograms {
+    /// Listens at a socket, for the agent of the same user.
+    ///
+    /// # Errors
+    /// If the socket cannot be made.
+    pub fn start(path: &Path, service: Arc<HeapService>) -> io::Result<Self> {
+        let listener = listen_at(path, 0o600)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let programs = Arc::new(Programs { service, counts: Mutex::default() });
+        let stopped = Arc::clone(&stop);
+        let accept_all = move || {
+            while !stopped.load(Ordering::Relaxed) {
+                if wait_readable(&[&listener], TICK).unwrap_or(false) {
+                    accept_one(&listener, &programs);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("shared-heaps".into()).spawn(accept_all)?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for SharedPrograms {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+fn accept_one(listener: &OwnedFd, programs: &Arc<Programs>) {
+    let socket = match accept(listener) {
+        Ok((socket, peer)) if peer.uid == rustix::process::geteuid().as_raw() => socket,
+        Ok((_, peer)) => return tracing::warn!(uid = peer.uid, "refused a connection of another user"),
+        Err(error) => {
+            tracing::warn!(%error, "cannot accept a connection");
+            return std::thread::sleep(TICK);
+        }
+    };
+    let programs = Arc::clone(programs);
+    let serve = move || {
+        if let Err(error) = programs.serve(&socket) {
+            tracing::debug!(%error, "the connection to a program has ended");
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("shared-heap".into()).spawn(serve) {
+        tracing::warn!(%error, "cannot start a thread for a program");
+    }
+}
+
+impl Programs {
+    /// Opens a heap, and answers the program's requests until it closes the connection.
+    fn serve(&self, socket: &OwnedFd) -> io::Result<()> {
+        if !wait_readable(&[socket], OPEN_TIMEOUT)? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        let Ok((Frame::OpenHeap(uid), _)) = receive_frame(socket) else {
+            return Err(io::Error::other("it is no agent of this build"));
+        };
+        if !self.count_in(uid) {
+            let reason = format!("{PROGRAMS_PER_TENANT_MAX} programs of the user share the heap already");
+            return send_frame(socket, &Frame::Refused(reason), &[]);
+        }
+        let result = self.serve_tenant(socket, uid);
+        self.count_out(uid);
+        result
+    }
+
+    fn serve_tenant(&self, socket: &OwnedFd, uid: u32) -> io::Result<()> {
+        let fds = match self.service.share(Tenant(uid)) {
+            Ok(fds) => fds,
+            Err(error) => return send_frame(socket, &Frame::Refused(error.to_string()), &[]),
+        };
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        send_frame(socket, &Frame::HeapOpened, &fds)?;
+        let mut message = vec![0; MESSAGE_BYTES_MAX as usize];
+        let mut answer = Vec::new();
+        loop {
+            let (len, _) = recv(socket, &mut message[..], RecvFlags::empty())?;
+            if len == 0 {
+                return Ok(());
+            }
+            answer.clear();
+            self.service.answer(Tenant(uid), &message[..len], &mut answer);
+            // A program that does not read its answers is not waited for.
+            send(socket, &answer, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
+        }
+    }
+
+    fn count_in(&self, uid: u32) -> bool {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = counts.entry(uid).or_default();
+        let has_room = *count < PROGRAMS_PER_TENANT_MAX;
+        *count += usize::from(has_room);
+        has_room
+    }
+
+    fn count_out(&self, uid: u32) {
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(count) = counts.get_mut(&uid) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&uid);
+            }
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! A heap on this machine, which a program reads in its own address space: it maps the heap's bytes
+//! and names, read-only. Requests go to the service over a socket.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Duration;
+
+use aquifer_channel::socket::wait_readable;
+use aquifer_fabric::{Memory, WorkError};
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::class::{Classes, FRAME_BYTES};
+use crate::client::{ClientError, HeapLink, PATIENCE, READ_TIME_MAX, slot_of};
+use crate::header::{HEADER_BYTES, Header};
+use crate::layout::Layout;
+use crate::pointer::{BlockAddress, Pointer};
+use crate::service::MESSAGE_BYTES_MAX;
+use crate::slot::{ReadVerdict, verdict};
+use crate::wire::{Answer, Request};
+
+/// What a program gets of a heap on its machine.
+#[derive(Debug)]
+pub struct SharedHeap {
+    /// The socket for requests.
+    pub socket: OwnedFd,
+    /// The bytes of objects, to be mapped read-only.
+    pub data: OwnedFd,
+    /// The names of blocks, to be mapped read-only.
+    pub names: OwnedFd,
+}
+
+/// The connection to a heap on this machine.
+#[derive(Debug)]
+pub(crate) struct SharedLink {
+    socket: OwnedFd,
+    data: Arc<Memory>,
+    names: Arc<Memory>,
+    layout: Layout,
+    classes: &'static Classes,
+    message: Vec<u8>,
+    /// When the service was last seen alive.
+    checked: Duration,
+}
+
+impl SharedLink {
+    pub fn open(heap: SharedHeap) -> Result<Self, ClientError> {
+        let SharedHeap { socket, data, names } = heap;
+        let map = |fd: OwnedFd| {
+            let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).map_err(io::Error::other)?;
+            Ok::<_, io::Error>(Arc::new(Memory::from_fd_read_only(fd, len)?))
+        };
+        let (data, names) = (map(data)?, map(names)?);
+        let frames = u32::try_from(data.len() as u64 / FRAME_BYTES).map_err(io::Error::other)?;
+        let layout = Layout::new(frames);
+        if names.len() as u64 != layout.name_words() * 8 {
+            return Err(ClientError::Answer);
+        }
+        Ok(Self {
+            socket,
+            data,
+            names,
+            layout,
+            classes: Classes::standard(),
+            message: Vec::new(),
+            checked: now(),
+        })
+    }
+
+    /// Looks once in a tick of the clock whether the service lives. If it has ended, another one
+    /// may serve another heap, and this memory be out of date.
+    fn check_service(&mut self, now: Duration) -> Result<(), ClientError> {
+        if now == self.checked {
+            return Ok(());
+        }
+        self.checked = now;
+        // No answer is due, so what can be read is the end of the connection.
+        match wait_readable(&[&self.socket], Duration::ZERO)? {
+            true => Err(ClientError::Connection(WorkError::PeerGone)),
+            false => Ok(()),
+        }
+    }
+
+    /// The first byte of the memory that an address names; `None` if it names none.
+    fn translate(&self, block: BlockAddress) -> Option<u64> {
+        let word = self.layout.name_at(block) - crate::layout::NAMES;
+        let at = usize::try_from(word * 8).ok().filter(|at| *at < self.names.len())?;
+        self.names.load_u64(at).checked_sub(1)?.checked_mul(FRAME_BYTES)
+    }
+}
+
+impl HeapLink for SharedLink {
+    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
+        let gone = |_| ClientError::Connection(WorkError::PeerGone);
+        self.message.clear();
+        request.encode(&mut self.message);
+        send(&self.socket, &self.message, SendFlags::NOSIGNAL).map_err(gone)?;
+        if !wait_for_answer(&self.socket, PATIENCE)? {
+            return Err(ClientError::Silent);
+        }
+        self.message.resize(MESSAGE_BYTES_MAX as usize, 0);
+        let (len, _) = recv(&self.socket, &mut self.message[..], RecvFlags::empty()).map_err(gone)?;
+        if len == 0 {
+            return Err(ClientError::Connection(WorkError::PeerGone));
+        }
+        match Answer::decode(&self.message[..len]) {
+            Some(Answer::Refused(refused)) => Err(refused.into()),
+            Some(answer) => Ok(answer),
+            None => Err(ClientError::Answer),
+        }
+    }
+
+    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        let Some((class, block, offset)) = slot_of(self.classes, pointer) else {
+            return Ok(ReadVerdict::Elsewhere);
+        };
+        assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
+        let began = now();
+        self.check_service(began)?;
+        let Some(start) = self.translate(block) else { return Ok(ReadVerdict::Elsewhere) };
+        let end = start.checked_add(class.block_bytes()).filter(|end| *end <= self.data.len() as u64);
+        if end.is_none() {
+            return Ok(ReadVerdict::Elsewhere);
+        }
+        let at = usize::try_from(start + offset).expect("it is mapped");
+        let before = Header::from_word(self.data.load_u64(at));
+        self.data.read(at + HEADER_BYTES as usize, out);
+        // The bytes before the second header.
+        fence(Ordering::Acquire);
+        let after = Header::from_word(self.data.load_u64(at));
+        let found = verdict(pointer.number, before, after);
+        // The block may have been moved, and its memory have become another's, in between.
+        let has_moved = self.translate(block) != Some(start);
+        if found == ReadVerdict::Valid && (has_moved || now().saturating_sub(began) > READ_TIME_MAX) {
+            return Ok(ReadVerdict::Busy);
+        }
+        Ok(found)
+    }
+}
+
+/// A clock that costs little and is exact to some milliseconds.
+fn now() -> Duration {
+    let time = clock_gettime(ClockId::MonotonicCoarse);
+    Duration::try_from(time).unwrap_or_default()
+}
+
+/// Waits for a packet, or for the end of the connection. Returns false after `timeout`.
+fn wait_for_answer(socket: &OwnedFd, timeout: Duration) -> Result<bool, ClientError> {
+    let deadline = now() + timeout;
+    loop {
+        let left = deadline.saturating_sub(now());
+        if wait_readable(&[socket], left)? {
+            return Ok(true);
+        }
+        if left.is_zero() {
+            return Ok(false);
+        }
+    }
+}
