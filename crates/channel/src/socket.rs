@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{SocketAddrUnix, SocketFlags, accept_with, bind, listen};
@@ -75,6 +75,37 @@ pub fn wait_readable(fds: &[&OwnedFd], timeout: Duration) -> io::Result<bool> {
         Ok(ready) => Ok(ready > 0),
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Receives a packet, and polls for it for `spin` before it waits: who answers at once would
+/// otherwise have to wake the receiver. Returns `None` after `timeout`, and 0 bytes at the end of
+/// the connection.
+///
+/// # Errors
+/// If the system call fails.
+pub fn receive_soon(
+    socket: &OwnedFd,
+    bytes: &mut [u8],
+    spin: Duration,
+    timeout: Duration,
+) -> io::Result<Option<usize>> {
+    use rustix::io::Errno;
+    use rustix::net::{RecvFlags, recv};
+    let began = Instant::now();
+    loop {
+        match recv(socket, &mut *bytes, RecvFlags::DONTWAIT) {
+            Ok((len, _)) => return Ok(Some(len)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let left = timeout.saturating_sub(began.elapsed());
+        if left.is_zero() {
+            return Ok(None);
+        }
+        if began.elapsed() >= spin {
+            wait_readable(&[socket], left)?;
+        }
     }
 }
 

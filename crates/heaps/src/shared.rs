@@ -10,15 +10,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_channel::socket::{accept, listen_at, wait_readable};
+use aquifer_channel::socket::{accept, listen_at, receive_soon, wait_readable};
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_fabric::Tenant;
 use aquifer_ipc::Frame;
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX};
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{SendFlags, send};
 
 /// Programs of one user at once.
 const PROGRAMS_PER_TENANT_MAX: usize = 256;
+/// Time to poll for the next request before sleeping.
+const SPIN_TIME: Duration = Duration::from_micros(100);
+/// Longest sleep of a thread that waits for a request.
+const IDLE_TIME: Duration = Duration::from_secs(60);
 /// Longest time in which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
 /// Longest wait for the agent to say for whom it has connected.
@@ -114,10 +118,11 @@ impl Programs {
         let mut message = vec![0; MESSAGE_BYTES_MAX as usize];
         let mut answer = Vec::new();
         loop {
-            let (len, _) = recv(socket, &mut message[..], RecvFlags::empty())?;
-            if len == 0 {
-                return Ok(());
-            }
+            let len = match receive_soon(socket, &mut message, SPIN_TIME, IDLE_TIME)? {
+                Some(0) => return Ok(()),
+                Some(len) => len,
+                None => continue,
+            };
             answer.clear();
             self.service.answer(Tenant(uid), &message[..len], &mut answer);
             // A program that does not read its answers is not waited for.

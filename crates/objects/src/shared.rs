@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use aquifer_channel::socket::wait_readable;
+use aquifer_channel::socket::{receive_soon, wait_readable};
 use aquifer_fabric::{Memory, WorkError};
-use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustix::net::{SendFlags, send};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::class::{Classes, FRAME_BYTES};
@@ -20,6 +20,9 @@ use crate::pointer::{BlockAddress, Pointer};
 use crate::service::MESSAGE_BYTES_MAX;
 use crate::slot::{ReadVerdict, verdict};
 use crate::wire::{Answer, Request};
+
+/// Time to poll for an answer before sleeping.
+const SPIN_TIME: Duration = Duration::from_micros(50);
 
 /// What a program gets of a heap on its machine.
 #[derive(Debug)]
@@ -41,6 +44,8 @@ pub(crate) struct SharedLink {
     layout: Layout,
     classes: &'static Classes,
     message: Vec<u8>,
+    /// Room for the longest answer.
+    answer: Vec<u8>,
     /// When the service was last seen alive.
     checked: Duration,
 }
@@ -65,6 +70,7 @@ impl SharedLink {
             layout,
             classes: Classes::standard(),
             message: Vec::new(),
+            answer: vec![0; MESSAGE_BYTES_MAX as usize],
             checked: now(),
         })
     }
@@ -93,19 +99,17 @@ impl SharedLink {
 
 impl HeapLink for SharedLink {
     fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
-        let gone = |_| ClientError::Connection(WorkError::PeerGone);
+        let gone = |()| ClientError::Connection(WorkError::PeerGone);
         self.message.clear();
         request.encode(&mut self.message);
-        send(&self.socket, &self.message, SendFlags::NOSIGNAL).map_err(gone)?;
-        if !wait_for_answer(&self.socket, PATIENCE)? {
-            return Err(ClientError::Silent);
-        }
-        self.message.resize(MESSAGE_BYTES_MAX as usize, 0);
-        let (len, _) = recv(&self.socket, &mut self.message[..], RecvFlags::empty()).map_err(gone)?;
-        if len == 0 {
-            return Err(ClientError::Connection(WorkError::PeerGone));
-        }
-        match Answer::decode(&self.message[..len]) {
+        send(&self.socket, &self.message, SendFlags::NOSIGNAL).map_err(|_| gone(()))?;
+        let received = receive_soon(&self.socket, &mut self.answer, SPIN_TIME, PATIENCE);
+        let len = match received.map_err(|_| gone(()))? {
+            Some(0) => return Err(gone(())),
+            Some(len) => len,
+            None => return Err(ClientError::Silent),
+        };
+        match Answer::decode(&self.answer[..len]) {
             Some(Answer::Refused(refused)) => Err(refused.into()),
             Some(answer) => Ok(answer),
             None => Err(ClientError::Answer),
@@ -144,18 +148,4 @@ impl HeapLink for SharedLink {
 fn now() -> Duration {
     let time = clock_gettime(ClockId::MonotonicCoarse);
     Duration::try_from(time).unwrap_or_default()
-}
-
-/// Waits for a packet, or for the end of the connection. Returns false after `timeout`.
-fn wait_for_answer(socket: &OwnedFd, timeout: Duration) -> Result<bool, ClientError> {
-    let deadline = now() + timeout;
-    loop {
-        let left = deadline.saturating_sub(now());
-        if wait_readable(&[socket], left)? {
-            return Ok(true);
-        }
-        if left.is_zero() {
-            return Ok(false);
-        }
-    }
 }

@@ -32,6 +32,12 @@ pub enum BenchError {
         /// The figures.
         known: String,
     },
+    /// A heap of objects cannot be used.
+    #[error("the heap cannot be used: {reason}")]
+    Heap {
+        /// Why.
+        reason: String,
+    },
     /// A trace is not valid.
     #[error("trace {path} cannot be replayed: {reason}", path = path.display())]
     Trace {
