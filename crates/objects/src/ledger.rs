@@ -190,6 +190,11 @@ impl<W: HeapWords> Mover for Ledger<W> {
 
     fn clear(&mut self, frames: FrameRun) {
         self.words.discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS << frames.order);
+        let (at, words) = self.layout.homes_of(frames);
+        // Those of smaller runs share a page with others.
+        if words >= FRAME_WORDS {
+            self.words.discard(at, words);
+        }
     }
 
     fn end_merge(&mut self) {

@@ -277,8 +277,8 @@ impl TenantHeap {
     /// Returns memory to the system that no block has: a read of an old address creates pages.
     pub fn clear_free_frames(&mut self) {
         let used = u64::from(self.heap.used_frames()) * crate::class::FRAME_BYTES;
-        let allocated = self.ledger.words.allocated_bytes().map_or(0, |(data, _)| data);
-        if allocated > used + SLACK_BYTES {
+        let (data, tables) = self.ledger.words.allocated_bytes().unwrap_or_default();
+        if data > used + SLACK_BYTES || tables > used / 8 + SLACK_BYTES {
             self.heap.clear_free_frames(&mut self.ledger);
         }
         self.shrink();
