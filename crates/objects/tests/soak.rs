@@ -121,7 +121,7 @@ fn soak(rounds: usize) {
         "{} merges; {data} → {data_after}, {tables} → {tables_after}, addresses {ever} → {ever_after}",
         soak.merges
     );
-    assert!(soak.merges as usize > rounds, "{} merges", soak.merges);
+    assert!(soak.merges > rounds as u64, "{} merges", soak.merges);
     assert!(data_after <= data + data / 4, "objects take {data_after} bytes and not {data}");
     // The homes of slots take at most a quarter of what blocks take.
     assert!(tables_after <= tables + data / 4, "tables take {tables_after} bytes and not {tables}");
