@@ -1,7 +1,7 @@
 //! Attaches a program, and each child that it forks, to the agent.
 
 use core::mem::{offset_of, zeroed};
-use core::ptr::{self, null_mut};
+use core::ptr::{self, null, null_mut};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{
@@ -202,6 +202,47 @@ fn stored_token() -> RunToken {
 /// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
 /// child.
 fn attach(own_uffd: i32, number: u64) {
+    let descriptors = DescriptorLimit::raise();
+    attach_within(own_uffd, number);
+    descriptors.restore();
+}
+
+/// Descriptors that a child has for a moment while it is attached.
+const DESCRIPTORS_OF_CHILD: u64 = 16;
+
+/// The limit of open files, which a program may have used up: what a child needs for a moment is
+/// above it.
+struct DescriptorLimit(Option<libc::rlimit64>);
+
+impl DescriptorLimit {
+    /// Raises the limit as far as this process may.
+    fn raise() -> Self {
+        let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the call writes one struct.
+        let is_known = unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, null(), &raw mut limit) } == 0;
+        let enough = limit.rlim_cur.saturating_add(DESCRIPTORS_OF_CHILD);
+        let to_maximum = libc::rlimit64 { rlim_cur: limit.rlim_max.min(enough), ..limit };
+        // Only with the rights of root.
+        let beyond = libc::rlimit64 { rlim_cur: enough, rlim_max: limit.rlim_max.max(enough) };
+        // SAFETY: the call reads one struct.
+        let set =
+            |limit: &libc::rlimit64| unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, limit, null_mut()) };
+        let has_changed = is_known && (set(&beyond) == 0 || set(&to_maximum) == 0);
+        Self(has_changed.then_some(limit))
+    }
+
+    /// Restores the limit. What is open stays open.
+    fn restore(self) {
+        if let Some(limit) = self.0 {
+            // SAFETY: the call reads one struct.
+            unsafe {
+                libc::prlimit64(0, libc::RLIMIT_NOFILE, &raw const limit, null_mut());
+            }
+        }
+    }
+}
+
+fn attach_within(own_uffd: i32, number: u64) {
     let is_child = own_uffd < 0;
     let staging_uffd = create_uffd();
     let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
@@ -249,6 +290,15 @@ fn attach(own_uffd: i32, number: u64) {
     // The worker has its own copies.
     for fd in [socket, program_uffd, staging_uffd] {
         close(fd);
+    }
+}
+
+/// Pins the word that the kernel clears when a new thread ends, at a time when it cannot resolve a
+/// fault. `flags` are those of the thread's `clone`.
+pub fn pin_cleared_word(flags: u64, word: usize) {
+    let wanted = (libc::CLONE_VM | libc::CLONE_CHILD_CLEARTID) as u64;
+    if flags & wanted == wanted && word != 0 {
+        pin(word);
     }
 }
 

@@ -8,7 +8,7 @@
 use core::ffi::{c_int, c_long, c_void};
 use core::mem::transmute;
 
-use crate::attach::attach_if_forked;
+use crate::attach::{attach_if_forked, pin_cleared_word};
 use crate::memory;
 use crate::next::{NextSymbol, fail_with_errno};
 
@@ -26,6 +26,9 @@ type LibcFork = unsafe extern "C" fn() -> libc::pid_t;
 
 static NEXT_CLONE: NextSymbol = NextSymbol::new(c"clone");
 static NEXT_FORK: NextSymbol = NextSymbol::new(c"_Fork");
+
+/// The first three fields of the kernel's `struct clone_args`: flags, pidfd, child_tid.
+const CLONE_ARGS_BYTES: usize = 24;
 
 /// Looks up libc's functions in advance, because a signal handler may be the first to call them.
 pub fn look_up_next_symbols() {
@@ -75,6 +78,7 @@ pub unsafe extern "C" fn clone(
     unsafe {
         let clone: LibcClone = transmute::<*mut c_void, LibcClone>(next);
         if flags & libc::CLONE_VM != 0 || stack.is_null() {
+            pin_cleared_word(u64::from(flags.cast_unsigned()), child as usize);
             return clone(routine, stack, flags, argument, parent, tls, child);
         }
         let mut start = ChildStart { routine, argument };
@@ -123,6 +127,12 @@ pub unsafe extern "C" fn syscall(
             libc::SYS_madvise => memory::before_madvise(c as c_int),
             libc::SYS_process_madvise => memory::before_madvise(d as c_int),
             libc::SYS_shmat => memory::before_shmat(a as c_int, b, c as c_int),
+            libc::SYS_clone => pin_cleared_word(a as u64, d),
+            libc::SYS_clone3 if b >= CLONE_ARGS_BYTES => {
+                let arguments = a as *const u64;
+                pin_cleared_word(*arguments, *arguments.add(2) as usize);
+            }
+            libc::SYS_set_tid_address => pin_cleared_word(u64::MAX, a),
             _ => {}
         }
         crate::raw::syscall(number, [a, b, c, d, e, f])

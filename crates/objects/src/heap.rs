@@ -40,8 +40,8 @@ pub trait Mover {
     /// Frees the memory of a block that nothing names any more.
     fn free(&mut self, frames: FrameRun);
 
-    /// Frees the memory of frames that no block has, and of the records of their slots: a read of an
-    /// old address creates pages.
+    /// Frees the memory of frames that no block has, and of the records of their slots: a read of
+    /// an old address creates pages.
     fn clear(&mut self, frames: FrameRun);
 
     /// Records that the merge has ended.

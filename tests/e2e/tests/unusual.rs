@@ -60,6 +60,16 @@ fn a_mapping_that_grows_in_place_stays_one() {
 }
 
 #[test]
+fn the_end_of_a_thread_is_reported_in_ordinary_memory() {
+    check("cleared-word");
+}
+
+#[test]
+fn a_process_without_free_descriptors_may_fork() {
+    check("full-fork");
+}
+
+#[test]
 fn memory_may_be_populated_at_once() {
     check("populate");
 }

@@ -46,7 +46,8 @@ static const struct test tests[] = {
     {"wipe-on-fork", test_wipe_on_fork, false}, {"dont-fork", test_dont_fork, false},
     {"wipe-on-clone", test_wipe_on_clone, false}, {"lock-all", test_lock_all, false},
     {"guard", test_guard, false},               {"shm-remap", test_shm_remap, false},
-    {"grow", test_grow, false},
+    {"grow", test_grow, false},                 {"cleared-word", test_cleared_word, false},
+    {"full-fork", test_full_fork, false},
     // Ways to make a child; these change how malloc works.
     {"by-fork", test_by_fork, false},             {"by-fork-alone", test_by_fork_alone, false},
     {"by-clone", test_by_clone, false},           {"by-raw-clone", test_by_raw_clone, false},

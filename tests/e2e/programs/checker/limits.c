@@ -1,0 +1,77 @@
+// Threads whose end the kernel reports in ordinary memory, and children of a process that has used
+// up its descriptors.
+#include "content.h"
+#include "tests.h"
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { RAW_THREADS = 4, THREAD_STACK_PAGES = 64, LIMIT = 64 };
+
+static int gate[2];
+
+// It has no control block of its own, so it uses plain system calls.
+static int wait_at_gate(void *unused) {
+    char byte;
+    (void)unused;
+    while (syscall(SYS_read, gate[0], &byte, 1) != 1) {}
+    syscall(SYS_exit, 0);
+    return 0;
+}
+
+void test_cleared_word(void) {
+    struct numbers numbers = numbers_new(5300);
+    struct area kept = area_half("cleared-word");
+    unsigned char *words = map_pages(RAW_THREADS * THREAD_STACK_PAGES);
+    unsigned char *stacks = map_pages(RAW_THREADS * THREAD_STACK_PAGES);
+    const int flags = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM |
+                      CLONE_CHILD_CLEARTID;
+    if (pipe(gate) != 0) die("pipe");
+    int *word[RAW_THREADS];
+    for (unsigned i = 0; i < RAW_THREADS; i++) {
+        word[i] = (int *)(void *)(words + i * THREAD_STACK_PAGES * PAGE_BYTES + 64);
+        *word[i] = 1;
+        void *top = stacks + (i + 1) * THREAD_STACK_PAGES * PAGE_BYTES - 64;
+        if (clone(wait_at_gate, top, flags, NULL, NULL, NULL, word[i]) < 0) die("clone");
+    }
+    // What they have leaves meanwhile.
+    for (unsigned round = 0; round < options.rounds + 1; round++) modify_and_verify(&kept, &numbers);
+    if (write(gate[1], "1234", RAW_THREADS) != RAW_THREADS) die("write");
+    for (unsigned i = 0; i < RAW_THREADS; i++)
+        while (__atomic_load_n(word[i], __ATOMIC_SEQ_CST) == 1) syscall(SYS_futex, word[i], FUTEX_WAIT, 1, NULL);
+    say(kept.test, kept.pages, digest(&kept));
+    area_free(&kept);
+}
+
+void test_full_fork(void) {
+    struct numbers numbers = numbers_new(5400);
+    struct area kept = area_half("full-fork");
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) die("getrlimit");
+    if (limit.rlim_max <= LIMIT) die("a higher limit of open files is needed");
+    limit.rlim_cur = LIMIT;
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) die("setrlimit");
+    while (open("/dev/null", O_RDONLY | O_CLOEXEC) >= 0) {}
+    for (unsigned round = 0; round < options.rounds + 1; round++) {
+        modify_and_verify(&kept, &numbers);
+        pid_t child = fork();
+        if (child < 0) die("fork");
+        if (child == 0) {
+            modify_and_verify(&kept, &numbers);
+            bool is_full = open("/dev/null", O_RDONLY) < 0 && errno == EMFILE;
+            _exit(is_full ? 0 : 3);
+        }
+        int status;
+        if (waitpid(child, &status, 0) != child || status != 0) fail("full-fork", "a child failed");
+        verify_all(&kept);
+    }
+    say(kept.test, kept.pages, digest(&kept));
+    area_free(&kept);
+}
