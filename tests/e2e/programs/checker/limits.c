@@ -45,7 +45,8 @@ void test_cleared_word(void) {
     for (unsigned round = 0; round < options.rounds + 1; round++) modify_and_verify(&kept, &numbers);
     if (write(gate[1], "1234", RAW_THREADS) != RAW_THREADS) die("write");
     for (unsigned i = 0; i < RAW_THREADS; i++)
-        while (__atomic_load_n(word[i], __ATOMIC_SEQ_CST) == 1) syscall(SYS_futex, word[i], FUTEX_WAIT, 1, NULL);
+        while (__atomic_load_n(word[i], __ATOMIC_SEQ_CST) == 1)
+            syscall(SYS_futex, word[i], FUTEX_WAIT, 1, NULL);
     say(kept.test, kept.pages, digest(&kept));
     area_free(&kept);
 }
