@@ -140,6 +140,9 @@ struct BlockPlace {
     frames: FrameRun,
 }
 
+/// Blocks that are looked at for each merge of a step, so that its time is bounded.
+const BLOCKS_PER_MERGE: usize = 8;
+
 /// What a class holds.
 #[derive(Clone, Copy, Debug, Default)]
 struct ClassUsage {
@@ -425,9 +428,31 @@ impl Heap {
     ///
     /// A leader collects the blocks of all workers, merges, and returns them (§3.1.4).
     pub fn compact(&mut self, class: ClassId, merges_max: u64, mover: &mut impl Mover) -> u64 {
-        let Some(shape) = self.settings.classes.get(class) else { return 0 };
+        let few = usize::try_from(merges_max).map_or(usize::MAX, |max| max.saturating_mul(BLOCKS_PER_MERGE));
+        match self.compact_among(class, merges_max, few, mover) {
+            // Blocks that fit into none of the emptiest may fit into a fuller one.
+            (0, false) => self.compact_among(class, merges_max, usize::MAX, mover).0,
+            (merges, _) => merges,
+        }
+    }
+
+    /// Compacts the emptiest blocks of a class, at most `blocks_max` of each worker. Returns how many
+    /// merges there were, and whether these were all blocks.
+    fn compact_among(
+        &mut self,
+        class: ClassId,
+        merges_max: u64,
+        blocks_max: usize,
+        mover: &mut impl Mover,
+    ) -> (u64, bool) {
+        let Some(shape) = self.settings.classes.get(class) else { return (0, true) };
         let policy = PackingPolicy { mode: self.settings.mode, may_split: self.settings.may_split };
-        let collected: Vec<_> = self.workers.iter_mut().flat_map(|local| local.collect(class)).collect();
+        let (mut collected, mut are_all) = (Vec::new(), true);
+        for local in &mut self.workers {
+            let (blocks, are_of_worker) = local.collect(class, blocks_max);
+            collected.extend(blocks);
+            are_all &= are_of_worker;
+        }
         let mut packer = Packer::new(policy, shape.slots(), collected);
         let mut merges = 0;
         while merges < merges_max {
@@ -441,7 +466,7 @@ impl Heap {
             let worker = self.places[id.0 as usize].expect("it is in use").worker;
             self.workers[usize::from(worker)].add(id, block);
         }
-        merges
+        (merges, are_all)
     }
 
     /// Carries out a merge: locks the source, copies its objects, makes its addresses name the

@@ -3,7 +3,7 @@
 //! Each block belongs to one worker, so workers allocate and free without a lock. During a
 //! compaction its leader has the blocks (§3.1.4).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use crate::block::{Block, BlockId, ObjectRecord};
 use crate::class::ClassId;
@@ -104,17 +104,24 @@ impl LocalHeap {
         self.blocks.get_mut(&id)?.rehome(slot, home)
     }
 
-    /// Removes the blocks of a class that a compaction can use: all that have free slots.
-    pub fn collect(&mut self, class: ClassId) -> Vec<(BlockId, Block)> {
-        self.open.remove(&class);
+    /// Removes the blocks of a class that a compaction can use: those that have free slots, but at
+    /// most `max` of them, the emptiest. Returns whether these were all.
+    pub fn collect(&mut self, class: ClassId, max: usize) -> (Vec<(BlockId, Block)>, bool) {
         self.drawn.remove(&class);
-        let ids: Vec<BlockId> = self
-            .blocks
-            .iter()
-            .filter(|(_, block)| block.class() == class && block.free() > 0)
-            .map(|(id, _)| *id)
-            .collect();
-        ids.into_iter().filter_map(|id| Some((id, self.blocks.remove(&id)?))).collect()
+        let usable = self.blocks.iter().filter(|(_, block)| block.class() == class && block.free() > 0);
+        // By their numbers as well: a compaction does not depend on the order in the table.
+        let mut ids: Vec<(u32, BlockId)> = usable.map(|(id, block)| (block.live(), *id)).collect();
+        let are_all = ids.len() <= max;
+        if !are_all {
+            ids.select_nth_unstable(max);
+            ids.truncate(max);
+        }
+        let collected: HashSet<BlockId> = ids.iter().map(|(_, id)| *id).collect();
+        if let Some(open) = self.open.get_mut(&class) {
+            open.retain(|id| !collected.contains(id));
+        }
+        let blocks = ids.into_iter().filter_map(|(_, id)| Some((id, self.blocks.remove(&id)?)));
+        (blocks.collect(), are_all)
     }
 
     pub(crate) fn block_mut(&mut self, id: BlockId) -> Option<&mut Block> {
