@@ -104,6 +104,12 @@ fn golden_messages() {
         (Request::Write(pointer, b"ab"), format!("0501000002000000{of_pointer}6162")),
         (Request::Correct(pointer), format!("0601000000000000{of_pointer}")),
         (Request::Release(pointer), format!("0701000000000000{of_pointer}")),
+        (Request::Report { from: 0x0102 }, format!("0801000002010000{none}")),
+        (Request::Compact { tenant: 0x0102 }, format!("0901000002010000{none}")),
+        (
+            Request::SetLimit { tenant: 0x0102, bytes: 0x0304 },
+            format!("0a010000020100000403{}", "0".repeat(28)),
+        ),
     ];
     for (request, golden) in requests {
         let mut message = Vec::new();
