@@ -40,12 +40,18 @@ impl HeapOperator {
         }
     }
 
-    /// Compacts the heap of a tenant. Returns the number of merges.
+    /// Compacts the heap of a tenant, until nothing can be merged. Returns the number of merges.
     ///
     /// # Errors
     /// If the connection breaks.
-    pub fn compact(&mut self, tenant: u32) -> Result<u32, ClientError> {
-        self.done(&Request::Compact { tenant })
+    pub fn compact(&mut self, tenant: u32) -> Result<u64, ClientError> {
+        let mut merges = 0;
+        loop {
+            match self.done(&Request::Compact { tenant })? {
+                0 => return Ok(merges),
+                some => merges += u64::from(some),
+            }
+        }
     }
 
     /// Changes how much the heap of a tenant may hold, in bytes.

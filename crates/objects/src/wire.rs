@@ -54,7 +54,7 @@ pub enum Request<'a> {
         /// The least number.
         from: u32,
     },
-    /// An operator: to compact the heap of a tenant.
+    /// An operator: to compact the heap of a tenant a little.
     Compact {
         /// The tenant.
         tenant: u32,

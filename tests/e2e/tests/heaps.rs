@@ -243,6 +243,9 @@ fn memory_returns_after_most_objects_are_freed() {
         let report = &reports(&cluster)[0];
         (report.allocated_bytes * 10 <= report.live_bytes * 12).then_some(())
     });
+    let uid = rustix::process::geteuid().as_raw().to_string();
+    let compacted = cluster.command().args(["heap", "compact", &uid]).output().expect("it can be started");
+    assert!(text(&compacted.stdout).starts_with("node 1: merges: "), "{compacted:?}");
     let report = &reports(&cluster)[0];
     assert!(report.allocated_bytes * 4 < held && report.objects == 4000, "{report:?}");
     let mut out = [1; 400];

@@ -340,8 +340,10 @@ impl HeapService {
                 *json = serde_json::to_vec(&report).map_err(|_| Refused::Invalid)?;
                 Ok(Answer::Done(0))
             }
+            // Little at a time: the thread serves others meanwhile.
             Request::Compact { tenant } => {
-                Ok(Answer::Done(u32::try_from(self.compact(Tenant(tenant), u64::MAX)).unwrap_or(u32::MAX)))
+                let merges = self.compact(Tenant(tenant), MERGES_PER_STEP);
+                Ok(Answer::Done(u32::try_from(merges).unwrap_or(u32::MAX)))
             }
             Request::SetLimit { tenant, bytes } => {
                 self.set_limit(Tenant(tenant), bytes).map(|()| Answer::Done(0))
