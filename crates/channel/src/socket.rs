@@ -78,9 +78,10 @@ pub fn wait_readable(fds: &[&OwnedFd], timeout: Duration) -> io::Result<bool> {
     }
 }
 
-/// Receives a packet, and polls for it for `spin` before it waits: who answers at once would
-/// otherwise have to wake the receiver. Returns `None` after `timeout`, and 0 bytes at the end of
-/// the connection.
+/// Receives a packet, and polls for it for `spin` before it waits: an answer that comes at once
+/// would otherwise have to wake the receiver.
+///
+/// Returns `None` after `timeout`, and 0 bytes at the end of the connection.
 ///
 /// # Errors
 /// If the system call fails.

@@ -25,7 +25,7 @@ const SPIN_TIME: Duration = Duration::from_micros(100);
 const IDLE_TIME: Duration = Duration::from_secs(60);
 /// Longest time in which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
-/// Longest wait for the agent to say for whom it has connected.
+/// Longest wait for the agent to name the user.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Accepts the connections of agents.

@@ -76,8 +76,8 @@ const ZERO_PAGE: Opcode = opcode::read_write::<ZeroPage>(0xaa, 4);
 
 /// Whether the memory of a userfaultfd is gone.
 ///
-/// A fill at the second page, which is never registered because the kernel maps nothing there for
-/// programs, does nothing, and reports whether there is a memory.
+/// A fill at the second page does nothing, and reports whether there is a memory: an area is only
+/// registered if it is large, and below `vm.mmap_min_addr` no program has one.
 fn is_memory_gone(uffd: impl AsFd) -> bool {
     let mut fill = ZeroPage { start: 4096, len: 4096, mode: 0, filled: 0 };
     // SAFETY: UFFDIO_ZEROPAGE reads and writes one `struct uffdio_zeropage`, of the size in the

@@ -440,8 +440,7 @@ impl Connection {
         if left.is_zero() {
             return Err(ClientError::Silent);
         }
-        // An endpoint breaks without waking who waits for a message: a service that was killed has
-        // not answered.
+        // An endpoint that breaks does not wake the thread that waits for a message.
         if self.endpoint.is_broken() {
             return Err(ClientError::Connection(WorkError::PeerGone));
         }

@@ -204,8 +204,8 @@ impl<W: HeapWords> Recovery<'_, W> {
                     self.clear_unused_homes(blocks[&frame].frames, shape);
                 }
             }
-        } else if let Some(block) = blocks.values().find(|block| block.frames.first == source) {
-            return Err(Damage::Record { what: "merge of block", number: block.frames.first.into() });
+        } else if blocks.contains_key(&source) {
+            return Err(Damage::Record { what: "merge of block", number: source.into() });
         }
         self.ledger.end_merge();
         Ok(())

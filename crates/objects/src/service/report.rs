@@ -43,12 +43,3 @@ pub struct ClassReport {
     /// Number of objects.
     pub objects: u64,
 }
-
-impl ClassReport {
-    /// Held bytes for each byte of slots in use; 1 is without fragmentation.
-    #[must_use]
-    pub fn fragmentation(&self) -> f64 {
-        let live = self.objects * u64::from(self.slot_bytes);
-        self.held_bytes as f64 / live.max(1) as f64
-    }
-}

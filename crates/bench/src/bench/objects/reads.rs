@@ -1,7 +1,8 @@
 //! Figure 11: reads of objects beside raw copies and raw READs, over shared memory and TCP.
 //!
-//! A real cluster serves the heap, in a process of its own. Each way reads all objects once in the
-//! same random order, in alternation with the others.
+//! A real cluster serves the heap, in a process of its own. In each round one way after the other
+//! reads objects in a random order: all of them many times in shared memory, and every eighth once
+//! over TCP and by the service. Copies are out of other memory of the same size.
 
 use std::path::Path;
 use std::sync::Arc;
