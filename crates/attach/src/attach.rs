@@ -249,30 +249,7 @@ fn attach_within(own_uffd: i32, number: u64) {
     if result < 0 {
         fatal::exit("this kernel's userfaultfd cannot move pages: use Linux 6.8 or newer", -result);
     }
-    let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let private_bytes = STACK_BYTES + BOUNCE_BUFFER_BYTES + STAGING_BYTES;
-    let private = map(private_bytes, anonymous, -1);
-    let bounce_buffer = private + STACK_BYTES;
-    let staging = bounce_buffer + BOUNCE_BUFFER_BYTES;
-    // A forked child maps its own.
-    advise(private, private_bytes, libc::MADV_DONTFORK);
-    let result = uffd::register(staging_uffd, staging, STAGING_BYTES);
-    if result < 0 {
-        fatal::exit("the staging buffers cannot be registered with a userfaultfd", -result);
-    }
-    let hello = ProgramHello {
-        token: stored_token(),
-        is_child,
-        child_number: number,
-        bounce_buffer: bounce_buffer as u64,
-        staging: staging as u64,
-        canary: PARAMETERS.canary.load(Ordering::Relaxed) as u64,
-        private_start: private as u64,
-        private_end: (private + private_bytes) as u64,
-        paged_start: PARAMETERS.only[0].load(Ordering::Relaxed) as u64,
-        paged_end: PARAMETERS.only[1].load(Ordering::Relaxed) as u64,
-    };
-    let (socket, control_fd, received_uffd) = exchange_hello(&hello, own_uffd);
+    let (hello, socket, control_fd, received_uffd) = introduce(staging_uffd, own_uffd, number);
     let program_uffd = if is_child { received_uffd } else { own_uffd };
     let control = map(CONTROL_BYTES, libc::MAP_SHARED, control_fd) as *mut WorkerControl;
     advise(control as usize, CONTROL_BYTES, libc::MADV_DONTFORK);
@@ -286,7 +263,9 @@ fn attach_within(own_uffd: i32, number: u64) {
         report_fork_advice();
     }
     pin_thread_control_block();
-    start::start(private, Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control));
+    let (bounce_buffer, staging) = (hello.bounce_buffer as usize, hello.staging as usize);
+    let worker = Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control);
+    start::start(hello.private_start as usize, worker);
     // The worker has its own copies.
     for fd in [socket, program_uffd, staging_uffd] {
         close(fd);
@@ -320,30 +299,53 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     address as usize
 }
 
-/// Sends the hello and receives the welcome. Returns the socket, the descriptor of the control
-/// memory, and for a child its userfaultfd.
+/// Introduces this process to an agent. Returns what it has said, the socket, the descriptor of the
+/// control memory, and for a child its userfaultfd.
 ///
-/// If the agent ends before it answers, this function connects to the next agent. The worker keeps
-/// the socket open.
-fn exchange_hello(hello: &ProgramHello, own_uffd: i32) -> (i32, i32, i32) {
-    let mut hello = *hello;
-    for _ in 0..CONNECTIONS_MAX {
+/// If the agent ends before it answers, the next one is asked, about other pages: what the agent
+/// has already filled proves nothing any more. The worker keeps the socket open.
+fn introduce(staging_uffd: i32, own_uffd: i32, number: u64) -> (ProgramHello, i32, i32, i32) {
+    for attempt in 0..CONNECTIONS_MAX {
+        if own_uffd >= 0 && attempt > 0 {
+            PARAMETERS.canary.store(map_wiped_on_fork(), Ordering::Relaxed);
+        }
+        let hello = map_private_memory(staging_uffd, own_uffd, number);
         let socket = connect();
         if send(socket, &Frame::Hello(hello), own_uffd)
             && let Some([control, child_uffd]) =
                 receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
         {
-            return (socket, control, child_uffd);
+            return (hello, socket, control, child_uffd);
         }
         close(socket);
-        if !hello.is_child {
-            // The agent that has ended may have filled the page. Then it proves nothing any more.
-            let canary = map_wiped_on_fork();
-            PARAMETERS.canary.store(canary, Ordering::Relaxed);
-            hello.canary = canary as u64;
-        }
     }
     fatal::exit("the agent closes every connection", 0)
+}
+
+/// Maps the worker's stack and buffers. Returns a hello that names them.
+fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramHello {
+    let private_bytes = STACK_BYTES + BOUNCE_BUFFER_BYTES + STAGING_BYTES;
+    let private = map(private_bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    let bounce_buffer = private + STACK_BYTES;
+    let staging = bounce_buffer + BOUNCE_BUFFER_BYTES;
+    // A forked child maps its own.
+    advise(private, private_bytes, libc::MADV_DONTFORK);
+    let result = uffd::register(staging_uffd, staging, STAGING_BYTES);
+    if result < 0 {
+        fatal::exit("the staging buffers cannot be registered with a userfaultfd", -result);
+    }
+    ProgramHello {
+        token: stored_token(),
+        is_child: own_uffd < 0,
+        child_number: number,
+        bounce_buffer: bounce_buffer as u64,
+        staging: staging as u64,
+        canary: PARAMETERS.canary.load(Ordering::Relaxed) as u64,
+        private_start: private as u64,
+        private_end: (private + private_bytes) as u64,
+        paged_start: PARAMETERS.only[0].load(Ordering::Relaxed) as u64,
+        paged_end: PARAMETERS.only[1].load(Ordering::Relaxed) as u64,
+    }
 }
 
 /// Connects to the agent.

@@ -10,6 +10,7 @@ use core::mem::transmute;
 
 use crate::attach::{attach_if_forked, pin_cleared_word};
 use crate::memory;
+use crate::moves::move_mappings;
 use crate::next::{NextSymbol, fail_with_errno};
 
 type ChildRoutine = extern "C" fn(*mut c_void) -> c_int;
@@ -135,7 +136,11 @@ pub unsafe extern "C" fn syscall(
             libc::SYS_set_tid_address => pin_cleared_word(u64::MAX, a),
             _ => {}
         }
-        crate::raw::syscall(number, [a, b, c, d, e, f])
+        if number == libc::SYS_mremap {
+            move_mappings(a, b, c, d as c_int, e)
+        } else {
+            crate::raw::syscall(number, [a, b, c, d, e, f])
+        }
     };
     if result == 0 {
         attach_if_forked();

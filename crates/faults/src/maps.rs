@@ -59,16 +59,19 @@ impl PagingBounds {
 
 /// The pageable areas in the text of `/proc/PID/maps`.
 ///
-/// These are private, writable, anonymous areas within the bounds that are not stacks. Lines that
-/// cannot be parsed are skipped.
+/// These are private, writable, anonymous areas within the bounds that are not stacks of threads.
+/// Lines that cannot be parsed are skipped.
+///
+/// `pins`: the pages that the program has pinned, sorted. A stack has one, with the control block
+/// of its thread.
 #[must_use]
-pub fn pageable_areas(text: &[u8], bounds: &PagingBounds) -> Vec<Area> {
+pub fn pageable_areas(text: &[u8], bounds: &PagingBounds, pins: &[PageNumber]) -> Vec<Area> {
     let mut areas = Vec::new();
     let mut below: Option<MapsLine<'_>> = None;
     let mut is_below_pageable = false;
     for line in text.split(|byte| *byte == b'\n').filter_map(parse) {
         let is_inside = line.end / PAGE <= PAGES_MAX || Mutation::IgnoreAddressEnd.is_active();
-        is_below_pageable = is_pageable(&line, below.as_ref(), is_below_pageable) && is_inside;
+        is_below_pageable = is_pageable(&line, below.as_ref(), is_below_pageable, pins) && is_inside;
         if is_below_pageable {
             areas.extend(bounds.pageable_parts(line.start..line.end).iter());
         }
@@ -163,7 +166,16 @@ fn areas_with(text: &[u8], is_wanted: impl Fn(&[&[u8]]) -> bool) -> Areas {
 
 /// What continues a pageable area is pageable, however small: the area has grown while it was
 /// registered, and cannot be moved while it is in two parts.
-fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>, is_below_pageable: bool) -> bool {
+///
+/// Threads may come and go often, and each time the kernel drops the pages of a stack: that would
+/// have to wait for the agent if stacks were registered. A large block of an allocator may also
+/// have an inaccessible page below it, but no pin in it.
+fn is_pageable(
+    line: &MapsLine<'_>,
+    below: Option<&MapsLine<'_>>,
+    is_below_pageable: bool,
+    pins: &[PageNumber],
+) -> bool {
     let bytes = line.end - line.start;
     let is_heap = line.name == b"[heap]";
     let is_anonymous =
@@ -173,7 +185,11 @@ fn is_pageable(line: &MapsLine<'_>, below: Option<&MapsLine<'_>>, is_below_pagea
             && below.rights.starts_with(b"---")
             && below.end - below.start <= GUARD_BYTES_MAX
     });
-    let is_stack = has_guard && bytes <= STACK_BYTES_MAX && !is_heap;
+    let has_pin = || {
+        let next = pins.partition_point(|page| *page < line.start / PAGE);
+        pins.get(next).is_some_and(|page| *page < line.end / PAGE)
+    };
+    let is_stack = has_guard && bytes <= STACK_BYTES_MAX && !is_heap && has_pin();
     let is_continued = is_below_pageable && below.is_some_and(|below| below.end == line.start);
     let is_large = is_heap || is_continued || bytes >= AREA_BYTES_MIN;
     is_anonymous && line.rights == b"rw-p" && is_large && !is_stack
@@ -219,13 +235,26 @@ mod tests {
 7ffc00000000-7ffc00800000 rw-p 00000000 00:00 0                          [stack]
 ";
 
+    /// The page of a thread's control block.
+    const PINS: [PageNumber; 2] = [0x55d0_c0000, 0x7_f000_0a00];
+
     fn starts(bounds: &PagingBounds) -> Vec<u64> {
-        pageable_areas(TEXT, bounds).iter().map(|area| area.start * 4096).collect()
+        pageable_areas(TEXT, bounds, &PINS).iter().map(|area| area.start * 4096).collect()
     }
 
     #[test]
     fn private_anonymous_areas_except_stacks_are_pageable() {
         assert_eq!(starts(&PagingBounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
+    }
+
+    #[test]
+    fn a_block_with_a_guard_is_pageable_if_nothing_in_it_is_pinned() {
+        let with = |pins: &[PageNumber]| pageable_areas(TEXT, &PagingBounds::default(), pins);
+        let block = Area { start: 0x7_f000_0201, end: 0x7_f000_0a01 };
+        assert!(!with(&PINS).contains(&block) && !with(&[block.start]).contains(&block));
+        for pins in [&[][..], &[0, block.start - 1, block.end]] {
+            assert!(with(pins).contains(&block), "{pins:x?}");
+        }
     }
 
     #[test]
@@ -249,8 +278,11 @@ mod tests {
     #[test]
     fn memory_of_the_shim_is_not_pageable() {
         let shim_range = 0x7f00_0008_0000..0x7f00_000a_0000;
-        let areas =
-            pageable_areas(TEXT, &PagingBounds { shim_range, canary: 0x7f00_000f_0000, paged_range: 0..0 });
+        let areas = pageable_areas(
+            TEXT,
+            &PagingBounds { shim_range, canary: 0x7f00_000f_0000, paged_range: 0..0 },
+            &PINS,
+        );
         let parts: Vec<_> = areas
             .iter()
             .filter(|area| area.end <= 0x7_f000_0100)
@@ -264,7 +296,7 @@ mod tests {
     #[test]
     fn only_the_named_range_is_pageable() {
         let paged_range = 0x7f00_0008_0000..0x7f00_0508_0000;
-        let areas = pageable_areas(TEXT, &PagingBounds { paged_range, ..PagingBounds::default() });
+        let areas = pageable_areas(TEXT, &PagingBounds { paged_range, ..PagingBounds::default() }, &PINS);
         let parts: Vec<_> = areas.iter().map(|area| (area.start, area.end)).collect();
         assert_eq!(parts, [(0x7_f000_0080, 0x7_f000_0100), (0x7_f000_5000, 0x7_f000_5080)]);
         assert_eq!(
@@ -282,7 +314,7 @@ mod tests {
         let page = |address: u64| address / PAGE;
         let bounds = |start, end| PagingBounds { shim_range: start..end, ..PagingBounds::default() };
         let room = |bounds: &PagingBounds| {
-            let areas = pageable_areas(text, bounds);
+            let areas = pageable_areas(text, bounds, &[]);
             (areas.len(), room_to_grow(text, &areas, bounds))
         };
         let far = page(0x7f00_0029_0000) + ROOM_PAGES_MAX;
@@ -312,7 +344,7 @@ mod tests {
         ) {
             for text in [&text, &TEXT[..cut]] {
                 let bounds = PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 };
-                let _ = pageable_areas(text, &bounds);
+                let _ = pageable_areas(text, &bounds, &[7]);
                 let _ = shared_pages(text, &(0..u64::MAX));
             }
         }

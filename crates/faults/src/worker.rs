@@ -21,19 +21,70 @@ use crate::mutation::Mutation;
 /// How long to wait for a worker before the caller does other work.
 const PATIENCE: Duration = Duration::from_millis(50);
 
+/// A control memory that is mapped here.
+#[derive(Debug)]
+pub struct ControlMemory(*mut WorkerControl);
+
+// SAFETY: the mapping belongs to this value alone and holds atomics only.
+unsafe impl Send for ControlMemory {}
+// SAFETY: as above.
+unsafe impl Sync for ControlMemory {}
+
+impl ControlMemory {
+    fn map(fd: &OwnedFd) -> io::Result<Self> {
+        if rustix::fs::fstat(fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
+            return Err(io::Error::other("the control memory is too small"));
+        }
+        // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of
+        // that length.
+        let control = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                CONTROL_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )?
+        };
+        Ok(Self(control.cast()))
+    }
+
+    fn control(&self) -> &WorkerControl {
+        // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the
+        // program writes is valid.
+        unsafe { &*self.0 }
+    }
+
+    /// The pages that the program has pinned so far, sorted. An entry that is not stored yet is 0.
+    #[must_use]
+    pub fn pins(&self) -> Vec<PageNumber> {
+        let pins = &self.control().pins;
+        let known = (self.control().pin_count.load(Acquire) as usize).min(pins.len());
+        let mut pins: Vec<PageNumber> = pins[..known].iter().map(|pin| pin.load(Acquire)).collect();
+        pins.sort_unstable();
+        pins
+    }
+}
+
+impl Drop for ControlMemory {
+    fn drop(&mut self) {
+        // SAFETY: nothing refers to the mapping any more.
+        if let Err(error) = unsafe { munmap(self.0.cast(), CONTROL_BYTES) } {
+            tracing::error!(%error, "control memory cannot be unmapped");
+        }
+    }
+}
+
 /// The agent's end of a control memory.
 #[derive(Debug)]
 pub struct WorkerPort {
-    control: *mut WorkerControl,
+    memory: Arc<ControlMemory>,
     fd: Arc<OwnedFd>,
     command: u32,
     pins: Vec<PageNumber>,
     pins_seen: u32,
 }
-
-// SAFETY: the mapping belongs to this value alone and holds atomics only; it may be used from any
-// one thread.
-unsafe impl Send for WorkerPort {}
 
 impl WorkerPort {
     /// Fresh control memory, to be sent to the program.
@@ -68,22 +119,8 @@ impl WorkerPort {
     }
 
     fn map(fd: OwnedFd) -> io::Result<Self> {
-        if rustix::fs::fstat(&fd)?.st_size < i64::try_from(CONTROL_BYTES).expect("a few pages") {
-            return Err(io::Error::other("the control memory is too small"));
-        }
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice, of a sealed file of
-        // that length.
-        let control = unsafe {
-            mmap(
-                std::ptr::null_mut(),
-                CONTROL_BYTES,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &fd,
-                0,
-            )?
-        };
-        Ok(Self { control: control.cast(), fd: Arc::new(fd), command: 0, pins: Vec::new(), pins_seen: 0 })
+        let memory = Arc::new(ControlMemory::map(&fd)?);
+        Ok(Self { memory, fd: Arc::new(fd), command: 0, pins: Vec::new(), pins_seen: 0 })
     }
 
     /// The memory's descriptor.
@@ -101,9 +138,13 @@ impl WorkerPort {
     /// The memory itself. The worker of the simulator works in it.
     #[must_use]
     pub fn control(&self) -> &WorkerControl {
-        // SAFETY: mapped until `drop`, zeroed at first; all fields are atomics, so whatever the
-        // program writes is valid.
-        unsafe { &*self.control }
+        self.memory.control()
+    }
+
+    /// The memory, for a thread that only reads what the program writes.
+    #[must_use]
+    pub fn memory(&self) -> Arc<ControlMemory> {
+        Arc::clone(&self.memory)
     }
 
     /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs,
@@ -169,11 +210,9 @@ impl WorkerPort {
         if count == self.pins_seen {
             return;
         }
-        let known = (count as usize).min(self.control().pins.len());
-        self.pins = self.control().pins[..known].iter().map(|pin| pin.load(Acquire)).collect();
+        self.pins = self.memory.pins();
         // The count is raised before the entry is stored: such an entry is looked for again.
         self.pins_seen = if self.pins.contains(&0) { 0 } else { count };
-        self.pins.sort_unstable();
     }
 
     /// Whether the program asked that a page stay.
@@ -279,14 +318,5 @@ fn outcome(status: u32) -> MoveOutcome {
         Ok(0) => MoveOutcome::Moved,
         Ok(libc::ENOENT) => MoveOutcome::Absent,
         _ => MoveOutcome::Kept,
-    }
-}
-
-impl Drop for WorkerPort {
-    fn drop(&mut self) {
-        // SAFETY: nothing refers to the mapping any more.
-        if let Err(error) = unsafe { munmap(self.control.cast(), CONTROL_BYTES) } {
-            tracing::error!(%error, "control memory cannot be unmapped");
-        }
     }
 }

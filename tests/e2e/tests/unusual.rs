@@ -16,10 +16,11 @@ const LIMIT: &str = "18M";
 const JEMALLOC: &str = "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2";
 
 fn check(test: &str) {
-    check_with(test, None);
+    check_with(test, None, 1);
 }
 
-fn check_with(test: &str, preload: Option<&str>) {
+/// `evictions_min`: how many pages must leave.
+fn check_with(test: &str, preload: Option<&str>, evictions_min: u64) {
     let checker = build::programs().join("checker");
     let program = [checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
     let plain = run_plainly(&program, true);
@@ -31,7 +32,7 @@ fn check_with(test: &str, preload: Option<&str>) {
     }
     let mut run = Running::start(&mut command, true, Box::new(|| 0));
     let was_paged = await_time(&mut run, "pages to leave", || {
-        figure(&cluster, "evictions").is_some_and(|evictions| evictions > 0)
+        figure(&cluster, "evictions").is_some_and(|evictions| evictions >= evictions_min)
     });
     let outcome = run.wait();
     outcome.assert_success(test);
@@ -57,6 +58,22 @@ fn a_program_that_becomes_another_user_keeps_no_rights_and_may_fork() {
 #[test]
 fn a_mapping_that_grows_in_place_stays_one() {
     check("grow");
+}
+
+#[test]
+fn mappings_made_side_by_side_grow_and_move_as_one() {
+    check("joined");
+}
+
+#[test]
+fn several_mappings_move_at_once_where_the_kernel_can() {
+    check("move-several");
+}
+
+#[test]
+fn large_blocks_with_guards_are_no_stacks() {
+    // More than all other memory of the program has.
+    check_with("guarded-blocks", None, 4096);
 }
 
 #[test]
@@ -176,8 +193,8 @@ fn a_robust_mutex_survives_its_owner() {
 #[test]
 fn jemalloc_can_replace_malloc() {
     assert!(Path::new(JEMALLOC).exists(), "there is no jemalloc: scripts/install-deps.sh test installs it");
-    check_with("pages", Some(JEMALLOC));
-    check_with("fork", Some(JEMALLOC));
+    check_with("pages", Some(JEMALLOC), 1);
+    check_with("fork", Some(JEMALLOC), 1);
 }
 
 #[test]

@@ -189,6 +189,7 @@ impl ProcessEdge {
         let first = attachment.hello.bounce_buffer / PAGE;
         self.uffd.register(first, first + BATCH_PAGES_MAX as u64)?;
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
+        self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
         self.keep()?;
         Ok(self.send_welcome()?)
@@ -206,6 +207,7 @@ impl ProcessEdge {
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         let is_running = attachment.worker.process() != 0;
+        self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
         if is_running { Ok(()) } else { self.send_welcome() }
     }

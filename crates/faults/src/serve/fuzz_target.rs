@@ -193,7 +193,7 @@ pub fn parse_record(bytes: &[u8]) -> bool {
         let hello = record.hello(RunToken([1; 16]));
         assert_eq!(hello.is_some(), record.hello.is_some());
         assert!(record.canary(3).page <= u64::MAX / PAGE_BYTES as u64);
-        let _ = maps::pageable_areas(MAPS, &record.bounds());
+        let _ = maps::pageable_areas(MAPS, &record.bounds(), &[]);
     }
     run.is_ok() || program.is_ok()
 }
@@ -250,7 +250,7 @@ pub fn parse_process_file(bytes: &[u8]) -> bool {
         canary: 0x7f00_0000_3000,
         paged_range: 0..0,
     };
-    let areas = maps::pageable_areas(bytes, &bounds);
+    let areas = maps::pageable_areas(bytes, &bounds, &[1, 0x7_f000_0000]);
     for area in &areas {
         assert!(area.start < area.end && area.end <= PAGES_MAX, "{area:?} is no area of a program");
         let holds = |addr: u64| (area.start..area.end).contains(&(addr / PAGE_BYTES as u64));

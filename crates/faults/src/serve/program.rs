@@ -30,6 +30,7 @@ use crate::maps::PagingBounds;
 use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
+use crate::worker::ControlMemory;
 
 /// Descriptors that the agent has for one program, at most.
 const DESCRIPTORS: usize = 12;
@@ -55,6 +56,8 @@ pub struct Program {
     pub(crate) held: AtomicU64,
     /// The [`PagingBounds`]: shim range, paged range, canary.
     bounds: [AtomicU64; 5],
+    /// The control memory, once the worker is attached.
+    control: OnceLock<Arc<ControlMemory>>,
     sender_events: Mutex<VecDeque<SenderEvent>>,
     requests: Mutex<Vec<MonitorRequest>>,
     has_sender_events: AtomicBool,
@@ -93,6 +96,7 @@ impl Program {
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
             bounds: [const { AtomicU64::new(0) }; 5],
+            control: OnceLock::new(),
             sender_events: Mutex::new(VecDeque::new()),
             requests: Mutex::new(Vec::new()),
             has_sender_events: AtomicBool::new(false),
@@ -152,6 +156,16 @@ impl Program {
         let [start, end, paged_start, paged_end, canary] =
             self.bounds.each_ref().map(|place| place.load(Relaxed));
         PagingBounds { shim_range: start..end, canary, paged_range: paged_start..paged_end }
+    }
+
+    /// Gives other threads access to the control memory.
+    pub(crate) fn set_control(&self, control: Arc<ControlMemory>) {
+        let _ = self.control.set(control);
+    }
+
+    /// The pages that the program has pinned so far, sorted.
+    pub(crate) fn pins(&self) -> Vec<PageNumber> {
+        self.control.get().map_or_else(Vec::new, |control| control.pins())
     }
 
     pub(crate) fn canary(&self) -> Canary {

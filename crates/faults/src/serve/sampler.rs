@@ -306,7 +306,7 @@ impl SampledRun {
             return;
         };
         let bounds = program.bounds();
-        let found = maps::pageable_areas(&text, &bounds);
+        let found = maps::pageable_areas(&text, &bounds, &program.pins());
         for (area, room) in found.iter().zip(maps::room_to_grow(&text, &found, &bounds)) {
             // Whole: what was there at the last scan may have been unmapped, and mapped anew.
             if seen.areas.binary_search(area).is_err() {

@@ -1,5 +1,5 @@
-// Threads whose end the kernel reports in ordinary memory, and children of a process that has used
-// up its descriptors.
+// Threads whose end the kernel reports in ordinary memory, children of a process that has used up
+// its descriptors, and blocks that look like stacks.
 #include "content.h"
 #include "tests.h"
 #include <errno.h>
@@ -75,4 +75,27 @@ void test_full_fork(void) {
     }
     say(kept.test, kept.pages, digest(&kept));
     area_free(&kept);
+}
+
+// As allocators do that guard large blocks: each has an inaccessible page right below it.
+void test_guarded_blocks(void) {
+    enum { BLOCKS = 16 };
+    struct numbers numbers = numbers_new(5500);
+    struct area blocks[BLOCKS];
+    uint64_t pages = options.bytes / PAGE_BYTES / 2 / BLOCKS, sum = 0;
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        uint64_t bytes = (pages + 2) * PAGE_BYTES;
+        unsigned char *guard = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (guard == MAP_FAILED) die("mmap");
+        if (mprotect(guard + PAGE_BYTES, pages * PAGE_BYTES, PROT_READ | PROT_WRITE) != 0) die("mprotect");
+        blocks[i] = area_over("guarded-blocks", guard + PAGE_BYTES, pages);
+    }
+    for (unsigned round = 0; round < 4 * options.rounds; round++)
+        for (unsigned i = 0; i < BLOCKS; i++) modify_and_verify(&blocks[i], &numbers);
+    for (unsigned i = 0; i < BLOCKS; i++) {
+        verify_all(&blocks[i]);
+        sum ^= digest(&blocks[i]);
+        area_free(&blocks[i]);
+    }
+    say("guarded-blocks", pages * BLOCKS, sum);
 }

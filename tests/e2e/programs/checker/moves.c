@@ -1,6 +1,7 @@
 // Areas that grow, move and shrink: mremap in its forms, and the program break.
 #include "content.h"
 #include "tests.h"
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -99,6 +100,71 @@ void test_grow(void) {
         if (round < 15) free(area.versions);
     }
     say(area.test, area.pages, digest(&area));
+    area_free(&area);
+}
+
+static void map_at(unsigned char *at, uint64_t pages) {
+    if (mmap(at, pages * PAGE_BYTES, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
+        die("mmap");
+}
+
+// Mappings made side by side are one, also if one is paged and the other is new: they grow, move
+// and shrink as one.
+void test_joined(void) {
+    struct numbers numbers = numbers_new(360);
+    struct area kept = area_half("joined");
+    uint64_t pages = kept.pages / 2;
+    for (unsigned round = 0; round < options.rounds + 1; round++) {
+        unsigned char *place = map_pages(pages);
+        struct area area = area_over("joined", place, pages / 2);
+        modify_and_verify(&area, &numbers);
+        modify_and_verify(&kept, &numbers);
+        map_at(place + area.pages * PAGE_BYTES, pages - area.pages);
+        area.pages = pages;
+        area.versions = realloc(area.versions, pages * sizeof *area.versions);
+        if (area.versions == NULL) die("realloc of the versions");
+        expect_zero(&area, pages / 2, pages / 2);
+        // A part in the middle is new, too.
+        map_at(place + 32 * PAGE_BYTES, 64);
+        expect_zero(&area, 32, 64);
+        switch (round % 3) {
+        case 0: resize(&area, pages + 16, NULL); break;
+        case 1: resize(&area, pages, map_pages(pages)); break;
+        case 2: resize(&area, pages - 16, map_pages(pages)); break;
+        }
+        modify_and_verify(&area, &numbers);
+        area_free(&area);
+    }
+    say(kept.test, kept.pages, digest(&kept));
+    area_free(&kept);
+}
+
+// Since Linux 6.17 mappings with different rights, and gaps between them, move in one call.
+void test_move_several(void) {
+    struct numbers numbers = numbers_new(370);
+    struct area area = area_half("move-several");
+    uint64_t bytes = area.pages * PAGE_BYTES, moves = 0;
+    for (unsigned round = 0; round < options.rounds + 1; round++) {
+        modify_and_verify(&area, &numbers);
+        unsigned char *third = area.at + area.pages / 3 * PAGE_BYTES, *to = map_pages(area.pages);
+        if (mprotect(third, 64 * PAGE_BYTES, PROT_READ) != 0) die("mprotect");
+        if (munmap(third + 128 * PAGE_BYTES, 64 * PAGE_BYTES) != 0) die("munmap");
+        void *at = mremap(area.at, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+        if (at == MAP_FAILED && errno != EFAULT) die("mremap of several mappings");
+        if (at != MAP_FAILED) {
+            if (munmap(area.at, bytes) != 0) die("munmap");
+            area.at = at;
+            moves++;
+        }
+        third = area.at + area.pages / 3 * PAGE_BYTES;
+        if (mprotect(third, 64 * PAGE_BYTES, PROT_READ | PROT_WRITE) != 0) die("mprotect");
+        map_at(third + 128 * PAGE_BYTES, 64);
+        expect_zero(&area, area.pages / 3 + 128, 64);
+        verify_all(&area);
+        if (at == MAP_FAILED && munmap(to, bytes) != 0) die("munmap");
+    }
+    say(area.test, moves, digest(&area));
     area_free(&area);
 }
 

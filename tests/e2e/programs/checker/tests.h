@@ -9,8 +9,11 @@ void test_pages(void);     // areas.c
 void test_mremap(void);    // moves.c
 void test_dontunmap(void); // moves.c
 void test_grow(void);      // moves.c
+void test_joined(void);    // moves.c
+void test_move_several(void); // moves.c
 void test_cleared_word(void); // limits.c
 void test_full_fork(void);    // limits.c
+void test_guarded_blocks(void); // limits.c
 void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
 void test_remap(void);     // areas.c
