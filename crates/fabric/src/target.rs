@@ -135,8 +135,8 @@ pub enum TargetError {
     },
     /// A translation table does not fit its memory, or has too many addresses.
     #[error(
-        "a translation table of {units} units of {unit_bytes} bytes does not fit: units have 4 KiB to 2 MiB, \
-         the words are inside their memory, and a region has less than 64 TiB of addresses"
+        "a translation table of {units} units of {unit_bytes} bytes does not fit: units have 4 KiB to \
+         128 MiB, the words are inside their memory, and a region has less than 64 TiB of addresses"
     )]
     BadUnits {
         /// The number of units.

@@ -7,8 +7,8 @@
 //! by [`crate::Target::remap`] or by itself. An access that begins later uses the new word;
 //! [`crate::Target::expel`] waits for the accesses that began before.
 //!
-//! A wrong word is an error of the access, never a fault: the unit that it names is checked against
-//! the memory.
+//! A wrong word is an error of the access, never a fault: the bytes that it names are checked
+//! against the memory. The last bytes of a unit need not be there, if no access asks for them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,7 +24,7 @@ pub const OFFSET_BYTES: u64 = 4096;
 /// Length of the shortest unit, in bytes.
 pub const UNIT_BYTES_MIN: u64 = 4096;
 /// Length of the longest unit, in bytes.
-pub const UNIT_BYTES_MAX: u64 = 2 << 20;
+pub const UNIT_BYTES_MAX: u64 = 128 << 20;
 /// Bound of the addresses of one movable region: each has 2^46 of them, and leaves 2 MiB unused.
 pub const ADDRESSES_MAX: u64 = (1 << 46) - (2 << 20);
 
@@ -121,10 +121,10 @@ impl UnitMap {
         self.at + usize::try_from(unit * 8).expect("the table is mapped")
     }
 
-    /// The first byte of an access inside one unit, at `within` bytes of it. The word is loaded
-    /// once.
+    /// The first byte of an access of `len` bytes inside one unit, at `within` bytes of it. The
+    /// word is loaded once.
     #[inline]
-    fn translate(&self, memory: &Memory, unit: u64, within: u64) -> Option<*mut u8> {
+    fn translate(&self, memory: &Memory, unit: u64, within: u64, len: u64) -> Option<*mut u8> {
         if unit >= self.units {
             return None;
         }
@@ -132,8 +132,7 @@ impl UnitMap {
         if Mutation::AcceptWrongUnit.is_active() {
             start = start.min(u64_from(memory.len()).saturating_sub(self.unit_bytes));
         }
-        memory.pointer(start, self.unit_bytes)?;
-        memory.pointer(start + within, 0)
+        memory.pointer(start.checked_add(within)?, len)
     }
 }
 
@@ -183,12 +182,13 @@ impl MemoryParts<'_> {
         let RegionMemory { memory, map } = self.region;
         let Some(map) = map else { return Some((memory.pointer(self.offset, self.left)?, self.left)) };
         let within = self.offset & (map.unit_bytes - 1);
-        let first = map.translate(memory, self.offset / map.unit_bytes, within)?;
+        let len = self.left.min(map.unit_bytes - within);
+        let first = map.translate(memory, self.offset / map.unit_bytes, within, len)?;
         if Mutation::TranslateOnce.is_active() {
             let start = u64_from(first.addr() - memory.as_ptr().addr());
             return Some((memory.pointer(start, self.left)?, self.left));
         }
-        Some((first, self.left.min(map.unit_bytes - within)))
+        Some((first, len))
     }
 }
 
@@ -247,8 +247,8 @@ mod tests {
             let at = map.at + usize::try_from(unit).unwrap() * 8;
             let word = if unit < UNITS { map.words.load_u64(at) } else { 0 };
             let start = u128::from(word.checked_sub(1)?) * 4096;
-            let fits = start + u128::from(UNIT) <= MEMORY_BYTES as u128;
-            fits.then(|| usize::try_from(start + u128::from(byte % UNIT)).unwrap())
+            let at = start + u128::from(byte % UNIT);
+            (at < MEMORY_BYTES as u128).then(|| usize::try_from(at).unwrap())
         };
         (offset..offset + len).map(byte).collect()
     }
@@ -274,7 +274,7 @@ mod tests {
             (4, 1, 4096),
             (0, 1, 0),
             (0, 1, 2048),
-            (0, 1, 4 << 20),
+            (0, 1, 256 << 20),
             (0, 1, 12_288),
             (usize::MAX & !7, 1, 4096),
             (0, u64::MAX, 4096),

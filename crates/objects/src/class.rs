@@ -1,8 +1,8 @@
 //! Size classes: the sizes of slots, and the sizes of the blocks that have them.
 //!
 //! A class wastes at most an eighth of what an object needs, or less than 8 bytes, the unused end
-//! of its blocks included. What needs more than [`SLOT_BYTES_MAX`] is a large object and has pages
-//! of its own.
+//! of its blocks included. What needs more than [`SLOT_BYTES_MAX`] is a large object, which has a
+//! block of whole pages for itself.
 
 use std::ops::RangeInclusive;
 use std::sync::LazyLock;
@@ -11,12 +11,16 @@ use crate::header::HEADER_BYTES;
 
 /// Bytes of the smallest block, and of a frame.
 pub const FRAME_BYTES: u64 = 4096;
-/// Size of the largest block, as a power of two of frames.
+const PAGE_BYTES: u32 = 4096;
+const _: () = assert!(PAGE_BYTES as u64 == FRAME_BYTES);
+/// Size of the largest block with several slots, as a power of two of frames.
 pub const BLOCK_ORDER_MAX: u8 = 8;
-/// Number of block sizes: 4 KiB to 1 MiB.
-pub const BLOCK_ORDERS: usize = BLOCK_ORDER_MAX as usize + 1;
-/// Bytes of the largest slot.
+/// Number of block sizes: 4 KiB to 128 MiB. Those above 1 MiB are for large objects.
+pub const BLOCK_ORDERS: usize = 16;
+/// Bytes of the largest slot that shares a block with others.
 pub const SLOT_BYTES_MAX: u32 = 32 << 10;
+/// Bytes of the largest object.
+pub const OBJECT_BYTES_MAX: u32 = 64 << 20;
 /// Bytes of the smallest slot: a header and one word.
 const SLOT_BYTES_MIN: u32 = 16;
 /// By default a block has at least this number of slots, unless it were larger than 1 MiB.
@@ -33,14 +37,26 @@ pub struct ClassId(pub u8);
 pub struct Class {
     /// Bytes of a slot, the header included; a multiple of 8.
     pub slot_bytes: u32,
-    /// The block has 4 KiB · 2^`order`.
+    /// A block has addresses for 4 KiB · 2^`order`.
     pub order: u8,
 }
 
 impl Class {
-    /// Bytes of a block.
+    /// Frames of a block.
+    #[must_use]
+    pub fn frames(self) -> u32 {
+        if self.slot_bytes > SLOT_BYTES_MAX { self.slot_bytes / PAGE_BYTES } else { 1 << self.order }
+    }
+
+    /// Bytes of a block's memory.
     #[must_use]
     pub fn block_bytes(self) -> u64 {
+        FRAME_BYTES * u64::from(self.frames())
+    }
+
+    /// Bytes of a block's addresses, of which the memory takes the first.
+    #[must_use]
+    pub fn address_bytes(self) -> u64 {
         FRAME_BYTES << self.order
     }
 
@@ -49,6 +65,12 @@ impl Class {
     pub fn slots(self) -> u32 {
         let slots = self.block_bytes() / u64::from(self.slot_bytes);
         u32::try_from(slots).expect("at most 65,536")
+    }
+
+    /// Whether each object has a block for itself. Such a block is never merged.
+    #[must_use]
+    pub fn is_single(self) -> bool {
+        self.slots() == 1
     }
 
     /// Bytes of the largest object.
@@ -82,7 +104,8 @@ impl Classes {
     /// The classes with blocks of the default sizes: with enough slots and little waste.
     #[must_use]
     pub fn standard() -> &'static Self {
-        static STANDARD: LazyLock<Classes> = LazyLock::new(|| Classes::derive(order_range));
+        static STANDARD: LazyLock<Classes> =
+            LazyLock::new(|| Classes::derive(order_range).with_large_objects());
         &STANDARD
     }
 
@@ -90,6 +113,32 @@ impl Classes {
     #[must_use]
     pub fn with_blocks(order: u8) -> Self {
         Self::derive(|_| order..=order)
+    }
+
+    /// These classes, the smallest slots first.
+    ///
+    /// # Panics
+    /// If there are too many, or they are in another order.
+    #[must_use]
+    pub fn of(classes: Vec<Class>) -> Self {
+        assert!(classes.len() <= CLASSES_MAX, "a pointer has 8 bits for the class");
+        assert!(classes.is_sorted_by_key(|class| class.slot_bytes));
+        Self(classes)
+    }
+
+    /// Adds the classes of large objects.
+    fn with_large_objects(mut self) -> Self {
+        let pages_max = (OBJECT_BYTES_MAX + HEADER_BYTES).div_ceil(PAGE_BYTES);
+        let mut needed = SLOT_BYTES_MAX + 1;
+        while needed <= pages_max * PAGE_BYTES {
+            // The most pages that do not waste too much with the smallest object.
+            let pages = ((needed + needed / 8) / PAGE_BYTES).clamp(needed.div_ceil(PAGE_BYTES), pages_max);
+            let order = pages.next_power_of_two().trailing_zeros();
+            let order = u8::try_from(order).expect("at most 15");
+            self.0.push(Class { slot_bytes: pages * PAGE_BYTES, order });
+            needed = pages * PAGE_BYTES + 1;
+        }
+        Self::of(self.0)
     }
 
     /// Each class has the largest slots that suit the smallest object in it.
@@ -115,11 +164,10 @@ impl Classes {
             needed = class.slot_bytes + 1;
             classes.push(class);
         }
-        assert!(classes.len() <= CLASSES_MAX, "a pointer has 8 bits for the class");
-        Self(classes)
+        Self::of(classes)
     }
 
-    /// The class for objects of `bytes` bytes; `None` if they are large objects.
+    /// The class for objects of `bytes` bytes; `None` if they are too large.
     #[must_use]
     pub fn class_for(&self, bytes: u32) -> Option<ClassId> {
         let needed = bytes.max(1).checked_add(HEADER_BYTES)?;
@@ -146,13 +194,15 @@ mod tests {
     #[test]
     fn no_class_wastes_more_than_an_eighth_or_seven_bytes() {
         let classes = Classes::standard();
-        for bytes in 1..=SLOT_BYTES_MAX - HEADER_BYTES {
+        let large = (0..2000).map(|step| OBJECT_BYTES_MAX - step * 33_331);
+        for bytes in (1..=2 * SLOT_BYTES_MAX).chain(large) {
             let class = classes.get(classes.class_for(bytes).unwrap()).unwrap();
             let needed = bytes + HEADER_BYTES;
             assert!(class.payload_bytes() >= bytes);
             assert!(class.suits(needed), "{bytes} bytes in {class:?}");
         }
-        assert_eq!(classes.class_for(SLOT_BYTES_MAX - HEADER_BYTES + 1), None);
+        assert!(classes.class_for(OBJECT_BYTES_MAX).is_some());
+        assert_eq!(classes.class_for(OBJECT_BYTES_MAX + PAGE_BYTES), None);
         assert_eq!(classes.class_for(u32::MAX), None);
         assert_eq!(classes.class_for(0), classes.class_for(1), "an object of no bytes has an address, too");
     }
@@ -161,8 +211,11 @@ mod tests {
     fn slots_are_words_and_blocks_have_many() {
         for (_, class) in Classes::standard().iter() {
             assert_eq!(class.slot_bytes % 8, 0);
-            assert!(class.slots() >= SLOTS_MIN.min((1 << 20) / class.slot_bytes));
-            assert!(class.order <= BLOCK_ORDER_MAX);
+            assert!(class.is_single() || class.slots() >= SLOTS_MIN.min((1 << 20) / class.slot_bytes));
+            assert!(usize::from(class.order) < BLOCK_ORDERS);
+            assert_eq!(class.is_single(), class.slot_bytes > SLOT_BYTES_MAX);
+            assert!(class.block_bytes() <= class.address_bytes());
+            assert!(2 * class.block_bytes() > class.address_bytes());
         }
         let sizes: Vec<u32> = Classes::standard().iter().map(|(_, class)| class.slot_bytes).collect();
         assert!(sizes.is_sorted_by(|one, next| one < next));

@@ -37,14 +37,14 @@ fn golden_classes() {
     let classes = Classes::standard();
     let of = |bytes: u32| classes.class_for(bytes).map(|id| (id.0, classes.get(id).unwrap()));
     let shape = |bytes: u32| of(bytes).map(|(id, class)| (id, class.slot_bytes, class.order));
-    let sizes = [1, 8, 9, 24, 64, 100, 256, 1000, 1024, 4096, 16_384, 32_760];
+    let sizes = [1, 8, 9, 24, 64, 100, 256, 1000, 1024, 4096, 16_384, 32_760, 32_761, 1 << 20, 64 << 20];
     let shapes: Vec<_> = sizes.iter().filter_map(|bytes| shape(*bytes)).collect();
     assert_eq!(shapes, GOLDEN);
     assert_eq!(classes.iter().count(), GOLDEN_COUNT);
 }
 
-const GOLDEN_COUNT: usize = 66;
-const GOLDEN: [(u8, u32, u8); 12] = [
+const GOLDEN_COUNT: usize = 135;
+const GOLDEN: [(u8, u32, u8); 15] = [
     (0, 16, 0),
     (0, 16, 0),
     (1, 24, 0),
@@ -57,6 +57,9 @@ const GOLDEN: [(u8, u32, u8); 12] = [
     (46, 4224, 6),
     (59, 18_072, 8),
     (65, 32_768, 8),
+    (66, 36_864, 4),
+    (98, 1_052_672, 9),
+    (134, 67_112_960, 15),
 ];
 
 #[test]
@@ -70,16 +73,21 @@ fn golden_records() {
     assert_eq!(names, [0, 16_384, 24_576, 28_672]);
     let mut ledger = Ledger::create(HeapBytes::create(1024).unwrap(), layout);
     let (class, shape) = (ClassId(7), Classes::standard().get(ClassId(7)).unwrap());
-    let [one, other, third] = [8, 16, 32].map(|first| FrameRun { first, order: shape.order });
+    let [one, other, third] = [8, 16, 32].map(|first| FrameRun { first, count: shape.frames() });
     let address = BlockAddress { order: shape.order, number: 5 };
     ledger.add(one, class, address);
     ledger.reserve_number(1);
     ledger.begin_merge(one, &[other, third]);
     ledger.name(address, [Some(other), Some(third)]);
     ledger.set_home((other, 3), Some(9));
+    let number = ObjectNumber::new(77).unwrap();
+    assert!(ledger.write_object(0, number, 2, &[3, 4]).is_err(), "there is no such object");
+    ledger.set_root(number, 0x1000, class);
     let mut records = |at: u64| ledger.words.load(RECORDS + at);
-    assert_eq!([0, 1, 2, 3, 5].map(&mut records), [0x0100_5041_4548_5141, 1024, 65_537, 10, 6]);
-    assert_eq!([16, 17, 18, 19].map(&mut records), [1, 8, 16, 33]);
+    assert_eq!([0, 1, 2, 3, 5].map(&mut records), [0x0200_5041_4548_5141, 1024, 65_537, 10, 6]);
+    assert_eq!([24, 25, 26, 27].map(&mut records), [1, 8, 16, 33]);
+    assert_eq!([20, 21, 22].map(&mut records), [77, 0x1000, 7]);
+    assert_eq!([28, 29, 30, 31, 32, 33].map(&mut records), [0, 77, 2, 2, 3, 4]);
     let (blocks, seconds) = (4608, 4608 + 1024);
     assert_eq!(records(blocks + 8), 0x8000_0007_0000_0005);
     assert_eq!(records(seconds + 16_384 + 5), 0x0000_0007_0000_0021);
@@ -97,18 +105,29 @@ fn golden_messages() {
     let of_pointer = "40000000000002000500000000301000";
     let none = "0".repeat(32);
     let requests = [
-        (Request::Open, format!("0101000000000000{none}")),
-        (Request::Allocate { bytes: 100 }, format!("0201000064000000{none}")),
-        (Request::Free(pointer), format!("0301000000000000{of_pointer}")),
-        (Request::Read(pointer), format!("0401000000000000{of_pointer}")),
-        (Request::Write(pointer, b"ab"), format!("0501000002000000{of_pointer}6162")),
-        (Request::Correct(pointer), format!("0601000000000000{of_pointer}")),
-        (Request::Release(pointer), format!("0701000000000000{of_pointer}")),
-        (Request::Report { from: 0x0102 }, format!("0801000002010000{none}")),
-        (Request::Compact { tenant: 0x0102 }, format!("0901000002010000{none}")),
+        (Request::Open, format!("0102000000000000{none}")),
+        (Request::Allocate { bytes: 100 }, format!("0202000064000000{none}")),
+        (Request::Free(pointer), format!("0302000000000000{of_pointer}")),
+        (Request::Read(pointer), format!("0402000000000000{of_pointer}")),
+        (Request::Write(pointer, b"ab"), format!("0502000002000000{of_pointer}6162")),
+        (Request::Create { bytes: 100, first: b"ab" }, format!("0b02000064000000{none}6162")),
+        (Request::WriteAt { pointer, offset: 8, bytes: b"ab" }, format!("0c02000008000000{of_pointer}6162")),
+        (
+            Request::WriteIf { pointer, expected: 0x0102, bytes: b"ab" },
+            format!("0d02000002000000{of_pointer}02010000000000006162"),
+        ),
+        (
+            Request::Replace { pointer, staged: pointer, bytes: 9 },
+            format!("0e02000009000000{of_pointer}{of_pointer}"),
+        ),
+        (Request::Root { bytes: 100 }, format!("0f02000064000000{none}")),
+        (Request::Correct(pointer), format!("0602000000000000{of_pointer}")),
+        (Request::Release(pointer), format!("0702000000000000{of_pointer}")),
+        (Request::Report { from: 0x0102 }, format!("0802000002010000{none}")),
+        (Request::Compact { tenant: 0x0102 }, format!("0902000002010000{none}")),
         (
             Request::SetLimit { tenant: 0x0102, bytes: 0x0304 },
-            format!("0a010000020100000403{}", "0".repeat(28)),
+            format!("0a020000020100000403{}", "0".repeat(28)),
         ),
     ];
     for (request, golden) in requests {
@@ -119,14 +138,15 @@ fn golden_messages() {
     let region = BlockRegion { base: 0x10, key: 0x20, heap: 0x30, node: 0x40 };
     let of_region = "10000000000000002000000030004000";
     let answers = [
-        (Answer::Opened(vec![region]), format!("8101000001000000{none}{of_region}")),
-        (Answer::Pointer(pointer, true), format!("8201010000000000{of_pointer}")),
-        (Answer::Bytes(pointer, false, b"ab"), format!("8301000002000000{of_pointer}6162")),
-        (Answer::Refused(Refused::NoObject), format!("8401000001000000{none}")),
-        (Answer::Refused(Refused::Full), format!("8401000002000000{none}")),
-        (Answer::Refused(Refused::TooLarge), format!("8401000003000000{none}")),
-        (Answer::Refused(Refused::Busy), format!("8401000004000000{none}")),
-        (Answer::Refused(Refused::Invalid), format!("8401000005000000{none}")),
+        (Answer::Opened(vec![region]), format!("8102000001000000{none}{of_region}")),
+        (Answer::Pointer(pointer, true), format!("8202010000000000{of_pointer}")),
+        (Answer::Bytes(pointer, false, b"ab"), format!("8302000002000000{of_pointer}6162")),
+        (Answer::Refused(Refused::NoObject), format!("8402000001000000{none}")),
+        (Answer::Refused(Refused::Full), format!("8402000002000000{none}")),
+        (Answer::Refused(Refused::TooLarge), format!("8402000003000000{none}")),
+        (Answer::Refused(Refused::Busy), format!("8402000004000000{none}")),
+        (Answer::Refused(Refused::Invalid), format!("8402000005000000{none}")),
+        (Answer::Refused(Refused::Changed), format!("8402000006000000{none}")),
     ];
     for (answer, golden) in answers {
         let mut message = Vec::new();

@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, HashSet};
 
 use crate::block::{Block, BlockId, ObjectRecord};
 use crate::class::{BLOCK_ORDERS, Class, ClassId, Classes};
+use crate::header::ObjectNumber;
 use crate::id::IdMode;
 use crate::local::LocalHeap;
 use crate::mutation::Mutation;
@@ -45,8 +46,31 @@ pub trait Mover {
     /// an old address creates pages.
     fn clear(&mut self, frames: FrameRun);
 
-    /// Records that the merge has ended.
+    /// Moves a large object into the block of another one, whose bytes are its new ones, and makes
+    /// its address name that block. The old block and the end are left to the caller.
+    fn replace(&mut self, replacement: &Replacement);
+
+    /// Records that the merge or replacement has ended.
     fn end_merge(&mut self);
+}
+
+/// A large object that gets the bytes of another one, by an exchange of their blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Replacement {
+    /// The object.
+    pub number: ObjectNumber,
+    /// The class of both.
+    pub class: (ClassId, Class),
+    /// The object's block.
+    pub target: FrameRun,
+    /// The other's block.
+    pub staged: FrameRun,
+    /// The object's address.
+    pub address: BlockAddress,
+    /// The other's address, which is freed.
+    pub staged_address: BlockAddress,
+    /// Words of the other after its header that are new. The rest is the object's.
+    pub written: u32,
 }
 
 /// Why an object cannot be allocated, found or freed.
@@ -286,7 +310,7 @@ impl Heap {
     /// Whether another block of a class is within the limit.
     #[must_use]
     pub fn has_room(&self, shape: Class) -> bool {
-        self.frames.used() + (1 << shape.order) <= self.frames_limit
+        self.frames.used() + shape.frames() <= self.frames_limit
     }
 
     /// Frees the memory of frames that no block has.
@@ -371,12 +395,7 @@ impl Heap {
             mover.rehome((frames, slot), None);
         }
         let shape = self.settings.classes.get(class).expect("it has a class");
-        let of_class = &mut self.classes[usize::from(class.0)];
-        of_class.frees += 1;
-        for usage in [&mut self.usage, &mut of_class.usage] {
-            usage.objects -= 1;
-            usage.live_bytes -= u64::from(shape.slot_bytes);
-        }
+        self.uncount_object(class, shape);
         if self.addresses.remove_homed(home) {
             self.remove_name(home, mover);
         }
@@ -410,6 +429,50 @@ impl Heap {
         Ok(next.at(u64::from(slot) * u64::from(shape.slot_bytes)))
     }
 
+    /// Gives a large object the bytes of another one of its class, which ends. `written`: as of
+    /// [`Replacement`].
+    ///
+    /// # Errors
+    /// If one of the objects does not exist, or they are not of one class of large objects.
+    pub fn replace(
+        &mut self,
+        target: (u64, u64),
+        staged: (u64, u64),
+        written: u32,
+        mover: &mut impl Mover,
+    ) -> Result<(), HeapError> {
+        let (to, from) = (self.locate(target.0, target.1)?, self.locate(staged.0, staged.1)?);
+        let class = self.class_of(to.block).filter(|class| Some(*class) == self.class_of(from.block));
+        let class = class.ok_or(HeapError::NoClass)?;
+        let shape = self.settings.classes.get(class).filter(|shape| shape.is_single());
+        let shape = shape.filter(|_| to.block != from.block).ok_or(HeapError::NoClass)?;
+        let address_of = |id: BlockId| self.block(id).expect("it was found").address();
+        let (address, staged_address) = (address_of(to.block), address_of(from.block));
+        mover.replace(&Replacement {
+            number: ObjectNumber::new(target.1).ok_or(HeapError::NoObject)?,
+            class: (class, shape),
+            target: to.frames,
+            staged: from.frames,
+            address,
+            staged_address,
+            written,
+        });
+        self.workers[usize::from(to.worker)].remove(to.block);
+        let local = &mut self.workers[usize::from(from.worker)];
+        let mut block = Block::new(address, class, shape.slots());
+        block.put(0, ObjectRecord { id: target.1, home: address });
+        local.remove(from.block);
+        local.add(from.block, block);
+        self.addresses.rename(address, to.block, &[from.block]);
+        self.addresses.remove_homed(staged_address);
+        self.addresses.rename(staged_address, from.block, &[]);
+        self.addresses.release(staged_address);
+        self.uncount_object(class, shape);
+        self.free_block(to.block, class, shape, mover);
+        mover.end_merge();
+        Ok(())
+    }
+
     /// Frees the addresses that no object has needed since before the call before.
     pub fn expire_released(&mut self, mover: &mut impl Mover) {
         let newer = std::mem::take(&mut self.released[1]);
@@ -432,7 +495,7 @@ impl Heap {
         if !self.has_room(shape) {
             return Err(HeapError::Full);
         }
-        let frames = self.frames.allocate(shape.order).ok_or(HeapError::Full)?;
+        let frames = self.frames.allocate(shape.frames()).ok_or(HeapError::Full)?;
         let id = self.free_ids.pop().unwrap_or_else(|| {
             self.places.push(None);
             BlockId(u32::try_from(self.places.len() - 1).expect("fewer than 2^32 blocks"))
@@ -471,6 +534,15 @@ impl Heap {
         for usage in [&mut self.usage, &mut self.classes[usize::from(class.0)].usage] {
             usage.objects += 1;
             usage.live_bytes += u64::from(shape.slot_bytes);
+        }
+    }
+
+    fn uncount_object(&mut self, class: ClassId, shape: Class) {
+        let of_class = &mut self.classes[usize::from(class.0)];
+        of_class.frees += 1;
+        for usage in [&mut self.usage, &mut of_class.usage] {
+            usage.objects -= 1;
+            usage.live_bytes -= u64::from(shape.slot_bytes);
         }
     }
 

@@ -18,7 +18,7 @@ pub const NAMES: u64 = 1 << 56;
 pub const RECORDS: u64 = 2 << 56;
 
 /// The first word of the records: what they are, and the version of the format.
-pub const FORMAT: u64 = u64::from_le_bytes(*b"AQHEAP\x00\x01");
+pub const FORMAT: u64 = u64::from_le_bytes(*b"AQHEAP\x00\x02");
 
 pub(crate) const FORMAT_AT: u64 = RECORDS;
 pub(crate) const FRAMES_MAX_AT: u64 = RECORDS + 1;
@@ -28,11 +28,19 @@ pub(crate) const NUMBERS_AT: u64 = RECORDS + 2;
 pub(crate) const FRAMES_HIGH_AT: u64 = RECORDS + 3;
 /// For each block size: all addresses in use are below.
 const ADDRESSES_HIGH_AT: u64 = RECORDS + 4;
-/// The merge in progress: 1, the source, the first destination, the second plus 1 or 0.
-pub(crate) const MERGE_AT: u64 = RECORDS + 16;
-/// The write in progress: the slot plus 1, the number of the object, and the number of words.
-pub(crate) const WRITE_AT: u64 = RECORDS + 24;
+/// The merge in progress: [`MERGING`], the source, the first destination, the second plus 1 or 0.
+/// The replacement in progress: [`REPLACING`], the block that is replaced, and the one that
+/// replaces it.
+pub(crate) const MERGE_AT: u64 = RECORDS + 24;
+pub(crate) const MERGING: u64 = 1;
+pub(crate) const REPLACING: u64 = 2;
+/// The write in progress: the slot plus 1, the number of the object, the number of words, and the
+/// first of them.
+pub(crate) const WRITE_AT: u64 = RECORDS + 28;
+/// The root: the number of an object or 0, its address, and its class.
+pub(crate) const ROOT_AT: u64 = RECORDS + 20;
 pub(crate) const WRITE_BYTES_AT: u64 = RECORDS + 32;
+const _: () = assert!(ADDRESSES_HIGH_AT + BLOCK_ORDERS as u64 <= ROOT_AT);
 const BLOCKS_AT: u64 = RECORDS + 9 * FRAME_WORDS;
 const _: () = assert!(WRITE_BYTES_AT + SLOT_BYTES_MAX as u64 / 8 <= BLOCKS_AT);
 
@@ -127,9 +135,9 @@ impl Layout {
         (self.homes_at() + number / 2, if number.is_multiple_of(2) { 0 } else { 32 })
     }
 
-    /// The words of the homes of a block.
+    /// The words of the homes of all slots that some frames can have.
     pub(crate) fn homes_of(self, frames: FrameRun) -> (u64, u64) {
-        (self.home_at(frames, 0).0, (HOMES_PER_FRAME / 2) << frames.order)
+        (self.home_at(frames, 0).0, HOMES_PER_FRAME / 2 * u64::from(frames.count))
     }
 
     fn seconds_at(self) -> u64 {

@@ -1,12 +1,13 @@
 //! Writes what a heap decides into its memory, in the order from which [`crate::recovery`] can
 //! restore it after the process was killed between any two stores.
 
-use crate::class::{Class, ClassId};
-use crate::header::{Lock, ObjectNumber};
-use crate::heap::Mover;
+use crate::class::{BLOCK_ORDER_MAX, Class, ClassId};
+use crate::header::{Header, Lock, ObjectNumber};
+use crate::heap::{Mover, Replacement};
 use crate::layout::{
     DATA, FORMAT, FORMAT_AT, FRAME_WORDS, FRAMES_HIGH_AT, FRAMES_MAX_AT, HeapWords, Layout, MERGE_AT,
-    NUMBERS_AT, WRITE_AT, WRITE_BYTES_AT, block_word, decode_second, name_word, second_word, slot_word,
+    MERGING, NUMBERS_AT, REPLACING, ROOT_AT, WRITE_AT, WRITE_BYTES_AT, block_word, decode_second, name_word,
+    second_word, slot_word,
 };
 use crate::mutation::Mutation;
 use crate::pointer::BlockAddress;
@@ -59,8 +60,9 @@ impl<W: HeapWords> Ledger<W> {
         slot::create(&mut self.words, at, number, payload);
     }
 
-    /// Replaces the first words of an object. A process that is killed meanwhile leaves the words
-    /// in the records, and the write is completed by the next one.
+    /// Replaces words of an object, from `first` on; those of its bytes begin at 0. A process that
+    /// is killed meanwhile leaves the words in the records, and the write is completed by the next
+    /// one.
     ///
     /// # Errors
     /// If the object is locked, or not there.
@@ -68,6 +70,7 @@ impl<W: HeapWords> Ledger<W> {
         &mut self,
         at: u64,
         number: ObjectNumber,
+        first: u64,
         payload: &[u64],
     ) -> Result<(), LockRefused> {
         let words = &mut self.words;
@@ -76,12 +79,13 @@ impl<W: HeapWords> Ledger<W> {
         }
         words.store(WRITE_AT + 1, number.get());
         words.store(WRITE_AT + 2, payload.len() as u64);
+        words.store(WRITE_AT + 3, first);
         if !Mutation::WriteUnrecorded.is_active() {
             words.store(WRITE_AT, at + 1);
         }
         let locked = slot::lock(words, at, number, Lock::Writing);
         if let Ok(header) = locked {
-            slot::write(words, at, header, payload);
+            slot::write(words, at, header, first, payload);
         }
         words.store(WRITE_AT, 0);
         locked.map(drop)
@@ -95,6 +99,24 @@ impl<W: HeapWords> Ledger<W> {
         slot::lock(&mut self.words, at, number, Lock::Writing)?;
         slot::free(&mut self.words, at);
         Ok(())
+    }
+
+    /// The root of the heap: the number, the address and the class of an object.
+    pub fn root(&mut self) -> Option<(ObjectNumber, u64, ClassId)> {
+        let [number, address, class] = [0, 1, 2].map(|word| self.words.load(ROOT_AT + word));
+        Some((ObjectNumber::new(number)?, address, ClassId(u8::try_from(class).ok()?)))
+    }
+
+    /// Records the root of the heap, which has none.
+    pub fn set_root(&mut self, number: ObjectNumber, address: u64, class: ClassId) {
+        self.words.store(ROOT_AT + 1, address);
+        self.words.store(ROOT_AT + 2, class.0.into());
+        self.words.store(ROOT_AT, number.get());
+    }
+
+    /// Records that there is no root.
+    pub fn clear_root(&mut self) {
+        self.words.store(ROOT_AT, 0);
     }
 
     /// Raises a bound, if `end` is above it.
@@ -113,6 +135,10 @@ impl<W: HeapWords> Ledger<W> {
 
     fn clear_homes(&mut self, frames: FrameRun) {
         let (at, words) = self.layout.homes_of(frames);
+        // The only object of a larger block has never moved.
+        if frames.count > 1 << BLOCK_ORDER_MAX {
+            return;
+        }
         let mut found = vec![0; usize::try_from(words).expect("few")];
         self.words.peek(at, &mut found);
         if found.iter().any(|home| *home != 0) {
@@ -123,7 +149,7 @@ impl<W: HeapWords> Ledger<W> {
 
 impl<W: HeapWords> Mover for Ledger<W> {
     fn add(&mut self, frames: FrameRun, class: ClassId, address: BlockAddress) {
-        self.raise(FRAMES_HIGH_AT, u64::from(frames.first) + (1 << frames.order));
+        self.raise(FRAMES_HIGH_AT, frames.end().into());
         self.words.store(self.layout.second_at(address), second_word(class, None));
         self.raise(self.layout.addresses_high_at(address.order), u64::from(address.number) + 1);
         self.words.store(self.layout.block_at(frames.first), block_word(class, address));
@@ -135,7 +161,7 @@ impl<W: HeapWords> Mover for Ledger<W> {
         self.words.store(MERGE_AT + 2, into[0].first.into());
         self.words.store(MERGE_AT + 3, name_word(into.get(1).copied()));
         if !Mutation::MergeUnrecorded.is_active() {
-            self.words.store(MERGE_AT, 1);
+            self.words.store(MERGE_AT, MERGING);
         }
     }
 
@@ -183,18 +209,48 @@ impl<W: HeapWords> Mover for Ledger<W> {
             self.words.store(record_at, 0);
         }
         // Without a record, the memory must be all zeros.
-        self.words.discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS << frames.order);
+        self.words
+            .discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS * u64::from(frames.count));
         self.clear_homes(frames);
         self.words.store(record_at, 0);
     }
 
     fn clear(&mut self, frames: FrameRun) {
-        self.words.discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS << frames.order);
+        self.words
+            .discard(DATA + u64::from(frames.first) * FRAME_WORDS, FRAME_WORDS * u64::from(frames.count));
         let (at, words) = self.layout.homes_of(frames);
         // Those of smaller runs share a page with others.
         if words >= FRAME_WORDS {
             self.words.discard(at, words);
         }
+    }
+
+    fn replace(&mut self, replacement: &Replacement) {
+        let Replacement { target, staged, number, written, .. } = *replacement;
+        let (class, shape) = replacement.class;
+        let (from, to) = (slot_word(target, 0, shape), slot_word(staged, 0, shape));
+        self.words.store(MERGE_AT + 1, target.first.into());
+        self.words.store(MERGE_AT + 2, staged.first.into());
+        if !Mutation::ReplaceUnrecorded.is_active() {
+            self.words.store(MERGE_AT, REPLACING);
+        }
+        self.lock(target, &[(0, number.get())], shape);
+        let rest = 1 + u64::from(written)..u64::from(shape.slot_bytes / 8);
+        let mut last = vec![0; usize::try_from(rest.end - rest.start).expect("it is mapped")];
+        self.words.peek(from + rest.start, &mut last);
+        for (word, bytes) in rest.zip(last) {
+            // A page that was never written stays without memory.
+            if bytes != 0 {
+                self.words.store(to + word, bytes);
+            }
+        }
+        // From here on the replacement is completed.
+        let header = Header::from_word(self.words.load(from)).with_lock(Lock::Open);
+        let next = if Mutation::KeepVersion.is_active() { header } else { header.next_version() };
+        self.words.store(to, next.word());
+        self.name(replacement.address, [Some(staged), None]);
+        self.words.store(self.layout.block_at(staged.first), block_word(class, replacement.address));
+        self.name(replacement.staged_address, [None; 2]);
     }
 
     fn end_merge(&mut self) {

@@ -33,6 +33,10 @@ aquifer_mutation::mutations! {
         ForgetBlockEarly,
         /// A merge is completed although not all objects were copied.
         TrustCopies,
+        /// A replacement is not recorded before it begins.
+        ReplaceUnrecorded,
+        /// A replacement is completed although the object was not yet in its new place.
+        TrustReplacement,
         /// A message to write an object may have any number of bytes.
         AcceptAnyLength,
         /// An object is not looked for in the second block that an address names.

@@ -3,7 +3,8 @@
 //! What was being done is completed or undone, so that each object is there once and whole:
 //!
 //! 1. A write in progress is completed. An object that was to be freed is unlocked.
-//! 2. A merge is completed if all objects were copied, and undone otherwise.
+//! 2. A merge is completed if all objects were copied, and undone otherwise. So is the replacement
+//!    of a large object.
 //! 3. Blocks without objects are freed, with the addresses that name them.
 
 use std::collections::{BTreeMap, HashSet};
@@ -13,8 +14,8 @@ use crate::class::{BLOCK_ORDERS, Class, ClassId, Classes};
 use crate::header::{Header, Lock, ObjectNumber};
 use crate::heap::{Mover, RestoredBlock};
 use crate::layout::{
-    FORMAT, FORMAT_AT, FRAMES_HIGH_AT, FRAMES_MAX_AT, HeapWords, Layout, MERGE_AT, WRITE_AT, WRITE_BYTES_AT,
-    decode_block, decode_second, named_frame, slot_word,
+    FORMAT, FORMAT_AT, FRAMES_HIGH_AT, FRAMES_MAX_AT, HeapWords, Layout, MERGE_AT, MERGING, REPLACING,
+    WRITE_AT, WRITE_BYTES_AT, block_word, decode_block, decode_second, named_frame, slot_word,
 };
 use crate::ledger::Ledger;
 use crate::mutation::Mutation;
@@ -62,7 +63,12 @@ pub fn recover<W: HeapWords>(words: &mut W, layout: Layout, classes: &Classes) -
     recovery.complete_write();
     let mut blocks = recovery.blocks()?;
     recovery.add_names(&mut blocks, &high)?;
-    recovery.end_merge(&mut blocks)?;
+    match recovery.load(MERGE_AT) {
+        0 => {}
+        MERGING => recovery.end_merge(&mut blocks)?,
+        REPLACING => recovery.end_replacement(&mut blocks)?,
+        number => return Err(Damage::Record { what: "merge", number }),
+    }
     for block in blocks.values_mut() {
         recovery.find_objects(block)?;
     }
@@ -100,12 +106,12 @@ impl<W: HeapWords> Recovery<'_, W> {
     /// Completes the write that was in progress, if its object was locked for it.
     fn complete_write(&mut self) {
         let Some(at) = self.load(WRITE_AT).checked_sub(1) else { return };
-        let (number, len) = (self.load(WRITE_AT + 1), self.load(WRITE_AT + 2));
+        let [number, len, first] = [1, 2, 3].map(|word| self.load(WRITE_AT + word));
         let header = Header::from_word(self.load(at));
         let is_locked = header == header.with_lock(Lock::Writing);
         if is_locked && header.number() == ObjectNumber::new(number) {
             let payload: Vec<u64> = (0..len).map(|word| self.load(WRITE_BYTES_AT + word)).collect();
-            slot::write(&mut self.ledger.words, at, header.with_lock(Lock::Open), &payload);
+            slot::write(&mut self.ledger.words, at, header.with_lock(Lock::Open), first, &payload);
         }
         self.ledger.words.store(WRITE_AT, 0);
     }
@@ -122,16 +128,15 @@ impl<W: HeapWords> Recovery<'_, W> {
                 first += 1;
                 continue;
             };
-            let frames = FrameRun { first, order: shape.order };
-            let fits = first.is_multiple_of(1 << shape.order) && end - first >= 1 << shape.order;
-            if !fits {
+            let frames = FrameRun { first, count: shape.frames() };
+            if frames.end() > end {
                 return Err(Damage::Record { what: "block", number: first.into() });
             }
             blocks.insert(
                 first,
                 RestoredBlock { frames, class, address, names: Vec::new(), objects: Vec::new() },
             );
-            first += 1 << shape.order;
+            first = frames.end();
         }
         Ok(blocks)
     }
@@ -144,7 +149,7 @@ impl<W: HeapWords> Recovery<'_, W> {
                 for (frame, is_second) in named.into_iter().zip([false, true]) {
                     let Some(frame) = frame else { continue };
                     let damage = Damage::Record { what: "address", number: number.into() };
-                    let block = blocks.get_mut(&frame).filter(|block| block.frames.order == order);
+                    let block = blocks.get_mut(&frame).filter(|block| block.address.order == order);
                     let block = block.ok_or(damage)?;
                     // Between the two stores of a change, both may name one block.
                     if !block.names.iter().any(|(other, _)| *other == name) {
@@ -164,7 +169,7 @@ impl<W: HeapWords> Recovery<'_, W> {
 
     /// The classes of the first addresses of a size.
     fn classes(&mut self, order: usize, count: u32) -> Vec<ClassId> {
-        let order = u8::try_from(order).expect("there are nine");
+        let order = u8::try_from(order).expect("there are few");
         let mut class_of =
             |number| decode_second(self.load(self.layout.second_at(BlockAddress { order, number }))).0;
         (0..count).map(&mut class_of).collect()
@@ -172,9 +177,6 @@ impl<W: HeapWords> Recovery<'_, W> {
 
     /// Completes the merge that was in progress, or undoes it.
     fn end_merge(&mut self, blocks: &mut Blocks) -> Result<(), Damage> {
-        if self.load(MERGE_AT) == 0 {
-            return Ok(());
-        }
         let damage = Damage::Record { what: "merge", number: 0 };
         let source = u32::try_from(self.load(MERGE_AT + 1)).map_err(|_| damage)?;
         let into = [u32::try_from(self.load(MERGE_AT + 2)).ok(), named_frame(self.load(MERGE_AT + 3))];
@@ -211,6 +213,36 @@ impl<W: HeapWords> Recovery<'_, W> {
         Ok(())
     }
 
+    /// Completes the replacement that was in progress if the object is in its new place, and undoes
+    /// it otherwise.
+    fn end_replacement(&mut self, blocks: &mut Blocks) -> Result<(), Damage> {
+        let damage = Damage::Record { what: "replacement", number: 0 };
+        let frame = |word: u64| u32::try_from(word).map_err(|_| damage);
+        let (target, staged) = (frame(self.load(MERGE_AT + 1))?, frame(self.load(MERGE_AT + 2))?);
+        // Without a record of the target all was done.
+        if let Some(RestoredBlock { frames, class, address, .. }) = blocks.get(&target).cloned() {
+            let shape = self.classes.get(class).ok_or(damage)?;
+            let block = blocks.get_mut(&staged).filter(|block| block.class == class).ok_or(damage)?;
+            let mut header = |frames| Header::from_word(self.load(slot_word(frames, 0, shape)));
+            // The target may be cleared already.
+            let is_there =
+                header(block.frames).number() == header(frames).number() || header(frames).number().is_none();
+            if is_there || Mutation::TrustReplacement.is_active() {
+                self.ledger.name(address, [Some(block.frames), None]);
+                self.ledger.words.store(self.layout.block_at(staged), block_word(class, address));
+                for (name, _) in block.names.iter().filter(|(name, _)| *name != address) {
+                    self.ledger.name(*name, [None; 2]);
+                }
+                block.address = address;
+                block.names = vec![(address, false)];
+                blocks.remove(&target);
+                self.ledger.free(frames);
+            }
+        }
+        self.ledger.end_merge();
+        Ok(())
+    }
+
     /// Makes all that names the source name the destinations, and frees the source.
     fn complete_merge(&mut self, blocks: &mut Blocks, source: u32, into: &[u32]) {
         let source = blocks.remove(&source).expect("it was found");
@@ -241,7 +273,9 @@ impl<W: HeapWords> Recovery<'_, W> {
 
     /// The slots that are in use.
     fn headers(&mut self, frames: FrameRun, shape: Class) -> Vec<(u32, Header)> {
-        let mut words = vec![0; usize::try_from(shape.block_bytes() / 8).expect("at most 1 MiB")];
+        // Of the only object of a block the header suffices.
+        let words = if shape.is_single() { 1 } else { shape.block_bytes() / 8 };
+        let mut words = vec![0; usize::try_from(words).expect("at most 1 MiB")];
         self.ledger.words.peek(slot_word(frames, 0, shape), &mut words);
         let slots = (0..shape.slots()).zip(words.chunks(shape.slot_bytes as usize / 8));
         slots

@@ -13,7 +13,7 @@ use rustix::net::{SendFlags, send};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::class::{Classes, FRAME_BYTES};
-use crate::client::{ClientError, HeapLink, PATIENCE, READ_TIME_MAX, slot_of};
+use crate::client::{ClientError, HeapLink, PATIENCE, read_time_max, slot_of};
 use crate::header::{HEADER_BYTES, Header};
 use crate::layout::Layout;
 use crate::pointer::{BlockAddress, Pointer};
@@ -137,7 +137,7 @@ impl HeapLink for SharedLink {
         let found = verdict(pointer.number, before, after);
         // The block may have been moved, and its memory have become another's, in between.
         let has_moved = self.translate(block) != Some(start);
-        if found == ReadVerdict::Valid && (has_moved || now().saturating_sub(began) > READ_TIME_MAX) {
+        if found == ReadVerdict::Valid && (has_moved || now().saturating_sub(began) > read_time_max(class)) {
             return Ok(ReadVerdict::Busy);
         }
         Ok(found)

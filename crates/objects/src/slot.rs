@@ -77,12 +77,13 @@ pub fn lock(
     }
 }
 
-/// Replaces the bytes of an object that was locked when it had `header`, and unlocks it.
-pub fn write(words: &mut impl Words, at: u64, header: Header, payload: &[u64]) {
+/// Replaces words of an object that was locked when it had `header`, and unlocks it. `first` is the
+/// first word after the header that is replaced.
+pub fn write(words: &mut impl Words, at: u64, header: Header, first: u64, payload: &[u64]) {
     if Mutation::WriteUnlocked.is_active() {
         words.store(at, header.word());
     }
-    store_payload(words, at, payload);
+    store_payload(words, at + first, payload);
     words.store(at, header.next_version().word());
 }
 
@@ -169,7 +170,7 @@ mod tests {
         assert_eq!(verdict(number, first, first), ReadVerdict::Valid);
         assert_eq!(lock(&mut words, 4, number, Lock::Writing), Ok(first));
         assert_eq!(lock(&mut words, 4, number, Lock::Moving), Err(LockRefused::Busy));
-        write(&mut words, 4, first, &[4, 5]);
+        write(&mut words, 4, first, 0, &[4, 5]);
         assert_eq!(words[5..8], [4, 5, 3], "a shorter payload leaves the rest");
         assert_eq!(verdict(number, first, header(&words, 4)), ReadVerdict::Busy);
         lock(&mut words, 4, number, Lock::Moving).unwrap();

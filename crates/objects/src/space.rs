@@ -11,19 +11,28 @@ use crate::class::{BLOCK_ORDERS, ClassId};
 use crate::mutation::Mutation;
 use crate::pointer::BlockAddress;
 
-/// A run of 2^`order` frames of the heap's memory.
+/// A run of frames of the heap's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct FrameRun {
     /// The first frame.
     pub first: u32,
-    /// Size, as a power of two.
-    pub order: u8,
+    /// Number of frames.
+    pub count: u32,
 }
 
-/// Sizes of runs: 4 KiB to 64 MiB.
-const RUN_ORDERS: usize = 15;
+impl FrameRun {
+    /// The first frame behind the run.
+    #[must_use]
+    pub fn end(self) -> u32 {
+        self.first + self.count
+    }
+}
 
-/// Allocates runs of frames, by the buddy system.
+/// Sizes of free runs: 4 KiB to 128 MiB.
+const RUN_ORDERS: usize = BLOCK_ORDERS;
+
+/// Allocates runs of frames, by the buddy system. What a run does not need of a power of two is
+/// free for others.
 #[derive(Clone, Debug)]
 pub struct Frames {
     /// The free runs of each size.
@@ -45,21 +54,31 @@ impl Frames {
         let mut first = 0;
         for run in used {
             frames.add_free(first, run.first);
-            first = run.first + (1 << run.order);
-            frames.used += 1 << run.order;
+            first = run.end();
+            frames.used += run.count;
         }
         frames.add_free(first, max);
         frames
     }
 
-    /// Adds free frames between used ones.
+    /// Adds free frames, as few runs as possible.
     fn add_free(&mut self, mut first: u32, end: u32) {
         while first < end {
             let fits = |order: &usize| first.is_multiple_of(1 << order) && end - first >= 1 << order;
             let order = (0..RUN_ORDERS).rev().find(fits).expect("a single frame fits");
-            self.free[order].insert(first);
+            self.add_run(first, order);
             first += 1 << order;
         }
+    }
+
+    /// Adds a free run, and joins it with its buddies.
+    fn add_run(&mut self, mut first: u32, mut order: usize) {
+        while order + 1 < RUN_ORDERS && self.free[order].remove(&(first ^ (1 << order))) {
+            first &= !(1 << order);
+            order += 1;
+        }
+        let is_new = self.free[order].insert(first);
+        assert!(is_new, "frame {first} is freed twice");
     }
 
     /// Number of frames in use.
@@ -70,36 +89,58 @@ impl Frames {
 
     /// The free runs.
     pub fn free_runs(&self) -> impl Iterator<Item = FrameRun> + '_ {
-        let of_order = |(order, runs): (u8, &'_ BTreeSet<u32>)| {
-            runs.iter().map(move |first| FrameRun { first: *first, order }).collect::<Vec<_>>()
+        let of_order = |(order, runs): (u32, &'_ BTreeSet<u32>)| {
+            runs.iter().map(move |first| FrameRun { first: *first, count: 1 << order }).collect::<Vec<_>>()
         };
         (0..).zip(&self.free).flat_map(of_order)
     }
 
-    /// Allocates a run; `None` if none is large enough.
-    pub fn allocate(&mut self, order: u8) -> Option<FrameRun> {
-        let wanted = usize::from(order);
-        let larger = (wanted..RUN_ORDERS).find(|order| !self.free[*order].is_empty())?;
-        let first = self.free[larger].pop_first()?;
-        for half in wanted..larger {
-            self.free[half].insert(first + (1 << half));
+    /// Allocates a run of `count` frames, at least 1; `None` if there is none.
+    pub fn allocate(&mut self, count: u32) -> Option<FrameRun> {
+        let order = count.next_power_of_two().trailing_zeros() as usize;
+        let larger = (order..RUN_ORDERS).find(|order| !self.free[*order].is_empty());
+        let run = match larger {
+            Some(larger) => {
+                let first = self.free[larger].pop_first()?;
+                self.add_free(first + count, first + (1 << larger));
+                FrameRun { first, count }
+            }
+            None => self.allocate_over_runs(count)?,
+        };
+        self.used += count;
+        Some(run)
+    }
+
+    /// Allocates the lowest frames that are free side by side, in several runs.
+    fn allocate_over_runs(&mut self, count: u32) -> Option<FrameRun> {
+        let mut runs: Vec<FrameRun> = self.free_runs().collect();
+        runs.sort_unstable();
+        let mut span = FrameRun { first: 0, count: 0 };
+        for run in runs {
+            span = if run.first == span.end() {
+                FrameRun { count: span.count + run.count, ..span }
+            } else {
+                run
+            };
+            if span.count >= count {
+                self.remove_free(span);
+                self.add_free(span.first + count, span.end());
+                return Some(FrameRun { first: span.first, count });
+            }
         }
-        self.used += 1 << order;
-        Some(FrameRun { first, order })
+        None
+    }
+
+    fn remove_free(&mut self, span: FrameRun) {
+        for runs in &mut self.free {
+            runs.retain(|first| !(span.first..span.end()).contains(first));
+        }
     }
 
     /// Frees a run.
-    pub fn release(&mut self, mut run: FrameRun) {
-        self.used -= 1 << run.order;
-        while usize::from(run.order) + 1 < RUN_ORDERS {
-            let buddy = run.first ^ (1 << run.order);
-            if !self.free[usize::from(run.order)].remove(&buddy) {
-                break;
-            }
-            run = FrameRun { first: run.first.min(buddy), order: run.order + 1 };
-        }
-        let is_new = self.free[usize::from(run.order)].insert(run.first);
-        assert!(is_new, "{run:?} is freed twice");
+    pub fn release(&mut self, run: FrameRun) {
+        self.used -= run.count;
+        self.add_free(run.first, run.end());
     }
 }
 
@@ -254,30 +295,35 @@ mod tests {
     proptest! {
         #[test]
         fn runs_never_overlap_and_all_memory_comes_back(
-            steps in prop::collection::vec((any::<bool>(), 0_u8..7, any::<prop::sample::Index>()), 0..200),
+            steps in prop::collection::vec((any::<bool>(), 1_u32..70, any::<prop::sample::Index>()), 0..200),
         ) {
             let mut frames = Frames::new(200);
             let mut held: Vec<FrameRun> = Vec::new();
-            for (allocate, order, which) in steps {
+            for (allocate, count, which) in steps {
                 if allocate {
-                    if let Some(run) = frames.allocate(order) {
-                        prop_assert_eq!(run.first % (1 << order), 0, "aligned");
-                        let end = |run: FrameRun| run.first + (1 << run.order);
-                        prop_assert!(end(run) <= 200);
-                        let is_apart =
-                            |other: &FrameRun| end(*other) <= run.first || end(run) <= other.first;
-                        prop_assert!(held.iter().all(is_apart));
+                    let is_free = |frame: &u32| {
+                        !held.iter().any(|run| (run.first..run.end()).contains(frame))
+                    };
+                    let spans: Vec<bool> = (0..200).map(|frame| is_free(&frame)).collect();
+                    let mut longest = spans.split(|is_free| !is_free).map(<[bool]>::len);
+                    let fits = longest.any(|len| len >= count as usize);
+                    let run = frames.allocate(count);
+                    prop_assert_eq!(run.is_some(), fits);
+                    if let Some(run) = run {
+                        prop_assert!(run.count == count && run.end() <= 200);
+                        prop_assert!((run.first..run.end()).all(|frame| spans[frame as usize]));
                         held.push(run);
                     }
                 } else if !held.is_empty() {
                     frames.release(held.swap_remove(which.index(held.len())));
                 }
-                prop_assert_eq!(frames.used(), held.iter().map(|run| 1 << run.order).sum::<u32>());
+                prop_assert_eq!(frames.used(), held.iter().map(|run| run.count).sum::<u32>());
             }
             held.into_iter().for_each(|run| frames.release(run));
             prop_assert_eq!(frames.used(), 0);
             // 128 frames in one run again, wherever pieces of them were.
-            prop_assert!(frames.allocate(7).is_some());
+            prop_assert!(frames.allocate(128).is_some());
+            prop_assert_eq!(frames.free_runs().count(), 2);
         }
     }
 

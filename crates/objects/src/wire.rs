@@ -6,7 +6,7 @@ use crate::mutation::Mutation;
 use crate::pointer::Pointer;
 
 /// The version of the messages.
-pub const VERSION: u8 = 1;
+pub const VERSION: u8 = 2;
 /// Bytes before an object's bytes in a message.
 pub const HEAD_BYTES: usize = 24;
 
@@ -20,6 +20,11 @@ const RELEASE: u8 = 7;
 const REPORT: u8 = 8;
 const COMPACT: u8 = 9;
 const SET_LIMIT: u8 = 10;
+const CREATE: u8 = 11;
+const WRITE_AT: u8 = 12;
+const WRITE_IF: u8 = 13;
+const REPLACE: u8 = 14;
+const ROOT: u8 = 15;
 
 const OPENED: u8 = 129;
 const POINTER: u8 = 130;
@@ -38,12 +43,52 @@ pub enum Request<'a> {
         /// Size in bytes.
         bytes: u32,
     },
+    /// An object of `bytes` bytes, of which these are the first, and the others zeros.
+    Create {
+        /// Size in bytes.
+        bytes: u32,
+        /// The first bytes.
+        first: &'a [u8],
+    },
+    /// The root object of the tenant's heap, which is allocated if there is none.
+    Root {
+        /// Its size in bytes, if it is allocated.
+        bytes: u32,
+    },
     /// To free an object.
     Free(Pointer),
     /// The bytes of an object.
     Read(Pointer),
     /// To replace the first bytes of an object.
     Write(Pointer, &'a [u8]),
+    /// To replace bytes of an object.
+    WriteAt {
+        /// The object.
+        pointer: Pointer,
+        /// The first byte that is replaced, a multiple of 8.
+        offset: u32,
+        /// The new bytes.
+        bytes: &'a [u8],
+    },
+    /// To replace the first bytes of an object if its first word is the one that is expected.
+    WriteIf {
+        /// The object.
+        pointer: Pointer,
+        /// What its first word must be.
+        expected: u64,
+        /// The new bytes.
+        bytes: &'a [u8],
+    },
+    /// To replace the first bytes of a large object by those of another one of its size class,
+    /// which ends.
+    Replace {
+        /// The object.
+        pointer: Pointer,
+        /// The other object.
+        staged: Pointer,
+        /// Bytes that are replaced.
+        bytes: u32,
+    },
     /// A pointer with the slot where the object is now.
     Correct(Pointer),
     /// A pointer with the object's present block. The client has replaced all pointers to the
@@ -116,6 +161,9 @@ pub enum Refused {
     /// The message is not valid.
     #[error("the request is not valid")]
     Invalid,
+    /// The first word of the object is not the one that was expected.
+    #[error("the object was changed by another client")]
+    Changed,
 }
 
 impl Refused {
@@ -126,11 +174,12 @@ impl Refused {
             Self::TooLarge => 3,
             Self::Busy => 4,
             Self::Invalid => 5,
+            Self::Changed => 6,
         }
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        [Self::NoObject, Self::Full, Self::TooLarge, Self::Busy, Self::Invalid]
+        [Self::NoObject, Self::Full, Self::TooLarge, Self::Busy, Self::Invalid, Self::Changed]
             .into_iter()
             .find(|refused| refused.code() == code)
     }
@@ -142,11 +191,29 @@ impl<'a> Request<'a> {
         match *self {
             Self::Open => put_head(out, OPEN, 0, [0; 2]),
             Self::Allocate { bytes } => put_head(out, ALLOCATE, bytes, [0; 2]),
+            Self::Create { bytes, first } => {
+                put_head(out, CREATE, bytes, [0; 2]);
+                out.extend_from_slice(first);
+            }
+            Self::Root { bytes } => put_head(out, ROOT, bytes, [0; 2]),
             Self::Free(pointer) => put_head(out, FREE, 0, pointer.words()),
             Self::Read(pointer) => put_head(out, READ, 0, pointer.words()),
             Self::Write(pointer, bytes) => {
                 put_head(out, WRITE, len(bytes), pointer.words());
                 out.extend_from_slice(bytes);
+            }
+            Self::WriteAt { pointer, offset, bytes } => {
+                put_head(out, WRITE_AT, offset, pointer.words());
+                out.extend_from_slice(bytes);
+            }
+            Self::WriteIf { pointer, expected, bytes } => {
+                put_head(out, WRITE_IF, len(bytes), pointer.words());
+                out.extend_from_slice(&expected.to_le_bytes());
+                out.extend_from_slice(bytes);
+            }
+            Self::Replace { pointer, staged, bytes } => {
+                put_head(out, REPLACE, bytes, pointer.words());
+                staged.words().iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
             }
             Self::Correct(pointer) => put_head(out, CORRECT, 0, pointer.words()),
             Self::Release(pointer) => put_head(out, RELEASE, 0, pointer.words()),
@@ -160,16 +227,33 @@ impl<'a> Request<'a> {
     #[must_use]
     pub fn decode(message: &'a [u8]) -> Option<Self> {
         let Head { kind, number, words, flag: false, rest } = Head::of(message)? else { return None };
-        let is_plain =
-            rest.is_empty() && (number == 0 || matches!(kind, ALLOCATE | REPORT | COMPACT | SET_LIMIT));
+        let has_number = matches!(kind, ALLOCATE | ROOT | REPORT | COMPACT | SET_LIMIT);
+        let is_plain = rest.is_empty() && (number == 0 || has_number);
+        let is_any_length = Mutation::AcceptAnyLength.is_active();
         let pointer = || Pointer::from_words(words);
         match kind {
             OPEN if is_plain && words == [0; 2] => Some(Self::Open),
             ALLOCATE if is_plain && words == [0; 2] => Some(Self::Allocate { bytes: number }),
             FREE if is_plain => Some(Self::Free(pointer()?)),
             READ if is_plain => Some(Self::Read(pointer()?)),
-            WRITE if len(rest) == number || Mutation::AcceptAnyLength.is_active() => {
-                Some(Self::Write(pointer()?, rest))
+            CREATE if words == [0; 2] && len(rest) <= number => {
+                Some(Self::Create { bytes: number, first: rest })
+            }
+            ROOT if is_plain && words == [0; 2] => Some(Self::Root { bytes: number }),
+            WRITE if len(rest) == number || is_any_length => Some(Self::Write(pointer()?, rest)),
+            WRITE_AT if number.is_multiple_of(8) => {
+                Some(Self::WriteAt { pointer: pointer()?, offset: number, bytes: rest })
+            }
+            WRITE_IF => {
+                let (expected, bytes) = rest.split_first_chunk::<8>()?;
+                let expected = u64::from_le_bytes(*expected);
+                (len(bytes) == number).then_some(Self::WriteIf { pointer: pointer()?, expected, bytes })
+            }
+            REPLACE => {
+                let (first, second) = rest.split_first_chunk::<8>()?;
+                let words = [u64::from_le_bytes(*first), u64::from_le_bytes(second.try_into().ok()?)];
+                let staged = Pointer::from_words(words)?;
+                Some(Self::Replace { pointer: pointer()?, staged, bytes: number })
             }
             CORRECT if is_plain => Some(Self::Correct(pointer()?)),
             RELEASE if is_plain => Some(Self::Release(pointer()?)),
@@ -188,7 +272,7 @@ impl<'a> Answer<'a> {
     pub fn encode(&self, out: &mut Vec<u8>) {
         match self {
             Self::Opened(regions) => {
-                let count = u32::try_from(regions.len()).expect("there are nine block sizes");
+                let count = u32::try_from(regions.len()).expect("there are few block sizes");
                 put_head(out, OPENED, count, [0; 2]);
                 for BlockRegion { base, key, heap, node } in regions {
                     out.extend_from_slice(&base.to_le_bytes());
@@ -306,6 +390,9 @@ mod tests {
             Request::Free(pointer()),
             Request::Read(pointer()),
             Request::Write(pointer(), b"bytes"),
+            Request::WriteIf { pointer: pointer(), expected: 7, bytes: b"bytes" },
+            Request::Replace { pointer: pointer(), staged: pointer(), bytes: 5 },
+            Request::Root { bytes: 5 },
             Request::Correct(pointer()),
             Request::Release(pointer()),
         ];
@@ -315,9 +402,19 @@ mod tests {
             assert_eq!(Request::decode(&message), Some(request));
             assert_eq!(Request::decode(&message[..message.len() - 1]), None, "a part of {request:?}");
         }
+        // Any number of bytes is valid in these.
+        let requests = [
+            Request::Create { bytes: 100, first: b"bytes" },
+            Request::WriteAt { pointer: pointer(), offset: 8, bytes: b"bytes" },
+        ];
+        for request in requests {
+            let mut message = Vec::new();
+            request.encode(&mut message);
+            assert_eq!(Request::decode(&message), Some(request));
+        }
         let region = BlockRegion { base: 1 << 40, key: 7, heap: 8, node: 9 };
         let answers = [
-            Answer::Opened(vec![region; 9]),
+            Answer::Opened(vec![region; 16]),
             Answer::Pointer(pointer(), true),
             Answer::Bytes(pointer(), false, b"bytes"),
             Answer::Refused(Refused::Busy),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Host, Limits, Target, Tenant, Ticket};
 use aquifer_objects::access::AccessError;
-use aquifer_objects::client::{ClientError, HeapClient, HeapRoute};
+use aquifer_objects::client::{ClientError, DirectRead, HeapClient, HeapRoute};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 use aquifer_objects::slot::ReadVerdict;
@@ -19,7 +19,7 @@ const SERVICE: u8 = TICKET_SERVICE;
 const OURS: Tenant = Tenant(1000);
 const THEIRS: Tenant = Tenant(1001);
 /// Of all heaps.
-const MEMORY_BYTES: u64 = 32 << 20;
+const MEMORY_BYTES: u64 = 64 << 20;
 const OBJECT_SIZE: u32 = 100;
 const OBJECT_BYTES: usize = OBJECT_SIZE as usize;
 
@@ -31,7 +31,12 @@ struct HeapNode {
 impl HeapNode {
     fn start() -> Self {
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
-        let options = TcpOptions { limits, admission: Admission::Tickets(SERVICE), ..TcpOptions::default() };
+        let options = TcpOptions {
+            limits,
+            regions_max: 64,
+            admission: Admission::Tickets(SERVICE),
+            ..TcpOptions::default()
+        };
         let target = Arc::new(TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap());
         let service = Arc::new(HeapService::new(3, MEMORY_BYTES, None));
         service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
@@ -163,7 +168,7 @@ fn other_tenants_and_wrong_pointers_get_nothing() {
     large.fill(0);
     ours.get(&mut pointer, &mut large).unwrap();
     assert!(large.iter().all(|byte| *byte == 7));
-    assert!(matches!(ours.allocate(40_000), Err(ClientError::Refused(Refused::TooLarge))));
+    assert!(matches!(ours.allocate(65 << 20), Err(ClientError::Refused(Refused::TooLarge))));
 }
 
 #[test]
@@ -214,4 +219,147 @@ fn reads_are_never_torn_while_objects_are_written_and_merged() {
     let (reads, counts) = reads;
     println!("{reads} reads: {counts:?}");
     assert!(counts.direct > 0 && counts.corrected > 0, "{counts:?}");
+}
+
+/// The bytes of a version of a large object: each word tells the version.
+fn large(len: usize, version: u64) -> Vec<u8> {
+    let words = (0..len as u64).step_by(8).flat_map(|at| (version << 32 | at).to_le_bytes());
+    words.take(len).collect()
+}
+
+/// The version of the bytes of a large object.
+///
+/// # Panics
+/// If they are not of one version.
+fn large_version(bytes: &[u8]) -> u64 {
+    let version = u64::from_le_bytes(bytes[..8].try_into().unwrap()) >> 32;
+    assert!(*bytes == large(bytes.len(), version), "torn: version {version}");
+    version
+}
+
+#[test]
+fn large_objects_are_written_and_read_whole() {
+    let node = HeapNode::start();
+    let mut client = node.client(OURS);
+    for len in [32_761, 100_000, 1 << 20, (5 << 20) + 3] {
+        let mut pointer = client.create(&large(len, 1)).unwrap();
+        let mut out = vec![0; len];
+        client.get(&mut pointer, &mut out).unwrap();
+        assert_eq!(large_version(&out), 1);
+        let old = pointer;
+        client.write(&mut pointer, &large(len, 2)).unwrap();
+        assert_eq!(pointer, old, "its address is the same");
+        client.get(&mut pointer, &mut out).unwrap();
+        assert_eq!(large_version(&out), 2);
+        // The rest stays.
+        let first = len - 5;
+        client.write(&mut pointer, &large(len, 3)[..first]).unwrap();
+        client.get(&mut pointer, &mut out).unwrap();
+        assert_eq!(large_version(&out[..first / 8 * 8]), 3);
+        assert_eq!(out[..first], large(len, 3)[..first]);
+        assert_eq!(out[first..], large(len, 2)[first..]);
+        let offset = u32::try_from(len / 2 / 8 * 8).unwrap();
+        client.write_at(&mut pointer, offset, b"in place").unwrap();
+        client.get(&mut pointer, &mut out).unwrap();
+        assert_eq!(&out[offset as usize..][..8], b"in place");
+        client.free(pointer).unwrap();
+        let error = client.get(&mut pointer, &mut out).unwrap_err();
+        assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}");
+    }
+    let report = node.service.report(OURS).unwrap();
+    assert_eq!((report.objects, report.held_bytes, report.addresses), (0, 0, 0));
+    assert!(report.allocated_bytes < 1 << 20, "{report:?}");
+    // Memory for the whole object once more is what a large write needs.
+    let mut pointer = client.create(&large(20 << 20, 1)).unwrap();
+    let error = client.write(&mut pointer, &large(20 << 20, 2)).unwrap_err();
+    assert!(matches!(error, ClientError::Refused(Refused::Full)), "{error}");
+    let mut out = vec![0; 20 << 20];
+    client.get(&mut pointer, &mut out).unwrap();
+    assert_eq!(large_version(&out), 1);
+    assert_eq!(node.service.report(OURS).unwrap().objects, 1, "the other object is freed");
+}
+
+#[test]
+fn large_reads_are_never_torn_while_objects_are_replaced() {
+    const BYTES: usize = 300_000;
+    let node = HeapNode::start();
+    let mut writer = node.client(OURS);
+    let mut pointer = writer.create(&large(BYTES, 1)).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let readers: Vec<_> = (0..2)
+            .map(|_| {
+                let (mut reader, mut pointer, done) = (node.client(OURS), pointer, &done);
+                scope.spawn(move || {
+                    let (mut last, mut reads) = (0, 0);
+                    let mut out = vec![0; BYTES];
+                    while !done.load(Ordering::Relaxed) || reads < 20 {
+                        reader.get(&mut pointer, &mut out).unwrap();
+                        let version = large_version(&out);
+                        assert!(version >= last, "version {version} after {last}");
+                        last = version;
+                        reads += 1;
+                    }
+                })
+            })
+            .collect();
+        for version in 2..200 {
+            writer.write(&mut pointer, &large(BYTES, version)).unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+        readers.into_iter().for_each(|reader| reader.join().unwrap());
+    });
+    assert_eq!(node.service.report(OURS).unwrap().objects, 1);
+}
+
+#[test]
+fn a_conditional_write_is_made_by_one_of_several_clients() {
+    const CLIENTS: u64 = 4;
+    const ROUNDS: u64 = 100;
+    let node = HeapNode::start();
+    let root = node.client(OURS).root(64).unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..CLIENTS {
+            let mut client = node.client(OURS);
+            scope.spawn(move || {
+                let mut pointer = client.root(64).unwrap();
+                assert_eq!(pointer.number, root.number, "all find the same object");
+                let mut done = 0;
+                while done < ROUNDS {
+                    let mut out = [0; 8];
+                    client.get(&mut pointer, &mut out).unwrap();
+                    let count = u64::from_le_bytes(out);
+                    match client.write_if(&mut pointer, count, &(count + 1).to_le_bytes()) {
+                        Ok(_) => done += 1,
+                        Err(ClientError::Refused(Refused::Changed)) => {}
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            });
+        }
+    });
+    let mut out = [0; 8];
+    node.client(OURS).get(&mut { root }, &mut out).unwrap();
+    assert_eq!(u64::from_le_bytes(out), CLIENTS * ROUNDS);
+}
+
+#[test]
+fn many_objects_are_read_in_one_batch() {
+    let node = HeapNode::start();
+    let mut client = node.client(OURS);
+    let pointers = allocate_all(&mut client, 300);
+    let freed = pointers[7];
+    let mut outs = vec![[0; OBJECT_BYTES]; pointers.len()];
+    let reads = pointers.iter().zip(&mut outs).map(|(pointer, out)| DirectRead::new(*pointer, out));
+    let mut reads: Vec<_> = reads.collect();
+    client.get_many(&mut reads).unwrap();
+    drop(reads);
+    for (object, out) in (0..).zip(&outs) {
+        assert_eq!(version_of(out), (object, 1));
+    }
+    assert_eq!(client.counts().direct, 300);
+    client.free(freed).unwrap();
+    let reads = pointers.iter().zip(&mut outs).map(|(pointer, out)| DirectRead::new(*pointer, out));
+    let error = client.get_many(&mut reads.collect::<Vec<_>>()).unwrap_err();
+    assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}");
 }

@@ -13,9 +13,12 @@ use aquifer_tests_e2e::restart::{restart_agent, restart_heaps};
 use aquifer_tests_e2e::{Cluster, eventually};
 
 const SIZES: [usize; 5] = [8, 24, 100, 500, 3000];
+/// One object in this many is a large one.
+const LARGE_ONE_IN: usize = 40;
+const LARGE_BYTES: usize = 200_000;
 
 fn up() -> Cluster {
-    Cluster::up_with(1, "64M", &["--heap-memory", "64M"])
+    Cluster::up_with(1, "64M", &["--heap-memory", "128M"])
 }
 
 /// A client that shares memory with the service.
@@ -85,7 +88,8 @@ impl CheckedHeap {
     }
 
     fn allocate(&mut self) {
-        let size = SIZES[self.random.below(SIZES.len())];
+        let is_large = self.random.below(LARGE_ONE_IN) == 0;
+        let size = if is_large { LARGE_BYTES } else { SIZES[self.random.below(SIZES.len())] };
         let result = self.client.allocate(u32::try_from(size).expect("small"));
         let Some(pointer) = self.known(result) else { return };
         self.objects.push(CheckedObject { pointer, size, stamp: 0, pending: None });

@@ -72,15 +72,7 @@ pub fn units_that_are_not_there_are_refused<H: Harness>() {
     let (memory, map, region) = movable(&harness);
     let mut client = harness.client(WHO);
     let third = region.base + 3 * UNIT;
-    let wrong = [
-        0,
-        unit_map::encode(4 * UNIT + 4096),
-        unit_map::encode(5 * UNIT),
-        unit_map::encode(1 << 40),
-        u64::MAX,
-        1 << 52,
-        1 << 63,
-    ];
+    let wrong = [0, unit_map::encode(5 * UNIT), unit_map::encode(1 << 40), u64::MAX, 1 << 52, 1 << 63];
     for word in wrong {
         map.words.atomic_u64(map.at + 24).store(word, Ordering::Release);
         assert_eq!(client.read(third, region.key, 8), REFUSED, "{word:#x}");
@@ -92,6 +84,11 @@ pub fn units_that_are_not_there_are_refused<H: Harness>() {
     }
     assert_eq!(client.read(region.base + region.len, region.key, 8), REFUSED);
     assert_eq!(client.read(region.base + region.len - 8, region.key, 8), REFUSED);
+    // Of this unit the memory has only the first bytes.
+    map.store(3, Some(4 * UNIT + 4096));
+    assert_eq!(client.read(third, region.key, 8), Ok(8));
+    assert_eq!(client.read(third + UNIT - 4096 - 4, region.key, 8), REFUSED);
+    assert_eq!(client.read(third + UNIT - 8, region.key, 8), REFUSED);
     // The last unit of the memory, at a multiple of 4096 that is none of the unit.
     map.store(3, Some(3 * UNIT + 4096));
     memory.write(at(3 * UNIT + 4096), b"the last");
@@ -187,7 +184,8 @@ pub fn a_map_must_fit_and_an_old_key_has_its_old_addresses<H: Harness>() {
         let map = UnitMap { words: Arc::clone(&words), at, units, unit_bytes };
         target.register_movable(Arc::clone(&memory), map, Access::ALL, Scope::Anyone, key)
     };
-    for (at, units, unit_bytes) in [(0, 513, 4096), (4, 1, 4096), (0, 1, 2048), (0, 0, 4096), (0, 1, 4 << 20)]
+    for (at, units, unit_bytes) in
+        [(0, 513, 4096), (4, 1, 4096), (0, 1, 2048), (0, 0, 4096), (0, 1, 256 << 20)]
     {
         let refused = register(at, units, unit_bytes, None);
         assert!(matches!(refused, Err(TargetError::BadUnits { .. })), "{at} {units} {unit_bytes}");

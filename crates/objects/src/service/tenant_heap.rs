@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::bytes::HeapBytes;
-use crate::class::{Class, ClassId, Classes};
+use crate::class::{Class, ClassId, Classes, SLOT_BYTES_MAX};
 use crate::header::ObjectNumber;
 use crate::heap::{Heap, HeapError, HeapSettings, Located};
 use crate::id::IdMode;
@@ -11,7 +11,7 @@ use crate::layout::slot_word;
 use crate::ledger::Ledger;
 use crate::pointer::Pointer;
 use crate::recovery::{Damage, recover};
-use crate::slot::{LockRefused, Words};
+use crate::slot::{LockRefused, Words as _};
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 
 use super::budget::{BATCH_FRAMES, FrameBudget};
@@ -118,15 +118,29 @@ impl TenantHeap {
     pub fn answer<'a>(&mut self, request: Request<'_>, read: &'a mut Vec<u8>) -> Result<Answer<'a>, Refused> {
         match request {
             Request::Open => Ok(Answer::Opened(self.regions.clone())),
-            Request::Allocate { bytes } => Ok(Answer::Pointer(self.allocate(bytes)?, false)),
+            Request::Allocate { bytes } => Ok(Answer::Pointer(self.allocate(bytes, &[])?, false)),
+            Request::Create { bytes, first } => Ok(Answer::Pointer(self.allocate(bytes, first)?, false)),
+            Request::Root { bytes } => self.root(bytes),
             Request::Free(pointer) => self.free(pointer),
             Request::Read(pointer) => {
                 let named = self.named(pointer)?;
+                if named.class.slot_bytes > SLOT_BYTES_MAX {
+                    return Err(Refused::TooLarge);
+                }
                 read.resize(named.class.payload_bytes() as usize, 0);
                 self.ledger.words.read(named.at, read);
                 Ok(Answer::Bytes(named.pointer, named.found.is_old, read))
             }
-            Request::Write(pointer, bytes) => self.write(pointer, bytes),
+            Request::Write(pointer, bytes) => self.write(pointer, 0, bytes),
+            Request::WriteAt { pointer, offset, bytes } => self.write(pointer, offset, bytes),
+            Request::WriteIf { pointer, expected, bytes } => {
+                let named = self.named(pointer)?;
+                if self.ledger.words.load(named.at + 1) != expected {
+                    return Err(Refused::Changed);
+                }
+                self.write(pointer, 0, bytes)
+            }
+            Request::Replace { pointer, staged, bytes } => self.replace(pointer, staged, bytes),
             Request::Correct(pointer) => {
                 let named = self.named(pointer)?;
                 self.corrections += 1;
@@ -136,6 +150,9 @@ impl TenantHeap {
                 let named = self.named(pointer)?;
                 let id = pointer.number.get();
                 let address = self.heap.release(pointer.address, id, &mut self.ledger).map_err(refused)?;
+                if self.ledger.root().is_some_and(|(root, ..)| root == pointer.number) {
+                    self.ledger.set_root(pointer.number, address, pointer.class);
+                }
                 Ok(Answer::Pointer(Pointer { address, ..named.pointer }, false))
             }
             Request::Report { .. } | Request::Compact { .. } | Request::SetLimit { .. } => {
@@ -144,7 +161,23 @@ impl TenantHeap {
         }
     }
 
-    fn allocate(&mut self, bytes: u32) -> Result<Pointer, Refused> {
+    /// The root object, which is allocated if there is none.
+    fn root<'a>(&mut self, bytes: u32) -> Result<Answer<'a>, Refused> {
+        let BlockRegion { heap, node, .. } = self.regions[0];
+        if let Some((number, address, class)) = self.ledger.root()
+            && let Ok(named) = self.named(Pointer { node, heap, class, address, number })
+        {
+            return Ok(Answer::Pointer(named.pointer, false));
+        }
+        let pointer = self.allocate(bytes, &[])?;
+        self.ledger.set_root(pointer.number, pointer.address, pointer.class);
+        Ok(Answer::Pointer(pointer, false))
+    }
+
+    fn allocate(&mut self, bytes: u32, first: &[u8]) -> Result<Pointer, Refused> {
+        if first.len() > SLOT_BYTES_MAX as usize {
+            return Err(Refused::TooLarge);
+        }
         let class = self.heap.classes().class_for(bytes).ok_or(Refused::TooLarge)?;
         let shape = self.heap.classes().get(class).ok_or(Refused::TooLarge)?;
         self.ledger.reserve_number(self.next);
@@ -156,8 +189,16 @@ impl TenantHeap {
         };
         let allocated = allocated.map_err(refused)?;
         let number = ObjectNumber::new(allocated.id).ok_or(Refused::Full)?;
-        let zeros = vec![0; shape.payload_bytes() as usize / 8];
-        self.ledger.create_object(slot_word(allocated.frames, allocated.slot, shape), number, &zeros);
+        // The memory of a new block is all zeros.
+        let words =
+            if shape.is_single() { first.len().div_ceil(8) } else { shape.payload_bytes() as usize / 8 };
+        let mut payload = vec![0; words];
+        for (word, part) in payload.iter_mut().zip(first.chunks(8)) {
+            let mut whole = [0; 8];
+            whole[..part.len()].copy_from_slice(part);
+            *word = u64::from_le_bytes(whole);
+        }
+        self.ledger.create_object(slot_word(allocated.frames, allocated.slot, shape), number, &payload);
         let BlockRegion { heap, node, .. } = self.regions[0];
         Ok(Pointer { node, heap, class, address: allocated.address, number })
     }
@@ -171,9 +212,9 @@ impl TenantHeap {
     /// Takes frames for another block. Returns whether the quota and the budget allow it.
     fn grow(&mut self, shape: Class) -> bool {
         let used = self.heap.used_frames();
-        let wanted = (used + (1 << shape.order)).next_multiple_of(BATCH_FRAMES);
+        let wanted = (used + shape.frames()).next_multiple_of(BATCH_FRAMES);
         let more = wanted.saturating_sub(self.granted);
-        let may_grow = used + (1 << shape.order) <= self.quota && self.budget.reserve(more);
+        let may_grow = used + shape.frames() <= self.quota && self.budget.reserve(more);
         if may_grow {
             self.granted += more;
             self.heap.set_frames_limit(self.granted);
@@ -212,19 +253,43 @@ impl TenantHeap {
         Ok(Answer::Pointer(named.pointer, false))
     }
 
-    fn write<'a>(&mut self, pointer: Pointer, bytes: &[u8]) -> Result<Answer<'a>, Refused> {
+    fn write<'a>(&mut self, pointer: Pointer, offset: u32, bytes: &[u8]) -> Result<Answer<'a>, Refused> {
         let named = self.named(pointer)?;
-        if bytes.len() > named.class.payload_bytes() as usize {
+        let end = u64::from(offset) + bytes.len() as u64;
+        if end > named.class.payload_bytes().into() || bytes.len() > SLOT_BYTES_MAX as usize {
             return Err(Refused::TooLarge);
         }
+        let first = u64::from(offset / 8);
         let mut payload = Vec::with_capacity(bytes.len().div_ceil(8));
-        for (word, part) in (named.at + 1..).zip(bytes.chunks(8)) {
+        for (word, part) in (named.at + 1 + first..).zip(bytes.chunks(8)) {
             // The rest of the last word stays.
             let mut whole = if part.len() < 8 { self.ledger.words.load(word).to_le_bytes() } else { [0; 8] };
             whole[..part.len()].copy_from_slice(part);
             payload.push(u64::from_le_bytes(whole));
         }
-        self.ledger.write_object(named.at, pointer.number, &payload).map_err(busy)?;
+        self.ledger.write_object(named.at, pointer.number, first, &payload).map_err(busy)?;
+        Ok(Answer::Pointer(named.pointer, named.found.is_old))
+    }
+
+    /// Gives a large object the first bytes of another one, which ends.
+    fn replace<'a>(&mut self, pointer: Pointer, staged: Pointer, bytes: u32) -> Result<Answer<'a>, Refused> {
+        let (named, other) = (self.named(pointer)?, self.named(staged)?);
+        let is_possible = named.class.is_single() && pointer.class == staged.class;
+        if !is_possible || bytes > named.class.payload_bytes() {
+            return Err(Refused::Invalid);
+        }
+        let rest = bytes % 8;
+        if rest > 0 {
+            // The last word is partly that of the object.
+            let word = 1 + u64::from(bytes / 8);
+            let mask = (1 << (8 * rest)) - 1;
+            let new = self.ledger.words.load(other.at + word) & mask;
+            let old = self.ledger.words.load(named.at + word) & !mask;
+            self.ledger.words.store(other.at + word, new | old);
+        }
+        let of = |pointer: Pointer| (pointer.address, pointer.number.get());
+        let words = bytes.div_ceil(8);
+        self.heap.replace(of(pointer), of(staged), words, &mut self.ledger).map_err(refused)?;
         Ok(Answer::Pointer(named.pointer, named.found.is_old))
     }
 

@@ -32,7 +32,7 @@ impl HeapMemory {
     pub fn named(&self, address: BlockAddress) -> Option<FrameRun> {
         let at = NAMES + self.layout.names_before(usize::from(address.order)) + u64::from(address.number);
         let first = u32::try_from(self.get(at).checked_sub(1)?).expect("a frame");
-        Some(FrameRun { first, order: address.order })
+        Some(FrameRun { first, count: 1 << address.order })
     }
 }
 

@@ -34,6 +34,8 @@ const SIMULATOR: Simulator<Mutation, ObjectsCounts> = Simulator {
         Mutation::ForgetBlockEarly,
         Mutation::TrustCopies,
         Mutation::MixClasses,
+        Mutation::ReplaceUnrecorded,
+        Mutation::TrustReplacement,
     ],
 };
 const SCHEDULES: u64 = 500;

@@ -23,6 +23,8 @@ const OPERATIONS: u32 = 400;
 const READERS: usize = 4;
 const OBJECTS_MAX: usize = 700;
 const CLASS_BYTES: [u32; 4] = [24, 110, 120, 250];
+/// Of schedules with objects that have a block each.
+const SINGLE: Class = Class { slot_bytes: 2304, order: 0 };
 
 /// How often things happened in a schedule, or in all.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,10 +44,11 @@ pub struct ObjectsCounts {
     crashes: u64,
     completed: u64,
     undone: u64,
+    replaced: u64,
 }
 
 impl ObjectsCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 15] {
+    pub fn labelled(&self) -> [(&'static str, u64); 16] {
         [
             ("allocations", self.allocations),
             ("frees", self.frees),
@@ -62,6 +65,7 @@ impl ObjectsCounts {
             ("crashes", self.crashes),
             ("operations that a crash did not undo", self.completed),
             ("operations that a crash has undone", self.undone),
+            ("replaced objects", self.replaced),
         ]
     }
 
@@ -81,6 +85,7 @@ impl ObjectsCounts {
         self.crashes += other.crashes;
         self.completed += other.completed;
         self.undone += other.undone;
+        self.replaced += other.replaced;
     }
 }
 
@@ -158,7 +163,7 @@ impl ReaderWorld {
         let number = self.objects[object].number;
         let header = slot::lock(self, at, number, Lock::Writing).ok()?;
         let payload = self.begin_write(object);
-        slot::write(self, at, header, &payload);
+        slot::write(self, at, header, 0, &payload);
         self.end_write(object);
         Some(())
     }
@@ -279,13 +284,16 @@ struct Schedule {
 impl Schedule {
     fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
-        let classes = Classes::standard().clone();
+        let has_single = rng.chance(1, 8);
+        let small = Class { slot_bytes: 112, order: 0 };
+        let classes = if has_single { Classes::of(vec![small, SINGLE]) } else { Classes::standard().clone() };
         let count = 1 + rng.index(2);
         let chosen = (0..count).filter_map(|_| {
             let id = classes.class_for(CLASS_BYTES[rng.index(CLASS_BYTES.len())])?;
             Some((id, classes.get(id)?))
         });
-        let chosen = chosen.collect();
+        let mut chosen: Vec<(ClassId, Class)> = chosen.collect();
+        chosen.extend(classes.iter().filter(|(_, class)| class.is_single() && has_single));
         let settings = HeapSettings {
             classes,
             mode: IdMode::Numbers,
@@ -327,6 +335,7 @@ impl Schedule {
             0 => self.heap.expire_released(&mut self.ledger),
             1..3 => self.write()?,
             3 => self.compact()?,
+            4 if self.classes.iter().any(|(_, class)| *class == SINGLE) => self.replace()?,
             4 => self.release()?,
             5 => self.correct()?,
             _ if what - 6 < self.frees => {
@@ -402,10 +411,44 @@ impl Schedule {
         let number = self.ledger.words.objects[object].number;
         let payload = self.ledger.words.begin_write(object);
         self.in_progress = InProgress::Write(object);
-        self.ledger.write_object(at, number, &payload).map_err(|error| format!("{number:?}: {error:?}"))?;
+        self.ledger
+            .write_object(at, number, 0, &payload)
+            .map_err(|error| format!("{number:?}: {error:?}"))?;
         self.in_progress = InProgress::Nothing;
         self.ledger.words.end_write(object);
         Ok(())
+    }
+
+    /// Gives an object that has a block for itself the bytes of another one.
+    fn replace(&mut self) -> Result<(), String> {
+        let world = &mut self.ledger.words;
+        let singles: Vec<usize> =
+            self.live.iter().copied().filter(|object| world.objects[*object].class == SINGLE).collect();
+        if singles.len() < 2 {
+            return Ok(());
+        }
+        let target = world.rng.index(singles.len());
+        let other = (target + 1 + world.rng.index(singles.len() - 1)) % singles.len();
+        let (target, staged) = (singles[target], singles[other]);
+        let stamp = world.objects[staged].versions.last().expect("it was written").0;
+        let began = world.time;
+        world.objects[target].versions.push((stamp, began, u64::MAX));
+        let (to, from) = (self.pointer_of(target), self.pointer_of(staged));
+        self.in_progress = InProgress::Replace(target, staged);
+        let words = SINGLE.slot_bytes / 8 - 1;
+        self.heap.replace(to, from, words, &mut self.ledger).map_err(|error| broken(to.0, to.1, error))?;
+        self.in_progress = InProgress::Nothing;
+        self.end_replacement(target, staged);
+        Ok(())
+    }
+
+    /// One object has the bytes of another, which has ended.
+    fn end_replacement(&mut self, target: usize, staged: usize) {
+        let world = &mut self.ledger.words;
+        world.objects[staged].freed_at = Some(world.time);
+        world.objects[target].versions.last_mut().expect("it was pushed").2 = world.time;
+        self.live.retain(|object| *object != staged);
+        world.counts.replaced += 1;
     }
 
     /// One of the objects that live, and where it is.

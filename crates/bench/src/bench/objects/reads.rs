@@ -231,7 +231,7 @@ impl RawReads {
     fn read(&mut self, pointer: Pointer) -> Result<(), BenchError> {
         let (block, offset) = BlockAddress::containing(pointer.address).expect("the heap has made it");
         let region = &self.regions[usize::from(block.order)];
-        let addr = region.base + u64::from(block.number) * self.class.block_bytes() + offset + 8;
+        let addr = region.base + u64::from(block.number) * self.class.address_bytes() + offset + 8;
         let local = LocalSlice { key: self.local, offset: 0, len: self.size };
         let verb = Verb::Read { local, remote: RemoteAddr { addr, key: region.key } };
         self.endpoint.post(&[Work { id: 1, verb, signalled: true }]).map_err(heap_error)?;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use aquifer_objects::class::{BLOCK_ORDER_MAX, Class, ClassId, Classes, FRAME_BYTES};
-use aquifer_objects::heap::{Heap, HeapSettings, Mover};
+use aquifer_objects::heap::{Heap, HeapSettings, Mover, Replacement};
 use aquifer_objects::id::IdMode;
 use aquifer_objects::pointer::BlockAddress;
 use aquifer_objects::space::FrameRun;
@@ -227,6 +227,7 @@ impl Mover for NoBytes {
     fn lock(&mut self, _: FrameRun, _: &[(u32, u64)], _: Class) {}
     fn copy(&mut self, _: (FrameRun, u32), _: (FrameRun, u32), _: Class, _: Option<u32>) {}
     fn rehome(&mut self, _: (FrameRun, u32), _: Option<u32>) {}
+    fn replace(&mut self, _: &Replacement) {}
     fn name(&mut self, _: BlockAddress, _: [Option<FrameRun>; 2]) {}
     fn free(&mut self, _: FrameRun) {}
     fn clear(&mut self, _: FrameRun) {}

@@ -20,6 +20,8 @@ pub(super) enum InProgress {
     Write(usize),
     Free(usize),
     Release(usize),
+    /// The object, and the one whose bytes it gets.
+    Replace(usize, usize),
     /// With the stamp of its bytes.
     Allocate(u64),
 }
@@ -101,6 +103,14 @@ impl Schedule {
                     self.ledger.words.objects[object].freed_at = Some(self.ledger.words.time);
                 } else {
                     self.live.push(object);
+                }
+            }
+            InProgress::Replace(target, staged) => {
+                is_completed = !is_there(&self.ledger.words.objects[staged]);
+                if is_completed {
+                    self.end_replacement(target, staged);
+                } else {
+                    self.ledger.words.objects[target].versions.pop();
                 }
             }
             // The client asks again, with the old pointer.

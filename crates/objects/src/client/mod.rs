@@ -1,32 +1,35 @@
 //! The client of a heap: what programs link. It knows the fabric, and no pool or directory.
 
+mod connection;
+
 use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::paths::agent_socket;
-use aquifer_fabric::{
-    Completion, Endpoint, EndpointError, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb,
-    Work, WorkError,
-};
+use aquifer_fabric::{Endpoint, EndpointError, WorkError};
 
 use crate::access::{AccessError, request_access};
-use crate::class::{Class, Classes};
-use crate::header::{HEADER_BYTES, Header};
+use crate::class::{Class, Classes, OBJECT_BYTES_MAX, SLOT_BYTES_MAX};
 use crate::pointer::{BlockAddress, Pointer};
 use crate::shared::{SharedHeap, SharedLink};
-use crate::slot::{ReadVerdict, verdict};
-use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
+use crate::slot::ReadVerdict;
+use crate::wire::{Answer, Refused, Request};
+use connection::BATCH_MAX;
+pub(crate) use connection::Connection;
 
-/// Operations of one direct read.
-const BATCH_MAX: usize = 3;
 /// Longest wait for an answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 /// Direct reads of a busy object before the service reads it.
 const TRIES_MAX: u32 = 16;
 /// A read that has taken longer is done again: versions could have passed through all numbers.
-pub(crate) const READ_TIME_MAX: Duration = Duration::from_millis(10);
+const READ_TIME_MAX: Duration = Duration::from_millis(10);
+/// The same for large objects, of which a version takes longer.
+const LARGE_READ_TIME_MAX: Duration = Duration::from_millis(500);
+/// Bytes of an object in one message, at most.
+const MESSAGE_PART_BYTES: u32 = SLOT_BYTES_MAX;
+/// Longest pause before a large object that was changed meanwhile is read again.
+const BACK_OFF_MAX: Duration = Duration::from_millis(10);
 
 /// Connections that a read makes, at most.
 const RECONNECTIONS_MAX: u32 = 3;
@@ -34,12 +37,6 @@ const RECONNECTIONS_MAX: u32 = 3;
 const BROKEN_CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Pause between two attempts to connect.
 const RECONNECT_PAUSE: Duration = Duration::from_millis(20);
-
-/// The local memory: a message to send, two headers, and the bytes of an object.
-const BEFORE_AT: usize = 64 << 10;
-const AFTER_AT: usize = BEFORE_AT + 8;
-const PAYLOAD_AT: usize = BEFORE_AT + 64;
-const MEMORY_BYTES: usize = 128 << 10;
 
 /// Why a request to a heap failed.
 #[derive(Debug, thiserror::Error)]
@@ -115,6 +112,14 @@ pub(crate) trait HeapLink: Send + std::fmt::Debug {
     /// Reads an object one-sidedly, once.
     fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError>;
 
+    /// Reads objects one-sidedly, once each.
+    fn direct_read_many(&mut self, reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
+        for read in reads {
+            read.verdict = self.direct_read(read.pointer, read.out)?;
+        }
+        Ok(())
+    }
+
     /// Sends a request whose answer is a pointer.
     fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
         match self.request(request)? {
@@ -124,13 +129,37 @@ pub(crate) trait HeapLink: Send + std::fmt::Debug {
     }
 }
 
+/// A read of a batch: see [`HeapClient::get_many`].
+#[derive(Debug)]
+pub struct DirectRead<'a> {
+    /// The object.
+    pub pointer: Pointer,
+    /// Its first bytes.
+    pub out: &'a mut [u8],
+    /// What was found.
+    pub verdict: ReadVerdict,
+}
+
+impl<'a> DirectRead<'a> {
+    /// A read of the first bytes of an object.
+    #[must_use]
+    pub fn new(pointer: Pointer, out: &'a mut [u8]) -> Self {
+        Self { pointer, out, verdict: ReadVerdict::Busy }
+    }
+}
+
+/// The longest time that a read of an object may take.
+pub(crate) fn read_time_max(class: Class) -> Duration {
+    if class.is_single() { LARGE_READ_TIME_MAX } else { READ_TIME_MAX }
+}
+
 /// The class of a pointer's object, its block, and the offset of its slot; `None` if no object has
 /// the pointer.
 pub(crate) fn slot_of(classes: &Classes, pointer: Pointer) -> Option<(Class, BlockAddress, u64)> {
     let class = classes.get(pointer.class)?;
     let (block, offset) = BlockAddress::containing(pointer.address)?;
     let is_slot = block.order == class.order
-        && offset % u64::from(class.slot_bytes) == 0
+        && offset.is_multiple_of(u64::from(class.slot_bytes))
         && offset + u64::from(class.slot_bytes) <= class.block_bytes();
     is_slot.then_some((class, block, offset))
 }
@@ -150,18 +179,6 @@ impl std::fmt::Debug for HeapClient {
         let Self { connection, counts, .. } = self;
         formatter.debug_struct("HeapClient").field("connection", connection).field("counts", counts).finish()
     }
-}
-
-/// A connection to one tenant's heap.
-#[derive(Debug)]
-pub(crate) struct Connection {
-    endpoint: Box<dyn Endpoint>,
-    memory: Arc<Memory>,
-    local: LocalKey,
-    regions: Vec<BlockRegion>,
-    classes: &'static Classes,
-    answer: Vec<u8>,
-    completions: Vec<Completion>,
 }
 
 impl HeapClient {
@@ -228,6 +245,28 @@ impl HeapClient {
         self.request_pointer(&Request::Allocate { bytes }).map(|(pointer, _)| pointer)
     }
 
+    /// Allocates an object with these bytes.
+    ///
+    /// # Errors
+    /// If the heap is full, the object too large, or the connection broken.
+    pub fn create(&mut self, contents: &[u8]) -> Result<Pointer, ClientError> {
+        let bytes = object_bytes(contents)?;
+        let first = &contents[..contents.len().min(MESSAGE_PART_BYTES as usize)];
+        let (pointer, _) = self.request_pointer(&Request::Create { bytes, first })?;
+        self.write_parts(pointer, contents, first.len())?;
+        Ok(pointer)
+    }
+
+    /// The root object of this user's heap: the first one that was asked for, of `bytes` bytes, all
+    /// zeros. Programs find their other objects from there.
+    ///
+    /// # Errors
+    /// If the heap is full, or the connection is broken.
+    pub fn root(&mut self, bytes: u32) -> Result<Pointer, ClientError> {
+        let request = Request::Root { bytes };
+        Ok(self.repeat(|connection| connection.request_pointer(&request))?.0)
+    }
+
     /// Frees an object.
     ///
     /// # Errors
@@ -239,10 +278,81 @@ impl HeapClient {
     /// Replaces the first bytes of an object, and corrects the pointer. Returns whether the pointer
     /// names an old block, which can be released.
     ///
+    /// A reader finds all of the new bytes or none. For more than 32 KiB the heap must have room
+    /// for the object a second time.
+    ///
     /// # Errors
     /// If there is no such object, it is smaller, or the connection is broken.
     pub fn write(&mut self, pointer: &mut Pointer, bytes: &[u8]) -> Result<bool, ClientError> {
-        let (corrected, is_old) = self.request_pointer(&Request::Write(*pointer, bytes))?;
+        if bytes.len() > MESSAGE_PART_BYTES as usize {
+            return self.write_large(pointer, bytes);
+        }
+        self.request_update(pointer, |pointer| Request::Write(pointer, bytes))
+    }
+
+    /// Replaces at most 32 KiB of an object from byte `offset` on, which is a multiple of 8, as
+    /// [`Self::write`] does.
+    ///
+    /// # Errors
+    /// Those of [`Self::write`].
+    pub fn write_at(
+        &mut self,
+        pointer: &mut Pointer,
+        offset: u32,
+        bytes: &[u8],
+    ) -> Result<bool, ClientError> {
+        self.request_update(pointer, |pointer| Request::WriteAt { pointer, offset, bytes })
+    }
+
+    /// Replaces the first bytes of an object, at most 32 KiB, if its first word is `expected`.
+    /// Several clients that all write by this, and each time another first word, never overwrite
+    /// what they have not read.
+    ///
+    /// # Errors
+    /// [`Refused::Changed`] if the word is another; else those of [`Self::write`].
+    pub fn write_if(
+        &mut self,
+        pointer: &mut Pointer,
+        expected: u64,
+        bytes: &[u8],
+    ) -> Result<bool, ClientError> {
+        self.request_update(pointer, |pointer| Request::WriteIf { pointer, expected, bytes })
+    }
+
+    /// Writes the bytes to another object, which then takes the place of this one.
+    fn write_large(&mut self, pointer: &mut Pointer, bytes: &[u8]) -> Result<bool, ClientError> {
+        let class = Classes::standard().get(pointer.class).ok_or(Refused::NoObject)?;
+        if bytes.len() > class.payload_bytes() as usize {
+            return Err(Refused::TooLarge.into());
+        }
+        let staged = self.allocate(class.payload_bytes())?;
+        let written = self.write_parts(staged, bytes, 0).and_then(|()| {
+            let bytes = u32::try_from(bytes.len()).expect("it fits into the object");
+            self.request_update(pointer, |pointer| Request::Replace { pointer, staged, bytes })
+        });
+        if written.is_err() {
+            // If the replacement was made after all, there is no such object.
+            let _ = self.free(staged);
+        }
+        written
+    }
+
+    /// Writes bytes from `from` on, part by part.
+    fn write_parts(&mut self, mut pointer: Pointer, bytes: &[u8], from: usize) -> Result<(), ClientError> {
+        let part_bytes = MESSAGE_PART_BYTES as usize;
+        for (offset, part) in (from..).step_by(part_bytes).zip(bytes[from..].chunks(part_bytes)) {
+            let offset = u32::try_from(offset).expect("it is within the object");
+            self.write_at(&mut pointer, offset, part)?;
+        }
+        Ok(())
+    }
+
+    fn request_update<'a>(
+        &mut self,
+        pointer: &mut Pointer,
+        request: impl FnOnce(Pointer) -> Request<'a>,
+    ) -> Result<bool, ClientError> {
+        let (corrected, is_old) = self.request_pointer(&request(*pointer))?;
         *pointer = corrected;
         Ok(is_old)
     }
@@ -283,29 +393,67 @@ impl HeapClient {
     /// first; if it is busy for long, the service reads it.
     ///
     /// # Errors
-    /// If there is no such object, or the connection is broken.
+    /// If there is no such object, or the connection is broken. [`Refused::Busy`] if an object of
+    /// more than 32 KiB was changed during each of many reads.
     ///
     /// # Panics
     /// If the object's class is smaller than `out`.
     pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
-        for _ in 0..TRIES_MAX {
-            match self.direct_read(*pointer, out)? {
-                ReadVerdict::Valid => {
-                    self.counts.direct += 1;
-                    return Ok(());
+        let mut tries = 0;
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let found = self.direct_read(*pointer, out)?;
+            if self.count_read(pointer, found)? {
+                return Ok(());
+            }
+            tries += 1;
+            if tries >= TRIES_MAX && found == ReadVerdict::Busy {
+                let is_large = Classes::standard().get(pointer.class).is_some_and(Class::is_single);
+                if !is_large {
+                    return self.read(pointer, out).map(drop);
                 }
-                ReadVerdict::Busy => {
-                    self.counts.busy += 1;
-                    std::thread::yield_now();
+                if Instant::now() >= deadline {
+                    return Err(Refused::Busy.into());
                 }
-                ReadVerdict::Elsewhere => {
-                    self.counts.corrected += 1;
-                    let request = Request::Correct(*pointer);
-                    *pointer = self.repeat(|connection| connection.request_pointer(&request))?.0;
-                }
+                std::thread::sleep(BACK_OFF_MAX.min(Duration::from_micros(10) * tries));
             }
         }
-        self.read(pointer, out).map(drop)
+    }
+
+    /// [`Self::get`] for several objects. One-sided reads are made side by side.
+    ///
+    /// # Errors
+    /// Those of [`Self::get`]. Then no read is valid.
+    ///
+    /// # Panics
+    /// If the class of an object is smaller than its `out`.
+    pub fn get_many(&mut self, reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
+        self.repeat(|connection| connection.direct_read_many(reads))?;
+        for read in reads {
+            if !self.count_read(&mut read.pointer, read.verdict)? {
+                self.get(&mut read.pointer, read.out)?;
+            }
+            read.verdict = ReadVerdict::Valid;
+        }
+        Ok(())
+    }
+
+    /// Counts a direct read, and corrects the pointer if the object is elsewhere. Returns whether
+    /// the read is valid.
+    fn count_read(&mut self, pointer: &mut Pointer, found: ReadVerdict) -> Result<bool, ClientError> {
+        match found {
+            ReadVerdict::Valid => self.counts.direct += 1,
+            ReadVerdict::Busy => {
+                self.counts.busy += 1;
+                std::thread::yield_now();
+            }
+            ReadVerdict::Elsewhere => {
+                self.counts.corrected += 1;
+                let request = Request::Correct(*pointer);
+                *pointer = self.repeat(|connection| connection.request_pointer(&request))?.0;
+            }
+        }
+        Ok(found == ReadVerdict::Valid)
     }
 
     /// Reads the first bytes of an object one-sidedly, once. `out` is valid only with
@@ -374,138 +522,7 @@ impl HeapClient {
     }
 }
 
-impl Connection {
-    /// A connection that has opened no heap.
-    pub fn new(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
-        if endpoint.limits().queue_depth < BATCH_MAX {
-            return Err(ClientError::TooShallow);
-        }
-        let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
-        let local = endpoint.register_local(Arc::clone(&memory))?;
-        Ok(Self {
-            endpoint,
-            memory,
-            local,
-            regions: Vec::new(),
-            classes: Classes::standard(),
-            answer: Vec::new(),
-            completions: Vec::new(),
-        })
-    }
-
-    fn open(endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
-        let mut connection = Self::new(endpoint)?;
-        match connection.request(&Request::Open)? {
-            Answer::Opened(regions) => connection.regions = regions,
-            _ => return Err(ClientError::Answer),
-        }
-        Ok(connection)
-    }
-
-    /// The class of a pointer's object, and where its slot is; `None` if no object has it.
-    fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
-        let (class, block, offset) = slot_of(self.classes, pointer)?;
-        let region = self.regions.get(usize::from(block.order))?;
-        let addr = region.base + u64::from(block.number) * class.block_bytes() + offset;
-        Some((class, RemoteAddr { addr, key: Key(region.key) }))
-    }
-
-    /// Posts a batch and waits for its last completion, or for the first that failed.
-    fn complete(&mut self, batch: &[Work], last: u64) -> Result<u64, ClientError> {
-        match self.endpoint.post(batch) {
-            Ok(()) => {}
-            Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
-        }
-        let deadline = Instant::now() + PATIENCE;
-        let mut outcome = Ok(0);
-        loop {
-            self.completions.clear();
-            self.endpoint.poll(&mut self.completions, batch.len());
-            for completion in &self.completions {
-                if outcome.is_ok() {
-                    outcome = completion.outcome;
-                }
-                if completion.id == last {
-                    return outcome.map_err(ClientError::from);
-                }
-            }
-            if self.completions.is_empty() {
-                self.wait(deadline)?;
-            }
-        }
-    }
-
-    fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Err(ClientError::Silent);
-        }
-        // An endpoint that breaks does not wake the thread that waits for a message.
-        if self.endpoint.is_broken() {
-            return Err(ClientError::Connection(WorkError::PeerGone));
-        }
-        self.endpoint.wait(left.min(BROKEN_CHECK_INTERVAL));
-        Ok(())
-    }
-}
-
-impl HeapLink for Connection {
-    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
-        let mut message = Vec::with_capacity(HEAD_BYTES);
-        request.encode(&mut message);
-        let limit = self.endpoint.limits().message_bytes_max as usize;
-        if message.len() > limit.min(BEFORE_AT) {
-            return Err(Refused::TooLarge.into());
-        }
-        self.memory.write(0, &message);
-        let len = u32::try_from(message.len()).expect("it is within the limit");
-        let local = LocalSlice { key: self.local, offset: 0, len };
-        self.complete(&[Work { id: 3, verb: Verb::Send { local }, signalled: true }], 3)?;
-        let deadline = Instant::now() + PATIENCE;
-        self.answer.clear();
-        while !self.endpoint.receive(&mut self.answer) {
-            self.wait(deadline)?;
-        }
-        match Answer::decode(&self.answer) {
-            Some(Answer::Refused(refused)) => Err(refused.into()),
-            Some(answer) => Ok(answer),
-            None => Err(ClientError::Answer),
-        }
-    }
-
-    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
-        let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
-        assert!(out.len() <= class.payload_bytes() as usize, "the object has fewer than {} bytes", out.len());
-        let slice = |offset: usize, len: usize| LocalSlice {
-            key: self.local,
-            offset: offset as u64,
-            len: u32::try_from(len).expect("an object is small"),
-        };
-        let read = |id, local, skip: u64, signalled| {
-            let remote = RemoteAddr { addr: remote.addr + skip, ..remote };
-            Work { id, verb: Verb::Read { local, remote }, signalled }
-        };
-        // In this order: the bytes between the two headers.
-        let batch = [
-            read(0, slice(BEFORE_AT, 8), 0, false),
-            read(1, slice(PAYLOAD_AT, out.len()), HEADER_BYTES.into(), false),
-            read(2, slice(AFTER_AT, 8), 0, true),
-        ];
-        let began = Instant::now();
-        match self.complete(&batch, 2) {
-            Ok(_) => {}
-            // No block has this address any more.
-            Err(ClientError::Connection(WorkError::RemoteAccess)) => return Ok(ReadVerdict::Elsewhere),
-            Err(error) => return Err(error),
-        }
-        if began.elapsed() > READ_TIME_MAX {
-            return Ok(ReadVerdict::Busy);
-        }
-        let header = |at| Header::from_word(self.memory.load_u64(at));
-        let found = verdict(pointer.number, header(BEFORE_AT), header(AFTER_AT));
-        if found == ReadVerdict::Valid {
-            self.memory.read(PAYLOAD_AT, out);
-        }
-        Ok(found)
-    }
+fn object_bytes(contents: &[u8]) -> Result<u32, ClientError> {
+    let bytes = u32::try_from(contents.len()).ok().filter(|bytes| *bytes <= OBJECT_BYTES_MAX);
+    bytes.ok_or_else(|| Refused::TooLarge.into())
 }

@@ -1,0 +1,284 @@
+//! A connection to a heap over a network.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use aquifer_fabric::{
+    Completion, Endpoint, Key, LocalKey, LocalSlice, Memory, PostError, RemoteAddr, Verb, Work, WorkError,
+};
+
+use super::{BROKEN_CHECK_INTERVAL, ClientError, DirectRead, HeapLink, PATIENCE, read_time_max, slot_of};
+use crate::class::{Class, Classes};
+use crate::header::{HEADER_BYTES, Header};
+use crate::pointer::Pointer;
+use crate::slot::{ReadVerdict, verdict};
+use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
+
+/// Operations of one direct read.
+pub(super) const BATCH_MAX: usize = 3;
+/// Objects of one batch, at most.
+const READS_MAX: usize = 64;
+
+/// The local memory: a message to send, two headers for each object of a batch, and their bytes.
+const HEADERS_AT: usize = 64 << 10;
+const PAYLOAD_AT: usize = HEADERS_AT + READS_MAX * 16;
+const PAYLOAD_BYTES: usize = 512 << 10;
+const MEMORY_BYTES: usize = (PAYLOAD_AT + PAYLOAD_BYTES).next_multiple_of(4096);
+
+/// A connection to one tenant's heap.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    endpoint: Box<dyn Endpoint>,
+    memory: Arc<Memory>,
+    local: LocalKey,
+    regions: Vec<BlockRegion>,
+    classes: &'static Classes,
+    answer: Vec<u8>,
+    completions: Vec<Completion>,
+    batch: Vec<Work>,
+    failures: Vec<(u64, WorkError)>,
+}
+
+impl Connection {
+    /// Opens the heap of the endpoint's tenant.
+    pub fn open(endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        let mut connection = Self::new(endpoint)?;
+        match connection.request(&Request::Open)? {
+            Answer::Opened(regions) => connection.regions = regions,
+            _ => return Err(ClientError::Answer),
+        }
+        Ok(connection)
+    }
+
+    /// A connection that has opened no heap.
+    pub fn new(mut endpoint: Box<dyn Endpoint>) -> Result<Self, ClientError> {
+        if endpoint.limits().queue_depth < BATCH_MAX {
+            return Err(ClientError::TooShallow);
+        }
+        let memory = Arc::new(Memory::private("aquifer-heap-client", MEMORY_BYTES)?);
+        let local = endpoint.register_local(Arc::clone(&memory))?;
+        Ok(Self {
+            endpoint,
+            memory,
+            local,
+            regions: Vec::new(),
+            classes: Classes::standard(),
+            answer: Vec::new(),
+            completions: Vec::new(),
+            batch: Vec::new(),
+            failures: Vec::new(),
+        })
+    }
+
+    /// The class of a pointer's object, and where its slot is; `None` if no object has it.
+    fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
+        let (class, block, offset) = slot_of(self.classes, pointer)?;
+        let region = self.regions.get(usize::from(block.order))?;
+        let addr = region.base + u64::from(block.number) * class.address_bytes() + offset;
+        Some((class, RemoteAddr { addr, key: Key(region.key) }))
+    }
+
+    /// Adds a READ of `len` bytes, from `skip` bytes behind `remote`, to the batch.
+    fn add_read(&mut self, id: u64, to: usize, len: usize, remote: RemoteAddr, skip: usize) {
+        let len = u32::try_from(len).expect("it fits into the memory");
+        let local = LocalSlice { key: self.local, offset: to as u64, len };
+        let remote = RemoteAddr { addr: remote.addr + skip as u64, ..remote };
+        self.batch.push(Work { id, verb: Verb::Read { local, remote }, signalled: false });
+    }
+
+    /// Posts the batch and waits for all of it. What failed is in `self.failures`.
+    fn complete(&mut self) -> Result<(), ClientError> {
+        self.failures.clear();
+        // The last operation has its own number: all before it are done when it is.
+        const LAST: u64 = u64::MAX;
+        let Some(last) = self.batch.last_mut() else { return Ok(()) };
+        let last_id = std::mem::replace(&mut last.id, LAST);
+        last.signalled = true;
+        match self.endpoint.post(&self.batch) {
+            Ok(()) => {}
+            Err(PostError::QueueFull { .. }) => unreachable!("one batch is in flight at a time"),
+        }
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            self.completions.clear();
+            self.endpoint.poll(&mut self.completions, self.batch.len());
+            for completion in &self.completions {
+                let is_last = completion.id == LAST;
+                if let Err(error) = completion.outcome {
+                    self.failures.push((if is_last { last_id } else { completion.id }, error));
+                }
+                if is_last {
+                    self.batch.clear();
+                    return Ok(());
+                }
+            }
+            if self.completions.is_empty() {
+                self.wait(deadline)?;
+            }
+        }
+    }
+
+    /// Whether operation `id` was done; false if no block has its address.
+    fn is_done(&self, id: u64) -> Result<bool, ClientError> {
+        match self.failures.iter().find(|(failed, _)| *failed == id) {
+            None => Ok(true),
+            Some((_, WorkError::RemoteAccess)) => Ok(false),
+            Some((_, error)) => Err((*error).into()),
+        }
+    }
+
+    fn wait(&mut self, deadline: Instant) -> Result<(), ClientError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ClientError::Silent);
+        }
+        // An endpoint that breaks does not wake the thread that waits for a message.
+        if self.endpoint.is_broken() {
+            return Err(ClientError::Connection(WorkError::PeerGone));
+        }
+        self.endpoint.wait(left.min(BROKEN_CHECK_INTERVAL));
+        Ok(())
+    }
+
+    fn header(&self, at: usize) -> Header {
+        Header::from_word(self.memory.load_u64(at))
+    }
+
+    /// Reads an object that is larger than the local memory, part by part between its headers.
+    fn read_in_parts(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
+        let began = Instant::now();
+        let parts = out.len().div_ceil(PAYLOAD_BYTES);
+        for (at, part) in out.chunks_mut(PAYLOAD_BYTES).enumerate() {
+            if at == 0 {
+                self.add_read(0, HEADERS_AT, 8, remote, 0);
+            }
+            self.add_read(0, PAYLOAD_AT, part.len(), remote, HEADER_BYTES as usize + at * PAYLOAD_BYTES);
+            if at + 1 == parts {
+                self.add_read(0, HEADERS_AT + 8, 8, remote, 0);
+            }
+            self.complete()?;
+            if !self.is_done(0)? {
+                return Ok(ReadVerdict::Elsewhere);
+            }
+            if at == 0 && self.header(HEADERS_AT).number() != Some(pointer.number) {
+                return Ok(ReadVerdict::Elsewhere);
+            }
+            self.memory.read(PAYLOAD_AT, part);
+        }
+        if began.elapsed() > read_time_max(class) {
+            return Ok(ReadVerdict::Busy);
+        }
+        Ok(verdict(pointer.number, self.header(HEADERS_AT), self.header(HEADERS_AT + 8)))
+    }
+
+    /// Reads the first of these objects, as many as fit, in one batch. Returns how many.
+    fn read_batch(&mut self, reads: &mut [DirectRead<'_>]) -> Result<usize, ClientError> {
+        let most = READS_MAX.min(self.endpoint.limits().queue_depth / BATCH_MAX);
+        let mut used = 0;
+        let mut count = 0;
+        for read in reads.iter_mut().take(most) {
+            let bytes = read.out.len().next_multiple_of(8);
+            if used + bytes > PAYLOAD_BYTES {
+                break;
+            }
+            read.verdict = ReadVerdict::Elsewhere;
+            if let Some((class, remote)) = self.place(read.pointer) {
+                let len = read.out.len();
+                assert!(len <= class.payload_bytes() as usize, "the object has fewer than {len} bytes");
+                let (id, headers_at) = (count as u64, HEADERS_AT + 16 * count);
+                // In this order: the bytes between the two headers.
+                self.add_read(id, headers_at, 8, remote, 0);
+                self.add_read(id, PAYLOAD_AT + used, len, remote, HEADER_BYTES as usize);
+                self.add_read(id, headers_at + 8, 8, remote, 0);
+                read.verdict = ReadVerdict::Valid;
+            }
+            used += bytes;
+            count += 1;
+        }
+        let began = Instant::now();
+        self.complete()?;
+        let took = began.elapsed();
+        let mut at = PAYLOAD_AT;
+        for (place, read) in reads[..count].iter_mut().enumerate() {
+            if read.verdict == ReadVerdict::Valid {
+                read.verdict = self.judge(place, read.pointer, took)?;
+            }
+            if read.verdict == ReadVerdict::Valid {
+                self.memory.read(at, read.out);
+            }
+            at += read.out.len().next_multiple_of(8);
+        }
+        Ok(count)
+    }
+
+    /// What was found of the object at a place of the batch.
+    fn judge(
+        &self,
+        place: usize,
+        pointer: Pointer,
+        took: std::time::Duration,
+    ) -> Result<ReadVerdict, ClientError> {
+        // No block has this address any more.
+        if !self.is_done(place as u64)? {
+            return Ok(ReadVerdict::Elsewhere);
+        }
+        let class = self.classes.get(pointer.class).expect("it was found");
+        if took > read_time_max(class) {
+            return Ok(ReadVerdict::Busy);
+        }
+        let headers_at = HEADERS_AT + 16 * place;
+        Ok(verdict(pointer.number, self.header(headers_at), self.header(headers_at + 8)))
+    }
+}
+
+impl HeapLink for Connection {
+    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError> {
+        let mut message = Vec::with_capacity(HEAD_BYTES);
+        request.encode(&mut message);
+        let limit = self.endpoint.limits().message_bytes_max as usize;
+        if message.len() > limit.min(HEADERS_AT) {
+            return Err(Refused::TooLarge.into());
+        }
+        self.memory.write(0, &message);
+        let len = u32::try_from(message.len()).expect("it is within the limit");
+        let local = LocalSlice { key: self.local, offset: 0, len };
+        self.batch.push(Work { id: 0, verb: Verb::Send { local }, signalled: false });
+        self.complete()?;
+        if let Some((_, error)) = self.failures.first() {
+            return Err((*error).into());
+        }
+        let deadline = Instant::now() + PATIENCE;
+        self.answer.clear();
+        while !self.endpoint.receive(&mut self.answer) {
+            self.wait(deadline)?;
+        }
+        match Answer::decode(&self.answer) {
+            Some(Answer::Refused(refused)) => Err(refused.into()),
+            Some(answer) => Ok(answer),
+            None => Err(ClientError::Answer),
+        }
+    }
+
+    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        if out.len() > PAYLOAD_BYTES {
+            return self.read_in_parts(pointer, out);
+        }
+        let mut reads = [DirectRead::new(pointer, out)];
+        self.read_batch(&mut reads)?;
+        Ok(reads[0].verdict)
+    }
+
+    fn direct_read_many(&mut self, mut reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
+        while let Some(first) = reads.first_mut() {
+            let done = if first.out.len() > PAYLOAD_BYTES {
+                first.verdict = self.read_in_parts(first.pointer, first.out)?;
+                1
+            } else {
+                self.read_batch(reads)?
+            };
+            reads = &mut reads[done..];
+        }
+        Ok(())
+    }
+}
