@@ -7,6 +7,7 @@ use aquifer_channel::paths::own_or_shared_socket;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
+use crate::kv::KvArguments;
 use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
 use crate::state::StateDir;
 use aquifer_ipc::size;
@@ -25,6 +26,7 @@ Cluster on this machine:
 Programs:
   run        Run an unmodified program with a limit on its resident memory
   limit      Change the limit of a running program
+  kv         Use key-value stores in the memory of nodes
 
 Measurements:
   demo       Compare a real program on the pool, on kernel swap and without either
@@ -89,6 +91,8 @@ pub enum Command {
     Lend(LendArguments),
     /// List, compact and limit the heaps of objects that programs have
     Heap(HeapArguments),
+    /// Use key-value stores in the memory of nodes
+    Kv(KvArguments),
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
     #[command(after_help = RUN_EXIT_CODES)]
     Run(RunArguments),

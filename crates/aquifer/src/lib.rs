@@ -1,15 +1,16 @@
 //! The command line `aquifer`: all commands and all daemons in one binary.
 //!
 //! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts
-//! an unmodified program on the pool. A command that fails writes one sentence to standard error.
-//! `aquifer bench`, `demo` and `fabric` start the binary `aquifer-bench`, which uses the public
-//! items of this crate.
+//! an unmodified program on the pool. `kv` has key-value stores. A command that fails writes one
+//! sentence to standard error. `aquifer bench`, `demo` and `fabric` start the binary
+//! `aquifer-bench`, which uses the public items of this crate.
 
 mod bench_binary;
 mod cli;
 mod cluster;
 #[cfg(test)]
 mod golden_tests;
+mod kv;
 mod log_limit;
 mod run;
 pub mod say;
@@ -43,6 +44,7 @@ pub fn main() -> ExitCode {
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Heap(arguments) => state(&cli.state).and_then(|state| cluster::heap(&state, &arguments)),
+        Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),

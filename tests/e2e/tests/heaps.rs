@@ -17,17 +17,17 @@ const SIZES: [usize; 5] = [8, 24, 100, 500, 3000];
 const LARGE_ONE_IN: usize = 40;
 const LARGE_BYTES: usize = 200_000;
 
-fn up() -> Cluster {
+pub(super) fn up() -> Cluster {
     Cluster::up_with(1, "64M", &["--heap-memory", "128M"])
 }
 
 /// A client that shares memory with the service.
-fn client(cluster: &Cluster) -> HeapClient {
+pub(super) fn client(cluster: &Cluster) -> HeapClient {
     HeapClient::connect_at(cluster.agent_socket().to_owned(), None).expect("there is a service of heaps")
 }
 
 /// A client over TCP.
-fn remote_client(cluster: &Cluster) -> HeapClient {
+pub(super) fn remote_client(cluster: &Cluster) -> HeapClient {
     let agent = cluster.agent_socket().to_owned();
     HeapClient::connect_remotely(agent, None).expect("there is a service of heaps")
 }
@@ -47,17 +47,17 @@ struct CheckedObject {
 }
 
 /// A client that knows what each of its objects must be.
-struct CheckedHeap {
+pub(super) struct CheckedHeap {
     client: HeapClient,
     objects: Vec<CheckedObject>,
     random: Random,
     stamp: u64,
     /// Requests whose outcome is unknown, because the service was killed.
-    unknown: u64,
+    pub(super) unknown: u64,
 }
 
 impl CheckedHeap {
-    fn new(client: HeapClient, seed: u64) -> Self {
+    pub(super) fn new(client: HeapClient, seed: u64) -> Self {
         Self { client, objects: Vec::new(), random: Random(seed), stamp: 0, unknown: 0 }
     }
 
@@ -73,7 +73,7 @@ impl CheckedHeap {
         }
     }
 
-    fn operate(&mut self) {
+    pub(super) fn operate(&mut self) {
         let count = self.objects.len();
         match self.random.below(10) {
             0..4 if count < 3000 => self.allocate(),
@@ -116,7 +116,18 @@ impl CheckedHeap {
     }
 
     fn free(&mut self) {
-        let object = self.objects.swap_remove(self.random.below(self.objects.len()));
+        let at = self.random.below(self.objects.len());
+        self.free_at(at);
+    }
+
+    pub(super) fn free_all(&mut self) {
+        while !self.objects.is_empty() {
+            self.free_at(self.objects.len() - 1);
+        }
+    }
+
+    fn free_at(&mut self, at: usize) {
+        let object = self.objects.swap_remove(at);
         let mut out = vec![0; object.size];
         loop {
             let result = self.client.free(object.pointer);
@@ -150,13 +161,13 @@ impl CheckedHeap {
         assert_eq!(out, bytes_of(object.stamp, object.size), "{:?}", object.pointer);
     }
 
-    fn check_all(&mut self) {
+    pub(super) fn check_all(&mut self) {
         (0..self.objects.len()).for_each(|at| self.check(at));
     }
 }
 
 /// Ends the program when the test fails, too.
-struct OnDrop<'a>(&'a AtomicBool);
+pub(super) struct OnDrop<'a>(pub(super) &'a AtomicBool);
 
 impl Drop for OnDrop<'_> {
     fn drop(&mut self) {
@@ -164,7 +175,7 @@ impl Drop for OnDrop<'_> {
     }
 }
 
-fn reports(cluster: &Cluster) -> Vec<HeapReport> {
+pub(super) fn reports(cluster: &Cluster) -> Vec<HeapReport> {
     let output = cluster.command().args(["heap", "list", "--json"]).output().expect("aquifer can be started");
     assert!(output.status.success(), "{}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("it is JSON")

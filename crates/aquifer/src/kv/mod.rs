@@ -1,0 +1,160 @@
+//! `aquifer kv`: key-value stores in heaps of objects.
+
+mod arguments;
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::io::{Read, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::process::ExitCode;
+
+use aquifer_kv::catalog::Catalog;
+use aquifer_kv::{KvError, KvStore};
+use aquifer_objects::client::{ClientError, HeapClient};
+
+use crate::cli::PassedArguments;
+use crate::say::{record_write, say_line};
+use crate::state::StateDir;
+use crate::{Outcome, bench_binary};
+
+pub use arguments::{KvArguments, KvCommand};
+
+/// Keys of a store that was not made for another number.
+const KEYS_DEFAULT: u64 = 100_000;
+
+type Store = KvStore<HeapClient>;
+
+/// Carries out a command.
+pub fn kv(state: &StateDir, arguments: KvArguments) -> Outcome {
+    let KvArguments { agent, node, store, command } = arguments;
+    let connect = || HeapClient::connect_at(agent.socket(state), node);
+    match command {
+        KvCommand::Put { key, value } => {
+            let value = value.map_or_else(read_input, |value| Ok(value.into_vec()))?;
+            open_or_create(connect, &store)?.put(key.as_bytes(), &value)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        KvCommand::Get { key } => get(&mut Store::open(connect()?, &store)?, key.as_bytes()),
+        KvCommand::Del { keys } => delete(&mut Store::open(connect()?, &store)?, &keys),
+        KvCommand::Scan { prefix, limit, values } => {
+            let prefix = prefix.unwrap_or_default();
+            scan(&mut Store::open(connect()?, &store)?, prefix.as_bytes(), limit, values)
+        }
+        KvCommand::Create { keys } => {
+            Store::create(&mut connect()?, &store, keys)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        KvCommand::Drop => {
+            Store::drop_store(connect()?, &store)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        KvCommand::List => {
+            for (name, _) in Catalog::read(&mut connect()?)?.stores {
+                say_line!("{name}");
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        KvCommand::Bench(passed) => {
+            let arguments = std::iter::once(OsString::from("kv")).chain(passed.arguments).collect();
+            bench_binary::exec("bench", None, &PassedArguments { arguments })
+        }
+    }
+}
+
+fn open_or_create(
+    connect: impl Fn() -> Result<HeapClient, ClientError>,
+    name: &str,
+) -> Result<Store, KvError<ClientError>> {
+    let mut heap = connect().map_err(KvError::Objects)?;
+    match Store::open(heap, name) {
+        Err(KvError::NoStore) => {}
+        opened => return opened,
+    }
+    heap = connect().map_err(KvError::Objects)?;
+    match Store::create(&mut heap, name, KEYS_DEFAULT) {
+        // Another program was faster.
+        Ok(()) | Err(KvError::Exists) => Store::open(heap, name),
+        Err(error) => Err(error),
+    }
+}
+
+fn read_input() -> Result<Vec<u8>, Box<dyn Error>> {
+    let mut value = Vec::new();
+    std::io::stdin()
+        .lock()
+        .read_to_end(&mut value)
+        .map_err(|error| format!("cannot read the value: {error}"))?;
+    Ok(value)
+}
+
+fn get(store: &mut Store, key: &[u8]) -> Outcome {
+    let Some(value) = store.get(key)? else { return Err(no_value(key)) };
+    let mut out = std::io::stdout().lock();
+    record_write(out.write_all(&value));
+    // A shell's prompt begins on a line of its own. Files and pipes get the value as it is.
+    if rustix::termios::isatty(&out) && !value.ends_with(b"\n") {
+        record_write(out.write_all(b"\n"));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn delete(store: &mut Store, keys: &[OsString]) -> Outcome {
+    let mut missing = None;
+    for key in keys {
+        if !store.delete(key.as_bytes())? {
+            missing = missing.or(Some(key));
+        }
+    }
+    match missing {
+        Some(key) => Err(no_value(key.as_bytes())),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+fn no_value(key: &[u8]) -> Box<dyn Error> {
+    format!("key `{}` has no value", escape(key)).into()
+}
+
+fn scan(store: &mut Store, prefix: &[u8], limit: Option<usize>, values: bool) -> Outcome {
+    let mut left = limit.unwrap_or(usize::MAX);
+    let mut next = Some(0);
+    while let Some(bucket) = next.filter(|_| left > 0) {
+        let (items, following) = store.scan(bucket)?;
+        next = following;
+        for (key, value) in items.into_iter().filter(|(key, _)| key.starts_with(prefix)).take(left) {
+            left -= 1;
+            match values {
+                true => say_line!("{}\t{}", escape(&key), escape(&value)),
+                false => say_line!("{}", escape(&key)),
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Text on one line: control characters, backslashes, and bytes that are no text are escaped.
+fn escape(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len());
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            match character {
+                '\\' => text.push_str("\\\\"),
+                character if character.is_control() => text.extend(character.escape_default()),
+                character => text.push(character),
+            }
+        }
+        chunk.invalid().iter().for_each(|byte| text.push_str(&format!("\\x{byte:02x}")));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_printed_on_one_line() {
+        assert_eq!(escape("schlüssel\t\\x".as_bytes()), "schlüssel\\t\\\\x");
+        assert_eq!(escape(b"a\nb\xff"), "a\\nb\\xff");
+    }
+}

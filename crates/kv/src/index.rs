@@ -1,0 +1,268 @@
+//! The index of a store: a table of buckets in segments, each bucket an object.
+//!
+//! A bucket that is full is replaced by a larger one. The old one first says where the new one is,
+//! so that no client adds to it any more, and then the segment is changed. A client
+//! that meets the old one completes this.
+
+use aquifer_objects::pointer::Pointer;
+
+use crate::layout::{Bucket, BucketContents, Entry, HEAD_MAGIC, PointerTable};
+use crate::mutation::Mutation;
+use crate::objects::{Objects, Written};
+use crate::store::KvError;
+
+/// Buckets of one segment.
+const SEGMENT_BUCKETS: usize = 1024;
+/// Entries of a new bucket.
+const ENTRIES_FIRST: usize = 8;
+/// Entries of the largest bucket: a conditional write has at most 32 KiB.
+const ENTRIES_MAX: usize = 1364;
+/// Most buckets, as a power of two.
+pub const BUCKET_BITS_MAX: u32 = 22;
+const SEGMENT_BITS: u32 = SEGMENT_BUCKETS.trailing_zeros();
+
+/// The buckets of a store.
+#[derive(Debug)]
+pub struct Index {
+    segments: Vec<Segment>,
+    bytes: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Segment {
+    pointer: Pointer,
+    /// What the segment was when it was read last.
+    table: Option<PointerTable>,
+}
+
+/// A bucket that was read.
+#[derive(Debug)]
+pub struct FoundBucket {
+    /// Its number.
+    number: usize,
+    /// Its pointer, as the segment has it.
+    stored: Pointer,
+    pointer: Pointer,
+    version: u64,
+    capacity: usize,
+    /// Its entries.
+    pub entries: Vec<Entry>,
+}
+
+type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
+
+impl Index {
+    /// Makes the objects of an index for about `keys` keys. Returns its head.
+    ///
+    /// # Errors
+    /// If the heap fails.
+    pub fn create<O: Objects>(objects: &mut O, keys: u64) -> Outcome<Pointer, O> {
+        let buckets = (keys / ENTRIES_FIRST as u64).next_power_of_two();
+        let bits = buckets.trailing_zeros().clamp(SEGMENT_BITS, BUCKET_BITS_MAX);
+        let table = PointerTable { first: 1, pointers: vec![None; SEGMENT_BUCKETS] };
+        let segment = table.encode(SEGMENT_BUCKETS);
+        let segments: Result<Vec<_>, _> =
+            (0..1_usize << (bits - SEGMENT_BITS)).map(|_| objects.create(&segment).map(Some)).collect();
+        let head = PointerTable { first: HEAD_MAGIC, pointers: segments.map_err(KvError::Objects)? };
+        objects.create(&head.encode(head.pointers.len())).map_err(KvError::Objects)
+    }
+
+    /// Opens the index with this head.
+    ///
+    /// # Errors
+    /// If it is none, or the heap fails.
+    pub fn open<O: Objects>(objects: &mut O, mut head: Pointer) -> Outcome<Self, O> {
+        let mut bytes = Vec::new();
+        let is_there = objects.read(&mut head, &mut bytes).map_err(KvError::Objects)?;
+        let count = PointerTable::count(&bytes).filter(|count| is_there && count.is_power_of_two());
+        let table = count.and_then(|count| PointerTable::decode(&bytes, count));
+        let table = table.filter(|table| table.first == HEAD_MAGIC).ok_or(KvError::Damaged)?;
+        let segments =
+            table.pointers.into_iter().map(|pointer| Some(Segment { pointer: pointer?, table: None }));
+        Ok(Self { segments: segments.collect::<Option<_>>().ok_or(KvError::Damaged)?, bytes })
+    }
+
+    /// Number of buckets.
+    #[must_use]
+    pub fn buckets(&self) -> usize {
+        self.segments.len() * SEGMENT_BUCKETS
+    }
+
+    /// The number of the bucket for a hash: buckets are in the order of hashes.
+    #[must_use]
+    pub fn number(&self, hash: u64) -> usize {
+        let bits = self.buckets().trailing_zeros();
+        usize::try_from(hash >> (u64::BITS - bits)).expect("it is below the number of buckets")
+    }
+
+    /// Reads a bucket; `None` if it was never made.
+    ///
+    /// # Errors
+    /// If the heap fails, or the store is damaged.
+    pub fn bucket<O: Objects>(&mut self, objects: &mut O, number: usize) -> Outcome<Option<FoundBucket>, O> {
+        let mut last_gone = None;
+        loop {
+            let Some(stored) = self.stored(objects, number)? else { return Ok(None) };
+            if last_gone == Some(stored) {
+                return Err(KvError::Damaged);
+            }
+            let mut pointer = stored;
+            if !objects.read(&mut pointer, &mut self.bytes).map_err(KvError::Objects)? {
+                // A larger one has replaced it.
+                last_gone = Some(stored);
+                self.load(objects, number)?;
+                continue;
+            }
+            let Bucket { version, contents } = Bucket::decode(&self.bytes).ok_or(KvError::Damaged)?;
+            match contents {
+                BucketContents::Moved(to) => {
+                    self.replace(objects, number, Some(stored), to)?;
+                }
+                BucketContents::Entries(entries) => {
+                    let capacity =
+                        (self.bytes.len() - Bucket::bytes(0)) / (Bucket::bytes(1) - Bucket::bytes(0));
+                    let capacity = capacity.min(ENTRIES_MAX);
+                    return Ok(Some(FoundBucket { number, stored, pointer, version, capacity, entries }));
+                }
+            }
+        }
+    }
+
+    /// Replaces the entries of a bucket, unless it was changed since it was read. Returns whether
+    /// it was done.
+    ///
+    /// # Errors
+    /// If the heap fails, or there are too many entries.
+    pub fn write<O: Objects>(
+        &mut self,
+        objects: &mut O,
+        found: &mut FoundBucket,
+        entries: &[Entry],
+    ) -> Outcome<bool, O> {
+        if entries.len() > found.capacity {
+            return self.grow(objects, found, entries);
+        }
+        let bytes = Bucket::encode(found.version + 1, entries);
+        let written =
+            objects.write_if(&mut found.pointer, found.version, &bytes).map_err(KvError::Objects)?;
+        Ok(matches!(written, Written::Done { .. }))
+    }
+
+    /// Replaces a bucket by a larger one with these entries.
+    fn grow<O: Objects>(
+        &mut self,
+        objects: &mut O,
+        found: &mut FoundBucket,
+        entries: &[Entry],
+    ) -> Outcome<bool, O> {
+        if entries.len() > ENTRIES_MAX {
+            return Err(KvError::Full);
+        }
+        let larger = create_bucket(objects, (2 * found.capacity).clamp(entries.len(), ENTRIES_MAX), entries)?;
+        let bytes = Bucket::encode_moved(found.version + 1, larger);
+        let mut mark = || objects.write_if(&mut found.pointer, found.version, &bytes);
+        let is_done = Mutation::GrowUnmarked.is_active()
+            || matches!(mark().map_err(KvError::Objects)?, Written::Done { .. });
+        if is_done {
+            self.replace(objects, found.number, Some(found.stored), larger)?;
+        } else {
+            objects.free(larger).map_err(KvError::Objects)?;
+        }
+        Ok(is_done)
+    }
+
+    /// Makes a bucket with one entry, unless another client has made it. Returns whether it was
+    /// done.
+    ///
+    /// # Errors
+    /// If the heap fails, or the store is damaged.
+    pub fn add_bucket<O: Objects>(
+        &mut self,
+        objects: &mut O,
+        number: usize,
+        entry: Entry,
+    ) -> Outcome<bool, O> {
+        let bucket = create_bucket(objects, ENTRIES_FIRST, &[entry])?;
+        let is_done = self.replace(objects, number, None, bucket)?;
+        if !is_done {
+            objects.free(bucket).map_err(KvError::Objects)?;
+        }
+        Ok(is_done)
+    }
+
+    /// Makes the segment name another bucket, if it names `last`, and frees that. Returns whether
+    /// it was done.
+    fn replace<O: Objects>(
+        &mut self,
+        objects: &mut O,
+        number: usize,
+        last: Option<Pointer>,
+        next: Pointer,
+    ) -> Outcome<bool, O> {
+        loop {
+            let slot = number % SEGMENT_BUCKETS;
+            let mut table = self.load(objects, number)?.clone();
+            if table.pointers[slot] != last {
+                return Ok(false);
+            }
+            let version = table.first;
+            table.first += 1;
+            table.pointers[slot] = Some(next);
+            let segment = &mut self.segments[number / SEGMENT_BUCKETS];
+            let bytes = table.encode(slot + 1);
+            match objects.write_if(&mut segment.pointer, version, &bytes).map_err(KvError::Objects)? {
+                Written::Done { .. } => {
+                    segment.table = Some(table);
+                    if let Some(last) = last {
+                        objects.free(last).map_err(KvError::Objects)?;
+                    }
+                    return Ok(true);
+                }
+                Written::Changed => {}
+                Written::Gone => return Err(KvError::Damaged),
+            }
+        }
+    }
+
+    /// The pointer of a bucket. What was known of it is not believed if it is that there is none.
+    fn stored<O: Objects>(&mut self, objects: &mut O, number: usize) -> Outcome<Option<Pointer>, O> {
+        let slot = number % SEGMENT_BUCKETS;
+        let known = self.segments[number / SEGMENT_BUCKETS].table.as_ref();
+        if let Some(pointer) = known.and_then(|table| table.pointers[slot]) {
+            return Ok(Some(pointer));
+        }
+        Ok(self.load(objects, number)?.pointers[slot])
+    }
+
+    /// Reads the segment of a bucket.
+    fn load<O: Objects>(&mut self, objects: &mut O, number: usize) -> Outcome<&PointerTable, O> {
+        let segment = &mut self.segments[number / SEGMENT_BUCKETS];
+        if !objects.read(&mut segment.pointer, &mut self.bytes).map_err(KvError::Objects)? {
+            return Err(KvError::Damaged);
+        }
+        let table = PointerTable::decode(&self.bytes, SEGMENT_BUCKETS).ok_or(KvError::Damaged)?;
+        Ok(segment.table.insert(table))
+    }
+
+    /// Frees all buckets, the segments, and the head. No client may use the store any more.
+    ///
+    /// # Errors
+    /// If the heap fails.
+    pub fn free<O: Objects>(mut self, objects: &mut O, head: Pointer) -> Outcome<(), O> {
+        for number in (0..self.buckets()).step_by(SEGMENT_BUCKETS) {
+            let buckets: Vec<Pointer> =
+                self.load(objects, number)?.pointers.iter().flatten().copied().collect();
+            for pointer in buckets {
+                objects.free(pointer).map_err(KvError::Objects)?;
+            }
+            objects.free(self.segments[number / SEGMENT_BUCKETS].pointer).map_err(KvError::Objects)?;
+        }
+        objects.free(head).map_err(KvError::Objects)
+    }
+}
+
+fn create_bucket<O: Objects>(objects: &mut O, capacity: usize, entries: &[Entry]) -> Outcome<Pointer, O> {
+    let mut bytes = Bucket::encode(1, entries);
+    bytes.resize(Bucket::bytes(capacity), 0);
+    objects.create(&bytes).map_err(KvError::Objects)
+}

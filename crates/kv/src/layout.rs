@@ -1,0 +1,289 @@
+//! The bytes of the objects of a store. `docs/formats/kv.md` is their description.
+
+use aquifer_objects::pointer::Pointer;
+
+/// Bytes of a pointer in an object.
+pub const POINTER_BYTES: usize = 16;
+/// The head of a store begins with this: what it is, and the version of the format.
+pub const HEAD_MAGIC: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x01");
+/// Bytes of an item before its key.
+const ITEM_HEAD_BYTES: usize = 16;
+/// Bytes of the shortest item: it has room for a pointer.
+const ITEM_BYTES_MIN: usize = ITEM_HEAD_BYTES + POINTER_BYTES;
+/// Bytes of a bucket before its entries.
+const BUCKET_HEAD_BYTES: usize = 16;
+const ENTRY_BYTES: usize = 24;
+
+/// The first word of an item that has the value of its key.
+pub const LIVE: u64 = 1;
+/// The first word of an item whose key was deleted.
+pub const DEAD: u64 = 2;
+/// The first word of an item whose key has its value in another item.
+pub const MOVED: u64 = 3;
+
+fn word(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+}
+
+/// The pointer at an offset; `None` if there is none.
+pub fn pointer_at(bytes: &[u8], at: usize) -> Option<Pointer> {
+    Pointer::from_words([word(bytes, at)?, word(bytes, at + 8)?])
+}
+
+/// Appends a pointer, or zeros.
+pub fn put_pointer(out: &mut Vec<u8>, pointer: Option<Pointer>) {
+    let words = pointer.map_or([0; 2], Pointer::words);
+    words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+}
+
+/// What an item says.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Item<'a> {
+    /// The key has this value.
+    Live {
+        /// The key.
+        key: &'a [u8],
+        /// The value.
+        value: &'a [u8],
+    },
+    /// The key was deleted.
+    Dead {
+        /// The key.
+        key: &'a [u8],
+    },
+    /// The key's value is in another item.
+    Moved(Pointer),
+}
+
+impl<'a> Item<'a> {
+    /// The item in these bytes; `None` if they are damaged.
+    #[must_use]
+    pub fn decode(bytes: &'a [u8]) -> Option<Self> {
+        let state = word(bytes, 0)?;
+        if state == MOVED {
+            return pointer_at(bytes, ITEM_HEAD_BYTES).map(Self::Moved);
+        }
+        let lengths = word(bytes, 8)?;
+        let key_len = usize::try_from(lengths & u64::from(u32::MAX)).ok()?;
+        let value_len = usize::try_from(lengths >> 32).ok()?;
+        let (key, rest) = bytes.get(ITEM_HEAD_BYTES..)?.split_at_checked(key_len)?;
+        match state {
+            LIVE => Some(Self::Live { key, value: rest.get(..value_len)? }),
+            DEAD => Some(Self::Dead { key }),
+            _ => None,
+        }
+    }
+
+    /// The bytes of a live item.
+    #[must_use]
+    pub fn encode(key: &[u8], value: &[u8]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(ITEM_BYTES_MIN.max(ITEM_HEAD_BYTES + key.len() + value.len()));
+        out.extend_from_slice(&LIVE.to_le_bytes());
+        for part in [key, value] {
+            out.extend_from_slice(&u32::try_from(part.len()).expect("it was checked").to_le_bytes());
+        }
+        out.extend_from_slice(key);
+        out.extend_from_slice(value);
+        out.resize(out.len().max(ITEM_BYTES_MIN), 0);
+        out
+    }
+
+    /// The first bytes of an item whose key has its value in another one.
+    #[must_use]
+    pub fn encode_moved(to: Pointer) -> Vec<u8> {
+        moved(MOVED, 0, to)
+    }
+}
+
+fn moved(first: u64, second: u64, to: Pointer) -> Vec<u8> {
+    let mut out = Vec::with_capacity(BUCKET_HEAD_BYTES + POINTER_BYTES);
+    out.extend_from_slice(&first.to_le_bytes());
+    out.extend_from_slice(&second.to_le_bytes());
+    put_pointer(&mut out, Some(to));
+    out
+}
+
+/// An entry of a bucket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entry {
+    /// The hash of the key.
+    pub hash: u64,
+    /// The item.
+    pub item: Pointer,
+}
+
+/// A bucket: the items whose keys have hashes of one range.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Bucket {
+    /// The first word. Each change has another one.
+    pub version: u64,
+    /// What is in it.
+    pub contents: BucketContents,
+}
+
+/// What is in a bucket.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum BucketContents {
+    /// Its items.
+    Entries(Vec<Entry>),
+    /// A larger bucket has replaced it.
+    Moved(Pointer),
+}
+
+/// The second word of a bucket that was replaced.
+const BUCKET_MOVED: u64 = u64::MAX;
+
+impl Bucket {
+    /// The bucket in these bytes; `None` if they are damaged.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let (version, count) = (word(bytes, 0)?, word(bytes, 8)?);
+        if count == BUCKET_MOVED {
+            let to = pointer_at(bytes, BUCKET_HEAD_BYTES)?;
+            return Some(Self { version, contents: BucketContents::Moved(to) });
+        }
+        let count = usize::try_from(count).ok()?;
+        let entries = bytes.get(BUCKET_HEAD_BYTES..)?.chunks_exact(ENTRY_BYTES).take(count);
+        let entries: Option<Vec<Entry>> =
+            entries.map(|entry| Some(Entry { hash: word(entry, 0)?, item: pointer_at(entry, 8)? })).collect();
+        let entries = entries.filter(|entries| entries.len() == count)?;
+        Some(Self { version, contents: BucketContents::Entries(entries) })
+    }
+
+    /// The bytes of a bucket with these entries.
+    #[must_use]
+    pub fn encode(version: u64, entries: &[Entry]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(BUCKET_HEAD_BYTES + entries.len() * ENTRY_BYTES);
+        out.extend_from_slice(&version.to_le_bytes());
+        out.extend_from_slice(&(entries.len() as u64).to_le_bytes());
+        for Entry { hash, item } in entries {
+            out.extend_from_slice(&hash.to_le_bytes());
+            put_pointer(&mut out, Some(*item));
+        }
+        out
+    }
+
+    /// The first bytes of a bucket that a larger one has replaced.
+    #[must_use]
+    pub fn encode_moved(version: u64, to: Pointer) -> Vec<u8> {
+        moved(version, BUCKET_MOVED, to)
+    }
+
+    /// Bytes of a bucket with room for this number of entries.
+    #[must_use]
+    pub const fn bytes(entries: usize) -> usize {
+        BUCKET_HEAD_BYTES + entries * ENTRY_BYTES
+    }
+}
+
+/// A table of pointers: the head of a store, and its segments.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PointerTable {
+    /// The first word: of a segment its version, of a head what it is.
+    pub first: u64,
+    /// The pointers.
+    pub pointers: Vec<Option<Pointer>>,
+}
+
+impl PointerTable {
+    /// The table of `count` pointers in these bytes; `None` if they are too few.
+    #[must_use]
+    pub fn decode(bytes: &[u8], count: usize) -> Option<Self> {
+        let table = bytes.get(16..16 + count * POINTER_BYTES)?;
+        let pointers = table.chunks_exact(POINTER_BYTES).map(|pointer| pointer_at(pointer, 0)).collect();
+        Some(Self { first: word(bytes, 0)?, pointers })
+    }
+
+    /// The number of pointers that a table says it has.
+    #[must_use]
+    pub fn count(bytes: &[u8]) -> Option<usize> {
+        usize::try_from(word(bytes, 8)?).ok()
+    }
+
+    /// The bytes of the table up to its first `count` pointers.
+    #[must_use]
+    pub fn encode(&self, count: usize) -> Vec<u8> {
+        let mut out = Vec::with_capacity(16 + count * POINTER_BYTES);
+        out.extend_from_slice(&self.first.to_le_bytes());
+        out.extend_from_slice(&(self.pointers.len() as u64).to_le_bytes());
+        self.pointers[..count].iter().for_each(|pointer| put_pointer(&mut out, *pointer));
+        out
+    }
+}
+
+/// The hash of a key: CRC-64/NVME, and a multiplication that spreads its bits.
+#[must_use]
+pub fn hash(key: &[u8]) -> u64 {
+    let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, key);
+    let mixed = (crc ^ crc >> 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    mixed ^ mixed >> 29
+}
+
+#[cfg(test)]
+mod tests {
+    use aquifer_objects::class::ClassId;
+    use aquifer_objects::header::ObjectNumber;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pointer(number: u64) -> Pointer {
+        let number = ObjectNumber::new(number).unwrap();
+        Pointer { node: 1, heap: 2, class: ClassId(3), address: 0x40, number }
+    }
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    #[test]
+    fn golden_objects() {
+        let at = "40000000000002000500000000301000";
+        let moved = Item::encode_moved(pointer(5));
+        assert_eq!(hex(&moved), format!("03000000000000000000000000000000{at}"));
+        let item = Item::encode(b"key", b"a value that is long");
+        assert_eq!(
+            hex(&item),
+            "01000000000000000300000014000000\
+             6b6579612076616c75652074686174206973206c6f6e67"
+        );
+        let bucket = Bucket::encode(7, &[Entry { hash: 0x1122, item: pointer(5) }]);
+        assert_eq!(hex(&bucket), format!("070000000000000001000000000000002211000000000000{at}"));
+        let bucket = Bucket::encode_moved(8, pointer(5));
+        assert_eq!(hex(&bucket), format!("0800000000000000ffffffffffffffff{at}"));
+        let table = PointerTable { first: HEAD_MAGIC, pointers: vec![Some(pointer(5)), None] };
+        let none = "0".repeat(32);
+        assert_eq!(hex(&table.encode(2)), format!("41514b56000000010200000000000000{at}{none}"));
+        assert_eq!([hash(b""), hash(b"key")], [GOLDEN_HASHES[0], GOLDEN_HASHES[1]]);
+    }
+
+    const GOLDEN_HASHES: [u64; 2] = [0, 18_172_476_413_451_281_607];
+
+    #[test]
+    fn objects_are_read_as_they_were_written() {
+        let item = Item::encode(b"k", b"");
+        assert_eq!(item.len(), ITEM_BYTES_MIN);
+        assert_eq!(Item::decode(&item), Some(Item::Live { key: b"k", value: b"" }));
+        let entries = vec![Entry { hash: 9, item: pointer(1) }, Entry { hash: 8, item: pointer(2) }];
+        let mut bytes = Bucket::encode(4, &entries);
+        bytes.extend_from_slice(&[0; 50]);
+        let bucket = Bucket { version: 4, contents: BucketContents::Entries(entries) };
+        assert_eq!(Bucket::decode(&bytes), Some(bucket));
+        assert_eq!(Bucket::decode(&bytes[..40]), None, "an entry is missing");
+        let table = PointerTable { first: 3, pointers: vec![None, Some(pointer(9))] };
+        assert_eq!(PointerTable::decode(&table.encode(2), 2), Some(table.clone()));
+        assert_eq!(PointerTable::decode(&table.encode(1), 2), None);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_decoded_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            let _ = (Item::decode(&bytes), Bucket::decode(&bytes), PointerTable::count(&bytes));
+        }
+
+        #[test]
+        fn hashes_of_short_keys_differ(one: u32, other: u32) {
+            prop_assert_eq!(hash(&one.to_le_bytes()) == hash(&other.to_le_bytes()), one == other);
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! Several clients of a store, in many orders of their operations, some of them killed: what they
+//! see must be what one store would have answered to one client after another.
+
+mod history;
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::panic::catch_unwind;
+use std::sync::LazyLock;
+
+use aquifer_kv::layout::hash;
+use aquifer_kv::mutation::Mutation;
+use aquifer_kv::objects::{Objects, Written};
+use aquifer_kv::store::{KvError, KvStore};
+use aquifer_mutation::Mutations as _;
+use aquifer_objects::class::ClassId;
+use aquifer_objects::header::ObjectNumber;
+use aquifer_objects::pointer::Pointer;
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::sync::{Arc, Mutex};
+use shuttle::thread;
+
+use history::{History, Operation};
+
+const NAME: &str = "store";
+const CLIENTS: usize = 3;
+const OPERATIONS: usize = 4;
+const SCHEDULES: usize = 3000;
+/// Objects of this many bytes and multiples of it are of one size class.
+const CLASS_BYTES: usize = 64;
+
+/// The client was killed.
+#[derive(Debug, thiserror::Error)]
+#[error("killed")]
+struct Killed;
+
+/// A heap in the memory of the test. Each operation is one step.
+#[derive(Clone)]
+struct ModelHeap {
+    objects: Arc<Mutex<HashMap<u64, Vec<u8>>>>,
+    next: Arc<Mutex<u64>>,
+    /// Operations until the client is killed.
+    left: Cell<u32>,
+}
+
+const ROOT: u64 = 1;
+
+fn pointer(number: u64, bytes: usize) -> Pointer {
+    let class = ClassId(u8::try_from(bytes.div_ceil(CLASS_BYTES).min(255)).expect("small"));
+    let number = ObjectNumber::new(number).expect("not 0");
+    Pointer { node: 1, heap: 0, class, address: 0, number }
+}
+
+impl ModelHeap {
+    fn new() -> Self {
+        let objects = HashMap::from([(ROOT, vec![0; 4096])]);
+        Self {
+            objects: Arc::new(Mutex::new(objects)),
+            next: Arc::new(Mutex::new(ROOT + 1)),
+            left: Cell::new(u32::MAX),
+        }
+    }
+
+    /// The same heap for another client.
+    fn client(&self, operations: u32) -> Self {
+        Self { left: Cell::new(operations), ..self.clone() }
+    }
+
+    fn step<T>(&self, operation: impl FnOnce(&mut HashMap<u64, Vec<u8>>) -> T) -> Result<T, Killed> {
+        let left = self.left.get().checked_sub(1).ok_or(Killed)?;
+        self.left.set(left);
+        let done = operation(&mut self.objects.lock().expect("no client panics"));
+        // The last operation is done, and the client does not learn it.
+        if left == 0 { Err(Killed) } else { Ok(done) }
+    }
+}
+
+impl Objects for ModelHeap {
+    type Error = Killed;
+
+    fn root(&mut self, _: u32) -> Result<Pointer, Killed> {
+        Ok(pointer(ROOT, 4096))
+    }
+
+    fn create(&mut self, contents: &[u8]) -> Result<Pointer, Killed> {
+        let mut bytes = contents.to_vec();
+        bytes.resize(bytes.len().next_multiple_of(CLASS_BYTES), 0);
+        let number = {
+            let mut next = self.next.lock().expect("no client panics");
+            *next += 1;
+            *next - 1
+        };
+        let created = pointer(number, bytes.len());
+        self.step(|objects| objects.insert(number, bytes))?;
+        Ok(created)
+    }
+
+    fn read(&mut self, pointer: &mut Pointer, out: &mut Vec<u8>) -> Result<bool, Killed> {
+        self.step(|objects| {
+            let Some(bytes) = objects.get(&pointer.number.get()) else { return false };
+            out.clone_from(bytes);
+            true
+        })
+    }
+
+    fn read_many(&mut self, pointers: &mut [Pointer], outs: &mut [Vec<u8>]) -> Result<bool, Killed> {
+        let mut are_all = true;
+        for (pointer, out) in pointers.iter_mut().zip(outs) {
+            are_all &= self.read(pointer, out)?;
+        }
+        Ok(are_all)
+    }
+
+    fn write_if(&mut self, pointer: &mut Pointer, expected: u64, bytes: &[u8]) -> Result<Written, Killed> {
+        self.step(|objects| {
+            let Some(object) = objects.get_mut(&pointer.number.get()) else { return Written::Gone };
+            if object[..8] != expected.to_le_bytes() {
+                return Written::Changed;
+            }
+            object[..bytes.len()].copy_from_slice(bytes);
+            Written::Done { is_old: bytes.len().is_multiple_of(5) }
+        })
+    }
+
+    fn free(&mut self, pointer: Pointer) -> Result<(), Killed> {
+        self.step(|objects| drop(objects.remove(&pointer.number.get())))
+    }
+
+    fn is_of_class(&self, of: Pointer, bytes: usize) -> bool {
+        pointer(1, bytes).class == of.class
+    }
+}
+
+/// Keys that are in one bucket: one more than a new bucket has room for.
+static KEYS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
+    let bucket = |key: &[u8]| hash(key) >> 54;
+    let keys = (0..).map(|number: u32| number.to_string().into_bytes());
+    keys.filter(|key| bucket(key) == bucket(b"0")).take(11).collect()
+});
+
+/// A value: its number, and so many bytes that some are of one size class and some are not.
+fn value(number: u64) -> Vec<u8> {
+    let mut bytes = number.to_le_bytes().to_vec();
+    bytes.resize(8 + usize::try_from(number % 3).expect("small") * 40, 7);
+    bytes
+}
+
+fn number_of(bytes: &[u8]) -> u64 {
+    let number = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
+    assert_eq!(bytes, value(number), "a value is whole");
+    number
+}
+
+fn operate(
+    store: &mut KvStore<ModelHeap>,
+    key: &[u8],
+    history: &History,
+    number: u64,
+) -> Result<(), KvError<Killed>> {
+    match thread_rng().gen_range(0..8) {
+        0..3 => {
+            let pending = history.begin(Operation::Get(None));
+            let found = store.get(key)?.map(|bytes| number_of(&bytes));
+            history.end(pending, Operation::Get(found));
+        }
+        3..6 => {
+            let pending = history.begin(Operation::Put(number));
+            store.put(key, &value(number))?;
+            history.end(pending, Operation::Put(number));
+        }
+        6 => {
+            let pending = history.begin(Operation::Delete(false));
+            let was_there = store.delete(key)?;
+            history.end(pending, Operation::Delete(was_there));
+        }
+        _ => {
+            let pending = history.begin(Operation::Get(None));
+            let found = store.get_many(&[key])?.remove(0).map(|bytes| number_of(&bytes));
+            history.end(pending, Operation::Get(found));
+        }
+    }
+    Ok(())
+}
+
+fn play(may_kill: bool) {
+    let heap = ModelHeap::new();
+    KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+    // Clients use the first two keys. With the others, the second of them makes the bucket grow.
+    let fillers = if thread_rng().gen_bool(0.5) { &KEYS[2..] } else { &[] };
+    let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+    fillers.iter().for_each(|key| store.put(key, b"filler").expect("no client is killed"));
+    let keys = [KEYS[0].clone(), KEYS[1].clone()];
+    let histories = [History::new(), History::new()];
+    let clients: Vec<_> = (0..CLIENTS)
+        .map(|client| {
+            let left =
+                if may_kill && thread_rng().gen_bool(0.5) { thread_rng().gen_range(6..40) } else { u32::MAX };
+            let (heap, keys, histories) = (heap.client(left), keys.clone(), histories.clone());
+            thread::spawn(move || {
+                let Ok(mut store) = KvStore::open(heap, NAME) else { return };
+                for step in 0..OPERATIONS {
+                    let at = usize::from(thread_rng().gen_bool(0.3));
+                    let number = (client * OPERATIONS + step) as u64 + 1;
+                    match operate(&mut store, &keys[at], &histories[at], number) {
+                        Ok(()) => {}
+                        Err(KvError::Objects(Killed)) => return,
+                        Err(error) => panic!("{error}"),
+                    }
+                }
+            })
+        })
+        .collect();
+    clients.into_iter().for_each(|client| client.join().expect("no client panics"));
+    let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+    let mut live = 0;
+    for (key, history) in keys.iter().zip(&histories) {
+        let pending = history.begin(Operation::Get(None));
+        let found = store.get(key).expect("no client is killed").map(|bytes| number_of(&bytes));
+        live += usize::from(found.is_some());
+        history.end(pending, Operation::Get(found));
+        history.check();
+    }
+    let (items, _) = store.scan(store.bucket_of(&keys[0])).expect("no client is killed");
+    let live = live + fillers.len();
+    assert_eq!(items.len(), live, "a scan finds what gets find");
+    if !may_kill {
+        // The catalog, the head, one segment, at most one bucket, and the items.
+        let objects = heap.objects.lock().expect("no client panics").len();
+        assert!((3 + live..=4 + live).contains(&objects), "{objects} objects for {live} keys");
+    }
+}
+
+#[test]
+fn clients_see_one_store() {
+    shuttle::check_random(|| play(false), SCHEDULES);
+}
+
+#[test]
+fn clients_see_one_store_although_some_are_killed() {
+    shuttle::check_random(|| play(true), SCHEDULES);
+}
+
+#[test]
+fn each_broken_step_is_noticed() {
+    for mutation in [Mutation::ReplaceUnmarked, Mutation::DeleteUnmarked, Mutation::GrowUnmarked] {
+        let play = move || mutation.while_active(|| play(false));
+        let outcome = catch_unwind(|| shuttle::check_random(play, 20 * SCHEDULES));
+        assert!(outcome.is_err(), "{mutation:?} is not noticed");
+    }
+}
+
+#[test]
+fn a_store_grows_is_scanned_and_is_deleted() {
+    shuttle::check_random(
+        || {
+            let mut heap = ModelHeap::new();
+            KvStore::create(&mut heap, NAME, 1).unwrap();
+            assert!(matches!(KvStore::create(&mut heap, NAME, 1), Err(KvError::Exists)));
+            let mut store = KvStore::open(heap.clone(), NAME).unwrap();
+            let key = |number: u64| number.to_le_bytes();
+            for number in 0..20_000 {
+                store.put(&key(number), &value(number)).unwrap();
+            }
+            for number in (0..20_000).step_by(3) {
+                assert!(store.delete(&key(number)).unwrap() && !store.delete(&key(number)).unwrap());
+            }
+            let mut other = KvStore::open(heap.clone(), NAME).unwrap();
+            let (mut found, mut next) = (0, Some(0));
+            while let Some(bucket) = next {
+                let (items, following) = other.scan(bucket).unwrap();
+                assert!(items.iter().all(|(_, bytes)| !number_of(bytes).is_multiple_of(3)));
+                found += items.len();
+                next = following;
+            }
+            assert_eq!(found, 13_333);
+            assert_eq!(other.get(&key(7)).unwrap().map(|bytes| number_of(&bytes)), Some(7));
+            assert!(matches!(other.put(b"", b""), Err(KvError::Key)));
+            KvStore::drop_store(heap.clone(), NAME).unwrap();
+            assert!(matches!(KvStore::open(heap.clone(), NAME), Err(KvError::NoStore)));
+            assert_eq!(heap.objects.lock().unwrap().len(), 1, "the catalog is left");
+        },
+        1,
+    );
+}

@@ -1,0 +1,112 @@
+//! Histories of operations on one key, and whether some order explains them.
+
+use std::collections::HashSet;
+
+use shuttle::sync::{Arc, Mutex};
+
+/// An operation with its result.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Operation {
+    /// A read, and what it found.
+    Get(Option<u64>),
+    /// A value was put.
+    Put(u64),
+    /// A deletion, and whether there was a value.
+    Delete(bool),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Event {
+    operation: Operation,
+    began: u64,
+    /// `u64::MAX` if it did not end: it may have been done, or not.
+    ended: u64,
+}
+
+#[derive(Debug, Default)]
+struct Events {
+    events: Vec<Event>,
+    time: u64,
+}
+
+/// The operations of all clients on one key.
+#[derive(Clone, Debug)]
+pub struct History(Arc<Mutex<Events>>);
+
+impl History {
+    pub fn new() -> Self {
+        Self(Arc::new(Mutex::new(Events::default())))
+    }
+
+    /// Notes that an operation begins. Its result is not known yet.
+    pub fn begin(&self, operation: Operation) -> usize {
+        let mut events = self.0.lock().expect("no client panics");
+        events.time += 1;
+        let began = events.time;
+        events.events.push(Event { operation, began, ended: u64::MAX });
+        events.events.len() - 1
+    }
+
+    /// Notes that an operation has ended, with its result.
+    pub fn end(&self, pending: usize, operation: Operation) {
+        let mut events = self.0.lock().expect("no client panics");
+        events.time += 1;
+        let ended = events.time;
+        let event = &mut events.events[pending];
+        (event.operation, event.ended) = (operation, ended);
+    }
+
+    /// # Panics
+    /// If the results are not those of the operations in any order in which each takes effect
+    /// between its begin and its end.
+    pub fn check(&self) {
+        let events = &self.0.lock().expect("no client panics").events;
+        assert!(is_explained(events, None, 0, &mut HashSet::new()), "no order explains {events:#?}");
+    }
+}
+
+/// Whether the operations that are not in `done` can follow when the key has `value`.
+fn is_explained(
+    events: &[Event],
+    value: Option<u64>,
+    done: u64,
+    refuted: &mut HashSet<(Option<u64>, u64)>,
+) -> bool {
+    if !refuted.insert((value, done)) {
+        return false;
+    }
+    let left = || events.iter().enumerate().filter(|(at, _)| done >> at & 1 == 0);
+    let Some(first_end) = left().map(|(_, event)| event.ended).min() else { return true };
+    if first_end == u64::MAX {
+        return true;
+    }
+    // Only what began before anything else has ended can be next.
+    left().filter(|(_, event)| event.began < first_end).any(|(at, event)| {
+        let next = match event.operation {
+            Operation::Put(number) => Some(Some(number)),
+            Operation::Get(_) if event.ended == u64::MAX => Some(value),
+            Operation::Delete(_) if event.ended == u64::MAX => Some(None),
+            Operation::Get(found) => (found == value).then_some(value),
+            Operation::Delete(was_there) => (was_there == value.is_some()).then_some(None),
+        };
+        next.is_some_and(|next| is_explained(events, next, done | 1 << at, refuted))
+    })
+}
+
+#[test]
+fn only_possible_histories_are_explained() {
+    use Operation::{Delete, Get, Put};
+    let event = |operation, began, ended| Event { operation, began, ended };
+    let is_explained = |events: &[Event]| is_explained(events, None, 0, &mut HashSet::new());
+    assert!(is_explained(&[event(Put(1), 1, 2), event(Get(Some(1)), 3, 4)]));
+    assert!(!is_explained(&[event(Put(1), 1, 2), event(Get(None), 3, 4)]), "stale");
+    assert!(is_explained(&[event(Put(1), 1, 4), event(Get(None), 2, 3)]), "at once");
+    assert!(is_explained(&[
+        event(Put(1), 1, u64::MAX),
+        event(Get(Some(1)), 2, 3),
+        event(Get(Some(1)), 4, 5)
+    ]));
+    let flicker = [event(Put(1), 1, u64::MAX), event(Get(Some(1)), 2, 3), event(Get(None), 4, 5)];
+    assert!(!is_explained(&flicker));
+    assert!(!is_explained(&[event(Put(1), 1, 2), event(Delete(true), 3, 4), event(Delete(true), 5, 6)]));
+}

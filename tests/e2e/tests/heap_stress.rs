@@ -1,0 +1,170 @@
+//! Everything that programs do with heaps, at once: objects and stores, in shared memory and over
+//! TCP, while the heap is compacted all the time and services and clients are killed. Every byte is
+//! compared.
+//!
+//! Runs for a third of `AQUIFER_SOAK_S` seconds; without the variable, for a quarter of a minute.
+
+use std::collections::HashMap;
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use aquifer_objects::client::HeapClient;
+use aquifer_tests_e2e::checked::Random;
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_heaps;
+use aquifer_tests_e2e::{Cluster, eventually};
+
+use super::heaps::{CheckedHeap, OnDrop, client, remote_client, reports};
+use super::kv::CheckedStore;
+
+const SECONDS_VARIABLE: &str = "AQUIFER_SOAK_S";
+
+/// What has happened.
+#[derive(Debug, Default)]
+struct Counts {
+    operations: AtomicU64,
+    interrupted: AtomicU64,
+    compactions: AtomicU64,
+    killed_clients: AtomicU64,
+}
+
+impl Counts {
+    fn add(counter: &AtomicU64, count: u64) {
+        counter.fetch_add(count, Ordering::SeqCst);
+    }
+
+    /// Waits until the workers have done this number of operations more.
+    fn await_operations(&self, count: usize) {
+        let end = self.operations.load(Ordering::SeqCst) + count as u64;
+        eventually("the programs go on", || (self.operations.load(Ordering::SeqCst) >= end).then_some(()));
+    }
+}
+
+/// Works on objects until it is over, and frees them.
+fn use_objects(client: HeapClient, seed: u64, is_over: &AtomicBool, counts: &Counts) {
+    let mut heap = CheckedHeap::new(client, seed);
+    while !is_over.load(Ordering::SeqCst) {
+        heap.operate();
+        Counts::add(&counts.operations, 1);
+    }
+    heap.check_all();
+    heap.free_all();
+    Counts::add(&counts.interrupted, heap.unknown);
+}
+
+fn use_store(client: HeapClient, name: &str, seed: u64, is_over: &AtomicBool, counts: &Counts) {
+    let mut store = CheckedStore::new(client, name, seed);
+    while !is_over.load(Ordering::SeqCst) {
+        store.operate();
+        Counts::add(&counts.operations, 1);
+    }
+    store.check_all();
+    Counts::add(&counts.interrupted, store.unknown);
+}
+
+/// Kills clients that put values, each at some time of its life. A value must be one that was put
+/// since the last one that was surely put.
+fn kill_clients(cluster: &Cluster, is_over: &AtomicBool, counts: &Counts) {
+    let mut random = Random(77);
+    let mut possible: HashMap<String, Vec<String>> = HashMap::new();
+    let kv = |arguments: &[&str]| {
+        let mut command = cluster.command();
+        command.args(["kv", "--store", "killed"]).args(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.spawn().expect("aquifer can be started")
+    };
+    let mut number = 0_u64;
+    while !is_over.load(Ordering::SeqCst) {
+        number += 1;
+        let key = format!("key {}", random.below(5));
+        let value = format!("{number} ").repeat(1 + random.below(2000));
+        let mut child = kv(&["put", &key, &value]);
+        // Some are killed before they have begun, and some after they have ended.
+        counts.await_operations(random.below(200));
+        // It may have ended.
+        let _ = child.kill();
+        let is_done = child.wait().expect("it is a child").success();
+        let values = possible.entry(key).or_default();
+        if is_done {
+            values.clear();
+        } else {
+            Counts::add(&counts.killed_clients, 1);
+        }
+        values.push(value);
+        if number.is_multiple_of(20) {
+            check_values(&possible, &kv);
+        }
+    }
+    check_values(&possible, &kv);
+}
+
+fn check_values(possible: &HashMap<String, Vec<String>>, kv: &dyn Fn(&[&str]) -> std::process::Child) {
+    for (key, values) in possible {
+        let output = kv(&["get", key]).wait_with_output().expect("it ends");
+        if !output.status.success() {
+            // The service was killed meanwhile, or all puts of the key were.
+            continue;
+        }
+        let found = text(&output.stdout);
+        assert!(values.contains(&found), "{key} is {found:.60}");
+    }
+}
+
+fn stress(time: Duration) {
+    let cluster = Cluster::up_with(1, "64M", &["--heap-memory", "512M"]);
+    let uid = rustix::process::geteuid().as_raw().to_string();
+    let (is_over, counts) = (AtomicBool::new(false), Counts::default());
+    let (is_over, counts, cluster) = (&is_over, &counts, &cluster);
+    let began = Instant::now();
+    let mut kills = 0;
+    std::thread::scope(|scope| {
+        let workers = [
+            scope.spawn(|| use_objects(client(cluster), 1, is_over, counts)),
+            scope.spawn(|| use_objects(remote_client(cluster), 2, is_over, counts)),
+            scope.spawn(|| use_store(client(cluster), "shared", 3, is_over, counts)),
+            scope.spawn(|| use_store(remote_client(cluster), "remote", 4, is_over, counts)),
+            scope.spawn(|| kill_clients(cluster, is_over, counts)),
+        ];
+        scope.spawn(|| {
+            while !is_over.load(Ordering::SeqCst) {
+                let compacted = cluster.command().args(["heap", "compact", &uid]).output();
+                // It fails while the service is being restarted.
+                let is_done = compacted.expect("aquifer can be started").status.success();
+                Counts::add(&counts.compactions, u64::from(is_done));
+            }
+        });
+        let _end = OnDrop(is_over);
+        let mut random = Random(5);
+        while began.elapsed() < time {
+            counts.await_operations(2000 + random.below(10_000));
+            assert!(!workers.iter().any(|worker| worker.is_finished()), "a program has ended");
+            restart_heaps(cluster, 1);
+            kills += 1;
+        }
+        is_over.store(true, Ordering::SeqCst);
+        workers.into_iter().for_each(|worker| worker.join().expect("all is as it was written"));
+    });
+    println!("{kills} services were killed; {counts:?}");
+    assert!(counts.interrupted.load(Ordering::SeqCst) > 0, "no operation was interrupted");
+    assert!(counts.killed_clients.load(Ordering::SeqCst) > 0, "no client was killed");
+    for store in ["checked", "killed"] {
+        let dropped = cluster.command().args(["kv", "drop", "--store", store]).output();
+        let dropped = dropped.expect("aquifer can be started");
+        assert!(dropped.status.success(), "{}", text(&dropped.stderr));
+    }
+    // What clients leave that were killed or interrupted: an item, a bucket, an object.
+    let left = counts.interrupted.load(Ordering::SeqCst) + counts.killed_clients.load(Ordering::SeqCst);
+    let report = &reports(cluster)[0];
+    assert!(report.objects <= 1 + 3 * left, "{left} were interrupted, and leave {report:?}");
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn nothing_is_wrong_while_all_is_killed_and_compacted() {
+        let seconds = std::env::var(SECONDS_VARIABLE).ok().map(|text| text.parse().expect("a number"));
+        stress(Duration::from_secs(seconds.map_or(15, |seconds: u64| seconds / 3)));
+    }
+}
