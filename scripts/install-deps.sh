@@ -114,6 +114,8 @@ need_for_demo() {
 need_for_bench() {
     need_for_build
     need kmod has modprobe # Loads zram if it is a module.
+    need memcached has memcached
+    need openssl has openssl # Makes certificates for the peers of stores.
     need redis-server has redis-server
     need postgresql has_postgres
     need python3 test -x "$python"

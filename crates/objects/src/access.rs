@@ -81,10 +81,18 @@ impl HeapAccess {
     /// # Errors
     /// If it cannot be reached, or refuses the ticket.
     pub fn connect(&self) -> Result<Box<dyn Endpoint>, AccessError> {
+        self.connect_with(ConnectOptions::default())
+    }
+
+    /// As [`Self::connect`], with other options than the usual ones.
+    ///
+    /// # Errors
+    /// Those of [`Self::connect`].
+    pub fn connect_with(&self, options: ConnectOptions) -> Result<Box<dyn Endpoint>, AccessError> {
         let ticket = parse_hex(&self.ticket).and_then(|bytes| Ticket::parse(&bytes));
         let secret = parse_hex::<32>(&self.secret).map(TicketSecret);
         let (ticket, secret) = ticket.zip(secret).ok_or(AccessError::Answer)?;
-        tcp::connect_with_ticket(self.address, &ticket, &secret, ConnectOptions::default())
+        tcp::connect_with_ticket(self.address, &ticket, &secret, options)
             .map_err(|source| AccessError::Connect { node: self.node, source })
     }
 }

@@ -10,6 +10,7 @@ mod dilemma;
 mod error;
 pub mod fabric;
 mod faults;
+mod kv;
 mod malloc;
 mod objects;
 mod packing;
@@ -94,7 +95,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 8] = [
+const BENCHES: [Bench; 9] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -135,6 +136,14 @@ const BENCHES: [Bench; 8] = [
         options: &[],
         serve_at: Some(fabric::serve_at),
         run: fabric::run,
+    },
+    Bench {
+        name: "kv",
+        about: "gets and YCSB of a key-value store in remote memory, beside redis and memcached",
+        targets: kv::TARGETS,
+        options: &[],
+        serve_at: None,
+        run: kv::run,
     },
     Bench {
         name: "malloc",

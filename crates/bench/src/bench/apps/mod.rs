@@ -4,7 +4,7 @@ mod kmeans;
 mod postgres;
 pub(super) mod random;
 mod redis;
-mod resp;
+pub(super) mod resp;
 mod summary;
 mod unprivileged;
 mod ways;
@@ -26,7 +26,8 @@ use kmeans::KMeans;
 use postgres::Postgres;
 use random::Access;
 use redis::Redis;
-use ways::{Fit, Stage, Way, find_program};
+pub(super) use ways::find_program;
+use ways::{Fit, Stage, Way};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: with a quarter of its memory each program is faster than on a swap \

@@ -45,7 +45,8 @@ impl Client {
 }
 
 impl<S: Read + Write> Client<S> {
-    fn over(stream: S) -> Self {
+    /// A client of the server at the other end of a stream.
+    pub fn over(stream: S) -> Self {
         Self { stream: BufReader::with_capacity(1 << 16, stream), request: Vec::new(), line: Vec::new() }
     }
 
@@ -66,7 +67,8 @@ impl<S: Read + Write> Client<S> {
     /// # Errors
     /// If the connection is broken.
     pub fn send(&mut self) -> io::Result<()> {
-        let sent = self.stream.get_mut().write_all(&self.request);
+        let stream = self.stream.get_mut();
+        let sent = stream.write_all(&self.request).and_then(|()| stream.flush());
         self.request.clear();
         sent
     }

@@ -1,0 +1,179 @@
+//! The core workloads of YCSB (Cooper et al., *Benchmarking Cloud Serving Systems with YCSB*, SoCC
+//! 2010).
+
+use std::time::Instant;
+
+use super::servers::Servers;
+use super::ways::{self, Way, value};
+use crate::bench::BenchError;
+use crate::bench::apps::random::{Access, Draw, Random};
+use crate::bench::support::bytes::float;
+use crate::bench::support::interrupt;
+use crate::bench::support::report::{Column, Row, Table};
+use crate::bench::support::spread::Spread;
+
+const ROUNDS: usize = 3;
+const VALUE_BYTES: usize = 1000;
+const SCAN_KEYS_MAX: usize = 100;
+
+/// A workload: percentages of its operations.
+#[derive(Clone, Copy)]
+pub struct Workload {
+    name: &'static str,
+    reads: usize,
+    updates: usize,
+    inserts: usize,
+    scans: usize,
+    /// The rest are reads that are followed by an update of the same key.
+    reads_latest: bool,
+}
+
+const fn workload(
+    name: &'static str,
+    [reads, updates, inserts, scans]: [usize; 4],
+    latest: bool,
+) -> Workload {
+    Workload { name, reads, updates, inserts, scans, reads_latest: latest }
+}
+
+/// All workloads.
+pub const WORKLOADS: [Workload; 6] = [
+    workload("A: 50 % updates", [50, 50, 0, 0], false),
+    workload("B: 5 % updates", [95, 5, 0, 0], false),
+    workload("C: reads only", [100, 0, 0, 0], false),
+    workload("D: reads of the latest, 5 % inserts", [95, 0, 5, 0], true),
+    workload("E: scans, 5 % inserts", [0, 0, 5, 95], false),
+    workload("F: 50 % read and update", [50, 0, 0, 0], false),
+];
+
+/// Measures all ways.
+///
+/// # Errors
+/// If a way fails, or a value is wrong.
+pub fn table(
+    servers: &Servers,
+    keys: usize,
+    operations: usize,
+    bar: &indicatif::ProgressBar,
+) -> Result<Table, BenchError> {
+    let mut ways = servers.ways()?;
+    let mut clients: Vec<Client> = ways.iter().map(|_| Client::new(keys)).collect();
+    for (way, client) in ways.iter_mut().zip(&mut clients) {
+        client.fill(way.as_mut())?;
+    }
+    let names: Vec<&'static str> = ways.iter().map(|way| way.name()).collect();
+    let mut rows = Vec::new();
+    for workload in WORKLOADS {
+        bar.set_message(format!("YCSB {}", workload.name));
+        let mut figures: Vec<Vec<f64>> = vec![Vec::new(); ways.len()];
+        // A scan has about 50 operations in it.
+        let count = if workload.scans > 0 { operations / 50 } else { operations };
+        for _ in 0..ROUNDS {
+            for ((way, client), figures) in ways.iter_mut().zip(&mut clients).zip(&mut figures) {
+                interrupt::check()?;
+                if let Some(rate) = client.play(way.as_mut(), workload, count)? {
+                    figures.push(rate / 1e3);
+                }
+            }
+        }
+        let measured = names.iter().zip(&figures);
+        let measured = measured.filter_map(|(name, values)| Some((*name, Spread::of(values)?)));
+        rows.push(Row { name: workload.name.into(), figures: measured.collect() });
+        bar.inc(1);
+    }
+    Ok(Table {
+        title: "YCSB, thousand operations a second".into(),
+        columns: names.into_iter().map(Column::middle).collect(),
+        pictured: None,
+        ratio: None,
+        rows,
+    })
+}
+
+/// What a client knows of the keys.
+struct Client {
+    versions: Vec<u64>,
+    /// Keys at the start: the others were inserted.
+    first: usize,
+    draw: Draw,
+    random: Random,
+}
+
+fn key(number: usize) -> Vec<u8> {
+    format!("user{number}").into_bytes()
+}
+
+impl Client {
+    fn new(keys: usize) -> Self {
+        let draw = Draw::new(Access::Zipf, keys);
+        Self { versions: vec![0; keys], first: keys, draw, random: Random(7) }
+    }
+
+    fn fill(&mut self, way: &mut dyn Way) -> Result<(), BenchError> {
+        (0..self.versions.len()).try_for_each(|number| way.put(&key(number), &value(number, 0, VALUE_BYTES)))
+    }
+
+    /// Plays a workload. Returns the operations a second; `None` if the way cannot.
+    fn play(
+        &mut self,
+        way: &mut dyn Way,
+        workload: Workload,
+        operations: usize,
+    ) -> Result<Option<f64>, BenchError> {
+        let began = Instant::now();
+        for _ in 0..operations {
+            let part = self.random.below(100);
+            let bounds = [workload.reads, workload.updates, workload.inserts, workload.scans];
+            let mut end = 0;
+            let kind = bounds.iter().position(|percent| {
+                end += percent;
+                part < end
+            });
+            match kind {
+                Some(0) => self.read(way, workload.reads_latest).map(drop)?,
+                Some(1) => {
+                    let number = self.draw.key();
+                    self.update(way, number)?;
+                }
+                Some(2) => {
+                    self.versions.push(0);
+                    let number = self.versions.len() - 1;
+                    way.put(&key(number), &value(number, 0, VALUE_BYTES))?;
+                }
+                Some(_) => {
+                    let first = key(self.draw.key());
+                    let count = 1 + self.random.below(SCAN_KEYS_MAX);
+                    match way.scan(&first, count) {
+                        Some(scanned) => scanned?,
+                        None => return Ok(None),
+                    }
+                }
+                None => {
+                    let number = self.read(way, false)?;
+                    self.update(way, number)?;
+                }
+            }
+        }
+        Ok(Some(float(operations as u64) / began.elapsed().as_secs_f64()))
+    }
+
+    /// Reads a key and compares it. Returns its number.
+    fn read(&mut self, way: &mut dyn Way, is_latest: bool) -> Result<usize, BenchError> {
+        let drawn = self.draw.key();
+        // The newest key is the most popular one.
+        let number = if is_latest { self.versions.len() - 1 - drawn % self.first } else { drawn };
+        let mut out = Vec::new();
+        let is_there = way.get(&key(number), &mut out)?;
+        ways::check(
+            way.name(),
+            is_there.then_some(&out),
+            &value(number, self.versions[number], VALUE_BYTES),
+        )?;
+        Ok(number)
+    }
+
+    fn update(&mut self, way: &mut dyn Way, number: usize) -> Result<(), BenchError> {
+        self.versions[number] += 1;
+        way.put(&key(number), &value(number, self.versions[number], VALUE_BYTES))
+    }
+}
