@@ -4,16 +4,25 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 
 use aquifer_client::Error;
+use aquifer_objects::client::ClientError;
+use aquifer_objects::wire::Refused;
 
 // Numbers of Linux on x86-64.
+const ENOENT: c_int = 2;
 const EIO: c_int = 5;
 const ECHILD: c_int = 10;
+const EAGAIN: c_int = 11;
 const ENOMEM: c_int = 12;
 const EACCES: c_int = 13;
 const EINVAL: c_int = 22;
+const EFBIG: c_int = 27;
 const EPIPE: c_int = 32;
+const ECONNRESET: c_int = 104;
 const ENOTCONN: c_int = 107;
+const ETIMEDOUT: c_int = 110;
+const ESTALE: c_int = 116;
 const EDQUOT: c_int = 122;
+const ECANCELED: c_int = 125;
 
 thread_local! {
     /// Text of the last error of this thread.
@@ -47,6 +56,39 @@ pub(crate) fn return_value(outcome: Result<(), Error>) -> c_int {
 pub(crate) fn invalid_argument() -> c_int {
     store_text(&"an argument is a null pointer or an impossible length");
     -EINVAL
+}
+
+/// The return value in a forked child.
+pub(crate) fn forked() -> c_int {
+    return_value(Err(Error::Forked))
+}
+
+/// The return value of a read of an object that was changed meanwhile.
+pub(crate) fn again() -> c_int {
+    store_text(&"the object was changed during the read");
+    -EAGAIN
+}
+
+/// The return value of a read of an object that is elsewhere.
+pub(crate) fn stale() -> c_int {
+    store_text(&"the object is elsewhere: the pointer must be corrected");
+    -ESTALE
+}
+
+/// The errno of a heap's error.
+pub(crate) fn heap_errno(error: &ClientError) -> c_int {
+    match error {
+        ClientError::Refused(Refused::NoObject) => ENOENT,
+        ClientError::Refused(Refused::Full) | ClientError::Memory(_) => ENOMEM,
+        ClientError::Refused(Refused::TooLarge) => EFBIG,
+        ClientError::Refused(Refused::Busy) => EAGAIN,
+        ClientError::Refused(Refused::Changed) => ECANCELED,
+        ClientError::Refused(Refused::Invalid) => EINVAL,
+        ClientError::Connection(_) => ECONNRESET,
+        ClientError::Silent => ETIMEDOUT,
+        ClientError::Access(_) | ClientError::Endpoint(_) | ClientError::TooShallow => ENOTCONN,
+        ClientError::Answer => EIO,
+    }
 }
 
 fn errno(error: &Error) -> c_int {

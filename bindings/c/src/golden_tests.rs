@@ -5,16 +5,35 @@ use std::ffi::{c_char, c_int, c_void};
 use std::process::Command;
 
 use aquifer_client::{Error, MAX_EXTENT_BYTES};
+use aquifer_objects::class::OBJECT_BYTES_MAX;
+use aquifer_objects::client::ClientError;
+use aquifer_objects::wire::Refused;
 use aquifer_tests_support::{golden, golden_layout};
 
-use crate::errors::return_value;
+use crate::errors::{heap_errno, return_value};
+use crate::heap::{CGetJob, CPointer};
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
 
 /// Prints the lines of the golden file. Does not compile if a function has another type.
 const PROGRAM: &str = r#"
 #include <stdio.h>
 #include "aquifer.h"
+#include "aquifer_heap.h"
 
+aquifer_heap *aquifer_heap_open(const char *, uint16_t);
+void aquifer_heap_close(aquifer_heap *);
+int aquifer_heap_root(aquifer_heap *, uint32_t, aquifer_pointer *);
+int aquifer_heap_allocate(aquifer_heap *, uint32_t, aquifer_pointer *);
+int aquifer_heap_create(aquifer_heap *, const void *, size_t, aquifer_pointer *);
+int aquifer_heap_free(aquifer_heap *, const aquifer_pointer *);
+int aquifer_heap_get(aquifer_heap *, aquifer_pointer *, void *, size_t);
+int aquifer_heap_get_many(aquifer_heap *, aquifer_get_job *, size_t);
+int aquifer_heap_direct_read(aquifer_heap *, const aquifer_pointer *, void *, size_t);
+int aquifer_heap_read(aquifer_heap *, aquifer_pointer *, void *, size_t);
+int aquifer_heap_write(aquifer_heap *, aquifer_pointer *, const void *, size_t);
+int aquifer_heap_write_at(aquifer_heap *, aquifer_pointer *, uint32_t, const void *, size_t);
+int aquifer_heap_write_if(aquifer_heap *, aquifer_pointer *, uint64_t, const void *, size_t);
+int aquifer_heap_release(aquifer_heap *, aquifer_pointer *);
 aquifer_session *aquifer_open(const char *);
 void aquifer_close(aquifer_session *);
 int aquifer_allocate(aquifer_session *, uint64_t, aquifer_extent *);
@@ -43,7 +62,11 @@ int main(void) {
     FIELD(aquifer_statistics, bytes), FIELD(aquifer_statistics, allocated), FIELD(aquifer_statistics, freed);
     FIELD(aquifer_statistics, read_bytes), FIELD(aquifer_statistics, written_bytes);
     FIELD(aquifer_statistics, requests), FIELD(aquifer_statistics, sleeps), puts("");
+    HEAD(aquifer_pointer), FIELD(aquifer_pointer, words), puts("");
+    HEAD(aquifer_get_job), FIELD(aquifer_get_job, pointer), FIELD(aquifer_get_job, out);
+    FIELD(aquifer_get_job, bytes), puts("");
     printf("AQUIFER_EXTENT_BYTES_MAX: %llu\n", AQUIFER_EXTENT_BYTES_MAX);
+    printf("AQUIFER_OBJECT_BYTES_MAX: %u\n", AQUIFER_OBJECT_BYTES_MAX);
 }
 "#;
 
@@ -58,7 +81,10 @@ fn golden_types_in_c_and_in_rust() {
         "aquifer_statistics",
         CStatistics { bytes, allocated, freed, read_bytes, written_bytes, requests, sleeps }
     );
+    golden_layout!(ours, "aquifer_pointer", CPointer { words });
+    golden_layout!(ours, "aquifer_get_job", CGetJob { pointer, out, bytes });
     ours.text("AQUIFER_EXTENT_BYTES_MAX", &MAX_EXTENT_BYTES.to_string());
+    ours.text("AQUIFER_OBJECT_BYTES_MAX", &OBJECT_BYTES_MAX.to_string());
     ours.check();
 
     let folder = tempfile::tempdir().expect("there is room for a folder");
@@ -78,7 +104,7 @@ fn golden_types_in_c_and_in_rust() {
 
 /// The functions by the names that a linker sees.
 mod symbols {
-    use super::{CExtent, CReadJob, CStatistics, CWriteJob, c_char, c_int, c_void};
+    use super::{CExtent, CGetJob, CPointer, CReadJob, CStatistics, CWriteJob, c_char, c_int, c_void};
     unsafe extern "C" {
         pub fn aquifer_open(socket: *const c_char) -> *mut c_void;
         pub fn aquifer_close(session: *mut c_void);
@@ -104,6 +130,48 @@ mod symbols {
         pub fn aquifer_write_many(session: *const c_void, jobs: *const CWriteJob, count: usize) -> c_int;
         pub fn aquifer_get_statistics(session: *const c_void, statistics: *mut CStatistics) -> c_int;
         pub fn aquifer_error() -> *const c_char;
+        pub fn aquifer_heap_open(socket: *const c_char, node: u16) -> *mut c_void;
+        pub fn aquifer_heap_close(heap: *mut c_void);
+        pub fn aquifer_heap_root(heap: *const c_void, bytes: u32, p: *mut CPointer) -> c_int;
+        pub fn aquifer_heap_allocate(heap: *const c_void, bytes: u32, p: *mut CPointer) -> c_int;
+        pub fn aquifer_heap_create(
+            heap: *const c_void,
+            from: *const c_void,
+            bytes: usize,
+            p: *mut CPointer,
+        ) -> c_int;
+        pub fn aquifer_heap_free(heap: *const c_void, p: *const CPointer) -> c_int;
+        pub fn aquifer_heap_get(h: *const c_void, p: *mut CPointer, out: *mut c_void, bytes: usize) -> c_int;
+        pub fn aquifer_heap_get_many(heap: *const c_void, jobs: *mut CGetJob, count: usize) -> c_int;
+        pub fn aquifer_heap_direct_read(
+            heap: *const c_void,
+            p: *const CPointer,
+            out: *mut c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_heap_read(h: *const c_void, p: *mut CPointer, out: *mut c_void, bytes: usize)
+        -> c_int;
+        pub fn aquifer_heap_write(
+            heap: *const c_void,
+            p: *mut CPointer,
+            from: *const c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_heap_write_at(
+            heap: *const c_void,
+            p: *mut CPointer,
+            offset: u32,
+            from: *const c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_heap_write_if(
+            heap: *const c_void,
+            p: *mut CPointer,
+            expected: u64,
+            from: *const c_void,
+            bytes: usize,
+        ) -> c_int;
+        pub fn aquifer_heap_release(heap: *const c_void, p: *mut CPointer) -> c_int;
     }
 }
 
@@ -126,6 +194,20 @@ fn golden_symbols() {
         assert_eq!(c::aquifer_write_many(null, null.cast(), 1), einval);
         assert_eq!(c::aquifer_get_statistics(null, null.cast()), einval);
         assert!(!c::aquifer_error().is_null());
+        assert!(c::aquifer_heap_open(c"/nowhere/agent.sock".as_ptr(), 0).is_null());
+        c::aquifer_heap_close(null);
+        assert_eq!(c::aquifer_heap_root(null, 1, null.cast()), einval);
+        assert_eq!(c::aquifer_heap_allocate(null, 1, null.cast()), einval);
+        assert_eq!(c::aquifer_heap_create(null, null, 1, null.cast()), einval);
+        assert_eq!(c::aquifer_heap_free(null, null.cast()), einval);
+        assert_eq!(c::aquifer_heap_get(null, null.cast(), null, 1), einval);
+        assert_eq!(c::aquifer_heap_get_many(null, null.cast(), 1), einval);
+        assert_eq!(c::aquifer_heap_direct_read(null, null.cast(), null, 1), einval);
+        assert_eq!(c::aquifer_heap_read(null, null.cast(), null, 1), einval);
+        assert_eq!(c::aquifer_heap_write(null, null.cast(), null, 1), einval);
+        assert_eq!(c::aquifer_heap_write_at(null, null.cast(), 0, null, 1), einval);
+        assert_eq!(c::aquifer_heap_write_if(null, null.cast(), 0, null, 1), einval);
+        assert_eq!(c::aquifer_heap_release(null, null.cast()), einval);
     }
 }
 
@@ -151,6 +233,19 @@ fn golden_errors() {
     ];
     for (name, error) in errors {
         golden.text(name, &return_value(Err(error)).to_string());
+    }
+    let errors = [
+        ("no object", ClientError::Refused(Refused::NoObject)),
+        ("heap full", ClientError::Refused(Refused::Full)),
+        ("too large", ClientError::Refused(Refused::TooLarge)),
+        ("busy", ClientError::Refused(Refused::Busy)),
+        ("changed", ClientError::Refused(Refused::Changed)),
+        ("invalid", ClientError::Refused(Refused::Invalid)),
+        ("silent", ClientError::Silent),
+        ("invalid answer", ClientError::Answer),
+    ];
+    for (name, error) in errors {
+        golden.text(name, &(-heap_errno(&error)).to_string());
     }
     golden.check();
 }

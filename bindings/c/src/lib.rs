@@ -1,10 +1,11 @@
-//! libaquifer: the client library for C. `aquifer.h` documents the functions.
+//! libaquifer: the client library for C. `aquifer.h` and `aquifer_heap.h` document the functions.
 //!
 //! Pointers from C are checked for null. Otherwise they are trusted to be what the header requires.
 
 mod errors;
 #[cfg(test)]
 mod golden_tests;
+pub mod heap;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;

@@ -1,6 +1,7 @@
 //! Heaps of objects: programs reach them by tickets of their agent; the services are killed, and
 //! every object is read back.
 
+use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_objects::client::{ClientError, HeapClient};
@@ -10,7 +11,8 @@ use aquifer_objects::wire::Refused;
 use aquifer_tests_e2e::checked::Random;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{restart_agent, restart_heaps};
-use aquifer_tests_e2e::{Cluster, eventually};
+use aquifer_tests_e2e::{Cluster, build, eventually};
+use tempfile::TempDir;
 
 const SIZES: [usize; 5] = [8, 24, 100, 500, 3000];
 /// One object in this many is a large one.
@@ -285,4 +287,22 @@ fn a_heap_stops_at_its_limit_and_says_so() {
     assert!(matches!(client.allocate(1000), Err(ClientError::Refused(Refused::Full))), "the limit is kept");
     client.free(first).expect("it is there");
     client.allocate(1000).expect("there is room again");
+}
+
+#[test]
+fn programs_in_c_use_a_heap() {
+    let cluster = up();
+    let folder = TempDir::new().expect("a folder");
+    let source =
+        std::fs::read_to_string(build::root().join("tests/e2e/programs/heap.c")).expect("its source");
+    let header = format!("-I{}", build::root().join("bindings/c").display());
+    let libraries = build::binary().parent().expect("it lies in a folder").to_owned();
+    let library = format!("-L{}", libraries.display());
+    let flags = ["-Wall", "-Wextra", "-Werror", &header, "-Wl,--no-as-needed", &library, "-laquifer"];
+    let program = build::compile(folder.path(), "heap", &source, &flags);
+    let mut command = Command::new(program);
+    command.env("LD_LIBRARY_PATH", &libraries).env("AQUIFER_AGENT", cluster.agent_socket());
+    let output = command.output().expect("it can be started");
+    assert_eq!(text(&output.stdout), "done\n", "{}", text(&output.stderr));
+    assert_eq!(reports(&cluster)[0].objects, 1, "the root is left");
 }

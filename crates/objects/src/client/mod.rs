@@ -362,10 +362,8 @@ impl HeapClient {
     ///
     /// # Errors
     /// If there is no such object, or the connection is broken.
-    ///
-    /// # Panics
-    /// If the object's class is smaller than `out`.
     pub fn read(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<bool, ClientError> {
+        check_len(*pointer, out)?;
         self.counts.by_service += 1;
         let (corrected, is_old) =
             self.repeat(|connection| match connection.request(&Request::Read(*pointer))? {
@@ -393,16 +391,15 @@ impl HeapClient {
     /// first; if it is busy for long, the service reads it.
     ///
     /// # Errors
-    /// If there is no such object, or the connection is broken. [`Refused::Busy`] if an object of
+    /// If there is no such object, it is smaller than `out`, or the connection is broken.
+    /// [`Refused::Busy`] if an object of
     /// more than 32 KiB was changed during each of many reads.
-    ///
-    /// # Panics
-    /// If the object's class is smaller than `out`.
     pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
+        check_len(*pointer, out)?;
         let mut tries = 0;
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let found = self.direct_read(*pointer, out)?;
+            let found = self.repeat(|connection| connection.direct_read(*pointer, out))?;
             if self.count_read(pointer, found)? {
                 return Ok(());
             }
@@ -424,10 +421,8 @@ impl HeapClient {
     ///
     /// # Errors
     /// Those of [`Self::get`]. Then no read is valid.
-    ///
-    /// # Panics
-    /// If the class of an object is smaller than its `out`.
     pub fn get_many(&mut self, reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
+        reads.iter().try_for_each(|read| check_len(read.pointer, read.out))?;
         self.repeat(|connection| connection.direct_read_many(reads))?;
         for read in reads {
             if !self.count_read(&mut read.pointer, read.verdict)? {
@@ -461,10 +456,8 @@ impl HeapClient {
     ///
     /// # Errors
     /// If the connection is broken.
-    ///
-    /// # Panics
-    /// If the object's class is smaller than `out`.
     pub fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
+        check_len(pointer, out)?;
         self.repeat(|connection| connection.direct_read(pointer, out))
     }
 
@@ -519,6 +512,15 @@ impl HeapClient {
                 opened => return opened,
             }
         }
+    }
+}
+
+/// Checks that an object of the pointer's class has as many bytes.
+fn check_len(pointer: Pointer, out: &[u8]) -> Result<(), ClientError> {
+    let class = Classes::standard().get(pointer.class).ok_or(Refused::NoObject)?;
+    match out.len() <= class.payload_bytes() as usize {
+        true => Ok(()),
+        false => Err(Refused::TooLarge.into()),
     }
 }
 

@@ -175,7 +175,7 @@ impl Servers {
     }
 
     fn add_memcached(&self, program: &Path, ways: &mut Vec<Box<dyn Way>>) -> Result<(), BenchError> {
-        let user = ["-u", "nobody"].map(String::from);
+        let user = ["-u", "daemon"].map(String::from);
         for (name, is_encrypted) in [(ways::MEMCACHED, false), (ways::MEMCACHED_TLS, true)] {
             let port = free_port()?;
             let mut arguments: Vec<String> =

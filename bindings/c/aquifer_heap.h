@@ -1,0 +1,107 @@
+/* libaquifer: heaps of objects in remote memory, for programs in C.
+ *
+ *     aquifer_heap *heap = aquifer_heap_open(NULL, 0);
+ *     aquifer_pointer pointer;
+ *     char bytes[8];
+ *     if (!heap || aquifer_heap_create(heap, "far away", 8, &pointer) < 0 ||
+ *         aquifer_heap_get(heap, &pointer, bytes, 8) < 0)
+ *         errx(1, "%s", aquifer_error());
+ *
+ * A pointer is valid until its object is freed, whatever is moved meanwhile. It may be copied,
+ * stored, and used by every process of the same user.
+ *
+ * A function that returns an int returns a negative errno on failure, and aquifer_error() of
+ * aquifer.h a text. Each function can return these:
+ * -EINVAL: an argument is a null pointer, or not a pointer of an object;
+ * -ENOENT: there is no such object: it was freed, or the pointer is wrong;
+ * -EFBIG: the object is smaller than that, or would be larger than 64 MiB;
+ * -ENOMEM: the heap is full;
+ * -EAGAIN: the object was busy for long;
+ * -ECONNRESET, -ETIMEDOUT: the connection broke, or there was no answer. Whether a change was made
+ * is unknown; the next call makes another connection;
+ * -ENOTCONN: no connection can be made;
+ * -EIO: the service gave an invalid answer;
+ * -ECHILD: this process is a forked child of the process that opened the heap.
+ *
+ * All functions are thread-safe. Calls for one heap are serialised, so each thread should open the
+ * heap itself.
+ */
+#ifndef AQUIFER_HEAP_H
+#define AQUIFER_HEAP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Size of the largest object. */
+#define AQUIFER_OBJECT_BYTES_MAX (64u << 20)
+
+typedef struct aquifer_heap aquifer_heap;
+
+/* A pointer to an object. All bits zero are no pointer. */
+typedef struct aquifer_pointer {
+    uint64_t words[2];
+} aquifer_pointer;
+
+/* Opens the heap of this user on a node; 0: on one that the agent chooses, of this machine if there
+ * is one. `socket`: as for aquifer_open. Returns NULL on failure. */
+aquifer_heap *aquifer_heap_open(const char *socket, uint16_t node);
+
+/* Closes a heap. Its objects stay. Ignores NULL. */
+void aquifer_heap_close(aquifer_heap *heap);
+
+/* The root object of the heap: the first one that was asked for, of `bytes` bytes, all zeros.
+ * Programs find their other objects from there. */
+int aquifer_heap_root(aquifer_heap *heap, uint32_t bytes, aquifer_pointer *pointer);
+
+/* Allocate an object of `bytes` bytes, 1 to AQUIFER_OBJECT_BYTES_MAX: all zeros, or with the bytes
+ * at `from`. */
+int aquifer_heap_allocate(aquifer_heap *heap, uint32_t bytes, aquifer_pointer *pointer);
+int aquifer_heap_create(aquifer_heap *heap, const void *from, size_t bytes, aquifer_pointer *pointer);
+
+/* Frees an object. */
+int aquifer_heap_free(aquifer_heap *heap, const aquifer_pointer *pointer);
+
+/* Reads the first bytes of an object one-sidedly. Corrects the pointer if the object was moved: the
+ * old one stays valid. */
+int aquifer_heap_get(aquifer_heap *heap, aquifer_pointer *pointer, void *out, size_t bytes);
+
+/* The same for several objects, side by side. On failure no bytes are valid. */
+typedef struct aquifer_get_job {
+    aquifer_pointer pointer;
+    void *out;
+    size_t bytes;
+} aquifer_get_job;
+int aquifer_heap_get_many(aquifer_heap *heap, aquifer_get_job *jobs, size_t count);
+
+/* Reads the first bytes of an object one-sidedly, once. Returns 0 if they are valid.
+ * -EAGAIN: the object was changed meanwhile;
+ * -ESTALE: the object is elsewhere: aquifer_heap_get corrects the pointer. */
+int aquifer_heap_direct_read(aquifer_heap *heap, const aquifer_pointer *pointer, void *out, size_t bytes);
+
+/* Asks the service for the first bytes of an object, at most 32 KiB. Returns 1 if the pointer is
+ * old: see aquifer_heap_release. */
+int aquifer_heap_read(aquifer_heap *heap, aquifer_pointer *pointer, void *out, size_t bytes);
+
+/* Replace the first bytes of an object; or up to 32 KiB from `offset` on, a multiple of 8; or up to
+ * 32 KiB of the first bytes if the first word is `expected` (little-endian). A reader finds all of
+ * the new bytes or none. Return 1 if the pointer is old, else 0.
+ * -ECANCELED: the first word is another. */
+int aquifer_heap_write(aquifer_heap *heap, aquifer_pointer *pointer, const void *from, size_t bytes);
+int aquifer_heap_write_at(aquifer_heap *heap, aquifer_pointer *pointer, uint32_t offset, const void *from,
+                          size_t bytes);
+int aquifer_heap_write_if(aquifer_heap *heap, aquifer_pointer *pointer, uint64_t expected, const void *from,
+                          size_t bytes);
+
+/* Replaces an old pointer by one that names the object's present block, so that the old address is
+ * freed. No other copy of the old pointer may be used any more. */
+int aquifer_heap_release(aquifer_heap *heap, aquifer_pointer *pointer);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
