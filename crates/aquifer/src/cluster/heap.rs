@@ -52,6 +52,11 @@ fn connect(service: &HeapsRecord, key: &ClusterKey) -> Result<HeapOperator, Box<
     Ok(HeapOperator::new(HeapAccess::new(service.node, address, &ticket, key).connect()?)?)
 }
 
+/// The reports on all heaps of a service, for `aquifer status`; `None` if it does not answer.
+pub fn reports(service: &HeapsRecord, key: &ClusterKey) -> Option<Vec<HeapReport>> {
+    connect(service, key).ok()?.reports().ok()
+}
+
 fn list(services: &[HeapsRecord], key: &ClusterKey, json: bool) -> Outcome {
     let mut reports = Vec::new();
     for service in services {

@@ -4,7 +4,8 @@ use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use aquifer_directory::names::{self, AgentRecord, NodeRecord};
+use aquifer_directory::names::{self, AgentRecord, HeapsRecord, NodeRecord};
+use aquifer_objects::service::report::HeapReport;
 use aquifer_report::AgentStatus;
 use serde::Serialize;
 
@@ -13,6 +14,7 @@ use super::daemon::Daemon;
 use super::launch::{LaunchError, process_of};
 use super::location::DirectoryLocation;
 use super::up::lost_socket;
+use super::{heap, key};
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
@@ -35,6 +37,7 @@ struct Status {
     #[serde(rename = "parts")]
     daemons: Vec<DaemonStatus>,
     nodes: Vec<NodeStatus>,
+    heaps: Vec<HeapsStatus>,
     agents: Vec<AgentRecord>,
     /// The status of this machine's agent and of the programs that it serves.
     agent: Option<AgentStatus>,
@@ -61,6 +64,17 @@ struct NodeStatus {
     memory_bytes_max: u64,
     /// Free memory, as the agent reports it.
     free_bytes: Option<u64>,
+}
+
+/// A service of heaps.
+#[derive(Debug, Serialize)]
+struct HeapsStatus {
+    node: u16,
+    address: String,
+    /// Memory that its heaps may take.
+    memory_bytes: u64,
+    /// What each heap holds, as the service reports it.
+    heaps: Option<Vec<HeapReport>>,
 }
 
 /// Prints the status.
@@ -113,7 +127,7 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         }
     };
     let records = location.filter(is_queried).map(|location| read_records(state, &location));
-    let (nodes, agents) = records
+    let (nodes, heaps, agents) = records
         .transpose()
         .unwrap_or_else(|error| {
             problems.push(error);
@@ -149,6 +163,7 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         is_reachable,
         daemons,
         nodes,
+        heaps,
         agents,
         agent,
         problems,
@@ -164,18 +179,26 @@ fn daemon_status(state: &StateDir, daemon: Daemon) -> Result<DaemonStatus, Launc
     })
 }
 
-/// Reads the records of nodes and agents from the directory.
+/// What the directory knows.
+type Records = (Vec<NodeRecord>, Vec<HeapsStatus>, Vec<AgentRecord>);
+
+/// Reads the records of nodes, services of heaps and agents from the directory.
 ///
 /// # Errors
 /// The message for `Status::problems`.
-fn read_records(
-    state: &StateDir,
-    location: &DirectoryLocation,
-) -> Result<(Vec<NodeRecord>, Vec<AgentRecord>), String> {
+fn read_records(state: &StateDir, location: &DirectoryLocation) -> Result<Records, String> {
     let directory = location.connect(state).map_err(|error| error.to_string())?;
     let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
+    let services = names::heaps(&*directory).map_err(|error| error.to_string())?;
     let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
-    Ok((nodes, agents))
+    let key = key::load(&state.key_file()).ok();
+    let status = |service: HeapsRecord| HeapsStatus {
+        heaps: key.as_ref().and_then(|key| heap::reports(&service, key)),
+        node: service.node,
+        address: service.address,
+        memory_bytes: service.memory_bytes,
+    };
+    Ok((nodes, services.into_iter().map(status).collect(), agents))
 }
 
 fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
@@ -227,6 +250,18 @@ fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> st
         }
         if let Some(free) = node.free_bytes {
             write!(text, ", {} free", ByteSize(free))?;
+        }
+    }
+    let is_of_daemon = |heaps: &&HeapsStatus| daemon.name == Daemon::Heaps(heaps.node).to_string();
+    if let Some(service) = status.heaps.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
+        let memory = ByteSize(service.memory_bytes);
+        match &service.heaps {
+            Some(heaps) => {
+                let held = ByteSize(heaps.iter().map(|heap| heap.held_bytes).sum());
+                let objects: u64 = heaps.iter().map(|heap| heap.objects).sum();
+                write!(text, " heaps take {held} of {memory}, objects: {objects}")?;
+            }
+            None => write!(text, " heaps may take {memory}")?,
         }
     }
     if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {

@@ -35,6 +35,12 @@ fn golden_status() {
         is_reachable: true,
         daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7) }],
         nodes: vec![node],
+        heaps: vec![HeapsStatus {
+            node: 1,
+            address: "here:1".into(),
+            memory_bytes: 8,
+            heaps: Some(Vec::new()),
+        }],
         agents: vec![agent],
         agent: Some(asked),
         problems: vec!["one".into()],
@@ -46,6 +52,7 @@ fn golden_status() {
         is_reachable: true,
         daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None }],
         nodes: Vec::new(),
+        heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
         problems: Vec::new(),
@@ -65,6 +72,7 @@ fn a_cluster_with_a_dead_daemon_is_degraded() {
             .map(|is_running| DaemonStatus { name: "agent".into(), is_running: *is_running, pid: None })
             .collect(),
         nodes: Vec::new(),
+        heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
         problems: Vec::new(),
