@@ -91,6 +91,18 @@ enum Found {
     Again,
 }
 
+/// A key with its value.
+pub type KeyValue = (Vec<u8>, Vec<u8>);
+
+/// The key and the value of a live item, or where it was moved; `None` if the bytes are damaged.
+fn live_item(bytes: &[u8]) -> Option<Result<Option<KeyValue>, Pointer>> {
+    Some(match Item::decode(bytes)? {
+        Item::Live { key, value } => Ok(Some((key.to_vec(), value.to_vec()))),
+        Item::Dead { .. } => Ok(None),
+        Item::Moved(to) => Err(to),
+    })
+}
+
 type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
 
 impl<O: Objects> KvStore<O> {
@@ -405,8 +417,7 @@ impl<O: Objects> KvStore<O> {
     ///
     /// # Errors
     /// If the heap fails.
-    #[expect(clippy::type_complexity, reason = "keys and values are bytes")]
-    pub fn scan(&mut self, number: usize) -> Outcome<(Vec<(Vec<u8>, Vec<u8>)>, Option<usize>), O> {
+    pub fn scan(&mut self, number: usize) -> Outcome<(Vec<KeyValue>, Option<usize>), O> {
         let next = Some(number + 1).filter(|next| *next < self.index.buckets());
         loop {
             let bucket = self.index.bucket(&mut self.objects, number)?;
@@ -418,26 +429,35 @@ impl<O: Objects> KvStore<O> {
     }
 
     /// The live items of a bucket; `None` if the bucket was changed since it was read.
-    #[expect(clippy::type_complexity, reason = "keys and values are bytes")]
-    fn items(&mut self, entries: &[Entry]) -> Outcome<Option<Vec<(Vec<u8>, Vec<u8>)>>, O> {
+    fn items(&mut self, entries: &[Entry]) -> Outcome<Option<Vec<KeyValue>>, O> {
+        let mut pointers: Vec<Pointer> = entries.iter().map(|entry| entry.item).collect();
+        self.batch.resize_with(self.batch.len().max(entries.len()), Vec::new);
+        let outs = &mut self.batch[..entries.len()];
+        if !self.objects.read_many(&mut pointers, outs).map_err(KvError::Objects)? {
+            return Ok(None);
+        }
         let mut items = Vec::with_capacity(entries.len());
-        for entry in entries {
-            let mut pointer = entry.item;
-            loop {
-                if !self.read(&mut pointer)? {
-                    return Ok(None);
-                }
-                match Item::decode(&self.bytes).ok_or(KvError::Damaged)? {
-                    Item::Moved(to) => pointer = to,
-                    Item::Live { key, value } => {
-                        items.push((key.to_vec(), value.to_vec()));
-                        break;
-                    }
-                    Item::Dead { .. } => break,
-                }
+        for at in 0..entries.len() {
+            match live_item(&self.batch[at]).ok_or(KvError::Damaged)? {
+                Ok(item) => items.extend(item),
+                Err(moved) => match self.moved_item(moved)? {
+                    Some(item) => items.extend(item),
+                    None => return Ok(None),
+                },
             }
         }
         Ok(Some(items))
+    }
+
+    /// The item to which another one was moved, if it is live; `None` if it was freed.
+    fn moved_item(&mut self, mut pointer: Pointer) -> Outcome<Option<Option<KeyValue>>, O> {
+        while self.read(&mut pointer)? {
+            match live_item(&self.bytes).ok_or(KvError::Damaged)? {
+                Ok(item) => return Ok(Some(item)),
+                Err(moved) => pointer = moved,
+            }
+        }
+        Ok(None)
     }
 
     /// Where a scan that begins at a key finds its first bucket.

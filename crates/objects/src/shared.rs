@@ -116,6 +116,22 @@ impl HeapLink for SharedLink {
         }
     }
 
+    fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError> {
+        let Some((class, block, _)) = slot_of(self.classes, pointer) else { return Ok(None) };
+        self.check_service(now())?;
+        let fits = |start: &u64| {
+            start.checked_add(class.block_bytes()).is_some_and(|end| end <= self.data.len() as u64)
+        };
+        let Some(start) = self.translate(block).filter(fits) else { return Ok(None) };
+        let header = |slot: u32| {
+            let at = start + u64::from(slot) * u64::from(class.slot_bytes);
+            Header::from_word(self.data.load_u64(usize::try_from(at).expect("it is mapped")))
+        };
+        let slot = (0..class.slots()).find(|slot| header(*slot).number() == Some(pointer.number));
+        let address = slot.map(|slot| block.at(u64::from(slot) * u64::from(class.slot_bytes)));
+        Ok(address.map(|address| Pointer { address, ..pointer }))
+    }
+
     fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
         let Some((class, block, offset)) = slot_of(self.classes, pointer) else {
             return Ok(ReadVerdict::Elsewhere);

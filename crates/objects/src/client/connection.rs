@@ -19,6 +19,10 @@ pub(super) const BATCH_MAX: usize = 3;
 /// Objects of one batch, at most.
 const READS_MAX: usize = 64;
 
+/// Bytes of the largest block that is read to find an object in it. A request is faster than the
+/// READ of a larger one.
+const SCAN_BYTES_MAX: u64 = 16 << 10;
+
 /// The local memory: a message to send, two headers for each object of a batch, and their bytes.
 const HEADERS_AT: usize = 64 << 10;
 const PAYLOAD_AT: usize = HEADERS_AT + READS_MAX * 16;
@@ -267,6 +271,23 @@ impl HeapLink for Connection {
         let mut reads = [DirectRead::new(pointer, out)];
         self.read_batch(&mut reads)?;
         Ok(reads[0].verdict)
+    }
+
+    fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError> {
+        let Some((class, block, offset)) = slot_of(self.classes, pointer) else { return Ok(None) };
+        let Some((_, remote)) = self.place(pointer).filter(|_| class.block_bytes() <= SCAN_BYTES_MAX) else {
+            return Ok(None);
+        };
+        let len = usize::try_from(class.block_bytes()).expect("it is small");
+        let first = RemoteAddr { addr: remote.addr - offset, ..remote };
+        self.add_read(0, PAYLOAD_AT, len, first, 0);
+        self.complete()?;
+        if !self.is_done(0)? {
+            return Ok(None);
+        }
+        let header = |slot: u32| self.header(PAYLOAD_AT + (slot * class.slot_bytes) as usize);
+        let slot = (0..class.slots()).find(|slot| header(*slot).number() == Some(pointer.number));
+        Ok(slot.map(|slot| Pointer { address: block.at(u64::from(slot * class.slot_bytes)), ..pointer }))
     }
 
     fn direct_read_many(&mut self, mut reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {

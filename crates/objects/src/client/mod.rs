@@ -79,6 +79,8 @@ pub struct ReadCounts {
     pub busy: u64,
     /// Pointers that had to be corrected.
     pub corrected: u64,
+    /// Of these, those that the client has corrected by itself.
+    pub scanned: u64,
     /// Objects that the service has read.
     pub by_service: u64,
 }
@@ -119,6 +121,10 @@ pub(crate) trait HeapLink: Send + std::fmt::Debug {
         }
         Ok(())
     }
+
+    /// Looks one-sidedly for an object in its block. Returns its pointer with the slot where it is;
+    /// `None` if it is not there, or a request is faster.
+    fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError>;
 
     /// Sends a request whose answer is a pointer.
     fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
@@ -172,6 +178,7 @@ pub struct HeapClient {
     connect: Connect,
     connection: Option<Box<dyn HeapLink>>,
     counts: ReadCounts,
+    may_scan: bool,
 }
 
 impl std::fmt::Debug for HeapClient {
@@ -234,7 +241,7 @@ impl HeapClient {
                 opened => break Some(opened?),
             }
         };
-        Ok(Self { connect, connection, counts: ReadCounts::default() })
+        Ok(Self { connect, connection, counts: ReadCounts::default(), may_scan: true })
     }
 
     /// Allocates an object of `bytes` bytes, all zeros.
@@ -377,6 +384,18 @@ impl HeapClient {
         Ok(is_old)
     }
 
+    /// Asks the service where an object is now, and corrects the pointer. Returns whether it names
+    /// an old block.
+    ///
+    /// # Errors
+    /// If there is no such object, or the connection is broken.
+    pub fn correct(&mut self, pointer: &mut Pointer) -> Result<bool, ClientError> {
+        let request = Request::Correct(*pointer);
+        let (corrected, is_old) = self.repeat(|connection| connection.request_pointer(&request))?;
+        *pointer = corrected;
+        Ok(is_old)
+    }
+
     /// Replaces all pointers to an object by one that names its present block (§3.3). No other copy
     /// of the old pointer may be used any more.
     ///
@@ -444,8 +463,17 @@ impl HeapClient {
             }
             ReadVerdict::Elsewhere => {
                 self.counts.corrected += 1;
-                let request = Request::Correct(*pointer);
-                *pointer = self.repeat(|connection| connection.request_pointer(&request))?.0;
+                let found = if self.may_scan { self.repeat(|link| link.find(*pointer))? } else { None };
+                // If it is where it was, it was moved there meanwhile.
+                let found = found.filter(|found| found != pointer);
+                self.counts.scanned += u64::from(found.is_some());
+                *pointer = match found {
+                    Some(found) => found,
+                    None => {
+                        self.correct(pointer)?;
+                        *pointer
+                    }
+                };
             }
         }
         Ok(found == ReadVerdict::Valid)
@@ -459,6 +487,12 @@ impl HeapClient {
     pub fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
         check_len(pointer, out)?;
         self.repeat(|connection| connection.direct_read(pointer, out))
+    }
+
+    /// Whether reads look for a moved object in its block first, one-sidedly, before they ask the
+    /// service for it (§3.2.2). They do, unless the block is large.
+    pub fn set_scans(&mut self, may_scan: bool) {
+        self.may_scan = may_scan;
     }
 
     /// How direct reads went.

@@ -1,0 +1,63 @@
+//! What the figures of running heaps have in common: clients, and objects that they check.
+
+use std::path::Path;
+
+use aquifer_objects::client::HeapClient;
+use aquifer_objects::pointer::Pointer;
+
+use crate::bench::BenchError;
+use crate::bench::apps::random::Random;
+
+/// A client over TCP, or one that shares memory with the service.
+pub fn connect(agent: &Path, is_remote: bool) -> Result<HeapClient, BenchError> {
+    let connected = if is_remote {
+        HeapClient::connect_remotely(agent.to_owned(), None)
+    } else {
+        HeapClient::connect_at(agent.to_owned(), None)
+    };
+    connected.map_err(heap_error)
+}
+
+pub fn heap_error(error: impl std::fmt::Display) -> BenchError {
+    BenchError::Heap { reason: error.to_string() }
+}
+
+/// The bytes of an object: its number in each word.
+pub fn bytes_of(object: usize, size: usize) -> Vec<u8> {
+    (object as u64).to_le_bytes().into_iter().cycle().take(size).collect()
+}
+
+/// Checks the bytes of an object.
+pub fn check(object: usize, found: &[u8]) -> Result<(), BenchError> {
+    match found == bytes_of(object, found.len()) {
+        true => Ok(()),
+        false => Err(BenchError::Wrong {
+            program: "aquifer heap-service".into(),
+            way: "a direct read".into(),
+            what: format!("object {object} has other bytes than it was given"),
+        }),
+    }
+}
+
+/// Allocates objects.
+pub fn fill(client: &mut HeapClient, count: usize, size: usize) -> Result<Vec<Pointer>, BenchError> {
+    (0..count).map(|object| client.create(&bytes_of(object, size)).map_err(heap_error)).collect()
+}
+
+/// Frees a part of the objects, at random. Returns those that are left, with their numbers.
+pub fn free_some(
+    client: &mut HeapClient,
+    pointers: Vec<Pointer>,
+    percent: usize,
+) -> Result<Vec<(usize, Pointer)>, BenchError> {
+    let mut random = Random(11);
+    let mut left = Vec::new();
+    for (object, pointer) in pointers.into_iter().enumerate() {
+        if random.below(100) < percent {
+            client.free(pointer).map_err(heap_error)?;
+        } else {
+            left.push((object, pointer));
+        }
+    }
+    Ok(left)
+}
