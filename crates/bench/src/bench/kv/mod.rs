@@ -21,8 +21,8 @@ use servers::Servers;
 use ways::{Way, value};
 
 /// Targets, for `aquifer bench list`.
-pub const TARGETS: &str = "targets: gets of 4 KiB with a latency ≤ 1× that of memcached over TCP and ≤ 0.1× in \
-    shared memory, ≥ 4× the gets for each second of the server's processor with 32 at once";
+pub const TARGETS: &str = "targets: gets of 4 KiB with a latency ≤ 1× that of memcached over TCP and ≤ 0.1× \
+    in shared memory, ≥ 4× the gets for each second of the server's processor with 32 at once";
 
 /// Gets that are on their way at once.
 pub(super) const DEPTH: usize = 32;

@@ -123,7 +123,8 @@ fn notes(objects: u64) -> Vec<String> {
          pause is the time from one read to the next"
             .into(),
         "the paper's claims: a pause of 700 ms by compaction; fewer than 0.1 % of direct reads fail; CoRM-16 \
-         is ideal from 2 KiB on at 50 % freed; at 256 B it needs more than no compaction; 3 to 12 times less memory with 32 threads on the traces of Redis"
+         is ideal from 2 KiB on at 50 % freed; at 256 B it needs more than no compaction; 3 to 12 times less \
+         memory with 32 threads on the traces of Redis"
             .into(),
     ]
 }
