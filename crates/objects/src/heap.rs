@@ -169,6 +169,7 @@ struct BlockPlace {
 #[derive(Clone, Copy, Debug, Default)]
 struct ClassUsage {
     usage: HeapUsage,
+    allocations: u64,
     frees: u64,
 }
 
@@ -294,6 +295,12 @@ impl Heap {
     #[must_use]
     pub fn class_frees(&self, class: ClassId) -> u64 {
         self.classes.get(usize::from(class.0)).map_or(0, |class| class.frees)
+    }
+
+    /// How many objects of a class were allocated and freed, together.
+    #[must_use]
+    pub fn class_changes(&self, class: ClassId) -> u64 {
+        self.classes.get(usize::from(class.0)).map_or(0, |class| class.allocations + class.frees)
     }
 
     /// Frames of all blocks.
@@ -531,6 +538,7 @@ impl Heap {
     }
 
     fn count_object(&mut self, class: ClassId, shape: Class) {
+        self.classes[usize::from(class.0)].allocations += 1;
         for usage in [&mut self.usage, &mut self.classes[usize::from(class.0)].usage] {
             usage.objects += 1;
             usage.live_bytes += u64::from(shape.slot_bytes);

@@ -91,12 +91,13 @@ fn print(report: &HeapReport) {
     );
     let mut classes = report.classes.clone();
     classes.sort_by_key(|class| std::cmp::Reverse(class.held_bytes));
-    for ClassReport { slot_bytes, block_bytes, held_bytes, objects } in classes {
+    for ClassReport { slot_bytes, block_bytes, held_bytes, objects, is_hot } in classes {
         let fragmentation = ratio(held_bytes, objects * u64::from(slot_bytes));
         say_line!(
-            "    slots of {slot_bytes} B in blocks of {}: {objects} objects in {} ({fragmentation})",
+            "    slots of {slot_bytes} B in blocks of {}: {objects} objects in {} ({fragmentation}){}",
             ByteSize(block_bytes),
-            ByteSize(held_bytes)
+            ByteSize(held_bytes),
+            if is_hot { ", hot" } else { "" }
         );
     }
 }

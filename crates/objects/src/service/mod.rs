@@ -4,6 +4,7 @@
 //! need neither.
 
 mod budget;
+mod heat;
 pub mod report;
 mod tenant_heap;
 
@@ -263,7 +264,9 @@ impl HeapService {
                 lock(heap).expire_released();
             }
             if clears {
-                lock(heap).clear_free_frames();
+                let mut heap = lock(heap);
+                heap.clear_free_frames();
+                heap.look_at_heat();
             }
             // The lock is released after each step, so that requests are answered in between.
             while Instant::now() < deadline {

@@ -42,4 +42,8 @@ pub struct ClassReport {
     pub held_bytes: u64,
     /// Number of objects.
     pub objects: u64,
+    /// Whether many of them were allocated or freed in the last second. Then the class is compacted
+    /// only when its blocks take twice as much as its objects.
+    #[serde(rename = "hot")]
+    pub is_hot: bool,
 }

@@ -15,12 +15,15 @@ use crate::slot::{LockRefused, Words as _};
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 
 use super::budget::{BATCH_FRAMES, FrameBudget};
+use super::heat::Heat;
 use super::report::{ClassReport, HeapReport};
 
 /// Merges before requests are answered again.
 pub(super) const MERGES_PER_STEP: u64 = 16;
 /// A class is compacted when its blocks take this much more than its slots in use, as a divisor,
 const FRAGMENTATION_DIVISOR: u64 = 8;
+/// a hot class when they take twice as much,
+const HOT_FRAGMENTATION_DIVISOR: u64 = 1;
 /// and at least this many blocks more.
 const FRAGMENTATION_BLOCKS: u64 = 2;
 /// Memory beyond the blocks' that is tolerated before free frames are cleared.
@@ -44,6 +47,7 @@ pub(super) struct TenantHeap {
     corrections: u64,
     /// For each class, the frees at which nothing could be merged any more.
     settled: Vec<Option<u64>>,
+    heat: Heat,
 }
 
 /// An object that a request names.
@@ -111,6 +115,7 @@ impl TenantHeap {
             merges: 0,
             corrections: 0,
             settled: vec![None; classes],
+            heat: Heat::new(classes),
         }
     }
 
@@ -322,11 +327,20 @@ impl TenantHeap {
         classes.find_map(|(id, shape)| {
             let usage = self.heap.class_usage(id);
             let excess = usage.held_bytes - usage.live_bytes;
-            let is_fragmented = excess > usage.live_bytes / FRAGMENTATION_DIVISOR
-                && excess >= FRAGMENTATION_BLOCKS * shape.block_bytes();
+            let is_hot = self.heat.is_hot(usize::from(id.0));
+            let divisor = if is_hot { HOT_FRAGMENTATION_DIVISOR } else { FRAGMENTATION_DIVISOR };
+            let is_fragmented =
+                excess > usage.live_bytes / divisor && excess >= FRAGMENTATION_BLOCKS * shape.block_bytes();
             let is_settled = self.settled[usize::from(id.0)] == Some(self.heap.class_frees(id));
             (is_fragmented && !is_settled).then_some(id)
         })
+    }
+
+    /// Finds out which classes are hot. To be called once a second.
+    pub fn look_at_heat(&mut self) {
+        let classes = self.heap.classes().iter();
+        let changes = classes.map(|(id, _)| (self.heap.class_changes(id), self.heap.class_usage(id).objects));
+        self.heat.look(changes);
     }
 
     /// The classes of the heap.
@@ -360,6 +374,7 @@ impl TenantHeap {
                 block_bytes: shape.block_bytes(),
                 held_bytes: usage.held_bytes,
                 objects: usage.objects,
+                is_hot: self.heat.is_hot(usize::from(id.0)),
             })
         });
         HeapReport {
