@@ -1,0 +1,73 @@
+//! Replacement of a large object: it gets the block of another one, with its bytes.
+
+use super::{Heap, HeapError, Mover};
+use crate::block::{Block, BlockId, ObjectRecord};
+use crate::class::{Class, ClassId};
+use crate::header::ObjectNumber;
+use crate::pointer::BlockAddress;
+use crate::space::FrameRun;
+
+/// A large object that gets the bytes of another one, by an exchange of their blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Replacement {
+    /// The object.
+    pub number: ObjectNumber,
+    /// The class of both.
+    pub class: (ClassId, Class),
+    /// The object's block.
+    pub target: FrameRun,
+    /// The other's block.
+    pub staged: FrameRun,
+    /// The object's address.
+    pub address: BlockAddress,
+    /// The other's address, which is freed.
+    pub staged_address: BlockAddress,
+    /// Words of the other after its header that are new. The rest is the object's.
+    pub written: u32,
+}
+
+impl Heap {
+    /// Gives a large object the bytes of another one of its class, which ends. `written`: as of
+    /// [`Replacement`].
+    ///
+    /// # Errors
+    /// If one of the objects does not exist, or they are not of one class of large objects.
+    pub fn replace(
+        &mut self,
+        target: (u64, u64),
+        staged: (u64, u64),
+        written: u32,
+        mover: &mut impl Mover,
+    ) -> Result<(), HeapError> {
+        let (to, from) = (self.locate(target.0, target.1)?, self.locate(staged.0, staged.1)?);
+        let class = self.class_of(to.block).filter(|class| Some(*class) == self.class_of(from.block));
+        let class = class.ok_or(HeapError::NoClass)?;
+        let shape = self.settings.classes.get(class).filter(|shape| shape.is_single());
+        let shape = shape.filter(|_| to.block != from.block).ok_or(HeapError::NoClass)?;
+        let address_of = |id: BlockId| self.block(id).expect("it was found").address();
+        let (address, staged_address) = (address_of(to.block), address_of(from.block));
+        mover.replace(&Replacement {
+            number: ObjectNumber::new(target.1).ok_or(HeapError::NoObject)?,
+            class: (class, shape),
+            target: to.frames,
+            staged: from.frames,
+            address,
+            staged_address,
+            written,
+        });
+        self.workers[usize::from(to.worker)].remove(to.block);
+        let local = &mut self.workers[usize::from(from.worker)];
+        let mut block = Block::new(address, class, shape.slots());
+        block.put(0, ObjectRecord { id: target.1, home: address });
+        local.remove(from.block);
+        local.add(from.block, block);
+        self.addresses.rename(address, to.block, &[from.block]);
+        self.addresses.remove_homed(staged_address);
+        self.addresses.rename(staged_address, from.block, &[]);
+        self.addresses.release(staged_address);
+        self.uncount_object(class, shape);
+        self.free_block(to.block, class, shape, mover);
+        mover.end_merge();
+        Ok(())
+    }
+}
