@@ -1,0 +1,201 @@
+//! A hostile client: random requests with real, changed and invented pointers, and with any
+//! lengths, while an honest client of another user works in the same service.
+
+use std::sync::Arc;
+
+use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
+use aquifer_fabric::{Admission, ClusterKey, Limits, Target, Tenant};
+use aquifer_objects::class::ClassId;
+use aquifer_objects::header::ObjectNumber;
+use aquifer_objects::pointer::Pointer;
+use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+use aquifer_objects::wire::{Answer, Refused, Request, VERSION};
+
+const HOSTILE: Tenant = Tenant(666);
+const HONEST: Tenant = Tenant(1000);
+const MEMORY_BYTES: u64 = 64 << 20;
+const REQUESTS: u64 = 60_000;
+/// The class of objects of 40,000 bytes.
+const LARGE_CLASS: ClassId = ClassId(67);
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let word = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ word >> 31
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    fn short(&mut self, bound: u32) -> u32 {
+        u32::try_from(self.below(bound.into())).expect("it is below a u32")
+    }
+
+    fn chance(&mut self, of: u64) -> bool {
+        self.below(of) == 0
+    }
+}
+
+fn service() -> (Arc<TcpTarget>, HeapService) {
+    let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
+    let admission = Admission::Tickets(TICKET_SERVICE);
+    let options = TcpOptions { limits, regions_max: 64, admission, ..TcpOptions::default() };
+    let key = ClusterKey([5; 32]);
+    let address = "127.0.0.1:0".parse().expect("an address");
+    let target = Arc::new(TcpTarget::listen(address, &key, options).expect("there is a port"));
+    let service = HeapService::new(3, MEMORY_BYTES, None);
+    service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
+    (target, service)
+}
+
+/// The answer to a request.
+fn ask(service: &HeapService, tenant: Tenant, request: &Request<'_>) -> Vec<u8> {
+    let (mut message, mut answer) = (Vec::new(), Vec::new());
+    request.encode(&mut message);
+    service.answer(tenant, &message, &mut answer);
+    answer
+}
+
+fn pointer_in(answer: &[u8]) -> Option<Pointer> {
+    match Answer::decode(answer)? {
+        Answer::Pointer(pointer, _) | Answer::Bytes(pointer, ..) => Some(pointer),
+        _ => None,
+    }
+}
+
+/// A pointer that the client has been given, mostly with one part changed, or an invented one.
+fn some_pointer(random: &mut Random, known: &[Pointer]) -> Pointer {
+    let number =
+        |random: &mut Random| ObjectNumber::new(1 + random.below(1 << 44)).unwrap_or(ObjectNumber::FIRST);
+    let mut pointer = match known {
+        known if known.is_empty() || random.chance(8) => Pointer {
+            node: 3,
+            heap: 0,
+            class: ClassId(u8::try_from(random.below(256)).expect("small")),
+            address: random.below(1 << 48),
+            number: number(random),
+        },
+        known => known[usize::try_from(random.below(known.len() as u64)).expect("an index")],
+    };
+    match random.below(12) {
+        0 => pointer.address ^= 1 << random.below(48),
+        1 => pointer.address = pointer.address.wrapping_add(8 * random.below(600)) & ((1 << 48) - 1),
+        2 => pointer.class = ClassId(u8::try_from(random.below(256)).expect("small")),
+        3 => pointer.number = number(random),
+        4 => pointer.heap ^= 1,
+        5 => pointer.node ^= 1,
+        _ => {}
+    }
+    pointer
+}
+
+fn some_size(random: &mut Random) -> u32 {
+    match random.below(8) {
+        0 => u32::MAX - random.short(100),
+        1 => random.short(70 << 20),
+        2 if random.chance(2) => 40_000,
+        2 => random.short(1 << 20),
+        _ => random.short(3000),
+    }
+}
+
+#[test]
+fn random_requests_harm_no_other_user() {
+    let (_target, service) = service();
+    let mut random = Random(42);
+    let mut honest: Vec<(Pointer, u64)> = Vec::new();
+    for stamp in 0..500_u64 {
+        let first = stamp.to_le_bytes().repeat(20);
+        let created = ask(&service, HONEST, &Request::Open);
+        assert!(matches!(Answer::decode(&created), Some(Answer::Opened(_))));
+        let created = ask(&service, HONEST, &Request::Create { bytes: 160, first: &first });
+        honest.push((pointer_in(&created).expect("there is room"), stamp));
+    }
+    let mut known: Vec<Pointer> = Vec::new();
+    let bytes = vec![0xaa; 40_000];
+    ask(&service, HOSTILE, &Request::Open);
+    // How many requests of each kind were carried out.
+    let mut done = [0; 16];
+    for round in 0..REQUESTS {
+        let pointer = some_pointer(&mut random, &known);
+        let most = if random.chance(20) { 40_000 } else { 300 };
+        let len = usize::try_from(random.below(most)).expect("small");
+        let part = &bytes[..len];
+        let kind = random.below(16);
+        let request = match kind {
+            0..3 => Request::Allocate { bytes: some_size(&mut random) },
+            3 => Request::Create { bytes: some_size(&mut random), first: part },
+            4 => Request::Root { bytes: some_size(&mut random) },
+            5..7 => Request::Free(pointer),
+            7 => Request::Read(pointer),
+            8 => Request::Write(pointer, part),
+            9 => Request::WriteAt { pointer, offset: some_size(&mut random) & !7, bytes: part },
+            10 => Request::WriteIf { pointer, expected: random.below(3), bytes: part },
+            11 => {
+                // Sometimes two large objects of one class, or one object twice.
+                let of_class: Vec<Pointer> =
+                    known.iter().copied().filter(|known| known.class == LARGE_CLASS).collect();
+                match random.chance(2) {
+                    true => {
+                        let (pointer, staged) =
+                            (some_pointer(&mut random, &of_class), some_pointer(&mut random, &of_class));
+                        Request::Replace { pointer, staged, bytes: random.short(45_000) }
+                    }
+                    false => {
+                        let staged = some_pointer(&mut random, &known);
+                        Request::Replace { pointer, staged, bytes: some_size(&mut random) }
+                    }
+                }
+            }
+            12 => Request::Correct(pointer),
+            13 => Request::Release(pointer),
+            14 => Request::Compact { tenant: HONEST.0 },
+            _ => Request::SetLimit { tenant: HOSTILE.0, bytes: 1 << 40 },
+        };
+        let answer = ask(&service, HOSTILE, &request);
+        let decoded = Answer::decode(&answer).expect("each request has a valid answer");
+        if matches!(request, Request::Compact { .. } | Request::SetLimit { .. }) {
+            assert_eq!(decoded, Answer::Refused(Refused::Invalid), "it is no operator");
+        }
+        let is_done = matches!(decoded, Answer::Pointer(..) | Answer::Bytes(..));
+        done[usize::try_from(kind).expect("small")] += u32::from(is_done);
+        known.extend(pointer_in(&answer).filter(|_| known.len() < 2000));
+        if known.len() >= 2000 && random.chance(4) {
+            known.swap_remove(usize::try_from(random.below(2000)).expect("an index"));
+        }
+        if round % 100 == 0 {
+            service.tend();
+        }
+        // Messages that are none.
+        if random.chance(50) {
+            let mut message: Vec<u8> =
+                (0..random.below(60)).map(|_| random.next().to_le_bytes()[0]).collect();
+            message.get_mut(1).into_iter().for_each(|version| *version = VERSION);
+            let mut answer = Vec::new();
+            service.answer(HOSTILE, &message, &mut answer);
+            assert!(Answer::decode(&answer).is_some(), "{message:x?}");
+        }
+    }
+    assert!(done[..14].iter().all(|count| *count >= 20), "too little was carried out: {done:?}");
+    let report = service.report(HOSTILE).expect("it has a heap");
+    assert!(report.held_bytes <= report.limit_bytes && report.limit_bytes <= MEMORY_BYTES / 2, "{report:?}");
+    // Another user's objects are what they were, and there is room for more.
+    for (pointer, stamp) in &honest {
+        let answer = ask(&service, HONEST, &Request::Read(*pointer));
+        match Answer::decode(&answer) {
+            Some(Answer::Bytes(_, _, bytes)) => assert_eq!(bytes[..160], stamp.to_le_bytes().repeat(20)),
+            other => panic!("{pointer:?}: {other:?}"),
+        }
+        let stolen = ask(&service, HOSTILE, &Request::Read(*pointer));
+        assert!(!stolen.windows(160).any(|part| part == stamp.to_le_bytes().repeat(20)), "{pointer:?}");
+    }
+    for _ in 0..1000 {
+        assert!(pointer_in(&ask(&service, HONEST, &Request::Allocate { bytes: 1000 })).is_some());
+    }
+}
