@@ -2,10 +2,19 @@
 
 use aquifer_objects::pointer::Pointer;
 
+/// What a client remembers of an item.
+#[derive(Clone, Copy, Debug)]
+struct CachedItem {
+    hash: u64,
+    pointer: Pointer,
+    /// The pointer names an old block, and so keeps an address in use.
+    is_old: bool,
+}
+
 /// Remembers a pointer for each of many hashes; hashes that share a place replace each other.
 #[derive(Debug)]
 pub struct ItemCache {
-    places: Vec<Option<(u64, Pointer)>>,
+    places: Vec<Option<CachedItem>>,
 }
 
 impl ItemCache {
@@ -22,18 +31,28 @@ impl ItemCache {
     /// Where the item of a hash was.
     #[must_use]
     pub fn get(&self, hash: u64) -> Option<Pointer> {
-        self.places[self.place(hash)].filter(|(of, _)| *of == hash).map(|(_, pointer)| pointer)
+        self.item(hash).map(|item| item.pointer)
+    }
+
+    /// Whether the item of a hash was found at an old address.
+    #[must_use]
+    pub fn is_old(&self, hash: u64) -> bool {
+        self.item(hash).is_some_and(|item| item.is_old)
+    }
+
+    fn item(&self, hash: u64) -> Option<CachedItem> {
+        self.places[self.place(hash)].filter(|item| item.hash == hash)
     }
 
     /// Remembers where the item of a hash is.
-    pub fn put(&mut self, hash: u64, pointer: Pointer) {
+    pub fn put(&mut self, hash: u64, pointer: Pointer, is_old: bool) {
         let place = self.place(hash);
-        self.places[place] = Some((hash, pointer));
+        self.places[place] = Some(CachedItem { hash, pointer, is_old });
     }
 
     /// Forgets the item of a hash.
     pub fn remove(&mut self, hash: u64) {
         let place = self.place(hash);
-        self.places[place].take_if(|(of, _)| *of == hash);
+        self.places[place].take_if(|item| item.hash == hash);
     }
 }

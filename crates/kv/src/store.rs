@@ -221,7 +221,7 @@ impl<O: Objects> KvStore<O> {
             match if is_there { Item::decode(&self.bytes) } else { None } {
                 Some(Item::Live { key: found, value }) if found == key => {
                     let value = value.to_vec();
-                    self.cache.put(hash, pointer);
+                    self.cache.put(hash, pointer, self.cache.is_old(hash));
                     return Ok(Some(value));
                 }
                 Some(Item::Moved(to)) => pointer = to,
@@ -239,7 +239,7 @@ impl<O: Objects> KvStore<O> {
             let Some(mut bucket) = self.index.bucket(&mut self.objects, number)? else { return Ok(None) };
             match self.find(&mut bucket, key, hash)? {
                 Found::Live { pointer, .. } => {
-                    self.cache.put(hash, pointer);
+                    self.cache.put(hash, pointer, false);
                     return match Item::decode(&self.bytes) {
                         Some(Item::Live { value, .. }) => Ok(Some(value.to_vec())),
                         _ => Err(KvError::Damaged),
@@ -263,12 +263,14 @@ impl<O: Objects> KvStore<O> {
             return Err(KvError::Value);
         }
         let (hash, item) = (hash(key), Item::encode(key, value));
-        if self.put_cached(key, hash, &item)? {
+        // An item at an old address is replaced, so that the address becomes free.
+        let is_old = self.cache.is_old(hash);
+        if !is_old && self.put_cached(key, hash, &item)? {
             return Ok(());
         }
         let number = self.index.number(hash);
         let mut staged = None;
-        while !self.try_put(key, (hash, number), &item, &mut staged)? {}
+        while !self.try_put(key, (hash, number), (&item, !is_old), &mut staged)? {}
         match staged {
             Some(unused) => self.objects.free(unused).map_err(KvError::Objects),
             None => Ok(()),
@@ -299,25 +301,20 @@ impl<O: Objects> KvStore<O> {
     fn write_in_place(&mut self, mut pointer: Pointer, hash: u64, item: &[u8]) -> Outcome<bool, O> {
         match self.objects.write_if(&mut pointer, LIVE, item).map_err(KvError::Objects)? {
             Written::Done { is_old } => {
-                // The next value gets another item, so that the old address becomes free.
-                if is_old {
-                    self.cache.remove(hash)
-                } else {
-                    self.cache.put(hash, pointer)
-                }
+                self.cache.put(hash, pointer, is_old);
                 Ok(true)
             }
             Written::Changed | Written::Gone => Ok(false),
         }
     }
 
-    /// Tries once to give a key a value. Returns whether it was done. `staged`: an item with the
-    /// value that no bucket names yet.
+    /// Tries once to give a key a value, in place if that is possible and permitted. Returns whether
+    /// it was done. `staged`: an item with the value that no bucket names yet.
     fn try_put(
         &mut self,
         key: &[u8],
         (hash, number): (u64, usize),
-        item: &[u8],
+        (item, may_stay): (&[u8], bool),
         staged: &mut Option<Pointer>,
     ) -> Outcome<bool, O> {
         let bucket = self.index.bucket(&mut self.objects, number)?;
@@ -332,6 +329,7 @@ impl<O: Objects> KvStore<O> {
             return Ok(false);
         }
         if let Found::Live { pointer, .. } = found
+            && may_stay
             && self.fits_in_place(pointer, item)
         {
             return self.write_in_place(pointer, hash, item);
@@ -360,7 +358,7 @@ impl<O: Objects> KvStore<O> {
         };
         if is_done {
             *staged = None;
-            self.cache.put(hash, new);
+            self.cache.put(hash, new, false);
         }
         Ok(is_done)
     }

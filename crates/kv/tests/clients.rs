@@ -231,6 +231,27 @@ fn play(may_kill: bool) {
 }
 
 #[test]
+fn an_item_at_an_old_address_is_replaced_by_the_next_put() {
+    let played = || {
+        let heap = ModelHeap::new();
+        KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        let allocated = || *heap.next.lock().expect("no client panics");
+        // Of the items, those with 40 bytes are at old addresses in this heap, and others are not.
+        for (bytes, items) in [([1; 23].as_slice(), 2), (&[1; 21], 0)] {
+            let key = [bytes.len().to_le_bytes()[0]];
+            store.put(&key, bytes).expect("no client is killed");
+            let before = allocated();
+            for _ in 0..4 {
+                store.put(&key, bytes).expect("no client is killed");
+            }
+            assert_eq!(allocated() - before, items, "{} bytes", bytes.len());
+        }
+    };
+    shuttle::check_random(played, 1);
+}
+
+#[test]
 fn clients_see_one_store() {
     shuttle::check_random(|| play(false), SCHEDULES);
 }
