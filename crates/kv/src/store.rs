@@ -308,8 +308,8 @@ impl<O: Objects> KvStore<O> {
         }
     }
 
-    /// Tries once to give a key a value, in place if that is possible and permitted. Returns whether
-    /// it was done. `staged`: an item with the value that no bucket names yet.
+    /// Tries once to give a key a value, in place if that is possible and permitted. Returns
+    /// whether it was done. `staged`: an item with the value that no bucket names yet.
     fn try_put(
         &mut self,
         key: &[u8],

@@ -3,6 +3,7 @@
 //! All servers run on this machine, with two processors or more. One client uses each in turn. Its
 //! gets are checked.
 
+mod blocks;
 mod cached;
 mod servers;
 mod tls;
@@ -58,6 +59,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         report.targets.extend(targets);
     }
     report.tables.push(ycsb::table(&servers, volume.keys, volume.operations, &bar)?);
+    report.tables.push(blocks::table(2 * volume.keys)?);
     bar.finish_and_clear();
     Ok(report)
 }
@@ -77,6 +79,9 @@ fn notes(servers: &Servers, volume: Volume) -> Vec<String> {
          a get in shared memory"
             .into(),
         "TCP: encrypted, as by default; TLS: version 1.3 with AES-128-GCM or better".into(),
+        "blocks: the case study of FineMem; twice as many items, in a heap of this process. Its classes have \
+         blocks of their own size in the product, so that each has 32 slots or more"
+            .into(),
         "YCSB: values of 1,000 bytes, keys by Zipf 0.99, one operation at a time. A scan of E has up to 100 \
          keys, in the order of the index, which is not that of the keys; the peers have none"
             .into(),
