@@ -50,7 +50,8 @@ typedef struct aquifer_pointer {
  * is one. `socket`: as for aquifer_open. Returns NULL on failure. */
 aquifer_heap *aquifer_heap_open(const char *socket, uint16_t node);
 
-/* Closes a heap. Its objects stay. Ignores NULL. */
+/* Closes a heap. Its objects stay. Ignores NULL. A forked child may close it, too: the parent's heap
+ * stays open. */
 void aquifer_heap_close(aquifer_heap *heap);
 
 /* The root object of the heap: the first one that was asked for, of `bytes` bytes, all zeros.
@@ -69,7 +70,8 @@ int aquifer_heap_free(aquifer_heap *heap, const aquifer_pointer *pointer);
  * old one stays valid. */
 int aquifer_heap_get(aquifer_heap *heap, aquifer_pointer *pointer, void *out, size_t bytes);
 
-/* The same for several objects, side by side. On failure no bytes are valid. */
+/* The same for several objects, side by side. The memory of no two jobs may overlap. On failure no
+ * bytes are valid. */
 typedef struct aquifer_get_job {
     aquifer_pointer pointer;
     void *out;

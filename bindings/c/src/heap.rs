@@ -125,7 +125,11 @@ pub unsafe extern "C" fn aquifer_heap_open(socket: *const c_char, node: u16) -> 
 pub unsafe extern "C" fn aquifer_heap_close(heap: *mut CHeap) {
     if !heap.is_null() {
         // SAFETY: the pointer is from `Box::into_raw`, and the caller does not use it any more.
-        drop(unsafe { Box::from_raw(heap) });
+        let heap = unsafe { Box::from_raw(heap) };
+        if heap.owner != std::process::id() {
+            // The connection is the parent's.
+            std::mem::forget(heap);
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 
 use core::ffi::{c_int, c_void};
 
+use crate::fatal;
 use crate::next::fail_with_errno;
 use crate::pieces::Pieces;
 use crate::raw::syscall;
@@ -110,7 +111,11 @@ impl Move {
                 let result = move_piece(start, old_length, new_length, flags, target);
                 if result < 0 {
                     for (moved, end) in pieces.iter().filter(|(moved, _)| *moved > start) {
-                        move_piece(self.to + (moved - self.from), end - moved, end - moved, 0, moved);
+                        let length = end - moved;
+                        let back = move_piece(self.to + (moved - self.from), length, length, 0, moved);
+                        if back < 0 {
+                            fatal::exit("memory that mremap has moved in part cannot be moved back", -back);
+                        }
                     }
                     unmap(self.to, self.new_length);
                     return result;
@@ -183,15 +188,14 @@ pub unsafe fn move_mappings(
     if result != FAULT {
         return result;
     }
-    // The kernel has checked that the ranges are in the address space.
-    let wanted = Move {
-        from,
-        old_length: old_length.next_multiple_of(PAGE),
-        new_length: new_length.next_multiple_of(PAGE),
-        flags,
-        to,
-    };
-    let range = from..from + wanted.old_length.min(wanted.new_length);
+    let pages = |length: usize| length.checked_next_multiple_of(PAGE);
+    let (Some(old_length), Some(new_length)) = (pages(old_length), pages(new_length)) else { return FAULT };
+    let wanted = Move { from, old_length, new_length, flags, to };
+    let ends = [from.checked_add(old_length), from.checked_add(new_length), to.checked_add(new_length)];
+    if ends.contains(&None) {
+        return FAULT;
+    }
+    let range = from..from + old_length.min(new_length);
     let Some(pieces) = Pieces::find(&range) else { return FAULT };
     // SAFETY: as of the caller.
     unsafe {

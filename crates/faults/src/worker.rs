@@ -61,7 +61,9 @@ impl ControlMemory {
     pub fn pins(&self) -> Vec<PageNumber> {
         let pins = &self.control().pins;
         let known = (self.control().pin_count.load(Acquire) as usize).min(pins.len());
-        let mut pins: Vec<PageNumber> = pins[..known].iter().map(|pin| pin.load(Acquire)).collect();
+        let pages = pins[..known].iter().map(|pin| pin.load(Acquire));
+        // The program writes them.
+        let mut pins: Vec<PageNumber> = pages.filter(|page| *page < PAGES_MAX).collect();
         pins.sort_unstable();
         pins
     }
@@ -318,5 +320,23 @@ fn outcome(status: u32) -> MoveOutcome {
         Ok(0) => MoveOutcome::Moved,
         Ok(libc::ENOENT) => MoveOutcome::Absent,
         _ => MoveOutcome::Kept,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pins_that_are_no_pages_are_ignored() {
+        let mut port = WorkerPort::new().unwrap();
+        [u64::MAX, 7, PAGES_MAX].iter().for_each(|page| port.control().pin(*page));
+        assert_eq!(port.memory().pins(), [7]);
+        port.lock_pins();
+        assert!(port.is_pinned(7) && !port.is_pinned(u64::MAX));
+        let mut areas = Areas::default();
+        areas.insert(Area { start: 6, end: 9 });
+        port.remove_pinned(&mut areas);
+        assert_eq!(areas.iter().map(|area| (area.start, area.end)).collect::<Vec<_>>(), [(6, 7), (8, 9)]);
     }
 }

@@ -54,7 +54,7 @@ impl Catalog {
         if self.stores.len() > STORES_MAX {
             return Err(KvError::TooManyStores);
         }
-        let bytes = encode(self.version + 1, &self.stores);
+        let bytes = encode(self.version.wrapping_add(1), &self.stores);
         let written = objects.write_if(&mut self.pointer, self.version, &bytes).map_err(KvError::Objects)?;
         Ok(matches!(written, Written::Done { .. }))
     }

@@ -43,7 +43,8 @@ pub struct FoundBucket {
     /// Its pointer, as the segment has it.
     stored: Pointer,
     pointer: Pointer,
-    version: u64,
+    /// Its version.
+    pub version: u64,
     capacity: usize,
     /// Its entries.
     pub entries: Vec<Entry>,
@@ -61,10 +62,19 @@ impl Index {
         let bits = buckets.trailing_zeros().clamp(SEGMENT_BITS, BUCKET_BITS_MAX);
         let table = PointerTable { first: 1, pointers: vec![None; SEGMENT_BUCKETS] };
         let segment = table.encode(SEGMENT_BUCKETS);
-        let segments: Result<Vec<_>, _> =
-            (0..1_usize << (bits - SEGMENT_BITS)).map(|_| objects.create(&segment).map(Some)).collect();
-        let head = PointerTable { first: HEAD_MAGIC, pointers: segments.map_err(KvError::Objects)? };
-        objects.create(&head.encode(head.pointers.len())).map_err(KvError::Objects)
+        let mut made = Vec::new();
+        let created = (0..1_usize << (bits - SEGMENT_BITS)).try_for_each(|_| {
+            made.push(Some(objects.create(&segment)?));
+            Ok(())
+        });
+        let head = PointerTable { first: HEAD_MAGIC, pointers: made };
+        let created = created.and_then(|()| objects.create(&head.encode(head.pointers.len())));
+        if created.is_err() {
+            for segment in head.pointers.into_iter().flatten() {
+                objects.free(segment).map_err(KvError::Objects)?;
+            }
+        }
+        created.map_err(KvError::NotCreated)
     }
 
     /// Opens the index with this head.
@@ -142,7 +152,7 @@ impl Index {
         if entries.len() > found.capacity {
             return self.grow(objects, found, entries);
         }
-        let bytes = Bucket::encode(found.version + 1, entries);
+        let bytes = Bucket::encode(found.version.wrapping_add(1), entries);
         let written =
             objects.write_if(&mut found.pointer, found.version, &bytes).map_err(KvError::Objects)?;
         Ok(matches!(written, Written::Done { .. }))
@@ -159,7 +169,7 @@ impl Index {
             return Err(KvError::Full);
         }
         let larger = create_bucket(objects, (2 * found.capacity).clamp(entries.len(), ENTRIES_MAX), entries)?;
-        let bytes = Bucket::encode_moved(found.version + 1, larger);
+        let bytes = Bucket::encode_moved(found.version.wrapping_add(1), larger);
         let mut mark = || objects.write_if(&mut found.pointer, found.version, &bytes);
         let is_done = Mutation::GrowUnmarked.is_active()
             || matches!(mark().map_err(KvError::Objects)?, Written::Done { .. });
@@ -206,7 +216,7 @@ impl Index {
                 return Ok(false);
             }
             let version = table.first;
-            table.first += 1;
+            table.first = table.first.wrapping_add(1);
             table.pointers[slot] = Some(next);
             let segment = &mut self.segments[number / SEGMENT_BUCKETS];
             let bytes = table.encode(slot + 1);
@@ -264,5 +274,5 @@ impl Index {
 fn create_bucket<O: Objects>(objects: &mut O, capacity: usize, entries: &[Entry]) -> Outcome<Pointer, O> {
     let mut bytes = Bucket::encode(1, entries);
     bytes.resize(Bucket::bytes(capacity), 0);
-    objects.create(&bytes).map_err(KvError::Objects)
+    objects.create(&bytes).map_err(KvError::NotCreated)
 }

@@ -189,7 +189,7 @@ impl PointerTable {
     /// The table of `count` pointers in these bytes; `None` if they are too few.
     #[must_use]
     pub fn decode(bytes: &[u8], count: usize) -> Option<Self> {
-        let table = bytes.get(16..16 + count * POINTER_BYTES)?;
+        let table = bytes.get(16..count.checked_mul(POINTER_BYTES)?.checked_add(16)?)?;
         let pointers = table.chunks_exact(POINTER_BYTES).map(|pointer| pointer_at(pointer, 0)).collect();
         Some(Self { first: word(bytes, 0)?, pointers })
     }
@@ -273,6 +273,7 @@ mod tests {
         let table = PointerTable { first: 3, pointers: vec![None, Some(pointer(9))] };
         assert_eq!(PointerTable::decode(&table.encode(2), 2), Some(table.clone()));
         assert_eq!(PointerTable::decode(&table.encode(1), 2), None);
+        assert_eq!(PointerTable::decode(&table.encode(2), 1 << 60), None);
     }
 
     proptest! {

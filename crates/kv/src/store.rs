@@ -40,6 +40,9 @@ pub enum KvError<E: std::error::Error> {
     /// The heap failed.
     #[error(transparent)]
     Objects(E),
+    /// An object could not be allocated. Nothing was changed.
+    #[error(transparent)]
+    NotCreated(E),
     /// There is no such store.
     #[error("there is no store of this name: make one (aquifer kv create)")]
     NoStore,
@@ -77,6 +80,8 @@ pub struct KvStore<O> {
     cache: ItemCache,
     bytes: Vec<u8>,
     batch: Vec<Vec<u8>>,
+    /// The version of the last bucket in which an item was gone, and the item.
+    gone: Option<(u64, Pointer)>,
 }
 
 /// What a bucket has of a key.
@@ -143,7 +148,7 @@ impl<O: Objects> KvStore<O> {
         let head = catalog.stores.iter().find(|(other, _)| other == name).ok_or(KvError::NoStore)?.1;
         let index = Index::open(&mut objects, head)?;
         let cache = ItemCache::new(CACHE_BITS);
-        Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new() })
+        Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new(), gone: None })
     }
 
     /// Deletes a store with all its keys. No client may use it any more.
@@ -160,6 +165,8 @@ impl<O: Objects> KvStore<O> {
                 break head;
             }
         };
+        // Of the name that was removed: another client may have made the store anew.
+        store.index = Index::open(&mut store.objects, head)?;
         for number in 0..store.index.buckets() {
             let Some(bucket) = store.index.bucket(&mut store.objects, number)? else { continue };
             for entry in bucket.entries {
@@ -270,11 +277,20 @@ impl<O: Objects> KvStore<O> {
         }
         let number = self.index.number(hash);
         let mut staged = None;
-        while !self.try_put(key, (hash, number), (&item, !is_old), &mut staged)? {}
-        match staged {
-            Some(unused) => self.objects.free(unused).map_err(KvError::Objects),
-            None => Ok(()),
+        let done = loop {
+            match self.try_put(key, (hash, number), (&item, !is_old), &mut staged) {
+                Ok(false) => {}
+                Ok(true) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+        };
+        // After another error a bucket may name the item.
+        let is_unused = matches!(done, Ok(()) | Err(KvError::NotCreated(_) | KvError::Full));
+        if let Some(unused) = staged.filter(|_| is_unused) {
+            let freed = self.objects.free(unused).map_err(KvError::Objects);
+            return done.and(freed);
         }
+        done
     }
 
     /// Writes a value into the item that this client remembers, if it is that of the key. Returns
@@ -336,7 +352,7 @@ impl<O: Objects> KvStore<O> {
         }
         let new = match *staged {
             Some(staged) => staged,
-            None => *staged.insert(self.objects.create(item).map_err(KvError::Objects)?),
+            None => *staged.insert(self.objects.create(item).map_err(KvError::NotCreated)?),
         };
         let entry = Entry { hash, item: new };
         let is_done = match (&mut bucket, found) {
@@ -344,8 +360,11 @@ impl<O: Objects> KvStore<O> {
             (Some(bucket), Found::Live { at, mut pointer }) => {
                 let moved = Item::encode_moved(new);
                 let is_done = Mutation::ReplaceUnmarked.is_active() || self.mark(&mut pointer, &moved)?;
-                if is_done && !self.replace_entry(bucket, at, Some(entry))? {
-                    self.tidy(key, (hash, number))?;
+                if is_done {
+                    *staged = None;
+                    if !self.replace_entry(bucket, at, Some(entry))? {
+                        self.tidy(key, (hash, number))?;
+                    }
                 }
                 is_done
             }
@@ -418,10 +437,14 @@ impl<O: Objects> KvStore<O> {
     pub fn scan(&mut self, number: usize) -> Outcome<(Vec<KeyValue>, Option<usize>), O> {
         let next = Some(number + 1).filter(|next| *next < self.index.buckets());
         loop {
-            let bucket = self.index.bucket(&mut self.objects, number)?;
-            let entries = bucket.map_or_else(Vec::new, |bucket| bucket.entries);
-            if let Some(items) = self.items(&entries)? {
+            let Some(bucket) = self.index.bucket(&mut self.objects, number)? else {
+                return Ok((Vec::new(), next));
+            };
+            if let Some(items) = self.items(&bucket.entries)? {
                 return Ok((items, next));
+            }
+            if let Some(first) = bucket.entries.first() {
+                self.note_gone(bucket.version, first.item)?;
             }
         }
     }
@@ -464,6 +487,15 @@ impl<O: Objects> KvStore<O> {
         self.index.number(hash(key))
     }
 
+    /// Notes that an item of a bucket was gone. Items are freed after their bucket was changed, so
+    /// the same is not found twice.
+    fn note_gone(&mut self, version: u64, item: Pointer) -> Outcome<(), O> {
+        match self.gone.replace((version, item)) {
+            last if last == Some((version, item)) => Err(KvError::Damaged),
+            _ => Ok(()),
+        }
+    }
+
     fn read(&mut self, pointer: &mut Pointer) -> Outcome<bool, O> {
         self.objects.read(pointer, &mut self.bytes).map_err(KvError::Objects)
     }
@@ -478,6 +510,7 @@ impl<O: Objects> KvStore<O> {
             }
             let mut pointer = item;
             if !self.read(&mut pointer)? {
+                self.note_gone(bucket.version, item)?;
                 return Ok(Found::Again);
             }
             match Item::decode(&self.bytes).ok_or(KvError::Damaged)? {

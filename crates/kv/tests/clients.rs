@@ -41,6 +41,8 @@ struct ModelHeap {
     next: Arc<Mutex<u64>>,
     /// Operations until the client is killed.
     left: Cell<u32>,
+    /// Objects until the heap is full.
+    room: Cell<u32>,
 }
 
 const ROOT: u64 = 1;
@@ -58,6 +60,7 @@ impl ModelHeap {
             objects: Arc::new(Mutex::new(objects)),
             next: Arc::new(Mutex::new(ROOT + 1)),
             left: Cell::new(u32::MAX),
+            room: Cell::new(u32::MAX),
         }
     }
 
@@ -83,6 +86,7 @@ impl Objects for ModelHeap {
     }
 
     fn create(&mut self, contents: &[u8]) -> Result<Pointer, Killed> {
+        self.room.set(self.room.get().checked_sub(1).ok_or(Killed)?);
         let mut bytes = contents.to_vec();
         bytes.resize(bytes.len().next_multiple_of(CLASS_BYTES), 0);
         let number = {
@@ -203,7 +207,7 @@ fn play(may_kill: bool) {
                     let number = (client * OPERATIONS + step) as u64 + 1;
                     match operate(&mut store, &keys[at], &histories[at], number) {
                         Ok(()) => {}
-                        Err(KvError::Objects(Killed)) => return,
+                        Err(KvError::Objects(Killed) | KvError::NotCreated(Killed)) => return,
                         Err(error) => panic!("{error}"),
                     }
                 }
@@ -228,6 +232,40 @@ fn play(may_kill: bool) {
         let objects = heap.objects.lock().expect("no client panics").len();
         assert!((3 + live..=4 + live).contains(&objects), "{objects} objects for {live} keys");
     }
+}
+
+#[test]
+fn a_put_into_a_full_heap_leaves_nothing() {
+    let played = || {
+        let heap = ModelHeap::new();
+        KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        for key in &KEYS[1..] {
+            store.put(key, b"value").expect("no client is killed");
+        }
+        let objects = || heap.objects.lock().expect("no client panics").len();
+        let before = objects();
+        // There is room for the item, and not for the larger bucket that it needs.
+        store.objects().room.set(1);
+        let refused = store.put(&KEYS[0], b"value");
+        assert!(matches!(refused, Err(KvError::NotCreated(_))), "{refused:?}");
+        assert_eq!(objects(), before);
+        store.objects().room.set(2);
+        store.put(&KEYS[0], b"value").expect("there is room");
+        assert_eq!(store.get(&KEYS[0]).expect("no client is killed"), Some(b"value".to_vec()));
+        // An item that is gone although its bucket names it is damage, and not waited for.
+        let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
+        let items: Vec<u64> = heap.objects.lock().expect("no client panics").keys().copied().collect();
+        for number in items.iter().filter(|number| **number > 3) {
+            let mut objects = heap.objects.lock().expect("no client panics");
+            if objects[number][..8] == 1_u64.to_le_bytes() && objects[number].len() == CLASS_BYTES {
+                objects.remove(number);
+            }
+        }
+        assert!(matches!(store.get(&KEYS[1]), Err(KvError::Damaged)));
+        assert!(matches!(store.scan(store.bucket_of(&KEYS[1])), Err(KvError::Damaged)));
+    };
+    shuttle::check_random(played, 1);
 }
 
 #[test]

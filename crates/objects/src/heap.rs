@@ -370,6 +370,19 @@ impl Heap {
         Err(HeapError::NoObject)
     }
 
+    /// The address with which an object was allocated, or to which it was released, with the slot
+    /// where it is now: it is valid for as long as the object.
+    ///
+    /// # Errors
+    /// If there is no such object.
+    pub fn home_address(&self, address: u64, id: u64) -> Result<u64, HeapError> {
+        let Located { block, slot, .. } = self.locate(address, id)?;
+        let found = self.block(block).ok_or(HeapError::NoObject)?;
+        let shape = self.settings.classes.get(found.class()).ok_or(HeapError::NoClass)?;
+        let home = found.record(slot).ok_or(HeapError::NoObject)?.home;
+        Ok(home.at(u64::from(slot) * u64::from(shape.slot_bytes)))
+    }
+
     /// Frees an object.
     ///
     /// # Errors

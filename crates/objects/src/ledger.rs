@@ -1,6 +1,8 @@
 //! Writes what a heap decides into its memory, in the order from which [`crate::recovery`] can
 //! restore it after the process was killed between any two stores.
 
+use std::ops::Range;
+
 use crate::class::{BLOCK_ORDER_MAX, Class, ClassId};
 use crate::header::{Header, Lock, ObjectNumber};
 use crate::heap::{Mover, Replacement};
@@ -133,6 +135,24 @@ impl<W: HeapWords> Ledger<W> {
         self.words.store(word, others | home << bit);
     }
 
+    /// Makes a range of words of one slot equal to those of another one. A page that was never
+    /// written in either stays without memory.
+    fn copy_words(&mut self, from: u64, to: u64, range: Range<u64>) {
+        let mut part = range.start..range.start;
+        while part.end < range.end {
+            part = part.end..range.end.min(part.end + FRAME_WORDS);
+            let len = usize::try_from(part.end - part.start).expect("a frame");
+            let (mut wanted, mut found) = (vec![0; len], vec![0; len]);
+            self.words.peek(from + part.start, &mut wanted);
+            self.words.peek(to + part.start, &mut found);
+            for ((word, wanted), found) in part.clone().zip(wanted).zip(found) {
+                if wanted != found {
+                    self.words.store(to + word, wanted);
+                }
+            }
+        }
+    }
+
     fn clear_homes(&mut self, frames: FrameRun) {
         let (at, words) = self.layout.homes_of(frames);
         // The only object of a larger block has never moved.
@@ -235,15 +255,7 @@ impl<W: HeapWords> Mover for Ledger<W> {
             self.words.store(MERGE_AT, REPLACING);
         }
         self.lock(target, &[(0, number.get())], shape);
-        let rest = 1 + u64::from(written)..u64::from(shape.slot_bytes / 8);
-        let mut last = vec![0; usize::try_from(rest.end - rest.start).expect("it is mapped")];
-        self.words.peek(from + rest.start, &mut last);
-        for (word, bytes) in rest.zip(last) {
-            // A page that was never written stays without memory.
-            if bytes != 0 {
-                self.words.store(to + word, bytes);
-            }
-        }
+        self.copy_words(from, to, 1 + u64::from(written)..u64::from(shape.slot_bytes / 8));
         // From here on the replacement is completed.
         let header = Header::from_word(self.words.load(from)).with_lock(Lock::Open);
         let next = if Mutation::KeepVersion.is_active() { header } else { header.next_version() };

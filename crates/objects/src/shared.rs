@@ -12,14 +12,14 @@ use aquifer_fabric::{Memory, WorkError};
 use rustix::net::{SendFlags, send};
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::class::{Classes, FRAME_BYTES};
+use crate::class::{Class, Classes, FRAME_BYTES};
 use crate::client::{ClientError, HeapLink, PATIENCE, read_time_max, slot_of};
 use crate::header::{HEADER_BYTES, Header};
 use crate::layout::Layout;
 use crate::pointer::{BlockAddress, Pointer};
 use crate::service::MESSAGE_BYTES_MAX;
 use crate::slot::{ReadVerdict, verdict};
-use crate::wire::{Answer, Request};
+use crate::wire::{Answer, BlockRegion, Request};
 
 /// Time to poll for an answer before sleeping.
 const SPIN_TIME: Duration = Duration::from_micros(50);
@@ -42,6 +42,8 @@ pub(crate) struct SharedLink {
     data: Arc<Memory>,
     names: Arc<Memory>,
     layout: Layout,
+    /// The numbers of the heap and of its node, which its pointers have.
+    numbers: (u16, u16),
     classes: &'static Classes,
     message: Vec<u8>,
     /// Room for the longest answer.
@@ -63,16 +65,27 @@ impl SharedLink {
         if names.len() as u64 != layout.name_words() * 8 {
             return Err(ClientError::Answer);
         }
-        Ok(Self {
+        let mut link = Self {
             socket,
             data,
             names,
             layout,
+            numbers: (0, 0),
             classes: Classes::standard(),
             message: Vec::new(),
             answer: vec![0; MESSAGE_BYTES_MAX as usize],
             checked: now(),
-        })
+        };
+        let Answer::Opened(regions) = link.request(&Request::Open)? else { return Err(ClientError::Answer) };
+        let BlockRegion { heap, node, .. } = *regions.first().ok_or(ClientError::Answer)?;
+        link.numbers = (heap, node);
+        Ok(link)
+    }
+
+    /// The class of a pointer's object, its block, and the offset of its slot; `None` if no object
+    /// of this heap has the pointer.
+    fn slot_of(&self, pointer: Pointer) -> Option<(Class, BlockAddress, u64)> {
+        slot_of(self.classes, pointer).filter(|_| (pointer.heap, pointer.node) == self.numbers)
     }
 
     /// Looks once in a tick of the clock whether the service lives. If it has ended, another one
@@ -117,7 +130,7 @@ impl HeapLink for SharedLink {
     }
 
     fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError> {
-        let Some((class, block, _)) = slot_of(self.classes, pointer) else { return Ok(None) };
+        let Some((class, block, _)) = self.slot_of(pointer) else { return Ok(None) };
         self.check_service(now())?;
         let fits = |start: &u64| {
             start.checked_add(class.block_bytes()).is_some_and(|end| end <= self.data.len() as u64)
@@ -133,7 +146,7 @@ impl HeapLink for SharedLink {
     }
 
     fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
-        let Some((class, block, offset)) = slot_of(self.classes, pointer) else {
+        let Some((class, block, offset)) = self.slot_of(pointer) else {
             return Ok(ReadVerdict::Elsewhere);
         };
         debug_assert!(out.len() <= class.payload_bytes() as usize, "it was checked");

@@ -163,6 +163,7 @@ fn other_tenants_and_wrong_pointers_get_nothing() {
         Pointer { address: u64::MAX >> 16, ..good },
         Pointer { number: pointers[1].number, address: 1 << 30, ..good },
         Pointer { heap: good.heap + 1, ..good },
+        Pointer { node: good.node ^ 7, ..good },
         Pointer { node: good.node + 1, ..good },
     ];
     for pointer in wrong {
@@ -348,6 +349,14 @@ fn a_conditional_write_is_made_by_one_of_several_clients() {
             });
         }
     });
+    let mut client = node.client(OURS);
+    for refused in [
+        client.write_if(&mut { root }, 0, &[0; 40_000]).unwrap_err(),
+        client.write_at(&mut { root }, 0, &[0; 40_000]).unwrap_err(),
+        client.get(&mut { root }, &mut [0; 1000]).unwrap_err(),
+    ] {
+        assert!(matches!(refused, ClientError::Refused(Refused::TooLarge)), "{refused}");
+    }
     let mut out = [0; 8];
     node.client(OURS).get(&mut { root }, &mut out).unwrap();
     assert_eq!(u64::from_le_bytes(out), CLIENTS * ROUNDS);

@@ -89,7 +89,11 @@ int main(void)
     expect(aquifer_heap_allocate(heap, AQUIFER_OBJECT_BYTES_MAX + 5000, &large), -EFBIG);
     pid_t child = fork();
     if (child == 0)
-        _exit(aquifer_heap_free(heap, &root) == -ECHILD ? 0 : 1);
+    {
+        int freed = aquifer_heap_free(heap, &root);
+        aquifer_heap_close(heap);
+        _exit(freed == -ECHILD ? 0 : 1);
+    }
     int status;
     if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
         errx(1, "a child can use the heap");

@@ -89,7 +89,10 @@ impl CheckedStore {
     fn known<T>(&mut self, result: Result<T, KvError<ClientError>>) -> Option<T> {
         match result {
             Ok(value) => Some(value),
-            Err(KvError::Objects(ClientError::Connection(_) | ClientError::Silent)) => {
+            Err(
+                KvError::Objects(ClientError::Connection(_) | ClientError::Silent)
+                | KvError::NotCreated(ClientError::Connection(_) | ClientError::Silent),
+            ) => {
                 self.unknown += 1;
                 None
             }

@@ -78,6 +78,10 @@ impl Connection {
     fn place(&self, pointer: Pointer) -> Option<(Class, RemoteAddr)> {
         let (class, block, offset) = slot_of(self.classes, pointer)?;
         let region = self.regions.get(usize::from(block.order))?;
+        // A pointer to an object of another heap finds nothing here.
+        if (region.heap, region.node) != (pointer.heap, pointer.node) {
+            return None;
+        }
         let addr = region.base + u64::from(block.number) * class.address_bytes() + offset;
         Some((class, RemoteAddr { addr, key: Key(region.key) }))
     }
@@ -148,32 +152,29 @@ impl Connection {
         Header::from_word(self.memory.load_u64(at))
     }
 
-    /// Reads an object that is larger than the local memory, part by part between its headers.
+    /// Reads an object that is larger than the local memory, part by part. Each part is between two
+    /// looks at the header, so the time of the whole read does not matter.
     fn read_in_parts(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError> {
         let Some((class, remote)) = self.place(pointer) else { return Ok(ReadVerdict::Elsewhere) };
-        let began = Instant::now();
-        let parts = out.len().div_ceil(PAYLOAD_BYTES);
+        let mut first = None;
         for (at, part) in out.chunks_mut(PAYLOAD_BYTES).enumerate() {
-            if at == 0 {
-                self.add_read(0, HEADERS_AT, 8, remote, 0);
-            }
-            self.add_read(0, PAYLOAD_AT, part.len(), remote, HEADER_BYTES as usize + at * PAYLOAD_BYTES);
-            if at + 1 == parts {
-                self.add_read(0, HEADERS_AT + 8, 8, remote, 0);
-            }
+            let skip = HEADER_BYTES as usize + at * PAYLOAD_BYTES;
+            self.add_read(0, HEADERS_AT, 8, remote, 0);
+            self.add_read(0, PAYLOAD_AT, part.len(), remote, skip);
+            self.add_read(0, HEADERS_AT + 8, 8, remote, 0);
+            let began = Instant::now();
             self.complete()?;
-            if !self.is_done(0)? {
-                return Ok(ReadVerdict::Elsewhere);
+            let found = self.judge(0, pointer, began.elapsed())?;
+            let before = *first.get_or_insert(self.header(HEADERS_AT));
+            if found != ReadVerdict::Valid {
+                return Ok(found);
             }
-            if at == 0 && self.header(HEADERS_AT).number() != Some(pointer.number) {
-                return Ok(ReadVerdict::Elsewhere);
+            if before != self.header(HEADERS_AT) || began.elapsed() > read_time_max(class) {
+                return Ok(ReadVerdict::Busy);
             }
             self.memory.read(PAYLOAD_AT, part);
         }
-        if began.elapsed() > read_time_max(class) {
-            return Ok(ReadVerdict::Busy);
-        }
-        Ok(verdict(pointer.number, self.header(HEADERS_AT), self.header(HEADERS_AT + 8)))
+        Ok(ReadVerdict::Valid)
     }
 
     /// Reads the first of these objects, as many as fit, in one batch. Returns how many.

@@ -24,7 +24,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 const TRIES_MAX: u32 = 16;
 /// A read that has taken longer is done again: versions could have passed through all numbers.
 const READ_TIME_MAX: Duration = Duration::from_millis(10);
-/// The same for large objects, of which a version takes longer.
+/// The same for a large object, or a part of one: 2^18 requests take longer.
 const LARGE_READ_TIME_MAX: Duration = Duration::from_millis(500);
 /// Bytes of an object in one message, at most.
 const MESSAGE_PART_BYTES: u32 = SLOT_BYTES_MAX;
@@ -260,8 +260,11 @@ impl HeapClient {
         let bytes = object_bytes(contents)?;
         let first = &contents[..contents.len().min(MESSAGE_PART_BYTES as usize)];
         let (pointer, _) = self.request_pointer(&Request::Create { bytes, first })?;
-        self.write_parts(pointer, contents, first.len())?;
-        Ok(pointer)
+        let written = self.write_parts(pointer, contents, first.len());
+        if written.is_err() {
+            let _ = self.free(pointer);
+        }
+        written.map(|()| pointer)
     }
 
     /// The root object of this user's heap: the first one that was asked for, of `bytes` bytes, all
@@ -308,6 +311,7 @@ impl HeapClient {
         offset: u32,
         bytes: &[u8],
     ) -> Result<bool, ClientError> {
+        check_part(bytes)?;
         self.request_update(pointer, |pointer| Request::WriteAt { pointer, offset, bytes })
     }
 
@@ -323,6 +327,7 @@ impl HeapClient {
         expected: u64,
         bytes: &[u8],
     ) -> Result<bool, ClientError> {
+        check_part(bytes)?;
         self.request_update(pointer, |pointer| Request::WriteIf { pointer, expected, bytes })
     }
 
@@ -553,6 +558,14 @@ impl HeapClient {
 fn check_len(pointer: Pointer, out: &[u8]) -> Result<(), ClientError> {
     let class = Classes::standard().get(pointer.class).ok_or(Refused::NoObject)?;
     match out.len() <= class.payload_bytes() as usize {
+        true => Ok(()),
+        false => Err(Refused::TooLarge.into()),
+    }
+}
+
+/// Checks that bytes fit into one message.
+fn check_part(bytes: &[u8]) -> Result<(), ClientError> {
+    match bytes.len() <= MESSAGE_PART_BYTES as usize {
         true => Ok(()),
         false => Err(Refused::TooLarge.into()),
     }

@@ -71,3 +71,52 @@ impl Heap {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bytes::HeapBytes;
+    use crate::class::Classes;
+    use crate::heap::{Allocated, HeapSettings};
+    use crate::id::IdMode;
+    use crate::layout::slot_word;
+    use crate::ledger::Ledger;
+    use crate::slot::Words;
+
+    #[test]
+    fn the_words_that_are_not_replaced_are_those_of_the_object() {
+        let bytes = HeapBytes::create(64).unwrap();
+        let layout = bytes.layout();
+        let classes = Classes::standard().clone();
+        let class = classes.class_for(40_000).unwrap();
+        let shape = classes.get(class).unwrap();
+        let settings =
+            HeapSettings { classes, mode: IdMode::Numbers, may_split: false, workers: 1, frames_max: 64 };
+        let (mut heap, mut ledger) = (Heap::new(settings), Ledger::create(bytes, layout));
+        let mut next = 0;
+        let mut allocate = |payload: &[u64]| {
+            let mut draw = || {
+                next += 1;
+                next
+            };
+            let allocated = heap.allocate(0, class, &mut draw, &mut ledger).unwrap();
+            let at = slot_word(allocated.frames, 0, shape);
+            ledger.create_object(at, ObjectNumber::new(allocated.id).unwrap(), payload);
+            (allocated, at)
+        };
+        let mut target = vec![1; 4000];
+        target[3000] = 0;
+        let (object, _) = allocate(&target);
+        // The other one has words behind those that are to be replaced.
+        let (staged, at) = allocate(&[2; 4500]);
+        let of = |allocated: Allocated| (allocated.address, allocated.id);
+        heap.replace(of(object), of(staged), 2, &mut ledger).unwrap();
+        let found: Vec<u64> = (1..=4500).map(|word| ledger.words.load(at + word)).collect();
+        target.resize(4500, 0);
+        target[..2].fill(2);
+        assert!(found == target, "{:?}", found.iter().zip(&target).position(|(one, other)| one != other));
+        assert_eq!(heap.locate(object.address, object.id).unwrap().frames, staged.frames);
+        assert!(heap.locate(staged.address, staged.id).is_err());
+        assert_eq!((heap.usage().objects, heap.used_frames()), (1, shape.frames()));
+    }
+}

@@ -8,7 +8,7 @@ mod heat;
 pub mod report;
 mod tenant_heap;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -91,6 +91,8 @@ pub struct HeapService {
     node: u16,
     budget: Arc<FrameBudget>,
     heaps: Mutex<BTreeMap<Tenant, Arc<Mutex<TenantHeap>>>>,
+    /// The numbers of heaps, so that no heap is waited for when another one is opened.
+    numbers: Mutex<BTreeSet<u16>>,
     target: OnceLock<Weak<dyn Target>>,
     keeper: Option<Box<dyn HeapKeeper>>,
     upkeep: Mutex<Upkeep>,
@@ -114,6 +116,7 @@ impl HeapService {
             node,
             budget: Arc::new(FrameBudget::new(frames)),
             heaps: Mutex::default(),
+            numbers: Mutex::default(),
             target: OnceLock::new(),
             keeper,
             upkeep: Mutex::new(Upkeep { expired: now, cleared: now }),
@@ -157,8 +160,10 @@ impl HeapService {
         if heaps.len() >= HEAPS_MAX {
             return Err(OpenHeapError::TooMany);
         }
-        let used: Vec<u16> = heaps.values().map(|heap| lock(heap).number).collect();
-        let number = (0..=u16::MAX).find(|number| !used.contains(number)).ok_or(OpenHeapError::TooMany)?;
+        let number = {
+            let used = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
+            (0..=u16::MAX).find(|number| !used.contains(number)).ok_or(OpenHeapError::TooMany)?
+        };
         let bytes = HeapBytes::create(self.budget.total())?;
         let quota = self.budget.total() / 2;
         let heap = TenantHeap::create(number, bytes, Arc::clone(&self.budget), quota);
@@ -196,6 +201,7 @@ impl HeapService {
             })
             .collect();
         self.keep(tenant, &heap).map_err(OpenHeapError::NotKept)?;
+        self.numbers.lock().unwrap_or_else(PoisonError::into_inner).insert(heap.number);
         let heap = Arc::new(Mutex::new(heap));
         heaps.insert(tenant, Arc::clone(&heap));
         Ok(heap)

@@ -90,6 +90,7 @@ impl TenantHeap {
         let mut heap = Self::with(number, heap, Ledger::reopen(bytes, layout), budget, quota);
         heap.granted = used;
         heap.heap.set_frames_limit(used);
+        heap.correct_root();
         Ok(heap)
     }
 
@@ -163,6 +164,16 @@ impl TenantHeap {
             Request::Report { .. } | Request::Compact { .. } | Request::SetLimit { .. } => {
                 Err(Refused::Invalid)
             }
+        }
+    }
+
+    /// Makes the record of the root have the address that stays. A process that was killed while
+    /// the root was released leaves the old one.
+    fn correct_root(&mut self) {
+        if let Some((number, address, class)) = self.ledger.root()
+            && let Ok(home) = self.heap.home_address(address, number.get())
+        {
+            self.ledger.set_root(number, home, class);
         }
     }
 
@@ -405,5 +416,57 @@ fn busy(refused: LockRefused) -> Refused {
     match refused {
         LockRefused::Busy => Refused::Busy,
         LockRefused::Elsewhere => Refused::NoObject,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    fn create(frames: u32) -> TenantHeap {
+        let budget = Arc::new(FrameBudget::new(frames));
+        let mut heap = TenantHeap::create(0, HeapBytes::create(frames).unwrap(), budget, frames);
+        heap.regions = vec![BlockRegion { heap: 0, node: 1, base: 0, key: 1 }];
+        heap
+    }
+
+    /// The heap as the next process finds it.
+    fn restart(heap: TenantHeap) -> TenantHeap {
+        let fds = heap.ledger.words.fds().map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
+        drop(heap);
+        let budget = Arc::new(FrameBudget::new(2048));
+        let mut heap = TenantHeap::restore(0, HeapBytes::open(fds).unwrap(), budget, 2048).unwrap();
+        heap.regions = vec![BlockRegion { heap: 0, node: 1, base: 0, key: 1 }];
+        heap
+    }
+
+    fn root_of(heap: &mut TenantHeap) -> Pointer {
+        match heap.answer(Request::Root { bytes: 100 }, &mut Vec::new()) {
+            Ok(Answer::Pointer(pointer, _)) => pointer,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_root_stays_that_was_being_released_when_the_service_was_killed() {
+        let mut heap = create(2048);
+        let root = root_of(&mut heap);
+        let others: Vec<Pointer> = (0..2000).map(|_| heap.allocate(100, &[]).unwrap()).collect();
+        // Of the first block the root alone is left, so it is moved.
+        for (at, pointer) in others.iter().enumerate() {
+            if at < 500 || at % 5 > 0 {
+                heap.free(*pointer).unwrap();
+            }
+        }
+        while heap.compact_step(root.class, 100) > 0 {}
+        let found = heap.named(root).unwrap();
+        assert!(found.found.is_old, "the root was moved");
+        // Killed before the new address is recorded as that of the root.
+        heap.heap.release(root.address, root.number.get(), &mut heap.ledger).unwrap();
+        let mut heap = restart(heap);
+        (0..3).for_each(|_| heap.expire_released());
+        assert_eq!(root_of(&mut heap).number, root.number, "it is the same object");
     }
 }
