@@ -50,7 +50,7 @@ typedef struct aquifer_pointer {
  * is one. `socket`: as for aquifer_open. Returns NULL on failure. */
 aquifer_heap *aquifer_heap_open(const char *socket, uint16_t node);
 
-/* Closes a heap. Its objects stay. Ignores NULL. A forked child may close it, too: the parent's heap
+/* Closes a heap. Its objects stay. Ignores NULL. A forked child may close it, too: in the parent it
  * stays open. */
 void aquifer_heap_close(aquifer_heap *heap);
 
