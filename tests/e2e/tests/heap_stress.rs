@@ -34,10 +34,12 @@ impl Counts {
         counter.fetch_add(count, Ordering::SeqCst);
     }
 
-    /// Waits until the workers have done this number of operations more.
-    fn await_operations(&self, count: usize) {
+    /// Waits until the workers have done this number of operations more, or it is over.
+    fn await_operations(&self, count: usize, is_over: &AtomicBool) {
         let end = self.operations.load(Ordering::SeqCst) + count as u64;
-        eventually("the programs go on", || (self.operations.load(Ordering::SeqCst) >= end).then_some(()));
+        eventually("the programs go on", || {
+            (self.operations.load(Ordering::SeqCst) >= end || is_over.load(Ordering::SeqCst)).then_some(())
+        });
     }
 }
 
@@ -63,11 +65,14 @@ fn use_store(client: HeapClient, name: &str, seed: u64, is_over: &AtomicBool, co
     Counts::add(&counts.interrupted, store.unknown);
 }
 
+/// The values that each key may have; none, unless one was surely put.
+type Possible = HashMap<String, Vec<Option<String>>>;
+
 /// Kills clients that put values, each at some time of its life. A value must be one that was put
 /// since the last one that was surely put.
 fn kill_clients(cluster: &Cluster, is_over: &AtomicBool, counts: &Counts) {
     let mut random = Random(77);
-    let mut possible: HashMap<String, Vec<String>> = HashMap::new();
+    let mut possible: Possible = HashMap::new();
     let kv = |arguments: &[&str]| {
         let mut command = cluster.command();
         command.args(["kv", "--store", "killed"]).args(arguments);
@@ -81,34 +86,41 @@ fn kill_clients(cluster: &Cluster, is_over: &AtomicBool, counts: &Counts) {
         let value = format!("{number} ").repeat(1 + random.below(2000));
         let mut child = kv(&["put", &key, &value]);
         // Some are killed before they have begun, and some after they have ended.
-        counts.await_operations(random.below(200));
+        counts.await_operations(random.below(200), is_over);
         // It may have ended.
         let _ = child.kill();
         let is_done = child.wait().expect("it is a child").success();
-        let values = possible.entry(key).or_default();
+        let values = possible.entry(key).or_insert_with(|| vec![None]);
         if is_done {
             values.clear();
         } else {
             Counts::add(&counts.killed_clients, 1);
         }
-        values.push(value);
+        values.push(Some(value));
         if number.is_multiple_of(20) {
             check_values(&possible, &kv);
         }
     }
-    check_values(&possible, &kv);
+    // No service is killed any more, so each key can be read.
+    assert_eq!(check_values(&possible, &kv), possible.len());
 }
 
-fn check_values(possible: &HashMap<String, Vec<String>>, kv: &dyn Fn(&[&str]) -> std::process::Child) {
+/// Returns how many keys could be read: not those at which the service was killed.
+fn check_values(possible: &Possible, kv: &dyn Fn(&[&str]) -> std::process::Child) -> usize {
+    let mut read = 0;
     for (key, values) in possible {
         let output = kv(&["get", key]).wait_with_output().expect("it ends");
-        if !output.status.success() {
-            // The service was killed meanwhile, or all puts of the key were.
-            continue;
-        }
-        let found = text(&output.stdout);
-        assert!(values.contains(&found), "{key} is {found:.60}");
+        let (found, error) = (text(&output.stdout), text(&output.stderr));
+        let has_none = error.contains("has no value") || error.contains("there is no store of this name");
+        let found = match output.status.success() {
+            true => Some(found),
+            false if has_none => None,
+            false => continue,
+        };
+        assert!(values.contains(&found), "{key} is {found:.60?}");
+        read += 1;
     }
+    read
 }
 
 fn stress(time: Duration) {
@@ -137,7 +149,7 @@ fn stress(time: Duration) {
         let _end = OnDrop(is_over);
         let mut random = Random(5);
         while began.elapsed() < time {
-            counts.await_operations(2000 + random.below(10_000));
+            counts.await_operations(2000 + random.below(10_000), is_over);
             assert!(!workers.iter().any(|worker| worker.is_finished()), "a program has ended");
             restart_heaps(cluster, 1);
             kills += 1;

@@ -416,8 +416,7 @@ impl HeapClient {
     ///
     /// # Errors
     /// If there is no such object, it is smaller than `out`, or the connection is broken.
-    /// [`Refused::Busy`] if an object of
-    /// more than 32 KiB was changed during each of many reads.
+    /// [`Refused::Busy`] if an object of more than 32 KiB was changed during each of many reads.
     pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
         check_len(*pointer, out)?;
         let mut tries = 0;

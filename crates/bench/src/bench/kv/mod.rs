@@ -68,7 +68,7 @@ fn notes(servers: &Servers, volume: Volume) -> Vec<String> {
     let mut notes = vec![
         format!(
             "{} keys; values are random; one client, which has used all keys before and so remembers where \
-             they are; gets at random",
+             most are; gets at random",
             volume.keys
         ),
         format!(

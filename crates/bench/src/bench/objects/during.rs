@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::Pointer;
+use aquifer_objects::service::report::HeapReport;
 
-use super::live::{check, connect, fill, free_some, heap_error};
+use super::live::{check, connect, fill, heap_error, split};
 use crate::bench::BenchError;
 use crate::bench::apps::random::Random;
 use crate::bench::support::bytes::float;
@@ -23,8 +24,8 @@ const ROUNDS: usize = 3;
 const FREED_PERCENT: usize = 80;
 /// Interval of the values over time.
 const SLICE: Duration = Duration::from_millis(20);
-const COLUMNS: [&str; 5] =
-    ["whole k/s", "during ÷ whole", "after ÷ whole", "longest pause ms", "usual longest ms"];
+const COLUMNS: [&str; 6] =
+    ["whole k/s", "during ÷ whole", "after ÷ whole", "longest pause ms", "usual longest ms", "merges"];
 
 /// What one client does, over time.
 #[derive(Default)]
@@ -54,7 +55,7 @@ pub fn figures(is_quick: bool) -> Result<During, BenchError> {
     let objects = if is_quick { 40_000 } else { 400_000 };
     let (mut rows, mut series, mut targets) = (Vec::new(), Vec::new(), Vec::new());
     for (name, scans) in [("the client looks in the block", true), ("the service corrects", false)] {
-        let mut measured: [Vec<f64>; 5] = Default::default();
+        let mut measured: [Vec<f64>; 6] = Default::default();
         for round in 0..ROUNDS {
             interrupt::check()?;
             let (values, during) = measure(objects, scans)?;
@@ -97,8 +98,8 @@ pub fn figures(is_quick: bool) -> Result<During, BenchError> {
     }
     let table = Table {
         title: format!(
-            "figures 14 and 16: reads of {SIZE} B in shared memory, while the heap is compacted of which \
-             {FREED_PERCENT} % were freed"
+            "figures 14 and 16: reads of {SIZE} B in shared memory, while another client frees \
+             {FREED_PERCENT} % of the objects and the heap is compacted"
         ),
         columns: COLUMNS.map(Column::full).to_vec(),
         pictured: None,
@@ -108,7 +109,7 @@ pub fn figures(is_quick: bool) -> Result<During, BenchError> {
     Ok(During { tables: vec![table], series, targets })
 }
 
-fn measure(objects: usize, scans: bool) -> Result<([f64; 5], Progress), BenchError> {
+fn measure(objects: usize, scans: bool) -> Result<([f64; 6], Progress), BenchError> {
     let cluster = Cluster::up_with_heaps(64 << 20, HEAP_BYTES)?;
     let agent = cluster.state().join("agent.sock");
     let mut client = connect(&agent, false)?;
@@ -119,17 +120,22 @@ fn measure(objects: usize, scans: bool) -> Result<([f64; 5], Progress), BenchErr
     // As many as are left later.
     let mut kept: Vec<(usize, Pointer)> = all.into_iter().step_by(100 / (100 - FREED_PERCENT)).collect();
     let whole = read(&mut reader, &mut kept, &|elapsed| elapsed > Duration::from_secs(1))?;
-    let mut left = free_some(&mut client, pointers, FREED_PERCENT)?;
+    let (mut left, freed) = split(pointers, FREED_PERCENT);
     let is_done = AtomicBool::new(false);
-    let during = std::thread::scope(|scope| {
-        let compaction = scope.spawn(|| {
-            let result = compact(cluster.state());
+    let (during, merges) = std::thread::scope(|scope| {
+        let others = scope.spawn(|| {
+            let mut free_and_compact = || {
+                freed.iter().try_for_each(|pointer| client.free(*pointer).map_err(heap_error))?;
+                compact(cluster.state())?;
+                merges(cluster.state())
+            };
+            let result = free_and_compact();
             is_done.store(true, Ordering::SeqCst);
             result
         });
         let during = read(&mut reader, &mut left, &|_| is_done.load(Ordering::SeqCst));
-        compaction.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        during
+        let merges = others.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        Ok::<_, BenchError>((during?, merges?))
     })?;
     let after = read(&mut reader, &mut left, &|elapsed| elapsed > Duration::from_secs(1))?;
     let values = [
@@ -138,8 +144,18 @@ fn measure(objects: usize, scans: bool) -> Result<([f64; 5], Progress), BenchErr
         after.rate() / whole.rate(),
         during.longest.as_secs_f64() * 1e3,
         whole.longest.as_secs_f64() * 1e3,
+        float(merges),
     ];
     Ok((values, during))
+}
+
+/// The merges of the service so far.
+fn merges(state: &Path) -> Result<u64, BenchError> {
+    let mut command = Command::new(aquifer_program()?);
+    command.arg("--state").arg(state).args(["heap", "list", "--json"]);
+    let output = command.output().map_err(BenchError::io("start", Path::new("aquifer")))?;
+    let reports: Vec<HeapReport> = serde_json::from_slice(&output.stdout).map_err(heap_error)?;
+    Ok(reports.iter().map(|report| report.merges).sum())
 }
 
 /// Compacts until nothing can be merged.

@@ -44,20 +44,13 @@ pub fn fill(client: &mut HeapClient, count: usize, size: usize) -> Result<Vec<Po
     (0..count).map(|object| client.create(&bytes_of(object, size)).map_err(heap_error)).collect()
 }
 
-/// Frees a part of the objects, at random. Returns those that are left, with their numbers.
-pub fn free_some(
-    client: &mut HeapClient,
-    pointers: Vec<Pointer>,
-    percent: usize,
-) -> Result<Vec<(usize, Pointer)>, BenchError> {
+/// The objects that are to stay, with their numbers, and those that are to be freed: `percent` of
+/// them, at random.
+pub fn split(pointers: Vec<Pointer>, percent: usize) -> (Vec<(usize, Pointer)>, Vec<Pointer>) {
     let mut random = Random(11);
-    let mut left = Vec::new();
+    let (mut left, mut freed) = (Vec::new(), Vec::new());
     for (object, pointer) in pointers.into_iter().enumerate() {
-        if random.below(100) < percent {
-            client.free(pointer).map_err(heap_error)?;
-        } else {
-            left.push((object, pointer));
-        }
+        if random.below(100) < percent { freed.push(pointer) } else { left.push((object, pointer)) }
     }
-    Ok(left)
+    (left, freed)
 }

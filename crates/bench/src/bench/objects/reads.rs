@@ -14,6 +14,7 @@ use aquifer_objects::class::{Class, Classes};
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::{BlockAddress, Pointer};
 
+use super::live::heap_error;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::cluster::Cluster;
@@ -256,8 +257,4 @@ fn shuffle<T>(values: &mut [T]) {
         state ^= state << 17;
         values.swap(at, usize::try_from(state >> 16).expect("64 bits") % (at + 1));
     }
-}
-
-fn heap_error(error: impl std::fmt::Display) -> BenchError {
-    BenchError::Heap { reason: error.to_string() }
 }
