@@ -127,7 +127,7 @@ pub struct UpArguments {
     /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub memory_max: Option<u64>,
-    /// Memory that each node has for heaps of objects, such as 512M [default: it serves no heaps]
+    /// Memory of each node that heaps of objects may take, such as 512M [default: no heaps]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub heap_memory: Option<u64>,
     /// Keep a node's memory for the time of --grace after the node was killed or stopped; programs

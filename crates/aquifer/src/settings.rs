@@ -166,10 +166,14 @@ pub struct HeapServiceSettings {
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u16).range(1..=4095))]
     #[serde(deserialize_with = "heap_node_number")]
     pub id: Option<u16>,
-    /// Memory that all heaps together may take, such as 512M or 2G
+    /// Memory that all heaps together may take of what the node lends, such as 512M or 2G
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub memory: Option<u64>,
+    /// Give the heaps memory of their own, beside what the node lends: needed if the node's memory
+    /// is pinned, for RDMA [default: false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub own_memory: Option<bool>,
     /// Serve programs with tickets of their agents at this TCP address, such as 10.0.0.1:7401
     #[arg(long, value_name = "ADDRESS")]
     pub listen: Option<SocketAddr>,
@@ -289,6 +293,7 @@ impl Settings for HeapServiceSettings {
         Self {
             id: self.id.or(other.id),
             memory: self.memory.or(other.memory),
+            own_memory: self.own_memory.or(other.own_memory),
             listen: self.listen.or(other.listen),
             advertise: self.advertise.or(other.advertise),
             key: self.key.or(other.key),

@@ -31,9 +31,9 @@ const NEXT_HOST: &str = "hosts/next";
 
 /// The greatest host number.
 ///
-/// The pool's log has 12 bits for it, and the greatest number of 12 bits is the node's own
-/// (`Host::NODE`).
-pub const HOST_MAX: u16 = 4094;
+/// The pool's log has 12 bits for it, and the two greatest numbers of 12 bits are the node's own
+/// (`Host::NODE` and `Host::HEAPS`).
+pub const HOST_MAX: u16 = 4093;
 
 /// Attempts to claim a host number while other hosts claim numbers at the same time.
 const CLAIM_ATTEMPTS_MAX: u32 = 256;

@@ -18,6 +18,9 @@ pub struct Host(pub u16);
 impl Host {
     /// A memory node that accesses its own memory. The directory never assigns this number.
     pub const NODE: Self = Self(4095);
+    /// A memory node that holds part of its own memory for heaps of objects. The directory never
+    /// assigns this number.
+    pub const HEAPS: Self = Self(4094);
 }
 
 /// A tenant: the user that owns extents and keys.

@@ -9,6 +9,7 @@
 mod kept;
 mod membership;
 mod metrics;
+mod node_spans;
 mod serve;
 mod shared;
 

@@ -14,11 +14,12 @@ use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_objects::class::BLOCK_ORDERS;
-use aquifer_objects::service::{HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+use aquifer_objects::service::{FrameSource, HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
 
 use crate::kept::{Keeper, ServiceKeeper};
 use crate::membership::Membership;
 use crate::metrics;
+use crate::node_spans::NodeSpans;
 use crate::shared::SharedPrograms;
 
 /// Usual lifetime of the lease without a keep-alive.
@@ -36,6 +37,7 @@ impl fmt::Debug for HeapsOptions {
         f.debug_struct("HeapsOptions")
             .field("node", &self.node)
             .field("memory_bytes", &self.memory_bytes)
+            .field("node_socket", &self.node_socket)
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
             .field("threads", &self.threads)
@@ -64,6 +66,9 @@ pub struct HeapsOptions {
     pub node: u16,
     /// Memory that all heaps together may take.
     pub memory_bytes: u64,
+    /// The socket of the node, of whose memory they take it. `None`: the heaps have memory of their
+    /// own, beside what the node lends.
+    pub node_socket: Option<PathBuf>,
     /// Where it listens.
     pub listen: HeapsListen,
     /// Address at which clients reach it, if it differs from `listen`.
@@ -98,6 +103,16 @@ pub enum HeapsError {
         path: PathBuf,
         /// What failed.
         source: io::Error,
+    },
+    /// The node gives no memory to heaps.
+    #[error(
+        "heaps cannot have memory of node {node}: {reason}; give them memory of their own with --own-memory"
+    )]
+    Node {
+        /// The node.
+        node: u16,
+        /// What it says.
+        reason: String,
     },
     /// It cannot listen.
     #[error("cannot listen for clients: {0}")]
@@ -136,7 +151,10 @@ pub fn serve(
     let (tcp, address) = listen(&options)?;
     let target: Arc<dyn Target> = Arc::clone(&tcp) as _;
     let holder = Box::new(ServiceKeeper(Arc::clone(&keeper)));
-    let service = Arc::new(HeapService::new(options.node, options.memory_bytes, Some(holder)));
+    let kept_ms = u64::try_from(options.grace.as_millis()).unwrap_or(u64::MAX);
+    let spans = options.node_socket.as_ref().map(|path| Arc::new(NodeSpans::new(path, kept_ms)));
+    let source = spans.clone().map(|spans| spans as Arc<dyn FrameSource>);
+    let service = Arc::new(HeapService::new(options.node, options.memory_bytes, source, Some(holder)));
     tcp.answer_messages(Arc::clone(&service) as _);
     for heap in kept {
         let (number, uid) = (heap.record.heap, heap.record.tenant);
@@ -148,6 +166,10 @@ pub fn serve(
             }
         }
     }
+    service.hold_kept();
+    if let Some(reason) = spans.and_then(|spans| spans.refusal()) {
+        return Err(HeapsError::Node { node: options.node, reason });
+    }
     service.open_through(&target);
     answer_early_messages(&*target, &service);
     let _programs = SharedPrograms::start(&options.socket, Arc::clone(&service))
@@ -156,7 +178,7 @@ pub fn serve(
         node: options.node,
         address: address.to_string(),
         memory_bytes: options.memory_bytes,
-        kept_ms: u64::try_from(options.grace.as_millis()).unwrap_or(u64::MAX),
+        kept_ms,
         epoch: 0,
     };
     let mut membership = Membership::join(options.connect, record, options.lease_ttl)?;

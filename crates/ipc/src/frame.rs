@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 14;
+pub const VERSION: u16 = 15;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -75,6 +75,15 @@ pub struct SetLimit {
     pub pid: u32,
     /// The new value of [`OpenRun::limit_bytes`].
     pub limit_bytes: u64,
+}
+
+/// Body of [`Frame::HoldSpans`]: the memory that the heaps on a node may take.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct HoldSpans {
+    /// Spans of 128 KiB, in all.
+    pub spans: u32,
+    /// Milliseconds for which the heaps, and so the spans, outlive the service's process.
+    pub kept_ms: u64,
 }
 
 /// Kind of an item that the keeper holds.
@@ -221,6 +230,11 @@ pub enum Frame {
     /// Service of heaps to agent: carries the heap's bytes and names. From then on the socket is
     /// for the program's requests.
     HeapOpened,
+    /// Service of heaps to node: hold this much memory for heaps. Answered with
+    /// [`Frame::SpansHeld`].
+    HoldSpans(HoldSpans),
+    /// Node to service of heaps: it holds this many spans for heaps now.
+    SpansHeld(u32),
     /// `aquifer up` to keeper: log how this daemon ends. Carries the daemon's pidfd.
     WatchDaemon {
         /// Process id of the daemon.
@@ -380,6 +394,8 @@ impl Frame {
             28 => Self::HeapAccess(reader.text()?),
             29 => Self::OpenHeap(reader.u32()?),
             30 => Self::HeapOpened,
+            31 => Self::HoldSpans(HoldSpans { spans: reader.u32()?, kept_ms: reader.u64()? }),
+            32 => Self::SpansHeld(reader.u32()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -436,6 +452,11 @@ impl Frame {
                 write_text(reason, out);
             }
             Self::HeapAccessRequest(node) => out.extend_from_slice(&node.to_le_bytes()),
+            Self::HoldSpans(hold) => {
+                out.extend_from_slice(&hold.spans.to_le_bytes());
+                out.extend_from_slice(&hold.kept_ms.to_le_bytes());
+            }
+            Self::SpansHeld(spans) => out.extend_from_slice(&spans.to_le_bytes()),
             Self::OpenHeap(uid) => out.extend_from_slice(&uid.to_le_bytes()),
             Self::Claim(share) => out.extend_from_slice(&share.number().to_le_bytes()),
             Self::Release(kind, id) => {
@@ -500,6 +521,8 @@ impl Frame {
             Self::HeapAccess(_) => 28,
             Self::OpenHeap(_) => 29,
             Self::HeapOpened => 30,
+            Self::HoldSpans(_) => 31,
+            Self::SpansHeld(_) => 32,
         }
     }
 }

@@ -6,7 +6,9 @@ use aquifer_tests_support::{golden, golden_layout};
 use crate::control::{
     BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, PINS_MAX, STATUS_MOVED, STATUS_PENDING, WorkerControl,
 };
-use crate::frame::{FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit};
+use crate::frame::{
+    FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken, SetLimit,
+};
 use crate::hello::ProgramHello;
 use crate::ring::tests::HeapWords;
 use crate::ring::{
@@ -86,6 +88,8 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("heap access", Frame::HeapAccess("[]".into())),
         ("open heap", Frame::OpenHeap(0x1112_1314)),
         ("heap opened", Frame::HeapOpened),
+        ("hold spans", Frame::HoldSpans(HoldSpans { spans: 0x1112_1314, kept_ms: 0x2122_2324_2526_2728 })),
+        ("spans held", Frame::SpansHeld(0x1112_1314)),
         ("swap opened", Frame::SwapOpened("name".into())),
         ("open session", Frame::OpenSession),
         ("session opened", Frame::SessionOpened),

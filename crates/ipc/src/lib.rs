@@ -21,7 +21,8 @@ pub mod size;
 
 pub use control::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 pub use frame::{
-    FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, KeeperShare, OpenRun, RunToken, SetLimit, VERSION,
+    FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken,
+    SetLimit, VERSION,
 };
 pub use hello::ProgramHello;
 pub use mutation::Mutation;

@@ -48,6 +48,14 @@ pub enum NodeError {
     /// The maintenance thread could not be started.
     #[error("cannot start the maintenance thread: {0}")]
     Maintenance(#[source] std::io::Error),
+    /// The socket for the service of heaps cannot be made.
+    #[error("cannot listen at {path} for the service of heaps: {source}", path = path.display())]
+    Heaps {
+        /// The path.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// The lent memory is to change at run time, and the fabric pins it.
     #[error("{fabric} pins memory at registration: --memory-max and --keep-free are not supported")]
     Pinned {

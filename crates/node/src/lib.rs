@@ -19,6 +19,8 @@ mod fences;
 #[cfg(debug_assertions)]
 #[doc(hidden)]
 pub mod fuzz_target;
+mod heap_socket;
+mod heap_spans;
 mod host_epochs;
 mod kept_memory;
 mod lending;

@@ -24,6 +24,8 @@ pub(crate) struct NodeCounters {
     pub renewal_failures: AtomicU64,
     /// Bytes of freed memory that were cleared.
     pub cleared_bytes: Arc<AtomicU64>,
+    /// Bytes that are held for heaps.
+    pub held_bytes: Arc<AtomicU64>,
 }
 
 impl NodeCounters {
@@ -74,6 +76,8 @@ impl Collector for NodeCollector {
         let requested = self.lending.requested_bytes();
         gauges(encoder, bytes("memory_wanted", "Memory that is requested of the node."), one(requested))?;
         gauges(encoder, bytes("free", "Lent memory that is free."), one(self.node_memory.free_bytes()))?;
+        let for_heaps = self.counters.held_bytes.load(Relaxed);
+        gauges(encoder, bytes("heaps", "Lent memory that heaps on this machine may take."), one(for_heaps))?;
         let endpoints = u64::try_from(self.target.endpoints()).unwrap_or(u64::MAX);
         gauges(encoder, about("endpoints", "Connected endpoints."), one(endpoints))?;
         let served = self.target.tenant_counters();

@@ -1,5 +1,5 @@
-//! The node's client of its own memory: it allocates and frees as host [`Host::NODE`], by the same
-//! operations over the same fabric as other hosts.
+//! The node's clients of its own memory: they allocate and free as [`Host::NODE`] or
+//! [`Host::HEAPS`], by the same operations over the same fabric as other hosts.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ const NODE_TENANT: Tenant = Tenant(u32::MAX);
 const SECTIONS_PER_RECOVERY: u32 = 512;
 
 /// How the node connects to itself.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct SelfAddress {
     pub address: FabricAddress,
     pub key: Option<ClusterKey>,
@@ -28,6 +28,7 @@ pub(crate) struct SelfAddress {
 pub(crate) struct SelfClient {
     own: SelfAddress,
     node: NodeId,
+    host: Host,
     pool: Option<PoolClient>,
     /// Number of connections so far. The number of a connection is its epoch.
     connections: u64,
@@ -38,8 +39,8 @@ pub(crate) struct SelfClient {
 impl SelfClient {
     /// Creates a client that is not connected. An earlier process may have left changes of the
     /// `uncertain` sections incomplete.
-    pub const fn new(own: SelfAddress, node: NodeId, uncertain: Range<u32>) -> Self {
-        Self { own, node, pool: None, connections: 0, changing: uncertain }
+    pub const fn new(own: SelfAddress, node: NodeId, host: Host, uncertain: Range<u32>) -> Self {
+        Self { own, node, host, pool: None, connections: 0, changing: uncertain }
     }
 
     /// True if a change may be incomplete, which the next [`connect`](Self::connect) undoes.
@@ -61,7 +62,7 @@ impl SelfClient {
         if self.pool.is_none() {
             self.connections += 1;
             // The new epoch fences the last connection.
-            let identity = Identity { host: Host::NODE, epoch: self.connections, tenant: NODE_TENANT };
+            let identity = Identity { host: self.host, epoch: self.connections, tenant: NODE_TENANT };
             let endpoint =
                 self.own.address.connect(identity, self.own.key.as_ref(), &ConnectOptions::default())?;
             let mut pool = PoolClient::new(identity.host, identity.tenant);

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,13 +13,15 @@ use aquifer_directory::{Directory, DirectoryError, FailureLog};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{FabricAddress, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
+use aquifer_fabric::{FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
 
 use crate::clearer::Clearer;
 use crate::error::NodeError;
+use crate::heap_socket::HeapSocket;
+use crate::heap_spans::HeapSpans;
 use crate::host_epochs::HostEpochs;
 use crate::kept_memory::{KeepOptions, MemoryKeeper, RestoredMemory};
 use crate::lending::Lending;
@@ -61,6 +64,8 @@ pub struct NodeOptions {
     pub metrics: Option<MetricsAddress>,
     /// The keeper that holds the memory when the process ends, if any.
     pub keep: Option<KeepOptions>,
+    /// Socket at which the service of heaps on this machine asks for memory, if any.
+    pub heaps: Option<PathBuf>,
 }
 
 /// A fabric, and the address at which it listens.
@@ -129,6 +134,7 @@ impl fmt::Debug for NodeOptions {
             .field("lease_ttl", &self.lease_ttl)
             .field("metrics", &self.metrics)
             .field("keep", &self.keep)
+            .field("heaps", &self.heaps)
             .finish_non_exhaustive()
     }
 }
@@ -149,6 +155,7 @@ impl NodeOptions {
             lease_ttl: LEASE_TTL,
             metrics: None,
             keep: None,
+            heaps: None,
         }
     }
 }
@@ -178,6 +185,7 @@ struct RunningNode {
     node_memory: NodeMemory,
     membership: NodeMembership,
     maintenance: MaintenanceThread,
+    heaps: Option<HeapSocket>,
     _metrics: Option<MetricsServer>,
     keeper: Option<Arc<MemoryKeeper>>,
 }
@@ -189,6 +197,13 @@ struct OpenedMemory {
     epoch: u64,
     /// True if an earlier process has left the memory.
     is_restored: bool,
+}
+
+impl OpenedMemory {
+    /// The sections in which an earlier process may have left changes incomplete.
+    const fn uncertain(&self) -> Range<u32> {
+        if self.is_restored { 0..self.node_memory.layout.sections() } else { 0..0 }
+    }
 }
 
 impl RunningNode {
@@ -235,9 +250,11 @@ impl RunningNode {
         );
         let own = SelfAddress { address: own_address, key: options.listen.key().cloned() };
         let maintenance =
-            start_maintenance(options, own, &opened, &target, &lending, &membership, keeper.clone())
+            start_maintenance(options, own.clone(), &opened, &target, &lending, &membership, keeper.clone())
                 .map_err(NodeError::Maintenance)
                 .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
+        let heaps = start_heaps(options, own, &opened, &target, &membership)
+            .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
         let node_memory = opened.node_memory;
         let serve_metrics = |listener| {
             let counters = Arc::clone(membership.counters());
@@ -247,7 +264,7 @@ impl RunningNode {
             .map(serve_metrics)
             .transpose()
             .inspect_err(|_| abandon(&membership, keeper.as_deref()))?;
-        Ok(Self { target, node_memory, membership, maintenance, _metrics: metrics, keeper })
+        Ok(Self { target, node_memory, membership, maintenance, heaps, _metrics: metrics, keeper })
     }
 
     /// Follows the directory until `shutdown`, and reconnects to it when it fails.
@@ -293,7 +310,7 @@ impl RunningNode {
             return;
         };
         // After this no more sections can come online.
-        drop(self.maintenance);
+        drop((self.maintenance, self.heaps));
         if self.node_memory.lent_bytes() > 0 && end == WatchEnd::Requested {
             self.membership.end_lease();
         } else {
@@ -385,8 +402,7 @@ fn start_maintenance(
     keeper: Option<Arc<MemoryKeeper>>,
 ) -> io::Result<MaintenanceThread> {
     let OpenedMemory { node_memory, is_restored, .. } = opened;
-    let uncertain = if *is_restored { 0..node_memory.layout.sections() } else { 0..0 };
-    let client = SelfClient::new(own, NodeId(options.id), uncertain);
+    let client = SelfClient::new(own, NodeId(options.id), Host::NODE, opened.uncertain());
     let cleared_bytes = Arc::clone(&membership.counters().cleared_bytes);
     let clearer = Clearer::new(node_memory.clone(), Arc::clone(target), cleared_bytes);
     let resizer = Resizer::new(
@@ -398,6 +414,23 @@ fn start_maintenance(
         !is_restored,
     );
     MaintenanceThread::start(client, clearer, resizer, keeper)
+}
+
+/// Starts the thread that holds memory for heaps, if there are any on this machine.
+fn start_heaps(
+    options: &NodeOptions,
+    own: SelfAddress,
+    opened: &OpenedMemory,
+    target: &Arc<dyn Target>,
+    membership: &NodeMembership,
+) -> Result<Option<HeapSocket>, NodeError> {
+    let Some(path) = &options.heaps else { return Ok(None) };
+    let spans = (!is_pinned(options)).then(|| {
+        let client = SelfClient::new(own, NodeId(options.id), Host::HEAPS, opened.uncertain());
+        let held_bytes = Arc::clone(&membership.counters().held_bytes);
+        HeapSpans::new(opened.node_memory.clone(), Arc::clone(target), client, held_bytes)
+    });
+    HeapSocket::start(path, spans).map(Some).map_err(|source| NodeError::Heaps { path: path.clone(), source })
 }
 
 /// The node's first record.

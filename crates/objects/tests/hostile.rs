@@ -49,7 +49,7 @@ fn service() -> (Arc<TcpTarget>, HeapService) {
     let key = ClusterKey([5; 32]);
     let address = "127.0.0.1:0".parse().expect("an address");
     let target = Arc::new(TcpTarget::listen(address, &key, options).expect("there is a port"));
-    let service = HeapService::new(3, MEMORY_BYTES, None);
+    let service = HeapService::new(3, MEMORY_BYTES, None, None);
     service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
     (target, service)
 }

@@ -38,7 +38,7 @@ impl HeapNode {
             ..TcpOptions::default()
         };
         let target = Arc::new(TcpTarget::listen("127.0.0.1:0".parse().unwrap(), &KEY, options).unwrap());
-        let service = Arc::new(HeapService::new(3, MEMORY_BYTES, None));
+        let service = Arc::new(HeapService::new(3, MEMORY_BYTES, None, None));
         service.open_through(&(Arc::clone(&target) as Arc<dyn Target>));
         target.answer_messages(Arc::clone(&service) as _);
         Self { target, service }

@@ -153,6 +153,14 @@ impl NodeMemory {
         (0..=4).rev().find_map(|order| states.find_among(order, used))
     }
 
+    /// A group of 2^`order` free spans of a section. If `in_use`, of a section of which a host has
+    /// another part.
+    #[must_use]
+    pub fn find_free(&self, section: u32, order: u8, in_use: bool) -> Option<AlignedRun> {
+        let word = SectionWord(self.section_word(section));
+        if in_use && word.bits() == 0 { None } else { word.find(order) }
+    }
+
     /// The word of a section.
     #[must_use]
     pub fn section_word(&self, section: u32) -> u64 {
@@ -209,8 +217,8 @@ impl NodeMemory {
         self.clear_entries(chunk, class);
     }
 
-    /// Returns the pages of a section that the node has allocated to the system, and clears its
-    /// entries in `keys[]`. The section reads as zeros when it is touched again.
+    /// Returns the pages of whole spans that the node has allocated to the system, and clears their
+    /// entries in `keys[]`. The spans read as zeros when they are touched again.
     ///
     /// All keys must have been revoked and expelled before.
     ///
@@ -218,11 +226,11 @@ impl NodeMemory {
     /// If the system refuses; then nothing has changed.
     ///
     /// # Panics
-    /// If it is not a section of this memory.
+    /// If it is not whole spans of this memory.
     pub fn release_pages(&self, extent: &Extent) -> std::io::Result<()> {
         let chunk = self.chunk_of(extent);
-        assert_eq!(extent.class, SizeClass::SECTION, "only whole sections go offline");
-        self.memory.punch(offset(self.layout.chunk_data_at(chunk)), offset(SECTION_BYTES))?;
+        assert!(!extent.class.is_within_span(), "part of a span is not released");
+        self.memory.punch(offset(self.layout.chunk_data_at(chunk)), offset(extent.class.bytes()))?;
         self.clear_entries(chunk, extent.class);
         Ok(())
     }
@@ -232,6 +240,15 @@ impl NodeMemory {
     pub fn clear_entries(&self, chunk: u32, class: SizeClass) {
         let put = |at| self.memory.atomic_u64(offset(self.layout.word_at(at))).store(0, SeqCst);
         Self::entries_of(chunk, class).for_each(put);
+    }
+
+    /// The section of an extent.
+    ///
+    /// # Panics
+    /// If it is not an extent of this memory.
+    #[must_use]
+    pub fn section_of(&self, extent: &Extent) -> u32 {
+        self.chunk_of(extent) / SECTION_CHUNKS
     }
 
     fn chunk_of(&self, extent: &Extent) -> u32 {

@@ -124,7 +124,7 @@ fn check_values(possible: &Possible, kv: &dyn Fn(&[&str]) -> std::process::Child
 }
 
 fn stress(time: Duration) {
-    let cluster = Cluster::up_with(1, "64M", &["--heap-memory", "512M"]);
+    let cluster = Cluster::up_with(1, "544M", &["--heap-memory", "512M"]);
     let uid = rustix::process::geteuid().as_raw().to_string();
     let (is_over, counts) = (AtomicBool::new(false), Counts::default());
     let (is_over, counts, cluster) = (&is_over, &counts, &cluster);

@@ -4,13 +4,14 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use aquifer_client::{Extent, Session};
 use aquifer_objects::client::{ClientError, HeapClient};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::service::report::HeapReport;
 use aquifer_objects::wire::Refused;
 use aquifer_tests_e2e::checked::Random;
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::restart::{restart_agent, restart_heaps};
+use aquifer_tests_e2e::restart::{restart_agent, restart_heaps, restart_node};
 use aquifer_tests_e2e::{Cluster, build, eventually};
 use tempfile::TempDir;
 
@@ -20,7 +21,7 @@ const LARGE_ONE_IN: usize = 40;
 const LARGE_BYTES: usize = 200_000;
 
 pub(super) fn up() -> Cluster {
-    Cluster::up_with(1, "64M", &["--heap-memory", "128M"])
+    Cluster::up_with(1, "160M", &["--heap-memory", "128M"])
 }
 
 /// A client that shares memory with the service.
@@ -270,6 +271,54 @@ fn memory_returns_after_most_objects_are_freed() {
         client.get(&mut pointer.clone(), &mut out).expect("it is there");
         assert_eq!(out, [0; 400]);
     }
+}
+
+/// All extents of 2 MiB that a program can have now.
+fn extents_to_be_had(cluster: &Cluster) -> usize {
+    let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
+    let extents: Vec<Extent> = std::iter::from_fn(|| session.allocate(2 << 20).ok()).collect();
+    session.free_many(&extents).expect("they are ours");
+    extents.len()
+}
+
+#[test]
+fn heaps_take_memory_of_the_pool_and_return_what_compaction_frees() {
+    const OBJECT_BYTES: u32 = 4000;
+    const OBJECTS: usize = 10_000;
+    let cluster =
+        Cluster::up_with(1, "96M", &["--heap-memory", "96M", "--keep-memory", "--extents-per-user", "96M"]);
+    let mut heap = client(&cluster);
+    assert_eq!(extents_to_be_had(&cluster), 48);
+    let mut pointers: Vec<Pointer> =
+        (0..OBJECTS).map(|_| heap.allocate(OBJECT_BYTES).expect("there is room")).collect();
+    let filled = extents_to_be_had(&cluster);
+    assert!((20..=48 - 19).contains(&filled), "{filled}");
+    // A new process of the node holds as much, and one of the service says what it has.
+    restart_node(&cluster, 1);
+    eventually("the node holds the memory again", || (extents_to_be_had(&cluster) == filled).then_some(()));
+    restart_heaps(&cluster, 1);
+    heap.read(&mut pointers[0].clone(), &mut [0; 8]).expect("the service is back");
+    assert!(extents_to_be_had(&cluster) <= filled, "it is held while there is no service");
+    // Four of five, everywhere.
+    let kept: Vec<Pointer> = pointers.iter().copied().step_by(5).collect();
+    pointers.retain(|pointer| !kept.contains(pointer));
+    pointers.into_iter().for_each(|pointer| heap.free(pointer).expect("it is there"));
+    eventually("others can have the memory", || (extents_to_be_had(&cluster) >= 48 - 8).then_some(()));
+    kept.into_iter()
+        .for_each(|pointer| heap.read(&mut pointer.clone(), &mut [0; 8]).map(drop).expect("it stays"));
+}
+
+#[test]
+fn a_heap_is_full_when_others_have_the_pool() {
+    let cluster = Cluster::up_with(1, "32M", &["--heap-memory", "32M", "--extents-per-user", "32M"]);
+    let mut heap = client(&cluster);
+    let mut session = Session::open_at(cluster.agent_socket()).expect("the agent serves");
+    let extents: Vec<Extent> = std::iter::from_fn(|| session.allocate(2 << 20).ok()).collect();
+    assert_eq!(extents.len(), 16);
+    let error = heap.allocate(100).expect_err("there is no memory");
+    assert_eq!(error.to_string(), "the heap is full");
+    session.free(extents[0]).expect("it is ours");
+    eventually("there is memory again", || heap.allocate(100).ok());
 }
 
 #[test]

@@ -67,7 +67,7 @@ pub struct ClusterConfig {
     /// Upper bound for `aquifer lend` on each node, if it was given.
     #[serde(default)]
     pub memory_bytes_max: Option<u64>,
-    /// Memory that each node has for heaps, if it serves any.
+    /// Memory of each node that heaps may take, if it serves any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heap_memory_bytes: Option<u64>,
     /// The port of each service of heaps.

@@ -192,6 +192,7 @@ fn node(
         keeper: state.socket(&Daemon::Keeper.to_string()),
         grace: Duration::from_millis(grace_ms),
     });
+    options.heaps = Some(heap_memory_socket(state, id));
     Ok(aquifer_node::serve(&options, &shutdown, |_| ready.notify())?)
 }
 
@@ -218,6 +219,7 @@ fn heaps(
     let options = HeapsOptions {
         node,
         memory_bytes: memory,
+        node_socket: (settings.own_memory != Some(true)).then(|| heap_memory_socket(state, node)),
         listen,
         advertise: settings.advertise,
         key: key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?,
@@ -231,6 +233,11 @@ fn heaps(
         metrics: settings.metrics.clone(),
     };
     Ok(aquifer_heaps::serve(options, &now, &when_unused, || ready.notify())?)
+}
+
+/// The socket at which a node gives memory to the heaps of this machine.
+fn heap_memory_socket(state: &StateDir, node: u16) -> std::path::PathBuf {
+    state.socket(&format!("{}-heaps", Daemon::Node(node)))
 }
 
 /// Where a node listens: on a socket from systemd, at an address, or on this machine's shared

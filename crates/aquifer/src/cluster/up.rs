@@ -137,24 +137,28 @@ fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, Laun
 /// Nodes allocate their memory as it is used. Without the check, the machine would run out of
 /// memory while programs run.
 fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
+    let lent_max = config.memory_bytes_max.unwrap_or(config.memory_bytes);
+    if let Some(for_heaps) = config.heap_memory_bytes.filter(|bytes| *bytes > lent_max) {
+        let (for_heaps, lent_max) = (ByteSize(for_heaps), ByteSize(lent_max));
+        return Err(format!(
+            "heaps cannot take {for_heaps} of a node that lends {lent_max}: give a smaller --heap-memory, \
+             or a larger --memory"
+        )
+        .into());
+    }
     let nodes = missing.iter().filter(|daemon| matches!(daemon, Daemon::Node(_))).count();
-    let heaps = missing.iter().filter(|daemon| matches!(daemon, Daemon::Heaps(_))).count();
-    let bytes = |count: usize, each: u64| each.saturating_mul(count as u64);
-    let for_heaps = bytes(heaps, config.heap_memory_bytes.unwrap_or(0));
-    let needed = bytes(nodes, config.memory_bytes).saturating_add(for_heaps);
+    let needed = config.memory_bytes.saturating_mul(nodes as u64);
     let available = available_bytes()?;
     if needed > available {
         let (each, needed, available) =
             (ByteSize(config.memory_bytes), ByteSize(needed), ByteSize(available));
-        let with_heaps = if for_heaps > 0 { ", and their heaps," } else { "" };
         let advice = if missing.len() == config.daemons().len() {
             "give a smaller --memory or --nodes"
         } else {
             "free some, or stop the cluster (aquifer down) and start it with a smaller --memory or --nodes"
         };
         return Err(format!(
-            "{nodes} nodes of {each}{with_heaps} are {needed}, but only {available} of memory are \
-             available: {advice}"
+            "{nodes} nodes of {each} are {needed}, but only {available} of memory are available: {advice}"
         )
         .into());
     }

@@ -43,6 +43,8 @@ fn samples() -> Vec<Frame> {
         Frame::HeapAccessRequest(7),
         Frame::OpenHeap(1000),
         Frame::HeapOpened,
+        Frame::HoldSpans(HoldSpans { spans: 9, kept_ms: 30_000 }),
+        Frame::SpansHeld(9),
         Frame::HeapAccess("[]".into()),
         Frame::Release(HeldKind::Node, 9),
         Frame::Sync,

@@ -1,6 +1,7 @@
 //! A whole node over shared memory and an embedded directory whose clock the test sets.
 
 mod harness;
+mod heaps;
 mod kept_memory;
 mod lending;
 mod old_keys;

@@ -274,7 +274,8 @@ impl HeapClient {
     /// If the heap is full, or the connection is broken.
     pub fn root(&mut self, bytes: u32) -> Result<Pointer, ClientError> {
         let request = Request::Root { bytes };
-        Ok(self.repeat(|connection| connection.request_pointer(&request))?.0)
+        let root = |client: &mut Self| client.repeat(|connection| connection.request_pointer(&request));
+        Ok(self.patiently(root)?.0)
     }
 
     /// Frees an object.
@@ -506,7 +507,25 @@ impl HeapClient {
     }
 
     fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
-        self.connected(|connection| connection.request_pointer(request))
+        self.patiently(|client| client.connected(|connection| connection.request_pointer(request)))
+    }
+
+    /// Runs an operation again while the service is too busy to begin it: it waits for its node.
+    fn patiently<T>(
+        &mut self,
+        mut operation: impl FnMut(&mut Self) -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
+        let mut deadline = None;
+        loop {
+            match operation(self) {
+                Err(ClientError::Refused(Refused::Busy))
+                    if Instant::now() < *deadline.get_or_insert_with(|| Instant::now() + PATIENCE) =>
+                {
+                    std::thread::sleep(RECONNECT_PAUSE);
+                }
+                result => return result,
+            }
+        }
     }
 
     /// Runs an operation that may be repeated when the connection breaks.

@@ -1,22 +1,53 @@
 //! The memory that the heaps of a node may take together, counted in frames.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Frames that are reserved and returned at once: 128 KiB.
 pub const BATCH_FRAMES: u32 = 32;
+/// Least and most frames that the source is asked for in advance: 1 MiB and 32 MiB.
+const AHEAD_FRAMES: [u32; 2] = [256, 8192];
+
+/// Where the memory of heaps comes from: a pool that must not lend it meanwhile.
+pub trait FrameSource: Send + Sync + std::fmt::Debug {
+    /// Asks for `frames` frames in all. Returns how many the heaps may have now, which can be more
+    /// or fewer; `None` if the source cannot be reached now.
+    fn hold(&self, frames: u32) -> Option<u32>;
+
+    /// Whether the source holds what it was asked for last. Otherwise it is asked again.
+    fn is_held(&self) -> bool;
+}
+
+/// Why frames cannot be reserved.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Shortage {
+    /// There are too few.
+    Full,
+    /// The source cannot be reached; later there may be enough.
+    NotNow,
+}
 
 /// Counts frames that heaps have reserved.
 #[derive(Debug)]
 pub struct FrameBudget {
     total: u32,
-    reserved: Mutex<u32>,
+    source: Option<Arc<dyn FrameSource>>,
+    frames: Mutex<BudgetFrames>,
+}
+
+#[derive(Debug)]
+struct BudgetFrames {
+    /// What heaps have reserved.
+    reserved: u32,
+    /// What the source holds for them.
+    held: u32,
 }
 
 impl FrameBudget {
-    /// A budget of this many frames.
+    /// A budget of at most this many frames. Without a source it has them all from the beginning.
     #[must_use]
-    pub fn new(total: u32) -> Self {
-        Self { total, reserved: Mutex::default() }
+    pub fn new(total: u32, source: Option<Arc<dyn FrameSource>>) -> Self {
+        let held = if source.is_some() { 0 } else { total };
+        Self { total, source, frames: Mutex::new(BudgetFrames { reserved: 0, held }) }
     }
 
     /// All frames.
@@ -25,48 +56,165 @@ impl FrameBudget {
         self.total
     }
 
-    /// Reserves frames. Returns whether there were enough.
-    #[must_use]
-    pub fn reserve(&self, frames: u32) -> bool {
-        let mut reserved = self.lock();
-        let fits = frames <= self.total.saturating_sub(*reserved);
-        *reserved += if fits { frames } else { 0 };
-        fits
+    /// Reserves frames.
+    ///
+    /// # Errors
+    /// If there are not enough; then nothing is reserved.
+    pub fn reserve(&self, frames: u32) -> Result<(), Shortage> {
+        let mut budget = self.lock();
+        let needed = budget.reserved.saturating_add(frames);
+        if needed > self.total {
+            return Err(Shortage::Full);
+        }
+        if let Some(source) = &self.source {
+            while needed > budget.held {
+                let held = source.hold(self.wanted(needed)).ok_or(Shortage::NotNow)?;
+                let is_more = held > budget.held;
+                budget.held = held;
+                if needed > held && !is_more {
+                    return Err(Shortage::Full);
+                }
+            }
+        }
+        budget.reserved = needed;
+        Ok(())
     }
 
     /// Reserves frames that a heap of an earlier process has, whether or not there are enough.
     pub fn reserve_kept(&self, frames: u32) {
-        *self.lock() += frames;
+        self.lock().reserved += frames;
     }
 
     /// Returns frames.
     pub fn release(&self, frames: u32) {
-        *self.lock() -= frames;
+        self.lock().reserved -= frames;
+    }
+
+    /// Returns to the source what heaps do not need, and asks again for what it does not hold. To
+    /// be called often.
+    pub fn tend(&self) {
+        let Some(source) = &self.source else { return };
+        let mut budget = self.lock();
+        let wanted = self.wanted(budget.reserved);
+        let ahead = wanted - budget.reserved.min(wanted);
+        let has_too_much = budget.held > wanted.saturating_add(ahead);
+        if has_too_much || budget.held < budget.reserved || !source.is_held() {
+            // What is not held is not forgotten: the heaps have it, or will ask for it.
+            budget.held = source.hold(wanted).unwrap_or(budget.held);
+        }
     }
 
     /// Frames that heaps have reserved.
     #[must_use]
     pub fn reserved(&self) -> u32 {
-        *self.lock()
+        self.lock().reserved
     }
 
-    fn lock(&self) -> MutexGuard<'_, u32> {
-        self.reserved.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What the source is asked for when heaps need `frames`: whole batches, and some in advance.
+    fn wanted(&self, frames: u32) -> u32 {
+        if frames == 0 {
+            return 0;
+        }
+        let ahead = (frames / 16).clamp(AHEAD_FRAMES[0], AHEAD_FRAMES[1]);
+        frames
+            .saturating_add(ahead)
+            .checked_next_multiple_of(BATCH_FRAMES)
+            .unwrap_or(u32::MAX)
+            .min(self.total)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BudgetFrames> {
+        self.frames.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+
     use super::*;
 
     #[test]
     fn no_more_is_reserved_than_there_is() {
-        let budget = FrameBudget::new(100);
-        assert!(budget.reserve(60) && !budget.reserve(41) && budget.reserve(40));
+        let budget = FrameBudget::new(100, None);
+        assert_eq!(budget.reserve(60), Ok(()));
+        assert_eq!(budget.reserve(41), Err(Shortage::Full));
+        assert_eq!(budget.reserve(40), Ok(()));
         budget.release(1);
-        assert!(!budget.reserve(2) && budget.reserve(1));
+        assert_eq!(budget.reserve(2), Err(Shortage::Full));
+        assert_eq!(budget.reserve(1), Ok(()));
         budget.reserve_kept(50);
         assert_eq!(budget.reserved(), 150);
-        assert!(!budget.reserve(1), "what was kept is more than there is");
+        assert_eq!(budget.reserve(1), Err(Shortage::Full), "what was kept is more than there is");
+    }
+
+    /// A pool with some free frames, which gives at most 1,000 frames at once.
+    #[derive(Debug, Default)]
+    struct Pool {
+        free: AtomicU32,
+        held: AtomicU32,
+        is_away: AtomicBool,
+        calls: AtomicU32,
+    }
+
+    impl FrameSource for Pool {
+        fn hold(&self, frames: u32) -> Option<u32> {
+            if self.is_away.load(Relaxed) {
+                return None;
+            }
+            self.calls.fetch_add(1, Relaxed);
+            let (held, free) = (self.held.load(Relaxed), self.free.load(Relaxed));
+            let now = frames.min(held + free.min(1000));
+            self.free.store(held + free - now, Relaxed);
+            self.held.store(now, Relaxed);
+            Some(now)
+        }
+
+        fn is_held(&self) -> bool {
+            !self.is_away.load(Relaxed)
+        }
+    }
+
+    fn budget_of(free: u32) -> (Arc<Pool>, FrameBudget) {
+        let pool = Arc::new(Pool { free: AtomicU32::new(free), ..Pool::default() });
+        (Arc::clone(&pool), FrameBudget::new(1 << 20, Some(pool)))
+    }
+
+    #[test]
+    fn what_heaps_reserve_is_held_by_the_source_before() {
+        let (pool, budget) = budget_of(100_000);
+        for reserved in (32..=50_000).step_by(32) {
+            assert_eq!(budget.reserve(32), Ok(()));
+            assert!(pool.held.load(Relaxed) >= reserved);
+        }
+        let calls = pool.calls.load(Relaxed);
+        assert!(calls < 100, "{calls} calls");
+        assert_eq!(budget.reserve(80_000), Err(Shortage::Full));
+        assert_eq!(budget.reserve(40_000), Ok(()), "it is in several steps");
+    }
+
+    #[test]
+    fn what_heaps_do_not_need_returns_to_the_source() {
+        let (pool, budget) = budget_of(100_000);
+        assert_eq!(budget.reserve(64_000), Ok(()));
+        budget.release(60_000);
+        budget.tend();
+        assert_eq!(pool.held.load(Relaxed), 4000 + 256);
+        budget.release(4000);
+        budget.tend();
+        assert_eq!(pool.held.load(Relaxed), 0);
+    }
+
+    #[test]
+    fn a_source_that_is_away_is_not_full() {
+        let (pool, budget) = budget_of(10_000);
+        budget.reserve_kept(3200);
+        pool.is_away.store(true, Relaxed);
+        budget.tend();
+        assert_eq!(budget.reserve(32), Err(Shortage::NotNow));
+        pool.is_away.store(false, Relaxed);
+        (0..4).for_each(|_| budget.tend());
+        assert_eq!(pool.held.load(Relaxed), 3200 + 256);
+        assert_eq!(budget.reserve(32), Ok(()));
     }
 }

@@ -22,6 +22,7 @@ use crate::class::{BLOCK_ORDERS, FRAME_BYTES};
 use crate::recovery::Damage;
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 use budget::FrameBudget;
+pub use budget::FrameSource;
 use report::HeapReport;
 use tenant_heap::{MERGES_PER_STEP, TenantHeap};
 
@@ -107,14 +108,19 @@ struct Upkeep {
 
 impl HeapService {
     /// A service without heaps, on the node with this number, whose heaps may take `bytes`
-    /// together.
+    /// together: from `source`, or beside all that is lent.
     #[must_use]
-    pub fn new(node: u16, bytes: u64, keeper: Option<Box<dyn HeapKeeper>>) -> Self {
+    pub fn new(
+        node: u16,
+        bytes: u64,
+        source: Option<Arc<dyn FrameSource>>,
+        keeper: Option<Box<dyn HeapKeeper>>,
+    ) -> Self {
         let frames = u32::try_from(bytes / FRAME_BYTES).unwrap_or(u32::MAX).max(1);
         let now = Instant::now();
         Self {
             node,
-            budget: Arc::new(FrameBudget::new(frames)),
+            budget: Arc::new(FrameBudget::new(frames, source)),
             heaps: Mutex::default(),
             numbers: Mutex::default(),
             target: OnceLock::new(),
@@ -260,6 +266,11 @@ impl HeapService {
         result.unwrap_or_else(Answer::Refused).encode(answer);
     }
 
+    /// Asks for the memory of heaps that were restored. To be called after the last of them.
+    pub fn hold_kept(&self) {
+        self.budget.tend();
+    }
+
     /// Does what is due: compacts, and returns memory. To be called ten times a second.
     pub fn tend(&self) {
         let heaps: Vec<_> = self.lock().values().cloned().collect();
@@ -281,6 +292,7 @@ impl HeapService {
                 heap.compact_step(class, MERGES_PER_STEP);
             }
         }
+        self.budget.tend();
     }
 
     /// Whether released addresses are to be freed, and free memory to be cleared.

@@ -14,7 +14,7 @@ use crate::recovery::{Damage, recover};
 use crate::slot::{LockRefused, Words as _};
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 
-use super::budget::{BATCH_FRAMES, FrameBudget};
+use super::budget::{BATCH_FRAMES, FrameBudget, Shortage};
 use super::heat::Heat;
 use super::report::{ClassReport, HeapReport};
 
@@ -198,7 +198,11 @@ impl TenantHeap {
         let shape = self.heap.classes().get(class).ok_or(Refused::TooLarge)?;
         self.ledger.reserve_number(self.next);
         let allocated = match self.try_allocate(class) {
-            Err(HeapError::Full) if self.grow(shape) || self.compact_to_grow(class, shape) => {
+            Err(HeapError::Full) => {
+                let grown = self.grow(shape);
+                if grown.is_err() && !self.compact_to_grow(class, shape) {
+                    return Err(grown.err().map_or(Refused::Full, shortage));
+                }
                 self.try_allocate(class)
             }
             allocated => allocated,
@@ -225,17 +229,18 @@ impl TenantHeap {
         self.heap.allocate(0, class, &mut draw, &mut self.ledger)
     }
 
-    /// Takes frames for another block. Returns whether the quota and the budget allow it.
-    fn grow(&mut self, shape: Class) -> bool {
+    /// Takes frames for another block, if the quota and the budget allow it.
+    fn grow(&mut self, shape: Class) -> Result<(), Shortage> {
         let used = self.heap.used_frames();
         let wanted = (used + shape.frames()).next_multiple_of(BATCH_FRAMES);
         let more = wanted.saturating_sub(self.granted);
-        let may_grow = used + shape.frames() <= self.quota && self.budget.reserve(more);
-        if may_grow {
-            self.granted += more;
-            self.heap.set_frames_limit(self.granted);
+        if used + shape.frames() > self.quota {
+            return Err(Shortage::Full);
         }
-        may_grow
+        self.budget.reserve(more)?;
+        self.granted += more;
+        self.heap.set_frames_limit(self.granted);
+        Ok(())
     }
 
     /// Makes room for another block by compaction: of its own class first, which may make it
@@ -245,7 +250,7 @@ impl TenantHeap {
         for class in std::iter::once(class).chain(others.collect::<Vec<_>>()) {
             let merges = self.heap.compact(class, MERGES_PER_STEP, &mut self.ledger);
             self.merges += merges;
-            if merges > 0 && (self.heap.has_room(shape) || self.grow(shape)) {
+            if merges > 0 && (self.heap.has_room(shape) || self.grow(shape).is_ok()) {
                 return true;
             }
         }
@@ -412,6 +417,13 @@ fn refused(error: HeapError) -> Refused {
     }
 }
 
+fn shortage(shortage: Shortage) -> Refused {
+    match shortage {
+        Shortage::Full => Refused::Full,
+        Shortage::NotNow => Refused::Busy,
+    }
+}
+
 fn busy(refused: LockRefused) -> Refused {
     match refused {
         LockRefused::Busy => Refused::Busy,
@@ -426,7 +438,7 @@ mod tests {
     use super::*;
 
     fn create(frames: u32) -> TenantHeap {
-        let budget = Arc::new(FrameBudget::new(frames));
+        let budget = Arc::new(FrameBudget::new(frames, None));
         let mut heap = TenantHeap::create(0, HeapBytes::create(frames).unwrap(), budget, frames);
         heap.regions = vec![BlockRegion { heap: 0, node: 1, base: 0, key: 1 }];
         heap
@@ -436,7 +448,7 @@ mod tests {
     fn restart(heap: TenantHeap) -> TenantHeap {
         let fds = heap.ledger.words.fds().map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
         drop(heap);
-        let budget = Arc::new(FrameBudget::new(2048));
+        let budget = Arc::new(FrameBudget::new(2048, None));
         let mut heap = TenantHeap::restore(0, HeapBytes::open(fds).unwrap(), budget, 2048).unwrap();
         heap.regions = vec![BlockRegion { heap: 0, node: 1, base: 0, key: 1 }];
         heap

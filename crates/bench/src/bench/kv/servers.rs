@@ -110,6 +110,7 @@ impl Servers {
             &node,
             "--memory",
             &memory,
+            "--own-memory",
             "--encrypt=false",
             "--listen",
             &format!("127.0.0.1:{port}"),

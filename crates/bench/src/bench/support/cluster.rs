@@ -54,14 +54,14 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts a cluster with one node, which lends `memory_bytes` and has `heap_bytes` for heaps.
+    /// Starts a cluster with one node, which lends `memory_bytes` beside the `heap_bytes` for heaps.
     ///
     /// # Errors
     /// Those of [`Self::up`].
     pub fn up_with_heaps(memory_bytes: u64, heap_bytes: u64) -> Result<Self, BenchError> {
         stop_abandoned();
         let mut cluster = Self { state: folder::create(PREFIX)?, daemons: Vec::new() };
-        let (memory, heap) = (memory_bytes.to_string(), heap_bytes.to_string());
+        let (memory, heap) = ((memory_bytes + heap_bytes).to_string(), heap_bytes.to_string());
         let args = ["--nodes", "1", "--memory", &memory, "--heap-memory", &heap].map(OsStr::new);
         cluster.control("up", &args)?;
         cluster.daemons = procs::with_argument(cluster.state());

@@ -1,0 +1,136 @@
+//! The socket at which the service of heaps on this machine says how much memory its heaps may
+//! take.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use aquifer_channel::socket::{accept, listen_at, wait_readable};
+use aquifer_channel::{receive_frame, send_frame};
+use aquifer_ipc::{Frame, HoldSpans};
+
+use crate::heap_spans::HeapSpans;
+use crate::shutdown::Shutdown;
+
+/// Longest time in which a request to stop goes unnoticed, and interval of attempts to hold what
+/// could not be held.
+const TICK: Duration = Duration::from_millis(100);
+/// Time for which a new process of the node waits for the service before it frees what the last
+/// process had held.
+const FIRST_WAIT: Duration = Duration::from_secs(10);
+
+/// Why a node does not hold memory for heaps.
+pub(crate) const PINNED: &str = "the memory of this node is pinned, so it cannot lend part of it to heaps";
+
+/// The thread that serves the socket. It ends when this is dropped.
+#[derive(Debug)]
+pub(crate) struct HeapSocket {
+    stop: Shutdown,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl HeapSocket {
+    /// Serves at a path. Without `spans` all requests are refused.
+    ///
+    /// # Errors
+    /// If the socket cannot be made.
+    pub fn start(path: &Path, spans: Option<HeapSpans>) -> io::Result<Self> {
+        let listener = listen_at(path, 0o600)?;
+        let stop = Shutdown::new();
+        let release_at = Some(Instant::now() + FIRST_WAIT);
+        let server =
+            Server { listener, spans, service: None, goal: HoldSpans { spans: 0, kept_ms: 0 }, release_at };
+        let until = stop.clone();
+        let thread =
+            std::thread::Builder::new().name("heap-spans".into()).spawn(move || server.run(&until))?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for HeapSocket {
+    fn drop(&mut self) {
+        self.stop.request();
+        let ended = self.thread.take().map(JoinHandle::join);
+        debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of heaps panicked");
+    }
+}
+
+struct Server {
+    listener: OwnedFd,
+    spans: Option<HeapSpans>,
+    service: Option<OwnedFd>,
+    /// What the service has asked for last.
+    goal: HoldSpans,
+    /// When all is freed, while there is no service.
+    release_at: Option<Instant>,
+}
+
+impl Server {
+    fn run(mut self, stop: &Shutdown) {
+        while !stop.is_requested() {
+            let sockets: Vec<&OwnedFd> = std::iter::once(&self.listener).chain(&self.service).collect();
+            if wait_readable(&sockets, TICK).is_err() {
+                // It is tried again, but not at once.
+                let _ = stop.wait(TICK);
+            }
+            if is_readable(&self.listener) {
+                self.accept();
+            }
+            match &self.service {
+                Some(service) if is_readable(service) => self.answer(),
+                _ => self.tend(),
+            }
+        }
+    }
+
+    /// Accepts a connection, which replaces the last one.
+    fn accept(&mut self) {
+        match accept(&self.listener) {
+            Ok((socket, peer)) if peer.uid == rustix::process::geteuid().as_raw() => {
+                self.service = Some(socket);
+                self.release_at = None;
+            }
+            Ok((_, peer)) => tracing::warn!(uid = peer.uid, "refused a connection of another user"),
+            Err(error) => tracing::warn!(%error, "cannot accept a connection"),
+        }
+    }
+
+    /// Answers the service, or notices that it has ended.
+    fn answer(&mut self) {
+        let Some(service) = self.service.take() else { return };
+        if let Ok((Frame::HoldSpans(goal), _)) = receive_frame(&service) {
+            self.goal = goal;
+            let answer = match self.hold() {
+                Some(held) => Frame::SpansHeld(held),
+                None => Frame::Refused(PINNED.to_owned()),
+            };
+            if send_frame(&service, &answer, &[]).is_ok() {
+                self.service = Some(service);
+                return;
+            }
+        }
+        self.release_at = Instant::now().checked_add(Duration::from_millis(self.goal.kept_ms));
+    }
+
+    /// Holds what could not be held before, and nothing if there has been no service for long.
+    fn tend(&mut self) {
+        if self.release_at.is_some_and(|at| Instant::now() >= at) {
+            self.goal.spans = 0;
+            self.release_at = None;
+        }
+        if self.service.is_some() || self.release_at.is_none() {
+            self.hold();
+        }
+    }
+
+    /// Holds what is asked for. Returns how much is held; `None` if the memory is pinned.
+    fn hold(&mut self) -> Option<u32> {
+        Some(self.spans.as_mut()?.hold(self.goal.spans))
+    }
+}
+
+fn is_readable(socket: &OwnedFd) -> bool {
+    wait_readable(&[socket], Duration::ZERO).unwrap_or(false)
+}

@@ -1,0 +1,146 @@
+//! Memory that the node holds for the heaps of objects on its machine: free spans, which no host
+//! can allocate meanwhile. Their pages are returned to the system, and heaps take as many.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use aquifer_fabric::Target;
+use aquifer_pool::size::SPAN_BYTES;
+use aquifer_pool::word::AlignedRun;
+use aquifer_pool::{Extent, NodeMemory};
+
+use crate::self_client::{SelfClient, SelfClientError, allocate_group};
+
+/// Longest time of one change; the rest is left for the next.
+const CHANGE_TIME: Duration = Duration::from_millis(100);
+/// The order of a group of spans that is a whole section.
+const SECTION_ORDER: u8 = 4;
+
+/// Holds spans.
+pub(crate) struct HeapSpans {
+    node_memory: NodeMemory,
+    target: Arc<dyn Target>,
+    client: SelfClient,
+    held: Vec<Extent>,
+    /// What is held, for metrics.
+    held_bytes: Arc<AtomicU64>,
+    is_failing: bool,
+}
+
+impl HeapSpans {
+    /// Holds nothing yet. `client` acts as [`aquifer_fabric::Host::HEAPS`]; what an earlier process
+    /// has held is freed when it first connects.
+    pub fn new(
+        node_memory: NodeMemory,
+        target: Arc<dyn Target>,
+        client: SelfClient,
+        held_bytes: Arc<AtomicU64>,
+    ) -> Self {
+        Self { node_memory, target, client, held: Vec::new(), held_bytes, is_failing: false }
+    }
+
+    /// Holds `goal` spans, as far as there are free ones. Returns how many it holds now: a group
+    /// that was taken whole is also freed whole, so there may be some more.
+    pub fn hold(&mut self, goal: u32) -> u32 {
+        let outcome = self.change_to(goal, Instant::now() + CHANGE_TIME);
+        let was_failing = std::mem::replace(&mut self.is_failing, outcome.is_err());
+        if let Err(error) = outcome {
+            self.client.disconnect();
+            if !was_failing {
+                tracing::warn!(%error, "cannot change the memory that is held for heaps; retrying");
+            }
+        }
+        let held = spans_of(&self.held);
+        self.held_bytes.store(u64::from(held) * SPAN_BYTES, Relaxed);
+        held
+    }
+
+    fn change_to(&mut self, goal: u32, deadline: Instant) -> Result<(), SelfClientError> {
+        if spans_of(&self.held) == goal && !self.client.has_unfinished_change() {
+            return Ok(());
+        }
+        self.client.connect()?;
+        loop {
+            let held = spans_of(&self.held);
+            let has_changed = if held < goal {
+                self.allocate(goal - held)?
+            } else {
+                held > goal && self.free(held - goal)?
+            };
+            if !has_changed || Instant::now() >= deadline {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Allocates one group of at most `spans` spans. Returns false if none is free.
+    fn allocate(&mut self, spans: u32) -> Result<bool, SelfClientError> {
+        let order_max = u8::try_from(spans.ilog2()).unwrap_or(SECTION_ORDER).min(SECTION_ORDER);
+        for order in (0..=order_max).rev() {
+            // Sections that are free stay free for large extents.
+            for in_use in [true, false] {
+                for section in (0..self.node_memory.layout.sections()).rev() {
+                    if let Some(group) = self.node_memory.find_free(section, order, in_use)
+                        && self.allocate_group(section, group)?
+                    {
+                        return Ok(true);
+                    }
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Allocates a group. Returns false if a host has allocated it before.
+    fn allocate_group(&mut self, section: u32, group: AlignedRun) -> Result<bool, SelfClientError> {
+        let Self { node_memory, target, .. } = self;
+        let taken = self.client.change(section, |pool, node| {
+            let Some(extent) = allocate_group(pool, node, section, group)? else { return Ok(None) };
+            node_memory.revoke_keys(&extent);
+            target.expel(extent.addr..extent.addr + extent.class.bytes());
+            node_memory.release_pages(&extent)?;
+            Ok(Some(extent))
+        });
+        let taken = self.checked(section, taken)?.flatten();
+        self.held.extend(taken);
+        Ok(taken.is_some())
+    }
+
+    /// Frees one group of at most `spans` spans, the smallest. Returns false if there is none.
+    fn free(&mut self, spans: u32) -> Result<bool, SelfClientError> {
+        let smallest = (0..self.held.len()).min_by_key(|at| self.held[*at].class);
+        let Some(extent) = smallest.map(|at| self.held[at]).filter(|extent| spans_of(&[*extent]) <= spans)
+        else {
+            return Ok(false);
+        };
+        let section = self.node_memory.section_of(&extent);
+        let freed = self.client.change(section, |pool, _| Ok(pool.free(extent)?));
+        let freed = self.checked(section, freed)?;
+        self.held.retain(|held| *held != extent);
+        Ok(freed.is_some())
+    }
+
+    /// The outcome of a change; `None` if the section is damaged. After another failure all that is
+    /// held in the section is freed with the next connection, so it is forgotten.
+    fn checked<T>(
+        &mut self,
+        section: u32,
+        changed: Result<T, SelfClientError>,
+    ) -> Result<Option<T>, SelfClientError> {
+        match changed {
+            Ok(changed) => Ok(Some(changed)),
+            Err(error) if error.is_damage() => Ok(None),
+            Err(error) => {
+                let node_memory = &self.node_memory;
+                self.held.retain(|extent| node_memory.section_of(extent) != section);
+                Err(error)
+            }
+        }
+    }
+}
+
+fn spans_of(extents: &[Extent]) -> u32 {
+    let bytes: u64 = extents.iter().map(|extent| extent.class.bytes()).sum();
+    u32::try_from(bytes / SPAN_BYTES).unwrap_or(u32::MAX)
+}
