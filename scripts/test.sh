@@ -70,7 +70,7 @@ lint() {
         cargo doc --workspace --no-deps --document-private-items --quiet
     # Tests that need RDMA devices, which --all-targets does not include.
     cargo clippy --workspace --quiet --test conformance-verbs --test initiators-verbs \
-        --test client-verbs --test killed-verbs -- -D warnings
+        --test client-verbs --test killed-verbs --test heaps-verbs -- -D warnings
     if command -v shellcheck >/dev/null 2>&1; then
         shellcheck -x scripts/*.sh .ci/run
     fi

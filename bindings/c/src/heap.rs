@@ -98,6 +98,8 @@ unsafe fn room_at<'a>(out: *mut c_void, bytes: usize) -> Option<&'a mut [u8]> {
 /// `socket` is null or a C string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_heap_open(socket: *const c_char, node: u16) -> *mut CHeap {
+    #[cfg(feature = "verbs")]
+    aquifer_fabric_verbs::install();
     let node = (node > 0).then_some(node);
     let opened = if socket.is_null() {
         HeapClient::connect(node)

@@ -59,10 +59,14 @@ impl HeapTickets {
         let Identity { host, epoch, .. } = self.identity;
         let expiry_s = (now + TICKET_TIME).as_secs();
         let ticket = Ticket { tenant, host, epoch, expiry_s, service: TICKET_SERVICE };
-        let address = service.address.parse().map_err(|error| {
-            format!("the service of heaps on node {} has no address: {error}", service.node)
-        })?;
-        let access = HeapAccess::new(service.node, address, &ticket, key);
+        let parse = |address: &String| {
+            address.parse().map_err(|error| {
+                format!("the service of heaps on node {} has no address: {error}", service.node)
+            })
+        };
+        let device = service.device.as_ref().map(parse).transpose()?;
+        let mut access = HeapAccess::new(service.node, parse(&service.address)?, &ticket, key);
+        access.device = device;
         let json = serde_json::to_string(&access).map_err(|error| error.to_string())?;
         let shared = if is_here(service) { self.share(service.node, tenant) } else { Ok(Vec::new()) };
         let shared = shared.unwrap_or_else(|error| {

@@ -180,6 +180,14 @@ pub struct HeapServiceSettings {
     /// Address at which programs reach the service, if it is not the one of --listen
     #[arg(long, value_name = "ADDRESS")]
     pub advertise: Option<SocketAddr>,
+    /// Have the RDMA device with this address serve reads; requests still go over TCP. The heaps
+    /// have memory of their own, which is pinned
+    #[arg(long, value_name = "ADDRESS")]
+    pub rdma: Option<SocketAddr>,
+    /// Memory of each heap that an RDMA device serves, such as 256M [default: half of --memory]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub rdma_heap: Option<u64>,
     /// File with the cluster key [default: cluster.key in the state folder]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -294,6 +302,8 @@ impl Settings for HeapServiceSettings {
             id: self.id.or(other.id),
             memory: self.memory.or(other.memory),
             own_memory: self.own_memory.or(other.own_memory),
+            rdma: self.rdma.or(other.rdma),
+            rdma_heap: self.rdma_heap.or(other.rdma_heap),
             listen: self.listen.or(other.listen),
             advertise: self.advertise.or(other.advertise),
             key: self.key.or(other.key),

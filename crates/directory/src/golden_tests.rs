@@ -67,7 +67,8 @@ fn golden_keys_and_records() {
         add(&mut golden, "node", &node(blocker));
     }
     add(&mut golden, "wanted", &RequestedMemory { node: 1, epoch: 2, memory_bytes: 3 });
-    let heaps = HeapsRecord { node: 1, address: "a".into(), memory_bytes: 2, kept_ms: 3, epoch: 4 };
+    let heaps =
+        HeapsRecord { node: 1, address: "a".into(), device: None, memory_bytes: 2, kept_ms: 3, epoch: 4 };
     add(&mut golden, "heaps", &heaps);
     let life = NodeLife { node: 1, epoch: 2, kept_ms: 3 };
     add(&mut golden, "life", &life);

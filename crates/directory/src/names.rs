@@ -176,6 +176,9 @@ pub struct HeapsRecord {
     pub node: u16,
     /// The TCP address at which clients reach it.
     pub address: String,
+    /// The address of the RDMA device that serves reads, if there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<String>,
     /// Memory that all heaps together may take.
     pub memory_bytes: u64,
     /// How long the heaps outlive the process, in milliseconds.

@@ -25,8 +25,8 @@ use super::sys::queue_pair::WorkRequest;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::Memory;
 use aquifer_fabric::background::BackgroundTask;
-use aquifer_fabric::handshake::HANDSHAKE_TIMEOUT;
 use aquifer_fabric::handshake::hello::{Hello, SessionId};
+use aquifer_fabric::handshake::{Credential, HANDSHAKE_TIMEOUT};
 use aquifer_fabric::memory::u64_from;
 use aquifer_fabric::target::{Identity, Region};
 use aquifer_fabric::wake::WakeFd;
@@ -55,7 +55,7 @@ enum EndpointState {
 #[derive(Debug)]
 pub struct VerbsEndpoint {
     address: SocketAddr,
-    cluster_key: ClusterKey,
+    credential: Credential,
     who: Identity,
     session: SessionId,
     limits: Limits,
@@ -110,9 +110,21 @@ impl VerbsEndpoint {
     /// # Errors
     /// The errors of [`connect`].
     pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Result<Self, EndpointError> {
+        Self::connect_by(address, &Credential::Member(key.clone()), who)
+    }
+
+    /// Connects with the cluster key or a ticket, which has the identity.
+    ///
+    /// # Errors
+    /// The errors of [`connect`].
+    pub fn connect_by(
+        address: SocketAddr,
+        credential: &Credential,
+        who: Identity,
+    ) -> Result<Self, EndpointError> {
         let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
         let hello = Hello { who, encrypt: false, resume: None };
-        let (link, welcome) = open_session(address, key, &hello, HANDSHAKE_TIMEOUT)?;
+        let (link, welcome) = open_session(address, credential, &hello, HANDSHAKE_TIMEOUT)?;
         let limits = welcome.limits;
         let results = u32::try_from(limits.queue_depth).unwrap_or(u32::MAX);
         let results =
@@ -120,7 +132,7 @@ impl VerbsEndpoint {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| unreachable(error.into()))?;
         let endpoint = Self {
             address,
-            cluster_key: key.clone(),
+            credential: credential.clone(),
             who,
             session: welcome.session,
             limits,

@@ -43,16 +43,22 @@ pub use target::VerbsTarget;
 use std::sync::Arc;
 
 use aquifer_fabric::limits::{ENDPOINTS_DEFAULT, ENDPOINTS_LIMIT, Limits, OutOfBounds, check_options};
-use aquifer_fabric::{ClusterKey, Target, TargetError, VerbsProvider};
+use aquifer_fabric::{Admission, Target, TargetError, UnixClock, VerbsProvider};
 
 /// Installs this crate as the provider for RDMA devices.
 pub fn install() {
-    let listen = |address, key: &ClusterKey| {
-        let target = VerbsTarget::listen(address, key, VerbsOptions::default())?;
-        let address = target.address();
-        Ok((Arc::new(target) as Arc<dyn Target>, address))
-    };
-    VerbsProvider { connect: |address, key, who| connect(address, key, who), listen }.install();
+    VerbsProvider {
+        connect: |address, credential, who| {
+            Ok(Box::new(VerbsEndpoint::connect_by(address, credential, who)?))
+        },
+        listen: |address, key, admission| {
+            let options = VerbsOptions { admission, ..VerbsOptions::default() };
+            let target = VerbsTarget::listen(address, key, options)?;
+            let address = target.address();
+            Ok((Arc::new(target) as Arc<dyn Target>, address))
+        },
+    }
+    .install();
 }
 
 /// Bound of the operations in flight of one endpoint.
@@ -84,6 +90,10 @@ pub struct VerbsOptions {
     /// The limits of one endpoint: at most 256 operations in flight, and 64 waiting messages of
     /// 4096 bytes.
     pub limits: Limits,
+    /// The initiators that are admitted.
+    pub admission: Admission,
+    /// The clock by which tickets expire.
+    pub clock: UnixClock,
 }
 
 impl Default for VerbsOptions {
@@ -93,6 +103,8 @@ impl Default for VerbsOptions {
             regions_max: aquifer_fabric::keys::REGIONS_DEFAULT,
             windows_max: 65_536,
             limits: Limits::default(),
+            admission: Admission::Members,
+            clock: UnixClock::default(),
         }
     }
 }

@@ -14,7 +14,7 @@ use super::sys::device::Device;
 use super::sys::queue_pair::{QueuePair, WorkKind, WorkRequest};
 use super::{INLINE_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS_MAX, QUEUE_DEPTH_LIMIT};
 use aquifer_fabric::handshake::hello::{Hello, Welcome};
-use aquifer_fabric::handshake::{self, ClusterKey};
+use aquifer_fabric::handshake::{self, Credential};
 use aquifer_fabric::work::EndpointError;
 
 /// A connection with all its resources.
@@ -254,7 +254,7 @@ impl Write for HandshakeStream {
 /// Connects and runs the handshake.
 pub(super) fn open_session(
     address: SocketAddr,
-    key: &ClusterKey,
+    credential: &Credential,
     hello: &Hello,
     timeout: Duration,
 ) -> Result<(VerbsLink, Welcome), EndpointError> {
@@ -262,7 +262,6 @@ pub(super) fn open_session(
     let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
     let link = VerbsLink::open(address, deadline).map_err(unreachable)?;
     let stream = HandshakeStream { link, outgoing: Vec::new(), received: Vec::new(), taken: 0, deadline };
-    let (secured, welcome) =
-        handshake::initiate_session(stream, address, &handshake::Credential::Member(key.clone()), hello)?;
+    let (secured, welcome) = handshake::initiate_session(stream, address, credential, hello)?;
     Ok((secured.into_parts().0.link, welcome))
 }

@@ -11,17 +11,19 @@ use super::messages::{OpenedKey, TargetMessage};
 use super::sys::connection::CmConnection;
 use super::sys::queue_pair::QueuePair;
 use super::sys::window::Window;
-use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, respond};
+use aquifer_fabric::Admission;
+use aquifer_fabric::handshake::secure::{ClusterKey, RecordCipher, SecureError, respond_to};
+use aquifer_fabric::handshake::ticket::Ticket;
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::Key;
 
 /// The phase of a connection.
 #[derive(Debug)]
 pub(super) enum SessionPhase {
-    /// The initiator must prove before the deadline that it holds the cluster key.
+    /// The initiator must prove before the deadline that it holds the cluster key, or a ticket.
     Authenticating(Instant),
-    /// The key is proven. The hello must arrive before the deadline.
-    AwaitingHello(RecordCipher, Instant),
+    /// The key or the ticket is proven. The hello must arrive before the deadline.
+    AwaitingHello(RecordCipher, Option<Ticket>, Instant),
     Open(Arc<VerbsPeer>),
     /// The initiator was refused. The answer is being sent.
     Refused(Instant),
@@ -184,7 +186,7 @@ impl VerbsSession {
     pub fn is_expired(&self, now: Instant) -> bool {
         match self.phase {
             SessionPhase::Authenticating(deadline)
-            | SessionPhase::AwaitingHello(_, deadline)
+            | SessionPhase::AwaitingHello(_, _, deadline)
             | SessionPhase::Refused(deadline) => now >= deadline,
             SessionPhase::Open(_) => false,
         }
@@ -230,9 +232,17 @@ impl Write for BufferStream {
     }
 }
 
-/// Handles the first handshake message. Returns the cipher or the error, and the answer.
-pub(super) fn authenticate(message: &[u8], key: &ClusterKey) -> (Result<RecordCipher, SecureError>, Vec<u8>) {
+/// A proven initiator: its cipher, and its ticket if it has no cluster key.
+pub(super) type Proven = (RecordCipher, Option<Ticket>);
+
+/// Handles the first handshake message. Returns who is proven or the error, and the answer.
+pub(super) fn authenticate(
+    message: &[u8],
+    key: &ClusterKey,
+    admission: Admission,
+) -> (Result<Proven, SecureError>, Vec<u8>) {
     let mut stream = BufferStream { received: message.to_vec(), ..BufferStream::default() };
-    let outcome = respond(&mut stream, key).map(|secured| secured.into_parts().1);
+    let outcome = respond_to(&mut stream, key, admission);
+    let outcome = outcome.map(|(secured, ticket)| (secured.into_parts().1, ticket));
     (outcome, stream.sent)
 }

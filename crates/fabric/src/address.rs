@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
-use crate::handshake::{ClusterKey, Refusal};
+use crate::handshake::{Admission, ClusterKey, Credential, Refusal};
 use crate::shm;
 use crate::target::Identity;
 use crate::target::{Target, TargetError};
@@ -13,10 +13,11 @@ use crate::tcp::{self, ConnectOptions};
 use crate::work::{Endpoint, EndpointError};
 
 /// Connects to the target at an address.
-pub type ConnectFn = fn(SocketAddr, &ClusterKey, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
+pub type ConnectFn = fn(SocketAddr, &Credential, Identity) -> Result<Box<dyn Endpoint>, EndpointError>;
 /// Opens a target at an address of this machine. Returns the target and the address at which it
 /// listens.
-pub type ListenFn = fn(SocketAddr, &ClusterKey) -> Result<(Arc<dyn Target>, SocketAddr), TargetError>;
+pub type ListenFn =
+    fn(SocketAddr, &ClusterKey, Admission) -> Result<(Arc<dyn Target>, SocketAddr), TargetError>;
 
 /// The provider for RDMA devices. It is a separate crate, which a program links and installs.
 #[derive(Clone, Copy, Debug)]
@@ -130,7 +131,7 @@ impl FabricAddress {
             (Self::Shm(path), _) => shm::connect(path, who),
             (Self::Tcp(address), Some(key)) => tcp::connect(*address, key, who, options.clone()),
             (Self::Verbs(address), Some(key)) => match VerbsProvider::installed() {
-                Some(verbs) => (verbs.connect)(*address, key, who),
+                Some(verbs) => (verbs.connect)(*address, &Credential::Member(key.clone()), who),
                 None => {
                     let (address, refusal) = (address.to_string(), Refusal::other(WITHOUT_VERBS));
                     Err(EndpointError::Refused { address, refusal })

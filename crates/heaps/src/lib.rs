@@ -13,4 +13,4 @@ mod node_spans;
 mod serve;
 mod shared;
 
-pub use serve::{HeapsError, HeapsListen, HeapsOptions, LEASE_TTL, serve};
+pub use serve::{DeviceOptions, HeapsError, HeapsListen, HeapsOptions, LEASE_TTL, serve};

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use aquifer_directory::names::HeapsRecord;
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
-use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError};
+use aquifer_fabric::{Admission, ClusterKey, Limits, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_objects::class::BLOCK_ORDERS;
 use aquifer_objects::service::{FrameSource, HEAPS_MAX, HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
@@ -40,6 +40,7 @@ impl fmt::Debug for HeapsOptions {
             .field("node_socket", &self.node_socket)
             .field("listen", &self.listen)
             .field("advertise", &self.advertise)
+            .field("device", &self.device)
             .field("threads", &self.threads)
             .field("encrypt", &self.encrypt)
             .field("lease_ttl", &self.lease_ttl)
@@ -60,6 +61,15 @@ pub enum HeapsListen {
     On(TcpListener),
 }
 
+/// An RDMA device that serves the memory of heaps.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceOptions {
+    /// Its address.
+    pub address: SocketAddr,
+    /// The memory of each heap, which is pinned.
+    pub heap_bytes: u64,
+}
+
 /// Options of a service of heaps.
 pub struct HeapsOptions {
     /// The number of its node.
@@ -73,6 +83,8 @@ pub struct HeapsOptions {
     pub listen: HeapsListen,
     /// Address at which clients reach it, if it differs from `listen`.
     pub advertise: Option<SocketAddr>,
+    /// The RDMA device that serves reads, if any.
+    pub device: Option<DeviceOptions>,
     /// The key from which the secrets of tickets are derived.
     pub key: ClusterKey,
     /// Number of threads that answer requests.
@@ -156,6 +168,10 @@ pub fn serve(
     let source = spans.clone().map(|spans| spans as Arc<dyn FrameSource>);
     let service = Arc::new(HeapService::new(options.node, options.memory_bytes, source, Some(holder)));
     tcp.answer_messages(Arc::clone(&service) as _);
+    let device = options.device.map(|device| open_device(&options, device)).transpose()?;
+    if let (Some((target, _)), Some(DeviceOptions { heap_bytes, .. })) = (&device, options.device) {
+        service.serve_by_devices(target, heap_bytes);
+    }
     for heap in kept {
         let (number, uid) = (heap.record.heap, heap.record.tenant);
         match service.restore(&*target, &heap.record, heap.bytes) {
@@ -177,6 +193,7 @@ pub fn serve(
     let record = HeapsRecord {
         node: options.node,
         address: address.to_string(),
+        device: device.as_ref().map(|(_, address)| address.to_string()),
         memory_bytes: options.memory_bytes,
         kept_ms,
         epoch: 0,
@@ -216,6 +233,18 @@ fn answer_early_messages(target: &dyn Target, service: &HeapService) {
 fn is_unused(service: &HeapService) -> bool {
     let mut reports = service.tenants().into_iter().filter_map(|tenant| service.report(tenant));
     reports.all(|report| report.objects == 0)
+}
+
+/// Opens the device that serves reads. Returns it with its address.
+fn open_device(
+    options: &HeapsOptions,
+    device: DeviceOptions,
+) -> Result<(Arc<dyn Target>, SocketAddr), HeapsError> {
+    let verbs = VerbsProvider::installed().ok_or_else(|| TargetError::System {
+        what: "cannot open an RDMA device",
+        source: io::Error::new(io::ErrorKind::Unsupported, WITHOUT_VERBS),
+    })?;
+    Ok((verbs.listen)(device.address, &options.key, Admission::Tickets(TICKET_SERVICE))?)
 }
 
 fn listen(options: &HeapsOptions) -> Result<(Arc<TcpTarget>, SocketAddr), HeapsError> {

@@ -13,7 +13,9 @@ use aquifer_directory::{Directory, DirectoryError, FailureLog};
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::shm::{self, ShmTarget};
 use aquifer_fabric::tcp::{self, TcpTarget};
-use aquifer_fabric::{FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS};
+use aquifer_fabric::{
+    Admission, FabricAddress, Host, Key, Memory, Target, TargetError, VerbsProvider, WITHOUT_VERBS,
+};
 use aquifer_metrics::{MetricsAddress, MetricsListener, MetricsServer};
 use aquifer_pool::size::SECTION_BYTES;
 use aquifer_pool::{NodeId, NodeMemory, NodeMemoryError};
@@ -102,7 +104,7 @@ impl ListenAddress {
                     what: "cannot open an RDMA device",
                     source: io::Error::new(io::ErrorKind::Unsupported, WITHOUT_VERBS),
                 })?;
-                let (target, address) = (verbs.listen)(*address, key)?;
+                let (target, address) = (verbs.listen)(*address, key, Admission::Members)?;
                 (target, FabricAddress::Verbs(address))
             }
         })

@@ -5,11 +5,13 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use aquifer_channel::{connect, receive_frame, send_frame};
+use aquifer_fabric::handshake::Credential;
 use aquifer_fabric::tcp::{self, ConnectOptions};
-use aquifer_fabric::{ClusterKey, Endpoint, EndpointError, Ticket, TicketSecret};
+use aquifer_fabric::{ClusterKey, Endpoint, EndpointError, Ticket, TicketSecret, VerbsProvider};
 use aquifer_ipc::Frame;
 use serde::{Deserialize, Serialize};
 
+use crate::client::HeapRoute;
 use crate::shared::SharedHeap;
 
 /// Why no heap can be reached.
@@ -58,6 +60,9 @@ pub struct HeapAccess {
     pub node: u16,
     /// Its TCP address.
     pub address: SocketAddr,
+    /// The address of its RDMA device, if it has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device: Option<SocketAddr>,
     ticket: String,
     secret: String,
 }
@@ -73,7 +78,25 @@ impl HeapAccess {
     /// Access by a ticket, whose secret is derived from the cluster's key.
     #[must_use]
     pub fn new(node: u16, address: SocketAddr, ticket: &Ticket, key: &ClusterKey) -> Self {
-        Self { node, address, ticket: hex(&ticket.encode()), secret: hex(&ticket.secret(key).0) }
+        let (secret, ticket) = (hex(&ticket.secret(key).0), hex(&ticket.encode()));
+        Self { node, address, device: None, ticket, secret }
+    }
+
+    /// Connects to the service, and to its RDMA device if it has one and this program can use it.
+    ///
+    /// # Errors
+    /// If it cannot be reached, or refuses the ticket.
+    pub fn route(&self) -> Result<HeapRoute, AccessError> {
+        let control = self.connect()?;
+        match self.device.zip(VerbsProvider::installed()) {
+            None => Ok(HeapRoute::Remote(control)),
+            Some((address, verbs)) => {
+                let (ticket, secret) = self.credential()?;
+                let device = (verbs.connect)(address, &Credential::Ticket(ticket, secret), ticket.identity())
+                    .map_err(|source| AccessError::Connect { node: self.node, source })?;
+                Ok(HeapRoute::Device { control, device })
+            }
+        }
     }
 
     /// Connects to the service.
@@ -89,11 +112,15 @@ impl HeapAccess {
     /// # Errors
     /// Those of [`Self::connect`].
     pub fn connect_with(&self, options: ConnectOptions) -> Result<Box<dyn Endpoint>, AccessError> {
-        let ticket = parse_hex(&self.ticket).and_then(|bytes| Ticket::parse(&bytes));
-        let secret = parse_hex::<32>(&self.secret).map(TicketSecret);
-        let (ticket, secret) = ticket.zip(secret).ok_or(AccessError::Answer)?;
+        let (ticket, secret) = self.credential()?;
         tcp::connect_with_ticket(self.address, &ticket, &secret, options)
             .map_err(|source| AccessError::Connect { node: self.node, source })
+    }
+
+    fn credential(&self) -> Result<(Ticket, TicketSecret), AccessError> {
+        let ticket = parse_hex(&self.ticket).and_then(|bytes| Ticket::parse(&bytes));
+        let secret = parse_hex::<32>(&self.secret).map(TicketSecret);
+        ticket.zip(secret).ok_or(AccessError::Answer)
     }
 }
 

@@ -21,6 +21,8 @@ pub struct HeapBytes {
     data: Arc<Memory>,
     names: Arc<Memory>,
     records: Arc<Memory>,
+    /// Whether a device has pinned the memory, so that its pages stay.
+    is_pinned: bool,
 }
 
 impl HeapBytes {
@@ -36,6 +38,7 @@ impl HeapBytes {
             data: create("aquifer-heap", u64::from(frames) * FRAME_WORDS)?,
             names: create("aquifer-heap-names", layout.name_words())?,
             records: create("aquifer-heap-records", layout.record_words())?,
+            is_pinned: false,
         })
     }
 
@@ -54,7 +57,7 @@ impl HeapBytes {
         if frames == 0 || !is_heap || records.load_u64(0) != FORMAT {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "it is not the memory of a heap"));
         }
-        Ok(Self { layout, data, names, records })
+        Ok(Self { layout, data, names, records, is_pinned: false })
     }
 
     /// The descriptors: data, names, records.
@@ -98,6 +101,17 @@ impl HeapBytes {
             target.register_movable(Arc::clone(&self.data), map, Access::READ, scope, key)
         };
         (0..BLOCK_ORDERS).map(register).collect()
+    }
+
+    /// Registers the memory as it is for READ, for a target that cannot translate addresses.
+    /// Returns the regions of the bytes of objects and of the names. Their pages stay from now on.
+    ///
+    /// # Errors
+    /// If the target refuses.
+    pub fn register_raw(&mut self, target: &dyn Target, scope: Scope) -> Result<[Region; 2], TargetError> {
+        self.is_pinned = true;
+        let register = |memory: &Arc<Memory>| target.register(Arc::clone(memory), Access::READ, scope);
+        Ok([register(&self.data)?, register(&self.names)?])
     }
 
     /// Bytes that the objects of the heap take, and those that its names and records take.
@@ -158,7 +172,7 @@ impl HeapWords for HeapBytes {
     fn discard(&mut self, at: u64, words: u64) {
         let (memory, at) = self.place(at);
         let bytes = byte(words);
-        if at.is_multiple_of(4096) && bytes.is_multiple_of(4096) {
+        if !self.is_pinned && at.is_multiple_of(4096) && bytes.is_multiple_of(4096) {
             match memory.punch(at, bytes) {
                 Ok(()) => return,
                 Err(error) => {

@@ -105,29 +105,30 @@ fn golden_messages() {
     let of_pointer = "40000000000002000500000000301000";
     let none = "0".repeat(32);
     let requests = [
-        (Request::Open, format!("0102000000000000{none}")),
-        (Request::Allocate { bytes: 100 }, format!("0202000064000000{none}")),
-        (Request::Free(pointer), format!("0302000000000000{of_pointer}")),
-        (Request::Read(pointer), format!("0402000000000000{of_pointer}")),
-        (Request::Write(pointer, b"ab"), format!("0502000002000000{of_pointer}6162")),
-        (Request::Create { bytes: 100, first: b"ab" }, format!("0b02000064000000{none}6162")),
-        (Request::WriteAt { pointer, offset: 8, bytes: b"ab" }, format!("0c02000008000000{of_pointer}6162")),
+        (Request::Open, format!("0103000000000000{none}")),
+        (Request::OpenRaw, format!("1003000000000000{none}")),
+        (Request::Allocate { bytes: 100 }, format!("0203000064000000{none}")),
+        (Request::Free(pointer), format!("0303000000000000{of_pointer}")),
+        (Request::Read(pointer), format!("0403000000000000{of_pointer}")),
+        (Request::Write(pointer, b"ab"), format!("0503000002000000{of_pointer}6162")),
+        (Request::Create { bytes: 100, first: b"ab" }, format!("0b03000064000000{none}6162")),
+        (Request::WriteAt { pointer, offset: 8, bytes: b"ab" }, format!("0c03000008000000{of_pointer}6162")),
         (
             Request::WriteIf { pointer, expected: 0x0102, bytes: b"ab" },
-            format!("0d02000002000000{of_pointer}02010000000000006162"),
+            format!("0d03000002000000{of_pointer}02010000000000006162"),
         ),
         (
             Request::Replace { pointer, staged: pointer, bytes: 9 },
-            format!("0e02000009000000{of_pointer}{of_pointer}"),
+            format!("0e03000009000000{of_pointer}{of_pointer}"),
         ),
-        (Request::Root { bytes: 100 }, format!("0f02000064000000{none}")),
-        (Request::Correct(pointer), format!("0602000000000000{of_pointer}")),
-        (Request::Release(pointer), format!("0702000000000000{of_pointer}")),
-        (Request::Report { from: 0x0102 }, format!("0802000002010000{none}")),
-        (Request::Compact { tenant: 0x0102 }, format!("0902000002010000{none}")),
+        (Request::Root { bytes: 100 }, format!("0f03000064000000{none}")),
+        (Request::Correct(pointer), format!("0603000000000000{of_pointer}")),
+        (Request::Release(pointer), format!("0703000000000000{of_pointer}")),
+        (Request::Report { from: 0x0102 }, format!("0803000002010000{none}")),
+        (Request::Compact { tenant: 0x0102 }, format!("0903000002010000{none}")),
         (
             Request::SetLimit { tenant: 0x0102, bytes: 0x0304 },
-            format!("0a020000020100000403{}", "0".repeat(28)),
+            format!("0a030000020100000403{}", "0".repeat(28)),
         ),
     ];
     for (request, golden) in requests {
@@ -138,15 +139,19 @@ fn golden_messages() {
     let region = BlockRegion { base: 0x10, key: 0x20, heap: 0x30, node: 0x40 };
     let of_region = "10000000000000002000000030004000";
     let answers = [
-        (Answer::Opened(vec![region]), format!("8102000001000000{none}{of_region}")),
-        (Answer::Pointer(pointer, true), format!("8202010000000000{of_pointer}")),
-        (Answer::Bytes(pointer, false, b"ab"), format!("8302000002000000{of_pointer}6162")),
-        (Answer::Refused(Refused::NoObject), format!("8402000001000000{none}")),
-        (Answer::Refused(Refused::Full), format!("8402000002000000{none}")),
-        (Answer::Refused(Refused::TooLarge), format!("8402000003000000{none}")),
-        (Answer::Refused(Refused::Busy), format!("8402000004000000{none}")),
-        (Answer::Refused(Refused::Invalid), format!("8402000005000000{none}")),
-        (Answer::Refused(Refused::Changed), format!("8402000006000000{none}")),
+        (Answer::Opened(vec![region]), format!("8103000001000000{none}{of_region}")),
+        (
+            Answer::OpenedRaw { frames: 0x0102, data: region, names: BlockRegion { base: 0x50, ..region } },
+            format!("8703000002010000{none}{of_region}50000000000000002000000030004000"),
+        ),
+        (Answer::Pointer(pointer, true), format!("8203010000000000{of_pointer}")),
+        (Answer::Bytes(pointer, false, b"ab"), format!("8303000002000000{of_pointer}6162")),
+        (Answer::Refused(Refused::NoObject), format!("8403000001000000{none}")),
+        (Answer::Refused(Refused::Full), format!("8403000002000000{none}")),
+        (Answer::Refused(Refused::TooLarge), format!("8403000003000000{none}")),
+        (Answer::Refused(Refused::Busy), format!("8403000004000000{none}")),
+        (Answer::Refused(Refused::Invalid), format!("8403000005000000{none}")),
+        (Answer::Refused(Refused::Changed), format!("8403000006000000{none}")),
     ];
     for (answer, golden) in answers {
         let mut message = Vec::new();

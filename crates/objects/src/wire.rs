@@ -6,7 +6,7 @@ use crate::mutation::Mutation;
 use crate::pointer::Pointer;
 
 /// The version of the messages.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 /// Bytes before an object's bytes in a message.
 pub const HEAD_BYTES: usize = 24;
 
@@ -25,6 +25,7 @@ const WRITE_AT: u8 = 12;
 const WRITE_IF: u8 = 13;
 const REPLACE: u8 = 14;
 const ROOT: u8 = 15;
+const OPEN_RAW: u8 = 16;
 
 const OPENED: u8 = 129;
 const POINTER: u8 = 130;
@@ -32,12 +33,15 @@ const BYTES: u8 = 131;
 const REFUSED: u8 = 132;
 const REPORTED: u8 = 133;
 const DONE: u8 = 134;
+const OPENED_RAW: u8 = 135;
 
 /// What a client asks for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Request<'a> {
     /// The regions of the tenant's heap.
     Open,
+    /// The memory of the tenant's heap, as a device serves it.
+    OpenRaw,
     /// An object of this many bytes, all zeros.
     Allocate {
         /// Size in bytes.
@@ -131,6 +135,15 @@ pub struct BlockRegion {
 pub enum Answer<'a> {
     /// The regions of the heap, the smallest blocks first.
     Opened(Vec<BlockRegion>),
+    /// The memory of the heap, as a device serves it.
+    OpenedRaw {
+        /// Its frames.
+        frames: u32,
+        /// Where they are.
+        data: BlockRegion,
+        /// The names of all blocks.
+        names: BlockRegion,
+    },
     /// A pointer, and whether it names an old block, which can be released.
     Pointer(Pointer, bool),
     /// A corrected pointer, whether it names an old block, and the object's bytes.
@@ -190,6 +203,7 @@ impl<'a> Request<'a> {
     pub fn encode(&self, out: &mut Vec<u8>) {
         match *self {
             Self::Open => put_head(out, OPEN, 0, [0; 2]),
+            Self::OpenRaw => put_head(out, OPEN_RAW, 0, [0; 2]),
             Self::Allocate { bytes } => put_head(out, ALLOCATE, bytes, [0; 2]),
             Self::Create { bytes, first } => {
                 put_head(out, CREATE, bytes, [0; 2]);
@@ -233,6 +247,7 @@ impl<'a> Request<'a> {
         let pointer = || Pointer::from_words(words);
         match kind {
             OPEN if is_plain && words == [0; 2] => Some(Self::Open),
+            OPEN_RAW if is_plain && words == [0; 2] => Some(Self::OpenRaw),
             ALLOCATE if is_plain && words == [0; 2] => Some(Self::Allocate { bytes: number }),
             FREE if is_plain => Some(Self::Free(pointer()?)),
             READ if is_plain => Some(Self::Read(pointer()?)),
@@ -274,12 +289,11 @@ impl<'a> Answer<'a> {
             Self::Opened(regions) => {
                 let count = u32::try_from(regions.len()).expect("there are few block sizes");
                 put_head(out, OPENED, count, [0; 2]);
-                for BlockRegion { base, key, heap, node } in regions {
-                    out.extend_from_slice(&base.to_le_bytes());
-                    out.extend_from_slice(&key.to_le_bytes());
-                    out.extend_from_slice(&heap.to_le_bytes());
-                    out.extend_from_slice(&node.to_le_bytes());
-                }
+                regions.iter().for_each(|region| put_region(out, region));
+            }
+            Self::OpenedRaw { frames, data, names } => {
+                put_head(out, OPENED_RAW, *frames, [0; 2]);
+                [data, names].into_iter().for_each(|region| put_region(out, region));
             }
             Self::Pointer(pointer, is_old) => put_flagged(out, POINTER, 0, pointer.words(), *is_old),
             Self::Bytes(pointer, is_old, bytes) => {
@@ -303,6 +317,14 @@ impl<'a> Answer<'a> {
         match kind {
             OPENED if rest.len() == number as usize * 16 && is_without_pointer => {
                 Some(Self::Opened(rest.chunks_exact(16).map(block_region).collect::<Option<_>>()?))
+            }
+            OPENED_RAW if rest.len() == 32 && is_without_pointer => {
+                let (data, names) = rest.split_at(16);
+                Some(Self::OpenedRaw {
+                    frames: number,
+                    data: block_region(data)?,
+                    names: block_region(names)?,
+                })
             }
             POINTER if rest.is_empty() && number == 0 => {
                 Some(Self::Pointer(Pointer::from_words(words)?, flag))
@@ -353,6 +375,14 @@ fn put_flagged(out: &mut Vec<u8>, kind: u8, number: u32, words: [u64; 2], flag: 
     words.iter().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
 }
 
+fn put_region(out: &mut Vec<u8>, region: &BlockRegion) {
+    let BlockRegion { base, key, heap, node } = region;
+    out.extend_from_slice(&base.to_le_bytes());
+    out.extend_from_slice(&key.to_le_bytes());
+    out.extend_from_slice(&heap.to_le_bytes());
+    out.extend_from_slice(&node.to_le_bytes());
+}
+
 fn block_region(bytes: &[u8]) -> Option<BlockRegion> {
     let (base, rest) = bytes.split_first_chunk::<8>()?;
     let (key, rest) = rest.split_first_chunk::<4>()?;
@@ -386,6 +416,7 @@ mod tests {
     fn messages_are_read_as_they_were_written() {
         let requests = [
             Request::Open,
+            Request::OpenRaw,
             Request::Allocate { bytes: 100 },
             Request::Free(pointer()),
             Request::Read(pointer()),

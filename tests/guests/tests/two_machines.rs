@@ -59,7 +59,7 @@ fn the_conformance_suite_passes_between_two_guests() {
     let outcome = tests.run(&kernel, &["env", initiators_at, address, word(&run), word(&suite)]);
     let served = served.wait().map_or_else(|error| error.to_string(), |served| served.to_string());
     let outcome = outcome.unwrap_or_else(|error| panic!("{error}{served}")).success();
-    assert!(outcome.stdout.contains("40 passed"), "{outcome}{served}");
+    assert!(outcome.stdout.contains("41 passed"), "{outcome}{served}");
 }
 
 #[test]
@@ -103,6 +103,28 @@ fn a_program_survives_the_death_of_a_node_in_another_guest() {
     assert!(borrowed.stdout.contains("the command runs; a node is killed"), "{borrowed}");
     assert!(lent.stdout.contains("a node ended with 137"), "{lent}");
     assert_paged(&borrowed);
+}
+
+#[test]
+fn a_store_of_another_guest_is_read_by_its_device() {
+    let kernel = kernel();
+    let folder = tempfile::tempdir().unwrap();
+    let [mut lender, mut borrower] = Guest::pair(folder.path());
+    (lender.time_limit, borrower.time_limit) = (TIME_LIMIT, TIME_LIMIT);
+    let [lend, borrow] = ["heap-lender.sh", "heap-borrower.sh"].map(script);
+    let lender = lender.start(&kernel, &[word(&lend), word(build::binary())]).unwrap();
+    let borrowed = borrower.run(&kernel, &[word(&borrow), word(build::binary())]);
+    let borrowed = borrowed.unwrap_or_else(|error| panic!("{error}"));
+    let lent = lender.wait().unwrap_or_else(|error| panic!("{error}{borrowed}"));
+    let (borrowed, _) = (borrowed.success(), lent.success());
+    for found in ["value 1", "value 4", "far away"] {
+        assert!(borrowed.stdout.contains(found), "{found}: {borrowed}");
+    }
+    let packets =
+        borrowed.stdout.split("the device has received ").nth(1).and_then(|rest| rest.split(' ').next());
+    let packets: u32 = packets.and_then(|count| count.parse().ok()).expect("it says how many");
+    // Of at most 4 KiB each.
+    assert!(packets > 48, "the value came another way: {borrowed}");
 }
 
 #[test]

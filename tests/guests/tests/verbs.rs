@@ -13,10 +13,13 @@ fn run(kernel: &Kernel, command: &[&str]) -> GuestOutcome {
 }
 
 /// Summary of the conformance suite and of tests of devices alone.
-const CONFORMANCE: &str = "40 passed";
+const CONFORMANCE: &str = "41 passed";
 
 /// Summary of the tests of the pool's client.
 const POOL: &str = "21 passed";
+
+/// Summary of the tests of heaps.
+const HEAPS: &str = "7 passed";
 
 /// Summary of the tests with killed hosts.
 const KILLED: &str = "5 passed";
@@ -53,6 +56,15 @@ fn the_tests_of_the_pools_client_pass_over_verbs() {
     let suite = test_program("aquifer-pool", "client-verbs");
     let outcome = run(&kernel, &["env", ADDRESS_VARIABLE, suite.to_str().expect("a plain path")]);
     assert!(outcome.stdout.contains(POOL), "{outcome}");
+}
+
+#[test]
+fn heaps_are_read_over_verbs() {
+    let kernel = kernel();
+    let suite = test_program("aquifer-objects", "heaps-verbs");
+    let suite = suite.to_str().expect("a plain path");
+    let outcome = run(&kernel, &["env", ADDRESS_VARIABLE, suite, "--test-threads=1"]);
+    assert!(outcome.stdout.contains(HEAPS), "{outcome}");
 }
 
 #[test]

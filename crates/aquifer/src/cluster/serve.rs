@@ -12,7 +12,7 @@ use aquifer_agent::{AgentOptions, shadow};
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
-use aquifer_heaps::{HeapsListen, HeapsOptions};
+use aquifer_heaps::{DeviceOptions, HeapsListen, HeapsOptions};
 use aquifer_keeper::{self as keeper, KeeperOptions};
 use aquifer_node::{KeepOptions, ListenAddress, NodeOptions, Shutdown};
 use rustix::net::SocketType;
@@ -214,14 +214,20 @@ fn heaps(
             file",
         )?),
     };
+    let device = settings.rdma.map(|address| {
+        let heap_bytes = settings.rdma_heap.unwrap_or(memory / 2);
+        DeviceOptions { address, heap_bytes }
+    });
     let StopFlags { now, when_unused } = StopFlags::of(stop)?;
     let (location, for_connect) = (DirectoryLocation::new(&settings.directory)?, state.clone());
     let options = HeapsOptions {
         node,
         memory_bytes: memory,
-        node_socket: (settings.own_memory != Some(true)).then(|| heap_memory_socket(state, node)),
+        node_socket: (settings.own_memory != Some(true) && device.is_none())
+            .then(|| heap_memory_socket(state, node)),
         listen,
         advertise: settings.advertise,
+        device,
         key: key::load(&settings.key.clone().unwrap_or_else(|| state.key_file()))?,
         threads: settings.threads.map(usize::from),
         encrypt: settings.encrypt,

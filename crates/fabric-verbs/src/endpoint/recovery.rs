@@ -12,10 +12,9 @@ use std::time::{Duration, Instant};
 use super::{EndpointState, VerbsEndpoint};
 use crate::link::{VerbsLink, open_session};
 use crate::messages::InitiatorMessage;
-use aquifer_fabric::ClusterKey;
 use aquifer_fabric::background::BackgroundTask;
-use aquifer_fabric::handshake::HANDSHAKE_TIMEOUT;
 use aquifer_fabric::handshake::hello::{Hello, Resume, Welcome};
+use aquifer_fabric::handshake::{Credential, HANDSHAKE_TIMEOUT};
 use aquifer_fabric::keys::KeyId;
 use aquifer_fabric::work::{EndpointError, Verb, WorkError};
 
@@ -52,14 +51,14 @@ impl VerbsEndpoint {
         if self.state != EndpointState::Open || self.reconnecting.is_some() {
             return;
         }
-        let (address, key) = (self.address, self.cluster_key.clone());
+        let (address, credential) = (self.address, self.credential.clone());
         let resume =
             Resume { session: self.session, answered: 0, received: self.received, taken: self.taken };
         let hello = Hello { who: self.who, encrypt: false, resume: Some(resume) };
         let resumes = refused.is_some();
         let deadline = Instant::now() + if resumes { REMAP_TIME } else { HANDSHAKE_TIMEOUT };
         let started = BackgroundTask::start("fabric-reconn", move |is_awaited| ReconnectAttempt {
-            found: open_session_until(address, &key, &hello, deadline, is_awaited),
+            found: open_session_until(address, &credential, &hello, deadline, is_awaited),
             resumes,
         });
         match started {
@@ -127,13 +126,13 @@ impl VerbsEndpoint {
 /// more.
 fn open_session_until(
     address: SocketAddr,
-    key: &ClusterKey,
+    credential: &Credential,
     hello: &Hello,
     deadline: Instant,
     is_awaited: &dyn Fn() -> bool,
 ) -> Result<(VerbsLink, Welcome), EndpointError> {
     loop {
-        let error = match open_session(address, key, hello, HANDSHAKE_TIMEOUT) {
+        let error = match open_session(address, credential, hello, HANDSHAKE_TIMEOUT) {
             Ok(found) => return Ok(found),
             Err(error) => error,
         };

@@ -8,6 +8,7 @@ use crate::session::{SessionPhase, authenticate};
 use crate::target::{VerbsShared, VerbsTargetState};
 use aquifer_fabric::handshake::RefusalReason;
 use aquifer_fabric::handshake::hello::{self, Hello, Reply, Welcome};
+use aquifer_fabric::handshake::ticket::{Ticket, check_ticket};
 use aquifer_fabric::target::Identity;
 
 impl VerbsServer {
@@ -17,9 +18,9 @@ impl VerbsServer {
         match &mut session.phase {
             SessionPhase::Authenticating(deadline) => {
                 let deadline = *deadline;
-                let (outcome, answer) = authenticate(message, &shared.key);
+                let (outcome, answer) = authenticate(message, &shared.key, shared.options.admission);
                 session.phase = match outcome {
-                    Ok(cipher) => SessionPhase::AwaitingHello(cipher, deadline),
+                    Ok((cipher, ticket)) => SessionPhase::AwaitingHello(cipher, ticket, deadline),
                     Err(error) => {
                         tracing::info!(%error, "an endpoint was refused");
                         SessionPhase::Refused(deadline)
@@ -27,11 +28,12 @@ impl VerbsServer {
                 };
                 self.send_message(shared, connection_id, answer);
             }
-            SessionPhase::AwaitingHello(cipher, _) => {
+            SessionPhase::AwaitingHello(cipher, ticket, _) => {
+                let ticket = *ticket;
                 let mut plain = Vec::new();
                 let opened = cipher.decrypt(message, &mut plain).map_err(|error| error.to_string());
                 match opened.and_then(|_| hello::parse_hello(&plain).map_err(|error| error.to_string())) {
-                    Ok(hello) => self.handle_hello(shared, connection_id, &hello),
+                    Ok(hello) => self.handle_hello(shared, connection_id, &hello, ticket),
                     Err(error) => {
                         tracing::info!(error, "an endpoint was refused");
                         self.close(connection_id);
@@ -46,8 +48,16 @@ impl VerbsServer {
         }
     }
 
-    fn handle_hello(&mut self, shared: &VerbsShared, connection_id: usize, hello: &Hello) {
-        let admitted = self.admit(shared, hello);
+    fn handle_hello(
+        &mut self,
+        shared: &VerbsShared,
+        connection_id: usize,
+        hello: &Hello,
+        ticket: Option<Ticket>,
+    ) {
+        let clock = &shared.options.clock;
+        let checked = ticket.map_or(Ok(()), |ticket| check_ticket(&ticket, hello.who, clock));
+        let admitted = checked.and_then(|()| self.admit(shared, hello));
         let reply = match &admitted {
             Ok(peer) => Reply::Welcome(Welcome {
                 session: peer.id,
@@ -59,7 +69,7 @@ impl VerbsServer {
             Err(reason) => Reply::Refusal(reason.to_refusal()),
         };
         let Some(session) = self.sessions.get_mut(&connection_id) else { return };
-        let SessionPhase::AwaitingHello(cipher, deadline) = &mut session.phase else { return };
+        let SessionPhase::AwaitingHello(cipher, _, deadline) = &mut session.phase else { return };
         let mut sealed = Vec::new();
         cipher.encrypt(&hello::encode_reply(&reply), &mut sealed);
         session.phase = match admitted {

@@ -13,6 +13,7 @@ use snow::resolvers::{CryptoResolver, RingResolver};
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use super::RefusalReason;
 use super::common;
 use super::secure::ClusterKey;
 use crate::mutation::Mutation;
@@ -166,6 +167,21 @@ impl Admission {
                 service == admitted || Mutation::AcceptAnyService.is_active()
             }
         }
+    }
+}
+
+/// Checks whether a ticket, which is proven, is still good, and whether an initiator presents its
+/// identity.
+///
+/// # Errors
+/// Why not.
+pub fn check_ticket(ticket: &Ticket, who: Identity, clock: &UnixClock) -> Result<(), RefusalReason> {
+    if who != ticket.identity() {
+        return Err(RefusalReason::OtherIdentity);
+    }
+    match clock.now_s().checked_sub(ticket.expiry_s) {
+        Some(since_s) => Err(RefusalReason::TicketExpired(since_s)),
+        None => Ok(()),
     }
 }
 

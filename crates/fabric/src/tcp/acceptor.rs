@@ -17,7 +17,7 @@ use super::stream::{DeadlineStream, configure};
 use super::target::{TcpPeerState, TcpShared, TcpTargetState};
 use crate::handshake::hello::{self, Hello, Reply, Resume, Welcome};
 use crate::handshake::secure::{SecureChannel, SecureError, respond_to};
-use crate::handshake::ticket::Ticket;
+use crate::handshake::ticket::check_ticket;
 use crate::handshake::{HANDSHAKE_TIMEOUT, PENDING_LIMIT, RefusalReason};
 use crate::target::Identity;
 
@@ -110,7 +110,7 @@ fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), Admission
     let stream = DeadlineStream::new(stream, Instant::now() + HANDSHAKE_TIMEOUT);
     let (mut secured, ticket) = respond_to(stream, &shared.key, shared.options.admission)?;
     let hello = hello::parse_hello(&secured.receive()?)?;
-    let checked = ticket.map_or(Ok(()), |ticket| check_ticket(shared, &ticket, &hello));
+    let checked = ticket.map_or(Ok(()), |ticket| check_ticket(&ticket, hello.who, &shared.options.clock));
     match checked.and_then(|()| admit(shared, &hello)) {
         Ok((session, lost_answers)) => {
             let result = welcome(shared, secured, &hello, session, lost_answers);
@@ -124,18 +124,6 @@ fn handshake(shared: &Arc<TcpShared>, stream: TcpStream) -> Result<(), Admission
             secured.send(&hello::encode_reply(&Reply::Refusal(reason.to_refusal())))?;
             Err(AdmissionError::Refused(reason))
         }
-    }
-}
-
-/// Checks whether a ticket, which is proven, is still good, and whether the hello presents its
-/// identity.
-fn check_ticket(shared: &TcpShared, ticket: &Ticket, hello: &Hello) -> Result<(), RefusalReason> {
-    if hello.who != ticket.identity() {
-        return Err(RefusalReason::OtherIdentity);
-    }
-    match shared.options.clock.now_s().checked_sub(ticket.expiry_s) {
-        Some(since_s) => Err(RefusalReason::TicketExpired(since_s)),
-        None => Ok(()),
     }
 }
 

@@ -18,9 +18,10 @@ mod remap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use aquifer_fabric::handshake::Credential;
 use aquifer_fabric::{
-    Access, Endpoint, EndpointError, Identity, Key, Memory, Region, Scope, Target, TargetError, WindowSpec,
-    WorkError,
+    Access, Admission, ClusterKey, Endpoint, EndpointError, Identity, Key, Memory, Region, Scope, Target,
+    TargetError, Tenant, Ticket, UnixClock, WindowSpec, WorkError,
 };
 use aquifer_fabric_verbs::{self as verbs, VerbsEndpoint, VerbsTarget};
 use harness::{ENDPOINTS_MAX, Harness, KEY, LIMITS, REGIONS_MAX, WHO, WINDOWS_MAX};
@@ -35,19 +36,27 @@ struct VerbsHarness {
     address: SocketAddr,
 }
 
-impl Harness for VerbsHarness {
-    fn start() -> Self {
+impl VerbsHarness {
+    fn admitting(admission: Admission) -> Self {
         let options = verbs::VerbsOptions {
             endpoints_max: ENDPOINTS_MAX,
             regions_max: REGIONS_MAX,
             windows_max: WINDOWS_MAX,
             limits: LIMITS,
+            admission,
+            clock: UnixClock::new(|| NOW_S),
         };
         let address =
             std::env::var("AQUIFER_VERBS_ADDRESS").expect("AQUIFER_VERBS_ADDRESS is that of an RDMA device");
         let address = SocketAddr::new(address.parse().expect("an IP address"), 0);
         let target = VerbsTarget::listen(address, &KEY, options).unwrap();
         Self { address: target.address(), target: Some(target) }
+    }
+}
+
+impl Harness for VerbsHarness {
+    fn start() -> Self {
+        Self::admitting(Admission::Members)
     }
 
     fn target(&self) -> &dyn Target {
@@ -64,6 +73,33 @@ impl Harness for VerbsHarness {
     fn kill_target(&mut self) {
         self.target = None;
     }
+}
+
+/// The time at the target.
+const NOW_S: u64 = 1_800_000_000;
+
+#[test]
+fn a_ticket_admits_to_its_service_until_it_expires() {
+    let harness = VerbsHarness::admitting(Admission::Tickets(3));
+    let good =
+        Ticket { tenant: WHO.tenant, host: WHO.host, epoch: WHO.epoch, expiry_s: NOW_S + 1, service: 3 };
+    let connect = |ticket: Ticket, key: &ClusterKey, who| {
+        let credential = Credential::Ticket(ticket, ticket.secret(key));
+        VerbsEndpoint::connect_by(harness.address, &credential, who)
+    };
+    let (_memory, region) = harness.region(Access::ALL, Scope::Tenant(WHO.tenant));
+    let mut client = harness.client_of(Box::new(connect(good, &KEY, WHO).unwrap()));
+    assert_eq!(client.read(region.base, region.key, 64), Ok(64));
+    let other = Identity { tenant: Tenant(WHO.tenant.0 + 1), ..WHO };
+    for (ticket, key, who) in [
+        (Ticket { expiry_s: NOW_S, ..good }, &KEY, WHO),
+        (Ticket { service: 4, ..good }, &KEY, WHO),
+        (good, &ClusterKey([0; 32]), WHO),
+        (good, &KEY, other),
+    ] {
+        assert!(connect(ticket, key, who).is_err(), "{ticket:?}");
+    }
+    assert!(VerbsEndpoint::connect(harness.address, &KEY, WHO).is_err(), "the cluster key is no ticket");
 }
 
 /// The prefix of the names of Soft-RoCE devices.

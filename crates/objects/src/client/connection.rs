@@ -17,16 +17,16 @@ use crate::wire::{Answer, BlockRegion, HEAD_BYTES, Refused, Request};
 /// Operations of one direct read.
 pub(super) const BATCH_MAX: usize = 3;
 /// Objects of one batch, at most.
-const READS_MAX: usize = 64;
+pub(super) const READS_MAX: usize = 64;
 
 /// Bytes of the largest block that is read to find an object in it. A request is faster than the
 /// READ of a larger one.
-const SCAN_BYTES_MAX: u64 = 16 << 10;
+pub(super) const SCAN_BYTES_MAX: u64 = 16 << 10;
 
 /// The local memory: a message to send, two headers for each object of a batch, and their bytes.
-const HEADERS_AT: usize = 64 << 10;
-const PAYLOAD_AT: usize = HEADERS_AT + READS_MAX * 16;
-const PAYLOAD_BYTES: usize = 512 << 10;
+pub(super) const HEADERS_AT: usize = 64 << 10;
+pub(super) const PAYLOAD_AT: usize = HEADERS_AT + READS_MAX * 16;
+pub(super) const PAYLOAD_BYTES: usize = 512 << 10;
 const MEMORY_BYTES: usize = (PAYLOAD_AT + PAYLOAD_BYTES).next_multiple_of(4096);
 
 /// A connection to one tenant's heap.
@@ -87,7 +87,7 @@ impl Connection {
     }
 
     /// Adds a READ of `len` bytes, from `skip` bytes behind `remote`, to the batch.
-    fn add_read(&mut self, id: u64, to: usize, len: usize, remote: RemoteAddr, skip: usize) {
+    pub(super) fn add_read(&mut self, id: u64, to: usize, len: usize, remote: RemoteAddr, skip: usize) {
         let len = u32::try_from(len).expect("it fits into the memory");
         let local = LocalSlice { key: self.local, offset: to as u64, len };
         let remote = RemoteAddr { addr: remote.addr + skip as u64, ..remote };
@@ -95,7 +95,7 @@ impl Connection {
     }
 
     /// Posts the batch and waits for all of it. What failed is in `self.failures`.
-    fn complete(&mut self) -> Result<(), ClientError> {
+    pub(super) fn complete(&mut self) -> Result<(), ClientError> {
         self.failures.clear();
         // The last operation has its own number: all before it are done when it is.
         const LAST: u64 = u64::MAX;
@@ -127,7 +127,7 @@ impl Connection {
     }
 
     /// Whether operation `id` was done; false if no block has its address.
-    fn is_done(&self, id: u64) -> Result<bool, ClientError> {
+    pub(super) fn is_done(&self, id: u64) -> Result<bool, ClientError> {
         match self.failures.iter().find(|(failed, _)| *failed == id) {
             None => Ok(true),
             Some((_, WorkError::RemoteAccess)) => Ok(false),
@@ -148,8 +148,24 @@ impl Connection {
         Ok(())
     }
 
-    fn header(&self, at: usize) -> Header {
-        Header::from_word(self.memory.load_u64(at))
+    /// The header that was read to a place of the local memory.
+    pub(super) fn header(&self, at: usize) -> Header {
+        Header::from_word(self.word(at))
+    }
+
+    /// The word that was read to a place of the local memory.
+    pub(super) fn word(&self, at: usize) -> u64 {
+        self.memory.load_u64(at)
+    }
+
+    /// Copies bytes that were read to a place of the local memory.
+    pub(super) fn copy(&self, at: usize, out: &mut [u8]) {
+        self.memory.read(at, out);
+    }
+
+    /// Operations that may be in flight.
+    pub(super) fn depth(&self) -> usize {
+        self.endpoint.limits().queue_depth
     }
 
     /// Reads an object that is larger than the local memory, part by part. Each part is between two

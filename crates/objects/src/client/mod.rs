@@ -1,22 +1,25 @@
 //! The client of a heap: what programs link. It knows the fabric, and no pool or directory.
 
 mod connection;
+mod device;
+mod route;
 
 use std::io;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::paths::agent_socket;
-use aquifer_fabric::{Endpoint, EndpointError, WorkError};
+use aquifer_fabric::{EndpointError, WorkError};
 
 use crate::access::{AccessError, request_access};
 use crate::class::{Class, Classes, OBJECT_BYTES_MAX, SLOT_BYTES_MAX};
 use crate::pointer::{BlockAddress, Pointer};
-use crate::shared::{SharedHeap, SharedLink};
 use crate::slot::ReadVerdict;
 use crate::wire::{Answer, Refused, Request};
 use connection::BATCH_MAX;
 pub(crate) use connection::Connection;
+pub(crate) use route::HeapLink;
+pub use route::{Connect, HeapRoute};
 
 /// Longest wait for an answer.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -83,56 +86,6 @@ pub struct ReadCounts {
     pub scanned: u64,
     /// Objects that the service has read.
     pub by_service: u64,
-}
-
-/// Makes a connection to the service.
-pub type Connect = Box<dyn FnMut() -> Result<HeapRoute, AccessError> + Send>;
-
-/// How a client reaches a heap.
-#[derive(Debug)]
-pub enum HeapRoute {
-    /// Over a network.
-    Remote(Box<dyn Endpoint>),
-    /// On this machine.
-    Shared(SharedHeap),
-}
-
-impl HeapRoute {
-    fn open(self) -> Result<Box<dyn HeapLink>, ClientError> {
-        Ok(match self {
-            Self::Remote(endpoint) => Box::new(Connection::open(endpoint)?),
-            Self::Shared(heap) => Box::new(SharedLink::open(heap)?),
-        })
-    }
-}
-
-/// A connection to a heap.
-pub(crate) trait HeapLink: Send + std::fmt::Debug {
-    /// Sends a request and waits for the answer.
-    fn request(&mut self, request: &Request<'_>) -> Result<Answer<'_>, ClientError>;
-
-    /// Reads an object one-sidedly, once.
-    fn direct_read(&mut self, pointer: Pointer, out: &mut [u8]) -> Result<ReadVerdict, ClientError>;
-
-    /// Reads objects one-sidedly, once each.
-    fn direct_read_many(&mut self, reads: &mut [DirectRead<'_>]) -> Result<(), ClientError> {
-        for read in reads {
-            read.verdict = self.direct_read(read.pointer, read.out)?;
-        }
-        Ok(())
-    }
-
-    /// Looks one-sidedly for an object in its block. Returns its pointer with the slot where it is;
-    /// `None` if it is not there, or a request is faster.
-    fn find(&mut self, pointer: Pointer) -> Result<Option<Pointer>, ClientError>;
-
-    /// Sends a request whose answer is a pointer.
-    fn request_pointer(&mut self, request: &Request<'_>) -> Result<(Pointer, bool), ClientError> {
-        match self.request(request)? {
-            Answer::Pointer(pointer, is_old) => Ok((pointer, is_old)),
-            _ => Err(ClientError::Answer),
-        }
-    }
 }
 
 /// A read of a batch: see [`HeapClient::get_many`].
@@ -221,7 +174,7 @@ impl HeapClient {
             node = Some(access.node);
             match shared.filter(|_| may_share) {
                 Some(heap) => Ok(HeapRoute::Shared(heap)),
-                None => access.connect().map(HeapRoute::Remote),
+                None => access.route(),
             }
         }))
     }

@@ -14,7 +14,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use aquifer_fabric::{Key, MessageHandler, Scope, Sender, Target, TargetError, Tenant};
+use aquifer_fabric::{Key, MessageHandler, Region, Scope, Sender, Target, TargetError, Tenant};
 use serde::{Deserialize, Serialize};
 
 use crate::bytes::HeapBytes;
@@ -56,6 +56,9 @@ pub enum OpenHeapError {
     /// Its memory is damaged.
     #[error("the memory of a heap is damaged: {0}")]
     Damaged(#[from] Damage),
+    /// There is no memory for another pinned heap.
+    #[error("there is no memory left for another heap that devices serve")]
+    NoReserve,
     /// Its memory would not outlive the process.
     #[error("the memory of a heap is not kept: {0}")]
     NotKept(String),
@@ -96,7 +99,16 @@ pub struct HeapService {
     numbers: Mutex<BTreeSet<u16>>,
     target: OnceLock<Weak<dyn Target>>,
     keeper: Option<Box<dyn HeapKeeper>>,
+    devices: OnceLock<Devices>,
     upkeep: Mutex<Upkeep>,
+}
+
+/// A target that serves the memory of heaps by devices.
+#[derive(Debug)]
+struct Devices {
+    target: Weak<dyn Target>,
+    /// Frames of a heap: devices pin them all.
+    frames: u32,
 }
 
 /// When things were done last.
@@ -125,6 +137,7 @@ impl HeapService {
             numbers: Mutex::default(),
             target: OnceLock::new(),
             keeper,
+            devices: OnceLock::new(),
             upkeep: Mutex::new(Upkeep { expired: now, cleared: now }),
         }
     }
@@ -134,6 +147,12 @@ impl HeapService {
     /// service.
     pub fn open_through(&self, target: &Arc<dyn Target>) {
         let _ = self.target.set(Arc::downgrade(target));
+    }
+
+    /// Has devices serve the memory of all heaps, too. A heap takes `bytes` bytes from the
+    /// beginning, because devices pin its memory. To be called before heaps are restored.
+    pub fn serve_by_devices(&self, target: &Arc<dyn Target>, bytes: u64) {
+        let _ = self.devices.set(Devices { target: Arc::downgrade(target), frames: frames(bytes).max(1) });
     }
 
     /// Restores a heap of an earlier process.
@@ -148,7 +167,13 @@ impl HeapService {
     ) -> Result<(), OpenHeapError> {
         let (tenant, quota) = (Tenant(record.tenant), frames(record.limit_bytes));
         let keys = Some(record.keys.map(Key));
-        let heap = TenantHeap::restore(record.heap, bytes, Arc::clone(&self.budget), quota)?;
+        let heap = TenantHeap::restore(
+            record.heap,
+            bytes,
+            Arc::clone(&self.budget),
+            quota,
+            self.devices.get().is_some(),
+        )?;
         self.register(target, tenant, heap, keys)?;
         Ok(())
     }
@@ -170,9 +195,17 @@ impl HeapService {
             let used = self.numbers.lock().unwrap_or_else(PoisonError::into_inner);
             (0..=u16::MAX).find(|number| !used.contains(number)).ok_or(OpenHeapError::TooMany)?
         };
-        let bytes = HeapBytes::create(self.budget.total())?;
-        let quota = self.budget.total() / 2;
-        let heap = TenantHeap::create(number, bytes, Arc::clone(&self.budget), quota);
+        let budget = Arc::clone(&self.budget);
+        let heap = match self.devices.get() {
+            None => {
+                let quota = self.budget.total() / 2;
+                TenantHeap::create(number, HeapBytes::create(self.budget.total())?, budget, quota)
+            }
+            Some(Devices { frames, .. }) => {
+                self.budget.reserve(*frames).map_err(|_| OpenHeapError::NoReserve)?;
+                TenantHeap::create_pinned(number, HeapBytes::create(*frames)?, budget, *frames)
+            }
+        };
         let heap = self.register_in(&mut heaps, &*target, tenant, heap, None)?;
         tracing::info!(node = self.node, uid = tenant.0, "opened a heap");
         Ok(heap)
@@ -196,21 +229,23 @@ impl HeapService {
         mut heap: TenantHeap,
         keys: Option<[Key; BLOCK_ORDERS]>,
     ) -> Result<Arc<Mutex<TenantHeap>>, OpenHeapError> {
-        let regions = heap.ledger.words.register(target, Scope::Tenant(tenant), keys)?;
-        heap.regions = regions
-            .iter()
-            .map(|region| BlockRegion {
-                base: region.base,
-                key: region.key.0,
-                heap: heap.number,
-                node: self.node,
-            })
-            .collect();
+        let scope = Scope::Tenant(tenant);
+        let regions = heap.ledger.words.register(target, scope, keys)?;
+        if let Some(devices) = self.devices.get() {
+            let target = devices.target.upgrade().ok_or(OpenHeapError::Ended)?;
+            let regions = heap.ledger.words.register_raw(&*target, scope)?;
+            heap.raw_regions = Some(regions.map(|region| self.block_region(&heap, region)));
+        }
+        heap.regions = regions.into_iter().map(|region| self.block_region(&heap, region)).collect();
         self.keep(tenant, &heap).map_err(OpenHeapError::NotKept)?;
         self.numbers.lock().unwrap_or_else(PoisonError::into_inner).insert(heap.number);
         let heap = Arc::new(Mutex::new(heap));
         heaps.insert(tenant, Arc::clone(&heap));
         Ok(heap)
+    }
+
+    fn block_region(&self, heap: &TenantHeap, region: Region) -> BlockRegion {
+        BlockRegion { base: region.base, key: region.key.0, heap: heap.number, node: self.node }
     }
 
     fn keep(&self, tenant: Tenant, heap: &TenantHeap) -> Result<(), String> {
@@ -252,7 +287,7 @@ impl HeapService {
         let heap = self.lock().get(&tenant).cloned();
         let heap = match (heap, request) {
             (Some(heap), _) => heap,
-            (None, Request::Open) => match self.open(tenant) {
+            (None, Request::Open | Request::OpenRaw) => match self.open(tenant) {
                 Ok(heap) => heap,
                 Err(error) => {
                     tracing::warn!(uid = tenant.0, %error, "cannot open a heap");

@@ -36,6 +36,10 @@ pub(super) struct TenantHeap {
     heap: Heap,
     pub ledger: Ledger<HeapBytes>,
     pub regions: Vec<BlockRegion>,
+    /// The bytes and the names, if devices serve them.
+    pub raw_regions: Option<[BlockRegion; 2]>,
+    /// Whether all frames are taken from the beginning, and stay.
+    is_pinned: bool,
     /// The next object number.
     next: u64,
     budget: Arc<FrameBudget>,
@@ -74,22 +78,33 @@ impl TenantHeap {
         Self::with(number, heap, Ledger::create(bytes, layout), budget, quota)
     }
 
+    /// A new heap that has reserved all `frames` of its memory.
+    pub fn create_pinned(number: u16, bytes: HeapBytes, budget: Arc<FrameBudget>, frames: u32) -> Self {
+        let mut heap = Self::create(number, bytes, budget, frames);
+        (heap.is_pinned, heap.granted) = (true, frames);
+        heap.heap.set_frames_limit(frames);
+        heap
+    }
+
     /// The heap of an earlier process.
     pub fn restore(
         number: u16,
         mut bytes: HeapBytes,
         budget: Arc<FrameBudget>,
         quota: u32,
+        is_pinned: bool,
     ) -> Result<Self, Damage> {
         let layout = bytes.layout();
         let settings = settings(layout.frames_max());
         let restored = recover(&mut bytes, layout, &settings.classes)?;
         let heap = Heap::restore(settings, &restored.addresses, restored.blocks);
         let used = heap.used_frames().next_multiple_of(BATCH_FRAMES);
-        budget.reserve_kept(used);
+        let reserved = if is_pinned { layout.frames_max() } else { used };
+        budget.reserve_kept(reserved);
         let mut heap = Self::with(number, heap, Ledger::reopen(bytes, layout), budget, quota);
-        heap.granted = used;
-        heap.heap.set_frames_limit(used);
+        heap.granted = reserved;
+        heap.heap.set_frames_limit(reserved);
+        heap.is_pinned = is_pinned;
         heap.correct_root();
         Ok(heap)
     }
@@ -109,6 +124,8 @@ impl TenantHeap {
             heap,
             ledger,
             regions: Vec::new(),
+            raw_regions: None,
+            is_pinned: false,
             next,
             budget,
             granted: 0,
@@ -124,6 +141,10 @@ impl TenantHeap {
     pub fn answer<'a>(&mut self, request: Request<'_>, read: &'a mut Vec<u8>) -> Result<Answer<'a>, Refused> {
         match request {
             Request::Open => Ok(Answer::Opened(self.regions.clone())),
+            Request::OpenRaw => {
+                let [data, names] = self.raw_regions.ok_or(Refused::Invalid)?;
+                Ok(Answer::OpenedRaw { frames: self.ledger.words.layout().frames_max(), data, names })
+            }
             Request::Allocate { bytes } => Ok(Answer::Pointer(self.allocate(bytes, &[])?, false)),
             Request::Create { bytes, first } => Ok(Answer::Pointer(self.allocate(bytes, first)?, false)),
             Request::Root { bytes } => self.root(bytes),
@@ -260,7 +281,7 @@ impl TenantHeap {
     /// Returns frames that are not needed any more.
     fn shrink(&mut self) {
         let wanted = self.heap.used_frames().next_multiple_of(BATCH_FRAMES) + BATCH_FRAMES;
-        if self.granted > wanted {
+        if self.granted > wanted && !self.is_pinned {
             self.budget.release(self.granted - wanted);
             self.granted = wanted;
             self.heap.set_frames_limit(wanted);
@@ -449,7 +470,8 @@ mod tests {
         let fds = heap.ledger.words.fds().map(|fd| fd.as_fd().try_clone_to_owned().unwrap());
         drop(heap);
         let budget = Arc::new(FrameBudget::new(2048, None));
-        let mut heap = TenantHeap::restore(0, HeapBytes::open(fds).unwrap(), budget, 2048).unwrap();
+        let bytes = HeapBytes::open(fds).unwrap();
+        let mut heap = TenantHeap::restore(0, bytes, budget, 2048, false).unwrap();
         heap.regions = vec![BlockRegion { heap: 0, node: 1, base: 0, key: 1 }];
         heap
     }

@@ -54,7 +54,7 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// Starts a cluster with one node, which lends `memory_bytes` beside the `heap_bytes` for heaps.
+    /// Starts a cluster with one node: it lends `memory_bytes`, and has `heap_bytes` for heaps.
     ///
     /// # Errors
     /// Those of [`Self::up`].
