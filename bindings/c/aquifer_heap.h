@@ -102,6 +102,42 @@ int aquifer_heap_write_if(aquifer_heap *heap, aquifer_pointer *pointer, uint64_t
  * freed. No other copy of the old pointer may be used any more. */
 int aquifer_heap_release(aquifer_heap *heap, aquifer_pointer *pointer);
 
+/* Operations with completions: a program begins them, goes on, and takes their ends later. They are
+ * carried out in the order in which they were begun, by a thread of the queue, and gets that follow
+ * each other side by side. Bytes to write are copied. The memory of a get must stay until its end
+ * was taken; before that it is not written. */
+typedef struct aquifer_heap_queue aquifer_heap_queue;
+
+/* As aquifer_heap_open and aquifer_heap_close. Operations that have not ended at the close may be
+ * carried out or not. */
+aquifer_heap_queue *aquifer_heap_queue_open(const char *socket, uint16_t node);
+void aquifer_heap_queue_close(aquifer_heap_queue *queue);
+
+/* Begin an operation; `user` comes back with its end. -EAGAIN: the ends of 1024 operations were not
+ * taken. */
+int aquifer_heap_begin_allocate(aquifer_heap_queue *queue, uint32_t bytes, uint64_t user);
+int aquifer_heap_begin_create(aquifer_heap_queue *queue, const void *from, size_t bytes, uint64_t user);
+int aquifer_heap_begin_free(aquifer_heap_queue *queue, const aquifer_pointer *pointer, uint64_t user);
+int aquifer_heap_begin_get(aquifer_heap_queue *queue, const aquifer_pointer *pointer, void *out, size_t bytes,
+                           uint64_t user);
+int aquifer_heap_begin_write(aquifer_heap_queue *queue, const aquifer_pointer *pointer, const void *from,
+                             size_t bytes, uint64_t user);
+int aquifer_heap_begin_release(aquifer_heap_queue *queue, const aquifer_pointer *pointer, uint64_t user);
+
+/* The end of an operation: its pointer, new or corrected, and the value of the call of this name. */
+typedef struct aquifer_heap_end {
+    uint64_t user;
+    aquifer_pointer pointer;
+    int value;
+} aquifer_heap_end;
+
+/* Takes up to `max` ends. Waits for the first for up to `timeout_ms`; 0: not at all; negative:
+ * however long. Returns their number: 0 also if no operation is on its way. */
+int aquifer_heap_wait(aquifer_heap_queue *queue, aquifer_heap_end *ends, size_t max, int timeout_ms);
+
+/* A descriptor for poll(2) that is readable while there are ends to take. The queue closes it. */
+int aquifer_heap_queue_fd(aquifer_heap_queue *queue);
+
 #ifdef __cplusplus
 }
 #endif

@@ -69,6 +69,12 @@ pub(crate) fn again() -> c_int {
     -EAGAIN
 }
 
+/// The return value of an operation for which a queue has no room.
+pub(crate) fn queue_full() -> c_int {
+    store_text(&"the queue is full: take the ends of operations first");
+    -EAGAIN
+}
+
 /// The return value of a read of an object that is elsewhere.
 pub(crate) fn stale() -> c_int {
     store_text(&"the object is elsewhere: the pointer must be corrected");

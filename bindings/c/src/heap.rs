@@ -60,7 +60,7 @@ unsafe fn lock<'a>(heap: *const CHeap) -> Result<MutexGuard<'a, HeapClient>, c_i
 ///
 /// # Safety
 /// `pointer` is null or readable.
-unsafe fn pointer_at(pointer: *const CPointer) -> Option<Pointer> {
+pub(crate) unsafe fn pointer_at(pointer: *const CPointer) -> Option<Pointer> {
     // SAFETY: the caller passes null or a pointer's words.
     let CPointer { words } = *unsafe { pointer.as_ref() }?;
     Pointer::from_words(words)
@@ -70,7 +70,7 @@ unsafe fn pointer_at(pointer: *const CPointer) -> Option<Pointer> {
 ///
 /// # Safety
 /// `bytes` bytes are readable at `from`, unless it is null.
-unsafe fn bytes_at<'a>(from: *const c_void, bytes: usize) -> Option<&'a [u8]> {
+pub(crate) unsafe fn bytes_at<'a>(from: *const c_void, bytes: usize) -> Option<&'a [u8]> {
     if bytes == 0 {
         return Some(&[]);
     }
@@ -92,12 +92,11 @@ unsafe fn room_at<'a>(out: *mut c_void, bytes: usize) -> Option<&'a mut [u8]> {
     is_possible.then(|| unsafe { std::slice::from_raw_parts_mut(out.cast(), bytes) })
 }
 
-/// Opens a heap; `socket` null: with the default agent. Returns null on failure.
+/// A client of a heap; `None` on failure.
 ///
 /// # Safety
 /// `socket` is null or a C string.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn aquifer_heap_open(socket: *const c_char, node: u16) -> *mut CHeap {
+pub(crate) unsafe fn open_client(socket: *const c_char, node: u16) -> Option<HeapClient> {
     #[cfg(feature = "verbs")]
     aquifer_fabric_verbs::install();
     let node = (node > 0).then_some(node);
@@ -108,15 +107,20 @@ pub unsafe extern "C" fn aquifer_heap_open(socket: *const c_char, node: u16) -> 
         let path = unsafe { CStr::from_ptr(socket) };
         HeapClient::connect_at(OsStr::from_bytes(path.to_bytes()).into(), node)
     };
-    match opened {
-        Ok(client) => {
-            Box::into_raw(Box::new(CHeap { owner: std::process::id(), client: Mutex::new(client) }))
-        }
-        Err(error) => {
-            store_text(&error);
-            std::ptr::null_mut()
-        }
-    }
+    opened.inspect_err(|error| store_text(error)).ok()
+}
+
+/// Opens a heap; `socket` null: with the default agent. Returns null on failure.
+///
+/// # Safety
+/// `socket` is null or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_heap_open(socket: *const c_char, node: u16) -> *mut CHeap {
+    // SAFETY: the caller passes null or a C string.
+    let client = unsafe { open_client(socket, node) };
+    let open =
+        |client| Box::into_raw(Box::new(CHeap { owner: std::process::id(), client: Mutex::new(client) }));
+    client.map_or(std::ptr::null_mut(), open)
 }
 
 /// Closes a heap. Ignores null.

@@ -6,6 +6,7 @@ mod errors;
 #[cfg(test)]
 mod golden_tests;
 pub mod heap;
+pub mod queue;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;

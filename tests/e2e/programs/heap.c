@@ -4,6 +4,7 @@
 
 #include <err.h>
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,6 +30,55 @@ static void same(const void *found, const void *wanted, size_t bytes)
 {
     if (memcmp(found, wanted, bytes))
         errx(1, "an object has other bytes");
+}
+
+/* Begins many operations at once, and takes their ends. */
+static void use_queue(void)
+{
+    enum { COUNT = 300 };
+    static aquifer_heap_end ends[COUNT];
+    static aquifer_pointer pointers[COUNT];
+    static unsigned found[COUNT];
+    aquifer_heap_queue *queue = aquifer_heap_queue_open(NULL, 0);
+    if (!queue)
+        errx(1, "%s", aquifer_error());
+    expect(aquifer_heap_wait(queue, ends, COUNT, -1), 0);
+    for (unsigned i = 0; i < COUNT; i++) done(aquifer_heap_begin_create(queue, &i, sizeof i, i));
+    for (int taken = 0; taken < COUNT;)
+    {
+        struct pollfd ready = {aquifer_heap_queue_fd(queue), POLLIN, 0};
+        if (poll(&ready, 1, -1) != 1)
+            err(1, "poll");
+        int count = done(aquifer_heap_wait(queue, ends, COUNT, 0));
+        for (int i = 0; i < count; i++)
+        {
+            done(ends[i].value);
+            pointers[ends[i].user] = ends[i].pointer;
+        }
+        taken += count;
+    }
+    unsigned changed = 77777;
+    done(aquifer_heap_begin_write(queue, &pointers[3], &changed, sizeof changed, 0));
+    for (unsigned i = 0; i < COUNT; i++)
+        done(aquifer_heap_begin_get(queue, &pointers[i], &found[i], sizeof found[i], i));
+    done(aquifer_heap_begin_release(queue, &pointers[4], 0));
+    for (unsigned i = 0; i < COUNT; i++) done(aquifer_heap_begin_free(queue, &pointers[i], 0));
+    done(aquifer_heap_begin_allocate(queue, AQUIFER_OBJECT_BYTES_MAX + 5000, 9));
+    for (int left = 2 * COUNT + 3; left > 0;)
+    {
+        int count = done(aquifer_heap_wait(queue, ends, COUNT, -1));
+        left -= count;
+        for (int i = 0; i < count; i++)
+            if (left > 0 || i + 1 < count)
+                done(ends[i].value);
+        if (left == 0)
+            expect(ends[count - 1].value, -EFBIG);
+    }
+    for (unsigned i = 0; i < COUNT; i++)
+        if (found[i] != (i == 3 ? changed : i))
+            errx(1, "object %u is %u", i, found[i]);
+    expect(aquifer_heap_begin_free(queue, NULL, 0), -EINVAL);
+    aquifer_heap_queue_close(queue);
 }
 
 int main(void)
@@ -98,6 +148,7 @@ int main(void)
     if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
         errx(1, "a child can use the heap");
     for (unsigned i = 0; i < OBJECTS; i++) done(aquifer_heap_free(heap, &pointers[i]));
+    use_queue();
     aquifer_heap_close(heap);
     puts("done");
     return 0;

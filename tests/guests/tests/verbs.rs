@@ -19,7 +19,7 @@ const CONFORMANCE: &str = "41 passed";
 const POOL: &str = "21 passed";
 
 /// Summary of the tests of heaps.
-const HEAPS: &str = "7 passed";
+const HEAPS: &str = "8 passed";
 
 /// Summary of the tests with killed hosts.
 const KILLED: &str = "5 passed";

@@ -2,6 +2,7 @@
 
 mod connection;
 mod device;
+pub mod queue;
 mod route;
 
 use std::io;

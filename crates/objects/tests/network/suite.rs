@@ -9,6 +9,7 @@ use std::time::Duration;
 use aquifer_fabric::tcp::{self, ConnectOptions, TcpOptions, TcpTarget};
 use aquifer_fabric::{Admission, ClusterKey, Endpoint, EndpointError, Host, Limits, Target, Tenant, Ticket};
 use aquifer_objects::access::AccessError;
+use aquifer_objects::client::queue::{HeapQueue, Operation, QUEUE_DEPTH};
 use aquifer_objects::client::{ClientError, DirectRead, HeapClient, HeapRoute};
 use aquifer_objects::pointer::Pointer;
 use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
@@ -406,10 +407,52 @@ pub fn many_objects_are_read_in_one_batch(node: &HeapNode) {
     assert!(matches!(error, ClientError::Refused(Refused::NoObject)), "{error}");
 }
 
+pub fn operations_end_with_completions(node: &HeapNode) {
+    const OBJECTS: u64 = 200;
+    let queue = HeapQueue::new(node.client(OURS)).unwrap();
+    let take = |id| {
+        let end = queue.wait(Duration::from_secs(30)).unwrap();
+        assert_eq!(end.id, id, "they end in the order in which they began");
+        end.result
+    };
+    assert!(queue.poll().is_none() && queue.wait(Duration::MAX).is_none(), "none was begun");
+    for object in 0..OBJECTS {
+        assert_eq!(queue.begin(Operation::Create(bytes_of(object, 1).to_vec())), Ok(object));
+    }
+    let pointers: Vec<Pointer> = (0..OBJECTS).map(|object| take(object).unwrap().pointer).collect();
+    queue.begin(Operation::Write(pointers[7], bytes_of(7, 2).to_vec())).unwrap();
+    queue.begin(Operation::Free(pointers[8])).unwrap();
+    // Reads after a write and a free, and beside one that fails.
+    for pointer in &pointers {
+        queue.begin(Operation::Get(*pointer, OBJECT_BYTES)).unwrap();
+    }
+    assert!(!take(OBJECTS).unwrap().is_old);
+    take(OBJECTS + 1).unwrap();
+    for object in 0..OBJECTS {
+        match take(OBJECTS + 2 + object) {
+            Ok(done) => {
+                let found = version_of(&done.bytes.try_into().unwrap());
+                assert_eq!(found, (object, if object == 7 { 2 } else { 1 }));
+            }
+            Err(error) => assert!(object == 8 && matches!(error, ClientError::Refused(Refused::NoObject))),
+        }
+    }
+    // A program that takes no completions is stopped.
+    let full = (0..).find_map(|_| queue.begin(Operation::Get(pointers[0], 8)).err());
+    assert_eq!(full, Some(Operation::Get(pointers[0], 8)));
+    let ends = std::iter::from_fn(|| queue.wait(Duration::MAX));
+    assert_eq!(ends.count(), QUEUE_DEPTH);
+    queue.begin(Operation::Release(pointers[0])).unwrap();
+    queue.begin(Operation::Allocate(0)).unwrap();
+    // What is on its way at the end is forgotten.
+    drop(queue);
+}
+
 /// Defines the tests of this file, each with a new service with the `$device`.
 macro_rules! tests {
     ($device:expr) => {
         $crate::tests! { $device =>
+            operations_end_with_completions
             pointers_stay_valid_through_a_compaction_and_memory_is_returned
             other_tenants_and_wrong_pointers_get_nothing
             reads_are_never_torn_while_objects_are_written_and_merged
