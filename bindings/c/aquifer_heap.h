@@ -124,7 +124,7 @@ int aquifer_heap_begin_write(aquifer_heap_queue *queue, const aquifer_pointer *p
                              size_t bytes, uint64_t user);
 int aquifer_heap_begin_release(aquifer_heap_queue *queue, const aquifer_pointer *pointer, uint64_t user);
 
-/* The end of an operation: its pointer, new or corrected, and the value of the call of this name. */
+/* The end of an operation: its pointer, new or corrected, and the value of the call of its name. */
 typedef struct aquifer_heap_end {
     uint64_t user;
     aquifer_pointer pointer;
