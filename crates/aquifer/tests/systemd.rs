@@ -221,7 +221,7 @@ fn units_are_valid() {
         std::fs::write(&copy, text.replace("/usr/bin/aquifer", env!("CARGO_BIN_EXE_aquifer"))).unwrap();
         copies.push(copy);
     }
-    assert_eq!(copies.len(), 4);
+    assert_eq!(copies.len(), 5);
     match Command::new("systemd-analyze").arg("verify").arg("--man=no").args(&copies).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         verified => {

@@ -3,7 +3,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,7 @@ pub(crate) const PINNED: &str = "the memory of this node is pinned, so it cannot
 /// The thread that serves the socket. It ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct HeapSocket {
+    path: PathBuf,
     stop: Shutdown,
     thread: Option<JoinHandle<()>>,
 }
@@ -45,7 +46,7 @@ impl HeapSocket {
         let until = stop.clone();
         let thread =
             std::thread::Builder::new().name("heap-spans".into()).spawn(move || server.run(&until))?;
-        Ok(Self { stop, thread: Some(thread) })
+        Ok(Self { path: path.to_owned(), stop, thread: Some(thread) })
     }
 }
 
@@ -54,6 +55,7 @@ impl Drop for HeapSocket {
         self.stop.request();
         let ended = self.thread.take().map(JoinHandle::join);
         debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of heaps panicked");
+        let _ = std::fs::remove_file(&self.path);
     }
 }
 

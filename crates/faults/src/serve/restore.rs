@@ -37,7 +37,7 @@ use crate::worker::WorkerPort;
 const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 /// Longest time that the kernel needs to free the memory of processes that have ended, all
 /// together.
-const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(2);
+const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(5);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 

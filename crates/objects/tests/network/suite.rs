@@ -235,7 +235,10 @@ pub fn reads_are_never_torn_while_objects_are_written_and_merged(node: &HeapNode
     let reads = std::thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let (mut client, mut out, mut reads) = (node.client(OURS), [0; OBJECT_BYTES], 0_u64);
-            while !is_over.load(Ordering::SeqCst) || reads == 0 {
+            // The last pass is after all merges.
+            let mut is_last = false;
+            while !is_last {
+                is_last = is_over.load(Ordering::SeqCst);
                 for (object, pointer) in (0..).zip(&pointers) {
                     let least = written[object].load(Ordering::SeqCst);
                     client.get(&mut pointer.clone(), &mut out).unwrap();
