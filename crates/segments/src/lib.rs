@@ -1,0 +1,11 @@
+//! Segments: memory that moves from process to process with the data structures in it, after RAMP
+//! (Memon et al., *RaMP: A Lightweight RDMA Abstraction for Loosely Coupled Applications*, 2018).
+//!
+//! [`ownership`] decides which host owns a segment. The rest is not built yet.
+
+#![forbid(unsafe_code)]
+
+#[cfg(test)]
+mod golden_tests;
+pub mod mutation;
+pub mod ownership;

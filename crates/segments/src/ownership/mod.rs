@@ -1,0 +1,27 @@
+//! Which host owns a segment, through hand-overs, crashes and the ends of leases.
+//!
+//! A hand-over has numbered steps, which `docs/formats/segments.md` lists. The source's agent asks
+//! the target's whether it is prepared, and writes its intent to the directory. From then on the
+//! message [`Message::Transfer`] alone moves the segment: the source owns until it sends the
+//! message, and the target from receipt. Each hand-over has a *generation*, which is never used
+//! again.
+//!
+//! - [`record`] is the directory's record of a segment, with its transactions.
+//! - [`holder`] is what an agent knows of a segment, as a state machine.
+
+pub mod holder;
+pub mod record;
+
+pub use holder::{Holder, Holding, Input, Message, Output, Stage};
+pub use record::{Change, Retraction, SegmentRecord};
+
+use serde::{Deserialize, Serialize};
+
+/// An agent for the time of one lease.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
+pub struct Life {
+    /// The number of the host.
+    pub host: u16,
+    /// The epoch of the lease.
+    pub epoch: u64,
+}
