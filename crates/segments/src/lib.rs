@@ -1,7 +1,8 @@
 //! Segments: memory that moves from process to process with the data structures in it, after RAMP
 //! (Memon et al., *RaMP: A Lightweight RDMA Abstraction for Loosely Coupled Applications*, 2018).
 //!
-//! [`ownership`] decides which host owns a segment. The rest is not built yet.
+//! [`ownership`] decides which host owns a segment, and [`pulling`] from where it gets the pages.
+//! Nothing uses them yet.
 
 #![forbid(unsafe_code)]
 
@@ -9,3 +10,4 @@
 mod golden_tests;
 pub mod mutation;
 pub mod ownership;
+pub mod pulling;
