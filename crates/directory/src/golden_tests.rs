@@ -17,7 +17,7 @@ use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
     self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, NODES, NodeLife, NodeRecord,
-    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker,
+    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -45,7 +45,10 @@ fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden,
 #[test]
 fn golden_keys_and_records() {
     let mut golden = golden!("records");
-    golden.text("prefixes", &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS].join(" "));
+    golden.text(
+        "prefixes",
+        &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS, SEGMENT_HOSTS, SEGMENTS].join(" "),
+    );
     let keys = [
         names::node_key(1),
         names::requested_memory_key(2),

@@ -24,6 +24,10 @@ pub const HOLDERS: &str = "holders/";
 pub const LIVES: &str = "lives/";
 /// Prefix of the keys of live services of heaps.
 pub const HEAPS: &str = "heaps/";
+/// Prefix of the keys of live hosts that have segments.
+pub const SEGMENT_HOSTS: &str = "segment-hosts/";
+/// Prefix of the keys of segments.
+pub const SEGMENTS: &str = "segments/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
 pub const REQUESTED_MEMORY: &str = "wanted/";
 /// The key of the host number at which the next search for a free number starts.
@@ -48,6 +52,18 @@ pub fn node_key(id: u16) -> String {
 #[must_use]
 pub fn heaps_key(node: u16) -> String {
     format!("{HEAPS}{node}")
+}
+
+/// The key of a host that has segments.
+#[must_use]
+pub fn segment_host_key(host: u16) -> String {
+    format!("{SEGMENT_HOSTS}{host}")
+}
+
+/// The key of a segment of a tenant.
+#[must_use]
+pub fn segment_key(tenant: u32, id: u64) -> String {
+    format!("{SEGMENTS}{tenant}/{id}")
 }
 
 /// The key of a host's agent.
@@ -185,6 +201,17 @@ pub struct HeapsRecord {
     pub kept_ms: u64,
     /// Fencing epoch of the lease.
     pub epoch: u64,
+}
+
+/// A host that has segments, at `segment-hosts/{host}` while its lease lasts.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct SegmentHostRecord {
+    /// The number of the host.
+    pub host: u16,
+    /// Fencing epoch of the lease.
+    pub epoch: u64,
+    /// The TCP address at which other hosts reach its segments.
+    pub address: String,
 }
 
 /// A host that may own memory, at `holders/{host}`.

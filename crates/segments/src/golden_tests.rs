@@ -1,6 +1,9 @@
 //! The form of what others read: see `docs/formats/segments.md`.
 
+use crate::host::SegmentKey;
+use crate::host::wire::{Answer, Ask, CopyPlace, Request};
 use crate::ownership::{Life, SegmentRecord};
+use crate::pulling::Link;
 
 #[test]
 fn golden_record() {
@@ -11,4 +14,36 @@ fn golden_record() {
     assert_eq!(serde_json::from_str::<SegmentRecord>(json).unwrap(), record);
     let json = r#"{"owner":{"host":1,"epoch":2},"generation":0,"intent":null}"#;
     assert_eq!(serde_json::to_string(&SegmentRecord::new(owner)).unwrap(), json);
+}
+
+#[test]
+fn golden_messages() {
+    let (from, to) = (Life { host: 1, epoch: 2 }, Life { host: 3, epoch: 4 });
+    let (segment, address) = (SegmentKey { tenant: 6, id: 7 }, "127.0.0.1:8".parse().unwrap());
+    let link = Link { at: from, generation: 9 };
+    let copies = vec![CopyPlace { link, address, data: (10, 11), present: (12, 13) }];
+    let head =
+        r#"{"segment":{"tenant":6,"id":7},"from":{"host":1,"epoch":2},"to":{"host":3,"epoch":4},"ask":"#;
+    let link_json = r#"{"at":{"host":1,"epoch":2},"generation":9}"#;
+    let copy = format!(r#"{{"link":{link_json},"address":"127.0.0.1:8","data":[10,11],"present":[12,13]}}"#);
+    for (ask, golden) in [
+        (
+            Ask::Prepare { generation: 5, bytes: 4096 },
+            r#"{"prepare":{"generation":5,"bytes":4096}}"#.to_owned(),
+        ),
+        (
+            Ask::Transfer { generation: 5, copies },
+            format!(r#"{{"transfer":{{"generation":5,"copies":[{copy}]}}}}"#),
+        ),
+        (Ask::Query { generation: 5 }, r#"{"query":{"generation":5}}"#.to_owned()),
+        (Ask::Release { generation: 5 }, r#"{"release":{"generation":5}}"#.to_owned()),
+    ] {
+        let request = Request { segment, from, to, ask };
+        let json = format!("{head}{golden}}}");
+        assert_eq!(serde_json::to_string(&request).unwrap(), json);
+        assert_eq!(serde_json::from_str::<Request>(&json).unwrap(), request);
+    }
+    let answers = [Answer::Accept, Answer::Decline, Answer::Received, Answer::NotReceived, Answer::Done];
+    let json = r#"["accept","decline","received","not_received","done"]"#;
+    assert_eq!(serde_json::to_string(&answers).unwrap(), json);
 }

@@ -2,12 +2,13 @@
 //! (Memon et al., *RaMP: A Lightweight RDMA Abstraction for Loosely Coupled Applications*, 2018).
 //!
 //! [`ownership`] decides which host owns a segment, and [`pulling`] from where it gets the pages.
-//! Nothing uses them yet.
+//! [`host`] carries them out between hosts. No program uses it yet.
 
 #![forbid(unsafe_code)]
 
 #[cfg(test)]
 mod golden_tests;
+pub mod host;
 pub mod mutation;
 pub mod ownership;
 pub mod pulling;

@@ -11,7 +11,7 @@ const CODE: [&str; 6] = ["rs", "c", "h", "py", "sh", "sql"];
 /// Extensions of text.
 const TEXT: [&str; 12] = ["rs", "c", "h", "py", "sh", "sql", "md", "toml", "yml", "json", "html", "txt"];
 /// Cores: code without system calls, clock, threads and random numbers.
-const PURE: [&str; 17] = [
+const PURE: [&str; 18] = [
     "crates/directory/src/core/",
     "crates/extents/src/core/",
     "crates/faults/src/areas.rs",
@@ -28,7 +28,8 @@ const PURE: [&str; 17] = [
     "crates/pool/src/op/",
     "crates/pool/src/word/",
     "crates/pool/src/size.rs",
-    "crates/segments/src/",
+    "crates/segments/src/ownership/",
+    "crates/segments/src/pulling/",
 ];
 /// Polling loops that sleep between two polls. Each has a deadline and waits for a condition.
 const MAY_SLEEP: [&str; 3] = [

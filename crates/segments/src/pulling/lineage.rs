@@ -27,6 +27,11 @@ impl Lineage {
         Self(vec![owner])
     }
 
+    /// These copies, the newest first.
+    pub fn of(links: impl IntoIterator<Item = Link>) -> Self {
+        Self(links.into_iter().collect())
+    }
+
     /// The copies, the newest first.
     #[must_use]
     pub fn links(&self) -> &[Link] {

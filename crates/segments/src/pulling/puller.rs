@@ -4,8 +4,8 @@
 //!
 //! - A page is in one READ at a time, and in none once it is present: the program may have changed
 //!   it since.
-//! - Where an older copy is in the owner's own memory, a READ must not end on top of it before it is
-//!   known that a newer copy has the page.
+//! - Where an older copy is in the owner's own memory, a READ must not end on top of it before it
+//!   is known that a newer copy has the page.
 
 use std::collections::HashMap;
 

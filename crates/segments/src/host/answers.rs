@@ -1,0 +1,109 @@
+//! Answers other agents, in the thread of the target that receives their messages.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use aquifer_fabric::{Host, MessageHandler, Sender as MessageSender};
+
+use super::SegmentKey;
+use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::shared::{HostShared, Job, Segment, lock};
+use super::wire::{Answer, Ask, CopyPlace, Request};
+use crate::ownership::{Holder, Holding, Input, Output};
+use crate::pulling::{Lineage, Link, Puller};
+
+impl HostShared {
+    /// Answers another agent.
+    pub(super) fn answer(&self, request: &Request) -> Option<Answer> {
+        let Request { segment, from, to, ask } = request;
+        if *to != self.own {
+            return None;
+        }
+        if let Ask::Release { generation } = ask {
+            self.leave(Job::Release(*segment, *generation));
+            return Some(Answer::Done);
+        }
+        let entry = self.entry_for(*segment, ask)?;
+        let mut outputs = Vec::new();
+        {
+            let mut entry = lock(&entry);
+            let message = entry.admitted(request)?;
+            let before = entry.holder.holding();
+            entry.holder.step(&Input::Message(*from, message), &mut outputs);
+            if let (Ask::Transfer { generation, copies }, Holding::Prepared { .. }, true) =
+                (ask, before, entry.holder.has_access())
+            {
+                self.begin_pulling(&mut entry, *generation, copies);
+                lock(&self.arrived).push_back(*segment);
+                self.has_arrived.notify_one();
+            }
+        }
+        let is_answer = |output: &Output| matches!(output, Output::Send(to, _) if to == from);
+        let at = outputs.iter().position(is_answer)?;
+        let Output::Send(_, message) = outputs.remove(at) else { return None };
+        if !outputs.is_empty() {
+            self.leave(Job::CarryOut(*segment, outputs));
+        }
+        Answer::of(message)
+    }
+
+    pub(super) fn leave(&self, job: Job) {
+        if let Some(jobs) = &*lock(&self.jobs) {
+            let _ = jobs.send(job);
+        }
+    }
+
+    /// The entry of a segment, with memory if it is to be prepared.
+    pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<Arc<Mutex<Segment>>> {
+        let new = || {
+            let holder = Holder::absent(self.own);
+            Arc::new(Mutex::new(Segment { holder, memory: None, copies: Vec::new(), puller: None }))
+        };
+        let entry = Arc::clone(lock(&self.segments).entry(segment).or_insert_with(new));
+        let is_without = lock(&entry).memory.is_none();
+        if let Ask::Prepare { bytes, .. } = ask
+            && is_without
+        {
+            let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
+            let memory = is_length.then(|| SegmentMemory::create(&self.target, *bytes))?;
+            let memory =
+                memory.inspect_err(|error| tracing::warn!(%error, "no memory for a segment")).ok()?;
+            lock(&entry).memory = Some(memory);
+        }
+        Some(entry)
+    }
+
+    /// Begins to pull the pages of a segment that has just arrived.
+    pub(super) fn begin_pulling(&self, entry: &mut Segment, generation: u64, copies: &[CopyPlace]) {
+        let own = copies.iter().filter(|place| place.link.at == self.own);
+        let needed: Vec<u64> = own.map(|place| place.link.generation).collect();
+        let Some(memory) = &mut entry.memory else { return };
+        let is_begun = memory.begin_map(generation, &needed, false);
+        debug_assert!(is_begun, "there are as many maps as copies");
+        let own = self.own_place(memory, generation);
+        entry.copies = own.into_iter().chain(copies.iter().copied()).collect();
+        let lineage = Lineage::of(entry.copies.iter().map(|place| place.link));
+        entry.puller = Some(Puller::new(self.own, memory.pages(), lineage));
+    }
+
+    pub(super) fn own_place(&self, memory: &SegmentMemory, generation: u64) -> Option<CopyPlace> {
+        let [data, present] = memory.place(generation)?;
+        let link = Link { at: self.own, generation };
+        Some(CopyPlace { link, address: self.target.address(), data, present })
+    }
+}
+
+/// Answers messages as long as the host exists.
+#[derive(Debug)]
+pub(super) struct Handler(pub Weak<HostShared>);
+
+impl MessageHandler for Handler {
+    fn handle(&self, from: MessageSender, message: &[u8], answer: &mut Vec<u8>) {
+        let request = serde_json::from_slice::<Request>(message).ok();
+        // An agent speaks for itself alone.
+        let request = request.filter(|request| {
+            (from.who.host, from.who.epoch) == (Host(request.from.host), request.from.epoch)
+        });
+        let answered = self.0.upgrade().zip(request).and_then(|(host, request)| host.answer(&request));
+        answer.extend(serde_json::to_vec(&answered).unwrap_or_default());
+    }
+}

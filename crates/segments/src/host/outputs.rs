@@ -1,0 +1,160 @@
+//! Carries out what a holder has decided, and the worker that does so in the background.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::SegmentKey;
+use super::peer::Peer;
+use super::shared::{HostShared, Job, Segment, lock, warn_of_directory};
+use super::wire::{Answer, Ask, Request};
+use crate::ownership::{Holding, Input, Life, Message, Output};
+
+/// Interval at which hand-overs are looked after whose outcome is unknown.
+const TICK: Duration = Duration::from_millis(200);
+
+impl HostShared {
+    /// Handles an input, and all that follows from it.
+    pub(super) fn run(&self, segment: SegmentKey, entry: &Mutex<Segment>, input: Input) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let mut outputs = Vec::new();
+            {
+                let mut entry = lock(entry);
+                entry.holder.step(&input, &mut outputs);
+                if !entry.holder.has_access()
+                    && let Some(puller) = &mut entry.puller
+                {
+                    puller.finish();
+                }
+            }
+            inputs.extend(outputs.into_iter().filter_map(|output| self.carry_out(segment, entry, output)));
+        }
+    }
+
+    /// Carries an output out. Returns what comes of it.
+    pub(super) fn carry_out(
+        &self,
+        segment: SegmentKey,
+        entry: &Mutex<Segment>,
+        output: Output,
+    ) -> Option<Input> {
+        match output {
+            Output::Send(to, message) => self.send(segment, entry, to, message),
+            Output::Write(change) => {
+                let result = self.registry.carry_out(segment, &change);
+                // If it is not known, the record is read.
+                let is_done = result.inspect_err(warn_of_directory).unwrap_or(false);
+                Some(Input::Written(change, is_done))
+            }
+            Output::Observe => {
+                let other = match lock(entry).holder.holding() {
+                    Holding::Sent { to, .. } => Some(to),
+                    _ => None,
+                };
+                let observed =
+                    self.registry.observe(segment, other).inspect_err(warn_of_directory).ok()??;
+                Some(Input::Observed(observed.0, observed.1))
+            }
+        }
+    }
+
+    /// Sends a question, and returns the answer.
+    pub(super) fn send(
+        &self,
+        segment: SegmentKey,
+        entry: &Mutex<Segment>,
+        to: Life,
+        message: Message,
+    ) -> Option<Input> {
+        let (generation, ask) = match message {
+            Message::Prepare(generation) => {
+                let bytes = lock(entry).memory.as_ref()?.bytes();
+                (generation, Ask::Prepare { generation, bytes })
+            }
+            Message::Transfer(generation) => {
+                (generation, Ask::Transfer { generation, copies: lock(entry).copies.clone() })
+            }
+            Message::Query(generation) => (generation, Ask::Query { generation }),
+            _ => return None,
+        };
+        let answer = self.ask(&Request { segment, from: self.own, to, ask })?;
+        Some(Input::Message(to, answer.message(generation)?))
+    }
+
+    pub(super) fn ask(&self, request: &Request) -> Option<Answer> {
+        let peer = self.peer(request.to, None)?;
+        let answer = lock(&peer).ask(request);
+        if answer.is_none() {
+            self.forget_peer(request.to, &peer);
+        }
+        answer
+    }
+
+    /// The connection to an agent; `None` if it cannot be reached.
+    pub(super) fn peer(&self, life: Life, address: Option<SocketAddr>) -> Option<Arc<Mutex<Peer>>> {
+        if let Some(peer) = lock(&self.peers).get(&life) {
+            return Some(Arc::clone(peer));
+        }
+        let address = match address {
+            Some(address) => address,
+            None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
+        };
+        let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.who)?));
+        Some(Arc::clone(lock(&self.peers).entry(life).or_insert(peer)))
+    }
+
+    pub(super) fn forget_peer(&self, life: Life, peer: &Arc<Mutex<Peer>>) {
+        let mut peers = lock(&self.peers);
+        if peers.get(&life).is_some_and(|known| Arc::ptr_eq(known, peer)) {
+            peers.remove(&life);
+        }
+    }
+
+    /// Does the work that the handler has left, and looks after what is unknown.
+    pub(super) fn work(&self, jobs: &Receiver<Job>) {
+        loop {
+            match jobs.recv_timeout(TICK) {
+                Ok(Job::CarryOut(segment, outputs)) => {
+                    let entry = lock(&self.segments).get(&segment).cloned();
+                    let Some(entry) = entry else { continue };
+                    for output in outputs {
+                        if let Some(input) = self.carry_out(segment, &entry, output) {
+                            self.run(segment, &entry, input);
+                        }
+                    }
+                }
+                Ok(Job::Release(segment, generation)) => self.release(segment, generation),
+                Err(RecvTimeoutError::Timeout) => self.tick(),
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    pub(super) fn tick(&self) {
+        let entries: Vec<_> =
+            lock(&self.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
+        for (segment, entry) in entries {
+            if lock(&entry).is_unsettled() {
+                self.run(segment, &entry, Input::Tick);
+            }
+        }
+    }
+
+    /// Gives up the memory of a segment that has left. What was decided of it is not forgotten.
+    pub(super) fn release(&self, segment: SegmentKey, generation: u64) {
+        let Some(entry) = lock(&self.segments).get(&segment).cloned() else { return };
+        let memory = {
+            let mut entry = lock(&entry);
+            let newest = entry.copies.first().map(|place| place.link.generation);
+            let is_absent = entry.holder.holding() == Holding::Absent;
+            let is_needed = !is_absent || newest.is_some_and(|newest| newest > generation);
+            if is_needed { None } else { entry.memory.take() }
+        };
+        if let Some(memory) = memory {
+            memory.close(&self.target);
+        }
+    }
+}

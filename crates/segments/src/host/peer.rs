@@ -1,0 +1,120 @@
+//! Connections to other agents: questions, and READs of pages.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aquifer_fabric::tcp::{self, ConnectOptions};
+use aquifer_fabric::{
+    ClusterKey, Completion, Endpoint, Identity, Key, LocalKey, LocalSlice, Memory, RemoteAddr, Verb, Work,
+};
+
+use super::memory::PAGE_BYTES;
+use super::wire::{Answer, CopyPlace, MESSAGE_BYTES_MAX, Request};
+use crate::pulling::{ReadEnd, ReadMode};
+
+/// Longest wait for an answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Where words end that were read: behind the message.
+const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
+
+/// A connection to an agent.
+#[derive(Debug)]
+pub(super) struct Peer {
+    endpoint: Box<dyn Endpoint>,
+    /// A message to send, and two words.
+    memory: Arc<Memory>,
+    local: LocalKey,
+    /// The memory of segments, into which pages are read.
+    segments: Vec<(Arc<Memory>, LocalKey)>,
+    completions: Vec<Completion>,
+}
+
+impl Peer {
+    /// Connects to an agent; `None` if it cannot be reached.
+    pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Option<Self> {
+        let connect = || -> Result<Self, Box<dyn std::error::Error>> {
+            let mut endpoint = tcp::connect(address, key, who, ConnectOptions::default())?;
+            let memory = Arc::new(Memory::private("aquifer-segment-peer", 2 * MESSAGE_BYTES_MAX as usize)?);
+            let local = endpoint.register_local(Arc::clone(&memory))?;
+            Ok(Self { endpoint, memory, local, segments: Vec::new(), completions: Vec::new() })
+        };
+        connect().inspect_err(|error| tracing::debug!(%address, %error, "cannot reach an agent")).ok()
+    }
+
+    /// Asks the agent; `None` if it does not answer, and the connection cannot be used any more.
+    pub fn ask(&mut self, request: &Request) -> Option<Answer> {
+        let message = serde_json::to_vec(request).ok()?;
+        let len = u32::try_from(message.len()).ok().filter(|len| *len <= MESSAGE_BYTES_MAX)?;
+        self.memory.write(0, &message);
+        let local = LocalSlice { key: self.local, offset: 0, len };
+        let deadline = Instant::now() + PATIENCE;
+        if !self.carry_out(&[Verb::Send { local }], deadline) {
+            return None;
+        }
+        let mut answer = Vec::new();
+        while !self.endpoint.receive(&mut answer) {
+            self.wait(deadline)?;
+        }
+        serde_json::from_slice(&answer).ok()
+    }
+
+    /// Looks for a page in a copy, and reads it into the memory of the segment.
+    pub fn read(&mut self, into: &Arc<Memory>, from: &CopyPlace, page: u32, mode: ReadMode) -> ReadEnd {
+        let Some(segment) = self.local_key_of(into) else { return ReadEnd::Gone };
+        let slice = |key, offset, len| LocalSlice { key, offset, len };
+        let remote = |(base, key): (u64, u32), offset| RemoteAddr { addr: base + offset, key: Key(key) };
+        let word = remote(from.present, u64::from(page) / 64 * 8);
+        let page_at = u64::from(page) * PAGE_BYTES;
+        let mut verbs = vec![Verb::Read { local: slice(self.local, WORDS_AT, 8), remote: word }];
+        if mode == ReadMode::Page {
+            let len = u32::try_from(PAGE_BYTES).expect("a page is small");
+            verbs
+                .push(Verb::Read { local: slice(segment, page_at, len), remote: remote(from.data, page_at) });
+            verbs.push(Verb::Read { local: slice(self.local, WORDS_AT + 8, 8), remote: word });
+        }
+        if !self.carry_out(&verbs, Instant::now() + PATIENCE) {
+            return ReadEnd::Gone;
+        }
+        let words_at = MESSAGE_BYTES_MAX as usize;
+        let is_set = |at| self.memory.load_u64(at) & 1 << (page % 64) != 0;
+        let is_found = is_set(words_at) && (mode != ReadMode::Page || is_set(words_at + 8));
+        if is_found { ReadEnd::Found } else { ReadEnd::NotThere }
+    }
+
+    /// Carries out operations in order. Returns whether all were done.
+    fn carry_out(&mut self, verbs: &[Verb], deadline: Instant) -> bool {
+        let work = |(id, verb): (u64, &Verb)| Work { id, verb: *verb, signalled: true };
+        let batch: Vec<Work> = (0..).zip(verbs).map(work).collect();
+        if self.endpoint.post(&batch).is_err() {
+            return false;
+        }
+        let (mut done, mut are_good) = (0, true);
+        while done < batch.len() {
+            self.completions.clear();
+            self.endpoint.poll(&mut self.completions, batch.len());
+            done += self.completions.len();
+            are_good &= self.completions.iter().all(|completion| completion.outcome.is_ok());
+            if self.completions.is_empty() && self.wait(deadline).is_none() {
+                return false;
+            }
+        }
+        are_good
+    }
+
+    fn wait(&mut self, deadline: Instant) -> Option<()> {
+        let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+        self.endpoint.wait(left.min(Duration::from_millis(20)));
+        (!self.endpoint.is_broken()).then_some(())
+    }
+
+    fn local_key_of(&mut self, memory: &Arc<Memory>) -> Option<LocalKey> {
+        let found = self.segments.iter().find(|(known, _)| Arc::ptr_eq(known, memory));
+        if let Some((_, key)) = found {
+            return Some(*key);
+        }
+        let key = self.endpoint.register_local(Arc::clone(memory)).ok()?;
+        self.segments.push((Arc::clone(memory), key));
+        Some(key)
+    }
+}

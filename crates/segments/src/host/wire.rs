@@ -1,0 +1,125 @@
+//! What agents ask each other: one message each, as JSON.
+
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::SegmentKey;
+use crate::ownership::{Life, Message};
+use crate::pulling::Link;
+
+/// Longest message.
+pub const MESSAGE_BYTES_MAX: u32 = 8192;
+
+/// What an agent asks another one.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    /// The segment.
+    pub segment: SegmentKey,
+    /// The source.
+    pub from: Life,
+    /// The target.
+    pub to: Life,
+    /// What is asked.
+    pub ask: Ask,
+}
+
+/// A question.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Ask {
+    /// Are you prepared?
+    Prepare {
+        /// The number of the hand-over.
+        generation: u64,
+        /// Length of the segment in bytes.
+        bytes: u64,
+    },
+    /// The segment is yours.
+    Transfer {
+        /// The number of the hand-over.
+        generation: u64,
+        /// Its copies, the newest first.
+        copies: Vec<CopyPlace>,
+    },
+    /// Have you received it? If not, you never will.
+    Query {
+        /// The number of the hand-over.
+        generation: u64,
+    },
+    /// Your copies of generations up to this one are not needed any more.
+    Release {
+        /// The generation.
+        generation: u64,
+    },
+}
+
+/// A copy, and where it can be read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopyPlace {
+    /// The copy.
+    pub link: Link,
+    /// The address of its host.
+    pub address: SocketAddr,
+    /// The address and the key of its first byte.
+    pub data: (u64, u32),
+    /// The address and the key of the words with a bit for each page that is present.
+    pub present: (u64, u32),
+}
+
+/// The answer.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// It is prepared.
+    Accept,
+    /// It is not.
+    Decline,
+    /// It has received the segment.
+    Received,
+    /// It has not, and will not.
+    NotReceived,
+    /// It is done.
+    Done,
+}
+
+impl Request {
+    /// The message in the protocol of ownership; `None` if it is none of them.
+    #[must_use]
+    pub fn message(&self) -> Option<Message> {
+        match self.ask {
+            Ask::Prepare { generation, .. } => Some(Message::Prepare(generation)),
+            Ask::Transfer { generation, .. } => Some(Message::Transfer(generation)),
+            Ask::Query { generation } => Some(Message::Query(generation)),
+            Ask::Release { .. } => None,
+        }
+    }
+}
+
+impl Answer {
+    /// The answer that a message is; `None` if it is a question.
+    #[must_use]
+    pub const fn of(message: Message) -> Option<Self> {
+        match message {
+            Message::Accept(_) => Some(Self::Accept),
+            Message::Decline(_) => Some(Self::Decline),
+            Message::Received(_) => Some(Self::Received),
+            Message::NotReceived(_) => Some(Self::NotReceived),
+            Message::Prepare(_) | Message::Transfer(_) | Message::Query(_) => None,
+        }
+    }
+
+    /// The message in the protocol of ownership; `None` if it is none of them.
+    #[must_use]
+    pub const fn message(self, generation: u64) -> Option<Message> {
+        match self {
+            Self::Accept => Some(Message::Accept(generation)),
+            Self::Decline => Some(Message::Decline(generation)),
+            Self::Received => Some(Message::Received(generation)),
+            Self::NotReceived => Some(Message::NotReceived(generation)),
+            Self::Done => None,
+        }
+    }
+}

@@ -1,0 +1,170 @@
+//! Segments that move between hosts over TCP: each touch finds what was written last.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_directory::embedded::EmbeddedDirectory;
+use aquifer_directory::{Directory, Lease, LeaseId};
+use aquifer_fabric::{ClusterKey, Memory};
+use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
+
+const KEY: ClusterKey = ClusterKey([7; 32]);
+const SEGMENT: SegmentKey = SegmentKey { tenant: 1000, id: 5 };
+const PAGE: usize = 4096;
+const PAGES: u32 = 70;
+const BYTES: u64 = PAGES as u64 * PAGE as u64;
+const TTL: Duration = Duration::from_secs(600);
+
+struct Cluster {
+    _folder: tempfile::TempDir,
+    directory: Arc<EmbeddedDirectory>,
+    hosts: Vec<SegmentHost>,
+    leases: Vec<LeaseId>,
+}
+
+impl Cluster {
+    fn start(hosts: u16) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
+        let mut cluster = Self { _folder: folder, directory, hosts: Vec::new(), leases: Vec::new() };
+        (1..=hosts).for_each(|host| cluster.add(host));
+        cluster
+    }
+
+    fn add(&mut self, host: u16) {
+        let lease: Lease = self.directory.lease_grant(TTL).unwrap();
+        let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
+        let address = "127.0.0.1:0".parse().unwrap();
+        self.hosts.push(SegmentHost::start(host, address, &KEY, directory, lease).unwrap());
+        self.leases.push(lease.id);
+    }
+
+    fn pass_on(&self, from: usize, to: usize) -> Arc<Memory> {
+        self.hosts[from].connect(SEGMENT, self.hosts[to].life()).unwrap();
+        self.hosts[from].transfer(SEGMENT).unwrap();
+        let (segment, memory) = self.hosts[to].receive(Duration::from_secs(10)).unwrap();
+        assert_eq!(segment, SEGMENT);
+        assert!(!self.hosts[from].owns(SEGMENT) && self.hosts[to].owns(SEGMENT));
+        memory
+    }
+}
+
+fn value_of(memory: &Memory, page: u32) -> u64 {
+    let mut bytes = [0; PAGE];
+    memory.read(page as usize * PAGE, &mut bytes);
+    let words = bytes.as_chunks::<8>().0;
+    assert!(words.iter().all(|word| *word == words[0]), "page {page} is torn");
+    u64::from_le_bytes(words[0])
+}
+
+fn write(memory: &Memory, page: u32, value: u64) {
+    let bytes: Vec<u8> = value.to_le_bytes().into_iter().cycle().take(PAGE).collect();
+    memory.write(page as usize * PAGE, &bytes);
+}
+
+#[test]
+fn a_segment_moves_and_its_pages_follow() {
+    let cluster = Cluster::start(2);
+    let memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
+    let error = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap_err();
+    assert!(matches!(error, SegmentError::Exists(SEGMENT)), "{error}");
+    let memory = cluster.pass_on(0, 1);
+    assert!(matches!(cluster.hosts[0].pull(SEGMENT, 0), Err(SegmentError::NotOwned(_))));
+    for page in [69, 0, 63, 64, 63] {
+        cluster.hosts[1].pull(SEGMENT, page).unwrap();
+        assert_eq!(value_of(&memory, page), u64::from(page) + 1);
+    }
+    write(&memory, 63, 1000);
+    cluster.hosts[1].pull_all(SEGMENT).unwrap();
+    for page in 0..PAGES {
+        let wanted = if page == 63 { 1000 } else { u64::from(page) + 1 };
+        assert_eq!(value_of(&memory, page), wanted);
+    }
+    // Its first host gave its memory up, and gets it again.
+    let memory = cluster.pass_on(1, 0);
+    cluster.hosts[0].pull(SEGMENT, 63).unwrap();
+    assert_eq!(value_of(&memory, 63), 1000);
+}
+
+#[test]
+fn a_segment_moves_on_before_its_pages_have_followed() {
+    const MOVES: u64 = 300;
+    let cluster = Cluster::start(3);
+    let (mut owner, mut random) = (0, 88_172_645_463_325_252_u64);
+    let mut below = move |bound: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random >> 33) % bound
+    };
+    let mut memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    let mut values = vec![0; PAGES as usize];
+    let (mut scattered, mut touches) = (0, 0);
+    for change in 1..=MOVES {
+        for _ in 0..below(20) {
+            let page = u32::try_from(below(u64::from(PAGES))).unwrap();
+            cluster.hosts[owner].pull(SEGMENT, page).unwrap();
+            assert_eq!(value_of(&memory, page), values[page as usize], "page {page} after {change} moves");
+            values[page as usize] = change * 1000 + u64::from(page);
+            write(&memory, page, values[page as usize]);
+            touches += 1;
+        }
+        let to = (owner + 1 + usize::try_from(below(2)).unwrap()) % 3;
+        match cluster.hosts[owner].connect(SEGMENT, cluster.hosts[to].life()) {
+            Ok(()) if below(5) == 0 => cluster.hosts[owner].abort(SEGMENT).unwrap(),
+            Ok(()) => {
+                cluster.hosts[owner].transfer(SEGMENT).unwrap();
+                (_, memory) = cluster.hosts[to].receive(Duration::from_secs(10)).unwrap();
+                owner = to;
+            }
+            Err(SegmentError::Scattered(_)) => {
+                cluster.hosts[owner].pull_all(SEGMENT).unwrap();
+                scattered += 1;
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    cluster.hosts[owner].pull_all(SEGMENT).unwrap();
+    for (page, value) in (0..).zip(&values) {
+        assert_eq!(value_of(&memory, page), *value);
+    }
+    println!("{touches} touches, and {scattered} times all pages were pulled");
+    assert!(scattered > 10 && touches > 1000);
+}
+
+#[test]
+fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
+    let mut cluster = Cluster::start(2);
+    let memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    write(&memory, 3, 77);
+    let dead = cluster.hosts[1].life();
+    cluster.hosts[0].connect(SEGMENT, dead).unwrap();
+    drop(cluster.hosts.pop());
+    // Whether it has received the message is unknown as long as its lease lasts.
+    let error = cluster.hosts[0].transfer(SEGMENT).unwrap_err();
+    assert!(matches!(error, SegmentError::Unknown(SEGMENT)), "{error}");
+    assert!(!cluster.hosts[0].owns(SEGMENT));
+    cluster.directory.lease_revoke(cluster.leases[1]).unwrap();
+    while !cluster.hosts[0].owns(SEGMENT) {
+        std::thread::yield_now();
+    }
+    assert_eq!(value_of(&memory, 3), 77);
+    let error = cluster.hosts[0].connect(SEGMENT, dead).unwrap_err();
+    assert!(matches!(error, SegmentError::Declined(SEGMENT)), "{error}");
+    cluster.add(3);
+    let memory = cluster.pass_on(0, 1);
+    cluster.hosts[1].pull(SEGMENT, 3).unwrap();
+    assert_eq!(value_of(&memory, 3), 77);
+    // Now the host that has the pages dies.
+    drop(cluster.hosts.remove(0));
+    cluster.directory.lease_revoke(cluster.leases[0]).unwrap();
+    let error = cluster.hosts[0].pull(SEGMENT, 4).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "page 4 of segment SegmentKey { tenant: 1000, id: 5 } is lost: the host \
+                                   that had it has died"
+    );
+    cluster.hosts[0].pull(SEGMENT, 3).unwrap();
+    assert_eq!(value_of(&memory, 3), 77);
+}
