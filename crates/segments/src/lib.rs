@@ -2,7 +2,7 @@
 //! (Memon et al., *RaMP: A Lightweight RDMA Abstraction for Loosely Coupled Applications*, 2018).
 //!
 //! [`ownership`] decides which host owns a segment, and [`pulling`] from where it gets the pages.
-//! [`host`] carries them out between hosts. No program uses it yet.
+//! [`host`] carries them out between hosts, and serves programs that have segments in their arena.
 
 #![forbid(unsafe_code)]
 

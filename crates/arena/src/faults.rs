@@ -1,0 +1,84 @@
+//! The agent's end of an armed mapping: it learns of touches, and lets threads go on.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use crate::uffd;
+
+const MESSAGE_BYTES: usize = 32;
+const EVENT_PAGEFAULT: u8 = 0x12;
+
+/// The faults of a mapping.
+#[derive(Debug)]
+pub struct PageFaults {
+    uffd: OwnedFd,
+    address: usize,
+    bytes: usize,
+}
+
+impl AsFd for PageFaults {
+    /// A descriptor that is readable when a thread waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.uffd.as_fd()
+    }
+}
+
+impl PageFaults {
+    /// The faults of the mapping of `bytes` bytes at `address` that was armed with this descriptor.
+    #[must_use]
+    pub fn new(uffd: OwnedFd, address: usize, bytes: usize) -> Self {
+        Self { uffd, address, bytes }
+    }
+
+    /// Reads what has happened, without waiting: the pages for which threads wait. A move of the
+    /// mapping is noticed by being read.
+    ///
+    /// # Errors
+    /// If the mapping's process has ended.
+    pub fn read(&self, pages: &mut Vec<u32>) -> io::Result<()> {
+        let mut buffer = [0; 16 * MESSAGE_BYTES];
+        loop {
+            let len = match rustix::io::read(&self.uffd, &mut buffer[..]) {
+                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(()),
+                Ok(len) => len,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
+            pages.extend(buffer[..len].chunks_exact(MESSAGE_BYTES).filter_map(|message| self.page(message)));
+        }
+    }
+
+    /// The page of a fault; `None` for an event.
+    fn page(&self, message: &[u8]) -> Option<u32> {
+        let address = message.get(16..24)?.try_into().map(u64::from_le_bytes).ok()?;
+        let offset = usize::try_from(address).ok()?.checked_sub(self.address)?;
+        let is_fault = message[0] == EVENT_PAGEFAULT && offset < self.bytes;
+        is_fault.then(|| u32::try_from(offset / 4096).ok())?
+    }
+
+    /// Lets the threads go on that wait for a page, whose bytes are in place.
+    ///
+    /// # Errors
+    /// If the mapping is gone or was moved; then nothing waits there.
+    pub fn resume(&self, page: u32) -> io::Result<()> {
+        match uffd::resume(&self.uffd, self.address_of(page)) {
+            // It is mapped already: a thread that waits all the same touches it again.
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                uffd::wake(&self.uffd, self.address_of(page))
+            }
+            result => result,
+        }
+    }
+
+    /// Has each touch of a page end in SIGBUS, because it is lost.
+    ///
+    /// # Errors
+    /// Those of [`Self::resume`].
+    pub fn poison(&self, page: u32) -> io::Result<()> {
+        uffd::poison(&self.uffd, self.address_of(page))
+    }
+
+    fn address_of(&self, page: u32) -> usize {
+        self.address + page as usize * 4096
+    }
+}

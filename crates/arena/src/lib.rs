@@ -1,0 +1,18 @@
+//! Where a program has its segments: at the same addresses in each process of a tenant, so that
+//! pointers within a segment stay valid when it moves (RAMP §3).
+//!
+//! - [`Arena`] is the range of addresses, reserved without access.
+//! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: a touch of one of them
+//!   waits for the agent. It is *withdrawn* when the segment is handed over: a touch is a fault.
+//! - [`PageFaults`] is the agent's end of an armed mapping.
+//!
+//! [Decision 20](../../../docs/decisions/0020-move-armed-segments.md) has the measurements.
+
+mod arena;
+mod faults;
+mod mapping;
+mod uffd;
+
+pub use arena::{ARENA_BYTES, ARENA_START, Arena, ArenaError, SEGMENT_BYTES_MAX};
+pub use faults::PageFaults;
+pub use mapping::Mapping;

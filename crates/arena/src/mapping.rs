@@ -1,0 +1,128 @@
+//! A segment in the arena of a program.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::with_exposed_provenance_mut;
+use std::sync::atomic::AtomicU64;
+
+use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
+
+use crate::arena::{ARENA_BYTES, Arena, ArenaError, reserve};
+use crate::uffd;
+
+/// A segment at its addresses.
+#[derive(Debug)]
+pub struct Mapping<'a> {
+    _arena: &'a Arena,
+    address: usize,
+    bytes: usize,
+    is_away: bool,
+}
+
+impl<'a> Mapping<'a> {
+    /// Maps the file of a segment at its addresses. Forked children do not have it.
+    ///
+    /// # Errors
+    /// If the addresses are not possible, or the system refuses.
+    pub fn new(arena: &'a Arena, address: usize, bytes: usize, file: impl AsFd) -> Result<Self, ArenaError> {
+        Arena::check(address, bytes)?;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        let start = with_exposed_provenance_mut(address);
+        // SAFETY: the range is inside the arena, whose addresses nothing else uses. Ranges of
+        // segments do not overlap, which the directory grants.
+        unsafe {
+            mmap(start, bytes, access, flags, file, 0).map_err(ArenaError::system("map a segment"))?;
+            let mapping = Self { _arena: arena, address, bytes, is_away: false };
+            madvise(start, bytes, Advice::LinuxDontFork)
+                .map_err(ArenaError::system("keep a segment from children"))?;
+            Ok(mapping)
+        }
+    }
+
+    /// Has touches of pages that are not mapped yet wait for the holder of the descriptor, which is
+    /// returned. To be called before the first touch.
+    ///
+    /// # Errors
+    /// If the process may not have a userfaultfd.
+    pub fn arm(&self) -> Result<OwnedFd, ArenaError> {
+        let failed = |source| ArenaError::System { what: "have faults of a segment served", source };
+        let uffd = uffd::open().map_err(failed)?;
+        uffd::register(&uffd, self.address, self.bytes).map_err(failed)?;
+        Ok(uffd)
+    }
+
+    /// Ends all pages' registration, when all of them are mapped or in place.
+    ///
+    /// # Errors
+    /// If it is not registered with this descriptor.
+    pub fn disarm(&self, uffd: &OwnedFd) -> Result<(), ArenaError> {
+        let failed = |source| ArenaError::System { what: "end the faults of a segment", source };
+        uffd::unregister(uffd, self.address, self.bytes).map_err(failed)
+    }
+
+    /// Withdraws the segment from the program: from now on each touch is SIGSEGV, until
+    /// [`Self::restore`]. If it is armed, this waits until the agent has read the event.
+    ///
+    /// # Errors
+    /// If the system refuses; nothing has changed then. If another thread maps something at the
+    /// addresses in the same moment, which is an error of the program, they stay without it.
+    pub fn withdraw(&mut self) -> Result<(), ArenaError> {
+        if !self.is_away {
+            self.shift(self.address, self.address + ARENA_BYTES)?;
+            self.is_away = true;
+        }
+        Ok(())
+    }
+
+    /// Gives the segment to the program again, which it has not left after all.
+    ///
+    /// # Errors
+    /// Those of [`Self::withdraw`].
+    pub fn restore(&mut self) -> Result<(), ArenaError> {
+        if self.is_away {
+            self.shift(self.address + ARENA_BYTES, self.address)?;
+            self.is_away = false;
+        }
+        Ok(())
+    }
+
+    /// Moves the mapping, and reserves the addresses that it leaves.
+    fn shift(&self, from: usize, to: usize) -> Result<(), ArenaError> {
+        let (start, flags) = (with_exposed_provenance_mut(from), MremapFlags::MAYMOVE);
+        // SAFETY: both ranges are in the arena, where nothing but this segment and its counterpart
+        // behind the arena is mapped.
+        unsafe { mremap_fixed(start, self.bytes, self.bytes, flags, with_exposed_provenance_mut(to)) }
+            .map_err(ArenaError::system("move a segment"))?;
+        reserve(from..from + self.bytes).map_err(ArenaError::system("reserve the addresses of a segment"))
+    }
+
+    /// The first address.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.address
+    }
+
+    /// The words of the segment; none while it is withdrawn.
+    ///
+    /// A touch of a page that is elsewhere waits.
+    #[must_use]
+    pub fn words(&self) -> &[AtomicU64] {
+        if self.is_away {
+            return &[];
+        }
+        let start = with_exposed_provenance_mut::<AtomicU64>(self.address);
+        // SAFETY: the range is mapped and aligned as long as `self` is borrowed, because moving it
+        // borrows it exclusively. All accesses through it are atomic.
+        unsafe { std::slice::from_raw_parts(start, self.bytes / 8) }
+    }
+}
+
+impl Drop for Mapping<'_> {
+    fn drop(&mut self) {
+        let at = if self.is_away { self.address + ARENA_BYTES } else { self.address };
+        // SAFETY: it is this segment's mapping, and nothing refers to it any more.
+        let unmapped = unsafe { munmap(with_exposed_provenance_mut(at), self.bytes) };
+        let reserved = unmapped.and_then(|()| reserve(at..at + self.bytes));
+        debug_assert!(reserved.is_ok(), "{reserved:?}");
+    }
+}

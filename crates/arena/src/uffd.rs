@@ -1,0 +1,103 @@
+//! The requests to a userfaultfd of segments.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+const UFFDIO_API: u64 = 0xc018_aa3f;
+const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
+const UFFDIO_CONTINUE: u64 = 0xc020_aa07;
+const UFFDIO_POISON: u64 = 0xc020_aa08;
+const UFFDIO_WAKE: u64 = 0x8010_aa02;
+const API: u64 = 0xaa;
+/// Events of `mremap`, by which armed mappings are moved fast; missing and minor faults of shared
+/// memory; poison.
+const FEATURES: u64 = 1 << 2 | 1 << 5 | 1 << 10 | 1 << 14;
+const MODE_MISSING: u64 = 1;
+const MODE_MINOR: u64 = 4;
+
+#[repr(C)]
+struct ApiArgument {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+struct UffdRange {
+    start: u64,
+    len: u64,
+}
+
+#[repr(C)]
+struct RegisterArgument {
+    range: UffdRange,
+    mode: u64,
+    ioctls: u64,
+}
+
+/// Argument of `UFFDIO_CONTINUE` and `UFFDIO_POISON`.
+#[repr(C)]
+struct FillArgument {
+    range: UffdRange,
+    mode: u64,
+    filled: i64,
+}
+
+/// Opens a userfaultfd for this process.
+pub fn open() -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: the call takes flags and returns a new descriptor.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    // SAFETY: the kernel has created it for this call.
+    let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut argument = ApiArgument { api: API, features: FEATURES, ioctls: 0 };
+    request(&uffd, UFFDIO_API, &raw mut argument)?;
+    Ok(uffd)
+}
+
+/// Registers a range for missing and minor faults.
+pub fn register(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
+    let mode = MODE_MISSING | MODE_MINOR;
+    let mut argument = RegisterArgument { range: range(address, bytes), mode, ioctls: 0 };
+    request(uffd, UFFDIO_REGISTER, &raw mut argument)
+}
+
+/// Ends the registration of a range.
+pub fn unregister(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
+    let mut argument = range(address, bytes);
+    request(uffd, UFFDIO_UNREGISTER, &raw mut argument)
+}
+
+/// Maps a page whose bytes are in the file, and wakes those that wait for it.
+pub fn resume(uffd: &OwnedFd, address: usize) -> io::Result<()> {
+    fill(uffd, UFFDIO_CONTINUE, address)
+}
+
+/// Has each touch of a page end in SIGBUS.
+pub fn poison(uffd: &OwnedFd, address: usize) -> io::Result<()> {
+    fill(uffd, UFFDIO_POISON, address)
+}
+
+/// Wakes those that wait for a page, so that they touch it again.
+pub fn wake(uffd: &OwnedFd, address: usize) -> io::Result<()> {
+    let mut argument = range(address, 4096);
+    request(uffd, UFFDIO_WAKE, &raw mut argument)
+}
+
+fn fill(uffd: &OwnedFd, kind: u64, address: usize) -> io::Result<()> {
+    let mut argument = FillArgument { range: range(address, 4096), mode: 0, filled: 0 };
+    request(uffd, kind, &raw mut argument)
+}
+
+fn range(address: usize, bytes: usize) -> UffdRange {
+    UffdRange { start: address as u64, len: bytes as u64 }
+}
+
+fn request<T>(uffd: &OwnedFd, request: u64, argument: *mut T) -> io::Result<()> {
+    // SAFETY: each caller passes the argument type that its request reads and writes, alive for the
+    // call. The requests change mappings of segments only, as intended.
+    let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, argument) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}

@@ -1,0 +1,122 @@
+//! A program keeps a list in a segment, and another one goes on with it: the pointers are valid,
+//! and the pages come when they are touched.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, PageFaults};
+use aquifer_directory::Directory;
+use aquifer_directory::embedded::EmbeddedDirectory;
+use aquifer_fabric::{ClusterKey, Memory};
+use aquifer_segments::host::{SegmentHost, SegmentKey, faults};
+
+const KEY: ClusterKey = ClusterKey([7; 32]);
+const SEGMENT: SegmentKey = SegmentKey { tenant: 1000, id: 5 };
+const BYTES: usize = 8 << 20;
+const ADDRESS: usize = ARENA_START + (6 << 20);
+/// Words of an entry: the address of the next one, and a number.
+const ENTRY_WORDS: usize = 2;
+const ENTRIES: usize = BYTES / 8 / ENTRY_WORDS;
+/// A step through the list that visits all entries, far apart.
+const STRIDE: usize = 7919;
+
+fn host(number: u16, folder: &Path, directory: &Arc<EmbeddedDirectory>) -> SegmentHost {
+    let lease = directory.lease_grant(Duration::from_secs(600)).unwrap();
+    let address = "127.0.0.1:0".parse().unwrap();
+    assert!(folder.exists());
+    SegmentHost::start(number, address, &KEY, Arc::clone(directory) as Arc<dyn Directory>, lease).unwrap()
+}
+
+/// Makes a ring of all entries, whose pointers are addresses.
+fn build(words: &[AtomicU64]) {
+    for entry in 0..ENTRIES {
+        let next = (entry + STRIDE) % ENTRIES * ENTRY_WORDS;
+        words[entry * ENTRY_WORDS].store((ADDRESS + next * 8) as u64, Ordering::Relaxed);
+        words[entry * ENTRY_WORDS + 1].store(entry as u64, Ordering::Relaxed);
+    }
+}
+
+/// Follows the pointers through `count` entries from the first, and adds to each number.
+fn walk(words: &[AtomicU64], count: usize, visits: u64) {
+    let mut at = 0;
+    for step in 0..count {
+        let entry = step * STRIDE % ENTRIES;
+        let number = words[at + 1].fetch_add(ENTRIES as u64, Ordering::Relaxed);
+        assert_eq!(number, entry as u64 + visits * ENTRIES as u64, "entry {entry}");
+        let next = words[at].load(Ordering::Relaxed);
+        at = (usize::try_from(next).unwrap() - ADDRESS) / 8;
+    }
+}
+
+/// What a program does with a segment that it has received: its faults are served meanwhile.
+fn use_armed<'a>(
+    arena: &'a Arena,
+    host: &SegmentHost,
+    memory: &Memory,
+    program: impl FnOnce(&mut Mapping<'a>),
+) -> Duration {
+    let mut mapping = Mapping::new(arena, ADDRESS, BYTES, memory.fd()).unwrap();
+    let stop = AtomicBool::new(false);
+    let served = PageFaults::new(mapping.arm().unwrap(), ADDRESS, BYTES);
+    std::thread::scope(|scope| {
+        scope.spawn(|| faults::serve(host, SEGMENT, &served, &stop));
+        program(&mut mapping);
+        let began = Instant::now();
+        mapping.withdraw().unwrap();
+        let took = began.elapsed();
+        assert!(mapping.words().is_empty());
+        stop.store(true, Ordering::Relaxed);
+        took
+    })
+}
+
+fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
+    from.connect(SEGMENT, to.life()).unwrap();
+    let began = Instant::now();
+    from.transfer(SEGMENT).unwrap();
+    let (_, memory) = to.receive(Duration::from_secs(10)).unwrap();
+    (memory, began.elapsed())
+}
+
+#[test]
+fn a_list_moves_between_programs_with_its_pointers() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
+    let hosts = [1, 2, 3].map(|number| host(number, folder.path(), &directory));
+    let arena = Arena::reserve().unwrap();
+    assert!(matches!(Arena::reserve(), Err(ArenaError::Taken)));
+    for (address, bytes) in [(ADDRESS + 4096, BYTES), (ADDRESS, 5), (ADDRESS, 0), (4096, BYTES)] {
+        assert!(matches!(Arena::check(address, bytes), Err(ArenaError::Range { .. })));
+    }
+
+    let memory = hosts[0].allocate(SEGMENT, BYTES as u64).unwrap();
+    let mut mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
+    build(mapping.words());
+    walk(mapping.words(), ENTRIES, 0);
+    mapping.withdraw().unwrap();
+    mapping.restore().unwrap();
+    walk(mapping.words(), ENTRIES, 1);
+    mapping.withdraw().unwrap();
+    drop(mapping);
+    // It moves on before all pages have followed, several times, and returns to its first host.
+    let mut owner = 0;
+    for (visits, to) in (2..).zip([1, 2, 0, 1, 0, 2]) {
+        let (memory, took) = pass_on(&hosts[owner], &hosts[to]);
+        owner = to;
+        // The first entries are changed each time, and lie on different pages.
+        let away = use_armed(&arena, &hosts[to], &memory, |mapping| walk(mapping.words(), 700, visits));
+        println!("handed over in {took:?}, withdrawn in {away:?}");
+    }
+    hosts[owner].pull_all(SEGMENT).unwrap();
+    let (memory, _) = pass_on(&hosts[owner], &hosts[1]);
+    use_armed(&arena, &hosts[1], &memory, |mapping| walk(mapping.words(), 700, 8));
+    hosts[1].pull_all(SEGMENT).unwrap();
+    // All is here: plain memory, and each number tells how often it was visited.
+    let mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
+    walk(mapping.words(), 700, 9);
+    let numbers = mapping.words().iter().skip(1).step_by(ENTRY_WORDS);
+    let visited = numbers.map(|number| number.load(Ordering::Relaxed) / ENTRIES as u64);
+    assert_eq!(visited.sum::<u64>(), 2 * ENTRIES as u64 + 8 * 700);
+}
