@@ -2,7 +2,7 @@
 //! pointers within a segment stay valid when it moves (RAMP §3).
 //!
 //! - [`Arena`] is the range of addresses, reserved without access.
-//! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: a touch of one of them
+//! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: touching such a page
 //!   waits for the agent. It is *withdrawn* when the segment is handed over: a touch is a fault.
 //! - [`PageFaults`] is the agent's end of an armed mapping.
 //!

@@ -337,23 +337,42 @@ fn fault_of(world: &World) -> Option<String> {
 
 const NOTHING: Budget = Budget { connects: 0, aborts: 0, ticks: 0, crashes: 0, deaths: 0 };
 
-/// What the model explores, so that all of it takes some seconds.
-const CASES: [(u8, Budget); 6] = [
-    (2, Budget { connects: 4, aborts: 1, ticks: 2, ..NOTHING }),
-    (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 2, ..NOTHING }),
-    (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
-    (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
-    (3, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
-    (3, Budget { connects: 3, aborts: 1, ticks: 1, deaths: 1, ..NOTHING }),
+/// What the model explores.
+const CASES: [(u8, Budget); 5] = [
+    (2, Budget { connects: 3, aborts: 1, ticks: 2, ..NOTHING }),
+    (2, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
+    (2, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
+    (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, ..NOTHING }),
+    (3, Budget { connects: 2, ticks: 1, crashes: 0, deaths: 1, ..NOTHING }),
 ];
 
-#[test]
-fn a_segment_has_one_owner_whatever_happens() {
-    for (hosts, budget) in CASES {
+fn explore_all(cases: &[(u8, Budget)]) {
+    for &(hosts, budget) in cases {
         let (states, fault) = explore(hosts, budget);
         println!("{hosts} hosts, {budget:?}: {states} states");
         assert!(fault.is_none(), "{}", fault.unwrap_or_default());
         assert!(states > 1000, "nearly nothing was explored");
+    }
+}
+
+#[test]
+fn a_segment_has_one_owner_whatever_happens() {
+    explore_all(&CASES);
+}
+
+mod long {
+    use super::*;
+
+    #[test]
+    fn a_segment_has_one_owner_whatever_happens() {
+        explore_all(&[
+            (2, Budget { connects: 4, aborts: 1, ticks: 2, ..NOTHING }),
+            (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 2, ..NOTHING }),
+            (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
+            (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
+            (3, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
+            (3, Budget { connects: 3, aborts: 1, ticks: 1, deaths: 1, ..NOTHING }),
+        ]);
     }
 }
 
