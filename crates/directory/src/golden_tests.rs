@@ -17,7 +17,7 @@ use crate::embedded::EmbeddedDirectory;
 use crate::model::DirectoryEntry;
 use crate::names::{
     self, AGENTS, AgentRecord, HEAPS, HOLDERS, HeapsRecord, HolderRecord, LIVES, NODES, NodeLife, NodeRecord,
-    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENTS,
+    REQUESTED_MEMORY, RequestedMemory, ResizeBlocker, SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS,
 };
 use crate::{Directory, KeyOperation, Transaction};
 
@@ -47,7 +47,8 @@ fn golden_keys_and_records() {
     let mut golden = golden!("records");
     golden.text(
         "prefixes",
-        &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS, SEGMENT_HOSTS, SEGMENTS].join(" "),
+        &[NODES, REQUESTED_MEMORY, AGENTS, HOLDERS, LIVES, HEAPS, SEGMENT_HOSTS, SEGMENT_PROCESSES, SEGMENTS]
+            .join(" "),
     );
     let keys = [
         names::node_key(1),

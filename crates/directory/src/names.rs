@@ -26,6 +26,8 @@ pub const LIVES: &str = "lives/";
 pub const HEAPS: &str = "heaps/";
 /// Prefix of the keys of live hosts that have segments.
 pub const SEGMENT_HOSTS: &str = "segment-hosts/";
+/// Prefix of the keys of processes that have segments.
+pub const SEGMENT_PROCESSES: &str = "segment-processes/";
 /// Prefix of the keys of segments.
 pub const SEGMENTS: &str = "segments/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
@@ -58,6 +60,12 @@ pub fn heaps_key(node: u16) -> String {
 #[must_use]
 pub fn segment_host_key(host: u16) -> String {
     format!("{SEGMENT_HOSTS}{host}")
+}
+
+/// The key of a process of a tenant that has segments.
+#[must_use]
+pub fn segment_process_key(tenant: u32, process: &str) -> String {
+    format!("{SEGMENT_PROCESSES}{tenant}/{process}")
 }
 
 /// The key of a segment of a tenant.

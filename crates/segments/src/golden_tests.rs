@@ -28,8 +28,8 @@ fn golden_messages() {
     let copy = format!(r#"{{"link":{link_json},"address":"127.0.0.1:8","data":[10,11],"present":[12,13]}}"#);
     for (ask, golden) in [
         (
-            Ask::Prepare { generation: 5, bytes: 4096 },
-            r#"{"prepare":{"generation":5,"bytes":4096}}"#.to_owned(),
+            Ask::Prepare { generation: 5, bytes: 4096, process: "p".into() },
+            r#"{"prepare":{"generation":5,"bytes":4096,"process":"p"}}"#.to_owned(),
         ),
         (
             Ask::Transfer { generation: 5, copies },

@@ -9,7 +9,8 @@ use aquifer_fabric::{ClusterKey, Memory};
 use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
-const SEGMENT: SegmentKey = SegmentKey { tenant: 1000, id: 5 };
+const TENANT: u32 = 1000;
+const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
 const PAGE: usize = 4096;
 const PAGES: u32 = 70;
 const BYTES: u64 = PAGES as u64 * PAGE as u64;
@@ -35,18 +36,29 @@ impl Cluster {
         let lease: Lease = self.directory.lease_grant(TTL).unwrap();
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let address = "127.0.0.1:0".parse().unwrap();
-        self.hosts.push(SegmentHost::start(host, address, &KEY, directory, lease).unwrap());
+        let started = SegmentHost::start(host, address, &KEY, directory, lease).unwrap();
+        started.open_process(TENANT, &name(&started)).unwrap();
+        self.hosts.push(started);
         self.leases.push(lease.id);
     }
 
     fn pass_on(&self, from: usize, to: usize) -> Arc<Memory> {
-        self.hosts[from].connect(SEGMENT, self.hosts[to].life()).unwrap();
+        self.hosts[from].connect(SEGMENT, &name(&self.hosts[to])).unwrap();
         self.hosts[from].transfer(SEGMENT).unwrap();
-        let (segment, memory) = self.hosts[to].receive(Duration::from_secs(10)).unwrap();
+        let (segment, memory) = receive(&self.hosts[to]);
         assert_eq!(segment, SEGMENT);
         assert!(!self.hosts[from].owns(SEGMENT) && self.hosts[to].owns(SEGMENT));
         memory
     }
+}
+
+/// The name of the process on a host.
+fn name(host: &SegmentHost) -> String {
+    format!("worker-{}", host.life().host)
+}
+
+fn receive(host: &SegmentHost) -> (SegmentKey, Arc<Memory>) {
+    host.receive(TENANT, &name(host), Duration::from_secs(10)).unwrap()
 }
 
 fn value_of(memory: &Memory, page: u32) -> u64 {
@@ -111,11 +123,11 @@ fn a_segment_moves_on_before_its_pages_have_followed() {
             touches += 1;
         }
         let to = (owner + 1 + usize::try_from(below(2)).unwrap()) % 3;
-        match cluster.hosts[owner].connect(SEGMENT, cluster.hosts[to].life()) {
+        match cluster.hosts[owner].connect(SEGMENT, &name(&cluster.hosts[to])) {
             Ok(()) if below(5) == 0 => cluster.hosts[owner].abort(SEGMENT).unwrap(),
             Ok(()) => {
                 cluster.hosts[owner].transfer(SEGMENT).unwrap();
-                (_, memory) = cluster.hosts[to].receive(Duration::from_secs(10)).unwrap();
+                (_, memory) = receive(&cluster.hosts[to]);
                 owner = to;
             }
             Err(SegmentError::Scattered(_)) => {
@@ -138,8 +150,8 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     let mut cluster = Cluster::start(2);
     let memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
     write(&memory, 3, 77);
-    let dead = cluster.hosts[1].life();
-    cluster.hosts[0].connect(SEGMENT, dead).unwrap();
+    let dead = name(&cluster.hosts[1]);
+    cluster.hosts[0].connect(SEGMENT, &dead).unwrap();
     drop(cluster.hosts.pop());
     // Whether it has received the message is unknown as long as its lease lasts.
     let error = cluster.hosts[0].transfer(SEGMENT).unwrap_err();
@@ -150,8 +162,8 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
         std::thread::yield_now();
     }
     assert_eq!(value_of(&memory, 3), 77);
-    let error = cluster.hosts[0].connect(SEGMENT, dead).unwrap_err();
-    assert!(matches!(error, SegmentError::Declined(SEGMENT)), "{error}");
+    let error = cluster.hosts[0].connect(SEGMENT, &dead).unwrap_err();
+    assert_eq!(error.to_string(), "no process of this tenant on another host has the name \"worker-2\"");
     cluster.add(3);
     let memory = cluster.pass_on(0, 1);
     cluster.hosts[1].pull(SEGMENT, 3).unwrap();
@@ -167,4 +179,44 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     );
     cluster.hosts[0].pull(SEGMENT, 3).unwrap();
     assert_eq!(value_of(&memory, 3), 77);
+}
+
+#[test]
+fn only_processes_of_the_tenant_get_a_segment() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    let _memory = first.allocate(SEGMENT, BYTES).unwrap();
+    second.open_process(TENANT + 1, "other").unwrap();
+    let errors = [
+        first.connect(SEGMENT, "other").unwrap_err(),
+        first.connect(SEGMENT, "worker-1").unwrap_err(),
+        first.open_process(TENANT, "worker-2").unwrap_err(),
+        first.open_process(TENANT, "a/b").unwrap_err(),
+        first.open_process(TENANT, &"n".repeat(65)).unwrap_err(),
+        first.allocate(SegmentKey { id: 6, ..SEGMENT }, 4097).unwrap_err(),
+        second.connect(SEGMENT, "worker-1").unwrap_err(),
+        second.transfer(SEGMENT).unwrap_err(),
+        first.transfer(SEGMENT).unwrap_err(),
+    ];
+    assert!(matches!(
+        errors,
+        [
+            SegmentError::NoProcess(_),
+            SegmentError::NoProcess(_),
+            SegmentError::NameTaken(_),
+            SegmentError::Name(_),
+            SegmentError::Name(_),
+            SegmentError::Length(4097),
+            SegmentError::NotOwned(_),
+            SegmentError::NotOwned(_),
+            SegmentError::Declined(_),
+        ]
+    ));
+    // A process that has closed accepts nothing, although a source may know it still.
+    first.connect(SEGMENT, "worker-2").unwrap();
+    first.abort(SEGMENT).unwrap();
+    second.close_process(TENANT, "worker-2").unwrap();
+    assert!(matches!(first.connect(SEGMENT, "worker-2"), Err(SegmentError::NoProcess(_))));
+    first.open_process(TENANT, "worker-2").unwrap();
+    assert!(first.owns(SEGMENT));
 }

@@ -1,7 +1,6 @@
 //! A program keeps a list in a segment, and another one goes on with it: the pointers are valid,
 //! and the pages come when they are touched.
 
-use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,7 +12,8 @@ use aquifer_fabric::{ClusterKey, Memory};
 use aquifer_segments::host::{SegmentHost, SegmentKey, faults};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
-const SEGMENT: SegmentKey = SegmentKey { tenant: 1000, id: 5 };
+const TENANT: u32 = 1000;
+const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
 const BYTES: usize = 8 << 20;
 const ADDRESS: usize = ARENA_START + (6 << 20);
 /// Words of an entry: the address of the next one, and a number.
@@ -22,11 +22,18 @@ const ENTRIES: usize = BYTES / 8 / ENTRY_WORDS;
 /// A step through the list that visits all entries, far apart.
 const STRIDE: usize = 7919;
 
-fn host(number: u16, folder: &Path, directory: &Arc<EmbeddedDirectory>) -> SegmentHost {
+fn host(number: u16, directory: &Arc<EmbeddedDirectory>) -> SegmentHost {
     let lease = directory.lease_grant(Duration::from_secs(600)).unwrap();
     let address = "127.0.0.1:0".parse().unwrap();
-    assert!(folder.exists());
-    SegmentHost::start(number, address, &KEY, Arc::clone(directory) as Arc<dyn Directory>, lease).unwrap()
+    let directory = Arc::clone(directory) as Arc<dyn Directory>;
+    let host = SegmentHost::start(number, address, &KEY, directory, lease).unwrap();
+    host.open_process(TENANT, &name(&host)).unwrap();
+    host
+}
+
+/// The name of the process on a host.
+fn name(host: &SegmentHost) -> String {
+    format!("worker-{}", host.life().host)
 }
 
 /// Makes a ring of all entries, whose pointers are addresses.
@@ -73,10 +80,10 @@ fn use_armed<'a>(
 }
 
 fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
-    from.connect(SEGMENT, to.life()).unwrap();
+    from.connect(SEGMENT, &name(to)).unwrap();
     let began = Instant::now();
     from.transfer(SEGMENT).unwrap();
-    let (_, memory) = to.receive(Duration::from_secs(10)).unwrap();
+    let (_, memory) = to.receive(TENANT, &name(to), Duration::from_secs(10)).unwrap();
     (memory, began.elapsed())
 }
 
@@ -84,7 +91,7 @@ fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
 fn a_list_moves_between_programs_with_its_pointers() {
     let folder = tempfile::tempdir().unwrap();
     let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-    let hosts = [1, 2, 3].map(|number| host(number, folder.path(), &directory));
+    let hosts = [1, 2, 3].map(|number| host(number, &directory));
     let arena = Arena::reserve().unwrap();
     assert!(matches!(Arena::reserve(), Err(ArenaError::Taken)));
     for (address, bytes) in [(ADDRESS + 4096, BYTES), (ADDRESS, 5), (ADDRESS, 0), (4096, BYTES)] {

@@ -8,7 +8,7 @@ use super::SegmentKey;
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::shared::{HostShared, Job, Segment, lock};
 use super::wire::{Answer, Ask, CopyPlace, Request};
-use crate::ownership::{Holder, Holding, Input, Output};
+use crate::ownership::{Holder, Holding, Input, Message, Output};
 use crate::pulling::{Lineage, Link, Puller};
 
 impl HostShared {
@@ -26,15 +26,23 @@ impl HostShared {
         let mut outputs = Vec::new();
         {
             let mut entry = lock(&entry);
-            let message = entry.admitted(request)?;
+            let message = match ask {
+                Ask::Prepare { process, .. } if !self.has_process(segment.tenant, process) => {
+                    Message::Prepare(0)
+                }
+                _ => entry.admitted(request)?,
+            };
             let before = entry.holder.holding();
             entry.holder.step(&Input::Message(*from, message), &mut outputs);
             if let (Ask::Transfer { generation, copies }, Holding::Prepared { .. }, true) =
                 (ask, before, entry.holder.has_access())
             {
                 self.begin_pulling(&mut entry, *generation, copies);
-                lock(&self.arrived).push_back(*segment);
-                self.has_arrived.notify_one();
+                lock(&self.arrived).push_back((entry.process.clone(), *segment));
+                self.has_arrived.notify_all();
+            }
+            if let (Ask::Prepare { process, .. }, Holding::Prepared { .. }) = (ask, entry.holder.holding()) {
+                entry.process.clone_from(process);
             }
         }
         let is_answer = |output: &Output| matches!(output, Output::Send(to, _) if to == from);
@@ -44,6 +52,10 @@ impl HostShared {
             self.leave(Job::CarryOut(*segment, outputs));
         }
         Answer::of(message)
+    }
+
+    fn has_process(&self, tenant: u32, process: &str) -> bool {
+        lock(&self.processes).contains(&(tenant, process.to_owned()))
     }
 
     pub(super) fn leave(&self, job: Job) {
@@ -56,7 +68,13 @@ impl HostShared {
     pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<Arc<Mutex<Segment>>> {
         let new = || {
             let holder = Holder::absent(self.own);
-            Arc::new(Mutex::new(Segment { holder, memory: None, copies: Vec::new(), puller: None }))
+            Arc::new(Mutex::new(Segment {
+                holder,
+                memory: None,
+                copies: Vec::new(),
+                puller: None,
+                process: String::new(),
+            }))
         };
         let entry = Arc::clone(lock(&self.segments).entry(segment).or_insert_with(new));
         let is_without = lock(&entry).memory.is_none();

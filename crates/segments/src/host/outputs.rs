@@ -71,8 +71,9 @@ impl HostShared {
     ) -> Option<Input> {
         let (generation, ask) = match message {
             Message::Prepare(generation) => {
-                let bytes = lock(entry).memory.as_ref()?.bytes();
-                (generation, Ask::Prepare { generation, bytes })
+                let entry = lock(entry);
+                let (bytes, process) = (entry.bytes()?, entry.process.clone());
+                (generation, Ask::Prepare { generation, bytes, process })
             }
             Message::Transfer(generation) => {
                 (generation, Ask::Transfer { generation, copies: lock(entry).copies.clone() })

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 
 use aquifer_directory::names::{self, SegmentHostRecord};
-use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, Transaction};
+use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, LeaseId, Transaction};
 use serde::{Deserialize, Serialize};
 
 use crate::ownership::{Change, Life, Retraction, SegmentRecord};
@@ -56,6 +56,42 @@ impl Registry {
     /// Those of the directory.
     pub fn address(&self, life: Life) -> Result<Option<SocketAddr>, DirectoryError> {
         Ok(self.host(life)?.and_then(|(record, _)| record.address.parse().ok()))
+    }
+
+    /// Records that a process of a tenant is on a host. Returns false if another host has one of
+    /// this name.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn add_process(
+        &self,
+        tenant: u32,
+        process: &str,
+        own: Life,
+        lease: LeaseId,
+    ) -> Result<bool, DirectoryError> {
+        let key = names::segment_process_key(tenant, process);
+        let compares = vec![Compare::absent(&key)];
+        let operations = vec![KeyOperation::put(&key, names::encode(&own), Some(lease))];
+        let is_new = self.directory.transaction(&Transaction { compares, operations })?.is_committed();
+        Ok(is_new || self.find_process(tenant, process)? == Some(own))
+    }
+
+    /// Ends the record of a process.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn remove_process(&self, tenant: u32, process: &str) -> Result<(), DirectoryError> {
+        self.directory.delete(&names::segment_process_key(tenant, process)).map(drop)
+    }
+
+    /// The host of a process; `None` if there is no such process.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn find_process(&self, tenant: u32, process: &str) -> Result<Option<Life>, DirectoryError> {
+        let entry = self.directory.get(&names::segment_process_key(tenant, process))?;
+        entry.map(|entry| names::decode(&entry)).transpose()
     }
 
     /// Records a new segment. Returns false if there is one with this key.

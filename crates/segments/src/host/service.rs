@@ -21,6 +21,8 @@ use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, SegmentRecord, Stage};
 use crate::pulling::lineage::LINKS_MAX;
 
+/// Length of the longest name of a process.
+const PROCESS_NAME_MAX: usize = 64;
 /// The tenant of agents among themselves. No user has this number.
 const AGENTS: Tenant = Tenant(u32::MAX);
 
@@ -36,6 +38,15 @@ pub enum SegmentError {
     /// The length is not possible.
     #[error("a segment of {0} bytes is not possible: give whole pages of 4096 bytes")]
     Length(u64),
+    /// The name of a process is not possible.
+    #[error("{0:?} is no name of a process: give 1 to {PROCESS_NAME_MAX} of a-z, A-Z, 0-9 and ._-")]
+    Name(String),
+    /// Another process has the name.
+    #[error("a process on another host has the name {0:?} already: choose another")]
+    NameTaken(String),
+    /// There is no process of this name on another host.
+    #[error("no process of this tenant on another host has the name {0:?}")]
+    NoProcess(String),
     /// The target is not prepared.
     #[error("the target does not accept segment {0:?}: it is away, or busy with it")]
     Declined(SegmentKey),
@@ -94,6 +105,8 @@ impl SegmentHost {
             target,
             segments: Mutex::default(),
             peers: Mutex::default(),
+            lease: lease.id,
+            processes: Mutex::default(),
             arrived: Mutex::default(),
             has_arrived: Condvar::new(),
             jobs: Mutex::new(Some(jobs)),
@@ -134,17 +147,50 @@ impl SegmentHost {
         let copies = Vec::from_iter(shared.own_place(&memory, 0));
         let data = Arc::clone(&memory.data);
         let holder = Holder::owner(shared.own);
-        let new = Segment { holder, memory: Some(memory), copies, puller: None };
+        let new = Segment { holder, memory: Some(memory), copies, puller: None, process: String::new() };
         lock(&shared.segments).insert(segment, Arc::new(Mutex::new(new)));
         Ok(data)
     }
 
-    /// Prepares a hand-over to another host: all that is slow.
+    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
     ///
     /// # Errors
-    /// If the segment is not owned here, or the target is not prepared.
-    pub fn connect(&self, segment: SegmentKey, to: Life) -> Result<(), SegmentError> {
+    /// If the name is not possible, or a process on another host has it.
+    pub fn open_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
+        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+        if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
+            return Err(SegmentError::Name(process.to_owned()));
+        }
+        let shared = &self.shared;
+        if !shared.registry.add_process(tenant, process, shared.own, shared.lease)? {
+            return Err(SegmentError::NameTaken(process.to_owned()));
+        }
+        lock(&shared.processes).insert((tenant, process.to_owned()));
+        Ok(())
+    }
+
+    /// Has a process accept no more segments.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
+        if lock(&self.shared.processes).remove(&(tenant, process.to_owned())) {
+            self.shared.registry.remove_process(tenant, process)?;
+        }
+        Ok(())
+    }
+
+    /// Prepares a hand-over to a process of the same tenant: all that is slow.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, there is no such process on another host, or it is not
+    /// prepared.
+    pub fn connect(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
+        let to = self.shared.registry.find_process(segment.tenant, process)?;
+        let to = to.filter(|to| *to != self.shared.own);
+        let to = to.ok_or_else(|| SegmentError::NoProcess(process.to_owned()))?;
+        process.clone_into(&mut lock(&entry).process);
         if lock(&entry).copies.len() >= LINKS_MAX {
             return Err(SegmentError::Scattered(segment));
         }
@@ -194,14 +240,23 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Waits for a segment that is handed over to this host. Returns its key and its memory, of
-    /// which each page must be pulled before it is touched.
+    /// Waits for a segment that is handed over to a process of this host. Returns its key and its
+    /// memory, of which each page must be pulled before it is touched.
     #[must_use]
-    pub fn receive(&self, timeout: Duration) -> Option<(SegmentKey, Arc<Memory>)> {
+    pub fn receive(
+        &self,
+        tenant: u32,
+        process: &str,
+        timeout: Duration,
+    ) -> Option<(SegmentKey, Arc<Memory>)> {
+        let is_its = |(name, segment): &(String, SegmentKey)| name == process && segment.tenant == tenant;
         let arrived = lock(&self.shared.arrived);
-        let must_wait = |arrived: &mut VecDeque<SegmentKey>| arrived.is_empty();
+        let must_wait = |arrived: &mut VecDeque<(String, SegmentKey)>| !arrived.iter().any(is_its);
         let waited = self.shared.has_arrived.wait_timeout_while(arrived, timeout, must_wait);
-        let segment = waited.unwrap_or_else(PoisonError::into_inner).0.pop_front()?;
+        let mut arrived = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let at = arrived.iter().position(is_its)?;
+        let (_, segment) = arrived.remove(at)?;
+        drop(arrived);
         let entry = self.owned(segment).ok()?;
         let data = lock(&entry).memory.as_ref().map(|memory| Arc::clone(&memory.data))?;
         Some((segment, data))

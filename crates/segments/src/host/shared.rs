@@ -1,10 +1,10 @@
 //! What the parts of a host share.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use aquifer_directory::DirectoryError;
+use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity};
 
@@ -26,7 +26,12 @@ pub(super) struct HostShared {
     pub target: TcpTarget,
     pub segments: Mutex<BTreeMap<SegmentKey, Arc<Mutex<Segment>>>>,
     pub peers: Mutex<HashMap<Life, Arc<Mutex<Peer>>>>,
-    pub arrived: Mutex<VecDeque<SegmentKey>>,
+    /// The host's lease, with which its processes end.
+    pub lease: LeaseId,
+    /// The processes that accept segments, by tenant and name.
+    pub processes: Mutex<BTreeSet<(u32, String)>>,
+    /// What has arrived for them.
+    pub arrived: Mutex<VecDeque<(String, SegmentKey)>>,
     pub has_arrived: Condvar,
     /// For the worker; `None` at the end.
     pub jobs: Mutex<Option<Sender<Job>>>,
@@ -49,6 +54,8 @@ pub(super) struct Segment {
     pub copies: Vec<CopyPlace>,
     /// While pages are elsewhere.
     pub puller: Option<Puller>,
+    /// The process that is to own it: after a hand-over from here or to here.
+    pub process: String,
 }
 
 impl Segment {
