@@ -62,6 +62,7 @@ fn use_armed<'a>(
     arena: &'a Arena,
     host: &SegmentHost,
     memory: &Memory,
+    pulls_ahead: bool,
     program: impl FnOnce(&mut Mapping<'a>),
 ) -> Duration {
     let mut mapping = Mapping::new(arena, ADDRESS, BYTES, memory.fd()).unwrap();
@@ -69,6 +70,15 @@ fn use_armed<'a>(
     let served = PageFaults::new(mapping.arm().unwrap(), ADDRESS, BYTES);
     std::thread::scope(|scope| {
         scope.spawn(|| faults::serve(host, SEGMENT, &served, &stop));
+        if pulls_ahead {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    if !host.pull_ahead(SEGMENT).unwrap() {
+                        break;
+                    }
+                }
+            });
+        }
         program(&mut mapping);
         let began = Instant::now();
         mapping.withdraw().unwrap();
@@ -113,13 +123,19 @@ fn a_list_moves_between_programs_with_its_pointers() {
         let (memory, took) = pass_on(&hosts[owner], &hosts[to]);
         owner = to;
         // The first entries are changed each time, and lie on different pages.
-        let away = use_armed(&arena, &hosts[to], &memory, |mapping| walk(mapping.words(), 700, visits));
+        let pulls_ahead = visits % 2 == 0;
+        let walk_some = |mapping: &mut Mapping<'_>| walk(mapping.words(), 700, visits);
+        let away = use_armed(&arena, &hosts[to], &memory, pulls_ahead, walk_some);
         println!("handed over in {took:?}, withdrawn in {away:?}");
     }
+    let began = Instant::now();
     hosts[owner].pull_all(SEGMENT).unwrap();
+    println!("{BYTES} bytes at most pulled in {:?}", began.elapsed());
     let (memory, _) = pass_on(&hosts[owner], &hosts[1]);
-    use_armed(&arena, &hosts[1], &memory, |mapping| walk(mapping.words(), 700, 8));
+    use_armed(&arena, &hosts[1], &memory, false, |mapping| walk(mapping.words(), 700, 8));
+    let began = Instant::now();
     hosts[1].pull_all(SEGMENT).unwrap();
+    println!("the rest of {BYTES} bytes pulled in {:?}", began.elapsed());
     // All is here: plain memory, and each number tells how often it was visited.
     let mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
     walk(mapping.words(), 700, 9);

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::SegmentKey;
-use super::peer::Peer;
+use super::peer::{Lane, Peer};
 use super::shared::{HostShared, Job, Segment, lock, warn_of_directory};
 use super::wire::{Answer, Ask, Request};
 use crate::ownership::{Holding, Input, Life, Message, Output};
@@ -86,17 +86,22 @@ impl HostShared {
     }
 
     pub(super) fn ask(&self, request: &Request) -> Option<Answer> {
-        let peer = self.peer(request.to, None)?;
+        let peer = self.peer(request.to, Lane::Urgent, None)?;
         let answer = lock(&peer).ask(request);
         if answer.is_none() {
-            self.forget_peer(request.to, &peer);
+            self.forget_peer(request.to, Lane::Urgent, &peer);
         }
         answer
     }
 
     /// The connection to an agent; `None` if it cannot be reached.
-    pub(super) fn peer(&self, life: Life, address: Option<SocketAddr>) -> Option<Arc<Mutex<Peer>>> {
-        if let Some(peer) = lock(&self.peers).get(&life) {
+    pub(super) fn peer(
+        &self,
+        life: Life,
+        lane: Lane,
+        address: Option<SocketAddr>,
+    ) -> Option<Arc<Mutex<Peer>>> {
+        if let Some(peer) = lock(&self.peers).get(&(life, lane)) {
             return Some(Arc::clone(peer));
         }
         let address = match address {
@@ -104,13 +109,13 @@ impl HostShared {
             None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
         };
         let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.who)?));
-        Some(Arc::clone(lock(&self.peers).entry(life).or_insert(peer)))
+        Some(Arc::clone(lock(&self.peers).entry((life, lane)).or_insert(peer)))
     }
 
-    pub(super) fn forget_peer(&self, life: Life, peer: &Arc<Mutex<Peer>>) {
+    pub(super) fn forget_peer(&self, life: Life, lane: Lane, peer: &Arc<Mutex<Peer>>) {
         let mut peers = lock(&self.peers);
-        if peers.get(&life).is_some_and(|known| Arc::ptr_eq(known, peer)) {
-            peers.remove(&life);
+        if peers.get(&(life, lane)).is_some_and(|known| Arc::ptr_eq(known, peer)) {
+            peers.remove(&(life, lane));
         }
     }
 

@@ -15,6 +15,8 @@ use crate::pulling::{ReadEnd, ReadMode};
 
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// Pages that are read side by side.
+pub(super) const PAGES_MAX: usize = 64;
 /// Where words end that were read: behind the message.
 const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
 
@@ -28,6 +30,18 @@ pub(super) struct Peer {
     /// The memory of segments, into which pages are read.
     segments: Vec<(Arc<Memory>, LocalKey)>,
     completions: Vec<Completion>,
+    /// An operation did not end in time. Its bytes could arrive when their page is the program's,
+    /// so nothing is received any more.
+    is_broken: bool,
+}
+
+/// What a connection to an agent is for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) enum Lane {
+    /// Questions, and pages for which threads wait.
+    Urgent,
+    /// Pages ahead of the program.
+    Ahead,
 }
 
 impl Peer {
@@ -37,7 +51,14 @@ impl Peer {
             let mut endpoint = tcp::connect(address, key, who, ConnectOptions::default())?;
             let memory = Arc::new(Memory::private("aquifer-segment-peer", 2 * MESSAGE_BYTES_MAX as usize)?);
             let local = endpoint.register_local(Arc::clone(&memory))?;
-            Ok(Self { endpoint, memory, local, segments: Vec::new(), completions: Vec::new() })
+            Ok(Self {
+                endpoint,
+                memory,
+                local,
+                segments: Vec::new(),
+                completions: Vec::new(),
+                is_broken: false,
+            })
         };
         connect().inspect_err(|error| tracing::debug!(%address, %error, "cannot reach an agent")).ok()
     }
@@ -54,36 +75,61 @@ impl Peer {
         }
         let mut answer = Vec::new();
         while !self.endpoint.receive(&mut answer) {
-            self.wait(deadline)?;
+            if self.wait(deadline).is_none() {
+                // A late answer must not be taken for that of another question.
+                self.is_broken = true;
+                return None;
+            }
         }
         serde_json::from_slice(&answer).ok()
     }
 
-    /// Looks for a page in a copy, and reads it into the memory of the segment.
-    pub fn read(&mut self, into: &Arc<Memory>, from: &CopyPlace, page: u32, mode: ReadMode) -> ReadEnd {
-        let Some(segment) = self.local_key_of(into) else { return ReadEnd::Gone };
+    /// Looks for at most [`PAGES_MAX`] pages in a copy, and reads them into the memory of the
+    /// segment. Returns what was found of each; `None` if the agent does not answer, and the
+    /// connection cannot be used any more.
+    pub fn read(
+        &mut self,
+        into: &Arc<Memory>,
+        from: &CopyPlace,
+        pages: &[u32],
+        mode: ReadMode,
+    ) -> Option<Vec<ReadEnd>> {
+        let segment = self.local_key_of(into)?;
         let slice = |key, offset, len| LocalSlice { key, offset, len };
         let remote = |(base, key): (u64, u32), offset| RemoteAddr { addr: base + offset, key: Key(key) };
-        let word = remote(from.present, u64::from(page) / 64 * 8);
-        let page_at = u64::from(page) * PAGE_BYTES;
-        let mut verbs = vec![Verb::Read { local: slice(self.local, WORDS_AT, 8), remote: word }];
-        if mode == ReadMode::Page {
+        let mut verbs = Vec::with_capacity(3 * pages.len());
+        for (words_at, page) in (WORDS_AT..).step_by(16).zip(pages) {
+            let word = remote(from.present, u64::from(*page) / 64 * 8);
+            let page_at = u64::from(*page) * PAGE_BYTES;
+            verbs.push(Verb::Read { local: slice(self.local, words_at, 8), remote: word });
+            if mode != ReadMode::Page {
+                continue;
+            }
             let len = u32::try_from(PAGE_BYTES).expect("a page is small");
             verbs
                 .push(Verb::Read { local: slice(segment, page_at, len), remote: remote(from.data, page_at) });
-            verbs.push(Verb::Read { local: slice(self.local, WORDS_AT + 8, 8), remote: word });
+            verbs.push(Verb::Read { local: slice(self.local, words_at + 8, 8), remote: word });
         }
         if !self.carry_out(&verbs, Instant::now() + PATIENCE) {
-            return ReadEnd::Gone;
+            return None;
         }
-        let words_at = MESSAGE_BYTES_MAX as usize;
-        let is_set = |at| self.memory.load_u64(at) & 1 << (page % 64) != 0;
-        let is_found = is_set(words_at) && (mode != ReadMode::Page || is_set(words_at + 8));
-        if is_found { ReadEnd::Found } else { ReadEnd::NotThere }
+        let words_at = (MESSAGE_BYTES_MAX as usize..).step_by(16);
+        let found = |(words_at, page): (usize, &u32)| {
+            let is_set = |at| self.memory.load_u64(at) & 1 << (page % 64) != 0;
+            let is_found = is_set(words_at) && (mode != ReadMode::Page || is_set(words_at + 8));
+            if is_found { ReadEnd::Found } else { ReadEnd::NotThere }
+        };
+        Some(words_at.zip(pages).map(found).collect())
     }
 
     /// Carries out operations in order. Returns whether all were done.
     fn carry_out(&mut self, verbs: &[Verb], deadline: Instant) -> bool {
+        let is_done = !self.is_broken && self.try_carry_out(verbs, deadline);
+        self.is_broken |= !is_done;
+        is_done
+    }
+
+    fn try_carry_out(&mut self, verbs: &[Verb], deadline: Instant) -> bool {
         let work = |(id, verb): (u64, &Verb)| Work { id, verb: *verb, signalled: true };
         let batch: Vec<Work> = (0..).zip(verbs).map(work).collect();
         if self.endpoint.post(&batch).is_err() {

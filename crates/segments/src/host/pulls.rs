@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
+use super::peer::{Lane, PAGES_MAX};
 use super::shared::{HostShared, Segment, lock};
 use super::wire::{Ask, Request};
 use super::{SegmentError, SegmentKey};
@@ -12,58 +13,69 @@ use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
 const READS_MAX: u32 = 5;
 
 impl HostShared {
-    /// Carries out the READs of a page, until it is here.
+    /// Carries out what a puller has decided, until the pages are here.
     pub(super) fn pull(
         &self,
         segment: SegmentKey,
         entry: &Mutex<Segment>,
-        mut step: Step,
+        steps: Vec<Step>,
     ) -> Result<(), SegmentError> {
-        loop {
-            let order = match step {
-                Step::Read(order) => order,
-                Step::Complete { .. } => return Ok(()),
-                Step::Lost { page, .. } => return Err(SegmentError::Lost { segment, page }),
-            };
-            let end = self.read(entry, order);
+        let (mut orders, mut lost) = (Vec::new(), None);
+        sort(steps, &mut orders, &mut lost);
+        while let Some(first) = orders.first().copied() {
+            let is_alike = |order: &ReadOrder| (order.from, order.mode) == (first.from, first.mode);
+            let (mut alike, others): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_alike);
+            orders = alike.split_off(alike.len().min(PAGES_MAX));
+            orders.extend(others);
+            let ends = self.read(entry, &alike);
             let mut entry = lock(entry);
             let generation = entry.copies[0].link.generation;
-            let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
-            // The segment has moved on.
-            let Some(next) = next else { return Err(SegmentError::NotOwned(segment)) };
-            if let (Step::Complete { page, .. }, Some(memory)) = (next, &entry.memory) {
-                memory.set_present(generation, page);
+            for (order, end) in alike.iter().zip(ends) {
+                let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
+                if let (Some(Step::Complete { page, .. }), Some(memory)) = (next, &entry.memory) {
+                    memory.set_present(generation, page);
+                }
+                sort(next, &mut orders, &mut lost);
             }
-            step = next;
+        }
+        match lost {
+            Some(page) => Err(SegmentError::Lost { segment, page }),
+            None if !lock(entry).holder.has_access() => Err(SegmentError::NotOwned(segment)),
+            None => Ok(()),
         }
     }
 
-    pub(super) fn read(&self, entry: &Mutex<Segment>, order: ReadOrder) -> ReadEnd {
-        let ReadOrder { page, from, mode, .. } = order;
+    /// Makes READs of the same copy, in the same way. Returns their ends.
+    fn read(&self, entry: &Mutex<Segment>, orders: &[ReadOrder]) -> Vec<ReadEnd> {
+        let gone = || vec![ReadEnd::Gone; orders.len()];
+        let ReadOrder { from, mode, .. } = orders[0];
         let (data, place) = {
             let entry = lock(entry);
-            let Some(memory) = &entry.memory else { return ReadEnd::Gone };
+            let Some(memory) = &entry.memory else { return gone() };
             if mode == ReadMode::Own {
-                let is_present = memory.is_present(from.generation, page);
-                return if is_present { ReadEnd::Found } else { ReadEnd::NotThere };
+                let is_present = |order: &ReadOrder| memory.is_present(from.generation, order.page);
+                let end = |order| if is_present(order) { ReadEnd::Found } else { ReadEnd::NotThere };
+                return orders.iter().map(end).collect();
             }
             let place = entry.copies.iter().find(|place| place.link == from).copied();
             (Arc::clone(&memory.data), place)
         };
-        let Some(place) = place else { return ReadEnd::Gone };
+        let Some(place) = place else { return gone() };
+        let lane = if orders.iter().any(|order| order.is_urgent) { Lane::Urgent } else { Lane::Ahead };
+        let pages: Vec<u32> = orders.iter().map(|order| order.page).collect();
         for _ in 0..READS_MAX {
-            if let Some(peer) = self.peer(from.at, Some(place.address)) {
-                match lock(&peer).read(&data, &place, page, mode) {
-                    ReadEnd::Gone => {}
-                    end => return end,
+            if let Some(peer) = self.peer(from.at, lane, Some(place.address)) {
+                let ends = lock(&peer).read(&data, &place, &pages, mode);
+                if let Some(ends) = ends {
+                    return ends;
                 }
-                self.forget_peer(from.at, &peer);
+                self.forget_peer(from.at, lane, &peer);
             }
             if matches!(self.registry.address(from.at), Ok(None)) {
                 break;
             }
         }
-        ReadEnd::Gone
+        gone()
     }
 
     /// If all pages are here, tells the other hosts that their copies are not needed.
@@ -84,6 +96,17 @@ impl HostShared {
             // A host that does not hear it keeps the memory until it is asked again.
             let ask = Ask::Release { generation };
             let _ = self.ask(&Request { segment, from: self.own, to, ask });
+        }
+    }
+}
+
+/// Adds READs to `orders`, and the first page that is lost to `lost`.
+fn sort(steps: impl IntoIterator<Item = Step>, orders: &mut Vec<ReadOrder>, lost: &mut Option<u32>) {
+    for step in steps {
+        match step {
+            Step::Read(order) => orders.push(order),
+            Step::Lost { page, .. } => *lost = lost.or(Some(page)),
+            Step::Complete { .. } => {}
         }
     }
 }

@@ -15,10 +15,12 @@ use aquifer_fabric::{ClusterKey, Host, Identity, Limits, Memory, TargetError, Te
 use super::SegmentKey;
 use super::answers::Handler;
 use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::peer::PAGES_MAX;
 use super::registry::Registry;
 use super::shared::{HostShared, Segment, lock};
 use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, SegmentRecord, Stage};
+use crate::pulling::Step;
 use crate::pulling::lineage::LINKS_MAX;
 
 /// Length of the longest name of a process.
@@ -285,7 +287,7 @@ impl SegmentHost {
             match step {
                 // Another thread reads it.
                 None => std::thread::yield_now(),
-                Some(step) => return self.shared.pull(segment, &entry, step),
+                Some(step) => return self.shared.pull(segment, &entry, vec![step]),
             }
         }
     }
@@ -295,11 +297,29 @@ impl SegmentHost {
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
     pub fn pull_all(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        while self.pull_ahead(segment)? {}
         let entry = self.owned(segment)?;
+        // What other threads pull is waited for, and what they have lost is noticed.
         let pages = lock(&entry).memory.as_ref().map_or(0, SegmentMemory::pages);
         (0..pages).try_for_each(|page| self.pull(segment, page))?;
         self.shared.finish(segment, &entry);
         Ok(())
+    }
+
+    /// Pulls some pages ahead of the program, over a connection of its own, so that no thread that
+    /// waits for a page waits for these. Returns whether there are more.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or a page is lost.
+    pub fn pull_ahead(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
+        let entry = self.owned(segment)?;
+        let steps: Vec<Step> = match &mut lock(&entry).puller {
+            None => return Ok(false),
+            Some(puller) => std::iter::from_fn(|| puller.ahead()).take(PAGES_MAX).collect(),
+        };
+        let are_more = steps.len() == PAGES_MAX;
+        self.shared.pull(segment, &entry, steps)?;
+        Ok(are_more)
     }
 
     fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {

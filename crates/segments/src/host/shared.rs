@@ -10,12 +10,15 @@ use aquifer_fabric::{ClusterKey, Identity};
 
 use super::SegmentKey;
 use super::memory::SegmentMemory;
-use super::peer::Peer;
+use super::peer::{Lane, Peer};
 use super::registry::Registry;
 use super::wire::{Ask, CopyPlace, Request};
 use crate::ownership::{Holder, Holding, Life, Message, Output, Stage};
 use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
+
+/// Connections to other agents.
+type Peers = HashMap<(Life, Lane), Arc<Mutex<Peer>>>;
 
 #[derive(Debug)]
 pub(super) struct HostShared {
@@ -25,7 +28,7 @@ pub(super) struct HostShared {
     pub registry: Registry,
     pub target: TcpTarget,
     pub segments: Mutex<BTreeMap<SegmentKey, Arc<Mutex<Segment>>>>,
-    pub peers: Mutex<HashMap<Life, Arc<Mutex<Peer>>>>,
+    pub peers: Mutex<Peers>,
     /// The host's lease, with which its processes end.
     pub lease: LeaseId,
     /// The processes that accept segments, by tenant and name.
