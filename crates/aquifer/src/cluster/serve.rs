@@ -243,7 +243,8 @@ fn heaps(
 
 /// The socket at which a node gives memory to the heaps of this machine.
 fn heap_memory_socket(state: &StateDir, node: u16) -> std::path::PathBuf {
-    state.socket(&format!("{}-heaps", Daemon::Node(node)))
+    // As short as the node's own: see the longest path of a state folder.
+    state.socket(&format!("span-{node}"))
 }
 
 /// Where a node listens: on a socket from systemd, at an address, or on this machine's shared
