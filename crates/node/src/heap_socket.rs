@@ -17,10 +17,6 @@ use crate::shutdown::Shutdown;
 /// Longest time in which a request to stop goes unnoticed, and interval of attempts to hold what
 /// could not be held.
 const TICK: Duration = Duration::from_millis(100);
-/// Time for which a new process of the node waits for the service before it frees what the last
-/// process had held.
-const FIRST_WAIT: Duration = Duration::from_secs(10);
-
 /// Why a node does not hold memory for heaps.
 pub(crate) const PINNED: &str = "the memory of this node is pinned, so it cannot lend part of it to heaps";
 
@@ -40,9 +36,14 @@ impl HeapSocket {
     pub fn start(path: &Path, spans: Option<HeapSpans>) -> io::Result<Self> {
         let listener = listen_at(path, 0o600)?;
         let stop = Shutdown::new();
-        let release_at = Some(Instant::now() + FIRST_WAIT);
-        let server =
-            Server { listener, spans, service: None, goal: HoldSpans { spans: 0, kept_ms: 0 }, release_at };
+        let server = Server {
+            listener,
+            spans,
+            service: None,
+            has_served: false,
+            goal: HoldSpans { spans: 0, kept_ms: 0 },
+            release_at: None,
+        };
         let until = stop.clone();
         let thread =
             std::thread::Builder::new().name("heap-spans".into()).spawn(move || server.run(&until))?;
@@ -63,6 +64,8 @@ struct Server {
     listener: OwnedFd,
     spans: Option<HeapSpans>,
     service: Option<OwnedFd>,
+    /// Whether a service has ever connected to this process.
+    has_served: bool,
     /// What the service has asked for last.
     goal: HoldSpans,
     /// When all is freed, while there is no service.
@@ -92,6 +95,7 @@ impl Server {
         match accept(&self.listener) {
             Ok((socket, peer)) if peer.uid == rustix::process::geteuid().as_raw() => {
                 self.service = Some(socket);
+                self.has_served = true;
                 self.release_at = None;
             }
             Ok((_, peer)) => tracing::warn!(uid = peer.uid, "refused a connection of another user"),
@@ -122,7 +126,8 @@ impl Server {
             self.goal.spans = 0;
             self.release_at = None;
         }
-        if self.service.is_some() || self.release_at.is_none() {
+        // A node whose machine serves no heaps does nothing here.
+        if self.has_served && (self.service.is_some() || self.release_at.is_none()) {
             self.hold();
         }
     }
