@@ -1,14 +1,15 @@
 //! Memory that the node holds for the heaps of objects on its machine: free spans, which no host
 //! can allocate meanwhile. Their pages are returned to the system, and heaps take as many.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use aquifer_fabric::Target;
+use aquifer_fabric::{Key, Target};
 use aquifer_pool::size::SPAN_BYTES;
 use aquifer_pool::word::AlignedRun;
-use aquifer_pool::{Extent, NodeMemory};
+use aquifer_pool::{Extent, NodeId, NodeMemory, SizeClass};
 
 use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 
@@ -23,21 +24,39 @@ pub(crate) struct HeapSpans {
     target: Arc<dyn Target>,
     client: SelfClient,
     held: Vec<Extent>,
+    /// The file with what is held, for the node's next process.
+    record: PathBuf,
+    /// The life of the memory.
+    epoch: u64,
     /// What is held, for metrics.
     held_bytes: Arc<AtomicU64>,
     is_failing: bool,
 }
 
 impl HeapSpans {
-    /// Holds nothing yet. `client` acts as [`aquifer_fabric::Host::HEAPS`]; what an earlier process
-    /// has held is freed when it first connects.
+    /// Holds what an earlier process has recorded for this life of the memory. `client` acts as
+    /// [`aquifer_fabric::Host::HEAPS`].
     pub fn new(
         node_memory: NodeMemory,
         target: Arc<dyn Target>,
         client: SelfClient,
         held_bytes: Arc<AtomicU64>,
+        record: PathBuf,
+        epoch: u64,
     ) -> Self {
-        Self { node_memory, target, client, held: Vec::new(), held_bytes, is_failing: false }
+        let held = recorded(&record, epoch, &node_memory);
+        held_bytes.store(u64::from(spans_of(&held)) * SPAN_BYTES, Relaxed);
+        Self { node_memory, target, client, held, record, epoch, held_bytes, is_failing: false }
+    }
+
+    /// Records what is held. What is held without a record stays so until the memory's life ends.
+    fn record(&self) -> Result<(), SelfClientError> {
+        let extents: Vec<(u64, u8)> =
+            self.held.iter().map(|extent| (extent.addr, extent.class.k())).collect();
+        let json = serde_json::to_vec(&(self.epoch, extents)).map_err(std::io::Error::from)?;
+        let new = self.record.with_extension("new");
+        std::fs::write(&new, json)?;
+        Ok(std::fs::rename(&new, &self.record)?)
     }
 
     /// Holds `goal` spans, as far as there are free ones. Returns how many it holds now: a group
@@ -102,8 +121,9 @@ impl HeapSpans {
             node_memory.release_pages(&extent)?;
             Ok(Some(extent))
         });
-        let taken = self.checked(section, taken)?.flatten();
+        let taken = self.checked(taken)?.flatten();
         self.held.extend(taken);
+        self.record()?;
         Ok(taken.is_some())
     }
 
@@ -115,29 +135,34 @@ impl HeapSpans {
             return Ok(false);
         };
         let section = self.node_memory.section_of(&extent);
-        let freed = self.client.change(section, |pool, _| Ok(pool.free(extent)?));
-        let freed = self.checked(section, freed)?;
+        // Before it is free: the next process must not take it for its own.
         self.held.retain(|held| *held != extent);
-        Ok(freed.is_some())
+        self.record()?;
+        let freed = self.client.change(section, |pool, _| Ok(pool.free(extent)?));
+        Ok(self.checked(freed)?.is_some())
     }
 
-    /// The outcome of a change; `None` if the section is damaged. After another failure all that is
-    /// held in the section is freed with the next connection, so it is forgotten.
-    fn checked<T>(
-        &mut self,
-        section: u32,
-        changed: Result<T, SelfClientError>,
-    ) -> Result<Option<T>, SelfClientError> {
+    /// The outcome of a change; `None` if the section is damaged.
+    fn checked<T>(&self, changed: Result<T, SelfClientError>) -> Result<Option<T>, SelfClientError> {
         match changed {
             Ok(changed) => Ok(Some(changed)),
             Err(error) if error.is_damage() => Ok(None),
-            Err(error) => {
-                let node_memory = &self.node_memory;
-                self.held.retain(|extent| node_memory.section_of(extent) != section);
-                Err(error)
-            }
+            Err(error) => Err(error),
         }
     }
+}
+
+/// What an earlier process has recorded for this life of the memory.
+fn recorded(record: &Path, epoch: u64, node_memory: &NodeMemory) -> Vec<Extent> {
+    let Ok(json) = std::fs::read(record) else { return Vec::new() };
+    let Ok((of_epoch, extents)) = serde_json::from_slice::<(u64, Vec<(u64, u8)>)>(&json) else {
+        tracing::warn!(path = %record.display(), "the record of memory for heaps is not valid");
+        return Vec::new();
+    };
+    let node = NodeId(node_memory.layout.node());
+    let extent = |(addr, k): (u64, u8)| Some(Extent { node, addr, class: SizeClass::new(k)?, key: Key(0) });
+    let is_of_life = of_epoch == epoch;
+    extents.into_iter().filter(|_| is_of_life).filter_map(extent).collect()
 }
 
 fn spans_of(extents: &[Extent]) -> u32 {
