@@ -16,6 +16,8 @@ pub struct Mapping<'a> {
     address: usize,
     bytes: usize,
     is_away: bool,
+    /// Whether the addresses that it has left are reserved for it.
+    is_reserved: bool,
 }
 
 impl<'a> Mapping<'a> {
@@ -32,7 +34,7 @@ impl<'a> Mapping<'a> {
         // segments do not overlap, which the directory grants.
         unsafe {
             mmap(start, bytes, access, flags, file, 0).map_err(ArenaError::system("map a segment"))?;
-            let mapping = Self { _arena: arena, address, bytes, is_away: false };
+            let mapping = Self { _arena: arena, address, bytes, is_away: false, is_reserved: true };
             madvise(start, bytes, Advice::LinuxDontFork)
                 .map_err(ArenaError::system("keep a segment from children"))?;
             Ok(mapping)
@@ -69,7 +71,6 @@ impl<'a> Mapping<'a> {
     pub fn withdraw(&mut self) -> Result<(), ArenaError> {
         if !self.is_away {
             self.shift(self.address, self.address + ARENA_BYTES)?;
-            self.is_away = true;
         }
         Ok(())
     }
@@ -77,23 +78,28 @@ impl<'a> Mapping<'a> {
     /// Gives the segment to the program again, which it has not left after all.
     ///
     /// # Errors
-    /// Those of [`Self::withdraw`].
+    /// Those of [`Self::withdraw`]; also if another thread has mapped something at the addresses.
     pub fn restore(&mut self) -> Result<(), ArenaError> {
+        if self.is_away && !self.is_reserved {
+            return Err(ArenaError::Range { address: self.address, bytes: self.bytes });
+        }
         if self.is_away {
             self.shift(self.address + ARENA_BYTES, self.address)?;
-            self.is_away = false;
         }
         Ok(())
     }
 
     /// Moves the mapping, and reserves the addresses that it leaves.
-    fn shift(&self, from: usize, to: usize) -> Result<(), ArenaError> {
+    fn shift(&mut self, from: usize, to: usize) -> Result<(), ArenaError> {
         let (start, flags) = (with_exposed_provenance_mut(from), MremapFlags::MAYMOVE);
         // SAFETY: both ranges are in the arena, where nothing but this segment and its counterpart
         // behind the arena is mapped.
         unsafe { mremap_fixed(start, self.bytes, self.bytes, flags, with_exposed_provenance_mut(to)) }
             .map_err(ArenaError::system("move a segment"))?;
-        reserve(from..from + self.bytes).map_err(ArenaError::system("reserve the addresses of a segment"))
+        self.is_away = !self.is_away;
+        let reserved = reserve(from..from + self.bytes);
+        self.is_reserved = reserved.is_ok();
+        reserved.map_err(ArenaError::system("reserve the addresses of a segment"))
     }
 
     /// The first address.

@@ -120,10 +120,10 @@ impl VerbsEndpoint {
     pub fn connect_by(
         address: SocketAddr,
         credential: &Credential,
-        who: Identity,
+        identity: Identity,
     ) -> Result<Self, EndpointError> {
         let unreachable = |source| EndpointError::Unreachable { address: address.to_string(), source };
-        let hello = Hello { who, encrypt: false, resume: None };
+        let hello = Hello { who: identity, encrypt: false, resume: None };
         let (link, welcome) = open_session(address, credential, &hello, HANDSHAKE_TIMEOUT)?;
         let limits = welcome.limits;
         let results = u32::try_from(limits.queue_depth).unwrap_or(u32::MAX);
@@ -133,7 +133,7 @@ impl VerbsEndpoint {
         let endpoint = Self {
             address,
             credential: credential.clone(),
-            who,
+            who: identity,
             session: welcome.session,
             limits,
             regions: welcome.regions,

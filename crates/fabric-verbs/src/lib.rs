@@ -48,8 +48,8 @@ use aquifer_fabric::{Admission, Target, TargetError, UnixClock, VerbsProvider};
 /// Installs this crate as the provider for RDMA devices.
 pub fn install() {
     VerbsProvider {
-        connect: |address, credential, who| {
-            Ok(Box::new(VerbsEndpoint::connect_by(address, credential, who)?))
+        connect: |address, credential, identity| {
+            Ok(Box::new(VerbsEndpoint::connect_by(address, credential, identity)?))
         },
         listen: |address, key, admission| {
             let options = VerbsOptions { admission, ..VerbsOptions::default() };

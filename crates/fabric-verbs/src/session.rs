@@ -235,7 +235,8 @@ impl Write for BufferStream {
 /// A proven initiator: its cipher, and its ticket if it has no cluster key.
 pub(super) type Proven = (RecordCipher, Option<Ticket>);
 
-/// Handles the first handshake message. Returns who is proven or the error, and the answer.
+/// Handles the first handshake message. Returns the cipher and the ticket, or the error, and the
+/// answer.
 pub(super) fn authenticate(
     message: &[u8],
     key: &ClusterKey,

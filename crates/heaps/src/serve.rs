@@ -123,7 +123,7 @@ pub enum HeapsError {
     Node {
         /// The node.
         node: u16,
-        /// What it says.
+        /// Reason of the refusal.
         reason: String,
     },
     /// It cannot listen.

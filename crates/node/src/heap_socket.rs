@@ -1,5 +1,4 @@
-//! The socket at which the service of heaps on this machine says how much memory its heaps may
-//! take.
+//! The socket at which the service of heaps on this machine requests memory for its heaps.
 
 use std::io;
 use std::os::fd::OwnedFd;

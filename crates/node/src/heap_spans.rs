@@ -15,6 +15,8 @@ use crate::self_client::{SelfClient, SelfClientError, allocate_group};
 
 /// Longest time of one change; the rest is left for the next.
 const CHANGE_TIME: Duration = Duration::from_millis(100);
+/// Groups that are freed in one change.
+const GROUPS_FREED_MAX: usize = 256;
 /// The order of a group of spans that is a whole section.
 const SECTION_ORDER: u8 = 4;
 
@@ -80,14 +82,18 @@ impl HeapSpans {
             return Ok(());
         }
         self.client.connect()?;
+        if spans_of(&self.held) > goal {
+            return self.free_down_to(goal);
+        }
+        let allocated = self.allocate_up_to(goal, deadline);
+        // Also what was allocated before a failure.
+        self.record().and(allocated)
+    }
+
+    fn allocate_up_to(&mut self, goal: u32, deadline: Instant) -> Result<(), SelfClientError> {
         loop {
-            let held = spans_of(&self.held);
-            let has_changed = if held < goal {
-                self.allocate(goal - held)?
-            } else {
-                held > goal && self.free(held - goal)?
-            };
-            if !has_changed || Instant::now() >= deadline {
+            let missing = goal - spans_of(&self.held).min(goal);
+            if missing == 0 || !self.allocate(missing)? || Instant::now() >= deadline {
                 return Ok(());
             }
         }
@@ -123,23 +129,29 @@ impl HeapSpans {
         });
         let taken = self.checked(taken)?.flatten();
         self.held.extend(taken);
-        self.record()?;
         Ok(taken.is_some())
     }
 
-    /// Frees one group of at most `spans` spans, the smallest. Returns false if there is none.
-    fn free(&mut self, spans: u32) -> Result<bool, SelfClientError> {
-        let smallest = (0..self.held.len()).min_by_key(|at| self.held[*at].class);
-        let Some(extent) = smallest.map(|at| self.held[at]).filter(|extent| spans_of(&[*extent]) <= spans)
-        else {
-            return Ok(false);
-        };
-        let section = self.node_memory.section_of(&extent);
-        // Before it is free: the next process must not take it for its own.
-        self.held.retain(|held| *held != extent);
+    /// Frees groups, the smallest first, as long as `goal` spans stay.
+    fn free_down_to(&mut self, goal: u32) -> Result<(), SelfClientError> {
+        self.held.sort_by_key(|extent| std::cmp::Reverse(extent.class));
+        let (mut held, mut kept) = (spans_of(&self.held), self.held.len());
+        while kept > 0 && self.held.len() - kept < GROUPS_FREED_MAX {
+            held -= spans_of(&self.held[kept - 1..kept]);
+            if held < goal {
+                break;
+            }
+            kept -= 1;
+        }
+        let freed = self.held.split_off(kept);
+        // Before they are free: the next process must not take them for its own.
         self.record()?;
-        let freed = self.client.change(section, |pool, _| Ok(pool.free(extent)?));
-        Ok(self.checked(freed)?.is_some())
+        for extent in freed {
+            let section = self.node_memory.section_of(&extent);
+            let outcome = self.client.change(section, |pool, _| Ok(pool.free(extent)?));
+            self.checked(outcome)?;
+        }
+        Ok(())
     }
 
     /// The outcome of a change; `None` if the section is damaged.

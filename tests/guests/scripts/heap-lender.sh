@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
-# In the first of two guests: starts a directory, a memory node, and a service of heaps whose reads
+# In the first of two guests: starts a directory, and a service of heaps whose reads
 # the RDMA device serves. A connection to port 9000 ends the script.
 #
 #   heap-lender.sh AQUIFER
 aquifer=$1
 # shellcheck source=tests/guests/scripts/pool.sh
 . "$(dirname "$0")/pool.sh"
-etcd --data-dir "$state/etcd" --listen-client-urls http://10.9.0.1:2379 \
-    --advertise-client-urls http://10.9.0.1:2379 \
-    --listen-peer-urls http://127.0.0.1:2380 >"$state/etcd.log" 2>&1 &
-etcd=$!
-await_port 10.9.0.1 2379
+network_directory
 daemon keeper keeper
 daemon heaps heap-service --id 1 --memory 64M --listen 10.9.0.1:7401 --rdma 10.9.0.1:7402 \
     --directory etcd://10.9.0.1:2379

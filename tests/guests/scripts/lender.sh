@@ -6,11 +6,7 @@
 aquifer=$1
 # shellcheck source=tests/guests/scripts/pool.sh
 . "$(dirname "$0")/pool.sh"
-etcd --data-dir "$state/etcd" --listen-client-urls http://10.9.0.1:2379 \
-    --advertise-client-urls http://10.9.0.1:2379 \
-    --listen-peer-urls http://127.0.0.1:2380 >"$state/etcd.log" 2>&1 &
-etcd=$!
-await_port 10.9.0.1 2379
+network_directory
 for node in 1 2; do
     daemon "node-$node" node --id "$node" --memory 128M --fabric verbs --listen "10.9.0.1:740$node" \
         --directory etcd://10.9.0.1:2379

@@ -29,5 +29,14 @@ await_port() {
     until (: >"/dev/tcp/$1/$2") 2>/dev/null; do sleep 0.2; done
 }
 
+# network_directory: starts etcd at an address that the other guest reaches; `etcd` is its process.
+network_directory() {
+    etcd --data-dir "$state/etcd" --listen-client-urls http://10.9.0.1:2379 \
+        --advertise-client-urls http://10.9.0.1:2379 \
+        --listen-peer-urls http://127.0.0.1:2380 >"$state/etcd.log" 2>&1 &
+    etcd=$!
+    await_port 10.9.0.1 2379
+}
+
 # Prints the ends of the daemons' logs, also after a failure.
 trap 'tail -n 5 "$state"/*.log >&2' EXIT

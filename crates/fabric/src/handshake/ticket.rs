@@ -175,8 +175,8 @@ impl Admission {
 ///
 /// # Errors
 /// Why not.
-pub fn check_ticket(ticket: &Ticket, who: Identity, clock: &UnixClock) -> Result<(), RefusalReason> {
-    if who != ticket.identity() {
+pub fn check_ticket(ticket: &Ticket, identity: Identity, clock: &UnixClock) -> Result<(), RefusalReason> {
+    if identity != ticket.identity() {
         return Err(RefusalReason::OtherIdentity);
     }
     match clock.now_s().checked_sub(ticket.expiry_s) {

@@ -83,21 +83,21 @@ fn a_ticket_admits_to_its_service_until_it_expires() {
     let harness = VerbsHarness::admitting(Admission::Tickets(3));
     let good =
         Ticket { tenant: WHO.tenant, host: WHO.host, epoch: WHO.epoch, expiry_s: NOW_S + 1, service: 3 };
-    let connect = |ticket: Ticket, key: &ClusterKey, who| {
+    let connect = |ticket: Ticket, key: &ClusterKey, identity| {
         let credential = Credential::Ticket(ticket, ticket.secret(key));
-        VerbsEndpoint::connect_by(harness.address, &credential, who)
+        VerbsEndpoint::connect_by(harness.address, &credential, identity)
     };
     let (_memory, region) = harness.region(Access::ALL, Scope::Tenant(WHO.tenant));
     let mut client = harness.client_of(Box::new(connect(good, &KEY, WHO).unwrap()));
     assert_eq!(client.read(region.base, region.key, 64), Ok(64));
     let other = Identity { tenant: Tenant(WHO.tenant.0 + 1), ..WHO };
-    for (ticket, key, who) in [
+    for (ticket, key, identity) in [
         (Ticket { expiry_s: NOW_S, ..good }, &KEY, WHO),
         (Ticket { service: 4, ..good }, &KEY, WHO),
         (good, &ClusterKey([0; 32]), WHO),
         (good, &KEY, other),
     ] {
-        assert!(connect(ticket, key, who).is_err(), "{ticket:?}");
+        assert!(connect(ticket, key, identity).is_err(), "{ticket:?}");
     }
     assert!(VerbsEndpoint::connect(harness.address, &KEY, WHO).is_err(), "the cluster key is no ticket");
 }

@@ -88,7 +88,7 @@ fn memory_of_a_service_that_has_ended_is_free_again() {
     let mut client = harness.client(1, 1).expect("it listens");
     let first = Service::connect(&harness);
     assert_eq!(first.hold(SPANS), SPANS);
-    // The next process of the service says what it has, before the end of the last is noticed.
+    // The next process of the service connects before the end of the last is noticed.
     let second = Service::connect(&harness);
     assert_eq!(second.hold(SECTION_SPANS), SECTION_SPANS);
     drop(first);

@@ -1,7 +1,7 @@
 //! A connection to a heap whose memory a device serves: the client translates addresses itself, by
 //! READs of the names. Requests go over another connection.
 //!
-//! A device promises no order within a READ, and none between READs that are in flight together. So
+//! A device keeps no order within a READ, and none between READs that are in flight together. So
 //! a direct read is three rounds, each of which is over when the next begins: the header, the
 //! bytes, and the header and the name again (decision 19).
 

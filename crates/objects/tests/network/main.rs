@@ -8,7 +8,7 @@ mod over_tcp {
     crate::tests! { None }
 }
 
-/// Another target stands for an RDMA device: it knows no translation.
+/// Another target stands for an RDMA device: it translates nothing.
 mod by_a_device {
     use aquifer_fabric::tcp::{ConnectOptions, connect_with_ticket};
 

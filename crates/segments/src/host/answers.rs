@@ -117,7 +117,7 @@ pub(super) struct Handler(pub Weak<HostShared>);
 impl MessageHandler for Handler {
     fn handle(&self, from: MessageSender, message: &[u8], answer: &mut Vec<u8>) {
         let request = serde_json::from_slice::<Request>(message).ok();
-        // An agent speaks for itself alone.
+        // The source that a request names must be the host that has sent it.
         let request = request.filter(|request| {
             (from.who.host, from.who.epoch) == (Host(request.from.host), request.from.epoch)
         });

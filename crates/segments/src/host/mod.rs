@@ -3,7 +3,7 @@
 //!
 //! - [`registry`] has the records of segments and hosts in the directory.
 //! - [`memory`] is a copy of a segment, which other hosts read.
-//! - [`wire`] has what agents ask each other, and `peer` the connections to them.
+//! - [`wire`] has the messages between agents, and `peer` the connections to them.
 //! - [`faults`] serves a program that touches pages that are elsewhere.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.

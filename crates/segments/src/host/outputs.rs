@@ -108,7 +108,7 @@ impl HostShared {
             Some(address) => address,
             None => self.registry.address(life).inspect_err(warn_of_directory).ok()??,
         };
-        let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.who)?));
+        let peer = Arc::new(Mutex::new(Peer::connect(address, &self.key, self.identity)?));
         Some(Arc::clone(lock(&self.peers).entry((life, lane)).or_insert(peer)))
     }
 

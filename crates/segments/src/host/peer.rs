@@ -46,9 +46,9 @@ pub(super) enum Lane {
 
 impl Peer {
     /// Connects to an agent; `None` if it cannot be reached.
-    pub fn connect(address: SocketAddr, key: &ClusterKey, who: Identity) -> Option<Self> {
+    pub fn connect(address: SocketAddr, key: &ClusterKey, identity: Identity) -> Option<Self> {
         let connect = || -> Result<Self, Box<dyn std::error::Error>> {
-            let mut endpoint = tcp::connect(address, key, who, ConnectOptions::default())?;
+            let mut endpoint = tcp::connect(address, key, identity, ConnectOptions::default())?;
             let memory = Arc::new(Memory::private("aquifer-segment-peer", 2 * MESSAGE_BYTES_MAX as usize)?);
             let local = endpoint.register_local(Arc::clone(&memory))?;
             Ok(Self {

@@ -93,7 +93,7 @@ impl HostShared {
         hosts.sort_unstable();
         hosts.dedup();
         for to in hosts.into_iter().filter(|to| *to != self.own) {
-            // A host that does not hear it keeps the memory until it is asked again.
+            // A host that misses it keeps the memory until the next release.
             let ask = Ask::Release { generation };
             let _ = self.ask(&Request { segment, from: self.own, to, ask });
         }

@@ -101,7 +101,7 @@ impl SegmentHost {
         let (jobs, next_job) = channel();
         let shared = Arc::new(HostShared {
             own,
-            who: Identity { host: Host(host), epoch: lease.epoch, tenant: AGENTS },
+            identity: Identity { host: Host(host), epoch: lease.epoch, tenant: AGENTS },
             key: key.clone(),
             registry,
             target,

@@ -23,7 +23,7 @@ type Peers = HashMap<(Life, Lane), Arc<Mutex<Peer>>>;
 #[derive(Debug)]
 pub(super) struct HostShared {
     pub own: Life,
-    pub who: Identity,
+    pub identity: Identity,
     pub key: ClusterKey,
     pub registry: Registry,
     pub target: TcpTarget,

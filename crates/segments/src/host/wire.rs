@@ -1,4 +1,4 @@
-//! What agents ask each other: one message each, as JSON.
+//! Requests of one agent to another, and their answers: one message each, as JSON.
 
 use std::net::SocketAddr;
 
@@ -11,7 +11,7 @@ use crate::pulling::Link;
 /// Longest message.
 pub const MESSAGE_BYTES_MAX: u32 = 8192;
 
-/// What an agent asks another one.
+/// A request.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
@@ -21,15 +21,15 @@ pub struct Request {
     pub from: Life,
     /// The target.
     pub to: Life,
-    /// What is asked.
+    /// What is to be done.
     pub ask: Ask,
 }
 
-/// A question.
+/// What is to be done.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Ask {
-    /// Are you prepared?
+    /// To be prepared for a hand-over.
     Prepare {
         /// The number of the hand-over.
         generation: u64,
@@ -38,19 +38,19 @@ pub enum Ask {
         /// The process that is to own it.
         process: String,
     },
-    /// The segment is yours.
+    /// To own the segment from now on.
     Transfer {
         /// The number of the hand-over.
         generation: u64,
         /// Its copies, the newest first.
         copies: Vec<CopyPlace>,
     },
-    /// Have you received it? If not, you never will.
+    /// To say whether it was received, and not to accept it any more if not.
     Query {
         /// The number of the hand-over.
         generation: u64,
     },
-    /// Your copies of generations up to this one are not needed any more.
+    /// To give up copies of generations up to this one.
     Release {
         /// The generation.
         generation: u64,
@@ -101,7 +101,7 @@ impl Request {
 }
 
 impl Answer {
-    /// The answer that a message is; `None` if it is a question.
+    /// The answer that a message is; `None` if it is a request.
     #[must_use]
     pub const fn of(message: Message) -> Option<Self> {
         match message {

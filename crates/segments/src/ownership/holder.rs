@@ -86,22 +86,22 @@ pub enum Input {
     Tick,
 }
 
-/// What agents say to each other.
+/// Messages between agents.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Message {
-    /// Source: is your process there, and the range of addresses free?
+    /// To the target: be prepared.
     Prepare(u64),
-    /// Target: yes.
+    /// To the source: the target is prepared.
     Accept(u64),
-    /// Target: no.
+    /// To the source: the target is not prepared.
     Decline(u64),
-    /// Source: the segment is yours.
+    /// To the target: it owns the segment.
     Transfer(u64),
-    /// Target: it is mine.
+    /// To the source: the target owns the segment.
     Received(u64),
-    /// Source: have you received it? If not, you never will.
+    /// To the target: answer whether [`Message::Transfer`] has arrived, and refuse it if not.
     Query(u64),
-    /// Target: it has not arrived, and I will not accept it any more.
+    /// To the source: it has not arrived, and is refused from now on.
     NotReceived(u64),
 }
 

@@ -7,7 +7,7 @@
 //! again.
 //!
 //! - [`record`] is the directory's record of a segment, with its transactions.
-//! - [`holder`] is what an agent knows of a segment, as a state machine.
+//! - [`holder`] is the state of a segment at an agent, as a state machine.
 
 pub mod holder;
 pub mod record;
