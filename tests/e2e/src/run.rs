@@ -1,6 +1,6 @@
 //! Programs that run plainly or on the pool, with their output and peak memory.
 
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
@@ -65,7 +65,7 @@ impl Running {
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let sampler = Sampler::start(child.id(), forks, mempool);
         let stdout = collect(child.stdout.take().expect("it is a pipe"));
-        let stderr = collect(child.stderr.take().expect("it is a pipe"));
+        let stderr = show(child.stderr.take().expect("it is a pipe"));
         Self { child, stdout, stderr, sampler }
     }
 
@@ -122,6 +122,20 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         pipe.read_to_end(&mut bytes).expect("a pipe can be read");
+        bytes
+    })
+}
+
+/// Collects a pipe, and shows its lines among the test's own: a test that fails shows what the
+/// program has written until then.
+fn show(pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let (mut pipe, mut bytes) = (BufReader::new(pipe), Vec::new());
+        let mut shown = 0;
+        while pipe.read_until(b'\n', &mut bytes).expect("a pipe can be read") > 0 {
+            eprint!("{}", String::from_utf8_lossy(&bytes[shown..]));
+            shown = bytes.len();
+        }
         bytes
     })
 }

@@ -203,13 +203,13 @@ impl ProcessEdge {
     /// Attaches a worker that another agent has attached.
     ///
     /// The program may not have been welcomed yet. A program that has been ignores a second
-    /// welcome.
+    /// welcome. A worker that has ended by itself looks like one that does not run yet.
     pub(crate) fn reattach(&mut self, attachment: Attachment) -> io::Result<()> {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         let is_running = attachment.worker.process() != 0;
         self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
-        if is_running { Ok(()) } else { self.send_welcome() }
+        if is_running { Ok(()) } else { unless_ended(self.send_welcome()) }
     }
 
     fn send_welcome(&self) -> io::Result<()> {
@@ -579,5 +579,43 @@ impl Kernel for ProcessEdge {
 
     fn yield_now(&mut self) {
         self.backoff.wait();
+    }
+}
+
+/// The outcome of a message to a program whose end is watched: it is no failure if the program has
+/// ended.
+fn unless_ended(sent: io::Result<()>) -> io::Result<()> {
+    match sent {
+        Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
+            tracing::debug!(%error, "cannot welcome a program: it has ended");
+            Ok(())
+        }
+        sent => sent,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    #[test]
+    fn a_program_that_ends_while_it_is_resumed_is_no_failure() {
+        let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (agent, worker) = pair().unwrap();
+        assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());
+        // With a message that it has not read, the error is another one.
+        drop(worker);
+        for _ in 0..2 {
+            assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());
+        }
+        let (agent, worker) = pair().unwrap();
+        drop(worker);
+        let sent = send_frame(&agent, &Frame::Welcome, &[]);
+        assert_eq!(sent.as_ref().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+        assert!(unless_ended(sent).is_ok());
+        let refused = unless_ended(Err(io::ErrorKind::PermissionDenied.into()));
+        assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 }
