@@ -1,6 +1,7 @@
 //! Memory that the node holds for the heaps of objects on its machine: free spans, which no host
 //! can allocate meanwhile. Their pages are returned to the system, and heaps take as many.
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -51,7 +52,7 @@ impl HeapSpans {
         Self { node_memory, target, client, held, record, epoch, held_bytes, is_failing: false }
     }
 
-    /// Records what is held. What is held without a record stays so until the memory's life ends.
+    /// Records what is held. What is held without a record is freed with the next connection.
     fn record(&self) -> Result<(), SelfClientError> {
         let extents: Vec<(u64, u8)> =
             self.held.iter().map(|extent| (extent.addr, extent.class.k())).collect();
@@ -81,7 +82,10 @@ impl HeapSpans {
         if spans_of(&self.held) == goal && !self.client.has_unfinished_change() {
             return Ok(());
         }
-        self.client.connect()?;
+        let recorded: HashSet<u64> = self.held.iter().map(|extent| extent.addr).collect();
+        self.client.connect_with(|pool, node, sections| {
+            pool.free_unrecorded(node, sections, &|addr| recorded.contains(&addr))
+        })?;
         if spans_of(&self.held) > goal {
             return self.free_down_to(goal);
         }

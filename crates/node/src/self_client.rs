@@ -6,6 +6,7 @@ use std::ops::Range;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{EndpointError, FabricAddress, Host, Identity, Tenant};
+use aquifer_pool::op::Recovered;
 use aquifer_pool::word::AlignedRun;
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError};
 
@@ -59,6 +60,19 @@ impl SelfClient {
     /// # Errors
     /// If the connection or the recovery fails.
     pub fn connect(&mut self) -> Result<&mut PoolClient, SelfClientError> {
+        let host = self.host;
+        self.connect_with(|pool, node, sections| pool.recover_within(node, host, sections))
+    }
+
+    /// Connects, if there is no connection. Then calls `finish` for the sections in which a change
+    /// may be incomplete.
+    ///
+    /// # Errors
+    /// If the connection or `finish` fails.
+    pub fn connect_with(
+        &mut self,
+        finish: impl Fn(&mut PoolClient, NodeId, Range<u32>) -> Result<Recovered, PoolError>,
+    ) -> Result<&mut PoolClient, SelfClientError> {
         if self.pool.is_none() {
             self.connections += 1;
             // The new epoch fences the last connection.
@@ -67,14 +81,10 @@ impl SelfClient {
                 self.own.address.connect(identity, self.own.key.as_ref(), &ConnectOptions::default())?;
             let mut pool = PoolClient::new(identity.host, identity.tenant);
             pool.add_node(self.node, endpoint)?;
-            // What heaps hold is recorded, and never recovered: see `heap_spans`.
-            if self.host == Host::HEAPS {
-                self.changing = 0..0;
-            }
             while !self.changing.is_empty() {
                 let part =
                     self.changing.start..self.changing.end.min(self.changing.start + SECTIONS_PER_RECOVERY);
-                match pool.recover_within(self.node, identity.host, part.clone()) {
+                match finish(&mut pool, self.node, part.clone()) {
                     // The damage is permanent, and other sections must not wait for it.
                     Err(error @ PoolError::Damaged { .. }) => {
                         tracing::warn!(node = self.node.0, %error, "damaged section is not used any more");

@@ -428,7 +428,7 @@ fn start_heaps(
 ) -> Result<Option<HeapSocket>, NodeError> {
     let Some(path) = &options.heaps else { return Ok(None) };
     let spans = (!is_pinned(options)).then(|| {
-        let client = SelfClient::new(own, NodeId(options.id), Host::HEAPS, 0..0);
+        let client = SelfClient::new(own, NodeId(options.id), Host::HEAPS, opened.uncertain());
         let held_bytes = Arc::clone(&membership.counters().held_bytes);
         let (memory, target) = (opened.node_memory.clone(), Arc::clone(target));
         HeapSpans::new(memory, target, client, held_bytes, path.with_extension("held"), opened.epoch)

@@ -236,6 +236,23 @@ impl PoolClient {
         self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
     }
 
+    /// Frees all that this host owns in some sections, except extents at recorded addresses. No
+    /// other client of the host may be changing anything there.
+    ///
+    /// # Errors
+    /// As for [`Self::recover`].
+    pub fn free_unrecorded(
+        &mut self,
+        id: NodeId,
+        sections: Range<u32>,
+        is_recorded: &dyn Fn(u64) -> bool,
+    ) -> Result<Recovered, PoolError> {
+        let mut unrecorded = self.holdings(id, sections.clone())?;
+        unrecorded.retain(|holding| !self.address_of(id, holding).is_some_and(is_recorded));
+        let op = RecoverOp::only(self.host, unrecorded).within(sections);
+        self.run(id, op)?.map_err(|failure| failure.of(id, 0, 0))
+    }
+
     /// The address of a holding; `None` if it is not an extent.
     pub(crate) fn address_of(&self, id: NodeId, holding: &Holding) -> Option<u64> {
         match holding {

@@ -9,7 +9,7 @@ use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{Frame, ProgramHello};
 
 use super::PagingService;
-use super::edge::Attachment;
+use super::attachment::Attachment;
 use super::process::{ProofError, UnprovenProcess};
 use super::program::{self, MonitorRequest, Program};
 use super::run::Run;

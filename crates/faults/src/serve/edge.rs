@@ -8,11 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use aquifer_channel::{HoldRefused, send_frame};
-use aquifer_ipc::{BATCH_PAGES_MAX, Frame, ProgramHello, STAGING_BUFFERS};
+use aquifer_channel::HoldRefused;
+use aquifer_ipc::{BATCH_PAGES_MAX, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
 use super::attach::AttachError;
+use super::attachment::{Attachment, unless_ended};
 use super::backoff::Backoff;
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
@@ -30,7 +31,6 @@ use crate::kernel::{
 use crate::maps::{self, PagingBounds};
 use crate::pagemap;
 use crate::uffd::{self, Userfaultfd};
-use crate::worker::WorkerPort;
 
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Longest wait for the sender before the program's end is checked.
@@ -38,14 +38,6 @@ const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec
 /// Longest time between the end of a worker that is killed together with its program, and the end
 /// of the program.
 const WORKER_END_PATIENCE: Duration = Duration::from_secs(5);
-
-/// What a program's hello brought: the hello, its socket, and the memory shared with its worker.
-#[derive(Debug)]
-pub(crate) struct Attachment {
-    pub(crate) hello: ProgramHello,
-    pub(crate) socket: Arc<OwnedFd>,
-    pub(crate) worker: WorkerPort,
-}
 
 /// The edge of one real program.
 #[derive(Debug)]
@@ -192,7 +184,7 @@ impl ProcessEdge {
         self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
         self.keep()?;
-        Ok(self.send_welcome()?)
+        Ok(self.attachment.iter().try_for_each(|attachment| attachment.welcome(&self.uffd))?)
     }
 
     /// Forgets the worker, which has ended.
@@ -208,17 +200,8 @@ impl ProcessEdge {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         let is_running = attachment.worker.process() != 0;
         self.program.set_control(attachment.worker.memory());
-        self.attachment = Some(attachment);
-        if is_running { Ok(()) } else { unless_ended(self.send_welcome()) }
-    }
-
-    fn send_welcome(&self) -> io::Result<()> {
-        let Some(Attachment { hello, socket, worker }) = &self.attachment else { return Ok(()) };
-        if hello.is_child {
-            send_frame(socket, &Frame::Welcome, &[worker.fd(), self.uffd.as_fd()])
-        } else {
-            send_frame(socket, &Frame::Welcome, &[worker.fd()])
-        }
+        let attachment = self.attachment.insert(attachment);
+        if is_running { Ok(()) } else { unless_ended(attachment.welcome(&self.uffd)) }
     }
 
     /// Lets the keeper hold what another agent needs to resume the program.
@@ -579,43 +562,5 @@ impl Kernel for ProcessEdge {
 
     fn yield_now(&mut self) {
         self.backoff.wait();
-    }
-}
-
-/// The outcome of a message to a program whose end is watched: it is no failure if the program has
-/// ended.
-fn unless_ended(sent: io::Result<()>) -> io::Result<()> {
-    match sent {
-        Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {
-            tracing::debug!(%error, "cannot welcome a program: it has ended");
-            Ok(())
-        }
-        sent => sent,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-
-    use super::*;
-
-    #[test]
-    fn a_program_that_ends_while_it_is_resumed_is_no_failure() {
-        let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
-        let (agent, worker) = pair().unwrap();
-        assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());
-        // With a message that it has not read, the error is another one.
-        drop(worker);
-        for _ in 0..2 {
-            assert!(unless_ended(send_frame(&agent, &Frame::Welcome, &[])).is_ok());
-        }
-        let (agent, worker) = pair().unwrap();
-        drop(worker);
-        let sent = send_frame(&agent, &Frame::Welcome, &[]);
-        assert_eq!(sent.as_ref().unwrap_err().kind(), io::ErrorKind::BrokenPipe);
-        assert!(unless_ended(sent).is_ok());
-        let refused = unless_ended(Err(io::ErrorKind::PermissionDenied.into()));
-        assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
     }
 }

@@ -14,6 +14,7 @@
 //! - `sampler`: measures resident sizes and finds areas to register.
 
 mod attach;
+mod attachment;
 mod backoff;
 mod canary;
 mod core_follower;

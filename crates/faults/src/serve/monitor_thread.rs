@@ -10,7 +10,8 @@ use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
 
 use super::attach::AttachError;
-use super::edge::{Attachment, ProcessEdge};
+use super::attachment::Attachment;
+use super::edge::ProcessEdge;
 use super::interrupt;
 use super::priority::{URGENT, set_niceness};
 use super::process::UnprovenProcess;

@@ -13,8 +13,9 @@ use aquifer_report::ProgramStatistics;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
 use super::attach::AttachError;
+use super::attachment::Attachment;
 use super::canary::{Canary, Nonce, new_nonce};
-use super::edge::{Attachment, ProcessEdge};
+use super::edge::ProcessEdge;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::interrupt;
 use super::monitor_thread::spawn;

@@ -18,8 +18,9 @@ use aquifer_pager::{BlockId, Budget, Memory, Mempool, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::PagingService;
+use super::attachment::Attachment;
 use super::canary::Canary;
-use super::edge::{Attachment, ProcessEdge};
+use super::edge::ProcessEdge;
 use super::monitor_thread::spawn;
 use super::process::{KeptProcess, ProgramProcess, has_ended};
 use super::program::{Program, new_program};

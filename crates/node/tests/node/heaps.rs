@@ -4,13 +4,14 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use aquifer_channel::{connect, receive_frame, send_frame};
-use aquifer_fabric::Tenant;
+use aquifer_fabric::{Host, Tenant};
 use aquifer_ipc::{Frame, HoldSpans};
 use aquifer_node::NodeOptions;
 use aquifer_pool::size::{SECTION_BYTES, SECTION_SPANS, SPAN_BYTES};
 use aquifer_pool::{Extent, NodeId, PoolClient, SizeClass};
 
 use crate::harness::{BYTES, NodeHarness, SectionBuffer, ServingNode};
+use crate::kept_memory::{self, TestKeeper};
 
 const NODE: NodeId = NodeId(1);
 /// All spans of the node.
@@ -96,6 +97,37 @@ fn memory_of_a_service_that_has_ended_is_free_again() {
     assert_eq!(free_spans(&mut client), u64::from(SPANS - SECTION_SPANS));
     drop(second);
     wait_for_free_spans(&mut client, SPANS);
+    node.stop();
+}
+
+#[test]
+fn a_restarted_node_holds_what_it_has_recorded_and_frees_the_rest() {
+    let harness = NodeHarness::new();
+    let keeper = TestKeeper::start(&harness);
+    let options = || NodeOptions { heaps: Some(socket(&harness)), ..kept_memory::options(&harness, &keeper) };
+    let node = NodeHarness::start_with(options());
+    let service = Service::connect(&harness);
+    assert_eq!(service.hold(5), 5);
+    let lease = harness.grant_host_lease(1);
+    let mut host = harness.client(1, lease.epoch).expect("it listens");
+    let extent = host.allocate(NODE, SizeClass::SECTION).expect("room");
+    let buffer = SectionBuffer::new(&mut host);
+    buffer.write(&mut host, &extent);
+    // As a process that was killed between its CAS and its record.
+    let mut killed = harness.client(Host::HEAPS.0, 9).expect("it listens");
+    for class in [SizeClass::SPAN, SizeClass::CHUNK] {
+        killed.allocate(NODE, class).expect("room");
+    }
+    drop((killed, service));
+    node.stop();
+
+    let node = NodeHarness::start_with(options());
+    let service = Service::connect(&harness);
+    assert_eq!(service.hold(5), 5);
+    let mut host = harness.client(1, lease.epoch).expect("it listens");
+    assert_eq!(free_spans(&mut host), u64::from(SPANS - 5 - SECTION_SPANS));
+    let buffer = SectionBuffer::new(&mut host);
+    assert!(buffer.is_filled_with(&mut host, &extent, 7));
     node.stop();
 }
 

@@ -19,14 +19,14 @@ use crate::harness::{BYTES, NodeHarness, SectionBuffer, ServingNode, wait_until_
 
 const HOST: u16 = 1;
 
-struct TestKeeper {
+pub struct TestKeeper {
     socket: PathBuf,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl TestKeeper {
-    fn start(harness: &NodeHarness) -> Self {
+    pub fn start(harness: &NodeHarness) -> Self {
         let socket = harness.dir.path().join("keeper");
         // Nothing is released while the test runs.
         let options = KeeperOptions {
@@ -61,7 +61,7 @@ impl Drop for TestKeeper {
     }
 }
 
-fn options(harness: &NodeHarness, keeper: &TestKeeper) -> NodeOptions {
+pub fn options(harness: &NodeHarness, keeper: &TestKeeper) -> NodeOptions {
     NodeOptions { keep: Some(keeper.options()), ..harness.options(1, BYTES) }
 }
 
