@@ -20,6 +20,7 @@ use aquifer_host::nodes::NodeRegistry;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
+use aquifer_segments::host::{SegmentHost, programs};
 use rustix::fs::{Mode, OFlags};
 
 use crate::heap_tickets::HeapTickets;
@@ -71,6 +72,7 @@ pub(crate) struct Connections {
     /// What servers of swap devices get.
     access: ClusterAccess,
     heap_tickets: HeapTickets,
+    segments: Arc<SegmentHost>,
     /// Open connections by user id.
     counts: Mutex<HashMap<u32, usize>>,
     /// Limits the log lines about connections that cannot be accepted.
@@ -84,6 +86,7 @@ impl Connections {
         nodes: &Arc<NodeRegistry>,
         access: ClusterAccess,
         heap_tickets: HeapTickets,
+        segments: Arc<SegmentHost>,
     ) -> std::io::Result<Arc<Self>> {
         Ok(Arc::new(Self {
             service: Arc::clone(service),
@@ -92,6 +95,7 @@ impl Connections {
             swap_servers: SwapServers::default(),
             access,
             heap_tickets,
+            segments,
             counts: Mutex::default(),
             accept_failures: Mutex::default(),
             node_watch: NodeWatch::start(nodes)?,
@@ -221,6 +225,9 @@ impl Connections {
                     tracing::debug!(pid = peer.pid, %error, "a program has not got access to heaps");
                 }
                 return;
+            }
+            Ok((Frame::SegmentCall(first), _)) => {
+                return programs::serve(&self.segments, &socket, peer.uid, &first);
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),

@@ -1,6 +1,7 @@
 //! The daemon: joins the cluster, starts the services, and listens for programs.
 
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use aquifer_keeper::KeeperClient;
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
+use aquifer_segments::host::{SegmentError, SegmentHost, SegmentOptions};
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
@@ -54,6 +56,8 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
+    /// What is to be known of segments.
+    pub segments: SegmentSettings,
     /// The time for which other hosts do not recover this host after its lease has ended.
     ///
     /// The keeper's grace time must not be longer than this: programs that wait longer than other
@@ -69,6 +73,15 @@ pub struct AgentOptions {
     pub metrics: Option<MetricsAddress>,
     /// Set when the socket's file was deleted: the agent then ends when it serves no program.
     pub when_unused: Arc<AtomicBool>,
+}
+
+/// Settings for segments.
+#[derive(Clone, Copy, Debug)]
+pub struct SegmentSettings {
+    /// Where agents of other hosts connect. `None`: segments stay on this host.
+    pub listen: Option<SocketAddr>,
+    /// Most bytes of one user's segments on this host.
+    pub bytes_per_user: u64,
 }
 
 /// Why an agent cannot run.
@@ -106,6 +119,17 @@ pub enum AgentError {
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
+    /// Other hosts cannot hand segments over to this one.
+    #[error("--segment-listen {address}: {why}")]
+    SegmentAddress {
+        /// The address.
+        address: SocketAddr,
+        /// Why it does not do.
+        why: &'static str,
+    },
+    /// Segments cannot be served.
+    #[error("cannot serve segments: {0}")]
+    Segments(#[from] SegmentError),
     /// The host could not join the cluster.
     #[error(transparent)]
     Membership(#[from] MembershipError),
@@ -257,7 +281,8 @@ impl Agent {
         let heap_tickets = HeapTickets { directory, key, identity, folder };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets)
+        let segments = start_segments(options, &membership)?;
+        let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets, segments)
             .map_err(AgentError::Threads)?;
         Ok(Self {
             listener,
@@ -322,6 +347,29 @@ impl Agent {
         drop((self.recovery, self.leak_scanner));
         self.membership.leave();
     }
+}
+
+/// Starts the service for segments.
+fn start_segments(options: &AgentOptions, membership: &Membership) -> Result<Arc<SegmentHost>, AgentError> {
+    let SegmentSettings { listen, bytes_per_user } = options.segments;
+    let refuse = |address, why| AgentError::SegmentAddress { address, why };
+    let key = match (listen, &options.key) {
+        (Some(address), _) if address.ip().is_unspecified() => {
+            return Err(refuse(address, "give the address at which other hosts reach this one"));
+        }
+        (Some(address), None) => {
+            return Err(refuse(
+                address,
+                "agents prove that they belong to the cluster by its key: give --key",
+            ));
+        }
+        (_, Some(key)) => key.clone(),
+        // Nothing but this process has it.
+        (None, None) => ClusterKey::generate().map_err(AgentError::Threads)?,
+    };
+    let own = SegmentOptions { host: membership.host().0, listen, key, bytes_per_tenant: bytes_per_user };
+    let directory = Arc::clone(&options.directory);
+    Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease())?))
 }
 
 /// Starts the services for runs and for sessions, and restores what the keeper has held of an

@@ -17,4 +17,4 @@ mod report;
 pub mod shadow;
 mod swap_servers;
 
-pub use daemon::{AgentError, AgentOptions, serve};
+pub use daemon::{AgentError, AgentOptions, SegmentSettings, serve};

@@ -227,6 +227,14 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub extents_per_user: Option<u64>,
+    /// Address and port at which agents of other hosts hand segments over; they must have the
+    /// cluster key [default: segments stay on this host]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub segment_listen: Option<SocketAddr>,
+    /// Most memory of one user's segments on this host [default: half of the available memory]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub segment_memory: Option<u64>,
     /// File with the cluster key [default: cluster.key in the state folder, if it exists]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -321,6 +329,8 @@ impl Settings for AgentSettings {
         Self {
             mempool: self.mempool.or(other.mempool),
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
+            segment_listen: self.segment_listen.or(other.segment_listen),
+            segment_memory: self.segment_memory.or(other.segment_memory),
             grace: self.grace.or(other.grace),
             key: self.key.or(other.key),
             shared_socket: self.shared_socket.or(other.shared_socket),

@@ -70,6 +70,14 @@ impl PageFaults {
         }
     }
 
+    /// Ends the serving of faults, when all pages are in place. Threads that wait touch them again.
+    ///
+    /// # Errors
+    /// If the mapping is gone or was moved.
+    pub fn disarm(&self) -> io::Result<()> {
+        uffd::unregister(&self.uffd, self.address, self.bytes)
+    }
+
     /// Has each touch of a page end in SIGBUS, because it is lost.
     ///
     /// # Errors

@@ -4,15 +4,17 @@
 //! - [`Arena`] is the range of addresses, reserved without access.
 //! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: touching such a page
 //!   waits for the agent. It is *withdrawn* when the segment is handed over: a touch is a fault.
+//! - [`calls`] has what a program asks of its agent.
 //! - [`PageFaults`] is the agent's end of an armed mapping.
 //!
 //! [Decision 20](../../../docs/decisions/0020-move-armed-segments.md) has the measurements.
 
 mod arena;
+pub mod calls;
 mod faults;
 mod mapping;
 mod uffd;
 
 pub use arena::{ARENA_BYTES, ARENA_START, Arena, ArenaError, SEGMENT_BYTES_MAX};
 pub use faults::PageFaults;
-pub use mapping::Mapping;
+pub use mapping::{Mapping, Touch};

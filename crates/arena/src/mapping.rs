@@ -1,6 +1,6 @@
 //! A segment in the arena of a program.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::AtomicU64;
 
@@ -8,6 +8,15 @@ use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap
 
 use crate::arena::{ARENA_BYTES, Arena, ArenaError, reserve};
 use crate::uffd;
+
+/// What a touch of a page does that is elsewhere.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Touch {
+    /// It waits until the page is here.
+    Waits,
+    /// It is SIGBUS.
+    IsRefused,
+}
 
 /// A segment at its addresses.
 #[derive(Debug)]
@@ -42,24 +51,16 @@ impl<'a> Mapping<'a> {
     }
 
     /// Has touches of pages that are not mapped yet wait for the holder of the descriptor, which is
-    /// returned. To be called before the first touch.
+    /// returned; or end in SIGBUS. To be called before the first touch. `device` is
+    /// `/dev/userfaultfd`, if the process has it open.
     ///
     /// # Errors
     /// If the process may not have a userfaultfd.
-    pub fn arm(&self) -> Result<OwnedFd, ArenaError> {
+    pub fn arm(&self, touch: Touch, device: Option<BorrowedFd<'_>>) -> Result<OwnedFd, ArenaError> {
         let failed = |source| ArenaError::System { what: "have faults of a segment served", source };
-        let uffd = uffd::open().map_err(failed)?;
+        let uffd = uffd::open(device, touch == Touch::IsRefused).map_err(failed)?;
         uffd::register(&uffd, self.address, self.bytes).map_err(failed)?;
         Ok(uffd)
-    }
-
-    /// Ends all pages' registration, when all of them are mapped or in place.
-    ///
-    /// # Errors
-    /// If it is not registered with this descriptor.
-    pub fn disarm(&self, uffd: &OwnedFd) -> Result<(), ArenaError> {
-        let failed = |source| ArenaError::System { what: "end the faults of a segment", source };
-        uffd::unregister(uffd, self.address, self.bytes).map_err(failed)
     }
 
     /// Withdraws the segment from the program: from now on each touch is SIGSEGV, until

@@ -1,7 +1,7 @@
 //! The requests to a userfaultfd of segments.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
@@ -13,6 +13,8 @@ const API: u64 = 0xaa;
 /// Events of `mremap`, by which armed mappings are moved fast; missing and minor faults of shared
 /// memory; poison.
 const FEATURES: u64 = 1 << 2 | 1 << 5 | 1 << 10 | 1 << 14;
+const FEATURE_SIGBUS: u64 = 1 << 7;
+const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
 const MODE_MISSING: u64 = 1;
 const MODE_MINOR: u64 = 4;
 
@@ -44,15 +46,23 @@ struct FillArgument {
     filled: i64,
 }
 
-/// Opens a userfaultfd for this process.
-pub fn open() -> io::Result<OwnedFd> {
+/// Opens a userfaultfd for this process, by the device if it is given. With `refuses`, touches are
+/// SIGBUS instead of waiting.
+pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: the call takes flags and returns a new descriptor.
-    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-    let fd = i32::try_from(fd).ok().filter(|fd| *fd >= 0).ok_or_else(io::Error::last_os_error)?;
+    let fd = match device {
+        // SAFETY: the request takes flags and returns a new descriptor.
+        Some(device) => unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) },
+        // SAFETY: the call takes flags and returns a new descriptor.
+        None => unsafe { i32::try_from(libc::syscall(libc::SYS_userfaultfd, flags)).unwrap_or(-1) },
+    };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
     // SAFETY: the kernel has created it for this call.
     let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let mut argument = ApiArgument { api: API, features: FEATURES, ioctls: 0 };
+    let features = if refuses { FEATURES | FEATURE_SIGBUS } else { FEATURES };
+    let mut argument = ApiArgument { api: API, features, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
 }

@@ -1,4 +1,4 @@
-//! Client library: extents of remote memory, from the agent of this host.
+//! Client library: extents of remote memory, and [`segments`], from the agent of this host.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), aquifer_client::Error> {
@@ -20,6 +20,7 @@
 #![forbid(unsafe_code)]
 
 mod error;
+pub mod segments;
 mod session;
 mod statistics;
 mod transfer;

@@ -28,6 +28,8 @@ pub const HEAPS: &str = "heaps/";
 pub const SEGMENT_HOSTS: &str = "segment-hosts/";
 /// Prefix of the keys of processes that have segments.
 pub const SEGMENT_PROCESSES: &str = "segment-processes/";
+/// Prefix of the keys of the addresses of segments.
+pub const SEGMENT_RANGES: &str = "segment-ranges/";
 /// Prefix of the keys of segments.
 pub const SEGMENTS: &str = "segments/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
@@ -66,6 +68,12 @@ pub fn segment_host_key(host: u16) -> String {
 #[must_use]
 pub fn segment_process_key(tenant: u32, process: &str) -> String {
     format!("{SEGMENT_PROCESSES}{tenant}/{process}")
+}
+
+/// The key of the addresses of a tenant's segments.
+#[must_use]
+pub fn segment_ranges_key(tenant: u32) -> String {
+    format!("{SEGMENT_RANGES}{tenant}")
 }
 
 /// The key of a segment of a tenant.
@@ -218,7 +226,7 @@ pub struct SegmentHostRecord {
     pub host: u16,
     /// Fencing epoch of the lease.
     pub epoch: u64,
-    /// The TCP address at which other hosts reach its segments.
+    /// The TCP address at which other hosts reach its segments; empty if they cannot.
     pub address: String,
 }
 

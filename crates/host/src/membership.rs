@@ -102,6 +102,12 @@ impl Membership {
         Host(self.record.host)
     }
 
+    /// This host's lease.
+    #[must_use]
+    pub fn lease(&self) -> Lease {
+        self.lease
+    }
+
     /// The fencing epoch of this host's lease.
     #[must_use]
     pub fn epoch(&self) -> u64 {

@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 15;
+pub const VERSION: u16 = 16;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -235,6 +235,12 @@ pub enum Frame {
     HoldSpans(HoldSpans),
     /// Node to service of heaps: it holds this many spans for heaps now.
     SpansHeld(u32),
+    /// Program to agent: a request about segments, as JSON. Carries a userfaultfd if the request
+    /// needs one.
+    SegmentCall(String),
+    /// Agent to program: the answer, as JSON. Carries the descriptor of a segment, and
+    /// `/dev/userfaultfd` if the program needs it.
+    SegmentAnswer(String),
     /// `aquifer up` to keeper: log how this daemon ends. Carries the daemon's pidfd.
     WatchDaemon {
         /// Process id of the daemon.
@@ -396,6 +402,8 @@ impl Frame {
             30 => Self::HeapOpened,
             31 => Self::HoldSpans(HoldSpans { spans: reader.u32()?, kept_ms: reader.u64()? }),
             32 => Self::SpansHeld(reader.u32()?),
+            33 => Self::SegmentCall(reader.text()?),
+            34 => Self::SegmentAnswer(reader.text()?),
             kind => return Err(FrameError::UnknownKind(kind)),
         })
     }
@@ -423,6 +431,8 @@ impl Frame {
             | Self::Notice(text)
             | Self::ClusterAccess(text)
             | Self::HeapAccess(text)
+            | Self::SegmentCall(text)
+            | Self::SegmentAnswer(text)
             | Self::SwapOpened(text) => write_text(text, out),
             Self::OpenRun(open) => {
                 out.extend_from_slice(&open.limit_bytes.to_le_bytes());
@@ -523,6 +533,8 @@ impl Frame {
             Self::HeapOpened => 30,
             Self::HoldSpans(_) => 31,
             Self::SpansHeld(_) => 32,
+            Self::SegmentCall(_) => 33,
+            Self::SegmentAnswer(_) => 34,
         }
     }
 }

@@ -90,6 +90,8 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("heap opened", Frame::HeapOpened),
         ("hold spans", Frame::HoldSpans(HoldSpans { spans: 0x1112_1314, kept_ms: 0x2122_2324_2526_2728 })),
         ("spans held", Frame::SpansHeld(0x1112_1314)),
+        ("segment call", Frame::SegmentCall("[]".into())),
+        ("segment answer", Frame::SegmentAnswer("{}".into())),
         ("swap opened", Frame::SwapOpened("name".into())),
         ("open session", Frame::OpenSession),
         ("session opened", Frame::SessionOpened),

@@ -1,6 +1,7 @@
 //! The form of what others read: see `docs/formats/segments.md`.
 
 use crate::host::SegmentKey;
+use crate::host::ranges::RangesRecord;
 use crate::host::wire::{Answer, Ask, CopyPlace, Request};
 use crate::ownership::{Life, SegmentRecord};
 use crate::pulling::Link;
@@ -13,7 +14,18 @@ fn golden_record() {
     assert_eq!(serde_json::to_string(&record).unwrap(), json);
     assert_eq!(serde_json::from_str::<SegmentRecord>(json).unwrap(), record);
     let json = r#"{"owner":{"host":1,"epoch":2},"generation":0,"intent":null}"#;
-    assert_eq!(serde_json::to_string(&SegmentRecord::new(owner)).unwrap(), json);
+    assert_eq!(serde_json::to_string(&SegmentRecord::new(owner, 0)).unwrap(), json);
+}
+
+#[test]
+fn golden_ranges() {
+    let mut record = RangesRecord::default();
+    record.remove(1, 3);
+    record.grant(7, 4096).unwrap();
+    record.grant(8, 1 << 30).unwrap();
+    let json = r#"{"generation":3,"ranges":{"7":[52776558133248,4096],"8":[52777631875072,1073741824]}}"#;
+    assert_eq!(serde_json::to_string(&record).unwrap(), json);
+    assert_eq!(serde_json::from_str::<RangesRecord>(json).unwrap(), record);
 }
 
 #[test]
@@ -28,8 +40,8 @@ fn golden_messages() {
     let copy = format!(r#"{{"link":{link_json},"address":"127.0.0.1:8","data":[10,11],"present":[12,13]}}"#);
     for (ask, golden) in [
         (
-            Ask::Prepare { generation: 5, bytes: 4096, process: "p".into() },
-            r#"{"prepare":{"generation":5,"bytes":4096,"process":"p"}}"#.to_owned(),
+            Ask::Prepare { generation: 5, bytes: 4096, address: 8192, process: "p".into() },
+            r#"{"prepare":{"generation":5,"bytes":4096,"address":8192,"process":"p"}}"#.to_owned(),
         ),
         (
             Ask::Transfer { generation: 5, copies },

@@ -6,7 +6,7 @@ use std::time::Duration;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_directory::{Directory, Lease, LeaseId};
 use aquifer_fabric::{ClusterKey, Memory};
-use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
+use aquifer_segments::host::{Arrival, SegmentError, SegmentHost, SegmentKey, SegmentOptions};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
 const TENANT: u32 = 1000;
@@ -35,8 +35,7 @@ impl Cluster {
     fn add(&mut self, host: u16) {
         let lease: Lease = self.directory.lease_grant(TTL).unwrap();
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
-        let address = "127.0.0.1:0".parse().unwrap();
-        let started = SegmentHost::start(host, address, &KEY, directory, lease).unwrap();
+        let started = SegmentHost::start(&options(host), directory, lease).unwrap();
         started.open_process(TENANT, &name(&started)).unwrap();
         self.hosts.push(started);
         self.leases.push(lease.id);
@@ -45,11 +44,16 @@ impl Cluster {
     fn pass_on(&self, from: usize, to: usize) -> Arc<Memory> {
         self.hosts[from].connect(SEGMENT, &name(&self.hosts[to])).unwrap();
         self.hosts[from].transfer(SEGMENT).unwrap();
-        let (segment, memory) = receive(&self.hosts[to]);
-        assert_eq!(segment, SEGMENT);
+        let arrival = receive(&self.hosts[to]);
+        assert_eq!((arrival.segment, arrival.is_partial), (SEGMENT, true));
         assert!(!self.hosts[from].owns(SEGMENT) && self.hosts[to].owns(SEGMENT));
-        memory
+        arrival.data
     }
+}
+
+fn options(host: u16) -> SegmentOptions {
+    let listen = Some("127.0.0.1:0".parse().unwrap());
+    SegmentOptions { host, listen, key: KEY, bytes_per_tenant: 2 * BYTES }
 }
 
 /// The name of the process on a host.
@@ -57,8 +61,12 @@ fn name(host: &SegmentHost) -> String {
     format!("worker-{}", host.life().host)
 }
 
-fn receive(host: &SegmentHost) -> (SegmentKey, Arc<Memory>) {
+fn receive(host: &SegmentHost) -> Arrival {
     host.receive(TENANT, &name(host), Duration::from_secs(10)).unwrap()
+}
+
+fn allocate(host: &SegmentHost) -> Arc<Memory> {
+    host.allocate(SEGMENT, BYTES, &name(host)).unwrap().data
 }
 
 fn value_of(memory: &Memory, page: u32) -> u64 {
@@ -77,9 +85,9 @@ fn write(memory: &Memory, page: u32, value: u64) {
 #[test]
 fn a_segment_moves_and_its_pages_follow() {
     let cluster = Cluster::start(2);
-    let memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    let memory = allocate(&cluster.hosts[0]);
     (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
-    let error = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap_err();
+    let error = cluster.hosts[0].allocate(SEGMENT, BYTES, "p").unwrap_err();
     assert!(matches!(error, SegmentError::Exists(SEGMENT)), "{error}");
     let memory = cluster.pass_on(0, 1);
     assert!(matches!(cluster.hosts[0].pull(SEGMENT, 0), Err(SegmentError::NotOwned(_))));
@@ -110,7 +118,7 @@ fn a_segment_moves_on_before_its_pages_have_followed() {
         random ^= random << 17;
         (random >> 33) % bound
     };
-    let mut memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    let mut memory = allocate(&cluster.hosts[0]);
     let mut values = vec![0; PAGES as usize];
     let (mut scattered, mut touches) = (0, 0);
     for change in 1..=MOVES {
@@ -127,7 +135,7 @@ fn a_segment_moves_on_before_its_pages_have_followed() {
             Ok(()) if below(5) == 0 => cluster.hosts[owner].abort(SEGMENT).unwrap(),
             Ok(()) => {
                 cluster.hosts[owner].transfer(SEGMENT).unwrap();
-                (_, memory) = receive(&cluster.hosts[to]);
+                memory = receive(&cluster.hosts[to]).data;
                 owner = to;
             }
             Err(SegmentError::Scattered(_)) => {
@@ -148,7 +156,7 @@ fn a_segment_moves_on_before_its_pages_have_followed() {
 #[test]
 fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     let mut cluster = Cluster::start(2);
-    let memory = cluster.hosts[0].allocate(SEGMENT, BYTES).unwrap();
+    let memory = allocate(&cluster.hosts[0]);
     write(&memory, 3, 77);
     let dead = name(&cluster.hosts[1]);
     cluster.hosts[0].connect(SEGMENT, &dead).unwrap();
@@ -163,7 +171,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     }
     assert_eq!(value_of(&memory, 3), 77);
     let error = cluster.hosts[0].connect(SEGMENT, &dead).unwrap_err();
-    assert_eq!(error.to_string(), "no process of this tenant on another host has the name \"worker-2\"");
+    assert!(matches!(error, SegmentError::NoProcess(_)), "{error}");
     cluster.add(3);
     let memory = cluster.pass_on(0, 1);
     cluster.hosts[1].pull(SEGMENT, 3).unwrap();
@@ -172,11 +180,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     drop(cluster.hosts.remove(0));
     cluster.directory.lease_revoke(cluster.leases[0]).unwrap();
     let error = cluster.hosts[0].pull(SEGMENT, 4).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "page 4 of segment SegmentKey { tenant: 1000, id: 5 } is lost: the host \
-                                   that had it has died"
-    );
+    assert_eq!(error.to_string(), "page 4 of segment 5 of user 1000 is lost: the host that had it has died");
     cluster.hosts[0].pull(SEGMENT, 3).unwrap();
     assert_eq!(value_of(&memory, 3), 77);
 }
@@ -185,7 +189,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
 fn only_processes_of_the_tenant_get_a_segment() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
-    let _memory = first.allocate(SEGMENT, BYTES).unwrap();
+    let _memory = allocate(first);
     second.open_process(TENANT + 1, "other").unwrap();
     let errors = [
         first.connect(SEGMENT, "other").unwrap_err(),
@@ -193,7 +197,8 @@ fn only_processes_of_the_tenant_get_a_segment() {
         first.open_process(TENANT, "worker-2").unwrap_err(),
         first.open_process(TENANT, "a/b").unwrap_err(),
         first.open_process(TENANT, &"n".repeat(65)).unwrap_err(),
-        first.allocate(SegmentKey { id: 6, ..SEGMENT }, 4097).unwrap_err(),
+        first.allocate(SegmentKey { id: 6, ..SEGMENT }, 4097, "p").unwrap_err(),
+        first.allocate(SegmentKey { id: 6, ..SEGMENT }, BYTES + 4096, "p").unwrap_err(),
         second.connect(SEGMENT, "worker-1").unwrap_err(),
         second.transfer(SEGMENT).unwrap_err(),
         first.transfer(SEGMENT).unwrap_err(),
@@ -207,6 +212,7 @@ fn only_processes_of_the_tenant_get_a_segment() {
             SegmentError::Name(_),
             SegmentError::Name(_),
             SegmentError::Length(4097),
+            SegmentError::Limit { .. },
             SegmentError::NotOwned(_),
             SegmentError::NotOwned(_),
             SegmentError::Declined(_),
@@ -219,4 +225,58 @@ fn only_processes_of_the_tenant_get_a_segment() {
     assert!(matches!(first.connect(SEGMENT, "worker-2"), Err(SegmentError::NoProcess(_))));
     first.open_process(TENANT, "worker-2").unwrap();
     assert!(first.owns(SEGMENT));
+}
+
+#[test]
+fn a_segment_is_passed_on_between_processes_of_a_host() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    let memory = allocate(first);
+    write(&memory, 3, 77);
+    first.open_process(TENANT, "neighbour").unwrap();
+    first.connect(SEGMENT, "neighbour").unwrap();
+    first.transfer(SEGMENT).unwrap();
+    assert!(!first.is_owned_by(SEGMENT, "worker-1") && first.is_owned_by(SEGMENT, "neighbour"));
+    let arrival = first.receive(TENANT, "neighbour", Duration::from_secs(10)).unwrap();
+    assert!(!arrival.is_partial && Arc::ptr_eq(&arrival.data, &memory));
+    first.connect(SEGMENT, "worker-2").unwrap();
+    first.transfer(SEGMENT).unwrap();
+    let arrival = receive(second);
+    second.pull(SEGMENT, 3).unwrap();
+    assert_eq!(value_of(&arrival.data, 3), 77);
+    // A process that ends leaves it to the next one of its name, also when that had not seen it.
+    for _ in 0..2 {
+        second.close_process(TENANT, "worker-2").unwrap();
+        assert_eq!(second.list(TENANT)[0].process, "worker-2");
+        second.open_process(TENANT, "worker-2").unwrap();
+    }
+    let arrival = receive(second);
+    assert_eq!((arrival.segment, arrival.is_partial), (SEGMENT, true));
+    assert!(second.receive(TENANT, "worker-2", Duration::ZERO).is_none());
+}
+
+#[test]
+fn a_segment_is_deallocated_and_its_number_used_again() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    let address = first.allocate(SEGMENT, BYTES, "worker-1").unwrap().address;
+    cluster.pass_on(0, 1);
+    assert!(matches!(first.deallocate(SEGMENT), Err(SegmentError::NotOwned(_))));
+    second.pull(SEGMENT, 3).unwrap();
+    second.connect(SEGMENT, "worker-1").unwrap();
+    assert!(matches!(second.deallocate(SEGMENT), Err(SegmentError::Busy(_))));
+    second.abort(SEGMENT).unwrap();
+    second.deallocate(SEGMENT).unwrap();
+    assert!(second.list(TENANT).is_empty() && !second.owns(SEGMENT));
+    // Hand-overs of the new one are not taken for those of the old one.
+    for (owner, other) in [(1, 0), (0, 1)] {
+        let arrival = cluster.hosts[owner].allocate(SEGMENT, BYTES, &name(&cluster.hosts[owner])).unwrap();
+        assert_eq!(arrival.address, address);
+        write(&arrival.data, 3, 70 + owner as u64);
+        let memory = cluster.pass_on(owner, other);
+        cluster.hosts[other].pull_all(SEGMENT).unwrap();
+        assert_eq!(value_of(&memory, 3), 70 + owner as u64);
+        assert_eq!(value_of(&memory, 4), 0);
+        cluster.hosts[other].deallocate(SEGMENT).unwrap();
+    }
 }

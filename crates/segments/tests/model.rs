@@ -93,9 +93,9 @@ fn host_of(life: Life) -> u8 {
 
 impl World {
     fn new(hosts: u8, budget: Budget) -> Self {
-        let holder = |host| if host == 0 { Holder::owner(life(0)) } else { Holder::absent(life(host)) };
+        let holder = |host| if host == 0 { Holder::owner(life(0), 0) } else { Holder::absent(life(host)) };
         let host = |host| Host { holder: holder(host), is_alive: true, is_running: true, outbox: Vec::new() };
-        let record = SegmentRecord::new(life(0));
+        let record = SegmentRecord::new(life(0), 0);
         Self { hosts: (0..hosts).map(host).collect(), record, parcels: Vec::new(), budget, last: 0 }
     }
 

@@ -5,17 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, PageFaults};
+use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, PageFaults, Touch};
 use aquifer_directory::Directory;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_fabric::{ClusterKey, Memory};
-use aquifer_segments::host::{SegmentHost, SegmentKey, faults};
+use aquifer_segments::host::{SegmentHost, SegmentKey, SegmentOptions, faults};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
 const TENANT: u32 = 1000;
 const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
 const BYTES: usize = 8 << 20;
-const ADDRESS: usize = ARENA_START + (6 << 20);
+const ADDRESS: usize = ARENA_START;
 /// Words of an entry: the address of the next one, and a number.
 const ENTRY_WORDS: usize = 2;
 const ENTRIES: usize = BYTES / 8 / ENTRY_WORDS;
@@ -24,9 +24,10 @@ const STRIDE: usize = 7919;
 
 fn host(number: u16, directory: &Arc<EmbeddedDirectory>) -> SegmentHost {
     let lease = directory.lease_grant(Duration::from_secs(600)).unwrap();
-    let address = "127.0.0.1:0".parse().unwrap();
+    let listen = Some("127.0.0.1:0".parse().unwrap());
     let directory = Arc::clone(directory) as Arc<dyn Directory>;
-    let host = SegmentHost::start(number, address, &KEY, directory, lease).unwrap();
+    let options = SegmentOptions { host: number, listen, key: KEY, bytes_per_tenant: 1 << 30 };
+    let host = SegmentHost::start(&options, directory, lease).unwrap();
     host.open_process(TENANT, &name(&host)).unwrap();
     host
 }
@@ -67,7 +68,7 @@ fn use_armed<'a>(
 ) -> Duration {
     let mut mapping = Mapping::new(arena, ADDRESS, BYTES, memory.fd()).unwrap();
     let stop = AtomicBool::new(false);
-    let served = PageFaults::new(mapping.arm().unwrap(), ADDRESS, BYTES);
+    let served = PageFaults::new(mapping.arm(Touch::Waits, None).unwrap(), ADDRESS, BYTES);
     std::thread::scope(|scope| {
         scope.spawn(|| faults::serve(host, SEGMENT, &served, &stop));
         if pulls_ahead {
@@ -93,8 +94,8 @@ fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
     from.connect(SEGMENT, &name(to)).unwrap();
     let began = Instant::now();
     from.transfer(SEGMENT).unwrap();
-    let (_, memory) = to.receive(TENANT, &name(to), Duration::from_secs(10)).unwrap();
-    (memory, began.elapsed())
+    let arrival = to.receive(TENANT, &name(to), Duration::from_secs(10)).unwrap();
+    (arrival.data, began.elapsed())
 }
 
 #[test]
@@ -108,8 +109,9 @@ fn a_list_moves_between_programs_with_its_pointers() {
         assert!(matches!(Arena::check(address, bytes), Err(ArenaError::Range { .. })));
     }
 
-    let memory = hosts[0].allocate(SEGMENT, BYTES as u64).unwrap();
-    let mut mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
+    let arrival = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
+    assert_eq!(arrival.address, ADDRESS as u64);
+    let mut mapping = Mapping::new(&arena, ADDRESS, BYTES, arrival.data.fd()).unwrap();
     build(mapping.words());
     walk(mapping.words(), ENTRIES, 0);
     mapping.withdraw().unwrap();

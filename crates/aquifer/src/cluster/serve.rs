@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::{AgentOptions, shadow};
+use aquifer_agent::{AgentOptions, SegmentSettings, shadow};
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
@@ -338,6 +338,10 @@ fn agent(
         directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         extents_per_user: settings.extents_per_user,
+        segments: SegmentSettings {
+            listen: settings.segment_listen,
+            bytes_per_user: settings.segment_memory.unwrap_or(available / 2),
+        },
         grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
         key: match &settings.key {
             Some(path) => Some(key::load(path)?),

@@ -46,6 +46,8 @@ fn samples() -> Vec<Frame> {
         Frame::HoldSpans(HoldSpans { spans: 9, kept_ms: 30_000 }),
         Frame::SpansHeld(9),
         Frame::HeapAccess("[]".into()),
+        Frame::SegmentCall("[]".into()),
+        Frame::SegmentAnswer("{}".into()),
         Frame::Release(HeldKind::Node, 9),
         Frame::Sync,
         Frame::SetLimit(SetLimit { pid: 77, limit_bytes: 4096 }),

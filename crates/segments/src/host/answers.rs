@@ -8,7 +8,7 @@ use super::SegmentKey;
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::shared::{HostShared, Job, Segment, lock};
 use super::wire::{Answer, Ask, CopyPlace, Request};
-use crate::ownership::{Holder, Holding, Input, Message, Output};
+use crate::ownership::{Holding, Input, Message, Output};
 use crate::pulling::{Lineage, Link, Puller};
 
 impl HostShared {
@@ -41,8 +41,11 @@ impl HostShared {
                 lock(&self.arrived).push_back((entry.process.clone(), *segment));
                 self.has_arrived.notify_all();
             }
-            if let (Ask::Prepare { process, .. }, Holding::Prepared { .. }) = (ask, entry.holder.holding()) {
+            if let (Ask::Prepare { process, address, .. }, Holding::Prepared { .. }) =
+                (ask, entry.holder.holding())
+            {
                 entry.process.clone_from(process);
+                entry.address = *address;
             }
         }
         let is_answer = |output: &Output| matches!(output, Output::Send(to, _) if to == from);
@@ -54,7 +57,7 @@ impl HostShared {
         Answer::of(message)
     }
 
-    fn has_process(&self, tenant: u32, process: &str) -> bool {
+    pub(super) fn has_process(&self, tenant: u32, process: &str) -> bool {
         lock(&self.processes).contains(&(tenant, process.to_owned()))
     }
 
@@ -66,23 +69,22 @@ impl HostShared {
 
     /// The entry of a segment, with memory if it is to be prepared.
     pub(super) fn entry_for(&self, segment: SegmentKey, ask: &Ask) -> Option<Arc<Mutex<Segment>>> {
-        let new = || {
-            let holder = Holder::absent(self.own);
-            Arc::new(Mutex::new(Segment {
-                holder,
-                memory: None,
-                copies: Vec::new(),
-                puller: None,
-                process: String::new(),
-            }))
-        };
+        let new = || Arc::new(Mutex::new(Segment::absent(self.own)));
         let entry = Arc::clone(lock(&self.segments).entry(segment).or_insert_with(new));
-        let is_without = lock(&entry).memory.is_none();
         if let Ask::Prepare { bytes, .. } = ask
-            && is_without
+            && lock(&entry).bytes() != Some(*bytes)
         {
+            // A copy of another length is of a segment that had this number and was deallocated.
+            let is_idle = |entry: &Segment| {
+                matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. })
+            };
+            let former = match &mut *lock(&entry) {
+                idle if is_idle(idle) => idle.memory.take(),
+                _ => return Some(Arc::clone(&entry)),
+            };
+            former.iter().for_each(|former| former.close(&self.target));
             let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
-            let memory = is_length.then(|| SegmentMemory::create(&self.target, *bytes))?;
+            let memory = is_length.then(|| self.new_memory(segment, *bytes))?;
             let memory =
                 memory.inspect_err(|error| tracing::warn!(%error, "no memory for a segment")).ok()?;
             lock(&entry).memory = Some(memory);

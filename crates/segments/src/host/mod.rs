@@ -2,22 +2,29 @@
 //! agents.
 //!
 //! - [`registry`] has the records of segments and hosts in the directory.
+//! - [`ranges`] has the addresses that segments have in all processes of their tenant.
 //! - [`memory`] is a copy of a segment, which other hosts read.
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
-//! - [`faults`] serves a program that touches pages that are elsewhere.
+//! - [`programs`] serves the programs of this host, and [`faults`] those that touch pages that are
+//!   elsewhere.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
 
 mod answers;
+mod error;
 pub mod faults;
 pub mod memory;
 mod outputs;
 mod peer;
+pub mod programs;
 mod pulls;
+pub mod ranges;
 pub mod registry;
 pub mod service;
 mod shared;
 pub mod wire;
 
+pub use error::SegmentError;
 pub use registry::SegmentKey;
-pub use service::{SegmentError, SegmentHost};
+pub use service::{SegmentHost, SegmentOptions};
+pub use shared::Arrival;

@@ -23,7 +23,13 @@ impl HostShared {
             let mut outputs = Vec::new();
             {
                 let mut entry = lock(entry);
+                let was_sent = matches!(entry.holder.holding(), Holding::Sent { .. });
                 entry.holder.step(&input, &mut outputs);
+                if was_sent && entry.holder.has_access() {
+                    // It has not left after all.
+                    lock(&self.arrived).push_back((entry.process.clone(), segment));
+                    self.has_arrived.notify_all();
+                }
                 if !entry.holder.has_access()
                     && let Some(puller) = &mut entry.puller
                 {
@@ -72,8 +78,8 @@ impl HostShared {
         let (generation, ask) = match message {
             Message::Prepare(generation) => {
                 let entry = lock(entry);
-                let (bytes, process) = (entry.bytes()?, entry.process.clone());
-                (generation, Ask::Prepare { generation, bytes, process })
+                let (bytes, address, process) = (entry.bytes()?, entry.address, entry.target.clone());
+                (generation, Ask::Prepare { generation, bytes, address, process })
             }
             Message::Transfer(generation) => {
                 (generation, Ask::Transfer { generation, copies: lock(entry).copies.clone() })

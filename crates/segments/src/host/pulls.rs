@@ -80,14 +80,23 @@ impl HostShared {
 
     /// If all pages are here, tells the other hosts that their copies are not needed.
     pub(super) fn finish(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
-        let (others, generation) = {
+        {
             let mut entry = lock(entry);
             if entry.puller.as_ref().is_none_or(|puller| puller.missing() > 0 || !puller.is_idle()) {
                 return;
             }
             entry.puller = None;
-            let others = entry.copies.split_off(1);
-            (others, entry.copies[0].link.generation)
+        }
+        self.release_copies(segment, entry);
+    }
+
+    /// Tells the other hosts that have copies of a segment that these are not needed.
+    pub(super) fn release_copies(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
+        let (others, generation) = {
+            let mut entry = lock(entry);
+            let Some(first) = entry.copies.first() else { return };
+            let generation = first.link.generation;
+            (entry.copies.split_off(1), generation)
         };
         let mut hosts: Vec<Life> = others.iter().map(|place| place.link.at).collect();
         hosts.sort_unstable();

@@ -7,6 +7,7 @@ use aquifer_directory::names::{self, SegmentHostRecord};
 use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, LeaseId, Transaction};
 use serde::{Deserialize, Serialize};
 
+use super::ranges::RangesRecord;
 use crate::ownership::{Change, Life, Retraction, SegmentRecord};
 
 /// Attempts of a transaction while others change the same records.
@@ -21,10 +22,38 @@ pub struct SegmentKey {
     pub id: u64,
 }
 
+impl std::fmt::Display for SegmentKey {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{} of user {}", self.id, self.tenant)
+    }
+}
+
 impl SegmentKey {
     fn name(self) -> String {
         names::segment_key(self.tenant, self.id)
     }
+
+    fn ranges_name(self) -> String {
+        names::segment_ranges_key(self.tenant)
+    }
+}
+
+/// What has become of a request for a new segment.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Creation {
+    /// It exists, at this address. Its hand-overs have numbers above the generation.
+    Created {
+        /// The first address.
+        address: u64,
+        /// The generation.
+        generation: u64,
+    },
+    /// There is a segment with this key.
+    Exists,
+    /// The tenant has no addresses left, or too many segments.
+    Full,
+    /// Others change the tenant's addresses all the time.
+    Busy,
 }
 
 /// The records, as one host reads and writes them.
@@ -40,17 +69,19 @@ impl Registry {
         Self { directory }
     }
 
-    /// Records that a host serves segments at an address, while its lease lasts.
+    /// Records that a host serves segments, while its lease lasts: at an address, or only those of
+    /// its own processes.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn join(&self, own: Life, address: SocketAddr, lease: Lease) -> Result<(), DirectoryError> {
-        let record = SegmentHostRecord { host: own.host, epoch: own.epoch, address: address.to_string() };
+    pub fn join(&self, own: Life, address: Option<SocketAddr>, lease: Lease) -> Result<(), DirectoryError> {
+        let address = address.map_or_else(String::new, |address| address.to_string());
+        let record = SegmentHostRecord { host: own.host, epoch: own.epoch, address };
         let key = names::segment_host_key(own.host);
         self.directory.put(&key, &names::encode(&record), Some(lease.id)).map(drop)
     }
 
-    /// The address of a host; `None` if its lease has ended.
+    /// The address of a host; `None` if it has none, or its lease has ended.
     ///
     /// # Errors
     /// Those of the directory.
@@ -94,14 +125,64 @@ impl Registry {
         entry.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Records a new segment. Returns false if there is one with this key.
+    /// Records a new segment of an owner, and grants it addresses.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn create(&self, segment: SegmentKey, record: &SegmentRecord) -> Result<bool, DirectoryError> {
-        let compares = vec![Compare::absent(segment.name())];
-        let operations = vec![KeyOperation::put(segment.name(), names::encode(record), None)];
-        Ok(self.directory.transaction(&Transaction { compares, operations })?.is_committed())
+    pub fn create(&self, segment: SegmentKey, owner: Life, bytes: u64) -> Result<Creation, DirectoryError> {
+        for _ in 0..ATTEMPTS_MAX {
+            let (mut ranges, compare) = self.ranges(segment.tenant)?;
+            if ranges.ranges.contains_key(&segment.id) {
+                return Ok(Creation::Exists);
+            }
+            let Some(address) = ranges.grant(segment.id, bytes) else { return Ok(Creation::Full) };
+            let record = SegmentRecord::new(owner, ranges.generation);
+            let compares = vec![compare, Compare::absent(segment.name())];
+            let operations = vec![
+                KeyOperation::put(segment.name(), names::encode(&record), None),
+                KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),
+            ];
+            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
+                return Ok(Creation::Created { address, generation: ranges.generation });
+            }
+        }
+        Ok(Creation::Busy)
+    }
+
+    /// Removes the record of a segment that its owner deallocates, and takes its addresses back.
+    /// Returns false if it has another owner, is being handed over, or others change the tenant's
+    /// addresses all the time.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn remove(&self, segment: SegmentKey, owner: Life) -> Result<bool, DirectoryError> {
+        for _ in 0..ATTEMPTS_MAX {
+            let Some(entry) = self.directory.get(&segment.name())? else { return Ok(true) };
+            let record: SegmentRecord = names::decode(&entry)?;
+            if record.owner != owner || record.intent.is_some() {
+                return Ok(false);
+            }
+            let (mut ranges, compare) = self.ranges(segment.tenant)?;
+            ranges.remove(segment.id, record.generation);
+            let compares = vec![compare, Compare::version(segment.name(), entry.version)];
+            let operations = vec![
+                KeyOperation::delete(segment.name()),
+                KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),
+            ];
+            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The addresses of a tenant's segments; a transaction with the compare fails if they change.
+    fn ranges(&self, tenant: u32) -> Result<(RangesRecord, Compare), DirectoryError> {
+        let key = names::segment_ranges_key(tenant);
+        Ok(match self.directory.get(&key)? {
+            Some(entry) => (names::decode(&entry)?, Compare::version(key, entry.version)),
+            None => (RangesRecord::default(), Compare::absent(key)),
+        })
     }
 
     /// The record of a segment, and whether a lease lasts.

@@ -2,76 +2,44 @@
 //! the directory.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_arena::SEGMENT_BYTES_MAX;
+use aquifer_arena::calls::SegmentStatus;
+use aquifer_directory::{Directory, Lease};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
-use aquifer_fabric::{ClusterKey, Host, Identity, Limits, Memory, TargetError, Tenant};
+use aquifer_fabric::{ClusterKey, Host, Identity, Limits, TargetError, Tenant};
 
 use super::SegmentKey;
 use super::answers::Handler;
+use super::error::{PROCESS_NAME_MAX, SegmentError};
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::PAGES_MAX;
-use super::registry::Registry;
-use super::shared::{HostShared, Segment, lock};
+use super::registry::{Creation, Registry};
+use super::shared::{Arrival, HostShared, Segment, lock};
 use super::wire::MESSAGE_BYTES_MAX;
-use crate::ownership::{Holder, Holding, Input, Life, SegmentRecord, Stage};
-use crate::pulling::Step;
+use crate::ownership::{Holder, Holding, Input, Life, Stage};
 use crate::pulling::lineage::LINKS_MAX;
+use crate::pulling::{Puller, Step};
 
-/// Length of the longest name of a process.
-const PROCESS_NAME_MAX: usize = 64;
 /// The tenant of agents among themselves. No user has this number.
 const AGENTS: Tenant = Tenant(u32::MAX);
 
-/// Why a call failed.
-#[derive(Debug, thiserror::Error)]
-pub enum SegmentError {
-    /// There is one already.
-    #[error("segment {0:?} exists already")]
-    Exists(SegmentKey),
-    /// The process does not own it.
-    #[error("segment {0:?} is not here: it was handed over, or there is none")]
-    NotOwned(SegmentKey),
-    /// The length is not possible.
-    #[error("a segment of {0} bytes is not possible: give whole pages of 4096 bytes")]
-    Length(u64),
-    /// The name of a process is not possible.
-    #[error("{0:?} is no name of a process: give 1 to {PROCESS_NAME_MAX} of a-z, A-Z, 0-9 and ._-")]
-    Name(String),
-    /// Another process has the name.
-    #[error("a process on another host has the name {0:?} already: choose another")]
-    NameTaken(String),
-    /// There is no process of this name on another host.
-    #[error("no process of this tenant on another host has the name {0:?}")]
-    NoProcess(String),
-    /// The target is not prepared.
-    #[error("the target does not accept segment {0:?}: it is away, or busy with it")]
-    Declined(SegmentKey),
-    /// Too many hosts still have pages of it.
-    #[error("segment {0:?} has moved {LINKS_MAX} times before all of it was pulled: pull it first")]
-    Scattered(SegmentKey),
-    /// Whether it has arrived is not known yet.
-    #[error("whether segment {0:?} has arrived is not known yet; it is found out in the background")]
-    Unknown(SegmentKey),
-    /// A page was at a host that has died.
-    #[error("page {page} of segment {segment:?} is lost: the host that had it has died")]
-    Lost {
-        /// The segment.
-        segment: SegmentKey,
-        /// The page.
-        page: u32,
-    },
-    /// The directory failed.
-    #[error(transparent)]
-    Directory(#[from] DirectoryError),
-    /// The fabric or the system failed.
-    #[error(transparent)]
-    Target(#[from] TargetError),
+/// What the segments of a host need.
+#[derive(Clone, Debug)]
+pub struct SegmentOptions {
+    /// The number of the host.
+    pub host: u16,
+    /// Where agents of other hosts connect. `None`: segments stay on this host.
+    pub listen: Option<SocketAddr>,
+    /// The cluster's key, which they must have.
+    pub key: ClusterKey,
+    /// Most bytes of segments of one tenant on this host.
+    pub bytes_per_tenant: u64,
 }
 
 /// The segments of a host.
@@ -87,17 +55,18 @@ impl SegmentHost {
     /// # Errors
     /// If it cannot listen, or the directory fails.
     pub fn start(
-        host: u16,
-        listen: SocketAddr,
-        key: &ClusterKey,
+        options: &SegmentOptions,
         directory: Arc<dyn Directory>,
         lease: Lease,
     ) -> Result<Self, SegmentError> {
+        let SegmentOptions { host, listen, ref key, bytes_per_tenant } = *options;
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
-        let target = TcpTarget::listen(listen, key, TcpOptions { limits, ..TcpOptions::default() })?;
+        let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+        let target =
+            TcpTarget::listen(listen.unwrap_or(local), key, TcpOptions { limits, ..TcpOptions::default() })?;
         let own = Life { host, epoch: lease.epoch };
         let registry = Registry::new(directory);
-        let address = target.address();
+        let address = listen.map(|_| target.address());
         let (jobs, next_job) = channel();
         let shared = Arc::new(HostShared {
             own,
@@ -111,6 +80,7 @@ impl SegmentHost {
             processes: Mutex::default(),
             arrived: Mutex::default(),
             has_arrived: Condvar::new(),
+            bytes_per_tenant,
             jobs: Mutex::new(Some(jobs)),
         });
         shared.target.answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
@@ -130,28 +100,66 @@ impl SegmentHost {
         self.shared.own
     }
 
-    /// Allocates a segment of `bytes` bytes, whole pages, all zeros.
+    /// Allocates a segment of `bytes` bytes, whole pages, all zeros, for a process of this host.
     ///
     /// # Errors
-    /// If there is one with this key, the length is not possible, or the system refuses.
-    pub fn allocate(&self, segment: SegmentKey, bytes: u64) -> Result<Arc<Memory>, SegmentError> {
+    /// If there is one with this key, the length is not possible, the tenant has too much, or the
+    /// system refuses.
+    pub fn allocate(&self, segment: SegmentKey, bytes: u64, process: &str) -> Result<Arrival, SegmentError> {
         let shared = &self.shared;
-        if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) {
+        if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) || bytes > SEGMENT_BYTES_MAX as u64 {
             return Err(SegmentError::Length(bytes));
         }
-        let mut memory = SegmentMemory::create(&shared.target, bytes)?;
-        let is_begun = memory.begin_map(0, &[], true);
+        let mut memory = shared.new_memory(segment, bytes)?;
+        let (address, generation) = match shared.registry.create(segment, shared.own, bytes) {
+            Ok(Creation::Created { address, generation }) => (address, generation),
+            failed => {
+                memory.close(&shared.target);
+                return Err(match failed? {
+                    Creation::Exists => SegmentError::Exists(segment),
+                    Creation::Busy => SegmentError::Busy(segment),
+                    _ => SegmentError::Full,
+                });
+            }
+        };
+        let is_begun = memory.begin_map(generation, &[], true);
         debug_assert!(is_begun, "there is no other map");
-        if !shared.registry.create(segment, &SegmentRecord::new(shared.own))? {
-            memory.close(&shared.target);
-            return Err(SegmentError::Exists(segment));
+        let copies = Vec::from_iter(shared.own_place(&memory, generation));
+        let holder = Holder::owner(shared.own, generation);
+        let process = process.to_owned();
+        let new =
+            Segment { holder, memory: Some(memory), copies, address, process, ..Segment::absent(shared.own) };
+        let arrival = new.arrival(segment).expect("it has memory");
+        let former = lock(&shared.segments).insert(segment, Arc::new(Mutex::new(new)));
+        // A copy of a segment that had this number and was deallocated.
+        let copy = former.and_then(|former| lock(&former).memory.take());
+        copy.iter().for_each(|copy| copy.close(&shared.target));
+        Ok(arrival)
+    }
+
+    /// Deallocates a segment, which no process uses any more: its number and its addresses can be
+    /// used again.
+    ///
+    /// # Errors
+    /// If it is not owned here, or is being handed over.
+    pub fn deallocate(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let shared = &self.shared;
+        let entry = self.owned(segment)?;
+        self.settle(segment, &entry);
+        if !shared.registry.remove(segment, shared.own)? {
+            return Err(SegmentError::Busy(segment));
         }
-        let copies = Vec::from_iter(shared.own_place(&memory, 0));
-        let data = Arc::clone(&memory.data);
-        let holder = Holder::owner(shared.own);
-        let new = Segment { holder, memory: Some(memory), copies, puller: None, process: String::new() };
-        lock(&shared.segments).insert(segment, Arc::new(Mutex::new(new)));
-        Ok(data)
+        let memory = {
+            let mut entry = lock(&entry);
+            let holder = entry.holder.deallocated().ok_or(SegmentError::Busy(segment))?;
+            let memory = entry.memory.take();
+            let others = std::mem::take(&mut entry.copies);
+            *entry = Segment { holder, copies: others, ..Segment::absent(shared.own) };
+            memory
+        };
+        shared.release_copies(segment, &entry);
+        memory.iter().for_each(|memory| memory.close(&shared.target));
+        Ok(())
     }
 
     /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
@@ -167,7 +175,18 @@ impl SegmentHost {
         if !shared.registry.add_process(tenant, process, shared.own, shared.lease)? {
             return Err(SegmentError::NameTaken(process.to_owned()));
         }
-        lock(&shared.processes).insert((tenant, process.to_owned()));
+        if !lock(&shared.processes).insert((tenant, process.to_owned())) {
+            return Err(SegmentError::NameTaken(process.to_owned()));
+        }
+        // What an earlier process of this name has left.
+        let left = self.list(tenant).into_iter().filter(|status| status.process == process);
+        let left = left.map(|status| (process.to_owned(), SegmentKey { tenant, id: status.id }));
+        let left: Vec<_> = left.collect();
+        let mut arrived = lock(&shared.arrived);
+        arrived.retain(|arrived| !left.contains(arrived));
+        arrived.extend(left);
+        drop(arrived);
+        shared.has_arrived.notify_all();
         Ok(())
     }
 
@@ -177,29 +196,33 @@ impl SegmentHost {
     /// Those of the directory.
     pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
         if lock(&self.shared.processes).remove(&(tenant, process.to_owned())) {
+            let is_its = |(name, segment): &(String, SegmentKey)| name == process && segment.tenant == tenant;
+            lock(&self.shared.arrived).retain(|arrived| !is_its(arrived));
             self.shared.registry.remove_process(tenant, process)?;
         }
         Ok(())
     }
 
-    /// Prepares a hand-over to a process of the same tenant: all that is slow.
+    /// Prepares a hand-over to another process of the same tenant: all that is slow.
     ///
     /// # Errors
-    /// If the segment is not owned here, there is no such process on another host, or it is not
-    /// prepared.
+    /// If the segment is not owned here, there is no such process, or it is not prepared.
     pub fn connect(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         let to = self.shared.registry.find_process(segment.tenant, process)?;
-        let to = to.filter(|to| *to != self.shared.own);
+        let to = to.filter(|_| lock(&entry).process != process);
         let to = to.ok_or_else(|| SegmentError::NoProcess(process.to_owned()))?;
-        process.clone_into(&mut lock(&entry).process);
+        process.clone_into(&mut lock(&entry).target);
+        if to == self.shared.own {
+            return Ok(());
+        }
+        if self.shared.registry.address(to)?.is_none() {
+            return Err(SegmentError::Unreachable(process.to_owned()));
+        }
         if lock(&entry).copies.len() >= LINKS_MAX {
             return Err(SegmentError::Scattered(segment));
         }
-        if lock(&entry).is_unsettled() {
-            // It has just arrived, and the worker may not have confirmed it yet.
-            self.shared.run(segment, &entry, Input::Tick);
-        }
+        self.settle(segment, &entry);
         self.shared.run(segment, &entry, Input::Connect(to));
         if matches!(lock(&entry).holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
             // There was no answer.
@@ -211,6 +234,13 @@ impl SegmentHost {
         }
     }
 
+    /// If the segment has just arrived, the worker may not have confirmed it yet.
+    fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
+        if lock(entry).is_unsettled() {
+            self.shared.run(segment, entry, Input::Tick);
+        }
+    }
+
     /// Hands a segment over that is prepared. The program must not have access any more.
     ///
     /// # Errors
@@ -218,18 +248,36 @@ impl SegmentHost {
     /// may have arrived.
     pub fn transfer(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
-        if !matches!(lock(&entry).holder.holding(), Holding::Owned { stage: Stage::Ready(_), .. }) {
-            return Err(SegmentError::Declined(segment));
+        let is_ready = matches!(lock(&entry).holder.holding(), Holding::Owned { stage: Stage::Ready(_), .. });
+        if !is_ready {
+            return self.pass_on(segment, &entry);
         }
         self.shared.run(segment, &entry, Input::Transfer);
         if matches!(lock(&entry).holder.holding(), Holding::Sent { .. }) {
             self.shared.run(segment, &entry, Input::Tick);
         }
         match lock(&entry).holder.holding() {
-            Holding::Owned { .. } => Err(SegmentError::Declined(segment)),
+            Holding::Owned { .. } => {
+                // The process, which waits for this answer, still has it.
+                lock(&self.shared.arrived).retain(|(_, arrived)| *arrived != segment);
+                Err(SegmentError::Declined(segment))
+            }
             Holding::Sent { .. } => Err(SegmentError::Unknown(segment)),
             Holding::Absent | Holding::Prepared { .. } => Ok(()),
         }
+    }
+
+    /// Hands a segment over to another process of this host.
+    fn pass_on(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
+        let mut entry = lock(entry);
+        let target = std::mem::take(&mut entry.target);
+        if !lock(&self.shared.processes).contains(&(segment.tenant, target.clone())) {
+            return Err(SegmentError::Declined(segment));
+        }
+        entry.process.clone_from(&target);
+        lock(&self.shared.arrived).push_back((target, segment));
+        self.shared.has_arrived.notify_all();
+        Ok(())
     }
 
     /// Takes a prepared hand-over back.
@@ -242,15 +290,11 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Waits for a segment that is handed over to a process of this host. Returns its key and its
-    /// memory, of which each page must be pulled before it is touched.
+    /// Waits for a segment that is handed over to a process of this host, or that an earlier
+    /// process of its name has left. If it is partial, each page must be pulled before it is
+    /// touched.
     #[must_use]
-    pub fn receive(
-        &self,
-        tenant: u32,
-        process: &str,
-        timeout: Duration,
-    ) -> Option<(SegmentKey, Arc<Memory>)> {
+    pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
         let is_its = |(name, segment): &(String, SegmentKey)| name == process && segment.tenant == tenant;
         let arrived = lock(&self.shared.arrived);
         let must_wait = |arrived: &mut VecDeque<(String, SegmentKey)>| !arrived.iter().any(is_its);
@@ -260,8 +304,55 @@ impl SegmentHost {
         let (_, segment) = arrived.remove(at)?;
         drop(arrived);
         let entry = self.owned(segment).ok()?;
-        let data = lock(&entry).memory.as_ref().map(|memory| Arc::clone(&memory.data))?;
-        Some((segment, data))
+        let entry = lock(&entry);
+        entry.arrival(segment)
+    }
+
+    /// Has a segment arrive again, because its process has not got it.
+    pub fn return_arrival(&self, segment: SegmentKey, process: &str) {
+        lock(&self.shared.arrived).push_front((process.to_owned(), segment));
+        self.shared.has_arrived.notify_all();
+    }
+
+    /// Whether a process is open.
+    #[must_use]
+    pub fn has_process(&self, tenant: u32, process: &str) -> bool {
+        self.shared.has_process(tenant, process)
+    }
+
+    /// The segments of a tenant that are owned here.
+    #[must_use]
+    pub fn list(&self, tenant: u32) -> Vec<SegmentStatus> {
+        let entries: Vec<_> =
+            lock(&self.shared.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
+        let of_tenant = entries.into_iter().filter(|(segment, _)| segment.tenant == tenant);
+        let status = |(segment, entry): (SegmentKey, Arc<Mutex<Segment>>)| {
+            let entry = lock(&entry);
+            let bytes = entry.bytes().filter(|_| entry.holder.has_access())?;
+            let missing = entry.puller.as_ref().map_or(0, Puller::missing);
+            let process = entry.process.clone();
+            let missing_bytes = u64::from(missing) * PAGE_BYTES;
+            Some(SegmentStatus { id: segment.id, address: entry.address, bytes, missing_bytes, process })
+        };
+        of_tenant.filter_map(status).collect()
+    }
+
+    /// The first address of a segment in a program, and its length.
+    ///
+    /// # Errors
+    /// If it is not owned here.
+    pub fn place(&self, segment: SegmentKey) -> Result<(usize, usize), SegmentError> {
+        let entry = self.owned(segment)?;
+        let entry = lock(&entry);
+        let bytes = entry.bytes().ok_or(SegmentError::NotOwned(segment))?;
+        let as_size = |value| usize::try_from(value).map_err(|_| SegmentError::Length(bytes));
+        Ok((as_size(entry.address)?, as_size(bytes)?))
+    }
+
+    /// Whether a process of this host owns a segment.
+    #[must_use]
+    pub fn is_owned_by(&self, segment: SegmentKey, process: &str) -> bool {
+        self.owned(segment).is_ok_and(|entry| lock(&entry).process == process)
     }
 
     /// Whether a segment is owned here.

@@ -6,13 +6,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
-use aquifer_fabric::{ClusterKey, Identity};
+use aquifer_fabric::{ClusterKey, Identity, Memory};
 
-use super::SegmentKey;
 use super::memory::SegmentMemory;
 use super::peer::{Lane, Peer};
 use super::registry::Registry;
 use super::wire::{Ask, CopyPlace, Request};
+use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holder, Holding, Life, Message, Output, Stage};
 use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
@@ -33,8 +33,10 @@ pub(super) struct HostShared {
     pub lease: LeaseId,
     /// The processes that accept segments, by tenant and name.
     pub processes: Mutex<BTreeSet<(u32, String)>>,
-    /// What has arrived for them.
+    /// What has arrived for them, by tenant and name.
     pub arrived: Mutex<VecDeque<(String, SegmentKey)>>,
+    /// Most bytes of segments of one tenant on this host.
+    pub bytes_per_tenant: u64,
     pub has_arrived: Condvar,
     /// For the worker; `None` at the end.
     pub jobs: Mutex<Option<Sender<Job>>>,
@@ -57,11 +59,64 @@ pub(super) struct Segment {
     pub copies: Vec<CopyPlace>,
     /// While pages are elsewhere.
     pub puller: Option<Puller>,
-    /// The process that is to own it: after a hand-over from here or to here.
+    /// Where it is in the arena of a program.
+    pub address: u64,
+    /// The process on this host that owns it, or is to own it.
     pub process: String,
+    /// The process to which it is prepared to be handed over.
+    pub target: String,
+}
+
+/// A segment that is a process's from now on.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    /// Which.
+    pub segment: SegmentKey,
+    /// Where it is in the arena of a program.
+    pub address: u64,
+    /// Its bytes.
+    pub data: Arc<Memory>,
+    /// Whether pages must be pulled before they are touched.
+    pub is_partial: bool,
+}
+
+impl HostShared {
+    /// Memory for a segment.
+    ///
+    /// # Errors
+    /// If the tenant would have too much, or the system refuses.
+    pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
+        let entries: Vec<_> =
+            lock(&self.segments).iter().map(|(key, entry)| (key.tenant, Arc::clone(entry))).collect();
+        let of_tenant = entries.iter().filter(|(tenant, _)| *tenant == segment.tenant);
+        let held: u64 = of_tenant.filter_map(|(_, entry)| lock(entry).bytes()).sum();
+        if held.saturating_add(bytes) > self.bytes_per_tenant {
+            return Err(SegmentError::Limit { limit: self.bytes_per_tenant });
+        }
+        Ok(SegmentMemory::create(&self.target, bytes)?)
+    }
 }
 
 impl Segment {
+    /// A segment that is not here.
+    pub fn absent(own: Life) -> Self {
+        Self {
+            holder: Holder::absent(own),
+            memory: None,
+            copies: Vec::new(),
+            puller: None,
+            address: 0,
+            process: String::new(),
+            target: String::new(),
+        }
+    }
+
+    /// What its process gets.
+    pub(super) fn arrival(&self, segment: SegmentKey) -> Option<Arrival> {
+        let data = self.memory.as_ref().map(|memory| Arc::clone(&memory.data))?;
+        Some(Arrival { segment, address: self.address, data, is_partial: self.puller.is_some() })
+    }
+
     /// Whether the directory must be asked or told something before it can be handed over.
     pub(super) fn is_unsettled(&self) -> bool {
         matches!(

@@ -35,6 +35,8 @@ pub enum Ask {
         generation: u64,
         /// Length of the segment in bytes.
         bytes: u64,
+        /// Its first address in the arena.
+        address: u64,
         /// The process that is to own it.
         process: String,
     },

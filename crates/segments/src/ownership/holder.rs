@@ -123,10 +123,19 @@ impl Holder {
         Self { own, holding: Holding::Absent, decided: 0, received: 0 }
     }
 
-    /// The owner of a new segment, whose record was written.
+    /// The owner of a new segment, whose record was written with this generation.
     #[must_use]
-    pub const fn owner(own: Life) -> Self {
-        Self { holding: Holding::Owned { generation: 0, stage: Stage::Settled }, ..Self::absent(own) }
+    pub const fn owner(own: Life, generation: u64) -> Self {
+        let holding = Holding::Owned { generation, stage: Stage::Settled };
+        Self { holding, decided: generation, ..Self::absent(own) }
+    }
+
+    /// The holder after the segment was deallocated: it is not here, and nothing of what has
+    /// happened to it is forgotten. `None` if it is being handed over, or owned elsewhere.
+    #[must_use]
+    pub fn deallocated(&self) -> Option<Self> {
+        let Holding::Owned { stage: Stage::Settled, .. } = self.holding else { return None };
+        Some(Self { holding: Holding::Absent, ..self.clone() })
     }
 
     /// How the segment is held.

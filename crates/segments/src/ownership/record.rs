@@ -59,10 +59,10 @@ pub enum Retraction {
 }
 
 impl SegmentRecord {
-    /// The record of a new segment.
+    /// The record of a new segment, whose hand-overs have numbers above `generation`.
     #[must_use]
-    pub const fn new(owner: Life) -> Self {
-        Self { owner, generation: 0, intent: None }
+    pub const fn new(owner: Life, generation: u64) -> Self {
+        Self { owner, generation, intent: None }
     }
 
     /// Carries out a transaction, if the record permits it. `lives` says whether a lease lasts.

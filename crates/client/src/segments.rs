@@ -1,0 +1,328 @@
+//! Segments: memory at fixed addresses that moves to another process with the data structures in
+//! it (RAMP).
+//!
+//! A process of a user has a name, under which other processes of the user hand segments over to
+//! it, on this host or on another one of the cluster. Pointers within a segment stay valid. The
+//! owner works on plain memory; after a hand-over the pages follow on touch and ahead of it.
+//!
+//! ```no_run
+//! # use aquifer_client::segments::{Process, Pulling};
+//! # use std::time::Duration;
+//! # fn main() -> Result<(), aquifer_client::segments::Error> {
+//! let process = Process::open("counter")?;
+//! let segment = process.allocate(7, 1 << 20)?;
+//! segment.words()[5].store(42, std::sync::atomic::Ordering::Relaxed);
+//! segment.connect("other")?;
+//! segment.transfer().map_err(|failure| failure.error)?;
+//! if let Some(segment) = process.receive(Pulling::Ahead, Duration::from_secs(10))? {
+//!     println!("{:?} is back", segment.words()[5]);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A forked child has no access to the segments of its parent.
+//! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
+//! to it after a hand-over to a process of the same host: processes of one user trust each other.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+pub use aquifer_arena::calls::SegmentStatus;
+use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
+use aquifer_arena::{Arena, ArenaError, Mapping, Touch};
+use aquifer_channel::paths::agent_socket;
+use aquifer_channel::{ReceiveError, connect, receive_frame, send_frame};
+use aquifer_ipc::Frame;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No agent listens.
+    #[error(
+        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
+         or name the agent's socket in AQUIFER_AGENT",
+        path = path.display()
+    )]
+    NoAgent {
+        /// The agent's socket.
+        path: PathBuf,
+        /// The error of the system call.
+        source: io::Error,
+    },
+    /// The agent cannot do it, for this reason.
+    #[error("{0}")]
+    Failed(String),
+    /// The agent has ended, or is of another build.
+    #[error("the agent does not answer: {0}")]
+    Agent(#[from] ReceiveError),
+    /// The agent has ended.
+    #[error("the agent has ended: {0}")]
+    Gone(io::Error),
+    /// The agent answered something else.
+    #[error("the agent's answer is not valid: it is of another build")]
+    Answer,
+    /// The segment cannot be mapped.
+    #[error(transparent)]
+    Arena(#[from] ArenaError),
+}
+
+/// How the pages of a segment come that are elsewhere.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Pulling {
+    /// On touch, and ahead of it.
+    Ahead,
+    /// By [`Segment::pull`] only. A touch of a page that is not here is SIGBUS.
+    Explicit,
+}
+
+/// This process, as others hand segments over to it.
+#[derive(Debug)]
+pub struct Process {
+    arena: Arena,
+    calls: Mutex<OwnedFd>,
+    /// For waiting, meanwhile other calls can be made.
+    arrivals: Mutex<OwnedFd>,
+}
+
+impl Process {
+    /// Opens this process under a name, which no other process of the user has, at the agent of
+    /// this host. A process has one name.
+    ///
+    /// # Errors
+    /// If no agent answers, the name is taken, or the addresses for segments are in use.
+    pub fn open(name: &str) -> Result<Self, Error> {
+        Self::open_at(&agent_socket(), name)
+    }
+
+    /// As [`Self::open`], at the agent with this socket.
+    ///
+    /// # Errors
+    /// Those of [`Self::open`].
+    pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
+        let arena = Arena::reserve()?;
+        let connect = || connect(agent).map_err(|source| Error::NoAgent { path: agent.to_owned(), source });
+        let (calls, arrivals) = (connect()?, connect()?);
+        done(ask(&calls, &Call::Open { process: name.to_owned() }, &[])?)?;
+        done(ask(&arrivals, &Call::Attend { process: name.to_owned() }, &[])?)?;
+        Ok(Self { arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals) })
+    }
+
+    /// Allocates a segment of `bytes` bytes, whole pages, all zeros. Its number is new among the
+    /// user's segments.
+    ///
+    /// # Errors
+    /// If there is one of this number, the length is not possible, or the user has too much.
+    pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
+        let (answer, fds) = ask(&lock(&self.calls), &Call::Allocate { id, bytes }, &[])?;
+        self.map(&answer, fds, Pulling::Ahead)
+    }
+
+    /// Waits for a segment that is handed over to this process, or that an earlier process of this
+    /// name has left. `None` if there is none in time.
+    ///
+    /// # Errors
+    /// If the agent has ended, or the segment cannot be mapped.
+    pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
+        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+        match ask(&lock(&self.arrivals), &Call::Receive { timeout_ms }, &[])? {
+            (Answer::Nothing, _) => Ok(None),
+            (answer, fds) => self.map(&answer, fds, pulling).map(Some),
+        }
+    }
+
+    /// The segments of the user that processes of this host own.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn list(&self) -> Result<Vec<SegmentStatus>, Error> {
+        let mut all: Vec<SegmentStatus> = Vec::new();
+        loop {
+            let above = all.last().map(|last| last.id);
+            match self.ask(&Call::List { above })? {
+                Answer::List(more) => {
+                    let is_last = more.len() < LISTED_MAX;
+                    all.extend(more);
+                    if is_last {
+                        return Ok(all);
+                    }
+                }
+                answer => return Err(error_of(answer)),
+            }
+        }
+    }
+
+    fn map(&self, answer: &Answer, fds: Vec<OwnedFd>, pulling: Pulling) -> Result<Segment<'_>, Error> {
+        let Answer::Segment { id, address, bytes, is_partial } = *answer else {
+            return Err(error_of(answer.clone()));
+        };
+        let mut fds = fds.into_iter();
+        let file = fds.next().ok_or(Error::Answer)?;
+        let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
+        let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
+        let segment = Segment { process: self, mapping, id };
+        if is_partial {
+            let pulls = pulling == Pulling::Ahead;
+            let touch = if pulls { Touch::Waits } else { Touch::IsRefused };
+            let device = fds.next();
+            let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
+            let (answer, _) = ask(&lock(&self.calls), &Call::Serve { id, pulls }, &[uffd.as_fd()])?;
+            done((answer, Vec::new()))?;
+        }
+        Ok(segment)
+    }
+
+    fn ask(&self, call: &Call) -> Result<Answer, Error> {
+        Ok(ask(&lock(&self.calls), call, &[])?.0)
+    }
+}
+
+/// A segment that this process owns.
+///
+/// Dropping it unmaps it; this process, or the next one of its name, gets it again when it opens.
+#[derive(Debug)]
+pub struct Segment<'a> {
+    process: &'a Process,
+    mapping: Mapping<'a>,
+    id: u64,
+}
+
+/// A hand-over that did not take place.
+#[derive(Debug)]
+pub struct TransferFailure<'a> {
+    /// The segment, if this process still owns it. Otherwise the agent finds out whether it has
+    /// arrived; if it has not, this process receives it again.
+    pub segment: Option<Segment<'a>>,
+    /// Why.
+    pub error: Error,
+}
+
+impl<'a> Segment<'a> {
+    /// Its number.
+    #[must_use]
+    pub const fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// Its bytes as words. A touch of a page that is elsewhere waits, or is SIGBUS with
+    /// [`Pulling::Explicit`].
+    #[must_use]
+    pub fn words(&self) -> &[AtomicU64] {
+        self.mapping.words()
+    }
+
+    /// Its first address, the same in every process that owns it.
+    #[must_use]
+    pub fn address(&self) -> usize {
+        self.mapping.address()
+    }
+
+    /// Its length in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.mapping.words().len() * 8
+    }
+
+    /// Prepares a hand-over to another process of the user: all that is slow.
+    ///
+    /// # Errors
+    /// If there is no such process, or it is not prepared.
+    pub fn connect(&self, process: &str) -> Result<(), Error> {
+        self.call(&Call::Connect { id: self.id, process: process.to_owned() })
+    }
+
+    /// Takes [`Self::connect`] back.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn abort(&self) -> Result<(), Error> {
+        self.call(&Call::Abort { id: self.id })
+    }
+
+    /// Hands the segment over to the process to which it is connected. From the call on, each touch
+    /// by this process is SIGSEGV.
+    ///
+    /// # Errors
+    /// The segment if it is still this process's, and why.
+    pub fn transfer(mut self) -> Result<(), TransferFailure<'a>> {
+        if let Err(error) = self.mapping.withdraw() {
+            return Err(TransferFailure { segment: Some(self), error: error.into() });
+        }
+        let error = match self.process.ask(&Call::Transfer { id: self.id }) {
+            Ok(Answer::Done) => return Ok(()),
+            Ok(Answer::Kept(reason)) => match self.mapping.restore() {
+                Ok(()) => return Err(TransferFailure { segment: Some(self), error: Error::Failed(reason) }),
+                Err(error) => error.into(),
+            },
+            Ok(answer) => error_of(answer),
+            Err(error) => error,
+        };
+        Err(TransferFailure { segment: None, error })
+    }
+
+    /// Pulls the pages with these bytes, if they are elsewhere.
+    ///
+    /// # Errors
+    /// If the range is not inside the segment, or a page is lost.
+    pub fn pull(&self, offset: u64, bytes: u64) -> Result<(), Error> {
+        self.call(&Call::Pull { id: self.id, offset, bytes })
+    }
+
+    /// Waits until all pages are here. Then no other host has a part in the segment, and each touch
+    /// is one of plain memory.
+    ///
+    /// # Errors
+    /// If a page is lost.
+    pub fn close(&self) -> Result<(), Error> {
+        self.call(&Call::Close { id: self.id })
+    }
+
+    /// Frees the segment.
+    ///
+    /// # Errors
+    /// The segment is unmapped in any case; the agent may still have it.
+    pub fn deallocate(self) -> Result<(), Error> {
+        let Self { process, mapping, id } = self;
+        drop(mapping);
+        done((process.ask(&Call::Deallocate { id })?, Vec::new()))
+    }
+
+    fn call(&self, call: &Call) -> Result<(), Error> {
+        done((self.process.ask(call)?, Vec::new()))
+    }
+}
+
+/// Asks the agent.
+fn ask(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), Error> {
+    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
+    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)?;
+    match receive_frame(socket)? {
+        (Frame::SegmentAnswer(json), fds) => {
+            Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
+        }
+        (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
+        _ => Err(Error::Answer),
+    }
+}
+
+fn done((answer, _): (Answer, Vec<OwnedFd>)) -> Result<(), Error> {
+    match answer {
+        Answer::Done => Ok(()),
+        answer => Err(error_of(answer)),
+    }
+}
+
+fn error_of(answer: Answer) -> Error {
+    match answer {
+        Answer::Failed(reason) | Answer::Kept(reason) => Error::Failed(reason),
+        _ => Error::Answer,
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,94 @@
+//! Why calls fail.
+
+use aquifer_directory::DirectoryError;
+use aquifer_fabric::TargetError;
+
+use super::SegmentKey;
+use super::ranges::SEGMENTS_MAX;
+use crate::pulling::lineage::LINKS_MAX;
+
+/// Length of the longest name of a process.
+pub(super) const PROCESS_NAME_MAX: usize = 64;
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+pub enum SegmentError {
+    /// There is one already.
+    #[error("segment {0} exists already")]
+    Exists(SegmentKey),
+    /// The process does not own it.
+    #[error("segment {0} is not here: it was handed over, or there is none")]
+    NotOwned(SegmentKey),
+    /// The length is not possible.
+    #[error("a segment of {0} bytes is not possible: give whole pages of 4096 bytes")]
+    Length(u64),
+    /// The name of a process is not possible.
+    #[error("{0:?} is no name of a process: give 1 to {PROCESS_NAME_MAX} of a-z, A-Z, 0-9 and ._-")]
+    Name(String),
+    /// Another process has the name.
+    #[error("another process of this user has the name {0:?} already: choose another")]
+    NameTaken(String),
+    /// There is no other process of this name.
+    #[error("no other process of this user has the name {0:?}: it must open its segments first")]
+    NoProcess(String),
+    /// The process is on a host that has no address for segments.
+    #[error(
+        "process {0:?} is on a host whose agent accepts no segments of other hosts: start that agent with \
+         --segment-listen ADDRESS:PORT"
+    )]
+    Unreachable(String),
+    /// The tenant has too many segments.
+    #[error(
+        "this user has no addresses left for segments: at most {SEGMENTS_MAX}, and 4 TiB in all; \
+         deallocate some"
+    )]
+    Full,
+    /// Others change the tenant's segments all the time, or the segment is being handed over.
+    #[error("segment {0} is busy: try again")]
+    Busy(SegmentKey),
+    /// The tenant's segments would be over the limit.
+    #[error(
+        "this user's segments on this host would have more than the limit of {limit} bytes: deallocate \
+         some, or start the agent with a larger --segment-memory"
+    )]
+    Limit {
+        /// The limit, in bytes.
+        limit: u64,
+    },
+    /// The target is not prepared.
+    #[error("the target does not accept segment {0}: it is away, or busy with it")]
+    Declined(SegmentKey),
+    /// Too many hosts still have pages of it.
+    #[error("segment {0} has moved {LINKS_MAX} times before all of it was pulled: pull it first")]
+    Scattered(SegmentKey),
+    /// Whether it has arrived is not known yet.
+    #[error("whether segment {0} has arrived is not known yet; it is found out in the background")]
+    Unknown(SegmentKey),
+    /// A page was at a host that has died.
+    #[error("page {page} of segment {segment} is lost: the host that had it has died")]
+    Lost {
+        /// The segment.
+        segment: SegmentKey,
+        /// The page.
+        page: u32,
+    },
+    /// The range is not inside the segment.
+    #[error("{bytes} bytes at {offset} are not inside segment {segment}")]
+    Range {
+        /// The segment.
+        segment: SegmentKey,
+        /// The first byte.
+        offset: u64,
+        /// The number of bytes.
+        bytes: u64,
+    },
+    /// There is no thread for its faults.
+    #[error("cannot start a thread for the faults of a segment: {0}")]
+    Thread(std::io::Error),
+    /// The directory failed.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// The fabric or the system failed.
+    #[error(transparent)]
+    Target(#[from] TargetError),
+}

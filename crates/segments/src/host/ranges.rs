@@ -1,0 +1,103 @@
+//! Which addresses the segments of a tenant have: at the same ones in each of its processes.
+
+use std::collections::BTreeMap;
+
+use aquifer_arena::{ARENA_BYTES, ARENA_START, Arena};
+use serde::{Deserialize, Serialize};
+
+/// Most segments of a tenant.
+pub const SEGMENTS_MAX: usize = 1024;
+
+/// The directory's record of a tenant's addresses.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct RangesRecord {
+    /// The last hand-over of any segment that was deallocated. The hand-overs of later segments
+    /// have greater numbers, because other hosts have not forgotten those of the former ones.
+    pub generation: u64,
+    /// By the number of the segment: its first address, and its length in bytes.
+    pub ranges: BTreeMap<u64, (u64, u64)>,
+}
+
+impl RangesRecord {
+    /// Grants addresses to a new segment of this length: the lowest that are free. `None` if there
+    /// are none, or the tenant has too many segments.
+    ///
+    /// # Panics
+    /// If the segment has addresses already.
+    pub fn grant(&mut self, id: u64, bytes: u64) -> Option<u64> {
+        assert!(!self.ranges.contains_key(&id), "it has addresses already");
+        if self.ranges.len() >= SEGMENTS_MAX {
+            return None;
+        }
+        let alignment = usize::try_from(bytes).map(Arena::alignment).ok()? as u64;
+        let mut used: Vec<(u64, u64)> = self.ranges.values().copied().collect();
+        used.sort_unstable();
+        let mut address = ARENA_START as u64;
+        for (start, len) in used {
+            if address.checked_add(bytes)? <= start {
+                break;
+            }
+            address = address.max((start + len).next_multiple_of(alignment));
+        }
+        let end = ARENA_START as u64 + ARENA_BYTES as u64;
+        if address.checked_add(bytes)? > end {
+            return None;
+        }
+        self.ranges.insert(id, (address, bytes));
+        Some(address)
+    }
+
+    /// Takes the addresses of a segment back, whose last hand-over had this number.
+    pub fn remove(&mut self, id: u64, generation: u64) {
+        self.ranges.remove(&id);
+        self.generation = self.generation.max(generation);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn addresses_are_aligned_and_do_not_overlap() {
+        let mut record = RangesRecord::default();
+        let mut state = 7_u64;
+        let mut below = move |bound: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % bound
+        };
+        for id in 0..5000 {
+            if record.ranges.len() == 100 {
+                let number = usize::try_from(below(100)).unwrap();
+                let victim = *record.ranges.keys().nth(number).unwrap();
+                record.remove(victim, id);
+            }
+            let bytes = (1 + below(1 << 19)) * 4096;
+            let address = record.grant(id, bytes).unwrap();
+            let (address, bytes) = (usize::try_from(address).unwrap(), usize::try_from(bytes).unwrap());
+            Arena::check(address, bytes).unwrap();
+            let mut ranges: Vec<(u64, u64)> = record.ranges.values().copied().collect();
+            ranges.sort_unstable();
+            assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+        }
+        assert_eq!(record.generation, 4999);
+    }
+
+    #[test]
+    fn addresses_and_segments_are_limited() {
+        let mut record = RangesRecord::default();
+        for id in 0..4 {
+            assert!(record.grant(id, 1 << 40).is_some());
+        }
+        assert_eq!(record.grant(9, 4096), None);
+        record.remove(2, 0);
+        assert_eq!(record.grant(9, 4096), Some(ARENA_START as u64 + (2 << 40)));
+        let mut record = RangesRecord::default();
+        for id in 0..SEGMENTS_MAX as u64 {
+            assert_eq!(record.grant(id, 4096), Some(ARENA_START as u64 + id * 2 * MIB));
+        }
+        assert_eq!(record.grant(5000, 4096), None);
+    }
+}
