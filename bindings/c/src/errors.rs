@@ -15,6 +15,7 @@ const EAGAIN: c_int = 11;
 const ENOMEM: c_int = 12;
 const EACCES: c_int = 13;
 const EINVAL: c_int = 22;
+const EBUSY: c_int = 16;
 const EFBIG: c_int = 27;
 const EPIPE: c_int = 32;
 const ECONNRESET: c_int = 104;
@@ -79,6 +80,29 @@ pub(crate) fn queue_full() -> c_int {
 pub(crate) fn stale() -> c_int {
     store_text(&"the object is elsewhere: the pointer must be corrected");
     -ESTALE
+}
+
+/// The return value of the close of a process that has segments.
+pub(crate) fn busy() -> c_int {
+    store_text(&"a segment of the process was not consumed");
+    -EBUSY
+}
+
+/// The return value of a hand-over that did not take place. Its text is stored.
+pub(crate) const fn still_owned() -> c_int {
+    -EAGAIN
+}
+
+/// The errno of an error about segments.
+pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_int {
+    use aquifer_client::segments::Error;
+    match error {
+        Error::NoAgent { .. } => ENOTCONN,
+        Error::Failed(_) => EACCES,
+        Error::Agent(_) | Error::Gone(_) => EPIPE,
+        Error::Answer => EIO,
+        Error::Arena(_) => ENOMEM,
+    }
 }
 
 /// The errno of a heap's error.

@@ -12,6 +12,7 @@ use aquifer_tests_support::{golden, golden_layout};
 
 use crate::errors::{heap_errno, return_value};
 use crate::heap::{CGetJob, CPointer};
+use crate::segments::{self, CStatus};
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
 
 /// Prints the lines of the golden file. Does not compile if a function has another type.
@@ -19,7 +20,22 @@ const PROGRAM: &str = r#"
 #include <stdio.h>
 #include "aquifer.h"
 #include "aquifer_heap.h"
+#include "aquifer_segments.h"
 
+aquifer_process *aquifer_process_open(const char *, const char *);
+int aquifer_process_close(aquifer_process *);
+int aquifer_segment_allocate(aquifer_process *, uint64_t, uint64_t, aquifer_segment **);
+int aquifer_segment_receive(aquifer_process *, int, uint64_t, aquifer_segment **);
+uint64_t aquifer_segment_id(const aquifer_segment *);
+void *aquifer_segment_address(const aquifer_segment *);
+size_t aquifer_segment_bytes(const aquifer_segment *);
+int aquifer_segment_connect(aquifer_segment *, const char *);
+int aquifer_segment_abort(aquifer_segment *);
+int aquifer_segment_transfer(aquifer_segment *);
+int aquifer_segment_pull(aquifer_segment *, uint64_t, uint64_t);
+int aquifer_segment_close(aquifer_segment *);
+int aquifer_segment_deallocate(aquifer_segment *);
+int aquifer_segment_list(aquifer_process *, aquifer_segment_status *, size_t);
 aquifer_heap *aquifer_heap_open(const char *, uint16_t);
 void aquifer_heap_close(aquifer_heap *);
 int aquifer_heap_root(aquifer_heap *, uint32_t, aquifer_pointer *);
@@ -65,6 +81,9 @@ int main(void) {
     HEAD(aquifer_pointer), FIELD(aquifer_pointer, words), puts("");
     HEAD(aquifer_get_job), FIELD(aquifer_get_job, pointer), FIELD(aquifer_get_job, out);
     FIELD(aquifer_get_job, bytes), puts("");
+    HEAD(aquifer_segment_status), FIELD(aquifer_segment_status, id), FIELD(aquifer_segment_status, address);
+    FIELD(aquifer_segment_status, bytes), FIELD(aquifer_segment_status, missing_bytes);
+    FIELD(aquifer_segment_status, process), puts("");
     printf("AQUIFER_EXTENT_BYTES_MAX: %llu\n", AQUIFER_EXTENT_BYTES_MAX);
     printf("AQUIFER_OBJECT_BYTES_MAX: %u\n", AQUIFER_OBJECT_BYTES_MAX);
 }
@@ -83,6 +102,7 @@ fn golden_types_in_c_and_in_rust() {
     );
     golden_layout!(ours, "aquifer_pointer", CPointer { words });
     golden_layout!(ours, "aquifer_get_job", CGetJob { pointer, out, bytes });
+    golden_layout!(ours, "aquifer_segment_status", CStatus { id, address, bytes, missing_bytes, process });
     ours.text("AQUIFER_EXTENT_BYTES_MAX", &MAX_EXTENT_BYTES.to_string());
     ours.text("AQUIFER_OBJECT_BYTES_MAX", &OBJECT_BYTES_MAX.to_string());
     ours.check();
@@ -172,6 +192,31 @@ mod symbols {
             bytes: usize,
         ) -> c_int;
         pub fn aquifer_heap_release(heap: *const c_void, p: *mut CPointer) -> c_int;
+    }
+}
+
+#[test]
+fn functions_of_segments_accept_null() {
+    use std::ptr::null_mut as null;
+    let einval = -22;
+    // SAFETY: each function accepts null pointers.
+    unsafe {
+        assert!(segments::aquifer_process_open(null(), null()).is_null());
+        assert!(segments::aquifer_process_open(c"/nowhere/agent.sock".as_ptr(), c"p".as_ptr()).is_null());
+        assert_eq!(segments::aquifer_process_close(null()), 0);
+        assert_eq!(segments::aquifer_segment_allocate(null(), 1, 4096, null()), einval);
+        assert_eq!(segments::aquifer_segment_receive(null(), 0, 0, null()), einval);
+        assert_eq!(segments::aquifer_segment_id(null()), 0);
+        assert!(segments::aquifer_segment_address(null()).is_null());
+        assert_eq!(segments::aquifer_segment_bytes(null()), 0);
+        assert_eq!(segments::aquifer_segment_connect(null(), null()), einval);
+        assert_eq!(segments::aquifer_segment_connect(null(), c"p".as_ptr()), einval);
+        assert_eq!(segments::aquifer_segment_abort(null()), einval);
+        assert_eq!(segments::aquifer_segment_transfer(null()), einval);
+        assert_eq!(segments::aquifer_segment_pull(null(), 0, 0), einval);
+        assert_eq!(segments::aquifer_segment_close(null()), einval);
+        assert_eq!(segments::aquifer_segment_deallocate(null()), einval);
+        assert_eq!(segments::aquifer_segment_list(null(), null(), 0), einval);
     }
 }
 

@@ -1,4 +1,5 @@
-//! libaquifer: the client library for C. `aquifer.h` and `aquifer_heap.h` document the functions.
+//! libaquifer: the client library for C. `aquifer.h`, `aquifer_heap.h` and
+//! `aquifer_segments.h` document the functions.
 //!
 //! Pointers from C are checked for null. Otherwise they are trusted to be what the header requires.
 
@@ -7,6 +8,7 @@ mod errors;
 mod golden_tests;
 pub mod heap;
 pub mod queue;
+pub mod segments;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
 use std::os::unix::ffi::OsStrExt;

@@ -59,14 +59,20 @@ impl PageFaults {
     /// Lets the threads go on that wait for a page, whose bytes are in place.
     ///
     /// # Errors
-    /// If the mapping is gone or was moved; then nothing waits there.
+    /// If the system refuses.
     pub fn resume(&self, page: u32) -> io::Result<()> {
-        match uffd::resume(&self.uffd, self.address_of(page)) {
-            // It is mapped already: a thread that waits all the same touches it again.
-            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                uffd::wake(&self.uffd, self.address_of(page))
-            }
-            result => result,
+        let address = self.address_of(page);
+        match uffd::resume(&self.uffd, address).map_err(|error| error.raw_os_error()) {
+            Ok(()) => Ok(()),
+            // It was never written, and is a hole of the file.
+            Err(Some(libc::EFAULT)) => match uffd::fill_with_zeros(&self.uffd, address) {
+                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => uffd::wake(&self.uffd, address),
+                result => result,
+            },
+            // It is mapped already, or its faults are not served any more: a thread that waits all
+            // the same touches it again. The kernel does not wake a thread that has begun to wait
+            // while the serving was ended.
+            Err(_) => uffd::wake(&self.uffd, address),
         }
     }
 

@@ -6,6 +6,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 const UFFDIO_API: u64 = 0xc018_aa3f;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
 const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
+const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
 const UFFDIO_CONTINUE: u64 = 0xc020_aa07;
 const UFFDIO_POISON: u64 = 0xc020_aa08;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
@@ -38,7 +39,7 @@ struct RegisterArgument {
     ioctls: u64,
 }
 
-/// Argument of `UFFDIO_CONTINUE` and `UFFDIO_POISON`.
+/// Argument of `UFFDIO_ZEROPAGE`, `UFFDIO_CONTINUE` and `UFFDIO_POISON`.
 #[repr(C)]
 struct FillArgument {
     range: UffdRange,
@@ -83,6 +84,11 @@ pub fn unregister(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()
 /// Maps a page whose bytes are in the file, and wakes those that wait for it.
 pub fn resume(uffd: &OwnedFd, address: usize) -> io::Result<()> {
     fill(uffd, UFFDIO_CONTINUE, address)
+}
+
+/// Maps a page of zeros where the file has a hole, and wakes those that wait for it.
+pub fn fill_with_zeros(uffd: &OwnedFd, address: usize) -> io::Result<()> {
+    fill(uffd, UFFDIO_ZEROPAGE, address)
 }
 
 /// Has each touch of a page end in SIGBUS.

@@ -2,13 +2,14 @@
 //! and the pages come when they are touched.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, PageFaults, Touch};
 use aquifer_directory::Directory;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_fabric::{ClusterKey, Memory};
+use aquifer_segments::host::faults::StopEvent;
 use aquifer_segments::host::{SegmentHost, SegmentKey, SegmentOptions, faults};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
@@ -67,13 +68,13 @@ fn use_armed<'a>(
     program: impl FnOnce(&mut Mapping<'a>),
 ) -> Duration {
     let mut mapping = Mapping::new(arena, ADDRESS, BYTES, memory.fd()).unwrap();
-    let stop = AtomicBool::new(false);
+    let stop = StopEvent::new().unwrap();
     let served = PageFaults::new(mapping.arm(Touch::Waits, None).unwrap(), ADDRESS, BYTES);
     std::thread::scope(|scope| {
         scope.spawn(|| faults::serve(host, SEGMENT, &served, &stop));
         if pulls_ahead {
             scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
+                while !stop.is_requested() {
                     if !host.pull_ahead(SEGMENT).unwrap() {
                         break;
                     }
@@ -85,7 +86,7 @@ fn use_armed<'a>(
         mapping.withdraw().unwrap();
         let took = began.elapsed();
         assert!(mapping.words().is_empty());
-        stop.store(true, Ordering::Relaxed);
+        stop.request();
         took
     })
 }
@@ -144,4 +145,23 @@ fn a_list_moves_between_programs_with_its_pointers() {
     let numbers = mapping.words().iter().skip(1).step_by(ENTRY_WORDS);
     let visited = numbers.map(|number| number.load(Ordering::Relaxed) / ENTRIES as u64);
     assert_eq!(visited.sum::<u64>(), 2 * ENTRIES as u64 + 8 * 700);
+}
+
+#[test]
+fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
+    let hosts = [1, 2].map(|number| host(number, &directory));
+    let arena = Arena::reserve().unwrap();
+    let _memory = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
+    let is_zero = |mapping: &mut Mapping<'_>, page: usize| {
+        assert_eq!(mapping.words()[page * 512].load(Ordering::Relaxed), 0);
+    };
+    // At the target, back at the source, where it is a hole of the file, and a page seen by both.
+    for (from, to, pages) in [(0, 1, [3, 4]), (1, 0, [3, 5])] {
+        let (memory, _) = pass_on(&hosts[from], &hosts[to]);
+        use_armed(&arena, &hosts[to], &memory, false, |mapping| {
+            pages.into_iter().for_each(|page| is_zero(mapping, page));
+        });
+    }
 }

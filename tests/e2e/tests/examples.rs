@@ -14,7 +14,7 @@ fn output(cluster: &Cluster, command: &mut Command) -> String {
 }
 
 /// Built by cargo beside this test program.
-fn rust_example(name: &str) -> PathBuf {
+pub(super) fn rust_example(name: &str) -> PathBuf {
     let own = std::env::current_exe().expect("this program has a path");
     own.parent()
         .and_then(|deps| deps.parent())

@@ -32,6 +32,7 @@ mod node_restart;
 mod postgres;
 mod programs;
 mod replicas;
+mod segments;
 mod soak;
 mod sparse;
 mod swap;

@@ -11,6 +11,8 @@ use aquifer_tests_e2e::{build, eventually};
 use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use tempfile::TempDir;
 
+use crate::segments::{self, Programs};
+
 /// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
 const LIMIT: &str = "8M";
@@ -113,7 +115,9 @@ impl Host {
         let keeper = RunningDaemon::start(&machine, state.path(), &["keeper"]);
         let directory = format!("{}/net", etcd.address());
         let key = key.to_str().expect("a plain path");
+        let listen = SocketAddr::new(machine.address, 7500).to_string();
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
+        let words = [&words[..], &["--segment-listen", &listen]].concat();
         let agent = RunningDaemon::start(&machine, state.path(), &words);
         Self { _agent: agent, _keeper: keeper, state }
     }
@@ -167,6 +171,23 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
     let told = status.arg("--state").arg(cluster.hosts[0].state.path()).arg("status").output();
     let told = String::from_utf8(told.expect("aquifer can be started").stdout).expect("text");
     assert!(told.contains("An agent of this host serves you"), "{told}");
+}
+
+/// The source program ends while the target still pulls, and the pages are all there.
+#[test]
+fn segments_move_between_hosts() {
+    let cluster = Cluster::up();
+    let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
+    segments::relay([&first, &second], "150");
+    let programs = Programs::build();
+    for (source, target) in [(&first, &second), (&second, &first)] {
+        let get = programs.start(target, &["get", "target"]);
+        assert_eq!(segments::end(programs.start(source, &["give", "source", "target"])), "done\n");
+        assert_eq!(segments::end(get), "done\n");
+    }
+    let peer = programs.start(&second, &["peer", "away", "home"]);
+    assert_eq!(segments::end(programs.start(&first, &["home", "home", "away"])), "done\n");
+    assert_eq!(segments::end(peer), "done\n");
 }
 
 mod long {

@@ -3,23 +3,26 @@
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use aquifer_arena::PageFaults;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
-use aquifer_channel::{receive_frame, send_frame};
+use aquifer_channel::socket::wait_readable;
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
+use super::faults::{self, StopEvent};
 use super::memory::PAGE_BYTES;
 use super::shared::Arrival;
-use super::{SegmentError, SegmentHost, SegmentKey, faults};
+use super::{SegmentError, SegmentHost, SegmentKey};
 
 /// Longest time for which the end of a process that waits for a segment goes unnoticed.
 const RECEIVE_TICK: Duration = Duration::from_millis(200);
+/// Interval of looks at a silent program.
+const SILENCE_TICK: Duration = Duration::from_secs(3600);
 
 /// Serves a connection of a program of a tenant, whose first request was received.
 pub fn serve(host: &Arc<SegmentHost>, socket: &OwnedFd, tenant: u32, first: &str) {
@@ -103,13 +106,13 @@ struct Program<'a> {
 /// The threads that serve the faults of a segment. They end when this is dropped.
 struct ServedFaults {
     faults: Arc<PageFaults>,
-    stop: Arc<AtomicBool>,
+    stop: Arc<StopEvent>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Drop for ServedFaults {
     fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
+        self.stop.request();
         for thread in self.threads.drain(..) {
             let ended = thread.join();
             debug_assert!(ended.is_ok(), "a thread that serves faults of segments panicked");
@@ -195,7 +198,7 @@ impl Program<'_> {
     fn serve_faults(&mut self, segment: SegmentKey, uffd: OwnedFd, pulls: bool) -> Result<(), SegmentError> {
         let (address, bytes) = self.host.place(segment)?;
         let faults = Arc::new(PageFaults::new(uffd, address, bytes));
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = Arc::new(StopEvent::new().map_err(SegmentError::Thread)?);
         let mut served = ServedFaults { faults: Arc::clone(&faults), stop, threads: Vec::new() };
         let (host, stop, of_thread) = (Arc::clone(self.host), Arc::clone(&served.stop), Arc::clone(&faults));
         served
@@ -232,9 +235,9 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<(
 }
 
 /// Pulls all pages ahead of the program; then its touches are plain again.
-fn pull_ahead(host: &SegmentHost, segment: SegmentKey, faults: &PageFaults, stop: &AtomicBool) {
+fn pull_ahead(host: &SegmentHost, segment: SegmentKey, faults: &PageFaults, stop: &StopEvent) {
     loop {
-        if stop.load(Ordering::Relaxed) {
+        if stop.is_requested() {
             return;
         }
         match host.pull_ahead(segment) {
@@ -260,9 +263,16 @@ fn failed(error: &SegmentError) -> Answer {
 
 /// The next request; `None` if the program has closed the connection, or sends something else.
 fn next_call(socket: &OwnedFd) -> Option<(Result<Call, Answer>, Vec<OwnedFd>)> {
+    // A program may be silent for long.
+    while !wait_readable(&[socket], SILENCE_TICK).ok()? {}
     match receive_frame(socket) {
         Ok((Frame::SegmentCall(json), fds)) => Some((parse(&json), fds)),
-        _ => None,
+        Err(ReceiveError::Closed) => None,
+        Ok(_) => None,
+        Err(error) => {
+            tracing::warn!(%error, "closed the connection of a program with segments");
+            None
+        }
     }
 }
 

@@ -125,19 +125,31 @@ impl Registry {
         entry.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Records a new segment of an owner, and grants it addresses.
+    /// Records a new segment of an owner, and grants it addresses. It replaces one whose owner is
+    /// dead.
     ///
     /// # Errors
     /// Those of the directory.
     pub fn create(&self, segment: SegmentKey, owner: Life, bytes: u64) -> Result<Creation, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
-            if ranges.ranges.contains_key(&segment.id) {
-                return Ok(Creation::Exists);
+            let mut compares = vec![compare];
+            match self.directory.get(&segment.name())? {
+                None => compares.push(Compare::absent(segment.name())),
+                Some(entry) => {
+                    let record: SegmentRecord = names::decode(&entry)?;
+                    for life in std::iter::once(record.owner).chain(record.intent) {
+                        if self.lease_of(life, &mut compares)? {
+                            return Ok(Creation::Exists);
+                        }
+                    }
+                    // Its bytes are lost with its owner.
+                    compares.push(Compare::version(segment.name(), entry.version));
+                    ranges.remove(segment.id, record.generation + 1);
+                }
             }
             let Some(address) = ranges.grant(segment.id, bytes) else { return Ok(Creation::Full) };
             let record = SegmentRecord::new(owner, ranges.generation);
-            let compares = vec![compare, Compare::absent(segment.name())];
             let operations = vec![
                 KeyOperation::put(segment.name(), names::encode(&record), None),
                 KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),

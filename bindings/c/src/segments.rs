@@ -1,0 +1,378 @@
+//! Segments for C. `aquifer_segments.h` documents the functions.
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::mem::ManuallyDrop;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use aquifer_client::segments::{Error, Process, Pulling, Segment, TransferFailure};
+
+use crate::errors::{self, invalid_argument, segment_errno, store_text};
+
+/// `aquifer_process`.
+#[derive(Debug)]
+pub struct CProcess {
+    /// The process that has opened the name: see [`crate::CSession`].
+    owner: u32,
+    process: Process,
+    /// Segments that were not consumed.
+    segments: AtomicUsize,
+}
+
+/// `aquifer_segment`.
+#[derive(Debug)]
+pub struct CSegment {
+    process: &'static CProcess,
+    segment: Segment<'static>,
+}
+
+/// `aquifer_segment_status`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CStatus {
+    pub(crate) id: u64,
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) missing_bytes: u64,
+    pub(crate) process: [c_char; 72],
+}
+
+/// The value of a call: a number that is not negative, or a negative errno.
+fn value(outcome: Result<c_int, Error>) -> c_int {
+    outcome.unwrap_or_else(|error| {
+        store_text(&error);
+        -segment_errno(&error)
+    })
+}
+
+/// A text in UTF-8; `None` if it is null, or something else.
+///
+/// # Safety
+/// `text` is null or a C string.
+unsafe fn text<'a>(text: *const c_char) -> Option<&'a str> {
+    // SAFETY: the caller passes a C string.
+    if text.is_null() { None } else { unsafe { CStr::from_ptr(text) }.to_str().ok() }
+}
+
+/// Opens this process under a name. Returns null on failure.
+///
+/// # Safety
+/// `socket` and `name` are null or C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_process_open(socket: *const c_char, name: *const c_char) -> *mut CProcess {
+    // SAFETY: the caller passes null or a C string.
+    let Some(name) = (unsafe { text(name) }) else {
+        invalid_argument();
+        return std::ptr::null_mut();
+    };
+    let opened = if socket.is_null() {
+        Process::open(name)
+    } else {
+        // SAFETY: the caller passes a C string.
+        let path = unsafe { CStr::from_ptr(socket) };
+        Process::open_at(Path::new(OsStr::from_bytes(path.to_bytes())), name)
+    };
+    match opened {
+        Ok(process) => {
+            let owner = std::process::id();
+            Box::into_raw(Box::new(CProcess { owner, process, segments: AtomicUsize::new(0) }))
+        }
+        Err(error) => {
+            store_text(&error);
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// Closes the name.
+///
+/// # Safety
+/// `process` is null, or was returned by [`aquifer_process_open`] and is not closed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_process_close(process: *mut CProcess) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let Some(open) = (unsafe { process.as_ref() }) else { return 0 };
+    if open.owner != std::process::id() {
+        return errors::forked();
+    }
+    if open.segments.load(Ordering::SeqCst) > 0 {
+        return errors::busy();
+    }
+    // SAFETY: the pointer is from `Box::into_raw`, no segment refers to it, and the caller does not
+    // use it any more.
+    drop(unsafe { Box::from_raw(process) });
+    0
+}
+
+/// The process at an address, or the value for an invalid one.
+///
+/// # Safety
+/// `process` is null or open.
+unsafe fn open_process(process: *const CProcess) -> Result<&'static CProcess, c_int> {
+    // SAFETY: it stays until it is closed, which needs that no segment refers to it.
+    let process = unsafe { process.as_ref() }.ok_or_else(invalid_argument)?;
+    if process.owner == std::process::id() { Ok(process) } else { Err(errors::forked()) }
+}
+
+/// The segment at an address, or the value for an invalid one.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+unsafe fn open_segment<'a>(segment: *const CSegment) -> Result<&'a CSegment, c_int> {
+    // SAFETY: the caller passes null or a segment.
+    let segment = unsafe { segment.as_ref() }.ok_or_else(invalid_argument)?;
+    if segment.process.owner == std::process::id() { Ok(segment) } else { Err(errors::forked()) }
+}
+
+/// Stores a new segment.
+///
+/// # Safety
+/// `out` is writable.
+unsafe fn store(process: &'static CProcess, segment: Segment<'static>, out: *mut *mut CSegment) {
+    process.segments.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: the caller passes a place for a pointer.
+    unsafe { out.write(Box::into_raw(Box::new(CSegment { process, segment }))) };
+}
+
+/// Allocates a segment.
+///
+/// # Safety
+/// `process` is null or open; `segment` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_allocate(
+    process: *const CProcess,
+    id: u64,
+    bytes: u64,
+    segment: *mut *mut CSegment,
+) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let process = match unsafe { open_process(process) } {
+        Ok(process) if !segment.is_null() => process,
+        Ok(_) => return invalid_argument(),
+        Err(errno) => return errno,
+    };
+    value(process.process.allocate(id, bytes).map(|allocated| {
+        // SAFETY: the place is not null, so the caller has made it writable.
+        unsafe { store(process, allocated, segment) };
+        0
+    }))
+}
+
+/// Waits for a segment.
+///
+/// # Safety
+/// `process` is null or open; `segment` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_receive(
+    process: *const CProcess,
+    pulling: c_int,
+    timeout_ms: u64,
+    segment: *mut *mut CSegment,
+) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let process = match unsafe { open_process(process) } {
+        Ok(process) if !segment.is_null() => process,
+        Ok(_) => return invalid_argument(),
+        Err(errno) => return errno,
+    };
+    let pulling = match pulling {
+        0 => Pulling::Ahead,
+        1 => Pulling::Explicit,
+        _ => return invalid_argument(),
+    };
+    value(process.process.receive(pulling, Duration::from_millis(timeout_ms)).map(
+        |received| match received {
+            None => 0,
+            Some(received) => {
+                // SAFETY: the place is not null, so the caller has made it writable.
+                unsafe { store(process, received, segment) };
+                1
+            }
+        },
+    ))
+}
+
+/// The number of a segment.
+///
+/// # Safety
+/// `segment` was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_id(segment: *const CSegment) -> u64 {
+    // SAFETY: the caller passes a segment.
+    unsafe { segment.as_ref() }.map_or(0, |segment| segment.segment.id())
+}
+
+/// The first address of a segment.
+///
+/// # Safety
+/// `segment` was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_address(segment: *const CSegment) -> *mut c_void {
+    // SAFETY: the caller passes a segment.
+    let address = unsafe { segment.as_ref() }.map_or(0, |segment| segment.segment.address());
+    std::ptr::with_exposed_provenance_mut(address)
+}
+
+/// The length of a segment.
+///
+/// # Safety
+/// `segment` was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_bytes(segment: *const CSegment) -> usize {
+    // SAFETY: the caller passes a segment.
+    unsafe { segment.as_ref() }.map_or(0, |segment| segment.segment.bytes())
+}
+
+/// Calls a function of a segment.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+unsafe fn call(segment: *const CSegment, call: impl FnOnce(&Segment<'static>) -> Result<(), Error>) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    match unsafe { open_segment(segment) } {
+        Ok(segment) => value(call(&segment.segment).map(|()| 0)),
+        Err(errno) => errno,
+    }
+}
+
+/// Prepares a hand-over.
+///
+/// # Safety
+/// `segment` is null, or was not consumed; `process` is null or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_connect(segment: *const CSegment, process: *const c_char) -> c_int {
+    // SAFETY: the caller passes null or a C string.
+    let Some(process) = (unsafe { text(process) }) else { return invalid_argument() };
+    // SAFETY: the caller passes null or a segment.
+    unsafe { call(segment, |segment| segment.connect(process)) }
+}
+
+/// Takes [`aquifer_segment_connect`] back.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_abort(segment: *const CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { call(segment, Segment::abort) }
+}
+
+/// Pulls pages.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_pull(segment: *const CSegment, offset: u64, bytes: u64) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { call(segment, |segment| segment.pull(offset, bytes)) }
+}
+
+/// Waits until all pages are here.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_close(segment: *const CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { call(segment, Segment::close) }
+}
+
+/// Moves out a segment that a call consumes.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+unsafe fn move_out(segment: *mut CSegment) -> Result<(&'static CProcess, Segment<'static>), c_int> {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { open_segment(segment) }?;
+    // SAFETY: the pointer is from `Box::into_raw`. The fields are moved out once, and the memory
+    // is freed by the caller of this function, or used for them again.
+    let CSegment { process, segment } = unsafe { segment.read() };
+    Ok((process, segment))
+}
+
+/// Frees the memory of a segment whose fields were moved out.
+///
+/// # Safety
+/// [`move_out`] has moved the fields out.
+unsafe fn free(segment: *mut CSegment, process: &CProcess) {
+    // SAFETY: the pointer is from `Box::into_raw`, and `ManuallyDrop` has the same layout and drops
+    // nothing.
+    drop(unsafe { Box::from_raw(segment.cast::<ManuallyDrop<CSegment>>()) });
+    process.segments.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// Hands a segment over.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_transfer(segment: *mut CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    let (process, owned) = match unsafe { move_out(segment) } {
+        Ok(moved) => moved,
+        Err(errno) => return errno,
+    };
+    match owned.transfer() {
+        Err(TransferFailure { segment: Some(kept), error }) => {
+            // SAFETY: the memory is still this segment's, and its fields were moved out.
+            unsafe { segment.write(CSegment { process, segment: kept }) };
+            store_text(&error);
+            errors::still_owned()
+        }
+        outcome => {
+            // SAFETY: the fields were moved out.
+            unsafe { free(segment, process) };
+            value(outcome.map(|()| 0).map_err(|failure| failure.error))
+        }
+    }
+}
+
+/// Frees a segment.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_deallocate(segment: *mut CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    let (process, owned) = match unsafe { move_out(segment) } {
+        Ok(moved) => moved,
+        Err(errno) => return errno,
+    };
+    let outcome = owned.deallocate();
+    // SAFETY: the fields were moved out.
+    unsafe { free(segment, process) };
+    value(outcome.map(|()| 0))
+}
+
+/// Lists the user's segments on this host.
+///
+/// # Safety
+/// `process` is null or open; `list` is null or has room for `count`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_list(
+    process: *const CProcess,
+    list: *mut CStatus,
+    count: usize,
+) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let process = match unsafe { open_process(process) } {
+        Ok(process) if !list.is_null() || count == 0 => process,
+        Ok(_) => return invalid_argument(),
+        Err(errno) => return errno,
+    };
+    value(process.process.list().map(|found| {
+        for (at, status) in found.iter().take(count).enumerate() {
+            let mut name: [c_char; 72] = [0; 72];
+            for (to, from) in name.iter_mut().zip(status.process.bytes().take(71)) {
+                *to = from.cast_signed();
+            }
+            let (id, address, bytes) = (status.id, status.address, status.bytes);
+            let status = CStatus { id, address, bytes, missing_bytes: status.missing_bytes, process: name };
+            // SAFETY: the caller has room for `count`, and `at` is less.
+            unsafe { list.add(at).write(status) };
+        }
+        c_int::try_from(found.len()).unwrap_or(c_int::MAX)
+    }))
+}

@@ -1,0 +1,70 @@
+//! Segments that move between real programs, on one host and between hosts.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::{Cluster, build};
+use tempfile::TempDir;
+
+/// Programs that use segments.
+pub(super) struct Programs {
+    folder: TempDir,
+    libraries: PathBuf,
+}
+
+impl Programs {
+    pub fn build() -> Self {
+        let folder = TempDir::new().expect("a folder");
+        let source = std::fs::read_to_string(build::sources().join("segments.c")).expect("its source");
+        let header = format!("-I{}", build::root().join("bindings/c").display());
+        let libraries = build::binary().parent().expect("it lies in a folder").to_owned();
+        let library = format!("-L{}", libraries.display());
+        let flags = ["-Wall", "-Wextra", "-Werror", &header, "-Wl,--no-as-needed", &library, "-laquifer"];
+        let _program = build::compile(folder.path(), "segments", &source, &flags);
+        Self { folder, libraries }
+    }
+
+    /// Starts the program in C.
+    pub fn start(&self, agent: &Path, words: &[&str]) -> Child {
+        let mut command = Command::new(self.folder.path().join("segments"));
+        start(command.args(words).env("LD_LIBRARY_PATH", &self.libraries), agent)
+    }
+}
+
+pub(super) fn start(command: &mut Command, agent: &Path) -> Child {
+    command.env("AQUIFER_AGENT", agent).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.spawn().expect("it can be started")
+}
+
+/// Waits until a program has ended well. Returns what it has printed.
+pub(super) fn end(program: Child) -> String {
+    let output = program.wait_with_output().expect("it was started");
+    assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// The ring that two programs hand to each other: the agents of both, and the turns.
+pub(super) fn relay(agents: [&Path; 2], turns: &str) {
+    let program = super::examples::rust_example("relay");
+    let names = ["first", "second"];
+    let players: Vec<Child> = [0, 1]
+        .map(|player| {
+            let words = [names[player], names[1 - player], turns];
+            start(Command::new(&program).args(words), agents[player])
+        })
+        .into();
+    let printed: String = players.into_iter().map(end).collect();
+    assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
+}
+
+#[test]
+fn programs_of_a_host_hand_segments_to_each_other() {
+    let cluster = Cluster::up(1, "64M");
+    let agent = cluster.agent_socket();
+    let programs = Programs::build();
+    let peer = programs.start(agent, &["peer", "away", "home"]);
+    assert_eq!(end(programs.start(agent, &["home", "home", "away"])), "done\n");
+    assert_eq!(end(peer), "done\n");
+    relay([agent, agent], "101");
+}
