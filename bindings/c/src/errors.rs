@@ -101,7 +101,7 @@ pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_
         Error::Failed(_) => EACCES,
         Error::Agent(_) | Error::Gone(_) => EPIPE,
         Error::Answer => EIO,
-        Error::Arena(_) => ENOMEM,
+        Error::Arena(_) | Error::System(_) => ENOMEM,
     }
 }
 

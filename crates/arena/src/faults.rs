@@ -92,6 +92,20 @@ impl PageFaults {
         uffd::poison(&self.uffd, self.address_of(page))
     }
 
+    /// Has each touch of a page that is not mapped end in SIGBUS, because the agent has ended.
+    /// Returns false if the mapping is being moved: then its event must be read, and this be called
+    /// again.
+    #[must_use]
+    pub fn poison_all(&self) -> bool {
+        let mut is_moving = false;
+        for page in 0..u32::try_from(self.bytes / 4096).unwrap_or(u32::MAX) {
+            // Other errors: the page is mapped, or its faults are not served any more.
+            let poisoned = self.poison(page).map_err(|error| error.raw_os_error());
+            is_moving |= poisoned == Err(Some(libc::EAGAIN));
+        }
+        !is_moving
+    }
+
     fn address_of(&self, page: u32) -> usize {
         self.address + page as usize * 4096
     }

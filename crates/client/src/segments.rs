@@ -25,19 +25,22 @@
 //! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
 //! to it after a hand-over to a process of the same host: processes of one user trust each other.
 
+mod watcher;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 pub use aquifer_arena::calls::SegmentStatus;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
-use aquifer_arena::{Arena, ArenaError, Mapping, Touch};
+use aquifer_arena::{Arena, ArenaError, Mapping, PageFaults, Touch};
 use aquifer_channel::paths::agent_socket;
 use aquifer_channel::{ReceiveError, connect, receive_frame, send_frame};
 use aquifer_ipc::Frame;
+use watcher::ArmedSegments;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -63,6 +66,9 @@ pub enum Error {
     /// The agent has ended.
     #[error("the agent has ended: {0}")]
     Gone(io::Error),
+    /// The system refused.
+    #[error("cannot watch over the agent: {0}")]
+    System(io::Error),
     /// The agent answered something else.
     #[error("the agent's answer is not valid: it is of another build")]
     Answer,
@@ -87,6 +93,7 @@ pub struct Process {
     calls: Mutex<OwnedFd>,
     /// For waiting, meanwhile other calls can be made.
     arrivals: Mutex<OwnedFd>,
+    armed: Arc<ArmedSegments>,
 }
 
 impl Process {
@@ -109,7 +116,9 @@ impl Process {
         let (calls, arrivals) = (connect()?, connect()?);
         done(ask(&calls, &Call::Open { process: name.to_owned() }, &[])?)?;
         done(ask(&arrivals, &Call::Attend { process: name.to_owned() }, &[])?)?;
-        Ok(Self { arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals) })
+        let armed = Arc::<ArmedSegments>::default();
+        watcher::start(calls.try_clone().map_err(Error::System)?, &armed).map_err(Error::System)?;
+        Ok(Self { arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals), armed })
     }
 
     /// Allocates a segment of `bytes` bytes, whole pages, all zeros. Its number is new among the
@@ -171,6 +180,7 @@ impl Process {
             let device = fds.next();
             let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
             let (answer, _) = ask(&lock(&self.calls), &Call::Serve { id, pulls }, &[uffd.as_fd()])?;
+            self.armed.insert(id, PageFaults::new(uffd, as_size(address)?, as_size(bytes)?));
             done((answer, Vec::new()))?;
         }
         Ok(segment)
@@ -189,6 +199,12 @@ pub struct Segment<'a> {
     process: &'a Process,
     mapping: Mapping<'a>,
     id: u64,
+}
+
+impl Drop for Segment<'_> {
+    fn drop(&mut self) {
+        self.process.armed.remove(self.id);
+    }
 }
 
 /// A hand-over that did not take place.
@@ -286,8 +302,8 @@ impl<'a> Segment<'a> {
     /// # Errors
     /// The segment is unmapped in any case; the agent may still have it.
     pub fn deallocate(self) -> Result<(), Error> {
-        let Self { process, mapping, id } = self;
-        drop(mapping);
+        let (process, id) = (self.process, self.id);
+        drop(self);
         done((process.ask(&Call::Deallocate { id })?, Vec::new()))
     }
 

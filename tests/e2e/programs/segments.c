@@ -3,6 +3,8 @@
  * segments home NAME PEER: hands a small and a large segment to PEER, gets them back.
  * segments peer NAME PEER: the other side of that.
  * segments give NAME PEER: hands a segment to PEER, which waits, and ends.
+ * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
+ * come, and touches them until one is SIGBUS.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>
@@ -63,6 +65,9 @@ static void fill(aquifer_segment *segment, uint64_t stamp)
     size_t count = aquifer_segment_bytes(segment) / sizeof *words;
     for (size_t place = 0; place < count; place = next_place(place))
         words[place] = (uint64_t)&words[place] + stamp;
+    /* Each page of a small one has something. */
+    for (size_t page = 0; aquifer_segment_bytes(segment) == SIZES[0] && page < count; page += PAGE / sizeof *words)
+        words[page] = (uint64_t)&words[page] + stamp;
 }
 
 static void check(aquifer_segment *segment, uint64_t stamp)
@@ -192,6 +197,32 @@ static void get(aquifer_process *self)
     done(aquifer_segment_deallocate(segment));
 }
 
+static void be_orphan(aquifer_process *self, int pulling)
+{
+    puts("open");
+    fflush(stdout);
+    getchar();
+    aquifer_segment *segment = receive(self, pulling);
+    char *address = aquifer_segment_address(segment);
+    puts("received");
+    fflush(stdout);
+    if (pulling == AQUIFER_PULL_EXPLICIT)
+        while (getchar() != '\n');
+    for (size_t at = 0; at < SIZES[0]; at += PAGE)
+    {
+        int number = touch(address + at);
+        if (number == SIGBUS)
+        {
+            puts("SIGBUS");
+            exit(0);
+        }
+        expect(number, 0, "a touch");
+        if (*(uint64_t *)(address + at) == 0)
+            errx(1, "a page that is elsewhere is zero");
+    }
+    errx(1, "all pages are here");
+}
+
 int main(int count, char **words)
 {
     struct sigaction action = {.sa_handler = on_fault};
@@ -208,6 +239,8 @@ int main(int count, char **words)
         be_peer(self, words[3]);
     else if (count > 3 && !strcmp(words[1], "give"))
         give(self, words[3]);
+    else if (count > 3 && !strcmp(words[1], "orphan"))
+        be_orphan(self, strcmp(words[3], "explicit") ? AQUIFER_PULL_AHEAD : AQUIFER_PULL_EXPLICIT);
     else if (!strcmp(words[1], "get"))
         get(self);
     else

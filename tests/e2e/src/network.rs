@@ -198,6 +198,14 @@ impl RunningDaemon {
 }
 
 impl RunningDaemon {
+    /// Sends the daemon a signal.
+    ///
+    /// # Panics
+    /// If it has ended before.
+    pub fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(Pid::from_child(&self.process), signal).expect("it is ours");
+    }
+
     /// Kills the daemon and waits for its end.
     ///
     /// # Panics

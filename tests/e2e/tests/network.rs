@@ -9,9 +9,10 @@ use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually};
 use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
+use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::segments::{self, Programs};
+use crate::segments::{self, Conversation, Programs};
 
 /// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
@@ -31,7 +32,7 @@ struct Node {
 /// A host with an agent.
 struct Host {
     // Dropped before the keeper.
-    _agent: RunningDaemon,
+    agent: RunningDaemon,
     _keeper: RunningDaemon,
     state: TempDir,
 }
@@ -119,7 +120,7 @@ impl Host {
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
         let words = [&words[..], &["--segment-listen", &listen]].concat();
         let agent = RunningDaemon::start(&machine, state.path(), &words);
-        Self { _agent: agent, _keeper: keeper, state }
+        Self { agent, _keeper: keeper, state }
     }
 
     /// Waits until its agent has this number of usable nodes.
@@ -188,6 +189,42 @@ fn segments_move_between_hosts() {
     let peer = programs.start(&second, &["peer", "away", "home"]);
     assert_eq!(segments::end(programs.start(&first, &["home", "home", "away"])), "done\n");
     assert_eq!(segments::end(peer), "done\n");
+}
+
+/// A stopped daemon, which is continued when this is dropped.
+struct Stopped<'a>(&'a RunningDaemon);
+
+impl<'a> Stopped<'a> {
+    fn new(daemon: &'a RunningDaemon) -> Self {
+        daemon.signal(Signal::STOP);
+        Self(daemon)
+    }
+}
+
+impl Drop for Stopped<'_> {
+    fn drop(&mut self) {
+        self.0.signal(Signal::CONT);
+    }
+}
+
+/// A page that cannot come is a fault, and never zeros.
+#[test]
+fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
+    for pulling in ["explicit", "ahead"] {
+        let cluster = Cluster::up();
+        let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
+        let programs = Programs::build();
+        let mut orphan = Conversation::with(programs.start(&second, &["orphan", "orphan", pulling]));
+        orphan.expect("open");
+        assert_eq!(segments::end(programs.start(&first, &["give", "giver", "orphan"])), "done\n");
+        // No page comes from here any more, and the target does not know why.
+        let _stopped = Stopped::new(&cluster.hosts[0].agent);
+        orphan.say();
+        orphan.expect("received");
+        cluster.hosts[1].agent.signal(Signal::KILL);
+        orphan.say();
+        orphan.expect("SIGBUS");
+    }
 }
 
 mod long {

@@ -1,7 +1,8 @@
 //! Segments that move between real programs, on one host and between hosts.
 
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Cluster, build};
@@ -33,8 +34,44 @@ impl Programs {
 }
 
 pub(super) fn start(command: &mut Command, agent: &Path) -> Child {
-    command.env("AQUIFER_AGENT", agent).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.env("AQUIFER_AGENT", agent).stdin(Stdio::piped());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
     command.spawn().expect("it can be started")
+}
+
+/// A program that waits for lines and prints some.
+pub(super) struct Conversation {
+    program: Child,
+    printed: BufReader<ChildStdout>,
+}
+
+impl Conversation {
+    pub fn with(mut program: Child) -> Self {
+        let printed = BufReader::new(program.stdout.take().expect("it is piped"));
+        Self { program, printed }
+    }
+
+    pub fn say(&mut self) {
+        let input = self.program.stdin.as_mut().expect("it is piped");
+        input.write_all(b"\n").expect("it reads");
+    }
+
+    pub fn expect(&mut self, line: &str) {
+        let mut found = String::new();
+        self.printed.read_line(&mut found).expect("it prints");
+        if found.trim_end() != line {
+            let mut errors = String::new();
+            let _read = self.program.stderr.take().map(|mut stderr| stderr.read_to_string(&mut errors));
+            panic!("{found:?} instead of {line:?}: {errors}");
+        }
+    }
+}
+
+impl Drop for Conversation {
+    fn drop(&mut self) {
+        let _killed = self.program.kill();
+        let _waited = self.program.wait();
+    }
 }
 
 /// Waits until a program has ended well. Returns what it has printed.

@@ -114,7 +114,9 @@ fn notes(objects: u64) -> Vec<String> {
          Both with Aquifer's header"
             .into(),
         "figure 11: one client that waits for each read; copy: out of a mapping of the same size, without \
-         translation or header. READ: the same bytes, encrypted as all traffic is"
+         translation or header; FaRM: with a header that is compared before and after, as objects that \
+             never move need. CoRM-0 reads as Aquifer does. READ: the same bytes, encrypted as all traffic \
+             is. Requests are answered in the thread of the transport; no worker is between"
             .into(),
         "figures 12 and 13: each client is a thread with a connection of its own; all share the processors \
          with the service"

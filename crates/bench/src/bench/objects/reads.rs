@@ -2,10 +2,12 @@
 //!
 //! A real cluster serves the heap, in a process of its own. In each round one way after the other
 //! reads objects in a random order: all of them many times in shared memory, and every eighth once
-//! over TCP and by the service. Copies are out of other memory of the same size.
+//! over TCP and by the service. Copies are out of other memory of the same size, plainly,
+//! and with a header that is compared, as in FaRM.
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use aquifer_fabric::{Completion, Endpoint, LocalKey, LocalSlice, Memory, Region, RemoteAddr, Verb, Work};
@@ -56,6 +58,8 @@ pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
         "shm ns",
         "copy ns",
         "copy ÷ shm",
+        "FaRM ns",
+        "FaRM ÷ shm",
         "shm service ns",
         "tcp µs",
         "READ µs",
@@ -77,6 +81,8 @@ pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
 struct Measured {
     shared: Vec<f64>,
     copy: Vec<f64>,
+    /// With headers as in FaRM, at fixed addresses.
+    fixed: Vec<f64>,
     shared_service: Vec<f64>,
     remote: Vec<f64>,
     raw: Vec<f64>,
@@ -118,6 +124,12 @@ impl Measured {
                 }
                 Ok(())
             })?);
+            measured.fixed.push(time(times, 1e9, || {
+                for _ in 0..volume.repeats {
+                    own.read_all_checked(&mut out);
+                }
+                Ok(())
+            })?);
             measured.shared_service.push(time(some.len(), 1e9, || read_all(&mut shared, &some, &mut out))?);
             measured.remote.push(time(some.len(), 1e6, || get_all(&mut remote, &some, &mut out))?);
             measured
@@ -137,6 +149,8 @@ impl Measured {
             ("shm ns", spread(&self.shared)),
             ("copy ns", spread(&self.copy)),
             ("copy ÷ shm", ratio(&self.shared, &self.copy)),
+            ("FaRM ns", spread(&self.fixed)),
+            ("FaRM ÷ shm", ratio(&self.shared, &self.fixed)),
             ("shm service ns", spread(&self.shared_service)),
             ("tcp µs", spread(&self.remote)),
             ("READ µs", spread(&self.raw)),
@@ -204,6 +218,24 @@ impl Copies {
     fn read_all(&self, out: &mut [u8]) {
         for place in &self.places {
             self.memory.read(place + 8, out);
+            std::hint::black_box(&out);
+        }
+    }
+}
+
+impl Copies {
+    /// The same, and compares the header of each object before and after: what FaRM does, whose
+    /// objects never move.
+    fn read_all_checked(&self, out: &mut [u8]) {
+        for place in &self.places {
+            loop {
+                let before = self.memory.load_u64(*place);
+                self.memory.read(place + 8, out);
+                fence(Ordering::Acquire);
+                if self.memory.load_u64(*place) == before {
+                    break;
+                }
+            }
             std::hint::black_box(&out);
         }
     }
