@@ -66,7 +66,8 @@ static void fill(aquifer_segment *segment, uint64_t stamp)
     for (size_t place = 0; place < count; place = next_place(place))
         words[place] = (uint64_t)&words[place] + stamp;
     /* Each page of a small one has something. */
-    for (size_t page = 0; aquifer_segment_bytes(segment) == SIZES[0] && page < count; page += PAGE / sizeof *words)
+    count = aquifer_segment_bytes(segment) == SIZES[0] ? count : 0;
+    for (size_t page = 0; page < count; page += PAGE / sizeof *words)
         words[page] = (uint64_t)&words[page] + stamp;
 }
 
@@ -163,7 +164,7 @@ static void be_peer(aquifer_process *self, const char *peer)
 static void give(aquifer_process *self, const char *peer)
 {
     aquifer_segment *segment;
-    done(aquifer_segment_allocate(self, 9, SIZES[0], &segment));
+    done(aquifer_segment_allocate(self, getpid(), SIZES[0], &segment));
     fill(segment, 3);
     connect_to(segment, peer);
     done(aquifer_segment_transfer(segment));

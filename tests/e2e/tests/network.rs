@@ -12,7 +12,7 @@ use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::segments::{self, Conversation, Programs};
+use crate::segments::{self, PipedProgram, Programs};
 
 /// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
@@ -210,19 +210,24 @@ impl Drop for Stopped<'_> {
 /// A page that cannot come is a fault, and never zeros.
 #[test]
 fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
-    for pulling in ["explicit", "ahead"] {
-        let cluster = Cluster::up();
-        let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
-        let programs = Programs::build();
-        let mut orphan = Conversation::with(programs.start(&second, &["orphan", "orphan", pulling]));
+    let cluster = Cluster::up();
+    let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
+    let programs = Programs::build();
+    let mut orphans = ["explicit", "ahead"].map(|pulling| {
+        let mut orphan = PipedProgram::with(programs.start(&second, &["orphan", pulling, pulling]));
         orphan.expect("open");
-        assert_eq!(segments::end(programs.start(&first, &["give", "giver", "orphan"])), "done\n");
-        // No page comes from here any more, and the target does not know why.
-        let _stopped = Stopped::new(&cluster.hosts[0].agent);
-        orphan.say();
+        assert_eq!(segments::end(programs.start(&first, &["give", "giver", pulling])), "done\n");
+        orphan
+    });
+    // No page comes from here any more, and the target does not know why.
+    let _stopped = Stopped::new(&cluster.hosts[0].agent);
+    for orphan in &mut orphans {
+        orphan.request();
         orphan.expect("received");
-        cluster.hosts[1].agent.signal(Signal::KILL);
-        orphan.say();
+    }
+    cluster.hosts[1].agent.signal(Signal::KILL);
+    for orphan in &mut orphans {
+        orphan.request();
         orphan.expect("SIGBUS");
     }
 }

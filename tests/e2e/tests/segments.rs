@@ -40,18 +40,19 @@ pub(super) fn start(command: &mut Command, agent: &Path) -> Child {
 }
 
 /// A program that waits for lines and prints some.
-pub(super) struct Conversation {
+pub(super) struct PipedProgram {
     program: Child,
     printed: BufReader<ChildStdout>,
 }
 
-impl Conversation {
+impl PipedProgram {
     pub fn with(mut program: Child) -> Self {
         let printed = BufReader::new(program.stdout.take().expect("it is piped"));
         Self { program, printed }
     }
 
-    pub fn say(&mut self) {
+    /// Sends a line.
+    pub fn request(&mut self) {
         let input = self.program.stdin.as_mut().expect("it is piped");
         input.write_all(b"\n").expect("it reads");
     }
@@ -67,7 +68,7 @@ impl Conversation {
     }
 }
 
-impl Drop for Conversation {
+impl Drop for PipedProgram {
     fn drop(&mut self) {
         let _killed = self.program.kill();
         let _waited = self.program.wait();
