@@ -64,7 +64,8 @@ uint64_t aquifer_segment_id(const aquifer_segment *segment);
 void *aquifer_segment_address(const aquifer_segment *segment);
 size_t aquifer_segment_bytes(const aquifer_segment *segment);
 
-/* Prepares a hand-over to another process of the user: all that is slow. */
+/* Prepares a hand-over to another process of the user: all that is slow. Replaces an earlier one.
+ * On failure none is prepared. */
 int aquifer_segment_connect(aquifer_segment *segment, const char *process);
 
 /* Takes aquifer_segment_connect back. */

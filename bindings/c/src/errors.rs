@@ -14,8 +14,8 @@ const ECHILD: c_int = 10;
 const EAGAIN: c_int = 11;
 const ENOMEM: c_int = 12;
 const EACCES: c_int = 13;
-const EINVAL: c_int = 22;
 const EBUSY: c_int = 16;
+const EINVAL: c_int = 22;
 const EFBIG: c_int = 27;
 const EPIPE: c_int = 32;
 const ECONNRESET: c_int = 104;
@@ -97,8 +97,9 @@ pub(crate) const fn still_owned() -> c_int {
 pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_int {
     use aquifer_client::segments::Error;
     match error {
-        Error::NoAgent { .. } => ENOTCONN,
+        Error::NoAgent(_) => ENOTCONN,
         Error::Failed(_) => EACCES,
+        Error::Forked => ECHILD,
         Error::Agent(_) | Error::Gone(_) => EPIPE,
         Error::Answer => EIO,
         Error::Arena(_) | Error::System(_) => ENOMEM,
@@ -130,6 +131,6 @@ fn errno(error: &Error) -> c_int {
         Error::DataLost | Error::Failed | Error::Protocol(_) => EIO,
         Error::Forked => ECHILD,
         Error::SessionEnded(_) | Error::AgentGone => EPIPE,
-        Error::NoAgent { .. } => ENOTCONN,
+        Error::NoAgent(_) => ENOTCONN,
     }
 }

@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_int, c_void};
 use std::process::Command;
 
-use aquifer_client::{Error, MAX_EXTENT_BYTES};
+use aquifer_client::{Error, MAX_EXTENT_BYTES, NoAgent};
 use aquifer_objects::class::OBJECT_BYTES_MAX;
 use aquifer_objects::client::ClientError;
 use aquifer_objects::wire::Refused;
@@ -261,7 +261,7 @@ fn golden_errors() {
     let mut golden = golden!("errors");
     let failed = || std::io::Error::from(std::io::ErrorKind::Other);
     let errors = [
-        ("no agent", Error::NoAgent { path: "socket".into(), source: failed() }),
+        ("no agent", NoAgent { path: "socket".into(), source: failed() }.into()),
         ("refused", Error::Refused(String::new())),
         ("no memory", Error::Io(failed())),
         ("ended", Error::SessionEnded(String::new())),

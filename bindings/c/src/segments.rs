@@ -106,13 +106,14 @@ pub unsafe extern "C" fn aquifer_process_close(process: *mut CProcess) -> c_int 
     0
 }
 
-/// The process at an address, or the value for an invalid one.
+/// The process at an address, or the value for an invalid one, or if the other arguments are not
+/// valid.
 ///
 /// # Safety
 /// `process` is null or open.
-unsafe fn open_process(process: *const CProcess) -> Result<&'static CProcess, c_int> {
+unsafe fn open_process(process: *const CProcess, are_valid: bool) -> Result<&'static CProcess, c_int> {
     // SAFETY: it stays until it is closed, which needs that no segment refers to it.
-    let process = unsafe { process.as_ref() }.ok_or_else(invalid_argument)?;
+    let process = unsafe { process.as_ref() }.filter(|_| are_valid).ok_or_else(invalid_argument)?;
     if process.owner == std::process::id() { Ok(process) } else { Err(errors::forked()) }
 }
 
@@ -148,9 +149,8 @@ pub unsafe extern "C" fn aquifer_segment_allocate(
     segment: *mut *mut CSegment,
 ) -> c_int {
     // SAFETY: the caller passes null or an open process.
-    let process = match unsafe { open_process(process) } {
-        Ok(process) if !segment.is_null() => process,
-        Ok(_) => return invalid_argument(),
+    let process = match unsafe { open_process(process, !segment.is_null()) } {
+        Ok(process) => process,
         Err(errno) => return errno,
     };
     value(process.process.allocate(id, bytes).map(|allocated| {
@@ -172,9 +172,8 @@ pub unsafe extern "C" fn aquifer_segment_receive(
     segment: *mut *mut CSegment,
 ) -> c_int {
     // SAFETY: the caller passes null or an open process.
-    let process = match unsafe { open_process(process) } {
-        Ok(process) if !segment.is_null() => process,
-        Ok(_) => return invalid_argument(),
+    let process = match unsafe { open_process(process, !segment.is_null()) } {
+        Ok(process) => process,
         Err(errno) => return errno,
     };
     let pulling = match pulling {
@@ -357,9 +356,8 @@ pub unsafe extern "C" fn aquifer_segment_list(
     count: usize,
 ) -> c_int {
     // SAFETY: the caller passes null or an open process.
-    let process = match unsafe { open_process(process) } {
-        Ok(process) if !list.is_null() || count == 0 => process,
-        Ok(_) => return invalid_argument(),
+    let process = match unsafe { open_process(process, !list.is_null() || count == 0) } {
+        Ok(process) => process,
         Err(errno) => return errno,
     };
     value(process.process.list().map(|found| {

@@ -56,7 +56,7 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
-    /// What is to be known of segments.
+    /// Settings for segments.
     pub segments: SegmentSettings,
     /// The time for which other hosts do not recover this host after its lease has ended.
     ///
@@ -75,7 +75,7 @@ pub struct AgentOptions {
     pub when_unused: Arc<AtomicBool>,
 }
 
-/// Settings for segments.
+/// Where segments come from, and how much memory they have.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentSettings {
     /// Where agents of other hosts connect. `None`: segments stay on this host.

@@ -1,28 +1,39 @@
 //! Errors of the client. Each is a sentence for the person who runs the program.
 
 use std::io;
-use std::path::PathBuf;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
 
 use aquifer_channel::ReceiveError;
 use aquifer_ipc::ring::{CorruptRing, RingStatus};
 
 use crate::session::MAX_EXTENT_BYTES;
 
+/// No agent listens at a socket.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
+     or name the agent's socket in AQUIFER_AGENT",
+    path = path.display()
+)]
+pub struct NoAgent {
+    /// The agent's socket.
+    pub path: PathBuf,
+    /// The error of the system call.
+    pub source: io::Error,
+}
+
+/// Connects to an agent.
+pub(crate) fn connect(path: &Path) -> Result<OwnedFd, NoAgent> {
+    aquifer_channel::connect(path).map_err(|source| NoAgent { path: path.to_owned(), source })
+}
+
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No agent listens at the socket.
-    #[error(
-        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
-         or name the agent's socket in AQUIFER_AGENT",
-        path = path.display()
-    )]
-    NoAgent {
-        /// The agent's socket.
-        path: PathBuf,
-        /// The error of the system call.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    NoAgent(#[from] NoAgent),
     /// The agent opens no session.
     #[error("the agent refused to open a session: {0}")]
     Refused(String),

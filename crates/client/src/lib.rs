@@ -25,6 +25,6 @@ mod session;
 mod statistics;
 mod transfer;
 
-pub use error::Error;
+pub use error::{Error, NoAgent};
 pub use session::{Extent, MAX_EXTENT_BYTES, ReadJob, Session, WriteJob};
 pub use statistics::Statistics;

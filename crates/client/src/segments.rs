@@ -29,7 +29,7 @@ mod watcher;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -38,25 +38,22 @@ pub use aquifer_arena::calls::SegmentStatus;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
 use aquifer_arena::{Arena, ArenaError, Mapping, PageFaults, Touch};
 use aquifer_channel::paths::agent_socket;
-use aquifer_channel::{ReceiveError, connect, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::Frame;
+use rustix::net::{Shutdown, shutdown};
 use watcher::ArmedSegments;
+
+use crate::error::{NoAgent, connect};
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// No agent listens.
-    #[error(
-        "no agent of Aquifer answers at {path} ({source}): start a cluster with `aquifer up`, \
-         or name the agent's socket in AQUIFER_AGENT",
-        path = path.display()
-    )]
-    NoAgent {
-        /// The agent's socket.
-        path: PathBuf,
-        /// The error of the system call.
-        source: io::Error,
-    },
+    #[error(transparent)]
+    NoAgent(#[from] NoAgent),
+    /// The process is a forked child of the process that opened the name.
+    #[error("the segments belong to the process that this one was forked from: open another name")]
+    Forked,
     /// The agent cannot do it, for this reason.
     #[error("{0}")]
     Failed(String),
@@ -89,6 +86,8 @@ pub enum Pulling {
 /// This process, as others hand segments over to it.
 #[derive(Debug)]
 pub struct Process {
+    /// The process that opened the name, and not one that was forked from it.
+    owner: u32,
     arena: Arena,
     calls: Mutex<OwnedFd>,
     /// For waiting, meanwhile other calls can be made.
@@ -112,13 +111,13 @@ impl Process {
     /// Those of [`Self::open`].
     pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
         let arena = Arena::reserve()?;
-        let connect = || connect(agent).map_err(|source| Error::NoAgent { path: agent.to_owned(), source });
-        let (calls, arrivals) = (connect()?, connect()?);
+        let (calls, arrivals) = (connect(agent)?, connect(agent)?);
         done(ask(&calls, &Call::Open { process: name.to_owned() }, &[])?)?;
         done(ask(&arrivals, &Call::Attend { process: name.to_owned() }, &[])?)?;
         let armed = Arc::<ArmedSegments>::default();
         watcher::start(calls.try_clone().map_err(Error::System)?, &armed).map_err(Error::System)?;
-        Ok(Self { arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals), armed })
+        let owner = std::process::id();
+        Ok(Self { owner, arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals), armed })
     }
 
     /// Allocates a segment of `bytes` bytes, whole pages, all zeros. Its number is new among the
@@ -127,7 +126,7 @@ impl Process {
     /// # Errors
     /// If there is one of this number, the length is not possible, or the user has too much.
     pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
-        let (answer, fds) = ask(&lock(&self.calls), &Call::Allocate { id, bytes }, &[])?;
+        let (answer, fds) = self.ask_with(&self.calls, &Call::Allocate { id, bytes }, &[])?;
         self.map(&answer, fds, Pulling::Ahead)
     }
 
@@ -138,7 +137,7 @@ impl Process {
     /// If the agent has ended, or the segment cannot be mapped.
     pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
         let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        match ask(&lock(&self.arrivals), &Call::Receive { timeout_ms }, &[])? {
+        match self.ask_with(&self.arrivals, &Call::Receive { timeout_ms }, &[])? {
             (Answer::Nothing, _) => Ok(None),
             (answer, fds) => self.map(&answer, fds, pulling).map(Some),
         }
@@ -179,15 +178,37 @@ impl Process {
             let touch = if pulls { Touch::Waits } else { Touch::IsRefused };
             let device = fds.next();
             let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
-            let (answer, _) = ask(&lock(&self.calls), &Call::Serve { id, pulls }, &[uffd.as_fd()])?;
+            let answered = self.ask_with(&self.calls, &Call::Serve { id, pulls }, &[uffd.as_fd()])?;
             self.armed.insert(id, PageFaults::new(uffd, as_size(address)?, as_size(bytes)?));
-            done((answer, Vec::new()))?;
+            done(answered)?;
         }
         Ok(segment)
     }
 
     fn ask(&self, call: &Call) -> Result<Answer, Error> {
-        Ok(ask(&lock(&self.calls), call, &[])?.0)
+        Ok(self.ask_with(&self.calls, call, &[])?.0)
+    }
+
+    fn ask_with(
+        &self,
+        connection: &Mutex<OwnedFd>,
+        call: &Call,
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        // Before the lock: another thread may have held it when the child was forked.
+        if self.owner != std::process::id() {
+            return Err(Error::Forked);
+        }
+        ask(&lock(connection), call, fds)
+    }
+}
+
+impl Drop for Process {
+    /// Ends the connection, of which the thread that watches over the agent has a copy.
+    fn drop(&mut self) {
+        if self.owner == std::process::id() {
+            let _was_closed = shutdown(&*lock(&self.calls), Shutdown::Both);
+        }
     }
 }
 

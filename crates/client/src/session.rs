@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use aquifer_channel::paths::agent_socket;
 use aquifer_channel::wakeup::{self, WakeupEvent};
-use aquifer_channel::{ReceiveError, RingMapping, connect, receive_frame, send_frame};
+use aquifer_channel::{ReceiveError, RingMapping, receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use aquifer_ipc::ring::{
     CorruptRing, ExtentName, RingAnswer, RingRequest, RingStatus, SLOTS, STRETCH_SECTIONS_MAX, SessionRing,
 };
 
-use crate::error::Error;
+use crate::error::{Error, connect};
 use crate::statistics::Statistics;
 use crate::transfer::{JobBuffer, TransferJob, run_jobs};
 
@@ -206,7 +206,7 @@ impl Session {
     pub fn open_at(path: &Path) -> Result<Self, Error> {
         let mut retries = 0;
         let (socket, ring) = loop {
-            let socket = connect(path).map_err(|source| Error::NoAgent { path: path.to_owned(), source })?;
+            let socket = connect(path)?;
             send_frame(&socket, &Frame::OpenSession, &[])?;
             match receive_frame(&socket) {
                 Ok((Frame::SessionOpened, fds)) => break (socket, fds.into_iter().next()),

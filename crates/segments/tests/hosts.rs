@@ -255,6 +255,33 @@ fn a_segment_is_passed_on_between_processes_of_a_host() {
     assert!(second.receive(TENANT, "worker-2", Duration::ZERO).is_none());
 }
 
+/// The process to which the last connect succeeded gets the segment, and none after an abort.
+#[test]
+fn a_connect_replaces_the_one_before() {
+    let cluster = Cluster::start(2);
+    let [first, second] = &cluster.hosts[..] else { unreachable!() };
+    let _memory = allocate(first);
+    first.open_process(TENANT, "neighbour").unwrap();
+    second.open_process(TENANT, "other").unwrap();
+    first.connect(SEGMENT, "worker-2").unwrap();
+    first.connect(SEGMENT, "other").unwrap();
+    first.transfer(SEGMENT).unwrap();
+    assert!(second.is_owned_by(SEGMENT, "other"));
+    second.connect(SEGMENT, "worker-1").unwrap();
+    second.connect(SEGMENT, "worker-2").unwrap();
+    second.transfer(SEGMENT).unwrap();
+    assert!(second.is_owned_by(SEGMENT, "worker-2"));
+    for connect in ["other", "worker-1"] {
+        second.connect(SEGMENT, connect).unwrap();
+        second.abort(SEGMENT).unwrap();
+        assert!(matches!(second.transfer(SEGMENT), Err(SegmentError::Declined(_))));
+        second.connect(SEGMENT, connect).unwrap();
+        second.connect(SEGMENT, "absent").unwrap_err();
+        assert!(matches!(second.transfer(SEGMENT), Err(SegmentError::Declined(_))));
+    }
+    assert!(second.is_owned_by(SEGMENT, "worker-2"));
+}
+
 #[test]
 fn a_segment_is_deallocated_and_its_number_used_again() {
     let cluster = Cluster::start(2);

@@ -13,6 +13,7 @@
 #include <err.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdio.h>
@@ -80,16 +81,31 @@ static void check(aquifer_segment *segment, uint64_t stamp)
             errx(1, "word %zu of segment %ju is wrong", place, (uintmax_t)aquifer_segment_id(segment));
 }
 
+/* Whether a loop that began at `start` may go on. */
+static int is_patient(time_t start)
+{
+    sched_yield();
+    return time(NULL) - start < PATIENCE_MS / 1000;
+}
+
 /* Connects as soon as the peer is open. */
 static void connect_to(aquifer_segment *segment, const char *peer)
 {
-    const struct timespec pause = {0, 20000000};
-    for (int waited_ms = 0; aquifer_segment_connect(segment, peer) < 0; waited_ms += 20)
-    {
-        if (waited_ms > PATIENCE_MS)
+    time_t start = time(NULL);
+    while (aquifer_segment_connect(segment, peer) < 0)
+        if (!is_patient(start))
             errx(1, "%s", aquifer_error());
-        nanosleep(&pause, NULL);
-    }
+}
+
+/* Opens a name as soon as an earlier process of this name has closed it. */
+static aquifer_process *open_name(const char *name)
+{
+    time_t start = time(NULL);
+    aquifer_process *self;
+    while (!(self = aquifer_process_open(NULL, name)))
+        if (!is_patient(start))
+            errx(1, "%s", aquifer_error());
+    return self;
 }
 
 static aquifer_segment *receive(aquifer_process *self, int pulling)
@@ -200,6 +216,8 @@ static void get(aquifer_process *self)
 
 static void be_orphan(aquifer_process *self, int pulling)
 {
+    /* A touch that waits for ever is a failure, too. */
+    alarm(2 * PATIENCE_MS / 1000);
     puts("open");
     fflush(stdout);
     getchar();
@@ -230,10 +248,8 @@ int main(int count, char **words)
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
     if (count < 3)
-        errx(2, "usage: segments home|peer|give|get NAME [PEER]");
-    aquifer_process *self = aquifer_process_open(NULL, words[2]);
-    if (!self)
-        errx(1, "%s", aquifer_error());
+        errx(2, "usage: segments home|peer|give|orphan|get NAME [PEER]");
+    aquifer_process *self = open_name(words[2]);
     if (count > 3 && !strcmp(words[1], "home"))
         home(self, words[3]);
     else if (count > 3 && !strcmp(words[1], "peer"))
@@ -245,7 +261,9 @@ int main(int count, char **words)
     else if (!strcmp(words[1], "get"))
         get(self);
     else
-        errx(2, "usage: segments home|peer|give|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|get NAME [PEER]");
     done(aquifer_process_close(self));
+    /* The name is free again, and the addresses. */
+    done(aquifer_process_close(open_name(words[2])));
     puts("done");
 }

@@ -1,7 +1,7 @@
 //! Watches over the agent: when it ends, pages that are elsewhere cannot come any more.
 //!
-//! The process keeps a reference to each userfaultfd that it has sent to its agent. Without one the
-//! kernel would give zeros for missing pages as soon as the agent has ended.
+//! The process keeps a reference to each userfaultfd that it has sent to its agent. With the last
+//! reference, which may be the keeper's, the kernel would give zeros for missing pages.
 
 use std::collections::HashMap;
 use std::io;

@@ -203,11 +203,14 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Prepares a hand-over to another process of the same tenant: all that is slow.
+    /// Prepares a hand-over to another process of the same tenant: all that is slow. A hand-over
+    /// that is prepared already is taken back.
     ///
     /// # Errors
-    /// If the segment is not owned here, there is no such process, or it is not prepared.
+    /// If the segment is not owned here, there is no such process, or it is not prepared. Then no
+    /// hand-over is prepared.
     pub fn connect(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
+        self.abort(segment)?;
         let entry = self.owned(segment)?;
         let to = self.shared.registry.find_process(segment.tenant, process)?;
         let to = to.filter(|_| lock(&entry).process != process);
@@ -216,19 +219,33 @@ impl SegmentHost {
         if to == self.shared.own {
             return Ok(());
         }
-        if self.shared.registry.address(to)?.is_none() {
-            return Err(SegmentError::Unreachable(process.to_owned()));
+        let connected = self.connect_to_host(segment, &entry, to);
+        if connected.is_err() {
+            lock(&entry).target.clear();
         }
-        if lock(&entry).copies.len() >= LINKS_MAX {
+        connected
+    }
+
+    /// Prepares a hand-over to the target of a segment, a process of another host.
+    fn connect_to_host(
+        &self,
+        segment: SegmentKey,
+        entry: &Mutex<Segment>,
+        to: Life,
+    ) -> Result<(), SegmentError> {
+        if self.shared.registry.address(to)?.is_none() {
+            return Err(SegmentError::Unreachable(lock(entry).target.clone()));
+        }
+        if lock(entry).copies.len() >= LINKS_MAX {
             return Err(SegmentError::Scattered(segment));
         }
-        self.settle(segment, &entry);
-        self.shared.run(segment, &entry, Input::Connect(to));
-        if matches!(lock(&entry).holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
+        self.settle(segment, entry);
+        self.shared.run(segment, entry, Input::Connect(to));
+        if matches!(lock(entry).holder.holding(), Holding::Owned { stage: Stage::Preparing(_), .. }) {
             // There was no answer.
-            self.shared.run(segment, &entry, Input::Abort);
+            self.shared.run(segment, entry, Input::Abort);
         }
-        match lock(&entry).holder.holding() {
+        match lock(entry).holder.holding() {
             Holding::Owned { stage: Stage::Ready(ready), .. } if ready == to => Ok(()),
             _ => Err(SegmentError::Declined(segment)),
         }
@@ -286,6 +303,7 @@ impl SegmentHost {
     /// If the segment is not owned here.
     pub fn abort(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
+        lock(&entry).target.clear();
         self.shared.run(segment, &entry, Input::Abort);
         Ok(())
     }
@@ -371,9 +389,16 @@ impl SegmentHost {
     pub fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
         let entry = self.owned(segment)?;
         loop {
-            let step = match &mut lock(&entry).puller {
-                None => return Ok(()),
-                Some(puller) => puller.demand(page),
+            let step = {
+                let mut entry = lock(&entry);
+                // Otherwise a READ could begin after the hand-over, and end in a later generation.
+                if !entry.holder.has_access() {
+                    return Err(SegmentError::NotOwned(segment));
+                }
+                match &mut entry.puller {
+                    None => return Ok(()),
+                    Some(puller) => puller.demand(page),
+                }
             };
             match step {
                 // Another thread reads it.
