@@ -16,6 +16,8 @@
  * -ENOENT: there is no such object: it was freed, or the pointer is wrong;
  * -EFBIG: the object is smaller than that, or would be larger than 64 MiB;
  * -ENOMEM: the heap is full;
+ * -EDQUOT: the heap was closed, because programs of the user went on to fill more memory than its
+ * limit by reading where it has no objects;
  * -EAGAIN: the object was busy for long;
  * -ECONNRESET, -ETIMEDOUT: the connection broke, or there was no answer. Whether a change was made
  * is unknown; the next call makes another connection;

@@ -115,6 +115,7 @@ pub(crate) fn heap_errno(error: &ClientError) -> c_int {
         ClientError::Refused(Refused::Busy) => EAGAIN,
         ClientError::Refused(Refused::Changed) => ECANCELED,
         ClientError::Refused(Refused::Invalid) => EINVAL,
+        ClientError::Refused(Refused::Closed) => EDQUOT,
         ClientError::Connection(_) => ECONNRESET,
         ClientError::Silent => ETIMEDOUT,
         ClientError::Access(_) | ClientError::Endpoint(_) | ClientError::TooShallow => ENOTCONN,

@@ -286,6 +286,7 @@ fn golden_errors() {
         ("busy", ClientError::Refused(Refused::Busy)),
         ("changed", ClientError::Refused(Refused::Changed)),
         ("invalid", ClientError::Refused(Refused::Invalid)),
+        ("closed", ClientError::Refused(Refused::Closed)),
         ("silent", ClientError::Silent),
         ("invalid answer", ClientError::Answer),
     ];

@@ -45,6 +45,59 @@ impl Memory {
         Self::map(fd, len, true)
     }
 
+    /// Creates memory like [`Self::create`] that this process can take back from all who have
+    /// mapped it, by [`Self::revoke`].
+    ///
+    /// # Errors
+    /// If `len` is zero or the system refuses.
+    #[cfg(not(miri))]
+    pub fn create_revocable(name: &str, len: usize) -> io::Result<Self> {
+        let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        rustix::fs::ftruncate(&fd, u64_from(len))?;
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::GROW | SealFlags::SEAL)?;
+        Self::map(fd, len, true)
+    }
+
+    /// Creates memory of this process alone, because Miri maps no files.
+    ///
+    /// # Errors
+    /// If `len` is zero.
+    #[cfg(miri)]
+    pub fn create_revocable(name: &str, len: usize) -> io::Result<Self> {
+        Self::create(name, len)
+    }
+
+    /// Maps the whole of a memfd that [`Self::create_revocable`] has made. Who passes it must be
+    /// trusted not to revoke it while this process uses it: then an access kills the process.
+    ///
+    /// # Errors
+    /// If the system refuses, or the file is empty.
+    pub fn whole_revocable(fd: OwnedFd) -> io::Result<Self> {
+        let len = file_len(&fd)?;
+        Self::map(fd, len, true)
+    }
+
+    /// As [`Self::whole_revocable`], for reading only.
+    ///
+    /// # Errors
+    /// If the system refuses, or the file is empty.
+    pub fn whole_revocable_read_only(fd: OwnedFd) -> io::Result<Self> {
+        let len = file_len(&fd)?;
+        Self::map(fd, len, false)
+    }
+
+    /// Ends the memory for all who have mapped it: their next access is SIGBUS, and its pages are
+    /// free.
+    ///
+    /// # Errors
+    /// If it was not created as revocable, or has no descriptor.
+    pub fn revoke(mut self) -> io::Result<()> {
+        let fd = self.fd.take().ok_or_else(|| refused("the memory has no descriptor".into()))?;
+        // This process must not have it mapped.
+        drop(self);
+        Ok(rustix::fs::ftruncate(&*fd, 0)?)
+    }
+
     /// Creates memory of this process alone, of `len` zero bytes. It has no descriptor.
     ///
     /// # Errors
@@ -126,7 +179,7 @@ impl Memory {
     /// # Errors
     /// The errors of [`Self::from_fd`].
     pub fn whole(fd: OwnedFd) -> io::Result<Self> {
-        let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).unwrap_or(0);
+        let len = file_len(&fd)?;
         Self::from_fd(fd, len)
     }
 
@@ -327,6 +380,10 @@ impl Memory {
         // SAFETY: `offset` is at most `self.len`, so the result is in or one past the mapping.
         unsafe { self.as_ptr().add(offset) }
     }
+}
+
+fn file_len(fd: &OwnedFd) -> io::Result<usize> {
+    Ok(usize::try_from(rustix::fs::fstat(fd)?.st_size).unwrap_or(0))
 }
 
 /// Checks whether the first `len` bytes of a file can be accessed at any time.

@@ -81,4 +81,8 @@ impl HeapKeeper for ServiceKeeper {
         };
         self.0.client.hold(&item, &fds).map_err(|error| error.to_string())
     }
+
+    fn release(&self, heap: u16) {
+        self.0.release(heap);
+    }
 }

@@ -109,15 +109,15 @@ impl Programs {
     }
 
     fn serve_tenant(&self, socket: &OwnedFd, uid: u32) -> io::Result<()> {
-        let fds = match self.service.share(Tenant(uid)) {
-            Ok(fds) => fds,
+        let share = match self.service.share(Tenant(uid)) {
+            Ok(share) => share,
             Err(error) => return send_frame(socket, &Frame::Refused(error.to_string()), &[]),
         };
-        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        let fds: Vec<BorrowedFd<'_>> = share.fds.iter().map(AsFd::as_fd).collect();
         send_frame(socket, &Frame::HeapOpened, &fds)?;
         let mut message = vec![0; MESSAGE_BYTES_MAX as usize];
         let mut answer = Vec::new();
-        loop {
+        while !share.is_closed() {
             let len = match receive_soon(socket, &mut message, SPIN_TIME, IDLE_TIME)? {
                 Some(0) => return Ok(()),
                 Some(len) => len,
@@ -128,6 +128,7 @@ impl Programs {
             // A program that does not read its answers is not waited for.
             send(socket, &answer, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?;
         }
+        Ok(())
     }
 
     fn count_in(&self, uid: u32) -> bool {

@@ -32,12 +32,13 @@ impl HeapBytes {
     /// If the system refuses.
     pub fn create(frames: u32) -> io::Result<Self> {
         let layout = Layout::new(frames);
-        let create = |name, words: u64| Ok::<_, io::Error>(Arc::new(Memory::create(name, to_bytes(words)?)?));
+        // Programs of this machine map these two.
+        let create = |name, words| Memory::create_revocable(name, to_bytes(words)?).map(Arc::new);
         Ok(Self {
             layout,
             data: create("aquifer-heap", u64::from(frames) * FRAME_WORDS)?,
             names: create("aquifer-heap-names", layout.name_words())?,
-            records: create("aquifer-heap-records", layout.record_words())?,
+            records: Arc::new(Memory::create("aquifer-heap-records", to_bytes(layout.record_words())?)?),
             is_pinned: false,
         })
     }
@@ -47,7 +48,7 @@ impl HeapBytes {
     /// # Errors
     /// If it is not the memory of a heap.
     pub fn open(fds: [OwnedFd; 3]) -> io::Result<Self> {
-        let [data, names, records] = fds.map(|fd| Memory::whole(fd).map(Arc::new));
+        let [data, names, records] = fds.map(|fd| Memory::whole_revocable(fd).map(Arc::new));
         let (data, names, records) = (data?, names?, records?);
         let frames = u32::try_from(data.len() as u64 / FRAME_BYTES).map_err(io::Error::other)?;
         let layout = Layout::new(frames);
@@ -72,6 +73,20 @@ impl HeapBytes {
     /// If the system refuses.
     pub fn read_only_fds(&self) -> io::Result<[OwnedFd; 2]> {
         Ok([self.data.read_only_fd()?, self.names.read_only_fd()?])
+    }
+
+    /// Takes the memory back from all programs that have mapped it: it is empty, and their next
+    /// access is SIGBUS. All regions must have been deregistered.
+    ///
+    /// # Errors
+    /// If something in this process still uses the memory, or the system refuses.
+    pub fn revoke(self) -> io::Result<()> {
+        let revoke = |memory| match Arc::try_unwrap(memory) {
+            Ok(memory) => Memory::revoke(memory),
+            Err(_) => Err(io::Error::other("a region still has it")),
+        };
+        revoke(self.data)?;
+        revoke(self.names)
     }
 
     /// Where the words are.

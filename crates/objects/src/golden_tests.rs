@@ -152,6 +152,7 @@ fn golden_messages() {
         (Answer::Refused(Refused::Busy), format!("8403000004000000{none}")),
         (Answer::Refused(Refused::Invalid), format!("8403000005000000{none}")),
         (Answer::Refused(Refused::Changed), format!("8403000006000000{none}")),
+        (Answer::Refused(Refused::Closed), format!("8403000007000000{none}")),
     ];
     for (answer, golden) in answers {
         let mut message = Vec::new();

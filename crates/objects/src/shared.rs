@@ -55,10 +55,8 @@ pub(crate) struct SharedLink {
 impl SharedLink {
     pub fn open(heap: SharedHeap) -> Result<Self, ClientError> {
         let SharedHeap { socket, data, names } = heap;
-        let map = |fd: OwnedFd| {
-            let len = usize::try_from(rustix::fs::fstat(&fd)?.st_size).map_err(io::Error::other)?;
-            Ok::<_, io::Error>(Arc::new(Memory::from_fd_read_only(fd, len)?))
-        };
+        // The service is trusted not to shorten what it has passed, unless it closes the heap.
+        let map = |fd| Memory::whole_revocable_read_only(fd).map(Arc::new);
         let (data, names) = (map(data)?, map(names)?);
         let frames = u32::try_from(data.len() as u64 / FRAME_BYTES).map_err(io::Error::other)?;
         let layout = Layout::new(frames);

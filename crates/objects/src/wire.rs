@@ -177,6 +177,12 @@ pub enum Refused {
     /// The first word of the object is not the one that was expected.
     #[error("the object was changed by another client")]
     Changed,
+    /// The heap was closed.
+    #[error(
+        "the heap was closed, because programs of its user took more memory than its limit by reading where \
+         it has no objects; an operator opens a new one with «aquifer heap limit»"
+    )]
+    Closed,
 }
 
 impl Refused {
@@ -188,11 +194,12 @@ impl Refused {
             Self::Busy => 4,
             Self::Invalid => 5,
             Self::Changed => 6,
+            Self::Closed => 7,
         }
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        [Self::NoObject, Self::Full, Self::TooLarge, Self::Busy, Self::Invalid, Self::Changed]
+        [Self::NoObject, Self::Full, Self::TooLarge, Self::Busy, Self::Invalid, Self::Changed, Self::Closed]
             .into_iter()
             .find(|refused| refused.code() == code)
     }

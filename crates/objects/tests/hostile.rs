@@ -2,13 +2,14 @@
 //! lengths, while an honest client of another user works in the same service.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
-use aquifer_fabric::{Admission, ClusterKey, Limits, Target, Tenant};
+use aquifer_fabric::{Admission, ClusterKey, Limits, Memory, Target, Tenant};
 use aquifer_objects::class::ClassId;
 use aquifer_objects::header::ObjectNumber;
 use aquifer_objects::pointer::Pointer;
-use aquifer_objects::service::{HeapService, MESSAGE_BYTES_MAX, TICKET_SERVICE};
+use aquifer_objects::service::{HeapService, HeapShare, MESSAGE_BYTES_MAX, OPERATOR, TICKET_SERVICE};
 use aquifer_objects::wire::{Answer, Refused, Request, VERSION};
 
 const HOSTILE: Tenant = Tenant(666);
@@ -198,4 +199,67 @@ fn random_requests_harm_no_other_user() {
     for _ in 0..1000 {
         assert!(pointer_in(&ask(&service, HONEST, &Request::Allocate { bytes: 1000 })).is_some());
     }
+}
+
+/// Makes the system fill every page of a heap that a program has mapped.
+fn fill(share: &HeapShare) {
+    for fd in &share.fds {
+        let memory =
+            Memory::whole_revocable_read_only(fd.try_clone().expect("a descriptor")).expect("it is open");
+        (0..memory.len())
+            .step_by(4096)
+            .for_each(|at| assert_eq!(memory.load_u64(at) & 1, 0, "no object is there"));
+    }
+}
+
+/// What the objects of a heap take by the system's count.
+fn allocated_bytes(share: &HeapShare) -> u64 {
+    rustix::fs::fstat(&share.fds[0]).expect("it is open").st_blocks.cast_unsigned() * 512
+}
+
+#[test]
+fn a_heap_that_reads_go_on_to_fill_is_closed() {
+    let (_target, service) = service();
+    ask(&service, HONEST, &Request::Open);
+    assert!(pointer_in(&ask(&service, HONEST, &Request::Allocate { bytes: 100 })).is_some());
+    let share = service.share(HOSTILE).expect("there is a heap");
+    let mut now = Instant::now();
+    let mut next_look = || {
+        now += Duration::from_secs(1);
+        service.tend_at(now);
+    };
+    // A program that fills it now and then goes on.
+    for _ in 0..20 {
+        fill(&share);
+        assert!(allocated_bytes(&share) >= MEMORY_BYTES);
+        next_look();
+        assert!(service.memory_bytes().0 >= MEMORY_BYTES / 2, "what was filled counts, up to the limit");
+        next_look();
+        assert!(allocated_bytes(&share) < 1 << 20, "it is returned");
+        assert!(service.memory_bytes().0 < 1 << 20);
+        assert!(!share.is_closed());
+    }
+    let looks = (0..100).take_while(|_| {
+        let is_open = !share.is_closed();
+        if is_open {
+            fill(&share);
+            next_look();
+        }
+        is_open
+    });
+    assert_eq!(looks.count(), 10);
+    assert_eq!(allocated_bytes(&share), 0);
+    assert!(
+        share.fds.iter().all(|fd| rustix::fs::fstat(fd).expect("it is open").st_size == 0),
+        "no page can be read"
+    );
+    for request in [Request::Open, Request::Allocate { bytes: 100 }] {
+        let answer = ask(&service, HOSTILE, &request);
+        assert_eq!(Answer::decode(&answer), Some(Answer::Refused(Refused::Closed)));
+    }
+    assert!(service.share(HOSTILE).is_err());
+    assert!(pointer_in(&ask(&service, HONEST, &Request::Allocate { bytes: 100 })).is_some());
+    let limit = Request::SetLimit { tenant: HOSTILE.0, bytes: 1 << 20 };
+    assert_eq!(Answer::decode(&ask(&service, OPERATOR, &limit)), Some(Answer::Done(0)));
+    assert!(pointer_in(&ask(&service, HOSTILE, &Request::Allocate { bytes: 100 })).is_some());
 }

@@ -58,6 +58,13 @@ pub struct BenchArgs {
     /// For `bench apps`, measure only with this percentage of a program's memory
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(1..=100))]
     pub fit: Option<u64>,
+    /// For figures 18 and 19 of `bench objects`, the library of Mesh (libmesh.so), or of another
+    /// malloc, as a peer
+    #[arg(long, value_name = "LIBRARY")]
+    pub mesh: Option<PathBuf>,
+    /// Be the process of `bench objects` that plays a trace of Redis
+    #[arg(long, hide = true)]
+    pub play: Option<objects::Play>,
     /// Be the serving process of `bench fabric` or `bench alloc`, at this path
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
@@ -67,6 +74,7 @@ const FABRIC: &str = "--fabric";
 const TRACE: &str = "--trace";
 const ONLY: &str = "--only";
 const FIT: &str = "--fit";
+const MESH: &str = "--mesh";
 
 impl BenchArgs {
     /// The given options, of those that only some benches have.
@@ -76,6 +84,7 @@ impl BenchArgs {
             (TRACE, self.trace.is_some()),
             (ONLY, self.only.is_some()),
             (FIT, self.fit.is_some()),
+            (MESH, self.mesh.is_some()),
         ];
         given.into_iter().filter(|(_, is_given)| *is_given).map(|(option, _)| option)
     }
@@ -157,7 +166,7 @@ const BENCHES: [Bench; 9] = [
         name: "objects",
         about: "memory that compaction of objects saves, by the figures of CoRM",
         targets: objects::TARGETS,
-        options: &[ONLY],
+        options: &[ONLY, MESH],
         serve_at: None,
         run: objects::run,
     },
@@ -192,6 +201,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     }
     if let (Some(path), Some(serve_at)) = (&args.serve_at, bench.serve_at) {
         serve_at(path)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(play) = args.play {
+        say_line!("{}", objects::play(play)?);
         return Ok(ExitCode::SUCCESS);
     }
     interrupt::install();
@@ -234,6 +247,8 @@ mod tests {
             trace: None,
             only: None,
             fit: None,
+            mesh: None,
+            play: None,
             serve_at: None,
         }
     }

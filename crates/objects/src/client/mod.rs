@@ -375,7 +375,8 @@ impl HeapClient {
     pub fn get(&mut self, pointer: &mut Pointer, out: &mut [u8]) -> Result<(), ClientError> {
         check_len(*pointer, out)?;
         let mut tries = 0;
-        let deadline = Instant::now() + PATIENCE;
+        // A look at the clock costs as much as a read.
+        let mut deadline = None;
         loop {
             let found = self.repeat(|connection| connection.direct_read(*pointer, out))?;
             if self.count_read(pointer, found)? {
@@ -387,7 +388,8 @@ impl HeapClient {
                 if !is_large {
                     return self.read(pointer, out).map(drop);
                 }
-                if Instant::now() >= deadline {
+                let now = Instant::now();
+                if now >= *deadline.get_or_insert(now + PATIENCE) {
                     return Err(Refused::Busy.into());
                 }
                 std::thread::sleep(BACK_OFF_MAX.min(Duration::from_micros(10) * tries));

@@ -4,6 +4,7 @@
 //! need neither.
 
 mod budget;
+mod closing;
 mod heat;
 pub mod report;
 mod tenant_heap;
@@ -23,6 +24,7 @@ use crate::recovery::Damage;
 use crate::wire::{Answer, BlockRegion, Refused, Request};
 use budget::FrameBudget;
 pub use budget::FrameSource;
+use closing::Closing;
 use report::HeapReport;
 use tenant_heap::{MERGES_PER_STEP, TenantHeap};
 
@@ -56,6 +58,9 @@ pub enum OpenHeapError {
     /// Its memory is damaged.
     #[error("the memory of a heap is damaged: {0}")]
     Damaged(#[from] Damage),
+    /// It was closed, and no operator has opened it again.
+    #[error("the heap was closed, because its programs have filled more memory than its limit")]
+    Closed,
     /// There is no memory for another pinned heap.
     #[error("there is no memory left for another heap that devices serve")]
     NoReserve,
@@ -87,6 +92,9 @@ pub trait HeapKeeper: Send + Sync + std::fmt::Debug {
     /// # Errors
     /// Why it is not held.
     fn hold(&self, record: &HeapRecord, fds: [BorrowedFd<'_>; 3]) -> Result<(), String>;
+
+    /// Releases a heap that has ended.
+    fn release(&self, heap: u16);
 }
 
 /// The heaps of a node.
@@ -101,6 +109,7 @@ pub struct HeapService {
     keeper: Option<Box<dyn HeapKeeper>>,
     devices: OnceLock<Devices>,
     upkeep: Mutex<Upkeep>,
+    closing: Closing,
 }
 
 /// A target that serves the memory of heaps by devices.
@@ -109,6 +118,22 @@ struct Devices {
     target: Weak<dyn Target>,
     /// Frames of a heap: devices pin them all.
     frames: u32,
+}
+
+/// The heap of a program of this machine.
+#[derive(Debug)]
+pub struct HeapShare {
+    /// Its bytes and its names, open for reading only.
+    pub fds: [OwnedFd; 2],
+    heap: Weak<Mutex<TenantHeap>>,
+}
+
+impl HeapShare {
+    /// Whether the heap was closed, so that the program's memory is empty.
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
+        self.heap.strong_count() == 0
+    }
 }
 
 /// When things were done last.
@@ -139,6 +164,7 @@ impl HeapService {
             keeper,
             devices: OnceLock::new(),
             upkeep: Mutex::new(Upkeep { expired: now, cleared: now }),
+            closing: Closing::default(),
         }
     }
 
@@ -187,6 +213,9 @@ impl HeapService {
         let mut heaps = self.lock();
         if let Some(heap) = heaps.get(&tenant) {
             return Ok(Arc::clone(heap));
+        }
+        if self.closing.is_closed(tenant) {
+            return Err(OpenHeapError::Closed);
         }
         if heaps.len() >= HEAPS_MAX {
             return Err(OpenHeapError::TooMany);
@@ -262,10 +291,10 @@ impl HeapService {
     ///
     /// # Errors
     /// If the heap cannot be opened.
-    pub fn share(&self, tenant: Tenant) -> Result<[OwnedFd; 2], OpenHeapError> {
+    pub fn share(&self, tenant: Tenant) -> Result<HeapShare, OpenHeapError> {
         let heap = self.open(tenant)?;
-        let heap = lock(&heap);
-        Ok(heap.ledger.words.read_only_fds()?)
+        let fds = lock(&heap).ledger.words.read_only_fds()?;
+        Ok(HeapShare { fds, heap: Arc::downgrade(&heap) })
     }
 
     /// Answers a request of a tenant.
@@ -289,11 +318,15 @@ impl HeapService {
             (Some(heap), _) => heap,
             (None, Request::Open | Request::OpenRaw) => match self.open(tenant) {
                 Ok(heap) => heap,
+                Err(OpenHeapError::Closed) => return Answer::Refused(Refused::Closed).encode(answer),
                 Err(error) => {
                     tracing::warn!(uid = tenant.0, %error, "cannot open a heap");
                     return Answer::Refused(Refused::Full).encode(answer);
                 }
             },
+            (None, _) if self.closing.is_closed(tenant) => {
+                return Answer::Refused(Refused::Closed).encode(answer);
+            }
             (None, _) => return Answer::Refused(Refused::NoObject).encode(answer),
         };
         let mut read = Vec::new();
@@ -308,25 +341,35 @@ impl HeapService {
 
     /// Does what is due: compacts, and returns memory. To be called ten times a second.
     pub fn tend(&self) {
-        let heaps: Vec<_> = self.lock().values().cloned().collect();
-        let (expires, clears) = self.due(Instant::now());
+        self.tend_at(Instant::now());
+    }
+
+    /// As [`Self::tend`], at this time.
+    pub fn tend_at(&self, now: Instant) {
+        let heaps: Vec<_> = self.lock().iter().map(|(tenant, heap)| (*tenant, Arc::clone(heap))).collect();
+        let (expires, clears) = self.due(now);
         let deadline = Instant::now() + COMPACTION_TIME;
-        for heap in &heaps {
+        for (tenant, heap) in heaps {
             if expires {
-                lock(heap).expire_released();
+                lock(&heap).expire_released();
             }
             if clears {
-                let mut heap = lock(heap);
-                heap.clear_free_frames();
+                let mut heap = lock(&heap);
                 heap.look_at_heat();
+                if heap.clear_free_frames() {
+                    drop(heap);
+                    self.close(tenant);
+                    continue;
+                }
             }
             // The lock is released after each step, so that requests are answered in between.
             while Instant::now() < deadline {
-                let mut heap = lock(heap);
+                let mut heap = lock(&heap);
                 let Some(class) = heap.fragmented_class() else { break };
                 heap.compact_step(class, MERGES_PER_STEP);
             }
         }
+        self.closing.end_unused();
         self.budget.tend();
     }
 
@@ -381,6 +424,7 @@ impl HeapService {
 
     /// Changes how much a tenant's heap may hold. What it holds above that stays.
     fn set_limit(&self, tenant: Tenant, bytes: u64) -> Result<(), Refused> {
+        self.closing.reopen(tenant);
         let heap = self.open(tenant).map_err(|_| Refused::Full)?;
         let mut heap = lock(&heap);
         heap.quota = frames(bytes).min(self.budget.total());

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::bytes::HeapBytes;
-use crate::class::{Class, ClassId, Classes, SLOT_BYTES_MAX};
+use crate::class::{Class, ClassId, Classes, FRAME_BYTES, SLOT_BYTES_MAX};
 use crate::header::ObjectNumber;
 use crate::heap::{Heap, HeapError, HeapSettings, Located};
 use crate::id::IdMode;
@@ -28,6 +28,8 @@ const HOT_FRAGMENTATION_DIVISOR: u64 = 1;
 const FRAGMENTATION_BLOCKS: u64 = 2;
 /// Memory beyond the blocks' that is tolerated before free frames are cleared.
 const SLACK_BYTES: u64 = 1 << 20;
+/// A heap is closed when it was found above its limit this many times more than not.
+const OVERUSES_MAX: u32 = 10;
 
 /// The heap of one tenant.
 #[derive(Debug)]
@@ -47,6 +49,10 @@ pub(super) struct TenantHeap {
     granted: u32,
     /// Most frames.
     pub quota: u32,
+    /// Frames that no block has, and that reads had made the system fill at the last look.
+    filled: u32,
+    /// How often more memory was found than the limit, less how often not.
+    overuses: u32,
     merges: u64,
     corrections: u64,
     /// For each class, the frees at which nothing could be merged any more.
@@ -130,6 +136,8 @@ impl TenantHeap {
             budget,
             granted: 0,
             quota,
+            filled: 0,
+            overuses: 0,
             merges: 0,
             corrections: 0,
             settled: vec![None; classes],
@@ -280,7 +288,8 @@ impl TenantHeap {
 
     /// Returns frames that are not needed any more.
     fn shrink(&mut self) {
-        let wanted = self.heap.used_frames().next_multiple_of(BATCH_FRAMES) + BATCH_FRAMES;
+        let needed = self.heap.used_frames() + self.filled;
+        let wanted = needed.next_multiple_of(BATCH_FRAMES) + BATCH_FRAMES;
         if self.granted > wanted && !self.is_pinned {
             self.budget.release(self.granted - wanted);
             self.granted = wanted;
@@ -391,13 +400,44 @@ impl TenantHeap {
     }
 
     /// Returns memory to the system that no block has: a read of an old address creates pages.
-    pub fn clear_free_frames(&mut self) {
-        let used = u64::from(self.heap.used_frames()) * crate::class::FRAME_BYTES;
+    /// Meanwhile they count as the heap's, up to its limit. To be called once a second.
+    ///
+    /// Returns whether the heap is to be closed, because its programs go on to fill more than its
+    /// limit.
+    pub fn clear_free_frames(&mut self) -> bool {
+        let used = u64::from(self.heap.used_frames()) * FRAME_BYTES;
+        let limit = u64::from(self.quota) * FRAME_BYTES;
         let (data, tables) = self.ledger.words.allocated_bytes().unwrap_or_default();
+        self.filled = 0;
         if data > used + SLACK_BYTES || tables > used / 8 + SLACK_BYTES {
             self.heap.clear_free_frames(&mut self.ledger);
+            let filled = limit.min(data).saturating_sub(used) / FRAME_BYTES;
+            self.filled = u32::try_from(filled).unwrap_or(u32::MAX);
         }
+        self.reserve_filled();
         self.shrink();
+        let is_over = !self.is_pinned && data > used.max(limit) + SLACK_BYTES;
+        self.overuses = if is_over { self.overuses + 1 } else { self.overuses.saturating_sub(1) };
+        self.overuses >= OVERUSES_MAX
+    }
+
+    /// Reserves what reads have filled, so that the memory is not promised to others. If there is
+    /// too little the others have it already.
+    fn reserve_filled(&mut self) {
+        let missing = (self.heap.used_frames() + self.filled).saturating_sub(self.granted);
+        if missing > 0 && self.budget.reserve(missing).is_ok() {
+            self.granted += missing;
+            self.heap.set_frames_limit(self.granted);
+        }
+    }
+
+    /// Ends the heap: its memory is taken from all programs that have mapped it.
+    ///
+    /// # Errors
+    /// If it cannot be taken from them.
+    pub fn end(self) -> std::io::Result<()> {
+        self.budget.release(self.granted);
+        self.ledger.words.revoke()
     }
 
     /// What the heap holds.
@@ -417,7 +457,7 @@ impl TenantHeap {
         HeapReport {
             node,
             tenant,
-            limit_bytes: u64::from(self.quota) * crate::class::FRAME_BYTES,
+            limit_bytes: u64::from(self.quota) * FRAME_BYTES,
             held_bytes: usage.held_bytes,
             live_bytes: usage.live_bytes,
             objects: usage.objects,

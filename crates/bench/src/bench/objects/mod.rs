@@ -10,9 +10,12 @@ mod live;
 mod load;
 mod merges;
 mod merging;
+mod preloaded;
 mod reads;
 mod redis;
 mod schemes;
+mod traces;
+mod worker;
 
 use super::support::interrupt;
 use super::support::progress;
@@ -23,6 +26,8 @@ use super::{BenchArgs, BenchError};
 pub const TARGETS: &str = "targets: ≤ 1.05× the best packing of whole blocks, ≤ 1.05× ideal with splits \
     (Fig. 17), never above CoRM-0 (Fig. 19); direct reads ≥ 0.97× a raw READ and ≥ 1× a \
     read by the service over TCP, ≥ 3× in shared memory (Fig. 11)";
+
+pub use preloaded::{Play, play};
 
 /// Runs the bench.
 ///
@@ -54,7 +59,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
                 (during.tables, during.targets)
             }
             17 => deallocation::tables(objects)?,
-            _ => redis::tables(figure == 19)?,
+            _ => redis::tables(figure == 19, args.mesh.as_deref())?,
         };
         let by = if figure == 17 { "by % freed" } else { "by threads" };
         let lines = tables.iter().filter(|_| figure >= 17).flat_map(|table| series(table, by));
@@ -116,13 +121,18 @@ fn notes(objects: u64) -> Vec<String> {
         "figure 11: one client that waits for each read; copy: out of a mapping of the same size, without \
          translation or header; FaRM: with a header that is compared before and after, as objects that \
              never move need. CoRM-0 reads as Aquifer does. READ: the same bytes, encrypted as all traffic \
-             is. Requests are answered in the thread of the transport; no worker is between"
+             is. Requests are answered in the thread of the transport; worker: in this process, by a service \
+             whose transport hands them to another thread"
             .into(),
         "figures 12 and 13: each client is a thread with a connection of its own; all share the processors \
          with the service"
             .into(),
         "figure 16: the heap is compacted by `aquifer heap compact`, beside the service's own compaction. A \
          pause is the time from one read to the next"
+            .into(),
+        "malloc: memory of a process that plays the trace with the library of --mesh, \
+         such as Mesh; what it takes before is subtracted. Aquifer's headers of 44 bits are in its \
+         columns, and in no other allocator's"
             .into(),
         "the paper's claims: a pause of 700 ms by compaction; fewer than 0.1 % of direct reads fail; CoRM-16 \
          is ideal from 2 KiB on at 50 % freed; at 256 B it needs more than no compaction; 3 to 12 times less \

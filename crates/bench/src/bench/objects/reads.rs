@@ -16,7 +16,8 @@ use aquifer_objects::class::{Class, Classes};
 use aquifer_objects::client::HeapClient;
 use aquifer_objects::pointer::{BlockAddress, Pointer};
 
-use super::live::heap_error;
+use super::live::{fill, heap_error};
+use super::worker::WorkerHeap;
 use crate::bench::BenchError;
 use crate::bench::support::bytes::float;
 use crate::bench::support::cluster::Cluster;
@@ -65,6 +66,7 @@ pub fn tables(is_quick: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
         "READ µs",
         "READ ÷ tcp",
         "tcp service µs",
+        "tcp worker µs",
     ];
     let table = Table {
         title: "figure 11: direct reads beside raw copies, raw READs, and reads by the service".into(),
@@ -87,6 +89,8 @@ struct Measured {
     remote: Vec<f64>,
     raw: Vec<f64>,
     remote_service: Vec<f64>,
+    /// By a service that hands requests to a worker.
+    worker: Vec<f64>,
 }
 
 impl Measured {
@@ -104,6 +108,8 @@ impl Measured {
         let some: Vec<Pointer> = pointers.iter().copied().step_by(volume.stride).collect();
         let own = Copies::new(volume.objects, size)?;
         let mut raw = RawReads::connect(agent, size)?;
+        let mut worker = WorkerHeap::start()?;
+        let handed = fill(&mut worker.client, some.len(), size as usize)?;
         let mut out = vec![0; size as usize];
         let mut measured = Self::default();
         for _ in 0..ROUNDS {
@@ -136,6 +142,9 @@ impl Measured {
                 .raw
                 .push(time(some.len(), 1e6, || some.iter().try_for_each(|pointer| raw.read(*pointer)))?);
             measured.remote_service.push(time(some.len(), 1e6, || read_all(&mut remote, &some, &mut out))?);
+            measured
+                .worker
+                .push(time(handed.len(), 1e6, || read_all(&mut worker.client, &handed, &mut out))?);
         }
         pointers.into_iter().try_for_each(|pointer| shared.free(pointer).map_err(heap_error))?;
         Ok(measured)
@@ -156,6 +165,7 @@ impl Measured {
             ("READ µs", spread(&self.raw)),
             ("READ ÷ tcp", ratio(&self.remote, &self.raw)),
             ("tcp service µs", spread(&self.remote_service)),
+            ("tcp worker µs", spread(&self.worker)),
         ];
         Row { name: format!("{size} B"), figures: figures.into_iter().collect() }
     }
@@ -176,6 +186,7 @@ impl Measured {
             ),
             target("raw READ ÷ direct read over TCP", &self.raw, &self.remote, 0.97),
             target("read by the service ÷ direct read over TCP", &self.remote_service, &self.remote, 1.0),
+            target("read by a worker ÷ direct read over TCP", &self.worker, &self.remote, 1.2),
         ]
     }
 }

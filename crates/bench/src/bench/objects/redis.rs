@@ -1,7 +1,8 @@
 //! Figures 18 and 19: memory in use after the allocations of three tests of Redis, by the number of
 //! threads that allocate (§4.4.3).
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
+use std::path::Path;
 
 use aquifer_objects::class::{BLOCK_ORDER_MAX, Class, ClassId, Classes, FRAME_BYTES};
 use aquifer_objects::heap::{Heap, HeapSettings, Mover, Replacement};
@@ -9,7 +10,9 @@ use aquifer_objects::id::IdMode;
 use aquifer_objects::pointer::BlockAddress;
 use aquifer_objects::space::FrameRun;
 
+use super::preloaded;
 use super::schemes::{ALL, CORM_0, NUMBERS, Scheme};
+use super::traces::{TRACES, Trace, TraceHeap};
 use crate::bench::BenchError;
 use crate::bench::packing::Random;
 use crate::bench::support::bytes::float;
@@ -19,27 +22,15 @@ use crate::bench::support::spread::Spread;
 
 const THREADS: [u16; 6] = [1, 2, 4, 8, 16, 32];
 const MIB: f64 = 1024.0 * 1024.0;
-const KEY_BYTES: u32 = 8;
 const IDEAL: &str = "ideal";
+const PEER: &str = "malloc";
 
-/// A test of Redis.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Trace {
-    /// 10,000 keys with values of 1 to 16 KiB.
-    Values,
-    /// A cache of 100 MiB: 700,000 values of 150 bytes, then 170,000 of 300 bytes.
-    Cache,
-    /// Five structures of 160 KiB and 50,000 values of 150 bytes, of which 25,000 are removed.
-    Removal,
-}
-
-const TRACES: [Trace; 3] = [Trace::Values, Trace::Cache, Trace::Removal];
-
-/// The tables in MiB of one figure, and its targets.
+/// The tables in MiB of one figure, and its targets. `mesh` is a library that replaces malloc, as a
+/// peer.
 ///
 /// # Errors
-/// If the bench is interrupted.
-pub fn tables(is_hybrid: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
+/// If the bench is interrupted, or `mesh` cannot be loaded.
+pub fn tables(is_hybrid: bool, mesh: Option<&Path>) -> Result<(Vec<Table>, Vec<Target>), BenchError> {
     let figure = if is_hybrid { "Fig. 19, hybrid" } else { "Fig. 18, vanilla" };
     let mut tables = Vec::new();
     let mut worst: f64 = 0.0;
@@ -55,12 +46,16 @@ pub fn tables(is_hybrid: bool) -> Result<(Vec<Table>, Vec<Target>), BenchError> 
                     figures.extend(Spread::of(&[used.live / MIB]).map(|spread| (IDEAL, spread)));
                 }
             }
+            if let Some(library) = mesh {
+                let bytes = preloaded::measure(library, number, threads)?;
+                figures.extend(Spread::of(&[bytes / MIB]).map(|spread| (PEER, spread)));
+            }
             let of =
                 |scheme: Scheme| figures.get(scheme.name).map_or(f64::NAN, |spread: &Spread| spread.median);
             worst = worst.max(of(NUMBERS) / of(CORM_0));
             rows.push(Row { name: format!("{threads} threads"), figures });
         }
-        let names = ALL.iter().map(|scheme| scheme.name).chain([IDEAL]);
+        let names = ALL.iter().map(|scheme| scheme.name).chain([IDEAL]).chain(mesh.map(|_| PEER));
         tables.push(Table {
             title: format!("{figure}: MiB in use after redis-mem-t{number}, blocks of 1 MiB"),
             columns: names.map(Column::middle).collect(),
@@ -93,43 +88,7 @@ struct TraceObject {
 /// Plays a trace, and compacts.
 fn play(trace: Trace, scheme: Scheme, threads: u16, is_hybrid: bool) -> Used {
     let mut player = Player::new(scheme, threads, is_hybrid);
-    match trace {
-        Trace::Values => {
-            for _ in 0..10_000 {
-                let bytes = 1024 + u32::try_from(player.random.below(15 * 1024 + 1)).expect("small");
-                player.allocate(KEY_BYTES);
-                player.allocate(bytes);
-            }
-        }
-        Trace::Cache => {
-            const CAPACITY: u64 = 100 << 20;
-            let (mut cached, mut bytes) = (VecDeque::new(), 0);
-            for (count, value) in [(700_000, 150), (170_000, 300)] {
-                for _ in 0..count {
-                    cached.push_back([player.allocate(KEY_BYTES), player.allocate(value)]);
-                    bytes += u64::from(KEY_BYTES + value);
-                    while bytes > CAPACITY {
-                        // Redis samples keys and evicts the oldest of them, so nearly the oldest.
-                        let oldest = player.random.below(5.min(cached.len() as u64));
-                        let at = usize::try_from(oldest).expect("it is an index");
-                        let Some(evicted) = cached.remove(at) else { break };
-                        for object in evicted {
-                            bytes -= u64::from(object.bytes);
-                            player.free(object);
-                        }
-                    }
-                }
-            }
-        }
-        Trace::Removal => {
-            for _ in 0..5 {
-                player.allocate(160 << 10);
-            }
-            let values: Vec<_> =
-                (0..50_000).map(|_| [player.allocate(KEY_BYTES), player.allocate(150)]).collect();
-            values.into_iter().skip(25_000).flatten().for_each(|object| player.free(object));
-        }
-    }
+    trace.play(&mut player);
     player.compact()
 }
 
@@ -170,6 +129,29 @@ impl Player {
         }
     }
 
+    fn compact(mut self) -> Used {
+        let mut used = Used { held: float(self.large_bytes), live: float(self.large_bytes) };
+        for heap in &mut self.heaps {
+            let classes: Vec<(ClassId, Class)> = heap.classes().iter().collect();
+            for (id, class) in classes {
+                if self.scheme.merges {
+                    heap.compact(id, u64::MAX, &mut NoBytes);
+                }
+                // What the scheme's header takes, in place of ours.
+                let usage = heap.class_usage(id);
+                let slot_bytes = self.scheme.slot_bytes(class.payload_bytes());
+                let blocks = float(usage.held_bytes / class.block_bytes());
+                used.held += blocks * f64::from(class.slots()) * slot_bytes;
+                used.live += float(usage.objects) * slot_bytes;
+            }
+        }
+        used
+    }
+}
+
+impl TraceHeap for Player {
+    type Object = TraceObject;
+
     fn allocate(&mut self, bytes: u32) -> TraceObject {
         // The thread is random (§4.4.3).
         let worker = u16::try_from(self.random.below(u64::from(self.threads))).expect("small");
@@ -196,25 +178,6 @@ impl Player {
             }
             None => self.large_bytes -= u64::from(object.bytes).next_multiple_of(FRAME_BYTES),
         }
-    }
-
-    fn compact(mut self) -> Used {
-        let mut used = Used { held: float(self.large_bytes), live: float(self.large_bytes) };
-        for heap in &mut self.heaps {
-            let classes: Vec<(ClassId, Class)> = heap.classes().iter().collect();
-            for (id, class) in classes {
-                if self.scheme.merges {
-                    heap.compact(id, u64::MAX, &mut NoBytes);
-                }
-                // What the scheme's header takes, in place of ours.
-                let usage = heap.class_usage(id);
-                let slot_bytes = self.scheme.slot_bytes(class.payload_bytes());
-                let blocks = float(usage.held_bytes / class.block_bytes());
-                used.held += blocks * f64::from(class.slots()) * slot_bytes;
-                used.live += float(usage.objects) * slot_bytes;
-            }
-        }
-        used
     }
 }
 

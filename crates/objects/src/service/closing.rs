@@ -1,0 +1,80 @@
+//! Heaps that are closed because programs of this machine fill them with zeros: they map the memory
+//! of their heap, and each page that they read where it has none is one that the system allocates.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use aquifer_fabric::{Key, Tenant};
+
+use super::tenant_heap::TenantHeap;
+use super::{HeapService, lock};
+
+/// Users whose heaps are closed, and heaps that are about to end.
+#[derive(Debug, Default)]
+pub(super) struct Closing {
+    tenants: Mutex<BTreeSet<Tenant>>,
+    /// Heaps that a request may still use.
+    heaps: Mutex<Vec<Arc<Mutex<TenantHeap>>>>,
+}
+
+impl Closing {
+    /// Whether the heap of a user was closed.
+    pub fn is_closed(&self, tenant: Tenant) -> bool {
+        locked(&self.tenants).contains(&tenant)
+    }
+
+    /// Lets a user have a heap again.
+    pub fn reopen(&self, tenant: Tenant) {
+        locked(&self.tenants).remove(&tenant);
+    }
+
+    /// Ends the heaps that no request uses any more. To be called often.
+    pub fn end_unused(&self) {
+        let mut heaps = locked(&self.heaps);
+        for heap in std::mem::take(&mut *heaps) {
+            match Arc::try_unwrap(heap) {
+                Ok(heap) => {
+                    if let Err(error) = heap.into_inner().unwrap_or_else(PoisonError::into_inner).end() {
+                        tracing::warn!(%error, "cannot take the memory of a closed heap from its programs");
+                    }
+                }
+                Err(heap) => heaps.push(heap),
+            }
+        }
+    }
+}
+
+impl HeapService {
+    /// Closes the heap of a tenant: its objects are lost, and an operator must open another one.
+    /// Its number is not used again, so no old pointer names an object of another heap.
+    pub(super) fn close(&self, tenant: Tenant) {
+        let mut heaps = self.lock();
+        let Some(heap) = heaps.remove(&tenant) else { return };
+        locked(&self.closing.tenants).insert(tenant);
+        drop(heaps);
+        let (number, regions) = {
+            let heap = lock(&heap);
+            (heap.number, heap.regions.clone())
+        };
+        tracing::error!(
+            node = self.node,
+            uid = tenant.0,
+            "closed a heap, because its programs go on to fill more than its limit; its objects are lost"
+        );
+        if let Some(target) = self.target.get().and_then(Weak::upgrade) {
+            for region in regions {
+                if let Err(error) = target.deregister(Key(region.key)) {
+                    tracing::warn!(%error, "cannot deregister the memory of a closed heap");
+                }
+            }
+        }
+        if let Some(keeper) = &self.keeper {
+            keeper.release(number);
+        }
+        locked(&self.closing.heaps).push(heap);
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
