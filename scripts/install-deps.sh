@@ -61,6 +61,7 @@ need_for_check() {
 
 need_for_test() {
     need_for_check
+    need g++ has c++ # Compiles programs with containers in segments.
     need etcd-server has etcd
     need iproute2 has ip
     need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2

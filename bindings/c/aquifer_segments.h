@@ -51,8 +51,8 @@ int aquifer_segment_allocate(aquifer_process *process, uint64_t id, uint64_t byt
                              aquifer_segment **segment);
 
 /* How the pages of a segment come that are elsewhere: on touch and ahead of it; or only those that
- * are pulled by a call, and touching another page is SIGBUS. */
-enum { AQUIFER_PULL_AHEAD = 0, AQUIFER_PULL_EXPLICIT = 1 };
+ * are pulled by a call, and touching another page is SIGBUS; or on touch only. */
+enum { AQUIFER_PULL_AHEAD = 0, AQUIFER_PULL_EXPLICIT = 1, AQUIFER_PULL_ON_TOUCH = 2 };
 
 /* Waits for a segment that is handed over to this process, or that an earlier process of its name
  * has left. Returns 1 if there is one, and 0 if there is none within the time. */

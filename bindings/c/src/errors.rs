@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 
 use aquifer_client::Error;
+use aquifer_containers::HeapFault;
 use aquifer_objects::client::ClientError;
 use aquifer_objects::wire::Refused;
 
@@ -18,6 +19,8 @@ const EBUSY: c_int = 16;
 const EINVAL: c_int = 22;
 const EFBIG: c_int = 27;
 const EPIPE: c_int = 32;
+const ENODATA: c_int = 61;
+const EPROTOTYPE: c_int = 91;
 const ECONNRESET: c_int = 104;
 const ENOTCONN: c_int = 107;
 const ETIMEDOUT: c_int = 110;
@@ -91,6 +94,16 @@ pub(crate) fn busy() -> c_int {
 /// The return value of a hand-over that did not take place. Its text is stored.
 pub(crate) const fn still_owned() -> c_int {
     -EAGAIN
+}
+
+/// The errno of a segment without the expected containers.
+pub(crate) const fn containers_errno(error: &HeapFault) -> c_int {
+    match error {
+        HeapFault::NoContainers => ENODATA,
+        HeapFault::Mismatch { .. } => EPROTOTYPE,
+        HeapFault::TooSmall { .. } => ENOMEM,
+        HeapFault::LongDescription { .. } => EINVAL,
+    }
 }
 
 /// The errno of an error about segments.

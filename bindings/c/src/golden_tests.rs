@@ -5,12 +5,13 @@ use std::ffi::{c_char, c_int, c_void};
 use std::process::Command;
 
 use aquifer_client::{Error, MAX_EXTENT_BYTES, NoAgent};
+use aquifer_containers::HeapFault;
 use aquifer_objects::class::OBJECT_BYTES_MAX;
 use aquifer_objects::client::ClientError;
 use aquifer_objects::wire::Refused;
 use aquifer_tests_support::{golden, golden_layout};
 
-use crate::errors::{heap_errno, return_value};
+use crate::errors::{containers_errno, heap_errno, return_value};
 use crate::heap::{CGetJob, CPointer};
 use crate::segments::{self, CStatus};
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
@@ -292,6 +293,15 @@ fn golden_errors() {
     ];
     for (name, error) in errors {
         golden.text(name, &(-heap_errno(&error)).to_string());
+    }
+    let errors = [
+        ("no containers", HeapFault::NoContainers),
+        ("other containers", HeapFault::Mismatch { found: String::new(), expected: String::new() }),
+        ("too small", HeapFault::TooSmall { bytes: 0 }),
+        ("long description", HeapFault::LongDescription { bytes: 0 }),
+    ];
+    for (name, error) in errors {
+        golden.text(name, &(-containers_errno(&error)).to_string());
     }
     golden.check();
 }

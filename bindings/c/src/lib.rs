@@ -3,6 +3,7 @@
 //!
 //! Pointers from C are checked for null. Otherwise they are trusted to be what the header requires.
 
+mod containers;
 mod errors;
 #[cfg(test)]
 mod golden_tests;

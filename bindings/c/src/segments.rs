@@ -25,7 +25,7 @@ pub struct CProcess {
 #[derive(Debug)]
 pub struct CSegment {
     process: &'static CProcess,
-    segment: Segment<'static>,
+    pub(crate) segment: Segment<'static>,
 }
 
 /// `aquifer_segment_status`.
@@ -51,7 +51,7 @@ fn value(outcome: Result<c_int, Error>) -> c_int {
 ///
 /// # Safety
 /// `text` is null or a C string.
-unsafe fn text<'a>(text: *const c_char) -> Option<&'a str> {
+pub(crate) unsafe fn text<'a>(text: *const c_char) -> Option<&'a str> {
     // SAFETY: the caller passes a C string.
     if text.is_null() { None } else { unsafe { CStr::from_ptr(text) }.to_str().ok() }
 }
@@ -121,7 +121,7 @@ unsafe fn open_process(process: *const CProcess, are_valid: bool) -> Result<&'st
 ///
 /// # Safety
 /// `segment` is null, or was not consumed.
-unsafe fn open_segment<'a>(segment: *const CSegment) -> Result<&'a CSegment, c_int> {
+pub(crate) unsafe fn open_segment<'a>(segment: *const CSegment) -> Result<&'a CSegment, c_int> {
     // SAFETY: the caller passes null or a segment.
     let segment = unsafe { segment.as_ref() }.ok_or_else(invalid_argument)?;
     if segment.process.owner == std::process::id() { Ok(segment) } else { Err(errors::forked()) }
@@ -179,6 +179,7 @@ pub unsafe extern "C" fn aquifer_segment_receive(
     let pulling = match pulling {
         0 => Pulling::Ahead,
         1 => Pulling::Explicit,
+        2 => Pulling::OnTouch,
         _ => return invalid_argument(),
     };
     value(process.process.receive(pulling, Duration::from_millis(timeout_ms)).map(

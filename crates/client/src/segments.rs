@@ -79,6 +79,8 @@ pub enum Error {
 pub enum Pulling {
     /// On touch, and ahead of it.
     Ahead,
+    /// On touch only: what is never touched stays where it is.
+    OnTouch,
     /// By [`Segment::pull`] only. A touch of a page that is not here is SIGBUS.
     Explicit,
 }
@@ -175,7 +177,7 @@ impl Process {
         let segment = Segment { process: self, mapping, id };
         if is_partial {
             let pulls = pulling == Pulling::Ahead;
-            let touch = if pulls { Touch::Waits } else { Touch::IsRefused };
+            let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
             let device = fds.next();
             let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
             let answered = self.ask_with(&self.calls, &Call::Serve { id, pulls }, &[uffd.as_fd()])?;

@@ -88,6 +88,20 @@ pub fn compile(folder: &Path, name: &str, text: &str, options: &[&str]) -> PathB
     program
 }
 
+/// Compiles a program in C++ that uses libaquifer, and returns its path.
+///
+/// # Panics
+/// If the compiler fails.
+pub fn compile_cpp(folder: &Path, source: &Path) -> PathBuf {
+    let program = folder.join(source.file_stem().expect("a source has a name"));
+    let libraries = binary().parent().expect("it lies in a folder").to_owned();
+    let mut command = Command::new("c++");
+    command.args(["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-Wl,--no-as-needed"]);
+    command.arg("-I").arg(root().join("bindings/c")).arg("-o").arg(&program).arg(source);
+    run_to_end(command.arg("-L").arg(libraries).arg("-laquifer"));
+    program
+}
+
 fn run_to_end(command: &mut Command) {
     let output = command.output().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
     assert!(output.status.success(), "{command:?} failed: {}", String::from_utf8_lossy(&output.stderr));

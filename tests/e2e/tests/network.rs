@@ -180,6 +180,7 @@ fn segments_move_between_hosts() {
     let cluster = Cluster::up();
     let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
     segments::relay([&first, &second], "150");
+    segments::count_words([&first, &second], &super::examples::rust_example("word_counts"));
     let programs = Programs::build();
     for (source, target) in [(&first, &second), (&second, &first)] {
         let get = programs.start(target, &["get", "target"]);

@@ -96,6 +96,40 @@ pub(super) fn relay(agents: [&Path; 2], turns: &str) {
     assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
 }
 
+/// The words of the project's documents, which two programs count: the agents of both.
+pub(super) fn count_words(agents: [&Path; 2], program: &Path) {
+    let folder = TempDir::new().expect("a folder");
+    let file = folder.path().join("words.txt");
+    let documents = ["ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md", "docs/formats/paging.md"];
+    let texts = documents.map(|name| std::fs::read_to_string(build::root().join(name)).expect("a document"));
+    std::fs::write(&file, texts.concat()).expect("a file can be written");
+    let libraries = build::binary().parent().expect("it lies in a folder");
+    let players = [0, 1].map(|player| {
+        let names = ["first", "second"];
+        let mut command = Command::new(program);
+        command.args([names[player], names[1 - player]]).arg(&file).env("LD_LIBRARY_PATH", libraries);
+        start(&mut command, agents[player])
+    });
+    let printed: String = players.into_iter().map(end).collect();
+    let moves = printed
+        .trim()
+        .rsplit_once(" in 8 partitions, ")
+        .and_then(|(_, moves)| moves.strip_suffix(" hand-overs"));
+    // Half of them at first, and all of those back.
+    let moves: u32 = moves.and_then(|moves| moves.parse().ok()).unwrap_or_else(|| panic!("{printed}"));
+    assert!(moves >= 8, "{printed}");
+}
+
+#[test]
+fn two_programs_share_out_the_counting_of_words() {
+    let cluster = Cluster::up(1, "64M");
+    let agent = cluster.agent_socket();
+    count_words([agent, agent], &super::examples::rust_example("word_counts"));
+    let folder = TempDir::new().expect("a folder");
+    let program = build::compile_cpp(folder.path(), &build::root().join("examples/word_counts.cpp"));
+    count_words([agent, agent], &program);
+}
+
 #[test]
 fn programs_of_a_host_hand_segments_to_each_other() {
     let cluster = Cluster::up(1, "64M");

@@ -38,6 +38,12 @@ pub enum BenchError {
         /// Why.
         reason: String,
     },
+    /// A segment cannot be used.
+    #[error("a segment cannot be used: {reason}")]
+    Segment {
+        /// Why.
+        reason: String,
+    },
     /// A trace is not valid.
     #[error("trace {path} cannot be replayed: {reason}", path = path.display())]
     Trace {

@@ -12,6 +12,7 @@ pub mod fabric;
 mod faults;
 mod kv;
 mod malloc;
+mod migration;
 mod objects;
 mod packing;
 pub mod support;
@@ -65,7 +66,8 @@ pub struct BenchArgs {
     /// Be the process of `bench objects` that plays a trace of Redis
     #[arg(long, hide = true)]
     pub play: Option<objects::Play>,
-    /// Be the serving process of `bench fabric` or `bench alloc`, at this path
+    /// Be the serving process of `bench fabric` or `bench alloc`, at this path, or one of `bench
+    /// migration`, as this file says
     #[arg(long, hide = true)]
     pub serve_at: Option<PathBuf>,
 }
@@ -104,7 +106,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 9] = [
+const BENCHES: [Bench; 10] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -161,6 +163,14 @@ const BENCHES: [Bench; 9] = [
         options: &[],
         serve_at: None,
         run: malloc::run,
+    },
+    Bench {
+        name: "migration",
+        about: "segments that move between two agents, and a map that is used meanwhile, by Figure 4 of RAMP",
+        targets: migration::TARGETS,
+        options: &[],
+        serve_at: Some(migration::serve_at),
+        run: migration::run,
     },
     Bench {
         name: "objects",
@@ -229,7 +239,7 @@ fn measure(bench: &Bench, args: &BenchArgs) -> Result<ExitCode, BenchError> {
 }
 
 fn list() -> String {
-    let lines = BENCHES.iter().map(|bench| format!("{:8} {}; {}\n", bench.name, bench.about, bench.targets));
+    let lines = BENCHES.iter().map(|bench| format!("{:9} {}; {}\n", bench.name, bench.about, bench.targets));
     lines.collect()
 }
 

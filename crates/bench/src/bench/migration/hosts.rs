@@ -1,0 +1,100 @@
+//! Two agents that hand segments over to each other.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use crate::bench::BenchError;
+use crate::bench::support::cluster::{Cluster, aquifer_program};
+use crate::bench::support::{folder, interrupt};
+use aquifer::Fabric;
+
+/// Longest wait for an agent.
+const PATIENCE: Duration = Duration::from_secs(20);
+const LOOK: Duration = Duration::from_millis(20);
+/// The memory of segments of each agent.
+const SEGMENT_MEMORY: &str = "8G";
+
+/// A directory, and two agents as of two hosts. They end when this is dropped.
+#[derive(Debug)]
+pub struct Hosts {
+    hosts: [Host; 2],
+    _cluster: Cluster,
+}
+
+#[derive(Debug)]
+struct Host {
+    state: TempDir,
+    daemons: Vec<Child>,
+}
+
+impl Hosts {
+    /// Starts them.
+    ///
+    /// # Errors
+    /// If one does not start.
+    pub fn start() -> Result<Self, BenchError> {
+        let cluster = Cluster::up(64 << 20, Fabric::Tcp, None)?;
+        let hosts = [Host::start(cluster.state())?, Host::start(cluster.state())?];
+        Ok(Self { hosts, _cluster: cluster })
+    }
+
+    /// The sockets of the agents.
+    pub fn agents(&self) -> [PathBuf; 2] {
+        [0, 1].map(|host: usize| self.hosts[host].socket())
+    }
+}
+
+impl Host {
+    fn start(cluster: &Path) -> Result<Self, BenchError> {
+        let mut host = Self { state: folder::create("aquifer-bench-host-")?, daemons: Vec::new() };
+        host.daemon("keeper.sock", &["keeper"])?;
+        let (key, directory) = (cluster.join("cluster.key"), cluster.join("directory.sock"));
+        let (key, directory) = (key.display().to_string(), format!("unix:{}", directory.display()));
+        let words = ["agent", "--mempool", "8M", "--key", &key, "--directory", &directory];
+        let listen = ["--segment-listen", "127.0.0.1:0", "--segment-memory", SEGMENT_MEMORY];
+        host.daemon("agent.sock", &[&words[..], &listen].concat())?;
+        Ok(host)
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.state.path().join("agent.sock")
+    }
+
+    /// Starts a daemon, and waits for its socket.
+    fn daemon(&mut self, socket: &str, words: &[&str]) -> Result<(), BenchError> {
+        let mut command = Command::new(aquifer_program()?);
+        command.arg("--state").arg(self.state.path()).args(words);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let daemon = command.spawn().map_err(BenchError::io("start", Path::new("aquifer")))?;
+        self.daemons.push(daemon);
+        let socket = self.state.path().join(socket);
+        let end = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            interrupt::check()?;
+            let newest = self.daemons.last_mut();
+            let has_ended = newest.is_some_and(|daemon| daemon.try_wait().is_ok_and(|end| end.is_some()));
+            if has_ended || Instant::now() > end {
+                return Err(BenchError::Cluster {
+                    what: "agent",
+                    status: "it has not started".into(),
+                    message: words.join(" "),
+                });
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        for mut daemon in self.daemons.drain(..).rev() {
+            // They hold nothing that is needed any more.
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! `aquifer bench migration`: segments that move between two hosts, after Figure 4 of RAMP.
+//!
+//! Two agents of this machine hand segments over to each other over TCP, as agents of two hosts do.
+//! The programs are processes of this bench.
+
+mod gets;
+mod hosts;
+mod pages;
+mod player;
+mod transfers;
+
+use super::support::report::Report;
+use super::support::{interrupt, progress};
+use super::{BenchArgs, BenchError};
+pub use player::serve_at;
+
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: a hand-over of 1 MiB to 4 GiB within 1.5× of each other, p99 ≤ 1 ms; \
+    pulls at ≥ 80 % of READs of the same pages; a map in a segment at ≥ 0.98 of one on the heap";
+
+/// Runs the bench.
+///
+/// # Errors
+/// If it is interrupted, or a program fails.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let hosts = hosts::Hosts::start()?;
+    let mut report = Report::new("migration", args.quick);
+    report.notes = notes();
+    let bar = progress::bar(2);
+    bar.set_message("hand-overs");
+    let (table, targets) = transfers::table(&hosts, args.quick)?;
+    report.tables.push(table);
+    report.targets.extend(targets);
+    bar.inc(1);
+    interrupt::check()?;
+    bar.set_message("figure 4");
+    let figure = gets::figure(&hosts, args.quick)?;
+    report.tables.extend(figure.tables);
+    report.series.extend(figure.series);
+    report.targets.extend(figure.targets);
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+fn notes() -> Vec<String> {
+    vec![
+        "hand-overs: two processes hand a segment back and forth between two agents. transfer: from the call \
+         to the return of receive in the other process; write: to its first write, with a page that is pulled \
+         for it; connect: the preparation. floor: a move of a mapping of this size, two messages between \
+         processes, and one over TCP"
+            .into(),
+        "figure 4: a map of 8-byte keys and 128-byte values; one thread gets random keys, before and after \
+         the hand-over. on touch: pages come when they are touched; ahead: also before; stop and copy: all \
+         come first. The longest gap is that between two gets, in one process or across the hand-over. \
+         The paper, at 10 Gb/s: 1.5 s of higher latency, tail below 50 µs, several hundred ms for stop and \
+         copy"
+            .into(),
+        "pull: all pages of the map's segment, without a program that uses it; READs: the same pages over TCP, \
+         64 at once, encrypted like all traffic"
+            .into(),
+        "heap: gets of a map in memory of the process, of the same kind and with the same hash function".into(),
+    ]
+}
