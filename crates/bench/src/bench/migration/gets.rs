@@ -29,6 +29,9 @@ const AFTER: Duration = Duration::from_secs(3);
 /// Rounds of gets beside a map on the heap, and gets of each.
 const ROUNDS: usize = 7;
 const GETS: u64 = 300_000;
+const LATENCY_NS_MAX: u64 = 60_000_000_000;
+/// Points after the first get in the target that the table shows.
+const FIRST_SLICES: usize = 5;
 const COLUMNS: [&str; 6] = [
     "longest gap ms",
     "mean µs, first 0.5 s",
@@ -171,8 +174,13 @@ impl Shown {
             median(self.slices.iter().filter(|(at, _)| *at < -0.1).map(|(_, slice)| slice.p95_us).collect());
         let mean_before =
             median(self.slices.iter().filter(|(at, _)| *at < -0.1).map(|(_, slice)| slice.mean_us).collect());
-        let first: Vec<&Slice> =
-            self.slices.iter().filter(|(at, _)| (0.0..0.5).contains(at)).map(|(_, slice)| slice).collect();
+        let first: Vec<&Slice> = self
+            .slices
+            .iter()
+            .filter(|(at, _)| *at > 0.0)
+            .take(FIRST_SLICES)
+            .map(|(_, slice)| slice)
+            .collect();
         let greatest =
             |value: fn(&Slice) -> f64| first.iter().map(|slice| value(slice)).fold(f64::NAN, f64::max);
         let elevated =
@@ -284,7 +292,7 @@ impl Gets {
     /// Gets random keys for some time, and checks the values.
     fn run(map: &TheMap, entries: u64, time: Duration) -> Result<Self, BenchError> {
         let mut random = Random::new(5);
-        let mut histogram = Histogram::<u64>::new(3).map_err(segment_error)?;
+        let mut histogram = Histogram::<u64>::new_with_max(LATENCY_NS_MAX, 3).map_err(segment_error)?;
         let mut gets = Self { slices: Vec::new(), longest_gap_ns: 0, last_ns: now_ns() };
         let end = gets.last_ns + u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let slice_ns = u64::try_from(SLICE.as_nanos()).unwrap_or(u64::MAX);

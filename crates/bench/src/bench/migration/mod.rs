@@ -43,21 +43,20 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
 }
 
 fn notes() -> Vec<String> {
-    vec![
-        "hand-overs: two processes hand a segment back and forth between two agents. transfer: from the call \
-         to the return of receive in the other process; write: to its first write, with a page that is pulled \
-         for it; connect: the preparation. floor: a move of a mapping of this size, two messages between \
-         processes, and one over TCP"
-            .into(),
+    [
+        "hand-overs: two processes hand a segment back and forth between two agents. transfer: from the \
+         call to the return of receive in the other process; write: to its first write, with a page that \
+         is pulled for it; connect: the preparation. floor: a move of a mapping of this size, two messages \
+         between processes, and one over TCP",
         "figure 4: a map of 8-byte keys and 128-byte values; one thread gets random keys, before and after \
          the hand-over. on touch: pages come when they are touched; ahead: also before; stop and copy: all \
-         come first. The longest gap is that between two gets, in one process or across the hand-over. \
-         The paper, at 10 Gb/s: 1.5 s of higher latency, tail below 50 µs, several hundred ms for stop and \
-         copy"
-            .into(),
-        "pull: all pages of the map's segment, without a program that uses it; READs: the same pages over TCP, \
-         64 at once, encrypted like all traffic"
-            .into(),
-        "heap: gets of a map in memory of the process, of the same kind and with the same hash function".into(),
+         come first. The longest gap is that between two gets, in one process or across the hand-over",
+        "the paper, at 10 Gb/s: 1.5 s of higher latency, tail below 50 µs, several hundred ms for stop and \
+         copy",
+        "pull: all pages of the map's segment, without a program that uses it; READs: the same pages over \
+         TCP, 64 at once, encrypted like all traffic",
+        "heap: gets of a map in memory of the process, of the same kind and with the same hash function",
     ]
+    .map(str::to_owned)
+    .into()
 }
