@@ -41,6 +41,9 @@ summary() {
     exit "$status"
 }
 trap summary EXIT
+# A signal is no success, whatever ended last.
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP
 
 # step NAME COMMAND…: runs a command and records its time.
 step() {
