@@ -135,7 +135,7 @@ unsafe impl Migratable for SegmentAllocator {
 ///     pub struct Counter: 1 {
 ///         /// How often it was counted.
 ///         pub hits: u64,
-///         /// By whom.
+///         /// The clients that have counted.
 ///         pub by: aquifer_containers::Vector<u32>,
 ///     }
 /// }

@@ -45,8 +45,7 @@ impl Memory {
         Self::map(fd, len, true)
     }
 
-    /// Creates memory like [`Self::create`] that this process can take back from all who have
-    /// mapped it, by [`Self::revoke`].
+    /// Creates memory like [`Self::create`], but the process can revoke it by [`Self::revoke`].
     ///
     /// # Errors
     /// If `len` is zero or the system refuses.
@@ -67,8 +66,8 @@ impl Memory {
         Self::create(name, len)
     }
 
-    /// Maps the whole of a memfd that [`Self::create_revocable`] has made. Who passes it must be
-    /// trusted not to revoke it while this process uses it: then an access kills the process.
+    /// Maps the whole of a memfd that [`Self::create_revocable`] has made. If its creator revokes
+    /// it while this process uses it, an access kills this process.
     ///
     /// # Errors
     /// If the system refuses, or the file is empty.
@@ -86,8 +85,8 @@ impl Memory {
         Self::map(fd, len, false)
     }
 
-    /// Ends the memory for all who have mapped it: their next access is SIGBUS, and its pages are
-    /// free.
+    /// Empties the memory: its pages are freed, and an access by a process that has mapped it is
+    /// SIGBUS.
     ///
     /// # Errors
     /// If it was not created as revocable, or has no descriptor.

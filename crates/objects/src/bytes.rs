@@ -75,8 +75,8 @@ impl HeapBytes {
         Ok([self.data.read_only_fd()?, self.names.read_only_fd()?])
     }
 
-    /// Takes the memory back from all programs that have mapped it: it is empty, and their next
-    /// access is SIGBUS. All regions must have been deregistered.
+    /// Empties the memory: an access by a program that has mapped it is SIGBUS. All regions must
+    /// have been deregistered.
     ///
     /// # Errors
     /// If something in this process still uses the memory, or the system refuses.

@@ -35,7 +35,7 @@ impl Closing {
             match Arc::try_unwrap(heap) {
                 Ok(heap) => {
                     if let Err(error) = heap.into_inner().unwrap_or_else(PoisonError::into_inner).end() {
-                        tracing::warn!(%error, "cannot take the memory of a closed heap from its programs");
+                        tracing::warn!(%error, "cannot empty the memory of a closed heap");
                     }
                 }
                 Err(heap) => heaps.push(heap),
@@ -46,7 +46,8 @@ impl Closing {
 
 impl HeapService {
     /// Closes the heap of a tenant: its objects are lost, and an operator must open another one.
-    /// Its number is not used again, so no old pointer names an object of another heap.
+    /// This service does not use its number again, and the objects of a later heap have later
+    /// numbers, so no old pointer names one of them.
     pub(super) fn close(&self, tenant: Tenant) {
         let mut heaps = self.lock();
         let Some(heap) = heaps.remove(&tenant) else { return };

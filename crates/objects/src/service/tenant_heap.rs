@@ -1,6 +1,7 @@
 //! The heap of one tenant: answers its requests.
 
 use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::bytes::HeapBytes;
 use crate::class::{Class, ClassId, Classes, FRAME_BYTES, SLOT_BYTES_MAX};
@@ -124,7 +125,11 @@ impl TenantHeap {
     ) -> Self {
         let classes = heap.classes().iter().count();
         heap.set_frames_limit(0);
-        let next = ledger.first_number().max(ObjectNumber::FIRST.get());
+        let next = match ledger.first_number() {
+            next if next > ObjectNumber::FIRST.get() => next,
+            // None was ever reserved.
+            _ => first_number(SystemTime::now()),
+        };
         Self {
             number,
             heap,
@@ -431,10 +436,10 @@ impl TenantHeap {
         }
     }
 
-    /// Ends the heap: its memory is taken from all programs that have mapped it.
+    /// Ends the heap, and empties its memory.
     ///
     /// # Errors
-    /// If it cannot be taken from them.
+    /// If the memory cannot be emptied.
     pub fn end(self) -> std::io::Result<()> {
         self.budget.release(self.granted);
         self.ledger.words.revoke()
@@ -469,6 +474,17 @@ impl TenantHeap {
             classes: classes.collect(),
         }
     }
+}
+
+/// The first object's number in a new heap. It is greater than those of a heap that was lost or
+/// closed before, if that has allocated fewer than 16,384 objects a second: no pointer of that heap
+/// names an object of this one.
+fn first_number(now: SystemTime) -> u64 {
+    const YEAR_2025: Duration = Duration::from_secs(1_735_689_600);
+    let elapsed = now.duration_since(UNIX_EPOCH + YEAR_2025).unwrap_or_default();
+    let number = elapsed.as_secs() << 14 | 1;
+    // In 2042 half of the numbers are left.
+    ObjectNumber::new(number).unwrap_or(ObjectNumber::FIRST).get()
 }
 
 fn refused(error: HeapError) -> Refused {
@@ -521,6 +537,20 @@ mod tests {
             Ok(Answer::Pointer(pointer, _)) => pointer,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn a_later_heap_has_later_numbers() {
+        let at = |seconds| first_number(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), ObjectNumber::FIRST.get());
+        assert!(at(1_800_000_001) - at(1_800_000_000) >= 16_384);
+        assert!(at(2_270_000_000) < 1 << 43, "half of the numbers are left in 2041");
+        assert_eq!(at(u32::MAX.into()), ObjectNumber::FIRST.get(), "there are no more numbers");
+        let mut heap = create(2048);
+        let first = heap.allocate(100, &[]).unwrap().number;
+        assert!(first.get() > at(1_700_000_000 + 60_000_000), "it is no number of a heap of last year");
+        let next = heap.allocate(100, &[]).unwrap().number;
+        assert!(restart(heap).next > next.get(), "the next process goes on behind it");
     }
 
     #[test]
