@@ -14,7 +14,7 @@ pub enum Call {
         /// The name.
         process: String,
     },
-    /// Makes this connection one for [`Call::Receive`], of a process that is open. The first
+    /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is open. The first
     /// request of a connection.
     Attend {
         /// The name.
@@ -54,7 +54,8 @@ pub enum Call {
         /// How long, in milliseconds.
         timeout_ms: u64,
     },
-    /// Carries the userfaultfd of the mapping of a segment that was received and is partial.
+    /// Carries the userfaultfd of the mapping of a segment that was received and is partial. There
+    /// is no answer; an agent that cannot serve it closes the connection.
     Serve {
         /// Its number.
         id: u64,

@@ -1,6 +1,7 @@
 //! The agent's end of an armed mapping: it learns of touches, and lets threads go on.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use crate::uffd;
@@ -62,8 +63,8 @@ impl PageFaults {
     /// If the system refuses.
     pub fn resume(&self, page: u32) -> io::Result<()> {
         let address = self.address_of(page);
-        match uffd::resume(&self.uffd, address).map_err(|error| error.raw_os_error()) {
-            Ok(()) => Ok(()),
+        match uffd::resume(&self.uffd, address, 4096).map_err(|error| error.raw_os_error()) {
+            Ok(_) => Ok(()),
             // It was never written, and is a hole of the file.
             Err(Some(libc::EFAULT)) => match uffd::fill_with_zeros(&self.uffd, address) {
                 Err(error) if error.raw_os_error() == Some(libc::EEXIST) => uffd::wake(&self.uffd, address),
@@ -74,6 +75,23 @@ impl PageFaults {
             // while the serving was ended.
             Err(_) => uffd::wake(&self.uffd, address),
         }
+    }
+
+    /// Maps pages whose bytes are in place before they are touched, and lets the threads go on that
+    /// wait for them.
+    ///
+    /// # Errors
+    /// Those of [`Self::resume`].
+    pub fn resume_all(&self, mut pages: Range<u32>) -> io::Result<()> {
+        while let Some(page) = pages.next() {
+            let bytes = (pages.len() + 1) * 4096;
+            match uffd::resume(&self.uffd, self.address_of(page), bytes) {
+                Ok(mapped @ 4096..) => pages.start = page + u32::try_from(mapped / 4096).unwrap_or(u32::MAX),
+                // It is mapped already, or a hole.
+                _ => self.resume(page)?,
+            }
+        }
+        Ok(())
     }
 
     /// Ends the serving of faults, when all pages are in place. Threads that wait touch them again.

@@ -81,9 +81,15 @@ pub fn unregister(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()
     request(uffd, UFFDIO_UNREGISTER, &raw mut argument)
 }
 
-/// Maps a page whose bytes are in the file, and wakes those that wait for it.
-pub fn resume(uffd: &OwnedFd, address: usize) -> io::Result<()> {
-    fill(uffd, UFFDIO_CONTINUE, address)
+/// Maps pages whose bytes are in the file, and wakes those that wait for them. Returns how many
+/// bytes from the first on were mapped: fewer than `bytes` if the next page is mapped already, or
+/// cannot be.
+pub fn resume(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<usize> {
+    let mut argument = FillArgument { range: range(address, bytes), mode: 0, filled: 0 };
+    match (request(uffd, UFFDIO_CONTINUE, &raw mut argument), usize::try_from(argument.filled)) {
+        (_, Ok(filled)) if filled > 0 => Ok(filled),
+        (result, _) => result.map(|()| 0),
+    }
 }
 
 /// Maps a page of zeros where the file has a hole, and wakes those that wait for it.

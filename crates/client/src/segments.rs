@@ -117,7 +117,9 @@ impl Process {
         done(ask(&calls, &Call::Open { process: name.to_owned() }, &[])?)?;
         done(ask(&arrivals, &Call::Attend { process: name.to_owned() }, &[])?)?;
         let armed = Arc::<ArmedSegments>::default();
-        watcher::start(calls.try_clone().map_err(Error::System)?, &armed).map_err(Error::System)?;
+        let watched = [calls.try_clone(), arrivals.try_clone()].map(|copy| copy.map_err(Error::System));
+        let [first, second] = watched;
+        watcher::start([first?, second?], &armed).map_err(Error::System)?;
         let owner = std::process::id();
         Ok(Self { owner, arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals), armed })
     }
@@ -128,8 +130,9 @@ impl Process {
     /// # Errors
     /// If there is one of this number, the length is not possible, or the user has too much.
     pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
-        let (answer, fds) = self.ask_with(&self.calls, &Call::Allocate { id, bytes }, &[])?;
-        self.map(&answer, fds, Pulling::Ahead)
+        self.check_owner()?;
+        let (answer, fds) = ask(&lock(&self.calls), &Call::Allocate { id, bytes }, &[])?;
+        self.map(&answer, fds.into_iter().next())
     }
 
     /// Waits for a segment that is handed over to this process, or that an earlier process of this
@@ -139,10 +142,23 @@ impl Process {
     /// If the agent has ended, or the segment cannot be mapped.
     pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
         let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        match self.ask_with(&self.arrivals, &Call::Receive { timeout_ms }, &[])? {
-            (Answer::Nothing, _) => Ok(None),
-            (answer, fds) => self.map(&answer, fds, pulling).map(Some),
+        self.check_owner()?;
+        let arrivals = lock(&self.arrivals);
+        let (answer, fds) = ask(&arrivals, &Call::Receive { timeout_ms }, &[])?;
+        let Answer::Segment { id, is_partial, .. } = answer else {
+            return if answer == Answer::Nothing { Ok(None) } else { Err(error_of(answer)) };
+        };
+        let mut fds = fds.into_iter();
+        let segment = self.map(&answer, fds.next())?;
+        if is_partial {
+            let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
+            let device = fds.next();
+            let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
+            let serve = Call::Serve { id, pulls: pulling == Pulling::Ahead };
+            send(&arrivals, &serve, &[uffd.as_fd()])?;
+            self.armed.insert(id, PageFaults::new(uffd, segment.address(), segment.bytes()));
         }
+        Ok(Some(segment))
     }
 
     /// The segments of the user that processes of this host own.
@@ -166,50 +182,34 @@ impl Process {
         }
     }
 
-    fn map(&self, answer: &Answer, fds: Vec<OwnedFd>, pulling: Pulling) -> Result<Segment<'_>, Error> {
-        let Answer::Segment { id, address, bytes, is_partial } = *answer else {
+    fn map(&self, answer: &Answer, file: Option<OwnedFd>) -> Result<Segment<'_>, Error> {
+        let Answer::Segment { id, address, bytes, .. } = *answer else {
             return Err(error_of(answer.clone()));
         };
-        let mut fds = fds.into_iter();
-        let file = fds.next().ok_or(Error::Answer)?;
+        let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
-        let segment = Segment { process: self, mapping, id };
-        if is_partial {
-            let pulls = pulling == Pulling::Ahead;
-            let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
-            let device = fds.next();
-            let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
-            let answered = self.ask_with(&self.calls, &Call::Serve { id, pulls }, &[uffd.as_fd()])?;
-            self.armed.insert(id, PageFaults::new(uffd, as_size(address)?, as_size(bytes)?));
-            done(answered)?;
-        }
-        Ok(segment)
+        Ok(Segment { process: self, mapping, id })
     }
 
     fn ask(&self, call: &Call) -> Result<Answer, Error> {
-        Ok(self.ask_with(&self.calls, call, &[])?.0)
+        self.check_owner()?;
+        Ok(ask(&lock(&self.calls), call, &[])?.0)
     }
 
-    fn ask_with(
-        &self,
-        connection: &Mutex<OwnedFd>,
-        call: &Call,
-        fds: &[BorrowedFd<'_>],
-    ) -> Result<(Answer, Vec<OwnedFd>), Error> {
-        // Before the lock: another thread may have held it when the child was forked.
-        if self.owner != std::process::id() {
-            return Err(Error::Forked);
-        }
-        ask(&lock(connection), call, fds)
+    /// To be called before a lock: another thread may have held it when a child was forked.
+    fn check_owner(&self) -> Result<(), Error> {
+        if self.owner == std::process::id() { Ok(()) } else { Err(Error::Forked) }
     }
 }
 
 impl Drop for Process {
-    /// Ends the connection, of which the thread that watches over the agent has a copy.
+    /// Ends the connections, of which the thread that watches over the agent has copies.
     fn drop(&mut self) {
         if self.owner == std::process::id() {
-            let _was_closed = shutdown(&*lock(&self.calls), Shutdown::Both);
+            for connection in [&self.calls, &self.arrivals] {
+                let _was_closed = shutdown(&*lock(connection), Shutdown::Both);
+            }
         }
     }
 }
@@ -337,8 +337,7 @@ impl<'a> Segment<'a> {
 
 /// Asks the agent.
 fn ask(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), Error> {
-    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
-    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)?;
+    send(socket, call, fds)?;
     match receive_frame(socket)? {
         (Frame::SegmentAnswer(json), fds) => {
             Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
@@ -346,6 +345,12 @@ fn ask(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(Answer,
         (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
         _ => Err(Error::Answer),
     }
+}
+
+/// Sends a call that has no answer.
+fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
+    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
 }
 
 fn done((answer, _): (Answer, Vec<OwnedFd>)) -> Result<(), Error> {

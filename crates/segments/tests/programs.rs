@@ -1,16 +1,17 @@
 //! A program keeps a list in a segment, and another one goes on with it: the pointers are valid,
 //! and the pages come when they are touched.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, PageFaults, Touch};
+use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, Touch};
 use aquifer_directory::Directory;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_fabric::{ClusterKey, Memory};
-use aquifer_segments::host::faults::StopEvent;
-use aquifer_segments::host::{SegmentHost, SegmentKey, SegmentOptions, faults};
+use aquifer_segments::host::{SegmentHost, SegmentKey, SegmentOptions};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 const KEY: ClusterKey = ClusterKey([7; 32]);
 const TENANT: u32 = 1000;
@@ -68,27 +69,14 @@ fn use_armed<'a>(
     program: impl FnOnce(&mut Mapping<'a>),
 ) -> Duration {
     let mut mapping = Mapping::new(arena, ADDRESS, BYTES, memory.fd()).unwrap();
-    let stop = StopEvent::new().unwrap();
-    let served = PageFaults::new(mapping.arm(Touch::Waits, None).unwrap(), ADDRESS, BYTES);
-    std::thread::scope(|scope| {
-        scope.spawn(|| faults::serve(host, SEGMENT, &served, &stop));
-        if pulls_ahead {
-            scope.spawn(|| {
-                while !stop.is_requested() {
-                    if !host.pull_ahead(SEGMENT).unwrap() {
-                        break;
-                    }
-                }
-            });
-        }
-        program(&mut mapping);
-        let began = Instant::now();
-        mapping.withdraw().unwrap();
-        let took = began.elapsed();
-        assert!(mapping.words().is_empty());
-        stop.request();
-        took
-    })
+    let uffd = mapping.arm(Touch::Waits, None).unwrap();
+    host.serve_faults(SEGMENT, uffd, pulls_ahead).unwrap();
+    program(&mut mapping);
+    let began = Instant::now();
+    mapping.withdraw().unwrap();
+    let took = began.elapsed();
+    assert!(mapping.words().is_empty());
+    took
 }
 
 fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
@@ -164,4 +152,36 @@ fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
             pages.into_iter().for_each(|page| is_zero(mapping, page));
         });
     }
+}
+
+/// A touch that is in the queue before the faults are served is the first that is read.
+#[test]
+fn a_touch_before_the_faults_are_served_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
+    let hosts = [1, 2].map(|number| host(number, &directory));
+    let arena = Arena::reserve().unwrap();
+    let _memory = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
+    for turn in 0..100 {
+        let to = &hosts[(turn + 1) % 2];
+        let (memory, _) = pass_on(&hosts[turn % 2], to);
+        let mut mapping = Mapping::new(&arena, ADDRESS, BYTES, memory.fd()).unwrap();
+        let uffd = mapping.arm(Touch::Waits, None).unwrap();
+        std::thread::scope(|scope| {
+            let touch = scope.spawn(|| mapping.words()[turn * 512].fetch_add(1, Ordering::Relaxed));
+            while !touch.is_finished() && !is_readable(&uffd) {
+                std::thread::yield_now();
+            }
+            to.serve_faults(SEGMENT, uffd, false).unwrap();
+        });
+        if turn % 5 == 4 {
+            to.pull_all(SEGMENT).unwrap();
+        }
+        mapping.withdraw().unwrap();
+    }
+}
+
+fn is_readable(fd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(fd, PollFlags::IN)];
+    poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
 }

@@ -33,14 +33,15 @@ impl ArmedSegments {
     }
 }
 
-/// Starts a thread that waits until the agent closes the connection. From then on each touch of a
+/// Starts a thread that waits until the agent closes one of the connections. From then on each touch of a
 /// page that is elsewhere is SIGBUS. The thread ends with the process, or when `armed` is dropped.
-pub(super) fn start(connection: OwnedFd, armed: &Arc<ArmedSegments>) -> io::Result<()> {
+pub(super) fn start(connections: [OwnedFd; 2], armed: &Arc<ArmedSegments>) -> io::Result<()> {
     let armed = Arc::downgrade(armed);
     let watch = move || {
         // Answers are for the threads that wait for them: only the end matters here.
-        while !poll(&mut [PollFd::new(&connection, PollFlags::RDHUP)], None).is_ok_and(|ready| ready > 0) {}
-        drop(connection);
+        let mut polled = connections.each_ref().map(|connection| PollFd::new(connection, PollFlags::RDHUP));
+        while !poll(&mut polled, None).is_ok_and(|ready| ready > 0) {}
+        drop(connections);
         let mut ended: HashMap<u64, Arc<PageFaults>> = HashMap::new();
         while let Some(armed) = armed.upgrade() {
             let now = armed.lock().clone();

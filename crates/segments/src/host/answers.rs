@@ -23,7 +23,7 @@ impl HostShared {
             return Some(Answer::Done);
         }
         let entry = self.entry_for(*segment, ask)?;
-        let mut outputs = Vec::new();
+        let (mut outputs, mut arrived) = (Vec::new(), None);
         {
             let mut entry = lock(&entry);
             let message = match ask {
@@ -38,8 +38,7 @@ impl HostShared {
                 (ask, before, entry.holder.has_access())
             {
                 self.begin_pulling(&mut entry, *generation, copies);
-                lock(&self.arrived).push_back((entry.process.clone(), *segment));
-                self.has_arrived.notify_all();
+                arrived = Some(entry.process.clone());
             }
             if let (Ask::Prepare { process, address, .. }, Holding::Prepared { .. }) =
                 (ask, entry.holder.holding())
@@ -47,6 +46,9 @@ impl HostShared {
                 entry.process.clone_from(process);
                 entry.address = *address;
             }
+        }
+        if let Some(process) = arrived {
+            self.arrive(*segment, &process);
         }
         let is_answer = |output: &Output| matches!(output, Output::Send(to, _) if to == from);
         let at = outputs.iter().position(is_answer)?;

@@ -5,21 +5,23 @@
 //! - [`ranges`] has the addresses that segments have in all processes of their tenant.
 //! - [`memory`] is a copy of a segment, which other hosts read.
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
-//! - [`programs`] serves the programs of this host, and [`faults`] those that touch pages that are
-//!   elsewhere.
+//! - [`programs`] serves the programs of this host, `arrivals` has what has arrived for them, and
+//!   `served` serves their touches of pages that are elsewhere.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
 
 mod answers;
+mod arrivals;
 mod error;
-pub mod faults;
 pub mod memory;
 mod outputs;
 mod peer;
+mod precedence;
 pub mod programs;
 mod pulls;
 pub mod ranges;
 pub mod registry;
+mod served;
 pub mod service;
 mod shared;
 pub mod wire;

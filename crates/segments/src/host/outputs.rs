@@ -20,21 +20,27 @@ impl HostShared {
     pub(super) fn run(&self, segment: SegmentKey, entry: &Mutex<Segment>, input: Input) {
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
-            let mut outputs = Vec::new();
+            let (mut outputs, mut returned) = (Vec::new(), None);
             {
                 let mut entry = lock(entry);
                 let was_sent = matches!(entry.holder.holding(), Holding::Sent { .. });
                 entry.holder.step(&input, &mut outputs);
                 if was_sent && entry.holder.has_access() {
                     // It has not left after all.
-                    lock(&self.arrived).push_back((entry.process.clone(), segment));
-                    self.has_arrived.notify_all();
+                    returned = Some(entry.process.clone());
                 }
-                if !entry.holder.has_access()
-                    && let Some(puller) = &mut entry.puller
-                {
-                    puller.finish();
+                if !entry.holder.has_access() {
+                    if let Some(served) = entry.served.take() {
+                        self.leave(Job::End(served));
+                    }
+                    if let Some(puller) = &mut entry.puller {
+                        puller.finish();
+                    }
+                    entry.pulled.notify_all();
                 }
+            }
+            if let Some(process) = returned {
+                self.arrive(segment, &process);
             }
             inputs.extend(outputs.into_iter().filter_map(|output| self.carry_out(segment, entry, output)));
         }
@@ -139,6 +145,7 @@ impl HostShared {
                     }
                 }
                 Ok(Job::Release(segment, generation)) => self.release(segment, generation),
+                Ok(Job::End(served)) => drop(served),
                 Err(RecvTimeoutError::Timeout) => self.tick(),
                 Err(RecvTimeoutError::Disconnected) => return,
             }

@@ -15,16 +15,17 @@ use crate::pulling::{ReadEnd, ReadMode};
 
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Pages that are read side by side.
+/// Pages that are read at once.
 pub(super) const PAGES_MAX: usize = 64;
-/// Where words end that were read: behind the message.
+/// Where words begin that were read: behind the message, in as much room.
 const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
+const _: () = assert!(PAGES_MAX * 16 <= MESSAGE_BYTES_MAX as usize);
 
 /// A connection to an agent.
 #[derive(Debug)]
 pub(super) struct Peer {
     endpoint: Box<dyn Endpoint>,
-    /// A message to send, and two words.
+    /// A message to send, and presence words.
     memory: Arc<Memory>,
     local: LocalKey,
     /// The memory of segments, into which pages are read.
@@ -33,6 +34,35 @@ pub(super) struct Peer {
     /// An operation did not end in time. Its bytes could arrive when their page is the program's,
     /// so nothing is received any more.
     is_broken: bool,
+}
+
+/// The presence words of adjacent pages, and where they end that are read before and after them.
+#[derive(Clone, Copy)]
+struct Words {
+    first: u64,
+    count: u64,
+    before_at: u64,
+}
+
+impl Words {
+    /// Splits pages into runs of adjacent ones. Their words need no more than 16 bytes for a page.
+    fn of_runs(pages: &[u32]) -> impl Iterator<Item = (&[u32], Self)> {
+        let mut at = WORDS_AT;
+        pages.chunk_by(|page, next| *next == page + 1).map(move |run| {
+            let (first, last) = (u64::from(run[0]) / 64, u64::from(run[run.len() - 1]) / 64);
+            let words = Self { first, count: last - first + 1, before_at: at };
+            at += 2 * u64::from(words.bytes());
+            (run, words)
+        })
+    }
+
+    fn bytes(self) -> u32 {
+        u32::try_from(8 * self.count).expect("few pages are read at once")
+    }
+
+    fn after_at(self) -> u64 {
+        self.before_at + u64::from(self.bytes())
+    }
 }
 
 /// What a connection to an agent is for.
@@ -97,29 +127,36 @@ impl Peer {
         let segment = self.local_key_of(into)?;
         let slice = |key, offset, len| LocalSlice { key, offset, len };
         let remote = |(base, key): (u64, u32), offset| RemoteAddr { addr: base + offset, key: Key(key) };
-        let mut verbs = Vec::with_capacity(3 * pages.len());
-        for (words_at, page) in (WORDS_AT..).step_by(16).zip(pages) {
-            let word = remote(from.present, u64::from(*page) / 64 * 8);
-            let page_at = u64::from(*page) * PAGE_BYTES;
-            verbs.push(Verb::Read { local: slice(self.local, words_at, 8), remote: word });
+        let mut verbs = Vec::new();
+        for (run, words) in Words::of_runs(pages) {
+            let present = remote(from.present, words.first * 8);
+            let len = words.bytes();
+            verbs.push(Verb::Read { local: slice(self.local, words.before_at, len), remote: present });
             if mode != ReadMode::Page {
                 continue;
             }
-            let len = u32::try_from(PAGE_BYTES).expect("a page is small");
-            verbs
-                .push(Verb::Read { local: slice(segment, page_at, len), remote: remote(from.data, page_at) });
-            verbs.push(Verb::Read { local: slice(self.local, words_at + 8, 8), remote: word });
+            let at = u64::from(run[0]) * PAGE_BYTES;
+            let bytes = u32::try_from(run.len() * PAGE_BYTES as usize).expect("few pages are read at once");
+            verbs.push(Verb::Read { local: slice(segment, at, bytes), remote: remote(from.data, at) });
+            verbs.push(Verb::Read { local: slice(self.local, words.after_at(), len), remote: present });
         }
         if !self.carry_out(&verbs, Instant::now() + PATIENCE) {
             return None;
         }
-        let words_at = (MESSAGE_BYTES_MAX as usize..).step_by(16);
-        let found = |(words_at, page): (usize, &u32)| {
-            let is_set = |at| self.memory.load_u64(at) & 1 << (page % 64) != 0;
-            let is_found = is_set(words_at) && (mode != ReadMode::Page || is_set(words_at + 8));
-            if is_found { ReadEnd::Found } else { ReadEnd::NotThere }
-        };
-        Some(words_at.zip(pages).map(found).collect())
+        let mut ends = Vec::with_capacity(pages.len());
+        for (run, words) in Words::of_runs(pages) {
+            let is_set = |words_at: u64, page: u32| {
+                let word = words_at + (u64::from(page) / 64 - words.first) * 8;
+                let word = usize::try_from(word).expect("it is in this memory");
+                self.memory.load_u64(word) & 1 << (page % 64) != 0
+            };
+            ends.extend(run.iter().map(|page| {
+                let is_found = is_set(words.before_at, *page)
+                    && (mode != ReadMode::Page || is_set(words.after_at(), *page));
+                if is_found { ReadEnd::Found } else { ReadEnd::NotThere }
+            }));
+        }
+        Some(ends)
     }
 
     /// Carries out operations in order. Returns whether all were done.

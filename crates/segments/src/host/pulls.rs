@@ -1,7 +1,9 @@
-//! Carries out what a puller has decided.
+//! Pulls pages: carries out what a puller has decided, and has the program see them.
 
-use std::sync::{Arc, Mutex};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use super::memory::SegmentMemory;
 use super::peer::{Lane, PAGES_MAX};
 use super::shared::{HostShared, Segment, lock};
 use super::wire::{Ask, Request};
@@ -9,36 +11,150 @@ use super::{SegmentError, SegmentKey};
 use crate::ownership::Life;
 use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
 
+/// Pages that are read at once ahead of the program while its threads wait for pages now and then:
+/// so few that none waits long behind them.
+const PAGES_BETWEEN_DEMANDS: usize = 8;
 /// Attempts to read from a host whose lease lasts.
 const READS_MAX: u32 = 5;
 
 impl HostShared {
-    /// Carries out what a puller has decided, until the pages are here.
-    pub(super) fn pull(
+    /// Pulls a page, if it is not here.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or the page is lost.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    pub(super) fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
+        let entry = self.owned(segment)?;
+        let step = {
+            let mut entry = lock(&entry);
+            loop {
+                // Otherwise a READ could begin after the hand-over, and end in a later generation.
+                if !entry.holder.has_access() {
+                    return Err(SegmentError::NotOwned(segment));
+                }
+                let Some(puller) = &mut entry.puller else { return Ok(()) };
+                match puller.demand(page) {
+                    Some(Step::Complete { .. }) => return Ok(()),
+                    Some(step) => break step,
+                    // Another thread reads it.
+                    None => {
+                        let pulled = Arc::clone(&entry.pulled);
+                        entry = pulled.wait(entry).unwrap_or_else(PoisonError::into_inner);
+                    }
+                }
+            }
+        };
+        self.carry_out_pull(segment, &entry, vec![step])
+    }
+
+    /// Pulls pages for which threads of the program wait, and lets them go on. Those for pages that
+    /// are on their way go on when these have arrived.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or a page is lost: then touches of it are SIGBUS.
+    ///
+    /// # Panics
+    /// If there is no such page.
+    pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<(), SegmentError> {
+        let _demand = self.precedence.demand();
+        let entry = self.owned(segment)?;
+        let steps = {
+            let mut entry = lock(&entry);
+            if !entry.holder.has_access() {
+                return Err(SegmentError::NotOwned(segment));
+            }
+            let complete = |page| Some(Step::Complete { page, is_demanded: true });
+            let mut demand = |page: &u32| match &mut entry.puller {
+                Some(puller) => puller.demand(*page),
+                None => complete(*page),
+            };
+            pages.iter().filter_map(&mut demand).collect()
+        };
+        self.carry_out_pull(segment, &entry, steps)
+    }
+
+    /// Pulls a range of pages, as far as they are not here.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or a page is lost.
+    ///
+    /// # Panics
+    /// If there are no such pages.
+    pub(super) fn pull_range(&self, segment: SegmentKey, pages: Range<u32>) -> Result<(), SegmentError> {
+        for first in pages.clone().step_by(PAGES_MAX) {
+            let end = pages.end.min(first.saturating_add(PAGES_MAX as u32));
+            self.demand(segment, &(first..end).collect::<Vec<_>>())?;
+        }
+        // What other threads pull is waited for, and what they have lost is noticed.
+        pages.into_iter().try_for_each(|page| self.pull(segment, page))
+    }
+
+    /// Pulls all pages that are not here. Then no other host has a part in the segment.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or a page is lost.
+    pub(super) fn pull_all(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        while self.pull_ahead(segment)? {}
+        let entry = self.owned(segment)?;
+        let pages = lock(&entry).memory.as_ref().map_or(0, SegmentMemory::pages);
+        (0..pages).try_for_each(|page| self.pull(segment, page))?;
+        self.finish(segment, &entry);
+        Ok(())
+    }
+
+    /// Pulls some pages ahead of the program, over a connection of its own, when no thread waits
+    /// for a page. Returns whether there are more.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, or a page is lost.
+    pub(super) fn pull_ahead(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
+        let pages_max = if self.precedence.give_way() { PAGES_BETWEEN_DEMANDS } else { PAGES_MAX };
+        let entry = self.owned(segment)?;
+        let steps: Vec<Step> = match &mut lock(&entry).puller {
+            None => return Ok(false),
+            Some(puller) => std::iter::from_fn(|| puller.ahead()).take(pages_max).collect(),
+        };
+        let are_more = steps.len() == pages_max;
+        self.carry_out_pull(segment, &entry, steps)?;
+        Ok(are_more)
+    }
+}
+
+impl HostShared {
+    /// Carries out what a puller has decided, until the pages are here and the program sees them.
+    fn carry_out_pull(
         &self,
         segment: SegmentKey,
         entry: &Mutex<Segment>,
         steps: Vec<Step>,
     ) -> Result<(), SegmentError> {
-        let (mut orders, mut lost) = (Vec::new(), None);
-        sort(steps, &mut orders, &mut lost);
-        while let Some(first) = orders.first().copied() {
+        let mut pulled = Pulled::default();
+        pulled.extend(steps);
+        pulled.show(entry);
+        while let Some(first) = pulled.orders.first().copied() {
             let is_alike = |order: &ReadOrder| (order.from, order.mode) == (first.from, first.mode);
+            let orders = std::mem::take(&mut pulled.orders);
             let (mut alike, others): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_alike);
-            orders = alike.split_off(alike.len().min(PAGES_MAX));
-            orders.extend(others);
+            pulled.orders = alike.split_off(alike.len().min(PAGES_MAX));
+            pulled.orders.extend(others);
             let ends = self.read(entry, &alike);
-            let mut entry = lock(entry);
-            let generation = entry.copies[0].link.generation;
-            for (order, end) in alike.iter().zip(ends) {
-                let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
-                if let (Some(Step::Complete { page, .. }), Some(memory)) = (next, &entry.memory) {
-                    memory.set_present(generation, page);
+            {
+                let mut entry = lock(entry);
+                let generation = entry.copies[0].link.generation;
+                for (order, end) in alike.iter().zip(ends) {
+                    let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
+                    if let (Some(Step::Complete { page, .. }), Some(memory)) = (next, &entry.memory) {
+                        memory.set_present(generation, page);
+                    }
+                    pulled.extend(next);
                 }
-                sort(next, &mut orders, &mut lost);
+                entry.pulled.notify_all();
             }
+            pulled.show(entry);
         }
-        match lost {
+        match pulled.first_lost {
             Some(page) => Err(SegmentError::Lost { segment, page }),
             None if !lock(entry).holder.has_access() => Err(SegmentError::NotOwned(segment)),
             None => Ok(()),
@@ -109,13 +225,45 @@ impl HostShared {
     }
 }
 
-/// Adds READs to `orders`, and the first page that is lost to `lost`.
-fn sort(steps: impl IntoIterator<Item = Step>, orders: &mut Vec<ReadOrder>, lost: &mut Option<u32>) {
-    for step in steps {
-        match step {
-            Step::Read(order) => orders.push(order),
-            Step::Lost { page, .. } => *lost = lost.or(Some(page)),
-            Step::Complete { .. } => {}
+/// What becomes of pages that are pulled.
+#[derive(Default)]
+struct Pulled {
+    /// READs that are still to be made.
+    orders: Vec<ReadOrder>,
+    /// Pages that are in place, and that the program does not see yet.
+    complete: Vec<u32>,
+    /// Pages that are lost, and for which threads wait.
+    lost: Vec<u32>,
+    first_lost: Option<u32>,
+}
+
+impl Extend<Step> for Pulled {
+    fn extend<T: IntoIterator<Item = Step>>(&mut self, steps: T) {
+        for step in steps {
+            match step {
+                Step::Read(order) => self.orders.push(order),
+                Step::Complete { page, .. } => self.complete.push(page),
+                Step::Lost { page, is_demanded } => {
+                    self.lost.extend(is_demanded.then_some(page));
+                    self.first_lost = self.first_lost.or(Some(page));
+                }
+            }
+        }
+    }
+}
+
+impl Pulled {
+    /// Maps the pages in the program, and lets the threads go on that wait for them.
+    fn show(&mut self, entry: &Mutex<Segment>) {
+        let faults = lock(entry).served.as_ref().map(|served| Arc::clone(&served.faults));
+        let (complete, lost) = (std::mem::take(&mut self.complete), std::mem::take(&mut self.lost));
+        let Some(faults) = faults else { return };
+        let runs = complete.chunk_by(|page, next| *next == page + 1);
+        let show = |run: &[u32]| faults.resume_all(run[0]..run[run.len() - 1] + 1);
+        // The mapping may be gone: it was handed over, or the program has ended.
+        let shown = runs.map(show).chain(lost.iter().map(|page| faults.poison(*page)));
+        for error in shown.filter_map(Result::err) {
+            tracing::debug!(%error, "a page of a segment is not where it was touched");
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Carries out hand-overs and pulls: what the state machines decide, with memory, the fabric and
 //! the directory.
 
-use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::OwnedFd;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,15 +16,16 @@ use aquifer_fabric::{ClusterKey, Host, Identity, Limits, TargetError, Tenant};
 
 use super::SegmentKey;
 use super::answers::Handler;
+use super::arrivals::Arrivals;
 use super::error::{PROCESS_NAME_MAX, SegmentError};
-use super::memory::{PAGE_BYTES, SegmentMemory};
-use super::peer::PAGES_MAX;
+use super::memory::PAGE_BYTES;
+use super::precedence::Precedence;
 use super::registry::{Creation, Registry};
-use super::shared::{Arrival, HostShared, Segment, lock};
+use super::shared::{Arrival, HostShared, Job, Segment, lock};
 use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, Stage};
+use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
-use crate::pulling::{Puller, Step};
 
 /// The tenant of agents among themselves. No user has this number.
 const AGENTS: Tenant = Tenant(u32::MAX);
@@ -45,7 +46,7 @@ pub struct SegmentOptions {
 /// The segments of a host.
 #[derive(Debug)]
 pub struct SegmentHost {
-    shared: Arc<HostShared>,
+    pub(super) shared: Arc<HostShared>,
     worker: Option<JoinHandle<()>>,
 }
 
@@ -78,9 +79,9 @@ impl SegmentHost {
             peers: Mutex::default(),
             lease: lease.id,
             processes: Mutex::default(),
-            arrived: Mutex::default(),
-            has_arrived: Condvar::new(),
+            arrivals: Arrivals::default(),
             bytes_per_tenant,
+            precedence: Precedence::default(),
             jobs: Mutex::new(Some(jobs)),
         });
         shared.target.answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
@@ -154,7 +155,9 @@ impl SegmentHost {
             let holder = entry.holder.deallocated().ok_or(SegmentError::Busy(segment))?;
             let memory = entry.memory.take();
             let others = std::mem::take(&mut entry.copies);
-            *entry = Segment { holder, copies: others, ..Segment::absent(shared.own) };
+            entry.pulled.notify_all();
+            let pulled = Arc::clone(&entry.pulled);
+            *entry = Segment { holder, copies: others, pulled, ..Segment::absent(shared.own) };
             memory
         };
         shared.release_copies(segment, &entry);
@@ -180,13 +183,11 @@ impl SegmentHost {
         }
         // What an earlier process of this name has left.
         let left = self.list(tenant).into_iter().filter(|status| status.process == process);
-        let left = left.map(|status| (process.to_owned(), SegmentKey { tenant, id: status.id }));
-        let left: Vec<_> = left.collect();
-        let mut arrived = lock(&shared.arrived);
-        arrived.retain(|arrived| !left.contains(arrived));
-        arrived.extend(left);
-        drop(arrived);
-        shared.has_arrived.notify_all();
+        let left: Vec<_> = left.map(|status| SegmentKey { tenant, id: status.id }).collect();
+        for segment in left {
+            shared.arrivals.forget(segment);
+            shared.arrive(segment, process);
+        }
         Ok(())
     }
 
@@ -196,8 +197,9 @@ impl SegmentHost {
     /// Those of the directory.
     pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
         if lock(&self.shared.processes).remove(&(tenant, process.to_owned())) {
-            let is_its = |(name, segment): &(String, SegmentKey)| name == process && segment.tenant == tenant;
-            lock(&self.shared.arrived).retain(|arrived| !is_its(arrived));
+            self.shared.arrivals.forget_process(tenant, process);
+            let left = self.list(tenant).into_iter().filter(|status| status.process == process);
+            left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
             self.shared.registry.remove_process(tenant, process)?;
         }
         Ok(())
@@ -276,7 +278,7 @@ impl SegmentHost {
         match lock(&entry).holder.holding() {
             Holding::Owned { .. } => {
                 // The process, which waits for this answer, still has it.
-                lock(&self.shared.arrived).retain(|(_, arrived)| *arrived != segment);
+                self.shared.arrivals.forget(segment);
                 Err(SegmentError::Declined(segment))
             }
             Holding::Sent { .. } => Err(SegmentError::Unknown(segment)),
@@ -286,14 +288,17 @@ impl SegmentHost {
 
     /// Hands a segment over to another process of this host.
     fn pass_on(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
-        let mut entry = lock(entry);
-        let target = std::mem::take(&mut entry.target);
-        if !lock(&self.shared.processes).contains(&(segment.tenant, target.clone())) {
-            return Err(SegmentError::Declined(segment));
-        }
-        entry.process.clone_from(&target);
-        lock(&self.shared.arrived).push_back((target, segment));
-        self.shared.has_arrived.notify_all();
+        let target = {
+            let mut entry = lock(entry);
+            let target = std::mem::take(&mut entry.target);
+            if !self.has_process(segment.tenant, &target) {
+                return Err(SegmentError::Declined(segment));
+            }
+            entry.process.clone_from(&target);
+            entry.served.take().into_iter().for_each(|served| self.shared.leave(Job::End(served)));
+            target
+        };
+        self.shared.arrive(segment, &target);
         Ok(())
     }
 
@@ -313,23 +318,9 @@ impl SegmentHost {
     /// touched.
     #[must_use]
     pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
-        let is_its = |(name, segment): &(String, SegmentKey)| name == process && segment.tenant == tenant;
-        let arrived = lock(&self.shared.arrived);
-        let must_wait = |arrived: &mut VecDeque<(String, SegmentKey)>| !arrived.iter().any(is_its);
-        let waited = self.shared.has_arrived.wait_timeout_while(arrived, timeout, must_wait);
-        let mut arrived = waited.unwrap_or_else(PoisonError::into_inner).0;
-        let at = arrived.iter().position(is_its)?;
-        let (_, segment) = arrived.remove(at)?;
-        drop(arrived);
+        let segment = self.shared.arrivals.wait(tenant, process, timeout)?;
         let entry = self.owned(segment).ok()?;
-        let entry = lock(&entry);
-        entry.arrival(segment)
-    }
-
-    /// Has a segment arrive again, because its process has not got it.
-    pub fn return_arrival(&self, segment: SegmentKey, process: &str) {
-        lock(&self.shared.arrived).push_front((process.to_owned(), segment));
-        self.shared.has_arrived.notify_all();
+        lock(&entry).arrival(segment)
     }
 
     /// Whether a process is open.
@@ -355,18 +346,6 @@ impl SegmentHost {
         of_tenant.filter_map(status).collect()
     }
 
-    /// The first address of a segment in a program, and its length.
-    ///
-    /// # Errors
-    /// If it is not owned here.
-    pub fn place(&self, segment: SegmentKey) -> Result<(usize, usize), SegmentError> {
-        let entry = self.owned(segment)?;
-        let entry = lock(&entry);
-        let bytes = entry.bytes().ok_or(SegmentError::NotOwned(segment))?;
-        let as_size = |value| usize::try_from(value).map_err(|_| SegmentError::Length(bytes));
-        Ok((as_size(entry.address)?, as_size(bytes)?))
-    }
-
     /// Whether a process of this host owns a segment.
     #[must_use]
     pub fn is_owned_by(&self, segment: SegmentKey, process: &str) -> bool {
@@ -379,6 +358,24 @@ impl SegmentHost {
         self.owned(segment).is_ok()
     }
 
+    /// The length of a segment that is owned here, in bytes.
+    ///
+    /// # Errors
+    /// If it is not owned here.
+    pub fn bytes(&self, segment: SegmentKey) -> Result<u64, SegmentError> {
+        let entry = self.owned(segment)?;
+        lock(&entry).bytes().ok_or(SegmentError::NotOwned(segment))
+    }
+
+    /// Serves the faults of the mapping of a segment in a program, as it comes from this
+    /// descriptor. With `pulls`, all pages are pulled ahead of the program.
+    ///
+    /// # Errors
+    /// If it is not owned here, or there is no thread for it.
+    pub fn serve_faults(&self, segment: SegmentKey, uffd: OwnedFd, pulls: bool) -> Result<(), SegmentError> {
+        self.shared.serve_faults(segment, uffd, pulls)
+    }
+
     /// Pulls a page, if it is not here.
     ///
     /// # Errors
@@ -387,25 +384,7 @@ impl SegmentHost {
     /// # Panics
     /// If there is no such page.
     pub fn pull(&self, segment: SegmentKey, page: u32) -> Result<(), SegmentError> {
-        let entry = self.owned(segment)?;
-        loop {
-            let step = {
-                let mut entry = lock(&entry);
-                // Otherwise a READ could begin after the hand-over, and end in a later generation.
-                if !entry.holder.has_access() {
-                    return Err(SegmentError::NotOwned(segment));
-                }
-                match &mut entry.puller {
-                    None => return Ok(()),
-                    Some(puller) => puller.demand(page),
-                }
-            };
-            match step {
-                // Another thread reads it.
-                None => std::thread::yield_now(),
-                Some(step) => return self.shared.pull(segment, &entry, vec![step]),
-            }
-        }
+        self.shared.pull(segment, page)
     }
 
     /// Pulls all pages that are not here. Then no other host has a part in the segment.
@@ -413,40 +392,30 @@ impl SegmentHost {
     /// # Errors
     /// If the segment is not owned here, or a page is lost.
     pub fn pull_all(&self, segment: SegmentKey) -> Result<(), SegmentError> {
-        while self.pull_ahead(segment)? {}
+        self.shared.pull_all(segment)
+    }
+
+    /// Pulls all pages, and ends the serving of faults: touches are plain again.
+    ///
+    /// # Errors
+    /// Those of [`Self::pull_all`].
+    pub fn close(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        self.shared.pull_all(segment)?;
         let entry = self.owned(segment)?;
-        // What other threads pull is waited for, and what they have lost is noticed.
-        let pages = lock(&entry).memory.as_ref().map_or(0, SegmentMemory::pages);
-        (0..pages).try_for_each(|page| self.pull(segment, page))?;
-        self.shared.finish(segment, &entry);
+        let served = lock(&entry).served.take();
+        let _was_complete = served.map(|served| served.faults.disarm());
         Ok(())
     }
 
-    /// Pulls some pages ahead of the program, over a connection of its own, so that no thread that
-    /// waits for a page waits for these. Returns whether there are more.
-    ///
-    /// # Errors
-    /// If the segment is not owned here, or a page is lost.
-    pub fn pull_ahead(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
-        let entry = self.owned(segment)?;
-        let steps: Vec<Step> = match &mut lock(&entry).puller {
-            None => return Ok(false),
-            Some(puller) => std::iter::from_fn(|| puller.ahead()).take(PAGES_MAX).collect(),
-        };
-        let are_more = steps.len() == PAGES_MAX;
-        self.shared.pull(segment, &entry, steps)?;
-        Ok(are_more)
-    }
-
-    fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
-        let entry = lock(&self.shared.segments).get(&segment).cloned();
-        let is_owned = |entry: &Arc<Mutex<Segment>>| lock(entry).holder.has_access();
-        entry.filter(is_owned).ok_or(SegmentError::NotOwned(segment))
+    pub(super) fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
+        self.shared.owned(segment)
     }
 }
 
 impl Drop for SegmentHost {
     fn drop(&mut self) {
+        let segments: Vec<_> = lock(&self.shared.segments).keys().copied().collect();
+        segments.into_iter().for_each(|segment| self.shared.end_faults(segment));
         lock(&self.shared.jobs).take();
         let ended = self.worker.take().map(JoinHandle::join);
         debug_assert!(ended.is_none_or(|ended| ended.is_ok()), "the thread of segments panicked");

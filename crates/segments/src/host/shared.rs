@@ -1,6 +1,6 @@
 //! What the parts of a host share.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -8,9 +8,13 @@ use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
 
+use super::arrivals::Arrivals;
 use super::memory::SegmentMemory;
 use super::peer::{Lane, Peer};
+use super::precedence::Precedence;
+use super::programs::answer_segment;
 use super::registry::Registry;
+use super::served::ServedFaults;
 use super::wire::{Ask, CopyPlace, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holder, Holding, Life, Message, Output, Stage};
@@ -33,11 +37,11 @@ pub(super) struct HostShared {
     pub lease: LeaseId,
     /// The processes that accept segments, by tenant and name.
     pub processes: Mutex<BTreeSet<(u32, String)>>,
-    /// What has arrived for them, by tenant and name.
-    pub arrived: Mutex<VecDeque<(String, SegmentKey)>>,
+    /// What has arrived for them.
+    pub arrivals: Arrivals,
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
-    pub has_arrived: Condvar,
+    pub precedence: Precedence,
     /// For the worker; `None` at the end.
     pub jobs: Mutex<Option<Sender<Job>>>,
 }
@@ -48,6 +52,8 @@ pub(super) enum Job {
     CarryOut(SegmentKey, Vec<Output>),
     /// The copies of generations up to this one are not needed.
     Release(SegmentKey, u64),
+    /// Faults are not served any more.
+    End(ServedFaults),
 }
 
 #[derive(Debug)]
@@ -59,6 +65,10 @@ pub(super) struct Segment {
     pub copies: Vec<CopyPlace>,
     /// While pages are elsewhere.
     pub puller: Option<Puller>,
+    /// The faults of its program, which sees each page through them when it has come.
+    pub served: Option<ServedFaults>,
+    /// Told when READs have ended.
+    pub pulled: Arc<Condvar>,
     /// Where it is in the arena of a program.
     pub address: u64,
     /// The process on this host that owns it, or is to own it.
@@ -81,6 +91,23 @@ pub struct Arrival {
 }
 
 impl HostShared {
+    /// A segment that is owned here.
+    pub(super) fn owned(&self, segment: SegmentKey) -> Result<Arc<Mutex<Segment>>, SegmentError> {
+        let entry = lock(&self.segments).get(&segment).cloned();
+        let is_owned = |entry: &Arc<Mutex<Segment>>| lock(entry).holder.has_access();
+        entry.filter(is_owned).ok_or(SegmentError::NotOwned(segment))
+    }
+
+    /// Has a process of this host receive a segment, which must not be locked.
+    pub(super) fn arrive(&self, segment: SegmentKey, process: &str) {
+        let Some(waiter) = self.arrivals.add(segment, process) else { return };
+        let arrival = self.owned(segment).ok().and_then(|entry| lock(&entry).arrival(segment));
+        let is_sent = arrival.is_some_and(|arrival| answer_segment(&waiter.socket, &arrival));
+        if !is_sent {
+            self.arrivals.put_back(segment, process);
+        }
+    }
+
     /// Memory for a segment.
     ///
     /// # Errors
@@ -105,6 +132,8 @@ impl Segment {
             memory: None,
             copies: Vec::new(),
             puller: None,
+            served: None,
+            pulled: Arc::default(),
             address: 0,
             process: String::new(),
             target: String::new(),
@@ -123,6 +152,11 @@ impl Segment {
             self.holder.holding(),
             Holding::Sent { .. } | Holding::Owned { stage: Stage::Unconfirmed | Stage::Unknown, .. }
         )
+    }
+
+    /// The first address in a program, and the length; `None` if it has no memory.
+    pub(super) fn place(&self) -> Option<(usize, usize)> {
+        Some((usize::try_from(self.address).ok()?, usize::try_from(self.bytes()?).ok()?))
     }
 
     pub(super) fn bytes(&self) -> Option<u64> {

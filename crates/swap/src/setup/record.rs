@@ -239,6 +239,8 @@ pub fn cleanup_stale() -> Result<usize, SetupError> {
         }
         match SetupRecord::load(&name).and_then(|mut record| record.undo()) {
             Ok(()) => undone += 1,
+            // Another process has undone it meanwhile.
+            Err(_) if !folder.join(&name).exists() => {}
             Err(error) => result = result.and(Err(error)),
         }
     }
