@@ -227,7 +227,7 @@ impl Connections {
                 return;
             }
             Ok((Frame::SegmentCall(first), _)) => {
-                return programs::serve(&self.segments, &Arc::new(socket), peer.uid, &first);
+                return programs::serve(&self.segments, &Arc::new(socket), peer, &first);
             }
             Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),

@@ -27,7 +27,10 @@ use aquifer_keeper::KeeperClient;
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
 use aquifer_pager::{Connector, Mempool};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
-use aquifer_segments::host::{SegmentError, SegmentHost, SegmentOptions};
+use aquifer_segments::host::{
+    KeptSegment, SegmentError, SegmentHost, SegmentKeeper, SegmentKey, SegmentOptions,
+};
+use aquifer_segments::ownership::Life;
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
@@ -186,6 +189,18 @@ impl SessionKeeper for HostServices {
     }
 }
 
+impl SegmentKeeper for HostServices {
+    fn hold(&self, number: u64, segment: SegmentKey, fds: [BorrowedFd<'_>; 2]) -> Result<(), String> {
+        let record = serde_json::to_string(&segment).map_err(|error| error.to_string())?;
+        let item = HeldItem { kind: HeldKind::Segment, id: number, pid: 0, uid: segment.tenant, record };
+        self.keeper.hold(&item, &fds).map_err(|error| error.to_string())
+    }
+
+    fn release(&self, number: u64) {
+        self.keeper.release(HeldKind::Segment, number);
+    }
+}
+
 impl NodeConnector for HostServices {
     fn nodes(&self) -> Vec<NodeId> {
         self.nodes.list()
@@ -261,6 +276,9 @@ impl Agent {
         })?;
         let HostState { mempool, listener, shared_listener, .. } = state;
         let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper });
+        let (kept_segments, kept): (Vec<_>, Vec<_>) =
+            kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
+        let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
         let serve_metrics = |listener: MetricsListener| {
             metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events())
@@ -281,7 +299,7 @@ impl Agent {
         let heap_tickets = HeapTickets { directory, key, identity, folder };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let segments = start_segments(options, &membership)?;
+        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments)?;
         let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets, segments)
             .map_err(AgentError::Threads)?;
         Ok(Self {
@@ -350,7 +368,12 @@ impl Agent {
 }
 
 /// Starts the service for segments.
-fn start_segments(options: &AgentOptions, membership: &Membership) -> Result<Arc<SegmentHost>, AgentError> {
+fn start_segments(
+    options: &AgentOptions,
+    membership: &Membership,
+    keeper: Arc<HostServices>,
+    kept: Vec<KeptSegment>,
+) -> Result<Arc<SegmentHost>, AgentError> {
     let SegmentSettings { listen, bytes_per_user } = options.segments;
     let refuse = |address, why| AgentError::SegmentAddress { address, why };
     let key = match (listen, &options.key) {
@@ -367,9 +390,30 @@ fn start_segments(options: &AgentOptions, membership: &Membership) -> Result<Arc
         // Nothing but this process has it.
         (None, None) => ClusterKey::generate().map_err(AgentError::Threads)?,
     };
-    let own = SegmentOptions { host: membership.host().0, listen, key, bytes_per_tenant: bytes_per_user };
+    let AgentRecord { host, claim_epoch: epoch, .. } = *membership.record();
+    let life = Life { host, epoch };
+    // Other hosts count from the end of the lease, which does not end before this process does by
+    // more than its last renewal.
+    let grace = options.grace;
+    let own = SegmentOptions { life, listen, key, bytes_per_tenant: bytes_per_user, grace };
     let directory = Arc::clone(&options.directory);
-    Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease())?))
+    Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
+}
+
+/// The segments of an earlier agent; the keeper releases those that are unreadable. If `resumes` is
+/// false all of them are lost, because other hosts know that the earlier agent has died.
+fn restorable_segments(kept: Vec<RestoredItem>, resumes: bool, keeper: &KeeperClient) -> Vec<KeptSegment> {
+    let mut restorable = Vec::new();
+    for RestoredItem { item, fds } in kept {
+        let segment = serde_json::from_str(&item.record).ok();
+        match (segment, <[OwnedFd; 2]>::try_from(fds)) {
+            (Some(segment), Ok([data, present])) if resumes => {
+                restorable.push(KeptSegment { number: item.id, segment, data, present });
+            }
+            _ => keeper.release(item.kind, item.id),
+        }
+    }
+    restorable
 }
 
 /// Starts the services for runs and for sessions, and restores what the keeper has held of an

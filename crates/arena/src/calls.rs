@@ -13,6 +13,9 @@ pub enum Call {
     Open {
         /// The name.
         process: String,
+        /// The segments that it got from an agent whose process has ended.
+        #[serde(default)]
+        held: Vec<u64>,
     },
     /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is open. The first
     /// request of a connection.
@@ -48,6 +51,9 @@ pub enum Call {
     Transfer {
         /// Its number.
         id: u64,
+        /// Whether an agent that has ended did not answer the same call.
+        #[serde(default)]
+        is_repeated: bool,
     },
     /// Waits for a segment.
     Receive {
@@ -94,6 +100,13 @@ pub const LISTED_MAX: usize = 256;
 pub enum Answer {
     /// It is done.
     Done,
+    /// The process is open.
+    Opened {
+        /// The segments that it still has, of those that it named.
+        held: Vec<u64>,
+        /// How long it may have segments after the agent has ended, in milliseconds.
+        grace_ms: u64,
+    },
     /// The segment is still owned by the process, for this reason.
     Kept(String),
     /// Nothing has changed, for this reason.

@@ -67,13 +67,15 @@ impl PageFaults {
             Ok(_) => Ok(()),
             // It was never written, and is a hole of the file.
             Err(Some(libc::EFAULT)) => match uffd::fill_with_zeros(&self.uffd, address) {
-                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => uffd::wake(&self.uffd, address),
+                Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                    uffd::wake(&self.uffd, address, 4096)
+                }
                 result => result,
             },
             // It is mapped already, or its faults are not served any more: a thread that waits all
             // the same touches it again. The kernel does not wake a thread that has begun to wait
             // while the serving was ended.
-            Err(_) => uffd::wake(&self.uffd, address),
+            Err(_) => uffd::wake(&self.uffd, address, 4096),
         }
     }
 
@@ -110,18 +112,12 @@ impl PageFaults {
         uffd::poison(&self.uffd, self.address_of(page))
     }
 
-    /// Has each touch of a page that is not mapped end in SIGBUS, because the agent has ended.
-    /// Returns false if the mapping is being moved: then its event must be read, and this be called
-    /// again.
-    #[must_use]
-    pub fn poison_all(&self) -> bool {
-        let mut is_moving = false;
-        for page in 0..u32::try_from(self.bytes / 4096).unwrap_or(u32::MAX) {
-            // Other errors: the page is mapped, or its faults are not served any more.
-            let poisoned = self.poison(page).map_err(|error| error.raw_os_error());
-            is_moving |= poisoned == Err(Some(libc::EAGAIN));
-        }
-        !is_moving
+    /// Lets all threads go on that wait, so that they touch their pages again.
+    ///
+    /// # Errors
+    /// If the program has ended.
+    pub fn wake_all(&self) -> io::Result<()> {
+        uffd::wake(&self.uffd, self.address, self.bytes)
     }
 
     fn address_of(&self, page: u32) -> usize {

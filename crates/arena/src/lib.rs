@@ -17,4 +17,4 @@ mod uffd;
 
 pub use arena::{ARENA_BYTES, ARENA_START, Arena, ArenaError, SEGMENT_BYTES_MAX};
 pub use faults::PageFaults;
-pub use mapping::{Mapping, Touch};
+pub use mapping::{Mapping, Touch, revoke};

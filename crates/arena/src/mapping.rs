@@ -4,7 +4,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::atomic::AtomicU64;
 
-use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mremap_fixed, munmap};
+use rustix::mm::{
+    Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap,
+};
 
 use crate::arena::{ARENA_BYTES, Arena, ArenaError, reserve};
 use crate::uffd;
@@ -122,6 +124,23 @@ impl<'a> Mapping<'a> {
         // borrows it exclusively. All accesses through it are atomic.
         unsafe { std::slice::from_raw_parts(start, self.bytes / 8) }
     }
+}
+
+/// Takes a segment from the program, whose [`Mapping`] another thread has: each touch is SIGSEGV
+/// from now on.
+///
+/// # Errors
+/// If the range is not inside the arena, or the system refuses.
+pub fn revoke(address: usize, bytes: usize) -> Result<(), ArenaError> {
+    Arena::check(address, bytes)?;
+    for start in [address, address + ARENA_BYTES] {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        // SAFETY: nothing but a segment is in the arena, and behind it. References to its words end
+        // in SIGSEGV when they are used, as documented, and never refer to other memory.
+        unsafe { mmap_anonymous(with_exposed_provenance_mut(start), bytes, ProtFlags::empty(), flags) }
+            .map_err(ArenaError::system("take a segment from the program"))?;
+    }
+    Ok(())
 }
 
 impl Drop for Mapping<'_> {

@@ -102,9 +102,9 @@ pub fn poison(uffd: &OwnedFd, address: usize) -> io::Result<()> {
     fill(uffd, UFFDIO_POISON, address)
 }
 
-/// Wakes those that wait for a page, so that they touch it again.
-pub fn wake(uffd: &OwnedFd, address: usize) -> io::Result<()> {
-    let mut argument = range(address, 4096);
+/// Wakes those that wait for pages, so that they touch them again.
+pub fn wake(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
+    let mut argument = range(address, bytes);
     request(uffd, UFFDIO_WAKE, &raw mut argument)
 }
 

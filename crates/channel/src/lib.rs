@@ -5,6 +5,7 @@
 //! - [`RingMapping`]: the memory of a session's ring, mapped into a program.
 //! - [`wakeup`]: waiting for the other side of a ring, and waking it.
 //! - [`peer`]: the process at the other end of a socket.
+//! - [`start_time`]: which process has an id.
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
@@ -16,6 +17,7 @@ mod golden_tests;
 pub mod kill;
 pub mod paths;
 pub mod peer;
+mod process;
 mod ring_mapping;
 pub mod socket;
 pub mod wakeup;
@@ -23,4 +25,5 @@ pub mod wakeup;
 pub use frames::{
     HoldRefused, ReceiveError, RestoredItem, connect, receive_frame, send_frame, try_send_frame,
 };
+pub use process::start_time;
 pub use ring_mapping::RingMapping;

@@ -25,25 +25,23 @@
 //! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
 //! to it after a hand-over to a process of the same host: processes of one user trust each other.
 
-mod watcher;
+mod link;
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use aquifer_arena::calls::SegmentStatus;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
-use aquifer_arena::{Arena, ArenaError, Mapping, PageFaults, Touch};
+use aquifer_arena::{Arena, ArenaError, Mapping, Touch};
+use aquifer_channel::ReceiveError;
 use aquifer_channel::paths::agent_socket;
-use aquifer_channel::{ReceiveError, receive_frame, send_frame};
-use aquifer_ipc::Frame;
-use rustix::net::{Shutdown, shutdown};
-use watcher::ArmedSegments;
+use link::{Line, Link};
 
-use crate::error::{NoAgent, connect};
+use crate::error::NoAgent;
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -86,15 +84,15 @@ pub enum Pulling {
 }
 
 /// This process, as others hand segments over to it.
+///
+/// If the agent ends, its next process takes over, and calls wait for it. If none comes in time, the
+/// segments are lost, and touches of them are SIGSEGV.
 #[derive(Debug)]
 pub struct Process {
     /// The process that opened the name, and not one that was forked from it.
     owner: u32,
     arena: Arena,
-    calls: Mutex<OwnedFd>,
-    /// For waiting, meanwhile other calls can be made.
-    arrivals: Mutex<OwnedFd>,
-    armed: Arc<ArmedSegments>,
+    link: Arc<Link>,
 }
 
 impl Process {
@@ -113,15 +111,8 @@ impl Process {
     /// Those of [`Self::open`].
     pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
         let arena = Arena::reserve()?;
-        let (calls, arrivals) = (connect(agent)?, connect(agent)?);
-        done(ask(&calls, &Call::Open { process: name.to_owned() }, &[])?)?;
-        done(ask(&arrivals, &Call::Attend { process: name.to_owned() }, &[])?)?;
-        let armed = Arc::<ArmedSegments>::default();
-        let watched = [calls.try_clone(), arrivals.try_clone()].map(|copy| copy.map_err(Error::System));
-        let [first, second] = watched;
-        watcher::start([first?, second?], &armed).map_err(Error::System)?;
-        let owner = std::process::id();
-        Ok(Self { owner, arena, calls: Mutex::new(calls), arrivals: Mutex::new(arrivals), armed })
+        let link = Link::open(agent, name)?;
+        Ok(Self { owner: std::process::id(), arena, link })
     }
 
     /// Allocates a segment of `bytes` bytes, whole pages, all zeros. Its number is new among the
@@ -131,7 +122,7 @@ impl Process {
     /// If there is one of this number, the length is not possible, or the user has too much.
     pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
-        let (answer, fds) = ask(&lock(&self.calls), &Call::Allocate { id, bytes }, &[])?;
+        let (answer, fds) = self.link.ask(|_| Call::Allocate { id, bytes })?;
         self.map(&answer, fds.into_iter().next())
     }
 
@@ -141,24 +132,26 @@ impl Process {
     /// # Errors
     /// If the agent has ended, or the segment cannot be mapped.
     pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
-        let timeout_ms = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
         self.check_owner()?;
-        let arrivals = lock(&self.arrivals);
-        let (answer, fds) = ask(&arrivals, &Call::Receive { timeout_ms }, &[])?;
-        let Answer::Segment { id, is_partial, .. } = answer else {
-            return if answer == Answer::Nothing { Ok(None) } else { Err(error_of(answer)) };
+        let began = Instant::now();
+        let call = |_| {
+            let left = timeout.saturating_sub(began.elapsed());
+            Call::Receive { timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX) }
         };
-        let mut fds = fds.into_iter();
-        let segment = self.map(&answer, fds.next())?;
-        if is_partial {
-            let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
-            let device = fds.next();
-            let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
-            let serve = Call::Serve { id, pulls: pulling == Pulling::Ahead };
-            send(&arrivals, &serve, &[uffd.as_fd()])?;
-            self.armed.insert(id, PageFaults::new(uffd, segment.address(), segment.bytes()));
-        }
-        Ok(Some(segment))
+        self.link.ask_and(Line::Arrivals, call, |answer, fds, arrivals| {
+            let Answer::Segment { id, is_partial, .. } = answer else {
+                return if answer == Answer::Nothing { Ok(None) } else { Err(error_of(answer)) };
+            };
+            let mut fds = fds.into_iter();
+            let segment = self.map(&answer, fds.next())?;
+            if is_partial {
+                let touch = if pulling == Pulling::Explicit { Touch::IsRefused } else { Touch::Waits };
+                let device = fds.next();
+                let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
+                self.link.serve(id, uffd, pulling == Pulling::Ahead, arrivals)?;
+            }
+            Ok(Some(segment))
+        })
     }
 
     /// The segments of the user that processes of this host own.
@@ -189,12 +182,13 @@ impl Process {
         let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
+        self.link.hold(id, as_size(address)?, as_size(bytes)?);
         Ok(Segment { process: self, mapping, id })
     }
 
     fn ask(&self, call: &Call) -> Result<Answer, Error> {
         self.check_owner()?;
-        Ok(ask(&lock(&self.calls), call, &[])?.0)
+        Ok(self.link.ask(|_| call.clone())?.0)
     }
 
     /// To be called before a lock: another thread may have held it when a child was forked.
@@ -204,12 +198,9 @@ impl Process {
 }
 
 impl Drop for Process {
-    /// Ends the connections, of which the thread that watches over the agent has copies.
     fn drop(&mut self) {
         if self.owner == std::process::id() {
-            for connection in [&self.calls, &self.arrivals] {
-                let _was_closed = shutdown(&*lock(connection), Shutdown::Both);
-            }
+            self.link.close();
         }
     }
 }
@@ -226,7 +217,9 @@ pub struct Segment<'a> {
 
 impl Drop for Segment<'_> {
     fn drop(&mut self) {
-        self.process.armed.remove(self.id);
+        if self.process.check_owner().is_ok() {
+            self.process.link.release(self.id);
+        }
     }
 }
 
@@ -291,7 +284,9 @@ impl<'a> Segment<'a> {
         if let Err(error) = self.mapping.withdraw() {
             return Err(TransferFailure { segment: Some(self), error: error.into() });
         }
-        let error = match self.process.ask(&Call::Transfer { id: self.id }) {
+        let transfer = |is_repeated| Call::Transfer { id: self.id, is_repeated };
+        let asked = self.process.check_owner().and_then(|()| Ok(self.process.link.ask(transfer)?.0));
+        let error = match asked {
             Ok(Answer::Done) => return Ok(()),
             Ok(Answer::Kept(reason)) => match self.mapping.restore() {
                 Ok(()) => return Err(TransferFailure { segment: Some(self), error: Error::Failed(reason) }),
@@ -335,24 +330,6 @@ impl<'a> Segment<'a> {
     }
 }
 
-/// Asks the agent.
-fn ask(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(Answer, Vec<OwnedFd>), Error> {
-    send(socket, call, fds)?;
-    match receive_frame(socket)? {
-        (Frame::SegmentAnswer(json), fds) => {
-            Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
-        }
-        (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
-        _ => Err(Error::Answer),
-    }
-}
-
-/// Sends a call that has no answer.
-fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
-    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
-    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
-}
-
 fn done((answer, _): (Answer, Vec<OwnedFd>)) -> Result<(), Error> {
     match answer {
         Answer::Done => Ok(()),
@@ -365,8 +342,4 @@ fn error_of(answer: Answer) -> Error {
         Answer::Failed(reason) | Answer::Kept(reason) => Error::Failed(reason),
         _ => Error::Answer,
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

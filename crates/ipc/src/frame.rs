@@ -103,6 +103,8 @@ pub enum HeldKind {
     Node,
     /// A heap of objects: its memory. Its number is the node's, shifted left by 16, plus its own.
     Heap,
+    /// A segment: its memory.
+    Segment,
 }
 
 /// A set of held items that belongs to one daemon. At most one process owns a share at a time.
@@ -548,6 +550,7 @@ fn held_kind(number: u32) -> Result<HeldKind, FrameError> {
         5 => HeldKind::Session,
         6 => HeldKind::Node,
         7 => HeldKind::Heap,
+        8 => HeldKind::Segment,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
@@ -561,6 +564,7 @@ fn held_kind_number(kind: HeldKind) -> u32 {
         HeldKind::Session => 5,
         HeldKind::Node => 6,
         HeldKind::Heap => 7,
+        HeldKind::Segment => 8,
     }
 }
 

@@ -71,6 +71,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("put session", hold(HeldKind::Session)),
         ("put node", hold(HeldKind::Node)),
         ("put heap", hold(HeldKind::Heap)),
+        ("put segment", hold(HeldKind::Segment)),
         ("drop", Frame::Release(HeldKind::Session, 0x0102_0304_0506_0708)),
         ("news", Frame::Notice("so".into())),
         ("take of the agent", Frame::Claim(KeeperShare::Agent)),

@@ -108,7 +108,12 @@ impl Entry {
                 (None, Some(pidfd)) => !wait_readable(&[pidfd], Duration::ZERO).unwrap_or(true),
                 (None, None) => true,
             },
-            HeldKind::Host | HeldKind::Run | HeldKind::Session | HeldKind::Node | HeldKind::Heap => false,
+            HeldKind::Host
+            | HeldKind::Run
+            | HeldKind::Session
+            | HeldKind::Node
+            | HeldKind::Heap
+            | HeldKind::Segment => false,
         }
     }
 

@@ -1,44 +1,47 @@
 //! Segments that move between hosts over TCP: each touch finds what was written last.
 
+mod support;
+
 use std::sync::Arc;
 use std::time::Duration;
 
-use aquifer_directory::embedded::EmbeddedDirectory;
-use aquifer_directory::{Directory, Lease, LeaseId};
-use aquifer_fabric::{ClusterKey, Memory};
-use aquifer_segments::host::{Arrival, SegmentError, SegmentHost, SegmentKey, SegmentOptions};
+use aquifer_fabric::Memory;
+use aquifer_segments::host::{Arrival, ProcessIdentity, SegmentError, SegmentHost, SegmentKey};
+use support::{Records, TestKeeper, name, open};
 
-const KEY: ClusterKey = ClusterKey([7; 32]);
 const TENANT: u32 = 1000;
 const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
 const PAGE: usize = 4096;
 const PAGES: u32 = 70;
 const BYTES: u64 = PAGES as u64 * PAGE as u64;
-const TTL: Duration = Duration::from_secs(600);
 
 struct Cluster {
-    _folder: tempfile::TempDir,
-    directory: Arc<EmbeddedDirectory>,
+    records: Records,
     hosts: Vec<SegmentHost>,
-    leases: Vec<LeaseId>,
+    keepers: Vec<Arc<TestKeeper>>,
 }
 
 impl Cluster {
     fn start(hosts: u16) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-        let mut cluster = Self { _folder: folder, directory, hosts: Vec::new(), leases: Vec::new() };
+        let mut cluster = Self { records: Records::new(), hosts: Vec::new(), keepers: Vec::new() };
         (1..=hosts).for_each(|host| cluster.add(host));
         cluster
     }
 
     fn add(&mut self, host: u16) {
-        let lease: Lease = self.directory.lease_grant(TTL).unwrap();
-        let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
-        let started = SegmentHost::start(&options(host), directory, lease).unwrap();
-        started.open_process(TENANT, &name(&started)).unwrap();
+        let keeper = Arc::<TestKeeper>::default();
+        let started = self.records.start(host, 2 * BYTES, &keeper);
+        open(&started, TENANT);
         self.hosts.push(started);
-        self.leases.push(lease.id);
+        self.keepers.push(keeper);
+    }
+
+    /// Ends the process of an agent, and starts the next one.
+    fn restart(&mut self, at: usize) {
+        let life = self.hosts[at].life();
+        drop(self.hosts.remove(at));
+        self.hosts.insert(at, self.records.start(life.host, 2 * BYTES, &self.keepers[at]));
+        open(&self.hosts[at], TENANT);
     }
 
     fn pass_on(&self, from: usize, to: usize) -> Arc<Memory> {
@@ -49,16 +52,6 @@ impl Cluster {
         assert!(!self.hosts[from].owns(SEGMENT) && self.hosts[to].owns(SEGMENT));
         arrival.data
     }
-}
-
-fn options(host: u16) -> SegmentOptions {
-    let listen = Some("127.0.0.1:0".parse().unwrap());
-    SegmentOptions { host, listen, key: KEY, bytes_per_tenant: 2 * BYTES }
-}
-
-/// The name of the process on a host.
-fn name(host: &SegmentHost) -> String {
-    format!("worker-{}", host.life().host)
 }
 
 fn receive(host: &SegmentHost) -> Arrival {
@@ -165,7 +158,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     let error = cluster.hosts[0].transfer(SEGMENT).unwrap_err();
     assert!(matches!(error, SegmentError::Unknown(SEGMENT)), "{error}");
     assert!(!cluster.hosts[0].owns(SEGMENT));
-    cluster.directory.lease_revoke(cluster.leases[1]).unwrap();
+    cluster.records.end_life(2);
     while !cluster.hosts[0].owns(SEGMENT) {
         std::thread::yield_now();
     }
@@ -178,7 +171,7 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     assert_eq!(value_of(&memory, 3), 77);
     // Now the host that has the pages dies.
     drop(cluster.hosts.remove(0));
-    cluster.directory.lease_revoke(cluster.leases[0]).unwrap();
+    cluster.records.end_life(1);
     let error = cluster.hosts[0].pull(SEGMENT, 4).unwrap_err();
     assert_eq!(error.to_string(), "page 4 of segment 5 of user 1000 is lost: the host that had it has died");
     cluster.hosts[0].pull(SEGMENT, 3).unwrap();
@@ -190,13 +183,13 @@ fn only_processes_of_the_tenant_get_a_segment() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let _memory = allocate(first);
-    second.open_process(TENANT + 1, "other").unwrap();
+    second.open_process(TENANT + 1, "other", None, &[]).unwrap();
     let errors = [
         first.connect(SEGMENT, "other").unwrap_err(),
         first.connect(SEGMENT, "worker-1").unwrap_err(),
-        first.open_process(TENANT, "worker-2").unwrap_err(),
-        first.open_process(TENANT, "a/b").unwrap_err(),
-        first.open_process(TENANT, &"n".repeat(65)).unwrap_err(),
+        first.open_process(TENANT, "worker-2", None, &[]).unwrap_err(),
+        first.open_process(TENANT, "a/b", None, &[]).unwrap_err(),
+        first.open_process(TENANT, &"n".repeat(65), None, &[]).unwrap_err(),
         first.allocate(SegmentKey { id: 6, ..SEGMENT }, 4097, "p").unwrap_err(),
         first.allocate(SegmentKey { id: 6, ..SEGMENT }, BYTES + 4096, "p").unwrap_err(),
         second.connect(SEGMENT, "worker-1").unwrap_err(),
@@ -223,7 +216,7 @@ fn only_processes_of_the_tenant_get_a_segment() {
     first.abort(SEGMENT).unwrap();
     second.close_process(TENANT, "worker-2").unwrap();
     assert!(matches!(first.connect(SEGMENT, "worker-2"), Err(SegmentError::NoProcess(_))));
-    first.open_process(TENANT, "worker-2").unwrap();
+    first.open_process(TENANT, "worker-2", None, &[]).unwrap();
     assert!(first.owns(SEGMENT));
 }
 
@@ -233,7 +226,7 @@ fn a_segment_is_passed_on_between_processes_of_a_host() {
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let memory = allocate(first);
     write(&memory, 3, 77);
-    first.open_process(TENANT, "neighbour").unwrap();
+    first.open_process(TENANT, "neighbour", None, &[]).unwrap();
     first.connect(SEGMENT, "neighbour").unwrap();
     first.transfer(SEGMENT).unwrap();
     assert!(!first.is_owned_by(SEGMENT, "worker-1") && first.is_owned_by(SEGMENT, "neighbour"));
@@ -248,7 +241,7 @@ fn a_segment_is_passed_on_between_processes_of_a_host() {
     for _ in 0..2 {
         second.close_process(TENANT, "worker-2").unwrap();
         assert_eq!(second.list(TENANT)[0].process, "worker-2");
-        second.open_process(TENANT, "worker-2").unwrap();
+        second.open_process(TENANT, "worker-2", None, &[]).unwrap();
     }
     let arrival = receive(second);
     assert_eq!((arrival.segment, arrival.is_partial), (SEGMENT, true));
@@ -261,8 +254,8 @@ fn a_connect_replaces_the_one_before() {
     let cluster = Cluster::start(2);
     let [first, second] = &cluster.hosts[..] else { unreachable!() };
     let _memory = allocate(first);
-    first.open_process(TENANT, "neighbour").unwrap();
-    second.open_process(TENANT, "other").unwrap();
+    first.open_process(TENANT, "neighbour", None, &[]).unwrap();
+    second.open_process(TENANT, "other", None, &[]).unwrap();
     first.connect(SEGMENT, "worker-2").unwrap();
     first.connect(SEGMENT, "other").unwrap();
     first.transfer(SEGMENT).unwrap();
@@ -306,4 +299,119 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
         assert_eq!(value_of(&memory, 4), 0);
         cluster.hosts[other].deallocate(SEGMENT).unwrap();
     }
+}
+
+/// Agents of both hosts are restarted between any two steps: nothing is lost, and pages that have
+/// not followed yet are found where they are now.
+#[test]
+fn segments_outlive_the_process_of_their_agent() {
+    let mut cluster = Cluster::start(3);
+    let memory = allocate(&cluster.hosts[0]);
+    (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
+    cluster.restart(0);
+    let memory = receive(&cluster.hosts[0]).data;
+    write(&memory, 0, 100);
+    // An intent is retracted: the process has to connect again.
+    cluster.hosts[0].connect(SEGMENT, "worker-2").unwrap();
+    cluster.restart(0);
+    assert!(matches!(cluster.hosts[0].transfer(SEGMENT), Err(SegmentError::Declined(_))));
+    let memory = receive(&cluster.hosts[0]).data;
+    write(&memory, 1, 101);
+    // A target that was prepared still is.
+    cluster.hosts[0].connect(SEGMENT, "worker-2").unwrap();
+    cluster.restart(1);
+    cluster.hosts[0].transfer(SEGMENT).unwrap_or_else(|error| {
+        // The connection ended with the process, so whether the message has arrived is asked.
+        assert!(matches!(error, SegmentError::Unknown(_) | SegmentError::Declined(_)), "{error}");
+        while !cluster.hosts[0].owns(SEGMENT) && !cluster.hosts[1].owns(SEGMENT) {
+            std::thread::yield_now();
+        }
+    });
+    if cluster.hosts[0].owns(SEGMENT) {
+        cluster.hosts[0].connect(SEGMENT, "worker-2").unwrap();
+        cluster.hosts[0].transfer(SEGMENT).unwrap();
+    }
+    let memory = receive(&cluster.hosts[1]).data;
+    cluster.hosts[1].pull(SEGMENT, 0).unwrap();
+    assert_eq!(value_of(&memory, 0), 100);
+    write(&memory, 0, 200);
+    // The source comes again at another address, with other keys.
+    cluster.restart(0);
+    cluster.hosts[1].pull(SEGMENT, 1).unwrap();
+    assert_eq!(value_of(&memory, 1), 101);
+    // The target has what it had pulled, and goes on from there.
+    cluster.restart(1);
+    let arrival = receive(&cluster.hosts[1]);
+    assert!(arrival.is_partial);
+    assert_eq!((value_of(&arrival.data, 0), value_of(&arrival.data, 1)), (200, 101));
+    cluster.hosts[1].pull(SEGMENT, 2).unwrap();
+    assert_eq!(value_of(&arrival.data, 2), 3);
+    // It moves on while pages are at both, which are restarted then.
+    let memory = cluster.pass_on(1, 2);
+    (0..2).for_each(|host| cluster.restart(host));
+    cluster.hosts[2].pull_all(SEGMENT).unwrap();
+    for (page, wanted) in (0..PAGES).zip([200, 101].into_iter().chain(3..)) {
+        assert_eq!(value_of(&memory, page), wanted, "page {page}");
+    }
+    cluster.hosts[2].deallocate(SEGMENT).unwrap();
+    cluster.restart(2);
+    assert!(!cluster.hosts[2].owns(SEGMENT));
+    assert_eq!(cluster.keepers[2].len(), 0);
+}
+
+/// A process that runs keeps its segments and its name when its agent is restarted, and another
+/// process cannot get them.
+#[test]
+fn a_process_comes_back_to_its_segments() {
+    let mut cluster = Cluster::start(1);
+    let own = ProcessIdentity::of(std::process::id());
+    let mut other = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+    let other_identity = ProcessIdentity::of(other.id());
+    cluster.hosts[0].open_process(TENANT, "own", own, &[]).unwrap();
+    cluster.hosts[0].open_process(TENANT, "other", other_identity, &[]).unwrap();
+    let segment = |id| SegmentKey { tenant: TENANT, id };
+    cluster.hosts[0].allocate(segment(1), 4096, "own").unwrap();
+    cluster.hosts[0].allocate(segment(2), 4096, "own").unwrap();
+    cluster.hosts[0].allocate(segment(3), 4096, "other").unwrap();
+    cluster.restart(0);
+    let host = &cluster.hosts[0];
+    for (name, identity) in [("own", other_identity), ("own", None), ("other", own)] {
+        let error = host.open_process(TENANT, name, identity, &[1, 2, 3]).unwrap_err();
+        assert!(matches!(error, SegmentError::NameTaken(_)), "{error}");
+    }
+    assert_eq!(host.open_process(TENANT, "own", own, &[1, 3, 4]).unwrap(), [1]);
+    let arrival = host.receive(TENANT, "own", Duration::ZERO).unwrap();
+    assert_eq!(arrival.segment.id, 2, "it was not told of this one");
+    assert!(host.receive(TENANT, "own", Duration::ZERO).is_none());
+    // The process has ended: the next one of its name gets what it had.
+    drop(other.stdin.take());
+    other.wait().unwrap();
+    assert!(host.open_process(TENANT, "other", own, &[]).unwrap().is_empty());
+    assert_eq!(host.receive(TENANT, "other", Duration::ZERO).unwrap().segment.id, 3);
+}
+
+/// A hand-over that the target declines at the last moment: the process has its segment again, and
+/// its pages still come.
+#[test]
+fn pages_still_come_after_a_hand_over_that_did_not_take_place() {
+    let mut cluster = Cluster::start(3);
+    let memory = allocate(&cluster.hosts[0]);
+    (0..PAGES).for_each(|page| write(&memory, page, u64::from(page) + 1));
+    let memory = cluster.pass_on(0, 1);
+    cluster.hosts[1].connect(SEGMENT, "worker-3").unwrap();
+    // The next process of that agent knows nothing of it, as if it had no keeper.
+    cluster.keepers[2] = Arc::default();
+    cluster.restart(2);
+    let error = cluster.hosts[1].transfer(SEGMENT).unwrap_err();
+    if matches!(error, SegmentError::Unknown(_)) {
+        while !cluster.hosts[1].owns(SEGMENT) {
+            std::thread::yield_now();
+        }
+    }
+    for page in [5, 69] {
+        cluster.hosts[1].pull(SEGMENT, page).unwrap();
+        assert_eq!(value_of(&memory, page), u64::from(page) + 1);
+    }
+    cluster.hosts[1].pull_all(SEGMENT).unwrap();
+    assert!((0..PAGES).all(|page| value_of(&memory, page) == u64::from(page) + 1));
 }

@@ -1,19 +1,19 @@
 //! A program keeps a list in a segment, and another one goes on with it: the pointers are valid,
 //! and the pages come when they are touched.
 
+mod support;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use aquifer_arena::{ARENA_START, Arena, ArenaError, Mapping, Touch};
-use aquifer_directory::Directory;
-use aquifer_directory::embedded::EmbeddedDirectory;
-use aquifer_fabric::{ClusterKey, Memory};
-use aquifer_segments::host::{SegmentHost, SegmentKey, SegmentOptions};
+use aquifer_fabric::Memory;
+use aquifer_segments::host::{SegmentHost, SegmentKey};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use support::{Records, name, open};
 
-const KEY: ClusterKey = ClusterKey([7; 32]);
 const TENANT: u32 = 1000;
 const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
 const BYTES: usize = 8 << 20;
@@ -24,19 +24,12 @@ const ENTRIES: usize = BYTES / 8 / ENTRY_WORDS;
 /// A step through the list that visits all entries, far apart.
 const STRIDE: usize = 7919;
 
-fn host(number: u16, directory: &Arc<EmbeddedDirectory>) -> SegmentHost {
-    let lease = directory.lease_grant(Duration::from_secs(600)).unwrap();
-    let listen = Some("127.0.0.1:0".parse().unwrap());
-    let directory = Arc::clone(directory) as Arc<dyn Directory>;
-    let options = SegmentOptions { host: number, listen, key: KEY, bytes_per_tenant: 1 << 30 };
-    let host = SegmentHost::start(&options, directory, lease).unwrap();
-    host.open_process(TENANT, &name(&host)).unwrap();
-    host
-}
-
-/// The name of the process on a host.
-fn name(host: &SegmentHost) -> String {
-    format!("worker-{}", host.life().host)
+fn hosts<const N: usize>(records: &Records) -> [SegmentHost; N] {
+    std::array::from_fn(|at| {
+        let host = records.start(u16::try_from(at).unwrap() + 1, 1 << 30, &Arc::default());
+        open(&host, TENANT);
+        host
+    })
 }
 
 /// Makes a ring of all entries, whose pointers are addresses.
@@ -89,9 +82,8 @@ fn pass_on(from: &SegmentHost, to: &SegmentHost) -> (Arc<Memory>, Duration) {
 
 #[test]
 fn a_list_moves_between_programs_with_its_pointers() {
-    let folder = tempfile::tempdir().unwrap();
-    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-    let hosts = [1, 2, 3].map(|number| host(number, &directory));
+    let records = Records::new();
+    let hosts: [SegmentHost; 3] = hosts(&records);
     let arena = Arena::reserve().unwrap();
     assert!(matches!(Arena::reserve(), Err(ArenaError::Taken)));
     for (address, bytes) in [(ADDRESS + 4096, BYTES), (ADDRESS, 5), (ADDRESS, 0), (4096, BYTES)] {
@@ -137,9 +129,8 @@ fn a_list_moves_between_programs_with_its_pointers() {
 
 #[test]
 fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
-    let folder = tempfile::tempdir().unwrap();
-    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-    let hosts = [1, 2].map(|number| host(number, &directory));
+    let records = Records::new();
+    let hosts: [SegmentHost; 2] = hosts(&records);
     let arena = Arena::reserve().unwrap();
     let _memory = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
     let is_zero = |mapping: &mut Mapping<'_>, page: usize| {
@@ -157,9 +148,8 @@ fn a_page_that_was_never_written_is_zero_wherever_it_is_touched() {
 /// A touch that is in the queue before the faults are served is the first that is read.
 #[test]
 fn a_touch_before_the_faults_are_served_goes_on() {
-    let folder = tempfile::tempdir().unwrap();
-    let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-    let hosts = [1, 2].map(|number| host(number, &directory));
+    let records = Records::new();
+    let hosts: [SegmentHost; 2] = hosts(&records);
     let arena = Arena::reserve().unwrap();
     let _memory = hosts[0].allocate(SEGMENT, BYTES as u64, &name(&hosts[0])).unwrap();
     for turn in 0..100 {

@@ -4,7 +4,7 @@
  * segments peer NAME PEER: the other side of that.
  * segments give NAME PEER: hands a segment to PEER, which waits, and ends.
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
- * come, and touches them until one is SIGBUS.
+ * come, and touches them until one is SIGBUS or SIGSEGV.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>
@@ -230,9 +230,9 @@ static void be_orphan(aquifer_process *self, int pulling)
     for (size_t at = 0; at < SIZES[0]; at += PAGE)
     {
         int number = touch(address + at);
-        if (number == SIGBUS)
+        if (number == SIGBUS || number == SIGSEGV)
         {
-            puts("SIGBUS");
+            puts(number == SIGBUS ? "SIGBUS" : "SIGSEGV");
             exit(0);
         }
         expect(number, 0, "a touch");

@@ -113,6 +113,7 @@ fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
             HeldKind::Session => "session",
             HeldKind::Node => "node",
             HeldKind::Heap => "heap",
+            HeldKind::Segment => "segment",
         };
         // The shadow of the dead agent sends orphans at any time.
         if put.kind != HeldKind::Orphan {

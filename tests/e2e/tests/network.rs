@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use aquifer_client::segments::Process;
 use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually};
@@ -12,7 +13,7 @@ use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::segments::{self, PipedProgram, Programs};
+use crate::segments::{self, PipedProgram, Programs, Relay};
 
 /// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
@@ -32,7 +33,10 @@ struct Node {
 /// A host with an agent.
 struct Host {
     // Dropped before the keeper.
-    agent: RunningDaemon,
+    agent: Option<RunningDaemon>,
+    machine: Machine,
+    /// The command line of the agent.
+    words: Vec<String>,
     _keeper: RunningDaemon,
     state: TempDir,
 }
@@ -48,6 +52,11 @@ struct Cluster {
 
 impl Cluster {
     fn up() -> Self {
+        Self::up_with_grace("30s")
+    }
+
+    /// A cluster whose agents may be away for so long.
+    fn up_with_grace(grace: &str) -> Self {
         let key = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         let key_file = key.path().join("cluster.key");
         write_private(&key_file, &"5a".repeat(32));
@@ -56,7 +65,8 @@ impl Cluster {
         let options = EtcdOptions { host: place.address, wrapper: place.wrapper(), tls: None };
         let etcd = EtcdCluster::start_with(1, &options);
         let nodes = (1..=NODES).map(|id| Node::start(&mut network, id, &etcd, &key_file)).collect();
-        let hosts = (1..=2).map(|number| Host::start(&mut network, number, &etcd, &key_file)).collect();
+        let hosts =
+            (1..=2).map(|number| Host::start(&mut network, number, &etcd, (&key_file, grace))).collect();
         let cluster = Self { hosts, nodes, _etcd: etcd, _network: network, _key: key };
         cluster.hosts.iter().for_each(|host| host.await_nodes(usize::from(NODES)));
         cluster
@@ -110,17 +120,32 @@ impl Node {
 }
 
 impl Host {
-    fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, key: &Path) -> Self {
+    fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, (key, grace): (&Path, &str)) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        let keeper = RunningDaemon::start(&machine, state.path(), &["keeper"]);
+        let keeper = RunningDaemon::start(&machine, state.path(), &["keeper", "--grace", grace]);
         let directory = format!("{}/net", etcd.address());
         let key = key.to_str().expect("a plain path");
         let listen = SocketAddr::new(machine.address, 7500).to_string();
-        let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory];
+        let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory, "--grace", grace];
         let words = [&words[..], &["--segment-listen", &listen]].concat();
-        let agent = RunningDaemon::start(&machine, state.path(), &words);
-        Self { agent, _keeper: keeper, state }
+        let words = words.into_iter().map(str::to_owned).collect();
+        let mut host = Self { agent: None, machine, words, _keeper: keeper, state };
+        host.start_agent();
+        host
+    }
+
+    fn start_agent(&mut self) {
+        let words: Vec<&str> = self.words.iter().map(String::as_str).collect();
+        self.agent = Some(RunningDaemon::start(&self.machine, self.state.path(), &words));
+    }
+
+    fn agent(&self) -> &RunningDaemon {
+        self.agent.as_ref().expect("it runs")
+    }
+
+    fn kill_agent(&mut self) {
+        self.agent.take().expect("it runs").kill();
     }
 
     /// Waits until its agent has this number of usable nodes.
@@ -179,7 +204,7 @@ fn hosts_and_nodes_on_a_network_of_their_own() {
 fn segments_move_between_hosts() {
     let cluster = Cluster::up();
     let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
-    segments::relay([&first, &second], "150");
+    Relay::start([&first, &second], 150).assert_success(150);
     segments::count_words([&first, &second], &super::examples::rust_example("word_counts"));
     let programs = Programs::build();
     for (source, target) in [(&first, &second), (&second, &first)] {
@@ -211,7 +236,7 @@ impl Drop for Stopped<'_> {
 /// A page that cannot come is a fault, and never zeros.
 #[test]
 fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
-    let cluster = Cluster::up();
+    let mut cluster = Cluster::up_with_grace("2s");
     let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
     let programs = Programs::build();
     let mut orphans = ["explicit", "ahead"].map(|pulling| {
@@ -220,21 +245,63 @@ fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
         assert_eq!(segments::end(programs.start(&first, &["give", "giver", pulling])), "done\n");
         orphan
     });
+    let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
     // No page comes from here any more, and the target does not know why.
-    let _stopped = Stopped::new(&cluster.hosts[0].agent);
+    let _stopped = Stopped::new(first.agent());
     for orphan in &mut orphans {
         orphan.request();
         orphan.expect("received");
     }
-    cluster.hosts[1].agent.signal(Signal::KILL);
-    for orphan in &mut orphans {
-        orphan.request();
-        orphan.expect("SIGBUS");
+    second.kill_agent();
+    let [explicit, ahead] = &mut orphans;
+    explicit.request();
+    explicit.expect("SIGBUS");
+    // No agent has come in time, and the process has lost its segments.
+    ahead.expect("SIGSEGV");
+}
+
+/// Both agents are killed and started again all the time. Programs wait for them, and find each
+/// number where the pointers say.
+#[test]
+fn segments_move_between_hosts_whose_agents_are_killed() {
+    hand_over_and_kill(150, 12);
+}
+
+fn hand_over_and_kill(turns: u32, kills_max: usize) {
+    let mut cluster = Cluster::up();
+    let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
+    let mut players = Relay::start([&sockets[0], &sockets[1]], turns);
+    let mut kills = 0;
+    while !players.has_ended() {
+        // After each, the segment moves at least once.
+        for _ in 0..2 {
+            let is_here = has_segments(&sockets[0]);
+            eventually("the segment to move", || {
+                (players.has_ended() || has_segments(&sockets[0]) != is_here).then_some(())
+            });
+        }
+        if kills < kills_max {
+            cluster.hosts[kills % 2].kill_agent();
+            cluster.hosts[kills % 2].start_agent();
+            kills += 1;
+        }
     }
+    players.assert_success(turns);
+    assert_eq!(kills, kills_max);
+}
+
+/// Whether processes at an agent own segments.
+fn has_segments(agent: &Path) -> bool {
+    Process::open_at(agent, "observer").and_then(|observer| observer.list()).is_ok_and(|all| !all.is_empty())
 }
 
 mod long {
     use super::*;
+
+    #[test]
+    fn segments_move_between_hosts_whose_agents_are_killed() {
+        hand_over_and_kill(2500, 500);
+    }
 
     /// As docs/guide/cluster.md says: the node's lease ends, programs with pages on it are ended
     /// with a message, and others continue.

@@ -82,18 +82,31 @@ pub(super) fn end(program: Child) -> String {
     text(&output.stdout)
 }
 
-/// The ring that two programs hand to each other: the agents of both, and the turns.
-pub(super) fn relay(agents: [&Path; 2], turns: &str) {
-    let program = super::examples::rust_example("relay");
-    let names = ["first", "second"];
-    let players: Vec<Child> = [0, 1]
-        .map(|player| {
-            let words = [names[player], names[1 - player], turns];
+/// Two programs that hand a ring to each other.
+pub(super) struct Relay(Vec<Child>);
+
+impl Relay {
+    /// Starts them at their agents, for a number of turns.
+    pub fn start(agents: [&Path; 2], turns: u32) -> Self {
+        let program = super::examples::rust_example("relay");
+        let names = ["first", "second"];
+        let players = [0, 1].map(|player| {
+            let words = [names[player], names[1 - player], &turns.to_string()];
             start(Command::new(&program).args(words), agents[player])
-        })
-        .into();
-    let printed: String = players.into_iter().map(end).collect();
-    assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
+        });
+        Self(players.into())
+    }
+
+    /// Whether one of them has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.0.iter_mut().any(|player| player.try_wait().expect("it was started").is_some())
+    }
+
+    /// Waits for their ends, and checks what they have found.
+    pub fn assert_success(self, turns: u32) {
+        let printed: String = self.0.into_iter().map(end).collect();
+        assert!(printed.starts_with(&format!("{turns} turns, {turns}000 visits")), "{printed}");
+    }
 }
 
 /// The words of the project's documents, which two programs count: the agents of both.
@@ -138,5 +151,5 @@ fn programs_of_a_host_hand_segments_to_each_other() {
     let peer = programs.start(agent, &["peer", "away", "home"]);
     assert_eq!(end(programs.start(agent, &["home", "home", "away"])), "done\n");
     assert_eq!(end(peer), "done\n");
-    relay([agent, agent], "101");
+    Relay::start([agent, agent], 101).assert_success(101);
 }

@@ -40,6 +40,7 @@ fn samples() -> Vec<Frame> {
         Frame::Claim(KeeperShare::Heaps(0)),
         Frame::Claim(KeeperShare::Heaps(u16::MAX)),
         Frame::Release(HeldKind::Heap, 9 << 16),
+        Frame::Release(HeldKind::Segment, 10),
         Frame::HeapAccessRequest(7),
         Frame::OpenHeap(1000),
         Frame::HeapOpened,

@@ -18,9 +18,13 @@ impl HostShared {
         if *to != self.own {
             return None;
         }
-        if let Ask::Release { generation } = ask {
-            self.leave(Job::Release(*segment, *generation));
-            return Some(Answer::Done);
+        match ask {
+            Ask::Release { generation } => {
+                self.leave(Job::Release(*segment, *generation));
+                return Some(Answer::Done);
+            }
+            Ask::Place { generation } => return self.place_of(*segment, *generation).map(Answer::Place),
+            _ => {}
         }
         let entry = self.entry_for(*segment, ask)?;
         let (mut outputs, mut arrived) = (Vec::new(), None);
@@ -44,8 +48,10 @@ impl HostShared {
                 (ask, entry.holder.holding())
             {
                 entry.process.clone_from(process);
+                entry.identity = self.identity_of(segment.tenant, process);
                 entry.address = *address;
             }
+            entry.save();
         }
         if let Some(process) = arrived {
             self.arrive(*segment, &process);
@@ -60,7 +66,7 @@ impl HostShared {
     }
 
     pub(super) fn has_process(&self, tenant: u32, process: &str) -> bool {
-        lock(&self.processes).contains(&(tenant, process.to_owned()))
+        lock(&self.processes).contains_key(&(tenant, process.to_owned()))
     }
 
     pub(super) fn leave(&self, job: Job) {
@@ -84,7 +90,7 @@ impl HostShared {
                 idle if is_idle(idle) => idle.memory.take(),
                 _ => return Some(Arc::clone(&entry)),
             };
-            former.iter().for_each(|former| former.close(&self.target));
+            former.iter().for_each(|former| self.close_memory(former));
             let is_length = *bytes > 0 && bytes.is_multiple_of(PAGE_BYTES);
             let memory = is_length.then(|| self.new_memory(segment, *bytes))?;
             let memory =
@@ -105,6 +111,13 @@ impl HostShared {
         entry.copies = own.into_iter().chain(copies.iter().copied()).collect();
         let lineage = Lineage::of(entry.copies.iter().map(|place| place.link));
         entry.puller = Some(Puller::new(self.own, memory.pages(), lineage));
+    }
+
+    /// Where a copy is now.
+    fn place_of(&self, segment: SegmentKey, generation: u64) -> Option<CopyPlace> {
+        let entry = lock(&self.segments).get(&segment).cloned()?;
+        let entry = lock(&entry);
+        self.own_place(entry.memory.as_ref()?, generation)
     }
 
     pub(super) fn own_place(&self, memory: &SegmentMemory, generation: u64) -> Option<CopyPlace> {

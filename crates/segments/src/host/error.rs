@@ -82,6 +82,9 @@ pub enum SegmentError {
         /// The number of bytes.
         bytes: u64,
     },
+    /// The keeper refuses more memory.
+    #[error("the keeper does not hold the segment: {0}")]
+    Keeper(String),
     /// There is no thread for its faults.
     #[error("cannot start a thread for the faults of a segment: {0}")]
     Thread(std::io::Error),

@@ -2,11 +2,13 @@
 //! a bit for each page that is present.
 
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use aquifer_fabric::{Access, Memory, Region, Scope, Target, TargetError};
 
+use super::journal::{self, JOURNAL_BYTES, JournalEntry};
 use crate::pulling::lineage::LINKS_MAX;
 
 /// Bytes of a page.
@@ -15,14 +17,19 @@ pub const PAGE_BYTES: u64 = 4096;
 /// The memory of a segment, which other hosts can read.
 #[derive(Debug)]
 pub struct SegmentMemory {
+    /// The number under which the keeper holds it.
+    pub number: u64,
     /// The bytes.
     pub data: Arc<Memory>,
+    /// The maps, and behind them the journal.
     present: Arc<Memory>,
     data_region: Region,
     present_region: Region,
     /// The generation of each map of pages that are present.
     maps: [Option<u64>; LINKS_MAX],
     map_bytes: usize,
+    /// That of the last entry in the journal.
+    sequence: u64,
 }
 
 impl SegmentMemory {
@@ -30,17 +37,68 @@ impl SegmentMemory {
     ///
     /// # Errors
     /// If the system or the target refuses.
-    pub fn create(target: &dyn Target, bytes: u64) -> Result<Self, TargetError> {
-        let system = |source: io::Error| TargetError::System { what: "cannot create a segment", source };
-        let len = usize::try_from(bytes).map_err(|error| system(io::Error::other(error)))?;
-        let map_bytes = (bytes / PAGE_BYTES).div_ceil(64) * 8;
-        let map_bytes = usize::try_from(map_bytes).map_err(|error| system(io::Error::other(error)))?;
-        let data = Arc::new(Memory::create("aquifer-segment", len).map_err(system)?);
-        let present = Memory::create("aquifer-segment-pages", map_bytes * LINKS_MAX).map_err(system)?;
-        let present = Arc::new(present);
+    pub fn create(target: &dyn Target, number: u64, bytes: u64) -> Result<Self, TargetError> {
+        let (len, map_bytes) = lengths(bytes)?;
+        let data = Memory::create("aquifer-segment", len).map_err(system)?;
+        let pages_len = journal_at(map_bytes) + JOURNAL_BYTES;
+        let present = Memory::create("aquifer-segment-pages", pages_len).map_err(system)?;
+        Self::register(target, number, data, present)
+    }
+
+    /// The memory that an earlier process has left, and what it has written last in the journal;
+    /// `None` if it has written nothing.
+    ///
+    /// # Errors
+    /// If it is no memory of a segment, or the target refuses.
+    pub fn recover(
+        target: &dyn Target,
+        number: u64,
+        data: OwnedFd,
+        present: OwnedFd,
+    ) -> Result<(Self, Option<JournalEntry>), TargetError> {
+        let data = Memory::whole(data).map_err(system)?;
+        let (_, map_bytes) = lengths(data.len() as u64)?;
+        let at = journal_at(map_bytes);
+        let present = Memory::from_fd(present, at + JOURNAL_BYTES).map_err(system)?;
+        let last = journal::read(&present, at);
+        let mut memory = Self::register(target, number, data, present)?;
+        let Some((sequence, entry)) = last else { return Ok((memory, None)) };
+        memory.sequence = sequence;
+        for (map, generation) in memory.maps.iter_mut().zip(&entry.maps) {
+            *map = *generation;
+        }
+        Ok((memory, Some(entry)))
+    }
+
+    fn register(
+        target: &dyn Target,
+        number: u64,
+        data: Memory,
+        present: Memory,
+    ) -> Result<Self, TargetError> {
+        let (_, map_bytes) = lengths(data.len() as u64)?;
+        let (data, present) = (Arc::new(data), Arc::new(present));
         let data_region = target.register(Arc::clone(&data), Access::READ, Scope::Anyone)?;
         let present_region = target.register(Arc::clone(&present), Access::READ, Scope::Anyone)?;
-        Ok(Self { data, present, data_region, present_region, maps: [None; LINKS_MAX], map_bytes })
+        let maps = [None; LINKS_MAX];
+        Ok(Self { number, data, present, data_region, present_region, maps, map_bytes, sequence: 0 })
+    }
+
+    /// The descriptors of the bytes, and of the pages and the journal.
+    #[must_use]
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.data.fd(), self.present.fd()]
+    }
+
+    /// The generation of each map.
+    #[must_use]
+    pub fn maps(&self) -> Vec<Option<u64>> {
+        self.maps.to_vec()
+    }
+
+    /// Writes an entry to the journal, for the next process.
+    pub fn write_journal(&mut self, entry: &JournalEntry) {
+        journal::write(&self.present, journal_at(self.map_bytes), &mut self.sequence, entry);
     }
 
     /// Takes the memory from the target. No READ of it is in flight any more.
@@ -104,4 +162,18 @@ impl SegmentMemory {
     fn map(&self, generation: u64) -> Option<usize> {
         self.maps.iter().position(|map| *map == Some(generation)).map(|at| at * self.map_bytes)
     }
+}
+
+fn system(source: io::Error) -> TargetError {
+    TargetError::System { what: "cannot create a segment", source }
+}
+
+/// The length of a segment, and of a map of its pages.
+fn lengths(bytes: u64) -> Result<(usize, usize), TargetError> {
+    let length = |bytes: u64| usize::try_from(bytes).map_err(|error| system(io::Error::other(error)));
+    Ok((length(bytes)?, length((bytes / PAGE_BYTES).div_ceil(64) * 8)?))
+}
+
+fn journal_at(map_bytes: usize) -> usize {
+    map_bytes * LINKS_MAX
 }

@@ -3,7 +3,8 @@
 //!
 //! - [`registry`] has the records of segments and hosts in the directory.
 //! - [`ranges`] has the addresses that segments have in all processes of their tenant.
-//! - [`memory`] is a copy of a segment, which other hosts read.
+//! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
+//!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
 //! - [`programs`] serves the programs of this host, `arrivals` has what has arrived for them, and
 //!   `served` serves their touches of pages that are elsewhere.
@@ -13,6 +14,8 @@
 mod answers;
 mod arrivals;
 mod error;
+mod journal;
+pub mod kept;
 pub mod memory;
 mod outputs;
 mod peer;
@@ -21,12 +24,15 @@ pub mod programs;
 mod pulls;
 pub mod ranges;
 pub mod registry;
+mod restore;
 mod served;
 pub mod service;
 mod shared;
 pub mod wire;
 
 pub use error::SegmentError;
+pub use kept::{KeptSegment, NoKeeper, SegmentKeeper};
+pub use programs::ProcessIdentity;
 pub use registry::SegmentKey;
 pub use service::{SegmentHost, SegmentOptions};
 pub use shared::Arrival;

@@ -29,20 +29,39 @@ impl HostShared {
                     // It has not left after all.
                     returned = Some(entry.process.clone());
                 }
-                if !entry.holder.has_access() {
-                    if let Some(served) = entry.served.take() {
-                        self.leave(Job::End(served));
-                    }
-                    if let Some(puller) = &mut entry.puller {
-                        puller.finish();
-                    }
-                    entry.pulled.notify_all();
-                }
+                self.follow_access(&mut entry);
+                entry.save();
             }
             if let Some(process) = returned {
                 self.arrive(segment, &process);
             }
             inputs.extend(outputs.into_iter().filter_map(|output| self.carry_out(segment, entry, output)));
+        }
+    }
+
+    /// Ends pulling when a segment leaves, and goes on when it has not left after all.
+    fn follow_access(&self, entry: &mut Segment) {
+        let has_access = entry.holder.has_access();
+        match &mut entry.puller {
+            Some(puller) if has_access => {
+                if puller.go_on()
+                    && let Some(served) = &entry.served
+                {
+                    // READs for some of them have ended meanwhile, and brought nothing.
+                    let _has_ended = served.faults.wake_all();
+                }
+            }
+            Some(puller) => puller.finish(),
+            None => {}
+        }
+        if !has_access {
+            entry.pulled.notify_all();
+        }
+        // A program that gets it back at once has its faults served still.
+        if entry.holder.holding() == Holding::Absent
+            && let Some(served) = entry.served.take()
+        {
+            self.leave(Job::End(served));
         }
     }
 
@@ -173,7 +192,7 @@ impl HostShared {
             if is_needed { None } else { entry.memory.take() }
         };
         if let Some(memory) = memory {
-            memory.close(&self.target);
+            self.close_memory(&memory);
         }
     }
 }

@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
+use aquifer_channel::peer::PeerCredentials;
 use aquifer_channel::socket::wait_readable;
-use aquifer_channel::{ReceiveError, receive_frame, send_frame, try_send_frame};
+use aquifer_channel::{ReceiveError, receive_frame, send_frame, start_time, try_send_frame};
 use aquifer_ipc::Frame;
 use rustix::fs::{Mode, OFlags};
+use serde::{Deserialize, Serialize};
 
 use super::arrivals::Waiter;
 use super::memory::PAGE_BYTES;
@@ -18,12 +20,37 @@ use super::{SegmentError, SegmentHost, SegmentKey};
 /// Interval of looks at a silent program.
 const SILENCE_TICK: Duration = Duration::from_secs(3600);
 
+/// A process, told from a later one with the same id.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ProcessIdentity {
+    /// The process id.
+    pub pid: u32,
+    /// When it started, in ticks since boot.
+    pub started: u64,
+}
+
+impl ProcessIdentity {
+    /// The process with an id; `None` if there is none, or it cannot be seen from here.
+    #[must_use]
+    pub fn of(pid: u32) -> Option<Self> {
+        start_time(pid).map(|started| Self { pid, started })
+    }
+
+    /// Whether it runs.
+    #[must_use]
+    pub fn is_running(self) -> bool {
+        start_time(self.pid) == Some(self.started)
+    }
+}
+
 /// Serves a connection of a program of a tenant, whose first request was received.
-pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, tenant: u32, first: &str) {
+pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentials, first: &str) {
+    let (tenant, identity) = (peer.uid, ProcessIdentity::of(peer.pid));
     match parse(first) {
-        Ok(Call::Open { process }) => match host.open_process(tenant, &process) {
-            Ok(()) => {
-                if answer(socket, &Answer::Done) {
+        Ok(Call::Open { process, held }) => match host.open_process(tenant, &process, identity, &held) {
+            Ok(held) => {
+                let grace_ms = u64::try_from(host.grace().as_millis()).unwrap_or(u64::MAX);
+                if answer(socket, &Answer::Opened { held, grace_ms }) {
                     Program { host, tenant, process: &process }.run(socket);
                 }
                 if let Err(error) = host.close_process(tenant, &process) {
@@ -145,7 +172,12 @@ impl Program<'_> {
             }
             Call::Connect { id, process } => self.host.connect(self.own(id)?, &process)?,
             Call::Abort { id } => self.host.abort(self.own(id)?)?,
-            Call::Transfer { id } => match self.host.transfer(self.own(id)?) {
+            Call::Transfer { id, is_repeated: true } if self.own(id).is_err() => {
+                let is_sent = self.host.is_sent(self.key(id));
+                // Otherwise an earlier process of the agent has handed it over.
+                return if is_sent { Err(SegmentError::Unknown(self.key(id))) } else { Ok(Answer::Done) };
+            }
+            Call::Transfer { id, .. } => match self.host.transfer(self.own(id)?) {
                 Err(error @ SegmentError::Declined(_)) => return Ok(Answer::Kept(error.to_string())),
                 outcome => outcome?,
             },

@@ -2,20 +2,21 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use super::memory::SegmentMemory;
 use super::peer::{Lane, PAGES_MAX};
 use super::shared::{HostShared, Segment, lock};
-use super::wire::{Ask, Request};
+use super::wire::{Answer, Ask, CopyPlace, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::Life;
-use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
+use crate::pulling::{Link, ReadEnd, ReadMode, ReadOrder, Step};
 
 /// Pages that are read at once ahead of the program while its threads wait for pages now and then:
 /// so few that none waits long behind them.
 const PAGES_BETWEEN_DEMANDS: usize = 8;
-/// Attempts to read from a host whose lease lasts.
-const READS_MAX: u32 = 5;
+/// Interval of attempts to read from a host whose agent is away.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 impl HostShared {
     /// Pulls a page, if it is not here.
@@ -139,7 +140,7 @@ impl HostShared {
             let (mut alike, others): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_alike);
             pulled.orders = alike.split_off(alike.len().min(PAGES_MAX));
             pulled.orders.extend(others);
-            let ends = self.read(entry, &alike);
+            let ends = self.read(segment, entry, &alike);
             {
                 let mut entry = lock(entry);
                 let generation = entry.copies[0].link.generation;
@@ -162,7 +163,7 @@ impl HostShared {
     }
 
     /// Makes READs of the same copy, in the same way. Returns their ends.
-    fn read(&self, entry: &Mutex<Segment>, orders: &[ReadOrder]) -> Vec<ReadEnd> {
+    fn read(&self, segment: SegmentKey, entry: &Mutex<Segment>, orders: &[ReadOrder]) -> Vec<ReadEnd> {
         let gone = || vec![ReadEnd::Gone; orders.len()];
         let ReadOrder { from, mode, .. } = orders[0];
         let (data, place) = {
@@ -176,10 +177,10 @@ impl HostShared {
             let place = entry.copies.iter().find(|place| place.link == from).copied();
             (Arc::clone(&memory.data), place)
         };
-        let Some(place) = place else { return gone() };
         let lane = if orders.iter().any(|order| order.is_urgent) { Lane::Urgent } else { Lane::Ahead };
         let pages: Vec<u32> = orders.iter().map(|order| order.page).collect();
-        for _ in 0..READS_MAX {
+        let Some(mut place) = place else { return gone() };
+        loop {
             if let Some(peer) = self.peer(from.at, lane, Some(place.address)) {
                 let ends = lock(&peer).read(&data, &place, &pages, mode);
                 if let Some(ends) = ends {
@@ -187,11 +188,27 @@ impl HostShared {
                 }
                 self.forget_peer(from.at, lane, &peer);
             }
-            if matches!(self.registry.address(from.at), Ok(None)) {
-                break;
+            // An agent that has died may come again, and has its memory then.
+            if matches!(self.registry.lives(from.at), Ok(false)) || self.is_ending() {
+                return gone();
+            }
+            match self.find_copy(segment, from) {
+                Some(found) => place = found,
+                None => std::thread::sleep(RETRY_INTERVAL),
+            }
+            if let Some(known) = lock(entry).copies.iter_mut().find(|known| known.link == from) {
+                *known = place;
             }
         }
-        gone()
+    }
+
+    /// Asks where a copy is now: an agent that was restarted has it elsewhere.
+    fn find_copy(&self, segment: SegmentKey, copy: Link) -> Option<CopyPlace> {
+        let ask = Ask::Place { generation: copy.generation };
+        match self.ask(&Request { segment, from: self.own, to: copy.at, ask })? {
+            Answer::Place(place) if place.link == copy => Some(place),
+            _ => None,
+        }
     }
 
     /// If all pages are here, tells the other hosts that their copies are not needed.
@@ -212,7 +229,9 @@ impl HostShared {
             let mut entry = lock(entry);
             let Some(first) = entry.copies.first() else { return };
             let generation = first.link.generation;
-            (entry.copies.split_off(1), generation)
+            let others = entry.copies.split_off(1);
+            entry.save();
+            (others, generation)
         };
         let mut hosts: Vec<Life> = others.iter().map(|place| place.link.at).collect();
         hosts.sort_unstable();

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use aquifer_directory::names::{self, SegmentHostRecord};
+use aquifer_directory::names::{self, HolderRecord, SegmentHostRecord};
 use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease, LeaseId, Transaction};
 use serde::{Deserialize, Serialize};
 
@@ -31,6 +31,11 @@ impl std::fmt::Display for SegmentKey {
 impl SegmentKey {
     fn name(self) -> String {
         names::segment_key(self.tenant, self.id)
+    }
+
+    fn of_name(name: &str) -> Option<Self> {
+        let (tenant, id) = name.strip_prefix(names::SEGMENTS)?.split_once('/')?;
+        Some(Self { tenant: tenant.parse().ok()?, id: id.parse().ok()? })
     }
 
     fn ranges_name(self) -> String {
@@ -69,8 +74,8 @@ impl Registry {
         Self { directory }
     }
 
-    /// Records that a host serves segments, while its lease lasts: at an address, or only those of
-    /// its own processes.
+    /// Records that a host serves segments, while this process of its agent lasts: at an address,
+    /// or only those of its own processes.
     ///
     /// # Errors
     /// Those of the directory.
@@ -81,7 +86,7 @@ impl Registry {
         self.directory.put(&key, &names::encode(&record), Some(lease.id)).map(drop)
     }
 
-    /// The address of a host; `None` if it has none, or its lease has ended.
+    /// The address of a host; `None` if it has none, or its agent is away.
     ///
     /// # Errors
     /// Those of the directory.
@@ -104,8 +109,17 @@ impl Registry {
         let key = names::segment_process_key(tenant, process);
         let compares = vec![Compare::absent(&key)];
         let operations = vec![KeyOperation::put(&key, names::encode(&own), Some(lease))];
-        let is_new = self.directory.transaction(&Transaction { compares, operations })?.is_committed();
-        Ok(is_new || self.find_process(tenant, process)? == Some(own))
+        let new = Transaction { compares, operations };
+        if self.directory.transaction(&new)?.is_committed() {
+            return Ok(true);
+        }
+        // An earlier process of this agent may have written it, under its lease.
+        let Some(entry) = self.directory.get(&key)? else { return Ok(false) };
+        if names::decode::<Life>(&entry)? != own {
+            return Ok(false);
+        }
+        let compares = vec![Compare::version(&key, entry.version)];
+        Ok(self.directory.transaction(&Transaction { compares, ..new })?.is_committed())
     }
 
     /// Ends the record of a process.
@@ -139,7 +153,7 @@ impl Registry {
                 Some(entry) => {
                     let record: SegmentRecord = names::decode(&entry)?;
                     for life in std::iter::once(record.owner).chain(record.intent) {
-                        if self.lease_of(life, &mut compares)? {
+                        if self.life_of(life, &mut compares)? {
                             return Ok(Creation::Exists);
                         }
                     }
@@ -207,7 +221,7 @@ impl Registry {
         other: Option<Life>,
     ) -> Result<Option<(SegmentRecord, bool)>, DirectoryError> {
         // In this order: a target that confirms and then dies is seen to have confirmed.
-        let lives = other.map_or(Ok(true), |life| Ok::<_, DirectoryError>(self.host(life)?.is_some()))?;
+        let lives = other.map_or(Ok(true), |life| self.lives(life))?;
         let Some(entry) = self.directory.get(&segment.name())? else { return Ok(None) };
         Ok(Some((names::decode(&entry)?, lives)))
     }
@@ -227,9 +241,9 @@ impl Registry {
                 Change::Retract { owner, because: Retraction::Refused, .. } => (owner, None),
                 Change::Retract { owner, because: Retraction::Fenced, .. } => (owner, record.intent),
             };
-            let mut lives = vec![(author, self.lease_of(author, &mut compares)?)];
+            let mut lives = vec![(author, self.life_of(author, &mut compares)?)];
             if let Some(target) = fenced {
-                lives.push((target, self.lease_of(target, &mut compares)?));
+                lives.push((target, self.life_of(target, &mut compares)?));
             }
             let lives = |life: Life| lives.iter().any(|(other, lives)| *other == life && *lives);
             if !record.apply(change, lives) {
@@ -243,16 +257,47 @@ impl Registry {
         Ok(false)
     }
 
-    /// Whether a lease lasts; a transaction with the compare fails if that changes.
-    fn lease_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
-        let key = names::segment_host_key(life.host);
+    /// Whether a life lasts. It ends when other hosts recover the host, which they do not before
+    /// its agent has been away for its grace time.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn lives(&self, life: Life) -> Result<bool, DirectoryError> {
+        self.life_of(life, &mut Vec::new())
+    }
+
+    /// The segments whose records name an owner.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn segments_of(&self, owner: Life) -> Result<Vec<SegmentKey>, DirectoryError> {
+        let listing = self.directory.list(names::SEGMENTS)?;
+        let mut keys = Vec::new();
+        for entry in &listing.entries {
+            let record: SegmentRecord = names::decode(entry)?;
+            keys.extend(SegmentKey::of_name(&entry.key).filter(|_| record.owner == owner));
+        }
+        Ok(keys)
+    }
+
+    /// The record of a segment.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn find(&self, segment: SegmentKey) -> Result<Option<SegmentRecord>, DirectoryError> {
+        self.directory.get(&segment.name())?.map(|entry| names::decode(&entry)).transpose()
+    }
+
+    /// Whether a life lasts; a transaction with the compare fails if that changes.
+    fn life_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
+        let key = names::holder_key(life.host);
         let entry = self.directory.get(&key)?;
         compares.push(match &entry {
             Some(entry) => Compare::version(key, entry.version),
             None => Compare::absent(key),
         });
-        let record = entry.map(|entry| names::decode::<SegmentHostRecord>(&entry)).transpose()?;
-        Ok(record.is_some_and(|record| record.epoch == life.epoch))
+        let record = entry.map(|entry| names::decode::<HolderRecord>(&entry)).transpose()?;
+        Ok(record.is_some_and(|record| record.claim_epoch == life.epoch))
     }
 
     fn host(&self, life: Life) -> Result<Option<(SegmentHostRecord, u64)>, DirectoryError> {

@@ -134,6 +134,10 @@ impl HostShared {
             }
         };
         drop(former);
+        if let Some(served) = &lock(&entry).served {
+            // An earlier process of the agent may have read their touches.
+            let _has_ended = served.faults.wake_all();
+        }
         started.inspect_err(|_| self.end_faults(segment))
     }
 

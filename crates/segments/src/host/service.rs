@@ -1,8 +1,10 @@
 //! Carries out hand-overs and pulls: what the state machines decide, with memory, the fabric and
 //! the directory.
 
+use std::collections::btree_map::Entry;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -18,8 +20,10 @@ use super::SegmentKey;
 use super::answers::Handler;
 use super::arrivals::Arrivals;
 use super::error::{PROCESS_NAME_MAX, SegmentError};
+use super::kept::{KeptSegment, SegmentKeeper};
 use super::memory::PAGE_BYTES;
 use super::precedence::Precedence;
+use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
 use super::shared::{Arrival, HostShared, Job, Segment, lock};
 use super::wire::MESSAGE_BYTES_MAX;
@@ -33,14 +37,17 @@ const AGENTS: Tenant = Tenant(u32::MAX);
 /// What the segments of a host need.
 #[derive(Clone, Debug)]
 pub struct SegmentOptions {
-    /// The number of the host.
-    pub host: u16,
+    /// This host, from the claim of its number on: restarts of its agent are the same life.
+    pub life: Life,
     /// Where agents of other hosts connect. `None`: segments stay on this host.
     pub listen: Option<SocketAddr>,
     /// The cluster's key, which they must have.
     pub key: ClusterKey,
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
+    /// How long processes may have segments after this process of the agent has ended. Before that,
+    /// no other host may take the life of this one for ended.
+    pub grace: Duration,
 }
 
 /// The segments of a host.
@@ -48,10 +55,12 @@ pub struct SegmentOptions {
 pub struct SegmentHost {
     pub(super) shared: Arc<HostShared>,
     worker: Option<JoinHandle<()>>,
+    grace: Duration,
 }
 
 impl SegmentHost {
-    /// Serves segments at an address, to agents with the cluster's key.
+    /// Serves segments at an address, to agents with the cluster's key, and those that an earlier
+    /// process of the agent has left.
     ///
     /// # Errors
     /// If it cannot listen, or the directory fails.
@@ -59,19 +68,20 @@ impl SegmentHost {
         options: &SegmentOptions,
         directory: Arc<dyn Directory>,
         lease: Lease,
+        keeper: Arc<dyn SegmentKeeper>,
+        kept: Vec<KeptSegment>,
     ) -> Result<Self, SegmentError> {
-        let SegmentOptions { host, listen, ref key, bytes_per_tenant } = *options;
+        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, grace } = *options;
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
         let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let target =
             TcpTarget::listen(listen.unwrap_or(local), key, TcpOptions { limits, ..TcpOptions::default() })?;
-        let own = Life { host, epoch: lease.epoch };
         let registry = Registry::new(directory);
         let address = listen.map(|_| target.address());
         let (jobs, next_job) = channel();
         let shared = Arc::new(HostShared {
             own,
-            identity: Identity { host: Host(host), epoch: lease.epoch, tenant: AGENTS },
+            identity: Identity { host: Host(own.host), epoch: own.epoch, tenant: AGENTS },
             key: key.clone(),
             registry,
             target,
@@ -82,20 +92,29 @@ impl SegmentHost {
             arrivals: Arrivals::default(),
             bytes_per_tenant,
             precedence: Precedence::default(),
+            keeper,
+            next_number: AtomicU64::new(1 + kept.iter().map(|kept| kept.number).max().unwrap_or(0)),
             jobs: Mutex::new(Some(jobs)),
         });
+        shared.restore(kept)?;
         shared.target.answer_messages(Arc::new(Handler(Arc::downgrade(&shared))));
         let own_shared = Arc::clone(&shared);
         let work = move || own_shared.work(&next_job);
         let worker = std::thread::Builder::new().name("segments".into()).spawn(work);
         let worker = worker
             .map_err(|source| TargetError::System { what: "cannot start a thread for segments", source })?;
-        let started = Self { shared, worker: Some(worker) };
+        let started = Self { shared, worker: Some(worker), grace };
         started.shared.registry.join(own, address, lease)?;
         Ok(started)
     }
 
-    /// This host, for the time of its lease.
+    /// How long processes may have segments after this process of the agent has ended.
+    #[must_use]
+    pub fn grace(&self) -> Duration {
+        self.grace
+    }
+
+    /// This host.
     #[must_use]
     pub fn life(&self) -> Life {
         self.shared.own
@@ -115,7 +134,7 @@ impl SegmentHost {
         let (address, generation) = match shared.registry.create(segment, shared.own, bytes) {
             Ok(Creation::Created { address, generation }) => (address, generation),
             failed => {
-                memory.close(&shared.target);
+                shared.close_memory(&memory);
                 return Err(match failed? {
                     Creation::Exists => SegmentError::Exists(segment),
                     Creation::Busy => SegmentError::Busy(segment),
@@ -127,14 +146,23 @@ impl SegmentHost {
         debug_assert!(is_begun, "there is no other map");
         let copies = Vec::from_iter(shared.own_place(&memory, generation));
         let holder = Holder::owner(shared.own, generation);
+        let identity = shared.identity_of(segment.tenant, process);
         let process = process.to_owned();
-        let new =
-            Segment { holder, memory: Some(memory), copies, address, process, ..Segment::absent(shared.own) };
+        let mut new = Segment {
+            holder,
+            memory: Some(memory),
+            copies,
+            address,
+            process,
+            identity,
+            ..Segment::absent(shared.own)
+        };
+        new.save();
         let arrival = new.arrival(segment).expect("it has memory");
         let former = lock(&shared.segments).insert(segment, Arc::new(Mutex::new(new)));
         // A copy of a segment that had this number and was deallocated.
         let copy = former.and_then(|former| lock(&former).memory.take());
-        copy.iter().for_each(|copy| copy.close(&shared.target));
+        copy.iter().for_each(|copy| shared.close_memory(copy));
         Ok(arrival)
     }
 
@@ -161,34 +189,57 @@ impl SegmentHost {
             memory
         };
         shared.release_copies(segment, &entry);
-        memory.iter().for_each(|memory| memory.close(&shared.target));
+        memory.iter().for_each(|memory| shared.close_memory(memory));
         Ok(())
     }
 
-    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
+    /// Has a process of a tenant accept segments here. Its name is its own in the tenant. `identity`
+    /// is the process, if it can be seen; `held` has the segments that it got from an earlier
+    /// process of this agent. Returns those of them that it still owns.
     ///
     /// # Errors
-    /// If the name is not possible, or a process on another host has it.
-    pub fn open_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
+    /// If the name is not possible, or another process has it.
+    pub fn open_process(
+        &self,
+        tenant: u32,
+        process: &str,
+        identity: Option<ProcessIdentity>,
+        held: &[u64],
+    ) -> Result<Vec<u64>, SegmentError> {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
             return Err(SegmentError::Name(process.to_owned()));
         }
         let shared = &self.shared;
-        if !shared.registry.add_process(tenant, process, shared.own, shared.lease)? {
+        if shared.is_used_by_another(tenant, process, identity)
+            || !shared.registry.add_process(tenant, process, shared.own, shared.lease)?
+        {
             return Err(SegmentError::NameTaken(process.to_owned()));
         }
-        if !lock(&shared.processes).insert((tenant, process.to_owned())) {
-            return Err(SegmentError::NameTaken(process.to_owned()));
+        match lock(&shared.processes).entry((tenant, process.to_owned())) {
+            Entry::Occupied(_) => return Err(SegmentError::NameTaken(process.to_owned())),
+            Entry::Vacant(free) => free.insert(identity),
+        };
+        let (mut still_held, mut left) = (Vec::new(), Vec::new());
+        for status in self.list(tenant).into_iter().filter(|status| status.process == process) {
+            let segment = SegmentKey { tenant, id: status.id };
+            let Ok(entry) = shared.owned(segment) else { continue };
+            let mut entry = lock(&entry);
+            let is_same = entry.identity.is_some() && entry.identity == identity;
+            if is_same && held.contains(&status.id) {
+                still_held.push(status.id)
+            } else {
+                left.push(segment)
+            }
+            entry.identity = identity;
+            entry.save();
         }
         // What an earlier process of this name has left.
-        let left = self.list(tenant).into_iter().filter(|status| status.process == process);
-        let left: Vec<_> = left.map(|status| SegmentKey { tenant, id: status.id }).collect();
         for segment in left {
             shared.arrivals.forget(segment);
             shared.arrive(segment, process);
         }
-        Ok(())
+        Ok(still_held)
     }
 
     /// Has a process accept no more segments.
@@ -196,7 +247,7 @@ impl SegmentHost {
     /// # Errors
     /// Those of the directory.
     pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
-        if lock(&self.shared.processes).remove(&(tenant, process.to_owned())) {
+        if lock(&self.shared.processes).remove(&(tenant, process.to_owned())).is_some() {
             self.shared.arrivals.forget_process(tenant, process);
             let left = self.list(tenant).into_iter().filter(|status| status.process == process);
             left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
@@ -294,7 +345,9 @@ impl SegmentHost {
             if !self.has_process(segment.tenant, &target) {
                 return Err(SegmentError::Declined(segment));
             }
+            entry.identity = self.shared.identity_of(segment.tenant, &target);
             entry.process.clone_from(&target);
+            entry.save();
             entry.served.take().into_iter().for_each(|served| self.shared.leave(Job::End(served)));
             target
         };
@@ -350,6 +403,13 @@ impl SegmentHost {
     #[must_use]
     pub fn is_owned_by(&self, segment: SegmentKey, process: &str) -> bool {
         self.owned(segment).is_ok_and(|entry| lock(&entry).process == process)
+    }
+
+    /// Whether a segment was handed over, and it is not known whether it has arrived.
+    #[must_use]
+    pub fn is_sent(&self, segment: SegmentKey) -> bool {
+        let entry = lock(&self.shared.segments).get(&segment).cloned();
+        entry.is_some_and(|entry| matches!(lock(&entry).holder.holding(), Holding::Sent { .. }))
     }
 
     /// Whether a segment is owned here.

@@ -1,6 +1,7 @@
 //! What the parts of a host share.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -9,10 +10,12 @@ use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
 
 use super::arrivals::Arrivals;
+use super::journal::JournalEntry;
+use super::kept::SegmentKeeper;
 use super::memory::SegmentMemory;
 use super::peer::{Lane, Peer};
 use super::precedence::Precedence;
-use super::programs::answer_segment;
+use super::programs::{ProcessIdentity, answer_segment};
 use super::registry::Registry;
 use super::served::ServedFaults;
 use super::wire::{Ask, CopyPlace, Request};
@@ -36,7 +39,10 @@ pub(super) struct HostShared {
     /// The host's lease, with which its processes end.
     pub lease: LeaseId,
     /// The processes that accept segments, by tenant and name.
-    pub processes: Mutex<BTreeSet<(u32, String)>>,
+    pub processes: Mutex<BTreeMap<(u32, String), Option<ProcessIdentity>>>,
+    pub keeper: Arc<dyn SegmentKeeper>,
+    /// Under which the keeper holds the next memory.
+    pub next_number: AtomicU64,
     /// What has arrived for them.
     pub arrivals: Arrivals,
     /// Most bytes of segments of one tenant on this host.
@@ -73,6 +79,8 @@ pub(super) struct Segment {
     pub address: u64,
     /// The process on this host that owns it, or is to own it.
     pub process: String,
+    /// That process, if it is open and can be seen.
+    pub identity: Option<ProcessIdentity>,
     /// The process to which it is prepared to be handed over.
     pub target: String,
 }
@@ -120,7 +128,26 @@ impl HostShared {
         if held.saturating_add(bytes) > self.bytes_per_tenant {
             return Err(SegmentError::Limit { limit: self.bytes_per_tenant });
         }
-        Ok(SegmentMemory::create(&self.target, bytes)?)
+        let number = self.next_number.fetch_add(1, Ordering::Relaxed);
+        let memory = SegmentMemory::create(&self.target, number, bytes)?;
+        match self.keeper.hold(number, segment, memory.fds()) {
+            Ok(()) => Ok(memory),
+            Err(reason) => {
+                memory.close(&self.target);
+                Err(SegmentError::Keeper(reason))
+            }
+        }
+    }
+
+    /// Gives the memory of a segment up. No READ into it is in flight.
+    pub(super) fn close_memory(&self, memory: &SegmentMemory) {
+        self.keeper.release(memory.number);
+        memory.close(&self.target);
+    }
+
+    /// The process that is open under a name.
+    pub(super) fn identity_of(&self, tenant: u32, process: &str) -> Option<ProcessIdentity> {
+        lock(&self.processes).get(&(tenant, process.to_owned())).copied().flatten()
     }
 }
 
@@ -136,8 +163,23 @@ impl Segment {
             pulled: Arc::default(),
             address: 0,
             process: String::new(),
+            identity: None,
             target: String::new(),
         }
+    }
+
+    /// Writes down what the next process of the agent must know, before anybody else learns of it.
+    pub(super) fn save(&mut self) {
+        let Some(memory) = &mut self.memory else { return };
+        let entry = JournalEntry {
+            holder: self.holder.clone(),
+            copies: self.copies.clone(),
+            maps: memory.maps(),
+            address: self.address,
+            process: self.process.clone(),
+            identity: self.identity,
+        };
+        memory.write_journal(&entry);
     }
 
     /// What its process gets.

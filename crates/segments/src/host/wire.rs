@@ -52,6 +52,11 @@ pub enum Ask {
         /// The number of the hand-over.
         generation: u64,
     },
+    /// To say where its copy of a generation is, after its agent was restarted.
+    Place {
+        /// The generation.
+        generation: u64,
+    },
     /// To give up copies of generations up to this one.
     Release {
         /// The generation.
@@ -87,6 +92,8 @@ pub enum Answer {
     NotReceived,
     /// It is done.
     Done,
+    /// The copy is here.
+    Place(CopyPlace),
 }
 
 impl Request {
@@ -97,7 +104,7 @@ impl Request {
             Ask::Prepare { generation, .. } => Some(Message::Prepare(generation)),
             Ask::Transfer { generation, .. } => Some(Message::Transfer(generation)),
             Ask::Query { generation } => Some(Message::Query(generation)),
-            Ask::Release { .. } => None,
+            Ask::Place { .. } | Ask::Release { .. } => None,
         }
     }
 }
@@ -123,7 +130,7 @@ impl Answer {
             Self::Decline => Some(Message::Decline(generation)),
             Self::Received => Some(Message::Received(generation)),
             Self::NotReceived => Some(Message::NotReceived(generation)),
-            Self::Done => None,
+            Self::Done | Self::Place(_) => None,
         }
     }
 }

@@ -138,6 +138,12 @@ impl Holder {
         Some(Self { holding: Holding::Absent, ..self.clone() })
     }
 
+    /// The agent that this is.
+    #[must_use]
+    pub const fn own(&self) -> Life {
+        self.own
+    }
+
     /// How the segment is held.
     #[must_use]
     pub const fn holding(&self) -> Holding {

@@ -116,6 +116,20 @@ impl Puller {
         }
     }
 
+    /// The owner after its agent was restarted, with the pages that are present.
+    ///
+    /// # Panics
+    /// Those of [`Self::new`].
+    #[must_use]
+    pub fn resumed(own: Life, pages: u32, lineage: Lineage, is_present: impl Fn(u32) -> bool) -> Self {
+        let mut puller = Self::new(own, pages, lineage);
+        for page in (0..pages).filter(|page| is_present(*page)) {
+            puller.present[(page / 64) as usize] |= 1 << (page % 64);
+            puller.missing -= 1;
+        }
+        puller
+    }
+
     /// The copies from which it pulls, its own first.
     #[must_use]
     pub fn lineage(&self) -> &Lineage {
@@ -147,6 +161,16 @@ impl Puller {
     /// The segment moves on. READs that are on their way are waited for, and bring nothing.
     pub fn finish(&mut self) {
         self.is_over = true;
+    }
+
+    /// The segment has not moved on after all. Returns whether it had seemed so: then READs may have
+    /// ended meanwhile that threads wait for.
+    pub fn go_on(&mut self) -> bool {
+        let was_over = std::mem::replace(&mut self.is_over, false);
+        if was_over {
+            self.cursor = 0;
+        }
+        was_over
     }
 
     /// A thread waits for a page.

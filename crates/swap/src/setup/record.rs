@@ -11,6 +11,8 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use aquifer_channel::start_time;
+
 use crate::exiting::wait_if_exiting;
 
 use super::{PAGE_CLUSTER, SetupError, cgroup, loop_device, mount, swapfile, zram};
@@ -264,20 +266,6 @@ fn parse_owner(name: &str) -> Option<(u32, u64)> {
     parts.next().is_none().then_some(owner)
 }
 
-/// The start time of a process in ticks since boot; `None` if there is no such process.
-fn start_time(pid: u32) -> Option<u64> {
-    parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
-}
-
-/// Parses the start time, field 22, of a process's stat; `None` for a zombie. The command's name
-/// may contain any character, so fields are counted from its closing bracket.
-fn parse_start_time(stat: &str) -> Option<u64> {
-    let (_, after_name) = stat.rsplit_once(')')?;
-    let mut fields = after_name.split_whitespace();
-    let state = fields.next()?;
-    (!matches!(state, "Z" | "X")).then(|| fields.nth(18)?.parse().ok())?
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -340,16 +328,6 @@ mod tests {
         ] {
             assert_eq!(parse_owner(name), None, "{name}");
         }
-    }
-
-    #[test]
-    fn start_time_ignores_a_hostile_command_name() {
-        let fields = (4..=21).map(|field| field.to_string()).collect::<Vec<_>>().join(" ");
-        assert_eq!(parse_start_time(&format!("7 (a) S 9 (b c)) R {fields} 777 23")), Some(777));
-        assert_eq!(parse_start_time(&format!("7 (a) Z {fields} 777 23")), None, "a zombie");
-        assert_eq!(parse_start_time("7 (a) S 1 2"), None);
-        assert_eq!(parse_start_time(""), None);
-        assert!(start_time(std::process::id()).is_some());
     }
 }
 

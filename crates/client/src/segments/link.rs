@@ -1,0 +1,314 @@
+//! The connections to the agent. If the agent ends, its next process takes the segments over, and
+//! a thread connects again.
+//!
+//! Meanwhile this process works on. Touches of pages that are elsewhere wait, and so do calls. If
+//! no agent comes within the grace time, other hosts may go on without this one: then this process
+//! loses its segments, and a touch is SIGSEGV.
+//!
+//! The process keeps a reference to each userfaultfd that it has sent to its agent. With the last
+//! reference, the kernel would give zeros for missing pages.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use aquifer_arena::calls::{Answer, Call};
+use aquifer_arena::{PageFaults, revoke};
+use aquifer_channel::{receive_frame, send_frame};
+use aquifer_ipc::Frame;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{Shutdown, shutdown};
+
+use super::Error;
+use crate::error::connect;
+
+/// Interval of attempts to connect, at which events of mappings are read as well.
+const TICK: Duration = Duration::from_millis(20);
+
+/// The connections of a process to its agent.
+#[derive(Debug)]
+pub(super) struct Link {
+    agent: PathBuf,
+    process: String,
+    calls: Mutex<OwnedFd>,
+    /// For waiting, meanwhile other calls can be made.
+    arrivals: Mutex<OwnedFd>,
+    state: Mutex<State>,
+    has_changed: Condvar,
+    held: Mutex<BTreeMap<u64, Held>>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// How many times it was connected.
+    connections: u64,
+    /// How long this process may have its segments without an agent.
+    grace: Duration,
+    /// No agent has come in time.
+    is_over: bool,
+    /// The process wants no segments any more.
+    is_closing: bool,
+}
+
+/// A segment that is mapped.
+#[derive(Debug)]
+struct Held {
+    address: usize,
+    bytes: usize,
+    armed: Option<Armed>,
+}
+
+/// A segment of which pages are elsewhere.
+#[derive(Clone, Debug)]
+struct Armed {
+    faults: Arc<PageFaults>,
+    pulls: bool,
+}
+
+/// Which connection.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Line {
+    Calls,
+    Arrivals,
+}
+
+impl Link {
+    /// Connects, and starts the thread that connects again.
+    pub fn open(agent: &Path, process: &str) -> Result<Arc<Self>, Error> {
+        let (calls, arrivals, grace, _) = connect_both(agent, process, Vec::new())?;
+        let state = State { connections: 1, grace, is_over: false, is_closing: false };
+        let link = Arc::new(Self {
+            agent: agent.to_owned(),
+            process: process.to_owned(),
+            calls: Mutex::new(calls),
+            arrivals: Mutex::new(arrivals),
+            state: Mutex::new(state),
+            has_changed: Condvar::new(),
+            held: Mutex::default(),
+        });
+        let watched = Arc::clone(&link);
+        let thread = std::thread::Builder::new().name("aquifer-segments".into());
+        thread.spawn(move || watched.watch()).map_err(Error::System)?;
+        Ok(link)
+    }
+
+    /// Ends the connections, of which the thread has copies.
+    pub fn close(&self) {
+        lock(&self.state).is_closing = true;
+        self.has_changed.notify_all();
+        for connection in [&self.calls, &self.arrivals] {
+            let _was_closed = shutdown(&*lock(connection), Shutdown::Both);
+        }
+    }
+
+    /// Asks the agent. If that ends before it answers, asks the next one: `call` is told whether it
+    /// is repeated.
+    pub fn ask(&self, call: impl Fn(bool) -> Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
+        self.ask_and(Line::Calls, call, |answer, fds, _| Ok((answer, fds)))
+    }
+
+    /// As [`Self::ask`]; what is done with the answer, `then`, is done before another call on this
+    /// line.
+    pub fn ask_and<T>(
+        &self,
+        line: Line,
+        call: impl Fn(bool) -> Call,
+        then: impl FnOnce(Answer, Vec<OwnedFd>, &OwnedFd) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let mut is_repeated = false;
+        loop {
+            let connection = lock(&self.state).connections;
+            let socket = lock(if line == Line::Calls { &self.calls } else { &self.arrivals });
+            match ask(&socket, &call(is_repeated)) {
+                Ok((answer, fds)) => return then(answer, fds, &socket),
+                Err(error @ (Error::Agent(_) | Error::Gone(_))) => {
+                    drop(socket);
+                    if !self.await_next(connection) {
+                        return Err(error);
+                    }
+                    is_repeated = true;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Waits for another connection. Returns false if there will be none.
+    fn await_next(&self, connection: u64) -> bool {
+        let must_wait =
+            |state: &mut State| state.connections == connection && !state.is_over && !state.is_closing;
+        let state = self.has_changed.wait_while(lock(&self.state), must_wait);
+        let state = state.unwrap_or_else(PoisonError::into_inner);
+        !state.is_over && !state.is_closing
+    }
+
+    /// A segment is mapped.
+    pub fn hold(&self, id: u64, address: usize, bytes: usize) {
+        lock(&self.held).insert(id, Held { address, bytes, armed: None });
+    }
+
+    /// Has the agent at the other end of `arrivals` serve the faults of a mapping.
+    pub fn serve(&self, id: u64, uffd: OwnedFd, pulls: bool, arrivals: &OwnedFd) -> Result<(), Error> {
+        let mut held = lock(&self.held);
+        let Some(segment) = held.get_mut(&id) else { return Err(Error::Answer) };
+        let faults = Arc::new(PageFaults::new(uffd, segment.address, segment.bytes));
+        // If the agent has ended, its next process is asked.
+        let _is_sent = send(arrivals, &Call::Serve { id, pulls }, &[faults.as_fd()]);
+        segment.armed = Some(Armed { faults, pulls });
+        Ok(())
+    }
+
+    /// A segment is unmapped.
+    pub fn release(&self, id: u64) {
+        lock(&self.held).remove(&id);
+    }
+
+    /// Connects again whenever the agent ends.
+    fn watch(&self) {
+        loop {
+            let copies = [&self.calls, &self.arrivals].map(|connection| lock(connection).try_clone());
+            if let [Ok(calls), Ok(arrivals)] = &copies {
+                let mut ends = [calls, arrivals].map(|copy| PollFd::new(copy, PollFlags::RDHUP));
+                while !poll(&mut ends, None).is_ok_and(|ready| ready > 0) {}
+            }
+            // Calls that wait for an answer learn of it, if only one of the two has ended.
+            for copy in copies.iter().flatten() {
+                let _was_closed = shutdown(copy, Shutdown::Both);
+            }
+            let (until, is_closing) = {
+                let state = lock(&self.state);
+                (Instant::now() + state.grace, state.is_closing)
+            };
+            if is_closing || !self.reconnect(until) {
+                return self.give_up();
+            }
+        }
+    }
+
+    /// Returns false if no agent has come in time, or the process wants no segments any more.
+    fn reconnect(&self, until: Instant) -> bool {
+        loop {
+            let ids = lock(&self.held).keys().copied().collect();
+            if let Ok((calls, arrivals, grace, still_held)) = connect_both(&self.agent, &self.process, ids) {
+                self.go_on(&arrivals, &still_held);
+                (*lock(&self.calls), *lock(&self.arrivals)) = (calls, arrivals);
+                let mut state = lock(&self.state);
+                (state.connections, state.grace) = (state.connections + 1, grace);
+                self.has_changed.notify_all();
+                return !state.is_closing;
+            }
+            self.read_events();
+            // An agent that was stopped has removed its socket, and with it all segments.
+            let has_left = !self.agent.exists();
+            if has_left || lock(&self.state).is_closing || Instant::now() > until {
+                return false;
+            }
+            pause();
+        }
+    }
+
+    /// Has the new agent serve the faults, and gives up what it does not have.
+    fn go_on(&self, arrivals: &OwnedFd, still_held: &[u64]) {
+        for (id, segment) in lock(&self.held).iter() {
+            match &segment.armed {
+                _ if !still_held.contains(id) => segment.revoke(),
+                Some(Armed { faults, pulls }) => {
+                    let serve = Call::Serve { id: *id, pulls: *pulls };
+                    let _is_sent = send(arrivals, &serve, &[faults.as_fd()]);
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// A thread that moves a mapping waits until its event is read. Threads whose touches are read
+    /// are woken by the next agent.
+    fn read_events(&self) {
+        let armed: Vec<_> = lock(&self.held).values().filter_map(|held| held.armed.clone()).collect();
+        let mut touches = Vec::new();
+        for Armed { faults, .. } in armed {
+            let _has_ended = faults.read(&mut touches);
+        }
+    }
+
+    /// The process loses its segments.
+    fn give_up(&self) {
+        {
+            let mut state = lock(&self.state);
+            state.is_over = true;
+            self.has_changed.notify_all();
+            if state.is_closing {
+                return;
+            }
+        }
+        lock(&self.held).values().for_each(Held::revoke);
+        while !lock(&self.state).is_closing {
+            self.read_events();
+            pause();
+        }
+    }
+}
+
+impl Held {
+    fn revoke(&self) {
+        if let Some(Armed { faults, .. }) = &self.armed {
+            // Threads that wait touch the page again, which is gone.
+            let mut touches = Vec::new();
+            let _has_ended = faults.read(&mut touches);
+        }
+        let revoked = revoke(self.address, self.bytes);
+        if let Some(Armed { faults, .. }) = &self.armed {
+            let _was_mapped = faults.wake_all();
+        }
+        if let Err(error) = revoked {
+            // Nothing else is in the arena, so this does not happen; but nobody may go on.
+            eprintln!("aquifer: cannot take a segment from this process: {error}");
+            std::process::abort();
+        }
+    }
+}
+
+/// Connects twice. Returns the connections, the grace time, and which of `held` the process still
+/// has.
+fn connect_both(
+    agent: &Path,
+    process: &str,
+    held: Vec<u64>,
+) -> Result<(OwnedFd, OwnedFd, Duration, Vec<u64>), Error> {
+    let (calls, arrivals) = (connect(agent)?, connect(agent)?);
+    let (held, grace_ms) = match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
+        Answer::Opened { held, grace_ms } => (held, grace_ms),
+        answer => return Err(super::error_of(answer)),
+    };
+    super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
+    Ok((calls, arrivals, Duration::from_millis(grace_ms), held))
+}
+
+/// Asks the agent.
+fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
+    send(socket, call, &[])?;
+    match receive_frame(socket)? {
+        (Frame::SegmentAnswer(json), fds) => {
+            Ok((serde_json::from_str(&json).map_err(|_| Error::Answer)?, fds))
+        }
+        (Frame::Refused(reason), _) => Err(Error::Failed(reason)),
+        _ => Err(Error::Answer),
+    }
+}
+
+/// Sends a call that has no answer.
+fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Error> {
+    let json = serde_json::to_string(call).map_err(|_| Error::Answer)?;
+    send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
+}
+
+fn pause() {
+    let tick = Timespec::try_from(TICK).unwrap_or_default();
+    let _time = poll(&mut [], Some(&tick));
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

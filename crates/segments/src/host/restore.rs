@@ -1,0 +1,112 @@
+//! What an earlier process of the agent has left.
+
+use std::sync::{Arc, Mutex};
+
+use super::SegmentError;
+use super::journal::JournalEntry;
+use super::kept::KeptSegment;
+use super::memory::SegmentMemory;
+use super::programs::ProcessIdentity;
+use super::shared::{HostShared, Job, Segment, lock};
+use crate::ownership::{Holding, Input};
+use crate::pulling::{Lineage, Puller};
+
+impl HostShared {
+    /// Goes on with the segments that the keeper has held, and frees the records of those that were
+    /// lost.
+    pub(super) fn restore(&self, kept: Vec<KeptSegment>) -> Result<(), SegmentError> {
+        for kept in kept {
+            let number = kept.number;
+            match SegmentMemory::recover(&self.target, number, kept.data, kept.present) {
+                Ok((memory, Some(entry))) if entry.holder.own() == self.own => {
+                    self.restore_segment(kept.segment, memory, entry)?;
+                }
+                // It was never used.
+                Ok((memory, _)) => self.close_memory(&memory),
+                Err(error) => {
+                    tracing::error!(segment = %kept.segment, %error, "a kept segment is unusable; it is lost");
+                    self.keeper.release(number);
+                }
+            }
+        }
+        let is_held = |segment| lock(&self.segments).contains_key(&segment);
+        for lost in self.registry.segments_of(self.own)?.into_iter().filter(|segment| !is_held(*segment)) {
+            tracing::error!(segment = %lost, "a segment was lost with the agent's last process");
+            let _was_removed = self.registry.remove(lost, self.own)?;
+        }
+        Ok(())
+    }
+
+    fn restore_segment(
+        &self,
+        segment: super::SegmentKey,
+        memory: SegmentMemory,
+        entry: JournalEntry,
+    ) -> Result<(), SegmentError> {
+        let JournalEntry { holder, copies, address, process, identity, .. } = entry;
+        let mut restored =
+            Segment { holder, copies, address, process, identity, ..Segment::absent(self.own) };
+        // Its regions have new keys.
+        for place in restored.copies.iter_mut().filter(|place| place.link.at == self.own) {
+            *place = self.own_place(&memory, place.link.generation).unwrap_or(*place);
+        }
+        if restored.copies.len() > 1 {
+            let lineage = Lineage::of(restored.copies.iter().map(|place| place.link));
+            let generation = restored.copies[0].link.generation;
+            let is_present = |page| memory.is_present(generation, page);
+            restored.puller = Some(Puller::resumed(self.own, memory.pages(), lineage, is_present));
+        }
+        restored.memory = Some(memory);
+        let is_gone = match restored.holder.holding() {
+            // It was deallocated.
+            Holding::Owned { .. } | Holding::Sent { .. } => self.registry.find(segment)?.is_none(),
+            Holding::Absent | Holding::Prepared { .. } => false,
+        };
+        let newer = lock(&self.segments).get(&segment).cloned();
+        let newer = newer.is_some_and(|other| lock(&other).generation() > restored.generation());
+        if is_gone || newer {
+            restored.memory.iter().for_each(|memory| self.close_memory(memory));
+            return Ok(());
+        }
+        let mut outputs = Vec::new();
+        restored.holder.step(&Input::Restarted, &mut outputs);
+        restored.save();
+        let older = lock(&self.segments).insert(segment, Arc::new(Mutex::new(restored)));
+        let older = older.and_then(|older| lock(&older).memory.take());
+        older.iter().for_each(|memory| self.close_memory(memory));
+        self.leave(Job::CarryOut(segment, outputs));
+        Ok(())
+    }
+
+    /// Whether a process other than `identity` that runs has segments under a name: it has not come
+    /// back to this process of the agent yet.
+    pub(super) fn is_used_by_another(
+        &self,
+        tenant: u32,
+        process: &str,
+        identity: Option<ProcessIdentity>,
+    ) -> bool {
+        let entries: Vec<_> = lock(&self.segments)
+            .iter()
+            .filter(|(segment, _)| segment.tenant == tenant)
+            .map(|(_, entry)| Arc::clone(entry))
+            .collect();
+        entries.iter().any(|entry| {
+            let entry = lock(entry);
+            let owner = entry.identity.filter(|_| entry.holder.has_access() && entry.process == process);
+            owner.is_some_and(|owner| Some(owner) != identity && owner.is_running())
+        })
+    }
+
+    /// Whether the host is being dropped.
+    pub(super) fn is_ending(&self) -> bool {
+        lock(&self.jobs).is_none()
+    }
+}
+
+impl Segment {
+    /// That of its newest copy.
+    fn generation(&self) -> Option<u64> {
+        self.copies.first().map(|place| place.link.generation)
+    }
+}
