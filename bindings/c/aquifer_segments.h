@@ -82,6 +82,10 @@ int aquifer_segment_pull(aquifer_segment *segment, uint64_t offset, uint64_t byt
 /* Waits until all pages are here. Then no other host has a part in the segment. */
 int aquifer_segment_close(aquifer_segment *segment);
 
+/* Gives up the pages that are elsewhere: touching one is SIGBUS from now on, at any later owner as
+ * well. Then no other host has a part in the segment. */
+int aquifer_segment_discard(aquifer_segment *segment);
+
 /* Frees the segment, and consumes it. */
 int aquifer_segment_deallocate(aquifer_segment *segment);
 

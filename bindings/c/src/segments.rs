@@ -279,6 +279,16 @@ pub unsafe extern "C" fn aquifer_segment_close(segment: *const CSegment) -> c_in
     unsafe { call(segment, Segment::close) }
 }
 
+/// Gives up the pages that are elsewhere.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_discard(segment: *const CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { call(segment, Segment::discard) }
+}
+
 /// Moves out a segment that a call consumes.
 ///
 /// # Safety

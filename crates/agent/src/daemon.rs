@@ -85,6 +85,8 @@ pub struct SegmentSettings {
     pub listen: Option<SocketAddr>,
     /// Most bytes of one user's segments on this host.
     pub bytes_per_user: u64,
+    /// Bytes per second that are pulled ahead of programs. `None`: as many as come.
+    pub pull_rate: Option<u64>,
 }
 
 /// Why an agent cannot run.
@@ -280,8 +282,9 @@ impl Agent {
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
+        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments)?;
         let serve_metrics = |listener: MetricsListener| {
-            metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events())
+            metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events(), &segments)
         };
         let metrics = metrics.map(serve_metrics).transpose()?;
         let recovery = Recovery::start(
@@ -299,7 +302,6 @@ impl Agent {
         let heap_tickets = HeapTickets { directory, key, identity, folder };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments)?;
         let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets, segments)
             .map_err(AgentError::Threads)?;
         Ok(Self {
@@ -374,7 +376,7 @@ fn start_segments(
     keeper: Arc<HostServices>,
     kept: Vec<KeptSegment>,
 ) -> Result<Arc<SegmentHost>, AgentError> {
-    let SegmentSettings { listen, bytes_per_user } = options.segments;
+    let SegmentSettings { listen, bytes_per_user, pull_rate } = options.segments;
     let refuse = |address, why| AgentError::SegmentAddress { address, why };
     let key = match (listen, &options.key) {
         (Some(address), _) if address.ip().is_unspecified() => {
@@ -392,10 +394,9 @@ fn start_segments(
     };
     let AgentRecord { host, claim_epoch: epoch, .. } = *membership.record();
     let life = Life { host, epoch };
-    // Other hosts count from the end of the lease, which does not end before this process does by
-    // more than its last renewal.
-    let grace = options.grace;
-    let own = SegmentOptions { life, listen, key, bytes_per_tenant: bytes_per_user, grace };
+    // Other hosts wait for as long from the end of the lease, by their clocks.
+    let grace = options.grace.mul_f64(0.75);
+    let own = SegmentOptions { life, listen, key, bytes_per_tenant: bytes_per_user, pull_rate, grace };
     let directory = Arc::clone(&options.directory);
     Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
 }

@@ -19,6 +19,8 @@ use aquifer_metrics::{
     Unit,
 };
 use aquifer_report::{RunStatistics, TenantStatistics, UserStatistics};
+use aquifer_segments::host::statistics::TimesOf;
+use aquifer_segments::host::{SegmentHost, SegmentStatus};
 
 use crate::report::mempool_bytes;
 
@@ -71,12 +73,14 @@ pub(crate) fn serve(
     sessions: &Arc<SessionService>,
     nodes: &Arc<NodeRegistry>,
     lease: &Arc<LeaseEvents>,
+    segments: &Arc<SegmentHost>,
 ) -> Result<MetricsServer, MetricsError> {
     let collector = AgentCollector {
         service: Arc::clone(service),
         sessions: Arc::clone(sessions),
         nodes: Arc::clone(nodes),
         lease: Arc::clone(lease),
+        segments: Arc::clone(segments),
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
     registry.register_collector(Box::new(collector));
@@ -90,6 +94,7 @@ struct AgentCollector {
     sessions: Arc<SessionService>,
     nodes: Arc<NodeRegistry>,
     lease: Arc<LeaseEvents>,
+    segments: Arc<SegmentHost>,
 }
 
 /// A metric of each row: name, help, and the function that reads its value.
@@ -170,6 +175,7 @@ impl Collector for AgentCollector {
         encode_all(encoder, &tenants, Some(&Unit::Bytes), &TENANT_BYTES, gauges)?;
         encode_all(encoder, &tenants, None, &TENANT_COUNTERS, counters)?;
         self.encode_extents(encoder)?;
+        self.encode_segments(encoder)?;
         let runs = self.service.runs();
         let stats: Vec<FaultStats> = runs.iter().map(|run| run.stats()).collect();
         let labels = runs.iter().map(|run| vec![label("run", run.id()), label("tenant", run.tenant())]);
@@ -221,6 +227,51 @@ impl AgentCollector {
         encode_all(encoder, &users, Some(&Unit::Bytes), &USER_BYTES, gauges)?;
         encode_all(encoder, &users, None, &USER_COUNTERS, counters)
     }
+}
+
+impl AgentCollector {
+    /// Encodes the metrics of segments.
+    fn encode_segments(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let about = |name, help| MetricFamily { name, help, unit: None };
+        let bytes = |name, help| MetricFamily { name, help, unit: Some(&Unit::Bytes) };
+        let seconds = |name, help| MetricFamily { name, help, unit: Some(&Unit::Seconds) };
+        let one = |value: u64| [(Labels::new(), value)];
+        let segments = self.segments.list_all();
+        let sum = |of: fn(&SegmentStatus) -> u64| one(segments.iter().map(of).sum());
+        gauges(
+            encoder,
+            about("segments", "Segments of this host's processes."),
+            one(count_u64(segments.len())),
+        )?;
+        gauges(encoder, bytes("segment_memory", "Length of these segments."), sum(|segment| segment.bytes))?;
+        let help = "Parts of these segments that are still at other hosts.";
+        gauges(encoder, bytes("segment_missing", help), sum(|segment| segment.missing_bytes))?;
+        let statistics = self.segments.statistics();
+        let totals = statistics.totals();
+        for (name, help, value) in [
+            ("segments_handed_over", "Segments handed over to other hosts.", totals.handed_over),
+            ("segments_received", "Segments received from other hosts.", totals.received),
+            ("segments_declined", "Hand-overs that their target has declined.", totals.declined),
+            ("segment_pages_on_touch", "Pages pulled when a thread waited for them.", totals.pages_on_touch),
+            ("segment_pages_ahead", "Pages pulled ahead of programs.", totals.pages_ahead),
+        ] {
+            counters(encoder, about(name, help), one(value))?;
+        }
+        let help = "Pause of a segment for a hand-over to another host.";
+        let value = [(Labels::new(), times(&statistics.transfers))];
+        histograms(encoder, seconds("segment_transfer", help), value)?;
+        let help = "Pause of threads that touch pages of segments which are elsewhere.";
+        let value = [(Labels::new(), times(&statistics.waits))];
+        histograms(encoder, seconds("segment_wait", help), value)
+    }
+}
+
+/// The histogram of times of segments.
+fn times(times: &TimesOf) -> HistogramValue {
+    let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
+    let (sum_ns, counts) = times.between(&BOUNDS_NS);
+    let bounds = BOUNDS_NS.iter().map(|bound| seconds(*bound)).chain([f64::MAX]);
+    HistogramValue { sum: seconds(sum_ns), count: counts.iter().sum(), buckets: bounds.zip(counts).collect() }
 }
 
 /// Encodes the metrics of runs.

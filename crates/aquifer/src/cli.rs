@@ -22,6 +22,7 @@ Cluster on this machine:
   status     Show daemons, free memory and running programs
   lend       Change how much memory a node lends, while it is in use
   heap       List, compact and limit the heaps of objects that programs have
+  segment    List, move and free the segments of programs on this host
 
 Programs:
   run        Run an unmodified program with a limit on its resident memory
@@ -91,6 +92,8 @@ pub enum Command {
     Lend(LendArguments),
     /// List, compact and limit the heaps of objects that programs have
     Heap(HeapArguments),
+    /// List, move and free the segments of programs on this host
+    Segment(SegmentArguments),
     /// Use key-value stores in the memory of nodes
     Kv(KvArguments),
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
@@ -262,6 +265,65 @@ pub enum HeapCommand {
         /// The new limit, such as 512M
         #[arg(value_name = "SIZE", value_parser = size::parse)]
         size: u64,
+    },
+}
+
+/// Arguments of `aquifer segment`.
+#[derive(Args, Clone, Debug)]
+pub struct SegmentArguments {
+    /// The agent to connect to.
+    #[command(flatten)]
+    pub agent: AgentChoice,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: SegmentCommand,
+}
+
+/// What `aquifer segment` does.
+#[derive(Subcommand, Clone, Debug)]
+pub enum SegmentCommand {
+    /// Show the segments on this host: their processes, and how much of them is here
+    List {
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one segment: where it is, what has followed it, and how long programs have paused
+    Status {
+        /// The segment's number
+        #[arg(value_name = "SEGMENT")]
+        id: u64,
+        /// The user to whom it belongs, if several have one of this number
+        #[arg(long, value_name = "UID")]
+        user: Option<u32>,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Have the process that owns a segment hand it over to another one, and wait for it. A process
+    /// does so when it looks for requests
+    Move {
+        /// The segment's number
+        #[arg(value_name = "SEGMENT")]
+        id: u64,
+        /// The name of the process that is to have it
+        #[arg(value_name = "PROCESS")]
+        process: String,
+        /// The user to whom it belongs, if several have one of this number
+        #[arg(long, value_name = "UID")]
+        user: Option<u32>,
+        /// How long to wait, such as 500ms or 2m
+        #[arg(long = "timeout", value_name = "TIME", value_parser = parse_time_ms, default_value = "30s")]
+        timeout_ms: u64,
+    },
+    /// Free a segment whose process has ended. Its contents are lost
+    Free {
+        /// The segment's number
+        #[arg(value_name = "SEGMENT")]
+        id: u64,
+        /// The user to whom it belongs, if several have one of this number
+        #[arg(long, value_name = "UID")]
+        user: Option<u32>,
     },
 }
 

@@ -44,6 +44,9 @@ pub fn main() -> ExitCode {
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Heap(arguments) => state(&cli.state).and_then(|state| cluster::heap(&state, &arguments)),
+        Command::Segment(arguments) => {
+            state(&cli.state).and_then(|state| cluster::segment(&state, &arguments))
+        }
         Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),

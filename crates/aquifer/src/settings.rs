@@ -235,6 +235,11 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub segment_memory: Option<u64>,
+    /// Most bytes per second of segments that this host pulls ahead of programs, such as 100M.
+    /// Pages that programs wait for are not limited [default: no limit]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub segment_pull_rate: Option<u64>,
     /// File with the cluster key [default: cluster.key in the state folder, if it exists]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -331,6 +336,7 @@ impl Settings for AgentSettings {
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
             segment_listen: self.segment_listen.or(other.segment_listen),
             segment_memory: self.segment_memory.or(other.segment_memory),
+            segment_pull_rate: self.segment_pull_rate.or(other.segment_pull_rate),
             grace: self.grace.or(other.grace),
             key: self.key.or(other.key),
             shared_socket: self.shared_socket.or(other.shared_socket),

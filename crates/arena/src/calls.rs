@@ -17,8 +17,8 @@ pub enum Call {
         #[serde(default)]
         held: Vec<u64>,
     },
-    /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is open. The first
-    /// request of a connection.
+    /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is
+    /// open. The first request of a connection.
     Attend {
         /// The name.
         process: String,
@@ -59,6 +59,9 @@ pub enum Call {
     Receive {
         /// How long, in milliseconds.
         timeout_ms: u64,
+        /// Whether also for a request to hand one over.
+        #[serde(default)]
+        requests: bool,
     },
     /// Carries the userfaultfd of the mapping of a segment that was received and is partial. There
     /// is no answer; an agent that cannot serve it closes the connection.
@@ -80,6 +83,33 @@ pub enum Call {
     },
     /// Pulls all that is not here, so that no other host has a part in the segment.
     Close {
+        /// The number of the segment.
+        id: u64,
+    },
+    /// Gives up all that is not here, so that no other host has a part in the segment.
+    Discard {
+        /// The number of the segment.
+        id: u64,
+    },
+    /// The segments of this host that the caller may see, the first [`LISTED_MAX`] after one, and
+    /// what the host has done. The only request of a connection.
+    Report {
+        /// The user and the number of that segment.
+        above: Option<(u32, u64)>,
+    },
+    /// Requests the owner of a segment to hand it over. The only request of a connection.
+    Move {
+        /// The user.
+        user: u32,
+        /// The number of the segment.
+        id: u64,
+        /// The name of the process that is to have it.
+        process: String,
+    },
+    /// Frees a segment whose process has ended. The only request of a connection.
+    Free {
+        /// The user.
+        user: u32,
         /// The number of the segment.
         id: u64,
     },
@@ -124,6 +154,20 @@ pub enum Answer {
     },
     /// Nothing has arrived in time.
     Nothing,
+    /// The process is wanted to hand a segment over.
+    Asked {
+        /// Its number.
+        id: u64,
+        /// The process that is to have it.
+        process: String,
+    },
+    /// The segments of this host, and what it has done.
+    Report {
+        /// The segments.
+        segments: Vec<SegmentStatus>,
+        /// What it has done.
+        totals: Totals,
+    },
     /// The segments.
     List(Vec<SegmentStatus>),
 }
@@ -132,6 +176,8 @@ pub enum Answer {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentStatus {
+    /// The user to whom it belongs.
+    pub user: u32,
     /// Its number in the tenant.
     pub id: u64,
     /// Its first address.
@@ -140,6 +186,44 @@ pub struct SegmentStatus {
     pub bytes: u64,
     /// Bytes of pages that are elsewhere.
     pub missing_bytes: u64,
-    /// The name of its process, which may have ended.
+    /// The name of its process.
     pub process: String,
+    /// Whether that process is open. Otherwise the next one of its name gets the segment.
+    pub is_open: bool,
+    /// The process to which it is prepared to be handed over.
+    pub target: Option<String>,
+}
+
+/// What a host has done with segments since its agent started.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Totals {
+    /// Segments that were handed over to other hosts.
+    pub handed_over: u64,
+    /// Segments that were received from other hosts.
+    pub received: u64,
+    /// Hand-overs that the target has declined.
+    pub declined: u64,
+    /// Pages that were pulled when a thread waited for them.
+    pub pages_on_touch: u64,
+    /// Pages that were pulled ahead of the program.
+    pub pages_ahead: u64,
+    /// The pause of writers and readers for a hand-over: from the request to its end.
+    pub transfers: Times,
+    /// The pause of threads that touch pages which are elsewhere.
+    pub waits: Times,
+}
+
+/// Times of one kind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Times {
+    /// How many.
+    pub count: u64,
+    /// The median, in µs.
+    pub p50_us: u64,
+    /// In µs.
+    pub p99_us: u64,
+    /// In µs.
+    pub longest_us: u64,
 }

@@ -4,6 +4,7 @@
 //! - [`Arena`] is the range of addresses, reserved without access.
 //! - [`Mapping`] is a segment in it. It is *armed* while pages are elsewhere: touching such a page
 //!   waits for the agent. It is *withdrawn* when the segment is handed over: a touch is a fault.
+//! - [`report_touches`] tells a person what a crash in the arena means.
 //! - [`calls`] has what a program asks of its agent.
 //! - [`PageFaults`] is the agent's end of an armed mapping.
 //!
@@ -13,8 +14,10 @@ mod arena;
 pub mod calls;
 mod faults;
 mod mapping;
+mod touch_report;
 mod uffd;
 
 pub use arena::{ARENA_BYTES, ARENA_START, Arena, ArenaError, SEGMENT_BYTES_MAX};
 pub use faults::PageFaults;
 pub use mapping::{Mapping, Touch, revoke};
+pub use touch_report::report_touches;

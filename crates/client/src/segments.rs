@@ -36,7 +36,7 @@ use std::time::{Duration, Instant};
 
 pub use aquifer_arena::calls::SegmentStatus;
 use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
-use aquifer_arena::{Arena, ArenaError, Mapping, Touch};
+use aquifer_arena::{Arena, ArenaError, Mapping, Touch, report_touches};
 use aquifer_channel::ReceiveError;
 use aquifer_channel::paths::agent_socket;
 use link::{Line, Link};
@@ -85,8 +85,8 @@ pub enum Pulling {
 
 /// This process, as others hand segments over to it.
 ///
-/// If the agent ends, its next process takes over, and calls wait for it. If none comes in time, the
-/// segments are lost, and touches of them are SIGSEGV.
+/// If the agent ends, its next process takes over, and calls wait for it. If none comes in time,
+/// the segments are lost, and touches of them are SIGSEGV.
 #[derive(Debug)]
 pub struct Process {
     /// The process that opened the name, and not one that was forked from it.
@@ -111,6 +111,7 @@ impl Process {
     /// Those of [`Self::open`].
     pub fn open_at(agent: &Path, name: &str) -> Result<Self, Error> {
         let arena = Arena::reserve()?;
+        report_touches();
         let link = Link::open(agent, name)?;
         Ok(Self { owner: std::process::id(), arena, link })
     }
@@ -132,15 +133,39 @@ impl Process {
     /// # Errors
     /// If the agent has ended, or the segment cannot be mapped.
     pub fn receive(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Segment<'_>>, Error> {
+        Ok(self.await_event(pulling, timeout, false)?.and_then(|event| match event {
+            Event::Arrived(segment) => Some(segment),
+            Event::Asked { .. } => None,
+        }))
+    }
+
+    /// Waits for a segment, as [`Self::receive`] does, or for a request to hand one over
+    /// (`aquifer segment move`). `None` if there is neither in time.
+    ///
+    /// # Errors
+    /// Those of [`Self::receive`].
+    pub fn next_event(&self, pulling: Pulling, timeout: Duration) -> Result<Option<Event<'_>>, Error> {
+        self.await_event(pulling, timeout, true)
+    }
+
+    fn await_event(
+        &self,
+        pulling: Pulling,
+        timeout: Duration,
+        requests: bool,
+    ) -> Result<Option<Event<'_>>, Error> {
         self.check_owner()?;
         let began = Instant::now();
         let call = |_| {
             let left = timeout.saturating_sub(began.elapsed());
-            Call::Receive { timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX) }
+            Call::Receive { timeout_ms: u64::try_from(left.as_millis()).unwrap_or(u64::MAX), requests }
         };
         self.link.ask_and(Line::Arrivals, call, |answer, fds, arrivals| {
-            let Answer::Segment { id, is_partial, .. } = answer else {
-                return if answer == Answer::Nothing { Ok(None) } else { Err(error_of(answer)) };
+            let (id, is_partial) = match answer {
+                Answer::Segment { id, is_partial, .. } => (id, is_partial),
+                Answer::Nothing => return Ok(None),
+                Answer::Asked { id, process } => return Ok(Some(Event::Asked { id, process })),
+                answer => return Err(error_of(answer)),
             };
             let mut fds = fds.into_iter();
             let segment = self.map(&answer, fds.next())?;
@@ -150,7 +175,7 @@ impl Process {
                 let uffd = segment.mapping.arm(touch, device.as_ref().map(AsFd::as_fd))?;
                 self.link.serve(id, uffd, pulling == Pulling::Ahead, arrivals)?;
             }
-            Ok(Some(segment))
+            Ok(Some(Event::Arrived(segment)))
         })
     }
 
@@ -203,6 +228,20 @@ impl Drop for Process {
             self.link.close();
         }
     }
+}
+
+/// What happens to a process.
+#[derive(Debug)]
+pub enum Event<'a> {
+    /// A segment was handed over to it.
+    Arrived(Segment<'a>),
+    /// It is wanted to hand a segment over: to connect and to transfer when it can.
+    Asked {
+        /// The number of the segment.
+        id: u64,
+        /// The process that is to have it.
+        process: String,
+    },
 }
 
 /// A segment that this process owns.
@@ -313,6 +352,15 @@ impl<'a> Segment<'a> {
     /// If a page is lost.
     pub fn close(&self) -> Result<(), Error> {
         self.call(&Call::Close { id: self.id })
+    }
+
+    /// Gives up what is elsewhere: from now on, touches of pages that are not here are SIGBUS, at
+    /// any later owner as well. Then no other host has a part in the segment.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn discard(&self) -> Result<(), Error> {
+        self.call(&Call::Discard { id: self.id })
     }
 
     /// Frees the segment.

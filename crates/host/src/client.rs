@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
+use aquifer_arena::calls::{Answer, Call, LISTED_MAX, SegmentStatus, Totals};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
@@ -61,6 +62,49 @@ pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
     match request(&socket, &Frame::StatusRequest)? {
         Frame::StatusReport(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
         _ => Err(io::Error::other(UNEXPECTED_FRAME)),
+    }
+}
+
+/// Asks an agent about segments; `None` if no agent listens there.
+///
+/// # Errors
+/// Why the agent refuses; or if no answer of an agent of this build arrives in time.
+pub fn segments(path: &Path, call: &Call) -> io::Result<Option<Answer>> {
+    let socket = match connect(path) {
+        Ok(socket) => socket,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
+        Err(_) => return Ok(None),
+    };
+    let json = serde_json::to_string(call).map_err(io::Error::other)?;
+    match request(&socket, &Frame::SegmentCall(json))? {
+        Frame::SegmentAnswer(json) => match serde_json::from_str(&json).map_err(io::Error::other)? {
+            Answer::Failed(reason) => Err(io::Error::other(reason)),
+            answer => Ok(Some(answer)),
+        },
+        _ => Err(io::Error::other(UNEXPECTED_FRAME)),
+    }
+}
+
+/// All segments of an agent's host that the caller may see, and what the host has done; `None` if
+/// no agent listens there.
+///
+/// # Errors
+/// Those of [`segments`].
+pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, Totals)>> {
+    let mut all: Vec<SegmentStatus> = Vec::new();
+    loop {
+        let above = all.last().map(|last| (last.user, last.id));
+        match segments(path, &Call::Report { above })? {
+            None => return Ok(None),
+            Some(Answer::Report { segments, totals }) => {
+                let is_last = segments.len() < LISTED_MAX;
+                all.extend(segments);
+                if is_last {
+                    return Ok(Some((all, totals)));
+                }
+            }
+            Some(_) => return Err(io::Error::other(UNEXPECTED_FRAME)),
+        }
     }
 }
 

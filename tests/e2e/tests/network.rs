@@ -264,10 +264,10 @@ fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
 /// number where the pointers say.
 #[test]
 fn segments_move_between_hosts_whose_agents_are_killed() {
-    hand_over_and_kill(150, 12);
+    move_and_kill(150, 12);
 }
 
-fn hand_over_and_kill(turns: u32, kills_max: usize) {
+fn move_and_kill(turns: u32, kills_max: usize) {
     let mut cluster = Cluster::up();
     let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
     let mut players = Relay::start([&sockets[0], &sockets[1]], turns);
@@ -300,7 +300,7 @@ mod long {
 
     #[test]
     fn segments_move_between_hosts_whose_agents_are_killed() {
-        hand_over_and_kill(2500, 500);
+        move_and_kill(2500, 500);
     }
 
     /// As docs/guide/cluster.md says: the node's lease ends, programs with pages on it are ended

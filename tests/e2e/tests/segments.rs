@@ -3,10 +3,16 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
+use aquifer_client::segments::{Event, Process, Pulling};
 use aquifer_tests_e2e::cluster::text;
-use aquifer_tests_e2e::{Cluster, build};
+use aquifer_tests_e2e::{Cluster, build, eventually};
 use tempfile::TempDir;
+
+/// Longest wait for a segment.
+const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Programs that use segments.
 pub(super) struct Programs {
@@ -152,4 +158,50 @@ fn programs_of_a_host_hand_segments_to_each_other() {
     assert_eq!(end(programs.start(agent, &["home", "home", "away"])), "done\n");
     assert_eq!(end(peer), "done\n");
     Relay::start([agent, agent], 101).assert_success(101);
+}
+
+/// What an operator sees of segments, and does with them.
+#[test]
+fn an_operator_has_a_segment_moved_and_freed() {
+    let cluster = Cluster::up(1, "64M");
+    let agent = cluster.agent_socket();
+    let programs = Programs::build();
+    let mut second = PipedProgram::with(programs.start(agent, &["orphan", "second", "ahead"]));
+    second.expect("open");
+    let first = Process::open_at(agent, "first").expect("the name is free");
+    let segment = first.allocate(7, 64 << 10).expect("there is memory");
+    segment.words().iter().for_each(|word| word.store(1, Relaxed));
+    let command = |words: &[&str]| {
+        let output = cluster.command().arg("segment").args(words).output().expect("it can be started");
+        (output.status.success(), text(&output.stdout) + &text(&output.stderr))
+    };
+    let expect = |words: &[&str], is_success: bool, part: &str| {
+        let (found, printed) = command(words);
+        assert!(found == is_success && printed.contains(part), "{words:?}: {printed}");
+    };
+    expect(&["list"], true, "segment 7: 64 KiB, process first\nsegments: 1, 64 KiB; handed over: 0;");
+    expect(&["status", "7"], true, "address: 0x30");
+    expect(&["status", "8"], false, "segment 8 is not on this host");
+    expect(&["free", "7"], false, "in use by process \"first\"");
+    expect(&["move", "7", "absent"], false, "no other process of this user has the name \"absent\"");
+    expect(&["move", "7", "second", "--timeout", "1ms"], false, "was told that second is to have segment 7");
+    std::thread::scope(|scope| {
+        let moved = scope.spawn(|| command(&["move", "7", "second"]));
+        let event = first.next_event(Pulling::Ahead, PATIENCE).expect("the agent runs");
+        let Some(Event::Asked { id: 7, process }) = event else { panic!("{event:?}") };
+        segment.connect(&process).expect("it is open");
+        segment.transfer().expect("it accepts it");
+        // The request before was still there, so the second one may have come too late.
+        assert!(moved.join().unwrap().0);
+    });
+    second.request();
+    second.expect("received");
+    drop(second);
+    eventually("the process to be seen to have ended", || {
+        command(&["list"]).1.contains("of second, which is away").then_some(())
+    });
+    let json: serde_json::Value = serde_json::from_str(&command(&["list", "--json"]).1).expect("JSON");
+    assert_eq!((&json["segments"][0]["id"], &json["segments"][0]["process"]), (&7.into(), &"second".into()));
+    expect(&["free", "7"], true, "segment 7 of user");
+    expect(&["list"], true, "segments: 0");
 }

@@ -341,6 +341,7 @@ fn agent(
         segments: SegmentSettings {
             listen: settings.segment_listen,
             bytes_per_user: settings.segment_memory.unwrap_or(available / 2),
+            pull_rate: settings.segment_pull_rate,
         },
         grace: Duration::from_millis(settings.grace.unwrap_or(GRACE_MS)),
         key: match &settings.key {

@@ -4,6 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
+use aquifer_arena::calls::Totals;
 use aquifer_directory::names::{self, AgentRecord, HeapsRecord, NodeRecord};
 use aquifer_objects::service::report::HeapReport;
 use aquifer_report::AgentStatus;
@@ -13,6 +14,7 @@ use super::config::ClusterConfig;
 use super::daemon::Daemon;
 use super::launch::{LaunchError, process_of};
 use super::location::DirectoryLocation;
+use super::segment::{self, SegmentsStatus};
 use super::up::lost_socket;
 use super::{heap, key};
 use crate::Outcome;
@@ -41,6 +43,8 @@ struct Status {
     agents: Vec<AgentRecord>,
     /// The status of this machine's agent and of the programs that it serves.
     agent: Option<AgentStatus>,
+    /// The segments of this machine, if there are any or were.
+    segments: Option<SegmentsStatus>,
     /// Messages about what could not be determined.
     problems: Vec<String>,
 }
@@ -144,6 +148,7 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
     } else {
         None
     };
+    let segments = agent.as_ref().and_then(|_| segment::report(agent_socket).ok().flatten());
     let free_bytes = |id| {
         agent.iter().flat_map(|agent| &agent.nodes).find(|node| node.id == id).map(|node| node.free_bytes)
     };
@@ -166,6 +171,7 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         heaps,
         agents,
         agent,
+        segments,
         problems,
     })
 }
@@ -233,6 +239,11 @@ fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
     status.daemons.iter().try_for_each(|daemon| write_daemon(text, status, daemon))?;
     if let Some(agent) = &status.agent {
         write_agent(text, agent)?;
+    }
+    let is_used =
+        |report: &&SegmentsStatus| !report.segments.is_empty() || report.totals != Totals::default();
+    if let Some(report) = status.segments.as_ref().filter(is_used) {
+        writeln!(text, "  {}", segment::summary(report))?;
     }
     status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
 }

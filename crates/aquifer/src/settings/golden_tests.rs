@@ -41,6 +41,7 @@ fn golden_files_of_settings() {
         extents_per_user: Some(2 << 30),
         segment_listen: Some("10.0.0.1:8".parse().expect("it is an address")),
         segment_memory: Some(3 << 30),
+        segment_pull_rate: Some(4 << 20),
         key: Some("cluster.key".into()),
         shared_socket: Some("/run/aquifer.sock".into()),
         encrypt: Some(false),

@@ -263,7 +263,7 @@ impl Held {
             let _was_mapped = faults.wake_all();
         }
         if let Err(error) = revoked {
-            // Nothing else is in the arena, so this does not happen; but nobody may go on.
+            // Nothing else is in the arena, so this does not happen; but it must not go on.
             eprintln!("aquifer: cannot take a segment from this process: {error}");
             std::process::abort();
         }

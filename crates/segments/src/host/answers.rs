@@ -1,5 +1,6 @@
 //! Answers other agents, in the thread of the target that receives their messages.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, Weak};
 
 use aquifer_fabric::{Host, MessageHandler, Sender as MessageSender};
@@ -43,6 +44,7 @@ impl HostShared {
             {
                 self.begin_pulling(&mut entry, *generation, copies);
                 arrived = Some(entry.process.clone());
+                self.statistics.received.fetch_add(1, Relaxed);
             }
             if let (Ask::Prepare { process, address, .. }, Holding::Prepared { .. }) =
                 (ask, entry.holder.holding())

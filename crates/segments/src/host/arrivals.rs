@@ -21,11 +21,22 @@ struct Queue {
     waiters: Vec<Waiter>,
 }
 
-/// A segment that has arrived, and the name of its process.
+/// A segment that has arrived, or is wanted from its process, and the name of that.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Arrived {
     segment: SegmentKey,
     process: String,
+    /// The process that is to have it.
+    wanted_by: Option<String>,
+}
+
+/// What a process is told.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum News {
+    /// A segment is its from now on.
+    Arrived(SegmentKey),
+    /// It is wanted to hand a segment over to another process.
+    Asked(SegmentKey, String),
 }
 
 /// A connection of a process that waits for a segment. The answer is sent by the thread in which
@@ -35,6 +46,8 @@ pub(super) struct Waiter {
     pub tenant: u32,
     pub process: String,
     pub socket: Arc<OwnedFd>,
+    /// Whether it also waits for requests to hand a segment over.
+    pub requests: bool,
 }
 
 impl Arrivals {
@@ -47,21 +60,38 @@ impl Arrivals {
         if let Some(at) = queue.waiters.iter().position(waits) {
             return Some(queue.waiters.remove(at));
         }
-        queue.arrived.push_back(Arrived { segment, process: process.to_owned() });
+        queue.arrived.push_back(Arrived { segment, process: process.to_owned(), wanted_by: None });
         self.has_arrived.notify_all();
+        None
+    }
+
+    /// Adds a request to hand a segment over, in the same way. It replaces an earlier one.
+    #[must_use]
+    pub fn request(&self, segment: SegmentKey, process: &str, wanted_by: &str) -> Option<Waiter> {
+        let mut queue = lock(&self.queue);
+        let waits = |waiter: &Waiter| {
+            (waiter.tenant, &*waiter.process) == (segment.tenant, process) && waiter.requests
+        };
+        if let Some(at) = queue.waiters.iter().position(waits) {
+            return Some(queue.waiters.remove(at));
+        }
+        queue.arrived.retain(|arrived| arrived.segment != segment || arrived.wanted_by.is_none());
+        let wanted_by = Some(wanted_by.to_owned());
+        queue.arrived.push_back(Arrived { segment, process: process.to_owned(), wanted_by });
         None
     }
 
     /// Adds a segment before all others, because its process has not got it.
     pub fn put_back(&self, segment: SegmentKey, process: &str) {
-        lock(&self.queue).arrived.push_front(Arrived { segment, process: process.to_owned() });
+        let arrived = Arrived { segment, process: process.to_owned(), wanted_by: None };
+        lock(&self.queue).arrived.push_front(arrived);
         self.has_arrived.notify_all();
     }
 
-    /// Takes the first segment for a process; if there is none, its connection waits.
-    pub fn next_or_wait(&self, waiter: Waiter) -> Option<SegmentKey> {
+    /// Takes the first news for a process; if there are none, its connection waits.
+    pub fn next_or_wait(&self, waiter: Waiter) -> Option<News> {
         let mut queue = lock(&self.queue);
-        let next = queue.next(waiter.tenant, &waiter.process);
+        let next = queue.next(waiter.tenant, &waiter.process, waiter.requests);
         if next.is_none() {
             queue.waiters.push(waiter);
         }
@@ -78,10 +108,13 @@ impl Arrivals {
 
     /// Takes the first segment for a process, and waits for it.
     pub fn wait(&self, tenant: u32, process: &str, timeout: Duration) -> Option<SegmentKey> {
-        let must_wait =
-            |queue: &mut Queue| !queue.arrived.iter().any(|arrived| arrived.is_of(tenant, process));
+        let is_its = |arrived: &Arrived| arrived.is_of(tenant, process) && arrived.wanted_by.is_none();
+        let must_wait = |queue: &mut Queue| !queue.arrived.iter().any(is_its);
         let waited = self.has_arrived.wait_timeout_while(lock(&self.queue), timeout, must_wait);
-        waited.unwrap_or_else(PoisonError::into_inner).0.next(tenant, process)
+        match waited.unwrap_or_else(PoisonError::into_inner).0.next(tenant, process, false)? {
+            News::Arrived(segment) => Some(segment),
+            News::Asked(..) => None,
+        }
     }
 
     /// Forgets a segment that its process has in another way.
@@ -96,9 +129,12 @@ impl Arrivals {
 }
 
 impl Queue {
-    fn next(&mut self, tenant: u32, process: &str) -> Option<SegmentKey> {
-        let at = self.arrived.iter().position(|arrived| arrived.is_of(tenant, process))?;
-        self.arrived.remove(at).map(|arrived| arrived.segment)
+    fn next(&mut self, tenant: u32, process: &str, requests: bool) -> Option<News> {
+        let is_its =
+            |arrived: &Arrived| arrived.is_of(tenant, process) && (requests || arrived.wanted_by.is_none());
+        let at = self.arrived.iter().position(is_its)?;
+        let Arrived { segment, wanted_by, .. } = self.arrived.remove(at)?;
+        Some(wanted_by.map_or(News::Arrived(segment), |by| News::Asked(segment, by)))
     }
 }
 

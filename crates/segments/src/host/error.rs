@@ -85,6 +85,14 @@ pub enum SegmentError {
     /// The keeper refuses more memory.
     #[error("the keeper does not hold the segment: {0}")]
     Keeper(String),
+    /// Its process could still use it.
+    #[error("segment {segment} is in use by process {process:?}: end that first")]
+    InUse {
+        /// The segment.
+        segment: SegmentKey,
+        /// The name of the process.
+        process: String,
+    },
     /// There is no thread for its faults.
     #[error("cannot start a thread for the faults of a segment: {0}")]
     Thread(std::io::Error),

@@ -105,8 +105,10 @@ mod tests {
 
     #[test]
     fn golden_entry() {
-        let json = r#"{"holder":{"own":{"host":1,"epoch":2},"holding":{"Owned":{"generation":3,"stage":"Settled"}},"decided":3,"received":0},"copies":[],"maps":[3,null],"address":8192,"process":"p","identity":null}"#;
+        let holder = r#"{"own":{"host":1,"epoch":2},"holding":{"Owned":{"generation":3,"stage":"Settled"}},"#;
+        let counts = r#""decided":3,"received":0},"copies":[],"maps":[3,null],"address":8192,"#;
+        let json = [r#"{"holder":"#, holder, counts, r#""process":"p","identity":null}"#].concat();
         assert_eq!(serde_json::to_string(&entry(8192)).unwrap(), json);
-        assert_eq!(serde_json::from_str::<JournalEntry>(json).unwrap(), entry(8192));
+        assert_eq!(serde_json::from_str::<JournalEntry>(&json).unwrap(), entry(8192));
     }
 }

@@ -8,6 +8,7 @@
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
 //! - [`programs`] serves the programs of this host, `arrivals` has what has arrived for them, and
 //!   `served` serves their touches of pages that are elsewhere.
+//! - [`statistics`] has what was done.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
 
@@ -18,6 +19,7 @@ mod journal;
 pub mod kept;
 pub mod memory;
 mod outputs;
+mod pace;
 mod peer;
 mod precedence;
 pub mod programs;
@@ -28,8 +30,10 @@ mod restore;
 mod served;
 pub mod service;
 mod shared;
+pub mod statistics;
 pub mod wire;
 
+pub use aquifer_arena::calls::SegmentStatus;
 pub use error::SegmentError;
 pub use kept::{KeptSegment, NoKeeper, SegmentKeeper};
 pub use programs::ProcessIdentity;

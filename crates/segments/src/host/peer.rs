@@ -16,10 +16,10 @@ use crate::pulling::{ReadEnd, ReadMode};
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Pages that are read at once.
-pub(super) const PAGES_MAX: usize = 64;
+pub(super) const PAGES_MAX: u32 = 64;
 /// Where words begin that were read: behind the message, in as much room.
 const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
-const _: () = assert!(PAGES_MAX * 16 <= MESSAGE_BYTES_MAX as usize);
+const _: () = assert!(PAGES_MAX * 16 <= MESSAGE_BYTES_MAX);
 
 /// A connection to an agent.
 #[derive(Debug)]
@@ -136,7 +136,7 @@ impl Peer {
                 continue;
             }
             let at = u64::from(run[0]) * PAGE_BYTES;
-            let bytes = u32::try_from(run.len() * PAGE_BYTES as usize).expect("few pages are read at once");
+            let bytes = u32::try_from(run.len() as u64 * PAGE_BYTES).expect("few pages are read at once");
             verbs.push(Verb::Read { local: slice(segment, at, bytes), remote: remote(from.data, at) });
             verbs.push(Verb::Read { local: slice(self.local, words.after_at(), len), remote: present });
         }

@@ -12,7 +12,7 @@ use aquifer_ipc::Frame;
 use rustix::fs::{Mode, OFlags};
 use serde::{Deserialize, Serialize};
 
-use super::arrivals::Waiter;
+use super::arrivals::{News, Waiter};
 use super::memory::PAGE_BYTES;
 use super::shared::{Arrival, lock};
 use super::{SegmentError, SegmentHost, SegmentKey};
@@ -64,21 +64,54 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
                 attend(host, socket, tenant, &process);
             }
         }
-        Ok(_) => drop(answer(socket, &Answer::Failed("open the process first".into()))),
-        Err(refusal) => drop(answer(socket, &refusal)),
+        Ok(call) => {
+            let answered = operate(host, tenant, call).unwrap_or_else(|error| failed(&error));
+            answer(socket, &answered);
+        }
+        Err(reason) => drop(answer(socket, &Answer::Failed(reason))),
     }
+}
+
+/// Answers a request of a person.
+fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, SegmentError> {
+    let own = rustix::process::geteuid().as_raw();
+    let may_see = |user: u32| user == tenant || tenant == 0 || tenant == own;
+    let checked = |user: u32, id: u64| {
+        let key = SegmentKey { tenant: user, id };
+        if may_see(user) { Ok(key) } else { Err(SegmentError::NotOwned(key)) }
+    };
+    Ok(match call {
+        Call::Report { above } => {
+            let all = host.list_all().into_iter().filter(|status| may_see(status.user));
+            let after = all.filter(|status| above.is_none_or(|above| (status.user, status.id) > above));
+            Answer::Report { segments: after.take(LISTED_MAX).collect(), totals: host.statistics().totals() }
+        }
+        Call::Move { user, id, process } => {
+            host.request(checked(user, id)?, &process)?;
+            Answer::Done
+        }
+        Call::Free { user, id } => {
+            host.free(checked(user, id)?)?;
+            Answer::Done
+        }
+        _ => Answer::Failed("open the process first".into()),
+    })
 }
 
 /// Serves a connection on which a process waits for segments.
 fn attend(host: &SegmentHost, socket: &Arc<OwnedFd>, tenant: u32, process: &str) {
     while let Some((call, fds)) = next_call(socket) {
         let is_well = match call {
-            Ok(Call::Receive { timeout_ms }) => receive(host, socket, tenant, process, timeout_ms),
+            Ok(Call::Receive { timeout_ms, requests }) => {
+                let socket = Arc::clone(socket);
+                let waiter = Waiter { tenant, process: process.to_owned(), socket, requests };
+                receive(host, &waiter, timeout_ms)
+            }
             Ok(Call::Serve { id, pulls }) => {
                 serve_faults(host, SegmentKey { tenant, id }, process, pulls, fds)
             }
             Ok(_) => answer(socket, &Answer::Failed("this connection is for receiving".into())),
-            Err(refusal) => answer(socket, &refusal),
+            Err(reason) => answer(socket, &Answer::Failed(reason)),
         };
         if !is_well {
             return;
@@ -86,23 +119,31 @@ fn attend(host: &SegmentHost, socket: &Arc<OwnedFd>, tenant: u32, process: &str)
     }
 }
 
-/// Waits for a segment as long as the program waits. Returns false if that has gone.
-fn receive(host: &SegmentHost, socket: &Arc<OwnedFd>, tenant: u32, process: &str, timeout_ms: u64) -> bool {
-    let arrivals = &host.shared.arrivals;
+/// Waits for news as long as the program waits. Returns false if that has gone.
+fn receive(host: &SegmentHost, waiter: &Waiter, timeout_ms: u64) -> bool {
+    let (arrivals, socket) = (&host.shared.arrivals, &waiter.socket);
     loop {
-        let waiter = Waiter { tenant, process: process.to_owned(), socket: Arc::clone(socket) };
-        let Some(segment) = arrivals.next_or_wait(waiter) else {
-            // It is answered in between by the thread in which a segment arrives.
-            let _is_readable = wait_readable(&[socket], Duration::from_millis(timeout_ms));
-            let is_over = arrivals.leave(socket);
-            return !is_over || answer(socket, &Answer::Nothing);
+        let segment = match arrivals.next_or_wait(waiter.clone()) {
+            Some(News::Arrived(segment)) => segment,
+            Some(News::Asked(segment, process)) => {
+                if host.is_owned_by(segment, &waiter.process) {
+                    return answer(socket, &Answer::Asked { id: segment.id, process });
+                }
+                continue;
+            }
+            None => {
+                // It is answered in between by the thread in which a segment arrives.
+                let _is_readable = wait_readable(&[socket], Duration::from_millis(timeout_ms));
+                let is_over = arrivals.leave(socket);
+                return !is_over || answer(socket, &Answer::Nothing);
+            }
         };
         let arrival = host.shared.owned(segment).ok().and_then(|entry| lock(&entry).arrival(segment));
         // It may have been handed over in another way.
         let Some(arrival) = arrival else { continue };
         let is_sent = answer_segment(socket, &arrival);
         if !is_sent {
-            arrivals.put_back(segment, process);
+            arrivals.put_back(segment, &waiter.process);
         }
         return is_sent;
     }
@@ -145,7 +186,7 @@ impl Program<'_> {
                     let answered = self.answer(call).unwrap_or_else(|error| failed(&error));
                     answer(socket, &answered)
                 }
-                Err(refusal) => answer(socket, &refusal),
+                Err(reason) => answer(socket, &Answer::Failed(reason)),
             };
             if !is_sent {
                 return;
@@ -185,6 +226,7 @@ impl Program<'_> {
             Call::Close { id } => {
                 self.host.close(self.own(id)?)?;
             }
+            Call::Discard { id } => self.host.discard(self.own(id)?)?,
             Call::List { above } => {
                 let is_above = |id: u64| above.is_none_or(|above| id > above);
                 let all = self.host.list(self.tenant).into_iter();
@@ -194,6 +236,9 @@ impl Program<'_> {
             | Call::Attend { .. }
             | Call::Receive { .. }
             | Call::Serve { .. }
+            | Call::Report { .. }
+            | Call::Move { .. }
+            | Call::Free { .. }
             | Call::Allocate { .. } => {
                 return Ok(Answer::Failed("this connection is not for that".into()));
             }
@@ -211,8 +256,8 @@ impl Program<'_> {
     }
 }
 
-fn parse(json: &str) -> Result<Call, Answer> {
-    serde_json::from_str(json).map_err(|error| Answer::Failed(format!("the request is not valid: {error}")))
+fn parse(json: &str) -> Result<Call, String> {
+    serde_json::from_str(json).map_err(|error| format!("the request is not valid: {error}"))
 }
 
 fn failed(error: &SegmentError) -> Answer {
@@ -220,7 +265,7 @@ fn failed(error: &SegmentError) -> Answer {
 }
 
 /// The next request; `None` if the program has closed the connection, or sends something else.
-fn next_call(socket: &OwnedFd) -> Option<(Result<Call, Answer>, Vec<OwnedFd>)> {
+fn next_call(socket: &OwnedFd) -> Option<(Result<Call, String>, Vec<OwnedFd>)> {
     // A program may be silent for long.
     while !wait_readable(&[socket], SILENCE_TICK).ok()? {}
     match receive_frame(socket) {
@@ -235,7 +280,7 @@ fn next_call(socket: &OwnedFd) -> Option<(Result<Call, Answer>, Vec<OwnedFd>)> {
 }
 
 /// Answers a request. Returns false if the program has closed the connection.
-fn answer(socket: &OwnedFd, answer: &Answer) -> bool {
+pub(super) fn answer(socket: &OwnedFd, answer: &Answer) -> bool {
     send_frame(socket, &frame_of(answer), &[]).is_ok()
 }
 

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::memory::SegmentMemory;
+use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::{Lane, PAGES_MAX};
 use super::shared::{HostShared, Segment, lock};
 use super::wire::{Answer, Ask, CopyPlace, Request};
@@ -14,7 +14,7 @@ use crate::pulling::{Link, ReadEnd, ReadMode, ReadOrder, Step};
 
 /// Pages that are read at once ahead of the program while its threads wait for pages now and then:
 /// so few that none waits long behind them.
-const PAGES_BETWEEN_DEMANDS: usize = 8;
+const PAGES_BETWEEN_DEMANDS: u32 = 8;
 /// Interval of attempts to read from a host whose agent is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -59,6 +59,7 @@ impl HostShared {
     /// # Panics
     /// If there is no such page.
     pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<(), SegmentError> {
+        let began = Instant::now();
         let _demand = self.precedence.demand();
         let entry = self.owned(segment)?;
         let steps = {
@@ -73,7 +74,9 @@ impl HostShared {
             };
             pages.iter().filter_map(&mut demand).collect()
         };
-        self.carry_out_pull(segment, &entry, steps)
+        self.carry_out_pull(segment, &entry, steps)?;
+        self.statistics.waits.record(began.elapsed());
+        Ok(())
     }
 
     /// Pulls a range of pages, as far as they are not here.
@@ -84,8 +87,8 @@ impl HostShared {
     /// # Panics
     /// If there are no such pages.
     pub(super) fn pull_range(&self, segment: SegmentKey, pages: Range<u32>) -> Result<(), SegmentError> {
-        for first in pages.clone().step_by(PAGES_MAX) {
-            let end = pages.end.min(first.saturating_add(PAGES_MAX as u32));
+        for first in pages.clone().step_by(PAGES_MAX as usize) {
+            let end = pages.end.min(first.saturating_add(PAGES_MAX));
             self.demand(segment, &(first..end).collect::<Vec<_>>())?;
         }
         // What other threads pull is waited for, and what they have lost is noticed.
@@ -105,6 +108,16 @@ impl HostShared {
         Ok(())
     }
 
+    /// Gives up the pages that are not here.
+    pub(super) fn discard(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let entry = self.owned(segment)?;
+        if let Some(puller) = &mut lock(&entry).puller {
+            puller.discard();
+        }
+        self.release_copies(segment, &entry);
+        Ok(())
+    }
+
     /// Pulls some pages ahead of the program, over a connection of its own, when no thread waits
     /// for a page. Returns whether there are more.
     ///
@@ -115,10 +128,11 @@ impl HostShared {
         let entry = self.owned(segment)?;
         let steps: Vec<Step> = match &mut lock(&entry).puller {
             None => return Ok(false),
-            Some(puller) => std::iter::from_fn(|| puller.ahead()).take(pages_max).collect(),
+            Some(puller) => std::iter::from_fn(|| puller.ahead()).take(pages_max as usize).collect(),
         };
-        let are_more = steps.len() == pages_max;
+        let (are_more, bytes) = (steps.len() == pages_max as usize, steps.len() as u64 * PAGE_BYTES);
         self.carry_out_pull(segment, &entry, steps)?;
+        std::thread::sleep(self.pace.charge(bytes, Instant::now()));
         Ok(are_more)
     }
 }
@@ -138,7 +152,7 @@ impl HostShared {
             let is_alike = |order: &ReadOrder| (order.from, order.mode) == (first.from, first.mode);
             let orders = std::mem::take(&mut pulled.orders);
             let (mut alike, others): (Vec<_>, Vec<_>) = orders.into_iter().partition(is_alike);
-            pulled.orders = alike.split_off(alike.len().min(PAGES_MAX));
+            pulled.orders = alike.split_off(alike.len().min(PAGES_MAX as usize));
             pulled.orders.extend(others);
             let ends = self.read(segment, entry, &alike);
             {
@@ -146,8 +160,10 @@ impl HostShared {
                 let generation = entry.copies[0].link.generation;
                 for (order, end) in alike.iter().zip(ends) {
                     let next = entry.puller.as_mut().and_then(|puller| puller.read_ended(order.page, end));
-                    if let (Some(Step::Complete { page, .. }), Some(memory)) = (next, &entry.memory) {
+                    if let (Some(Step::Complete { page, is_demanded }), Some(memory)) = (next, &entry.memory)
+                    {
                         memory.set_present(generation, page);
+                        self.statistics.count_page(is_demanded);
                     }
                     pulled.extend(next);
                 }
@@ -190,6 +206,10 @@ impl HostShared {
             }
             // An agent that has died may come again, and has its memory then.
             if matches!(self.registry.lives(from.at), Ok(false)) || self.is_ending() {
+                return gone();
+            }
+            // It is not needed any more.
+            if !lock(entry).copies.iter().any(|place| place.link == from) {
                 return gone();
             }
             match self.find_copy(segment, from) {

@@ -2,12 +2,12 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::SegmentError;
 use super::journal::JournalEntry;
 use super::kept::KeptSegment;
 use super::memory::SegmentMemory;
 use super::programs::ProcessIdentity;
 use super::shared::{HostShared, Job, Segment, lock};
+use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holding, Input};
 use crate::pulling::{Lineage, Puller};
 
@@ -24,7 +24,8 @@ impl HostShared {
                 // It was never used.
                 Ok((memory, _)) => self.close_memory(&memory),
                 Err(error) => {
-                    tracing::error!(segment = %kept.segment, %error, "a kept segment is unusable; it is lost");
+                    let segment = kept.segment;
+                    tracing::error!(%segment, %error, "a kept segment is unusable; it is lost");
                     self.keeper.release(number);
                 }
             }
@@ -39,7 +40,7 @@ impl HostShared {
 
     fn restore_segment(
         &self,
-        segment: super::SegmentKey,
+        segment: SegmentKey,
         memory: SegmentMemory,
         entry: JournalEntry,
     ) -> Result<(), SegmentError> {

@@ -111,8 +111,8 @@ fn pull_ahead(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop:
 }
 
 impl HostShared {
-    /// Serves the faults of a mapping from now on, instead of those of an earlier one. With `pulls`,
-    /// all pages are pulled ahead of the program; then its touches are plain again.
+    /// Serves the faults of a mapping from now on, instead of those of an earlier one. With
+    /// `pulls`, all pages are pulled ahead of the program; then its touches are plain again.
     pub(super) fn serve_faults(
         self: &Arc<Self>,
         segment: SegmentKey,

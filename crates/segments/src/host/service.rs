@@ -5,10 +5,11 @@ use std::collections::btree_map::Entry;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_arena::SEGMENT_BYTES_MAX;
 use aquifer_arena::calls::SegmentStatus;
@@ -22,13 +23,14 @@ use super::arrivals::Arrivals;
 use super::error::{PROCESS_NAME_MAX, SegmentError};
 use super::kept::{KeptSegment, SegmentKeeper};
 use super::memory::PAGE_BYTES;
+use super::pace::Pace;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
 use super::shared::{Arrival, HostShared, Job, Segment, lock};
+use super::statistics::Statistics;
 use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, Stage};
-use crate::pulling::Puller;
 use crate::pulling::lineage::LINKS_MAX;
 
 /// The tenant of agents among themselves. No user has this number.
@@ -45,6 +47,8 @@ pub struct SegmentOptions {
     pub key: ClusterKey,
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
+    /// Bytes per second that are pulled ahead of all programs together. `None`: as many as come.
+    pub pull_rate: Option<u64>,
     /// How long processes may have segments after this process of the agent has ended. Before that,
     /// no other host may take the life of this one for ended.
     pub grace: Duration,
@@ -71,7 +75,7 @@ impl SegmentHost {
         keeper: Arc<dyn SegmentKeeper>,
         kept: Vec<KeptSegment>,
     ) -> Result<Self, SegmentError> {
-        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, grace } = *options;
+        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, pull_rate, grace } = *options;
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
         let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let target =
@@ -92,6 +96,8 @@ impl SegmentHost {
             arrivals: Arrivals::default(),
             bytes_per_tenant,
             precedence: Precedence::default(),
+            pace: Pace::new(pull_rate),
+            statistics: Statistics::default(),
             keeper,
             next_number: AtomicU64::new(1 + kept.iter().map(|kept| kept.number).max().unwrap_or(0)),
             jobs: Mutex::new(Some(jobs)),
@@ -193,9 +199,9 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Has a process of a tenant accept segments here. Its name is its own in the tenant. `identity`
-    /// is the process, if it can be seen; `held` has the segments that it got from an earlier
-    /// process of this agent. Returns those of them that it still owns.
+    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
+    /// `identity` is the process, if it can be seen; `held` has the segments that it got from an
+    /// earlier process of this agent. Returns those of them that it still owns.
     ///
     /// # Errors
     /// If the name is not possible, or another process has it.
@@ -322,18 +328,25 @@ impl SegmentHost {
         if !is_ready {
             return self.pass_on(segment, &entry);
         }
+        let began = Instant::now();
         self.shared.run(segment, &entry, Input::Transfer);
         if matches!(lock(&entry).holder.holding(), Holding::Sent { .. }) {
             self.shared.run(segment, &entry, Input::Tick);
         }
+        let statistics = &self.shared.statistics;
         match lock(&entry).holder.holding() {
             Holding::Owned { .. } => {
+                statistics.declined.fetch_add(1, Relaxed);
                 // The process, which waits for this answer, still has it.
                 self.shared.arrivals.forget(segment);
                 Err(SegmentError::Declined(segment))
             }
             Holding::Sent { .. } => Err(SegmentError::Unknown(segment)),
-            Holding::Absent | Holding::Prepared { .. } => Ok(()),
+            Holding::Absent | Holding::Prepared { .. } => {
+                statistics.handed_over.fetch_add(1, Relaxed);
+                statistics.transfers.record(began.elapsed());
+                Ok(())
+            }
         }
     }
 
@@ -385,18 +398,62 @@ impl SegmentHost {
     /// The segments of a tenant that are owned here.
     #[must_use]
     pub fn list(&self, tenant: u32) -> Vec<SegmentStatus> {
+        self.list_all().into_iter().filter(|status| status.user == tenant).collect()
+    }
+
+    /// The segments that are owned here, by user and number.
+    #[must_use]
+    pub fn list_all(&self) -> Vec<SegmentStatus> {
         let entries: Vec<_> =
             lock(&self.shared.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
-        let of_tenant = entries.into_iter().filter(|(segment, _)| segment.tenant == tenant);
         let status = |(segment, entry): (SegmentKey, Arc<Mutex<Segment>>)| {
-            let entry = lock(&entry);
-            let bytes = entry.bytes().filter(|_| entry.holder.has_access())?;
-            let missing = entry.puller.as_ref().map_or(0, Puller::missing);
-            let process = entry.process.clone();
-            let missing_bytes = u64::from(missing) * PAGE_BYTES;
-            Some(SegmentStatus { id: segment.id, address: entry.address, bytes, missing_bytes, process })
+            let status = lock(&entry).status(segment)?;
+            let is_open = self.shared.has_process(segment.tenant, &status.process);
+            Some(SegmentStatus { is_open, ..status })
         };
-        of_tenant.filter_map(status).collect()
+        entries.into_iter().filter_map(status).collect()
+    }
+
+    /// What was done since the start.
+    #[must_use]
+    pub fn statistics(&self) -> &Statistics {
+        &self.shared.statistics
+    }
+
+    /// Requests the owner of a segment to hand it over to another process of the tenant.
+    ///
+    /// # Errors
+    /// If the segment is not owned here, its process is not open, or there is no such process.
+    pub fn request(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
+        let entry = self.owned(segment)?;
+        let owner = lock(&entry).process.clone();
+        if owner == process {
+            return Ok(());
+        }
+        if !self.has_process(segment.tenant, &owner) {
+            return Err(SegmentError::NoProcess(owner));
+        }
+        if self.shared.registry.find_process(segment.tenant, process)?.is_none() {
+            return Err(SegmentError::NoProcess(process.to_owned()));
+        }
+        self.shared.request(segment, &owner, process);
+        Ok(())
+    }
+
+    /// Frees a segment whose process has ended.
+    ///
+    /// # Errors
+    /// If the process is open, or those of [`Self::deallocate`].
+    pub fn free(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let (owner, identity) = {
+            let entry = self.owned(segment)?;
+            let entry = lock(&entry);
+            (entry.process.clone(), entry.identity)
+        };
+        if self.has_process(segment.tenant, &owner) || identity.is_some_and(ProcessIdentity::is_running) {
+            return Err(SegmentError::InUse { segment, process: owner });
+        }
+        self.deallocate(segment)
     }
 
     /// Whether a process of this host owns a segment.
@@ -453,6 +510,15 @@ impl SegmentHost {
     /// If the segment is not owned here, or a page is lost.
     pub fn pull_all(&self, segment: SegmentKey) -> Result<(), SegmentError> {
         self.shared.pull_all(segment)
+    }
+
+    /// Gives up the pages that are not here: touches of them are SIGBUS from now on, at any later
+    /// owner as well. Then no other host has a part in the segment.
+    ///
+    /// # Errors
+    /// If the segment is not owned here.
+    pub fn discard(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        self.shared.discard(segment)
     }
 
     /// Pulls all pages, and ends the serving of faults: touches are plain again.

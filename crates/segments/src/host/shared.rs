@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
+use aquifer_arena::calls::{Answer, SegmentStatus};
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
@@ -12,12 +13,14 @@ use aquifer_fabric::{ClusterKey, Identity, Memory};
 use super::arrivals::Arrivals;
 use super::journal::JournalEntry;
 use super::kept::SegmentKeeper;
-use super::memory::SegmentMemory;
+use super::memory::{PAGE_BYTES, SegmentMemory};
+use super::pace::Pace;
 use super::peer::{Lane, Peer};
 use super::precedence::Precedence;
-use super::programs::{ProcessIdentity, answer_segment};
+use super::programs::{ProcessIdentity, answer, answer_segment};
 use super::registry::Registry;
 use super::served::ServedFaults;
+use super::statistics::Statistics;
 use super::wire::{Ask, CopyPlace, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::{Holder, Holding, Life, Message, Output, Stage};
@@ -48,6 +51,8 @@ pub(super) struct HostShared {
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
     pub precedence: Precedence,
+    pub pace: Pace,
+    pub statistics: Statistics,
     /// For the worker; `None` at the end.
     pub jobs: Mutex<Option<Sender<Job>>>,
 }
@@ -116,6 +121,13 @@ impl HostShared {
         }
     }
 
+    /// Has a process of this host learn that a segment of it is wanted by another process.
+    pub(super) fn request(&self, segment: SegmentKey, owner: &str, process: &str) {
+        let Some(waiter) = self.arrivals.request(segment, owner, process) else { return };
+        // A program that has gone has no segments any more.
+        let _is_sent = answer(&waiter.socket, &Answer::Asked { id: segment.id, process: process.to_owned() });
+    }
+
     /// Memory for a segment.
     ///
     /// # Errors
@@ -180,6 +192,22 @@ impl Segment {
             identity: self.identity,
         };
         memory.write_journal(&entry);
+    }
+
+    /// What a person sees of it; `None` if it is not owned here.
+    pub(super) fn status(&self, segment: SegmentKey) -> Option<SegmentStatus> {
+        let bytes = self.bytes().filter(|_| self.holder.has_access())?;
+        let missing = self.puller.as_ref().map_or(0, Puller::missing);
+        Some(SegmentStatus {
+            user: segment.tenant,
+            id: segment.id,
+            address: self.address,
+            bytes,
+            missing_bytes: u64::from(missing) * PAGE_BYTES,
+            process: self.process.clone(),
+            is_open: false,
+            target: Some(self.target.clone()).filter(|target| !target.is_empty()),
+        })
     }
 
     /// What its process gets.

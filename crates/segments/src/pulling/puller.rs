@@ -163,8 +163,14 @@ impl Puller {
         self.is_over = true;
     }
 
-    /// The segment has not moved on after all. Returns whether it had seemed so: then READs may have
-    /// ended meanwhile that threads wait for.
+    /// What is not present is lost from now on, except what is on its way.
+    pub fn discard(&mut self) {
+        self.lineage = Lineage::of(self.lineage.links().iter().copied().take(1));
+        self.cursor = self.pages;
+    }
+
+    /// The segment has not moved on after all. Returns whether it had seemed so: then READs may
+    /// have ended meanwhile that threads wait for.
     pub fn go_on(&mut self) -> bool {
         let was_over = std::mem::replace(&mut self.is_over, false);
         if was_over {
@@ -236,8 +242,10 @@ impl Puller {
 
     fn order(&mut self, page: u32, read: InFlight) -> Option<Step> {
         let InFlight { link, mode, is_demanded } = read;
+        let Some(from) = self.lineage.links().get(link).copied() else {
+            return Some(Step::Lost { page, is_demanded });
+        };
         self.in_flight.insert(page, read);
-        let from = self.lineage.links()[link];
         Some(Step::Read(ReadOrder { page, from, mode, is_urgent: is_demanded }))
     }
 }
@@ -289,6 +297,34 @@ mod tests {
         let own = order(puller.read_ended(5, ReadEnd::NotThere));
         assert_eq!((own.mode, own.from), (ReadMode::Own, link(1, 0)));
         assert!(matches!(puller.read_ended(5, ReadEnd::Found), Some(Step::Complete { .. })));
+    }
+
+    #[test]
+    fn what_is_given_up_is_lost_but_not_what_is_on_its_way() {
+        let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
+        let mut puller = Puller::new(link(2, 1).at, 10, lineage);
+        let (found, missed) = (order(puller.demand(1)), order(puller.demand(2)));
+        puller.discard();
+        let complete = Step::Complete { page: 1, is_demanded: true };
+        assert_eq!(puller.read_ended(found.page, ReadEnd::Found), Some(complete));
+        let lost = |page| Some(Step::Lost { page, is_demanded: true });
+        assert_eq!(puller.read_ended(missed.page, ReadEnd::NotThere), lost(2));
+        assert_eq!((puller.demand(3), puller.ahead()), (lost(3), None));
+        assert_eq!(puller.demand(1), Some(complete));
+    }
+
+    #[test]
+    fn pulling_goes_on_after_a_restart_and_after_a_hand_over_that_did_not_take_place() {
+        let lineage = Lineage::whole(link(1, 0)).handed_to(link(2, 1)).unwrap();
+        let mut puller = Puller::resumed(link(2, 1).at, 100, lineage, |page| page % 2 == 0);
+        assert_eq!((puller.missing(), order(puller.ahead()).page), (50, 1));
+        let ended = order(puller.demand(3));
+        puller.finish();
+        assert_eq!(puller.read_ended(ended.page, ReadEnd::Found), None, "it has moved on");
+        assert!(puller.go_on() && !puller.go_on());
+        assert_eq!(order(puller.ahead()).page, 3, "it is read again");
+        let complete = Step::Complete { page: 1, is_demanded: false };
+        assert_eq!(puller.read_ended(1, ReadEnd::Found), Some(complete), "it was on its way all the time");
     }
 
     #[test]

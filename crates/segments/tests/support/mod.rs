@@ -42,7 +42,8 @@ impl Records {
         let lease = self.directory.lease_grant(TTL).unwrap();
         self.leases.lock().unwrap().push((host, lease.id));
         let listen = Some("127.0.0.1:0".parse().unwrap());
-        let options = SegmentOptions { life, listen, key: KEY, bytes_per_tenant, grace: TTL };
+        let options =
+            SegmentOptions { life, listen, key: KEY, bytes_per_tenant, pull_rate: None, grace: TTL };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()

@@ -43,6 +43,7 @@ fn golden_status() {
         }],
         agents: vec![agent],
         agent: Some(asked),
+        segments: None,
         problems: vec!["one".into()],
     };
     golden.lines(&serde_json::to_string_pretty(&status).expect("numbers and texts can be written"));
@@ -55,6 +56,7 @@ fn golden_status() {
         heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
+        segments: None,
         problems: Vec::new(),
     };
     golden.lines(&serde_json::to_string_pretty(&stopped).expect("numbers and texts can be written"));
@@ -75,6 +77,7 @@ fn a_cluster_with_a_dead_daemon_is_degraded() {
         heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
+        segments: None,
         problems: Vec::new(),
     };
     assert!(!status(&[]).is_degraded(), "there is no cluster");

@@ -1,0 +1,122 @@
+//! What a host has done with segments since its agent started.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use aquifer_arena::calls::{Times, Totals};
+use hdrhistogram::Histogram;
+
+use super::shared::lock;
+
+/// Longest time that is told from longer ones.
+const LONGEST_NS: u64 = 60_000_000_000;
+
+/// Counts and times.
+#[derive(Debug, Default)]
+pub struct Statistics {
+    /// Segments that were handed over.
+    pub handed_over: AtomicU64,
+    /// Segments that were received.
+    pub received: AtomicU64,
+    /// Hand-overs that the target has declined.
+    pub declined: AtomicU64,
+    /// Pages that were pulled when a thread waited for them.
+    pub pages_on_touch: AtomicU64,
+    /// Pages that were pulled ahead of the program.
+    pub pages_ahead: AtomicU64,
+    /// From the request to hand a segment over to its end.
+    pub transfers: TimesOf,
+    /// From the touch of pages that are elsewhere to their arrival.
+    pub waits: TimesOf,
+}
+
+impl Statistics {
+    /// Counts a page that was pulled.
+    pub fn count_page(&self, is_demanded: bool) {
+        let count = if is_demanded { &self.pages_on_touch } else { &self.pages_ahead };
+        count.fetch_add(1, Relaxed);
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn totals(&self) -> Totals {
+        Totals {
+            handed_over: self.handed_over.load(Relaxed),
+            received: self.received.load(Relaxed),
+            declined: self.declined.load(Relaxed),
+            pages_on_touch: self.pages_on_touch.load(Relaxed),
+            pages_ahead: self.pages_ahead.load(Relaxed),
+            transfers: self.transfers.summary(),
+            waits: self.waits.summary(),
+        }
+    }
+}
+
+/// Times of one kind.
+#[derive(Debug)]
+pub struct TimesOf(Mutex<Recorded>);
+
+#[derive(Debug)]
+struct Recorded {
+    histogram: Histogram<u64>,
+    sum_ns: u64,
+}
+
+impl Default for TimesOf {
+    fn default() -> Self {
+        let histogram = Histogram::new_with_max(LONGEST_NS, 2).expect("the bounds are possible");
+        Self(Mutex::new(Recorded { histogram, sum_ns: 0 }))
+    }
+}
+
+impl TimesOf {
+    /// Counts a time.
+    pub fn record(&self, time: Duration) {
+        let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let mut recorded = lock(&self.0);
+        recorded.histogram.saturating_record(ns);
+        recorded.sum_ns = recorded.sum_ns.saturating_add(ns);
+    }
+
+    fn summary(&self) -> Times {
+        let recorded = lock(&self.0);
+        let us = |ns: u64| ns.div_ceil(1000);
+        Times {
+            count: recorded.histogram.len(),
+            p50_us: us(recorded.histogram.value_at_quantile(0.5)),
+            p99_us: us(recorded.histogram.value_at_quantile(0.99)),
+            longest_us: us(recorded.histogram.max()),
+        }
+    }
+
+    /// The sum of all times in ns, and for each of these bounds in ns, in ascending order, the
+    /// number of times above the bound before and up to it; then the number of longer ones.
+    #[must_use]
+    pub fn between(&self, bounds_ns: &[u64]) -> (u64, Vec<u64>) {
+        let recorded = lock(&self.0);
+        let mut counts = vec![0; bounds_ns.len() + 1];
+        for value in recorded.histogram.iter_recorded() {
+            let at = bounds_ns.partition_point(|bound| *bound < value.value_iterated_to());
+            counts[at] += value.count_at_value();
+        }
+        (recorded.sum_ns, counts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_summed_up() {
+        let times = TimesOf::default();
+        assert_eq!(times.summary(), Times::default());
+        (1..=100).for_each(|at| times.record(Duration::from_micros(at)));
+        times.record(Duration::from_secs(3600));
+        let Times { count, p50_us, p99_us, .. } = times.summary();
+        assert!(count == 101 && (50..=52).contains(&p50_us) && (99..=102).contains(&p99_us));
+        let (sum_ns, counts) = times.between(&[10_500, 200_000]);
+        assert_eq!((counts, sum_ns), (vec![10, 90, 1], 5_050_000 + 3_600_000_000_000));
+    }
+}
