@@ -23,6 +23,9 @@ pub enum Call {
         /// The name.
         process: String,
     },
+    /// Answered at once, as often as it is asked: the process may have its segments. The first and
+    /// only request of a connection.
+    Pulse,
     /// Allocates a segment.
     Allocate {
         /// Its number in the tenant.

@@ -154,14 +154,19 @@ fn a_target_that_dies_before_the_message_leaves_the_segment_where_it_was() {
     let dead = name(&cluster.hosts[1]);
     cluster.hosts[0].connect(SEGMENT, &dead).unwrap();
     drop(cluster.hosts.pop());
-    // Whether it has received the message is unknown as long as its lease lasts.
-    let error = cluster.hosts[0].transfer(SEGMENT).unwrap_err();
-    assert!(matches!(error, SegmentError::Unknown(SEGMENT)), "{error}");
-    assert!(!cluster.hosts[0].owns(SEGMENT));
-    cluster.records.end_life(2);
-    while !cluster.hosts[0].owns(SEGMENT) {
-        std::thread::yield_now();
-    }
+    // Whether it has received the message is unknown as long as its life lasts.
+    std::thread::scope(|scope| {
+        let source = &cluster.hosts[0];
+        let transfer = scope.spawn(|| source.transfer(SEGMENT));
+        while source.owns(SEGMENT) {
+            std::thread::yield_now();
+        }
+        cluster.records.end_life(2);
+        let error = transfer.join().unwrap().unwrap_err();
+        assert!(matches!(error, SegmentError::Declined(SEGMENT)), "{error}");
+        assert!(source.owns(SEGMENT));
+        assert!(source.receive(TENANT, &name(source), Duration::ZERO).is_none(), "its process has it");
+    });
     assert_eq!(value_of(&memory, 3), 77);
     let error = cluster.hosts[0].connect(SEGMENT, &dead).unwrap_err();
     assert!(matches!(error, SegmentError::NoProcess(_)), "{error}");

@@ -5,6 +5,7 @@
  * segments give NAME PEER: hands a segment to PEER, which waits, and ends.
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
  * come, and touches them until one is SIGBUS or SIGSEGV.
+ * segments own NAME: has a segment, and touches it until that is SIGSEGV.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>
@@ -242,13 +243,33 @@ static void be_orphan(aquifer_process *self, int pulling)
     errx(1, "all pages are here");
 }
 
+/* Touches a segment of its own until it is not any more. */
+static void own(aquifer_process *self)
+{
+    aquifer_segment *segment;
+    alarm(2 * PATIENCE_MS / 1000);
+    done(aquifer_segment_allocate(self, 1, PAGE, &segment));
+    puts("own");
+    fflush(stdout);
+    for (;;)
+    {
+        int number = touch(aquifer_segment_address(segment));
+        if (number == SIGSEGV)
+        {
+            puts("SIGSEGV");
+            exit(0);
+        }
+        expect(number, 0, "a touch");
+    }
+}
+
 int main(int count, char **words)
 {
     struct sigaction action = {.sa_handler = on_fault};
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
     if (count < 3)
-        errx(2, "usage: segments home|peer|give|orphan|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|get NAME [PEER]");
     aquifer_process *self = open_name(words[2]);
     if (count > 3 && !strcmp(words[1], "home"))
         home(self, words[3]);
@@ -258,10 +279,12 @@ int main(int count, char **words)
         give(self, words[3]);
     else if (count > 3 && !strcmp(words[1], "orphan"))
         be_orphan(self, strcmp(words[3], "explicit") ? AQUIFER_PULL_AHEAD : AQUIFER_PULL_EXPLICIT);
+    else if (!strcmp(words[1], "own"))
+        own(self);
     else if (!strcmp(words[1], "get"))
         get(self);
     else
-        errx(2, "usage: segments home|peer|give|orphan|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|get NAME [PEER]");
     done(aquifer_process_close(self));
     /* The name is free again, and the addresses. */
     done(aquifer_process_close(open_name(words[2])));

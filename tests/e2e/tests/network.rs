@@ -260,6 +260,19 @@ fn a_touch_of_a_page_that_is_elsewhere_is_a_fault_when_the_agent_has_ended() {
     ahead.expect("SIGSEGV");
 }
 
+/// An agent that is stopped may have been given up by the other hosts: its processes lose their
+/// segments in time.
+#[test]
+fn a_process_whose_agent_is_stopped_loses_its_segments() {
+    let cluster = Cluster::up_with_grace("2s");
+    let agent = cluster.hosts[0].state.path().join("agent.sock");
+    let programs = Programs::build();
+    let mut orphan = PipedProgram::with(programs.start(&agent, &["own", "owner"]));
+    orphan.expect("own");
+    let _stopped = Stopped::new(cluster.hosts[0].agent());
+    orphan.expect("SIGSEGV");
+}
+
 /// Both agents are killed and started again all the time. Programs wait for them, and find each
 /// number where the pointers say.
 #[test]

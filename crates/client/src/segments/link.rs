@@ -2,7 +2,7 @@
 //! a thread connects again.
 //!
 //! Meanwhile this process works on. Touches of pages that are elsewhere wait, and so do calls. If
-//! no agent comes within the grace time, other hosts may go on without this one: then this process
+//! no agent answers for the grace time, other hosts may go on without this one: then this process
 //! loses its segments, and a touch is SIGSEGV.
 //!
 //! The process keeps a reference to each userfaultfd that it has sent to its agent. With the last
@@ -19,6 +19,7 @@ use aquifer_arena::{PageFaults, revoke};
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{Shutdown, shutdown};
 
 use super::Error;
@@ -26,6 +27,10 @@ use crate::error::connect;
 
 /// Interval of attempts to connect, at which events of mappings are read as well.
 const TICK: Duration = Duration::from_millis(20);
+/// Longest wait for an answer of an agent to which it connects.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// Questions to the agent whether it runs, in the grace time.
+const PULSES: u32 = 8;
 
 /// The connections of a process to its agent.
 #[derive(Debug)]
@@ -77,7 +82,7 @@ pub(super) enum Line {
 impl Link {
     /// Connects, and starts the thread that connects again.
     pub fn open(agent: &Path, process: &str) -> Result<Arc<Self>, Error> {
-        let (calls, arrivals, grace, _) = connect_both(agent, process, Vec::new())?;
+        let Connected { calls, arrivals, pulse, grace, .. } = connect_all(agent, process, Vec::new())?;
         let state = State { connections: 1, grace, is_over: false, is_closing: false };
         let link = Arc::new(Self {
             agent: agent.to_owned(),
@@ -90,7 +95,7 @@ impl Link {
         });
         let watched = Arc::clone(&link);
         let thread = std::thread::Builder::new().name("aquifer-segments".into());
-        thread.spawn(move || watched.watch()).map_err(Error::System)?;
+        thread.spawn(move || watched.watch(pulse)).map_err(Error::System)?;
         Ok(link)
     }
 
@@ -166,44 +171,83 @@ impl Link {
     }
 
     /// Connects again whenever the agent ends.
-    fn watch(&self) {
+    fn watch(&self, mut pulse: OwnedFd) {
         loop {
             let copies = [&self.calls, &self.arrivals].map(|connection| lock(connection).try_clone());
-            if let [Ok(calls), Ok(arrivals)] = &copies {
-                let mut ends = [calls, arrivals].map(|copy| PollFd::new(copy, PollFlags::RDHUP));
-                while !poll(&mut ends, None).is_ok_and(|ready| ready > 0) {}
-            }
-            // Calls that wait for an answer learn of it, if only one of the two has ended.
+            let last_answer = match &copies {
+                [Ok(calls), Ok(arrivals)] => self.await_end([calls, arrivals], &pulse),
+                // Without descriptors the end cannot be noticed.
+                _ => Instant::now(),
+            };
+            // Calls that wait for an answer learn of it, if only one has ended.
             for copy in copies.iter().flatten() {
                 let _was_closed = shutdown(copy, Shutdown::Both);
             }
             let (until, is_closing) = {
                 let state = lock(&self.state);
-                (Instant::now() + state.grace, state.is_closing)
+                (last_answer + state.grace, state.is_closing)
             };
-            if is_closing || !self.reconnect(until) {
-                return self.give_up();
+            match (is_closing, self.reconnect(until)) {
+                (false, Some(next)) => pulse = next,
+                _ => return self.give_up(),
             }
         }
     }
 
-    /// Returns false if no agent has come in time, or the process wants no segments any more.
-    fn reconnect(&self, until: Instant) -> bool {
+    /// Waits until the agent has ended, or has not answered for the grace time. Returns when it has
+    /// answered last.
+    fn await_end(&self, connections: [&OwnedFd; 2], pulse: &OwnedFd) -> Instant {
+        let (grace, mut last_answer) = (lock(&self.state).grace, Instant::now());
+        let mut is_asked = false;
         loop {
+            let mut ends = [
+                PollFd::new(connections[0], PollFlags::RDHUP),
+                PollFd::new(connections[1], PollFlags::RDHUP),
+                PollFd::new(pulse, PollFlags::IN),
+            ];
+            let interval = Timespec::try_from(grace / PULSES).unwrap_or_default();
+            let is_over = match poll(&mut ends, Some(&interval)) {
+                Err(rustix::io::Errno::INTR) => false,
+                Err(_) => true,
+                Ok(0) if is_asked => last_answer.elapsed() > grace,
+                Ok(0) => {
+                    is_asked = true;
+                    send(pulse, &Call::Pulse, &[]).is_err()
+                }
+                Ok(_) if ends[2].revents() == PollFlags::IN => {
+                    (is_asked, last_answer) = (false, Instant::now());
+                    receive_frame(pulse).is_err()
+                }
+                Ok(_) => true,
+            };
+            if is_over {
+                return last_answer;
+            }
+        }
+    }
+
+    /// The pulse of the next connection; `None` if no agent has come in time, or the process wants
+    /// no segments any more.
+    fn reconnect(&self, until: Instant) -> Option<OwnedFd> {
+        loop {
+            let state = lock(&self.state);
+            if state.is_closing || Instant::now() > until {
+                return None;
+            }
+            drop(state);
             let ids = lock(&self.held).keys().copied().collect();
-            if let Ok((calls, arrivals, grace, still_held)) = connect_both(&self.agent, &self.process, ids) {
-                self.go_on(&arrivals, &still_held);
-                (*lock(&self.calls), *lock(&self.arrivals)) = (calls, arrivals);
+            if let Ok(next) = connect_all(&self.agent, &self.process, ids) {
+                self.go_on(&next.arrivals, &next.still_held);
+                (*lock(&self.calls), *lock(&self.arrivals)) = (next.calls, next.arrivals);
                 let mut state = lock(&self.state);
-                (state.connections, state.grace) = (state.connections + 1, grace);
+                (state.connections, state.grace) = (state.connections + 1, next.grace);
                 self.has_changed.notify_all();
-                return !state.is_closing;
+                return Some(next.pulse);
             }
             self.read_events();
-            // An agent that was stopped has removed its socket, and with it all segments.
-            let has_left = !self.agent.exists();
-            if has_left || lock(&self.state).is_closing || Instant::now() > until {
-                return false;
+            // An agent that was told to stop has removed its socket, and with it all segments.
+            if !self.agent.exists() {
+                return None;
             }
             pause();
         }
@@ -270,20 +314,35 @@ impl Held {
     }
 }
 
-/// Connects twice. Returns the connections, the grace time, and which of `held` the process still
-/// has.
-fn connect_both(
-    agent: &Path,
-    process: &str,
-    held: Vec<u64>,
-) -> Result<(OwnedFd, OwnedFd, Duration, Vec<u64>), Error> {
-    let (calls, arrivals) = (connect(agent)?, connect(agent)?);
-    let (held, grace_ms) = match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
+/// What is agreed with an agent.
+struct Connected {
+    calls: OwnedFd,
+    arrivals: OwnedFd,
+    /// For questions whether it runs.
+    pulse: OwnedFd,
+    grace: Duration,
+    /// Of the segments that were named, those that the process still has.
+    still_held: Vec<u64>,
+}
+
+fn connect_all(agent: &Path, process: &str, held: Vec<u64>) -> Result<Connected, Error> {
+    let (calls, arrivals, pulse) = (connect(agent)?, connect(agent)?, connect(agent)?);
+    // An agent that is stopped accepts connections, and does not answer.
+    for socket in [&calls, &arrivals, &pulse] {
+        set_socket_timeout(socket, Timeout::Recv, Some(ANSWER_TIMEOUT))
+            .map_err(|error| Error::System(error.into()))?;
+    }
+    let (still_held, grace_ms) = match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
         Answer::Opened { held, grace_ms } => (held, grace_ms),
         answer => return Err(super::error_of(answer)),
     };
     super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
-    Ok((calls, arrivals, Duration::from_millis(grace_ms), held))
+    super::done(ask(&pulse, &Call::Pulse)?)?;
+    for socket in [&calls, &arrivals] {
+        set_socket_timeout(socket, Timeout::Recv, None).map_err(|error| Error::System(error.into()))?;
+    }
+    let grace = Duration::from_millis(grace_ms);
+    Ok(Connected { calls, arrivals, pulse, grace, still_held })
 }
 
 /// Asks the agent.

@@ -25,7 +25,7 @@ impl HostShared {
                 let mut entry = lock(entry);
                 let was_sent = matches!(entry.holder.holding(), Holding::Sent { .. });
                 entry.holder.step(&input, &mut outputs);
-                if was_sent && entry.holder.has_access() {
+                if was_sent && entry.holder.has_access() && !entry.is_awaited {
                     // It has not left after all.
                     returned = Some(entry.process.clone());
                 }
@@ -54,9 +54,7 @@ impl HostShared {
             Some(puller) => puller.finish(),
             None => {}
         }
-        if !has_access {
-            entry.pulled.notify_all();
-        }
+        entry.pulled.notify_all();
         // A program that gets it back at once has its faults served still.
         if entry.holder.holding() == Holding::Absent
             && let Some(served) = entry.served.take()

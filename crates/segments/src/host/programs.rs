@@ -64,6 +64,9 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
                 attend(host, socket, tenant, &process);
             }
         }
+        Ok(Call::Pulse) => {
+            while answer(socket, &Answer::Done) && matches!(next_call(socket), Some((Ok(Call::Pulse), _))) {}
+        }
         Ok(call) => {
             let answered = operate(host, tenant, call).unwrap_or_else(|error| failed(&error));
             answer(socket, &answered);
@@ -213,15 +216,18 @@ impl Program<'_> {
             }
             Call::Connect { id, process } => self.host.connect(self.own(id)?, &process)?,
             Call::Abort { id } => self.host.abort(self.own(id)?)?,
-            Call::Transfer { id, is_repeated: true } if self.own(id).is_err() => {
-                let is_sent = self.host.is_sent(self.key(id));
-                // Otherwise an earlier process of the agent has handed it over.
-                return if is_sent { Err(SegmentError::Unknown(self.key(id))) } else { Ok(Answer::Done) };
+            Call::Transfer { id, is_repeated } => {
+                let outcome = match self.own(id) {
+                    Ok(segment) => self.host.transfer(segment),
+                    // An earlier process of the agent has handed it over.
+                    Err(_) if is_repeated => self.host.transfer_again(self.key(id)),
+                    Err(error) => return Err(error),
+                };
+                match outcome {
+                    Err(error @ SegmentError::Declined(_)) => return Ok(Answer::Kept(error.to_string())),
+                    outcome => outcome?,
+                }
             }
-            Call::Transfer { id, .. } => match self.host.transfer(self.own(id)?) {
-                Err(error @ SegmentError::Declined(_)) => return Ok(Answer::Kept(error.to_string())),
-                outcome => outcome?,
-            },
             Call::Pull { id, offset, bytes } => self.pull(self.own(id)?, offset, bytes)?,
             Call::Close { id } => {
                 self.host.close(self.own(id)?)?;
@@ -236,6 +242,7 @@ impl Program<'_> {
             | Call::Attend { .. }
             | Call::Receive { .. }
             | Call::Serve { .. }
+            | Call::Pulse
             | Call::Report { .. }
             | Call::Move { .. }
             | Call::Free { .. }

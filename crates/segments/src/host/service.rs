@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -33,6 +33,10 @@ use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, Stage};
 use crate::pulling::lineage::LINKS_MAX;
 
+/// Longest wait for the outcome of a hand-over. After that it is found out in the background.
+const OUTCOME_PATIENCE: Duration = Duration::from_secs(60);
+/// Interval of looks at it.
+const LOOK: Duration = Duration::from_millis(50);
 /// The tenant of agents among themselves. No user has this number.
 const AGENTS: Tenant = Tenant(u32::MAX);
 
@@ -226,6 +230,15 @@ impl SegmentHost {
             Entry::Occupied(_) => return Err(SegmentError::NameTaken(process.to_owned())),
             Entry::Vacant(free) => free.insert(identity),
         };
+        // It asks again for the outcome of hand-overs that are under way.
+        for id in held {
+            let entry = lock(&shared.segments).get(&SegmentKey { tenant, id: *id }).cloned();
+            if let Some(entry) = entry {
+                let mut entry = lock(&entry);
+                let is_same = entry.identity.is_some() && entry.identity == identity;
+                entry.is_awaited |= is_same && matches!(entry.holder.holding(), Holding::Sent { .. });
+            }
+        }
         let (mut still_held, mut left) = (Vec::new(), Vec::new());
         for status in self.list(tenant).into_iter().filter(|status| status.process == process) {
             let segment = SegmentKey { tenant, id: status.id };
@@ -239,6 +252,9 @@ impl SegmentHost {
             }
             entry.identity = identity;
             entry.save();
+        }
+        for id in &still_held {
+            shared.arrivals.forget(SegmentKey { tenant, id: *id });
         }
         // What an earlier process of this name has left.
         for segment in left {
@@ -329,22 +345,47 @@ impl SegmentHost {
             return self.pass_on(segment, &entry);
         }
         let began = Instant::now();
+        lock(&entry).is_awaited = true;
         self.shared.run(segment, &entry, Input::Transfer);
-        if matches!(lock(&entry).holder.holding(), Holding::Sent { .. }) {
-            self.shared.run(segment, &entry, Input::Tick);
+        self.await_outcome(segment, &entry)?;
+        self.shared.statistics.transfers.record(began.elapsed());
+        Ok(())
+    }
+
+    /// Waits for the outcome of a hand-over that an earlier process of the agent has begun.
+    ///
+    /// # Errors
+    /// Those of [`Self::transfer`].
+    pub fn transfer_again(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let entry = lock(&self.shared.segments).get(&segment).cloned();
+        // It is not here any more: it has arrived.
+        let Some(entry) = entry else { return Ok(()) };
+        lock(&entry).is_awaited = true;
+        self.await_outcome(segment, &entry)
+    }
+
+    /// Waits until it is known whether a segment has arrived, but not for ever.
+    fn await_outcome(&self, segment: SegmentKey, entry: &Mutex<Segment>) -> Result<(), SegmentError> {
+        let until = Instant::now() + OUTCOME_PATIENCE;
+        if matches!(lock(entry).holder.holding(), Holding::Sent { .. }) {
+            self.shared.run(segment, entry, Input::Tick);
         }
+        let mut entry = lock(entry);
+        while matches!(entry.holder.holding(), Holding::Sent { .. }) && Instant::now() < until {
+            // The worker asks for it.
+            let changed = Arc::clone(&entry.pulled);
+            entry = changed.wait_timeout(entry, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        entry.is_awaited = false;
         let statistics = &self.shared.statistics;
-        match lock(&entry).holder.holding() {
+        match entry.holder.holding() {
             Holding::Owned { .. } => {
                 statistics.declined.fetch_add(1, Relaxed);
-                // The process, which waits for this answer, still has it.
-                self.shared.arrivals.forget(segment);
                 Err(SegmentError::Declined(segment))
             }
             Holding::Sent { .. } => Err(SegmentError::Unknown(segment)),
             Holding::Absent | Holding::Prepared { .. } => {
                 statistics.handed_over.fetch_add(1, Relaxed);
-                statistics.transfers.record(began.elapsed());
                 Ok(())
             }
         }
@@ -460,13 +501,6 @@ impl SegmentHost {
     #[must_use]
     pub fn is_owned_by(&self, segment: SegmentKey, process: &str) -> bool {
         self.owned(segment).is_ok_and(|entry| lock(&entry).process == process)
-    }
-
-    /// Whether a segment was handed over, and it is not known whether it has arrived.
-    #[must_use]
-    pub fn is_sent(&self, segment: SegmentKey) -> bool {
-        let entry = lock(&self.shared.segments).get(&segment).cloned();
-        entry.is_some_and(|entry| matches!(lock(&entry).holder.holding(), Holding::Sent { .. }))
     }
 
     /// Whether a segment is owned here.

@@ -78,7 +78,7 @@ pub(super) struct Segment {
     pub puller: Option<Puller>,
     /// The faults of its program, which sees each page through them when it has come.
     pub served: Option<ServedFaults>,
-    /// Told when READs have ended.
+    /// Told when READs have ended, and when it is held otherwise.
     pub pulled: Arc<Condvar>,
     /// Where it is in the arena of a program.
     pub address: u64,
@@ -88,6 +88,9 @@ pub(super) struct Segment {
     pub identity: Option<ProcessIdentity>,
     /// The process to which it is prepared to be handed over.
     pub target: String,
+    /// Its process waits for the outcome of a hand-over, or will ask for it again. If it has the
+    /// segment still, the answer says so, and it does not arrive.
+    pub is_awaited: bool,
 }
 
 /// A segment that is a process's from now on.
@@ -177,6 +180,7 @@ impl Segment {
             process: String::new(),
             identity: None,
             target: String::new(),
+            is_awaited: false,
         }
     }
 
