@@ -7,7 +7,7 @@ use std::error::Error;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use aquifer_client::segments::{Process, Pulling, Segment};
+use aquifer_client::segments::{Process, Pulling, Segment, TransferFailure};
 
 /// Number of the segment.
 const RING: u64 = 7;
@@ -84,16 +84,24 @@ fn visit(segment: &Segment<'_>, turn: u64) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Waits until the peer is open, and hands the segment over.
-fn transfer(segment: Segment<'_>, peer: &str) -> Result<(), Box<dyn Error>> {
+/// Hands the segment over. If the peer is not open yet, or an agent is restarted meanwhile, tries
+/// again.
+fn transfer(mut segment: Segment<'_>, peer: &str) -> Result<(), Box<dyn Error>> {
     let end = Instant::now() + PATIENCE;
-    while let Err(error) = segment.connect(peer) {
-        if Instant::now() > end {
-            return Err(error.into());
+    loop {
+        let failure = match segment.connect(peer) {
+            Err(error) => TransferFailure { segment: Some(segment), error },
+            Ok(()) => match segment.transfer() {
+                Ok(()) => return Ok(()),
+                Err(failure) => failure,
+            },
+        };
+        match failure.segment {
+            Some(kept) if Instant::now() < end => segment = kept,
+            _ => return Err(failure.error.into()),
         }
         std::thread::sleep(Duration::from_millis(20));
     }
-    segment.transfer().map_err(|failure| failure.error.into())
 }
 
 fn receive(process: &Process) -> Result<Segment<'_>, Box<dyn Error>> {
