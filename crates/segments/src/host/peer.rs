@@ -16,7 +16,11 @@ use crate::pulling::{ReadEnd, ReadMode};
 /// Longest wait for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Pages that are read at once.
-pub(super) const PAGES_MAX: u32 = 64;
+pub(super) const PAGES_MAX: u32 = 128;
+/// Pages of one READ: while one is received, the other end prepares the next.
+const RUN_MAX: u32 = 32;
+/// Operations that are posted at once, fewer than an endpoint accepts.
+const POSTED_MAX: usize = 192;
 /// Where words begin that were read: behind the message, in as much room.
 const WORDS_AT: u64 = MESSAGE_BYTES_MAX as u64;
 const _: () = assert!(PAGES_MAX * 16 <= MESSAGE_BYTES_MAX);
@@ -48,7 +52,8 @@ impl Words {
     /// Splits pages into runs of adjacent ones. Their words need no more than 16 bytes for a page.
     fn of_runs(pages: &[u32]) -> impl Iterator<Item = (&[u32], Self)> {
         let mut at = WORDS_AT;
-        pages.chunk_by(|page, next| *next == page + 1).map(move |run| {
+        let runs = pages.chunk_by(|page, next| *next == page + 1);
+        runs.flat_map(|run| run.chunks(RUN_MAX as usize)).map(move |run| {
             let (first, last) = (u64::from(run[0]) / 64, u64::from(run[run.len() - 1]) / 64);
             let words = Self { first, count: last - first + 1, before_at: at };
             at += 2 * u64::from(words.bytes());
@@ -161,7 +166,8 @@ impl Peer {
 
     /// Carries out operations in order. Returns whether all were done.
     fn carry_out(&mut self, verbs: &[Verb], deadline: Instant) -> bool {
-        let is_done = !self.is_broken && self.try_carry_out(verbs, deadline);
+        let is_done =
+            !self.is_broken && verbs.chunks(POSTED_MAX).all(|verbs| self.try_carry_out(verbs, deadline));
         self.is_broken |= !is_done;
         is_done
     }
