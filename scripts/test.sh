@@ -86,6 +86,24 @@ build() {
 
 run_tests() { cargo nextest run --workspace --profile "$1"; }
 
+# Tests leave the processors idle half of the time, so lints run beside them, with what is left. The
+# tests are found before that: cargo locks the folder of the build.
+run_tests_beside_lints() {
+    cargo metadata --format-version 1 >target/metadata.json
+    cargo nextest list --workspace --list-type binaries-only --message-format json >target/binaries.json
+    nice -n 19 bash -c "$(declare -f lint); set -e; lint" >target/lints.log 2>&1 &
+    lints=$!
+    tested=0
+    cargo nextest run --profile "$1" --cargo-metadata target/metadata.json \
+        --binaries-metadata target/binaries.json || tested=$?
+    if ! wait "$lints"; then
+        cat target/lints.log
+        echo "the lints have failed"
+        return 1
+    fi
+    return "$tested"
+}
+
 rm -rf "$reports"
 case $loop in
 check)
@@ -98,9 +116,8 @@ check)
 test)
     step "install missing packages" scripts/install-deps.sh test
     step "formatting" cargo fmt --all --check
-    step "lints" lint
     step "build" build
-    step "tests" run_tests default
+    step "lints and tests" run_tests_beside_lints default
     ;;
 long)
     # shellcheck source=scripts/test_long.sh
