@@ -19,7 +19,7 @@ use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tena
 use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
-use aquifer_host::membership::{Membership, MembershipError};
+use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
 use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
@@ -145,6 +145,7 @@ pub enum AgentError {
 struct HostServices {
     nodes: Arc<NodeRegistry>,
     keeper: KeeperClient,
+    lease: Arc<LeaseEvents>,
 }
 
 impl AgentServices for HostServices {
@@ -200,6 +201,10 @@ impl SegmentKeeper for HostServices {
 
     fn release(&self, number: u64) {
         self.keeper.release(HeldKind::Segment, number);
+    }
+
+    fn is_member(&self) -> bool {
+        self.lease.lasts()
     }
 }
 
@@ -276,8 +281,9 @@ impl Agent {
             path: options.keeper.clone(),
             source: io::Error::other(refused),
         })?;
+        let lease = Arc::clone(membership.lease_events());
         let HostState { mempool, listener, shared_listener, .. } = state;
-        let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper });
+        let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper, lease });
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);

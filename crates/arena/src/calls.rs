@@ -125,7 +125,7 @@ pub enum Call {
 }
 
 /// Most segments in an answer.
-pub const LISTED_MAX: usize = 256;
+pub const LISTED_MAX: usize = 128;
 
 /// An answer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -137,6 +137,8 @@ pub enum Answer {
     Opened {
         /// The segments that it still has, of those that it named.
         held: Vec<u64>,
+        /// Those whose hand-over is under way: it is to ask for the outcome.
+        awaited: Vec<u64>,
         /// How long it may have segments after the agent has ended, in milliseconds.
         grace_ms: u64,
     },

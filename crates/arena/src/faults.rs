@@ -31,22 +31,20 @@ impl PageFaults {
         Self { uffd, address, bytes }
     }
 
-    /// Reads what has happened, without waiting: the pages for which threads wait. A move of the
-    /// mapping is noticed by being read.
+    /// Reads some of what has happened, without waiting: the pages for which threads wait. A move
+    /// of the mapping is noticed by being read.
     ///
     /// # Errors
     /// If the mapping's process has ended.
     pub fn read(&self, pages: &mut Vec<u32>) -> io::Result<()> {
         let mut buffer = [0; 16 * MESSAGE_BYTES];
-        loop {
-            let len = match rustix::io::read(&self.uffd, &mut buffer[..]) {
-                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(()),
-                Ok(len) => len,
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(error) => return Err(error.into()),
-            };
-            pages.extend(buffer[..len].chunks_exact(MESSAGE_BYTES).filter_map(|message| self.page(message)));
-        }
+        let len = match rustix::io::read(&self.uffd, &mut buffer[..]) {
+            Ok(len) => len,
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        };
+        pages.extend(buffer[..len].chunks_exact(MESSAGE_BYTES).filter_map(|message| self.page(message)));
+        Ok(())
     }
 
     /// The page of a fault; `None` for an event.
@@ -101,7 +99,9 @@ impl PageFaults {
     /// # Errors
     /// If the mapping is gone or was moved.
     pub fn disarm(&self) -> io::Result<()> {
-        uffd::unregister(&self.uffd, self.address, self.bytes)
+        uffd::unregister(&self.uffd, self.address, self.bytes)?;
+        // A thread may have begun to wait while that was done.
+        self.wake_all()
     }
 
     /// Has each touch of a page end in SIGBUS, because it is lost.

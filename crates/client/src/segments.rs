@@ -123,8 +123,11 @@ impl Process {
     /// If there is one of this number, the length is not possible, or the user has too much.
     pub fn allocate(&self, id: u64, bytes: u64) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
-        let (answer, fds) = self.link.ask(|_| Call::Allocate { id, bytes })?;
-        self.map(&answer, fds.into_iter().next())
+        self.link.ask_and(
+            Line::Calls,
+            |_| Call::Allocate { id, bytes },
+            |answer, fds, _| self.map(&answer, fds.into_iter().next()),
+        )
     }
 
     /// Waits for a segment that is handed over to this process, or that an earlier process of this
@@ -206,8 +209,11 @@ impl Process {
         };
         let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
+        if self.link.holds(id) {
+            return Err(Error::Failed(format!("drop segment {id}, which was lost, to receive it again")));
+        }
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
-        self.link.hold(id, as_size(address)?, as_size(bytes)?);
+        self.link.hold(id, as_size(address)?, as_size(bytes)?)?;
         Ok(Segment { process: self, mapping, id })
     }
 

@@ -2,8 +2,8 @@
 //! nodes.
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -32,13 +32,31 @@ pub enum MembershipError {
     Thread(std::io::Error),
 }
 
-/// Counts of lease keep-alives.
-#[derive(Debug, Default)]
+/// Lease keep-alives.
+#[derive(Debug)]
 pub struct LeaseEvents {
+    /// When the last one that succeeded was sent.
+    renewed: Mutex<Instant>,
     /// Keep-alives that succeeded.
     pub renewals: AtomicU64,
     /// Keep-alives that failed.
     pub failures: AtomicU64,
+}
+
+impl LeaseEvents {
+    fn new(granted: Instant) -> Self {
+        Self { renewed: Mutex::new(granted), renewals: AtomicU64::new(0), failures: AtomicU64::new(0) }
+    }
+
+    fn renewed(&self) -> MutexGuard<'_, Instant> {
+        self.renewed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the lease lasts for sure: it was renewed within its lifetime.
+    #[must_use]
+    pub fn lasts(&self) -> bool {
+        self.renewed().elapsed() < LEASE_TTL
+    }
 }
 
 /// A host number under a lease that a thread keeps alive.
@@ -70,6 +88,7 @@ impl Membership {
         grace: Duration,
     ) -> Result<Self, MembershipError> {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
+        let granted = Instant::now();
         let lease = directory.lease_grant(LEASE_TTL)?;
         let record = match predecessor {
             Some(predecessor) => names::resume_host(&*directory, lease, predecessor, grace_ms)?,
@@ -77,7 +96,7 @@ impl Membership {
         };
         let stop = Arc::new(AtomicBool::new(false));
         let is_lost = Arc::new(AtomicBool::new(false));
-        let lease_events = Arc::new(LeaseEvents::default());
+        let lease_events = Arc::new(LeaseEvents::new(granted));
         let thread = {
             let (directory, stop, is_lost) =
                 (Arc::clone(&directory), Arc::clone(&stop), Arc::clone(&is_lost));
@@ -172,11 +191,12 @@ fn keep_alive(
             continue;
         }
         waited = Duration::ZERO;
+        let sent = Instant::now();
         let outcome = directory.lease_keep_alive(lease.id);
         let counter = if outcome.is_ok() { &events.renewals } else { &events.failures };
         counter.fetch_add(1, Relaxed);
         match outcome {
-            Ok(()) => {}
+            Ok(()) => *events.renewed() = sent,
             Err(DirectoryError::LeaseGone { .. }) => {
                 tracing::error!(epoch = lease.epoch, "lease of this host ended; memory nodes refuse it");
                 is_lost.store(true, Relaxed);

@@ -384,14 +384,14 @@ fn a_process_comes_back_to_its_segments() {
         let error = host.open_process(TENANT, name, identity, &[1, 2, 3]).unwrap_err();
         assert!(matches!(error, SegmentError::NameTaken(_)), "{error}");
     }
-    assert_eq!(host.open_process(TENANT, "own", own, &[1, 3, 4]).unwrap(), [1]);
+    assert_eq!(host.open_process(TENANT, "own", own, &[1, 3, 4]).unwrap().0, [1]);
     let arrival = host.receive(TENANT, "own", Duration::ZERO).unwrap();
     assert_eq!(arrival.segment.id, 2, "it was not told of this one");
     assert!(host.receive(TENANT, "own", Duration::ZERO).is_none());
     // The process has ended: the next one of its name gets what it had.
     drop(other.stdin.take());
     other.wait().unwrap();
-    assert!(host.open_process(TENANT, "other", own, &[]).unwrap().is_empty());
+    assert!(host.open_process(TENANT, "other", own, &[]).unwrap().0.is_empty());
     assert_eq!(host.receive(TENANT, "other", Duration::ZERO).unwrap().segment.id, 3);
 }
 
@@ -419,4 +419,39 @@ fn pages_still_come_after_a_hand_over_that_did_not_take_place() {
     }
     cluster.hosts[1].pull_all(SEGMENT).unwrap();
     assert!((0..PAGES).all(|page| value_of(&memory, page) == u64::from(page) + 1));
+}
+
+/// What was given up stays lost when the agent is restarted: neither zeros nor older bytes.
+#[test]
+fn what_was_given_up_stays_lost() {
+    let mut cluster = Cluster::start(2);
+    let memory = allocate(&cluster.hosts[0]);
+    (0..PAGES).for_each(|page| write(&memory, page, 1));
+    // Its first host has older bytes of each page.
+    let memory = cluster.pass_on(0, 1);
+    (0..PAGES).for_each(|page| cluster.hosts[1].pull(SEGMENT, page).unwrap());
+    (0..PAGES).for_each(|page| write(&memory, page, 2));
+    let memory = cluster.pass_on(1, 0);
+    cluster.hosts[0].pull(SEGMENT, 5).unwrap();
+    cluster.hosts[0].discard(SEGMENT).unwrap();
+    for _ in 0..2 {
+        cluster.hosts[0].pull(SEGMENT, 5).unwrap();
+        assert_eq!(value_of(&memory, 5), 2);
+        let error = cluster.hosts[0].pull(SEGMENT, 6).unwrap_err();
+        assert!(matches!(error, SegmentError::Lost { page: 6, .. }), "{error}");
+        cluster.restart(0);
+    }
+}
+
+/// A descriptor that is no userfaultfd could make a thread of the agent wait for ever.
+#[test]
+fn only_a_userfaultfd_is_served() {
+    let cluster = Cluster::start(1);
+    let _memory = allocate(&cluster.hosts[0]);
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    std::io::Write::write_all(&mut writer, &[0x12; 32]).unwrap();
+    for fd in [reader.into(), std::fs::File::open("/dev/zero").unwrap().into()] {
+        let error = cluster.hosts[0].serve_faults(SEGMENT, fd, true).unwrap_err();
+        assert!(error.to_string().contains("no userfaultfd"), "{error}");
+    }
 }

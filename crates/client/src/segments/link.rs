@@ -82,7 +82,7 @@ pub(super) enum Line {
 impl Link {
     /// Connects, and starts the thread that connects again.
     pub fn open(agent: &Path, process: &str) -> Result<Arc<Self>, Error> {
-        let Connected { calls, arrivals, pulse, grace, .. } = connect_all(agent, process, Vec::new())?;
+        let Connected { calls, arrivals, ends, grace, .. } = connect_all(agent, process, Vec::new())?;
         let state = State { connections: 1, grace, is_over: false, is_closing: false };
         let link = Arc::new(Self {
             agent: agent.to_owned(),
@@ -95,7 +95,7 @@ impl Link {
         });
         let watched = Arc::clone(&link);
         let thread = std::thread::Builder::new().name("aquifer-segments".into());
-        thread.spawn(move || watched.watch(pulse)).map_err(Error::System)?;
+        thread.spawn(move || watched.watch(ends)).map_err(Error::System)?;
         Ok(link)
     }
 
@@ -150,8 +150,23 @@ impl Link {
     }
 
     /// A segment is mapped.
-    pub fn hold(&self, id: u64, address: usize, bytes: usize) {
-        lock(&self.held).insert(id, Held { address, bytes, armed: None });
+    ///
+    /// # Errors
+    /// If the process has lost its segments meanwhile, or has not dropped this one that it lost.
+    pub fn hold(&self, id: u64, address: usize, bytes: usize) -> Result<(), Error> {
+        let mut held = lock(&self.held);
+        let segment = Held { address, bytes, armed: None };
+        if lock(&self.state).is_over {
+            segment.revoke();
+            return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
+        }
+        held.insert(id, segment);
+        Ok(())
+    }
+
+    /// Whether a segment is mapped, also if it was lost.
+    pub fn holds(&self, id: u64) -> bool {
+        lock(&self.held).contains_key(&id)
     }
 
     /// Has the agent at the other end of `arrivals` serve the faults of a mapping.
@@ -171,24 +186,19 @@ impl Link {
     }
 
     /// Connects again whenever the agent ends.
-    fn watch(&self, mut pulse: OwnedFd) {
+    fn watch(&self, mut ends: Ends) {
         loop {
-            let copies = [&self.calls, &self.arrivals].map(|connection| lock(connection).try_clone());
-            let last_answer = match &copies {
-                [Ok(calls), Ok(arrivals)] => self.await_end([calls, arrivals], &pulse),
-                // Without descriptors the end cannot be noticed.
-                _ => Instant::now(),
-            };
+            let last_answer = self.await_end(&ends);
             // Calls that wait for an answer learn of it, if only one has ended.
-            for copy in copies.iter().flatten() {
-                let _was_closed = shutdown(copy, Shutdown::Both);
+            for end in [&ends.calls, &ends.arrivals] {
+                let _was_closed = shutdown(end, Shutdown::Both);
             }
             let (until, is_closing) = {
                 let state = lock(&self.state);
                 (last_answer + state.grace, state.is_closing)
             };
             match (is_closing, self.reconnect(until)) {
-                (false, Some(next)) => pulse = next,
+                (false, Some(next)) => ends = next,
                 _ => return self.give_up(),
             }
         }
@@ -196,27 +206,29 @@ impl Link {
 
     /// Waits until the agent has ended, or has not answered for the grace time. Returns when it has
     /// answered last.
-    fn await_end(&self, connections: [&OwnedFd; 2], pulse: &OwnedFd) -> Instant {
-        let (grace, mut last_answer) = (lock(&self.state).grace, Instant::now());
-        let mut is_asked = false;
+    fn await_end(&self, ends: &Ends) -> Instant {
+        let (grace, mut last_answer) = (lock(&self.state).grace, ends.asked);
+        // A late answer says what was so when it was asked for.
+        let mut asked: Option<Instant> = None;
+        let pulse = &ends.pulse;
         loop {
             let mut ends = [
-                PollFd::new(connections[0], PollFlags::RDHUP),
-                PollFd::new(connections[1], PollFlags::RDHUP),
+                PollFd::new(&ends.calls, PollFlags::RDHUP),
+                PollFd::new(&ends.arrivals, PollFlags::RDHUP),
                 PollFd::new(pulse, PollFlags::IN),
             ];
             let interval = Timespec::try_from(grace / PULSES).unwrap_or_default();
             let is_over = match poll(&mut ends, Some(&interval)) {
                 Err(rustix::io::Errno::INTR) => false,
                 Err(_) => true,
-                Ok(0) if is_asked => last_answer.elapsed() > grace,
+                Ok(0) if asked.is_some() => last_answer.elapsed() > grace,
                 Ok(0) => {
-                    is_asked = true;
+                    asked = Some(Instant::now());
                     send(pulse, &Call::Pulse, &[]).is_err()
                 }
-                Ok(_) if ends[2].revents() == PollFlags::IN => {
-                    (is_asked, last_answer) = (false, Instant::now());
-                    receive_frame(pulse).is_err()
+                Ok(_) if ends.iter().all(|end| (end.revents() - PollFlags::IN).is_empty()) => {
+                    last_answer = asked.take().unwrap_or(last_answer);
+                    receive_frame(pulse).is_err() || last_answer.elapsed() > grace
                 }
                 Ok(_) => true,
             };
@@ -226,24 +238,28 @@ impl Link {
         }
     }
 
-    /// The pulse of the next connection; `None` if no agent has come in time, or the process wants
+    /// The next connections; `None` if no agent has come in time, or the process wants
     /// no segments any more.
-    fn reconnect(&self, until: Instant) -> Option<OwnedFd> {
+    fn reconnect(&self, until: Instant) -> Option<Ends> {
         loop {
             let state = lock(&self.state);
             if state.is_closing || Instant::now() > until {
                 return None;
             }
             drop(state);
+            // Whatever an answer has brought is mapped and held by then, or was never answered.
+            let (mut calls, mut arrivals) = (lock(&self.calls), lock(&self.arrivals));
             let ids = lock(&self.held).keys().copied().collect();
-            if let Ok(next) = connect_all(&self.agent, &self.process, ids) {
-                self.go_on(&next.arrivals, &next.still_held);
-                (*lock(&self.calls), *lock(&self.arrivals)) = (next.calls, next.arrivals);
+            let next = connect_all(&self.agent, &self.process, ids);
+            if let Ok(next) = next {
+                self.go_on(&next);
+                (*calls, *arrivals) = (next.calls, next.arrivals);
                 let mut state = lock(&self.state);
                 (state.connections, state.grace) = (state.connections + 1, next.grace);
                 self.has_changed.notify_all();
-                return Some(next.pulse);
+                return Some(next.ends);
             }
+            drop((calls, arrivals));
             self.read_events();
             // An agent that was told to stop has removed its socket, and with it all segments.
             if !self.agent.exists() {
@@ -254,13 +270,13 @@ impl Link {
     }
 
     /// Has the new agent serve the faults, and gives up what it does not have.
-    fn go_on(&self, arrivals: &OwnedFd, still_held: &[u64]) {
+    fn go_on(&self, next: &Connected) {
         for (id, segment) in lock(&self.held).iter() {
             match &segment.armed {
-                _ if !still_held.contains(id) => segment.revoke(),
+                _ if !next.still_held.contains(id) && !next.awaited.contains(id) => segment.revoke(),
                 Some(Armed { faults, pulls }) => {
                     let serve = Call::Serve { id: *id, pulls: *pulls };
-                    let _is_sent = send(arrivals, &serve, &[faults.as_fd()]);
+                    let _is_sent = send(&next.arrivals, &serve, &[faults.as_fd()]);
                 }
                 None => {}
             }
@@ -318,11 +334,23 @@ impl Held {
 struct Connected {
     calls: OwnedFd,
     arrivals: OwnedFd,
-    /// For questions whether it runs.
-    pulse: OwnedFd,
+    ends: Ends,
     grace: Duration,
     /// Of the segments that were named, those that the process still has.
     still_held: Vec<u64>,
+    /// And those whose hand-over is under way.
+    awaited: Vec<u64>,
+}
+
+/// By which the end of an agent is noticed: copies of the connections, because others are locked
+/// while they wait for answers.
+struct Ends {
+    calls: OwnedFd,
+    arrivals: OwnedFd,
+    /// For questions whether it runs.
+    pulse: OwnedFd,
+    /// When the first was asked.
+    asked: Instant,
 }
 
 fn connect_all(agent: &Path, process: &str, held: Vec<u64>) -> Result<Connected, Error> {
@@ -332,17 +360,21 @@ fn connect_all(agent: &Path, process: &str, held: Vec<u64>) -> Result<Connected,
         set_socket_timeout(socket, Timeout::Recv, Some(ANSWER_TIMEOUT))
             .map_err(|error| Error::System(error.into()))?;
     }
-    let (still_held, grace_ms) = match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
-        Answer::Opened { held, grace_ms } => (held, grace_ms),
-        answer => return Err(super::error_of(answer)),
-    };
+    let asked = Instant::now();
+    let (still_held, awaited, grace_ms) =
+        match ask(&calls, &Call::Open { process: process.to_owned(), held })?.0 {
+            Answer::Opened { held, awaited, grace_ms } => (held, awaited, grace_ms),
+            answer => return Err(super::error_of(answer)),
+        };
     super::done(ask(&arrivals, &Call::Attend { process: process.to_owned() })?)?;
     super::done(ask(&pulse, &Call::Pulse)?)?;
     for socket in [&calls, &arrivals] {
         set_socket_timeout(socket, Timeout::Recv, None).map_err(|error| Error::System(error.into()))?;
     }
     let grace = Duration::from_millis(grace_ms);
-    Ok(Connected { calls, arrivals, pulse, grace, still_held })
+    let copy = |socket: &OwnedFd| socket.try_clone().map_err(Error::System);
+    let ends = Ends { calls: copy(&calls)?, arrivals: copy(&arrivals)?, pulse, asked };
+    Ok(Connected { calls, arrivals, ends, grace, still_held, awaited })
 }
 
 /// Asks the agent.

@@ -60,6 +60,7 @@ impl Arrivals {
         if let Some(at) = queue.waiters.iter().position(waits) {
             return Some(queue.waiters.remove(at));
         }
+        queue.arrived.retain(|arrived| arrived.segment != segment || arrived.wanted_by.is_some());
         queue.arrived.push_back(Arrived { segment, process: process.to_owned(), wanted_by: None });
         self.has_arrived.notify_all();
         None
@@ -83,9 +84,15 @@ impl Arrivals {
 
     /// Adds a segment before all others, because its process has not got it.
     pub fn put_back(&self, segment: SegmentKey, process: &str) {
-        let arrived = Arrived { segment, process: process.to_owned(), wanted_by: None };
-        lock(&self.queue).arrived.push_front(arrived);
+        let mut queue = lock(&self.queue);
+        queue.arrived.retain(|arrived| arrived.segment != segment || arrived.wanted_by.is_some());
+        queue.arrived.push_front(Arrived { segment, process: process.to_owned(), wanted_by: None });
         self.has_arrived.notify_all();
+    }
+
+    /// Has a connection wait on, to which nothing was answered.
+    pub fn wait_on(&self, waiter: Waiter) {
+        lock(&self.queue).waiters.push(waiter);
     }
 
     /// Takes the first news for a process; if there are none, its connection waits.
@@ -124,7 +131,9 @@ impl Arrivals {
 
     /// Forgets all segments of a process.
     pub fn forget_process(&self, tenant: u32, process: &str) {
-        lock(&self.queue).arrived.retain(|arrived| !arrived.is_of(tenant, process));
+        let mut queue = lock(&self.queue);
+        queue.arrived.retain(|arrived| !arrived.is_of(tenant, process));
+        queue.waiters.retain(|waiter| waiter.tenant != tenant || waiter.process != process);
     }
 }
 

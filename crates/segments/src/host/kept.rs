@@ -15,6 +15,9 @@ pub trait SegmentKeeper: Debug + Send + Sync {
 
     /// Gives a number up.
     fn release(&self, number: u64);
+
+    /// Whether the host's lease lasts for sure.
+    fn is_member(&self) -> bool;
 }
 
 /// What an earlier process of the agent has left of a segment.
@@ -40,4 +43,8 @@ impl SegmentKeeper for NoKeeper {
     }
 
     fn release(&self, _number: u64) {}
+
+    fn is_member(&self) -> bool {
+        true
+    }
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::SegmentKey;
 use super::peer::{Lane, Peer};
@@ -150,8 +150,13 @@ impl HostShared {
 
     /// Does the work that the handler has left, and looks after what is unknown.
     pub(super) fn work(&self, jobs: &Receiver<Job>) {
+        let mut next_tick = Instant::now() + TICK;
         loop {
-            match jobs.recv_timeout(TICK) {
+            if Instant::now() >= next_tick {
+                self.tick();
+                next_tick = Instant::now() + TICK;
+            }
+            match jobs.recv_timeout(next_tick.saturating_duration_since(Instant::now())) {
                 Ok(Job::CarryOut(segment, outputs)) => {
                     let entry = lock(&self.segments).get(&segment).cloned();
                     let Some(entry) = entry else { continue };
@@ -163,7 +168,7 @@ impl HostShared {
                 }
                 Ok(Job::Release(segment, generation)) => self.release(segment, generation),
                 Ok(Job::End(served)) => drop(served),
-                Err(RecvTimeoutError::Timeout) => self.tick(),
+                Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
@@ -172,10 +177,19 @@ impl HostShared {
     pub(super) fn tick(&self) {
         let entries: Vec<_> =
             lock(&self.segments).iter().map(|(key, entry)| (*key, Arc::clone(entry))).collect();
+        // A host that does not answer is asked once.
+        let mut silent = Vec::new();
         for (segment, entry) in entries {
-            if lock(&entry).is_unsettled() {
-                self.run(segment, &entry, Input::Tick);
+            let target = match lock(&entry).holder.holding() {
+                Holding::Sent { to, .. } => Some(to),
+                _ => None,
+            };
+            if !lock(&entry).is_unsettled() || target.is_some_and(|to| silent.contains(&to)) {
+                continue;
             }
+            let began = Instant::now();
+            self.run(segment, &entry, Input::Tick);
+            silent.extend(target.filter(|_| began.elapsed() > TICK));
         }
     }
 

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use super::arrivals::{News, Waiter};
 use super::memory::PAGE_BYTES;
-use super::shared::{Arrival, lock};
+use super::shared::Arrival;
 use super::{SegmentError, SegmentHost, SegmentKey};
 
 /// Interval of looks at a silent program.
@@ -47,10 +47,14 @@ impl ProcessIdentity {
 pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentials, first: &str) {
     let (tenant, identity) = (peer.uid, ProcessIdentity::of(peer.pid));
     match parse(first) {
+        Ok(Call::Open { .. }) if !host.is_member() => {
+            let reason = "the host's lease may have ended: its agent cannot reach the directory";
+            answer(socket, &Answer::Failed(reason.into()));
+        }
         Ok(Call::Open { process, held }) => match host.open_process(tenant, &process, identity, &held) {
-            Ok(held) => {
+            Ok((held, awaited)) => {
                 let grace_ms = u64::try_from(host.grace().as_millis()).unwrap_or(u64::MAX);
-                if answer(socket, &Answer::Opened { held, grace_ms }) {
+                if answer(socket, &Answer::Opened { held, awaited, grace_ms }) {
                     Program { host, tenant, process: &process }.run(socket);
                 }
                 if let Err(error) = host.close_process(tenant, &process) {
@@ -65,7 +69,11 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
             }
         }
         Ok(Call::Pulse) => {
-            while answer(socket, &Answer::Done) && matches!(next_call(socket), Some((Ok(Call::Pulse), _))) {}
+            // Without an answer the process gives its segments up in time.
+            while host.is_member()
+                && answer(socket, &Answer::Done)
+                && matches!(next_call(socket), Some((Ok(Call::Pulse), _)))
+            {}
         }
         Ok(call) => {
             let answered = operate(host, tenant, call).unwrap_or_else(|error| failed(&error));
@@ -141,9 +149,8 @@ fn receive(host: &SegmentHost, waiter: &Waiter, timeout_ms: u64) -> bool {
                 return !is_over || answer(socket, &Answer::Nothing);
             }
         };
-        let arrival = host.shared.owned(segment).ok().and_then(|entry| lock(&entry).arrival(segment));
         // It may have been handed over in another way.
-        let Some(arrival) = arrival else { continue };
+        let Some(arrival) = host.shared.arrival_for(segment, &waiter.process) else { continue };
         let is_sent = answer_segment(socket, &arrival);
         if !is_sent {
             arrivals.put_back(segment, &waiter.process);
@@ -161,9 +168,11 @@ fn serve_faults(
     pulls: bool,
     fds: Vec<OwnedFd>,
 ) -> bool {
-    let Some(uffd) = fds.into_iter().next().filter(|_| host.is_owned_by(segment, process)) else {
-        return false;
-    };
+    let Some(uffd) = fds.into_iter().next() else { return false };
+    if !host.shared.may_serve(segment, process) {
+        // It was given up meanwhile.
+        return true;
+    }
     let served = host.shared.serve_faults(segment, uffd, pulls);
     served.inspect_err(|error| tracing::error!(%segment, %error, "cannot serve a program's faults")).is_ok()
 }
@@ -220,7 +229,7 @@ impl Program<'_> {
                 let outcome = match self.own(id) {
                     Ok(segment) => self.host.transfer(segment),
                     // An earlier process of the agent has handed it over.
-                    Err(_) if is_repeated => self.host.transfer_again(self.key(id)),
+                    Err(_) if is_repeated => self.host.transfer_again(self.key(id), self.process),
                     Err(error) => return Err(error),
                 };
                 match outcome {
@@ -230,6 +239,7 @@ impl Program<'_> {
             }
             Call::Pull { id, offset, bytes } => self.pull(self.own(id)?, offset, bytes)?,
             Call::Close { id } => {
+                self.host.await_arming(self.own(id)?)?;
                 self.host.close(self.own(id)?)?;
             }
             Call::Discard { id } => self.host.discard(self.own(id)?)?,
@@ -258,6 +268,7 @@ impl Program<'_> {
         let length = self.host.bytes(segment)?;
         let end = offset.checked_add(bytes).filter(|end| *end <= length);
         let end = end.ok_or(SegmentError::Range { segment, offset, bytes })?;
+        self.host.await_arming(segment)?;
         let page_of = |offset: u64| u32::try_from(offset / PAGE_BYTES).unwrap_or(u32::MAX);
         self.host.shared.pull_range(segment, page_of(offset)..page_of(end.next_multiple_of(PAGE_BYTES)))
     }

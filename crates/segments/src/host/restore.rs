@@ -51,11 +51,13 @@ impl HostShared {
         for place in restored.copies.iter_mut().filter(|place| place.link.at == self.own) {
             *place = self.own_place(&memory, place.link.generation).unwrap_or(*place);
         }
-        if restored.copies.len() > 1 {
+        if !restored.copies.is_empty() {
             let lineage = Lineage::of(restored.copies.iter().map(|place| place.link));
             let generation = restored.copies[0].link.generation;
             let is_present = |page| memory.is_present(generation, page);
-            restored.puller = Some(Puller::resumed(self.own, memory.pages(), lineage, is_present));
+            // Also without other copies: pages that were given up are not here.
+            let puller = Puller::resumed(self.own, memory.pages(), lineage, is_present);
+            restored.puller = Some(puller).filter(|puller| puller.missing() > 0);
         }
         restored.memory = Some(memory);
         let is_gone = match restored.holder.holding() {

@@ -1,8 +1,8 @@
 //! The faults of a program's segment, and the threads that serve them.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use aquifer_arena::PageFaults;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -10,30 +10,28 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::shared::{HostShared, lock};
 use super::{SegmentError, SegmentKey};
 
-/// Faults that are served. Its threads end when it is dropped, which must not be while the segment
-/// is locked.
+/// Most threads for one tenant, two for each segment that it can have.
+const THREADS_PER_TENANT_MAX: u32 = 2048;
+
+/// Faults that are served. Its threads end after it is dropped.
 #[derive(Debug)]
 pub(super) struct ServedFaults {
     pub faults: Arc<PageFaults>,
     stop: Arc<OwnedFd>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 impl ServedFaults {
     fn new(faults: PageFaults) -> Result<Self, SegmentError> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| SegmentError::Thread(error.into()))?;
-        Ok(Self { faults: Arc::new(faults), stop: Arc::new(stop), threads: Vec::new() })
+        Ok(Self { faults: Arc::new(faults), stop: Arc::new(stop) })
     }
 
-    fn start(
-        &mut self,
-        host: &Arc<HostShared>,
-        segment: SegmentKey,
-        pulls: bool,
-    ) -> Result<(), SegmentError> {
-        self.spawn("segment-faults", host, move |host, faults, stop| serve(host, segment, faults, stop))?;
+    fn start(&self, host: &Arc<HostShared>, segment: SegmentKey, pulls: bool) -> Result<(), SegmentError> {
+        self.spawn("segment-faults", host, segment, move |host, faults, stop| {
+            serve(host, segment, faults, stop)
+        })?;
         if pulls {
-            self.spawn("segment-pull", host, move |host, faults, stop| {
+            self.spawn("segment-pull", host, segment, move |host, faults, stop| {
                 pull_ahead(host, segment, faults, stop);
             })?;
         }
@@ -41,28 +39,63 @@ impl ServedFaults {
     }
 
     fn spawn(
-        &mut self,
+        &self,
         name: &str,
         host: &Arc<HostShared>,
+        segment: SegmentKey,
         run: impl FnOnce(&HostShared, &PageFaults, &OwnedFd) + Send + 'static,
     ) -> Result<(), SegmentError> {
-        let (host, faults, stop) = (Arc::clone(host), Arc::clone(&self.faults), Arc::clone(&self.stop));
+        let (faults, stop) = (Arc::clone(&self.faults), Arc::clone(&self.stop));
+        let serving = Serving::begin(host, segment.tenant)?;
         let thread = std::thread::Builder::new().name(name.to_owned());
-        let thread = thread.spawn(move || run(&host, &faults, &stop)).map_err(SegmentError::Thread)?;
-        self.threads.push(thread);
+        thread.spawn(move || run(&serving.host, &faults, &stop)).map_err(SegmentError::Thread)?;
         Ok(())
     }
 }
 
 impl Drop for ServedFaults {
+    /// The threads end by themselves. They are not waited for: the descriptor is the program's too,
+    /// which can make them wait.
     fn drop(&mut self) {
         let written = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
         debug_assert!(written.is_ok(), "a counter can be incremented");
-        for thread in self.threads.drain(..) {
-            let ended = thread.join();
-            debug_assert!(ended.is_ok(), "a thread that serves faults of segments panicked");
-        }
     }
+}
+
+/// A thread that serves faults of a tenant, until it is dropped.
+struct Serving {
+    host: Arc<HostShared>,
+    tenant: u32,
+}
+
+impl Serving {
+    /// # Errors
+    /// If the tenant has too many.
+    fn begin(host: &Arc<HostShared>, tenant: u32) -> Result<Self, SegmentError> {
+        let mut serving = lock(&host.serving);
+        let count = serving.entry(tenant).or_default();
+        if *count >= THREADS_PER_TENANT_MAX {
+            return Err(SegmentError::Thread(io::Error::other("this user has too many")));
+        }
+        *count += 1;
+        Ok(Self { host: Arc::clone(host), tenant })
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let mut serving = lock(&self.host.serving);
+        if let Some(count) = serving.get_mut(&self.tenant) {
+            *count -= 1;
+        }
+        serving.retain(|_, count| *count > 0);
+    }
+}
+
+/// Whether a descriptor of a program is a userfaultfd: others could wait for ever.
+fn is_userfaultfd(fd: &OwnedFd) -> bool {
+    let name = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
+    name.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
 }
 
 /// Pulls each page that a thread of the program touches, until `stop`, or until the program has
@@ -119,15 +152,21 @@ impl HostShared {
         uffd: OwnedFd,
         pulls: bool,
     ) -> Result<(), SegmentError> {
-        let entry = self.owned(segment)?;
+        if !is_userfaultfd(&uffd) {
+            return Err(SegmentError::Thread(io::Error::other("the descriptor is no userfaultfd")));
+        }
+        let entry = lock(&self.segments).get(&segment).cloned();
+        let entry = entry.ok_or(SegmentError::NotOwned(segment))?;
         let (address, bytes) = lock(&entry).place().ok_or(SegmentError::NotOwned(segment))?;
-        let mut served = ServedFaults::new(PageFaults::new(uffd, address, bytes))?;
+        let served = ServedFaults::new(PageFaults::new(uffd, address, bytes))?;
         let (former, started) = {
             let mut entry = lock(&entry);
-            if entry.holder.has_access() {
+            if entry.may_serve() {
                 // The threads wait for the lock, and then the segment has its faults: what they
                 // pull is seen.
                 let started = served.start(self, segment, pulls);
+                entry.is_arming = false;
+                entry.pulled.notify_all();
                 (entry.served.replace(served), started)
             } else {
                 (Some(served), Err(SegmentError::NotOwned(segment)))
@@ -139,6 +178,15 @@ impl HostShared {
             let _has_ended = served.faults.wake_all();
         }
         started.inspect_err(|_| self.end_faults(segment))
+    }
+
+    /// Whether the faults of a process's segment may be served.
+    pub(super) fn may_serve(&self, segment: SegmentKey, process: &str) -> bool {
+        let entry = lock(&self.segments).get(&segment).cloned();
+        entry.is_some_and(|entry| {
+            let entry = lock(&entry);
+            entry.may_serve() && entry.process == process
+        })
     }
 
     /// Ends the serving of a segment's faults.

@@ -35,6 +35,8 @@ use crate::pulling::lineage::LINKS_MAX;
 
 /// Longest wait for the outcome of a hand-over. After that it is found out in the background.
 const OUTCOME_PATIENCE: Duration = Duration::from_secs(60);
+/// Longest wait for a process that has received a segment to have its faults served.
+const ARMING_PATIENCE: Duration = Duration::from_secs(5);
 /// Interval of looks at it.
 const LOOK: Duration = Duration::from_millis(50);
 /// The tenant of agents among themselves. No user has this number.
@@ -100,6 +102,7 @@ impl SegmentHost {
             arrivals: Arrivals::default(),
             bytes_per_tenant,
             precedence: Precedence::default(),
+            serving: Mutex::default(),
             pace: Pace::new(pull_rate),
             statistics: Statistics::default(),
             keeper,
@@ -116,6 +119,23 @@ impl SegmentHost {
         let started = Self { shared, worker: Some(worker), grace };
         started.shared.registry.join(own, address, lease)?;
         Ok(started)
+    }
+
+    /// Whether the host's lease lasts for sure.
+    #[must_use]
+    pub fn is_member(&self) -> bool {
+        self.shared.keeper.is_member()
+    }
+
+    /// Waits until the faults of a segment are served whose process has just received it, but not
+    /// for ever.
+    pub(super) fn await_arming(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let entry = self.owned(segment)?;
+        let entry = lock(&entry);
+        let pulled = Arc::clone(&entry.pulled);
+        let waited = pulled.wait_timeout_while(entry, ARMING_PATIENCE, |entry| entry.is_arming);
+        drop(waited);
+        Ok(())
     }
 
     /// How long processes may have segments after this process of the agent has ended.
@@ -205,7 +225,8 @@ impl SegmentHost {
 
     /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
     /// `identity` is the process, if it can be seen; `held` has the segments that it got from an
-    /// earlier process of this agent. Returns those of them that it still owns.
+    /// earlier process of this agent. Returns those of them that it still owns, and those whose
+    /// hand-over is under way.
     ///
     /// # Errors
     /// If the name is not possible, or another process has it.
@@ -215,7 +236,7 @@ impl SegmentHost {
         process: &str,
         identity: Option<ProcessIdentity>,
         held: &[u64],
-    ) -> Result<Vec<u64>, SegmentError> {
+    ) -> Result<(Vec<u64>, Vec<u64>), SegmentError> {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
             return Err(SegmentError::Name(process.to_owned()));
@@ -231,12 +252,16 @@ impl SegmentHost {
             Entry::Vacant(free) => free.insert(identity),
         };
         // It asks again for the outcome of hand-overs that are under way.
+        let mut awaited = Vec::new();
         for id in held {
             let entry = lock(&shared.segments).get(&SegmentKey { tenant, id: *id }).cloned();
             if let Some(entry) = entry {
                 let mut entry = lock(&entry);
                 let is_same = entry.identity.is_some() && entry.identity == identity;
-                entry.is_awaited |= is_same && matches!(entry.holder.holding(), Holding::Sent { .. });
+                if is_same && matches!(entry.holder.holding(), Holding::Sent { .. }) {
+                    entry.is_awaited = true;
+                    awaited.push(*id);
+                }
             }
         }
         let (mut still_held, mut left) = (Vec::new(), Vec::new());
@@ -261,7 +286,8 @@ impl SegmentHost {
             shared.arrivals.forget(segment);
             shared.arrive(segment, process);
         }
-        Ok(still_held)
+        still_held.retain(|id| !awaited.contains(id));
+        Ok((still_held, awaited))
     }
 
     /// Has a process accept no more segments.
@@ -269,11 +295,14 @@ impl SegmentHost {
     /// # Errors
     /// Those of the directory.
     pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
-        if lock(&self.shared.processes).remove(&(tenant, process.to_owned())).is_some() {
+        if self.has_process(tenant, process) {
             self.shared.arrivals.forget_process(tenant, process);
             let left = self.list(tenant).into_iter().filter(|status| status.process == process);
             left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
-            self.shared.registry.remove_process(tenant, process)?;
+            let removed = self.shared.registry.remove_process(tenant, process);
+            // Last, so that nothing of this is done to the next process of the name.
+            lock(&self.shared.processes).remove(&(tenant, process.to_owned()));
+            removed?;
         }
         Ok(())
     }
@@ -356,11 +385,18 @@ impl SegmentHost {
     ///
     /// # Errors
     /// Those of [`Self::transfer`].
-    pub fn transfer_again(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+    pub fn transfer_again(&self, segment: SegmentKey, process: &str) -> Result<(), SegmentError> {
         let entry = lock(&self.shared.segments).get(&segment).cloned();
         // It is not here any more: it has arrived.
         let Some(entry) = entry else { return Ok(()) };
-        lock(&entry).is_awaited = true;
+        {
+            let mut entry = lock(&entry);
+            if entry.process != process {
+                // It is another process's of this host.
+                return Ok(());
+            }
+            entry.is_awaited = true;
+        }
         self.await_outcome(segment, &entry)
     }
 

@@ -9,6 +9,7 @@ use aquifer_arena::calls::{Answer, SegmentStatus};
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
+use rustix::net::{Shutdown, shutdown};
 
 use super::arrivals::Arrivals;
 use super::journal::JournalEntry;
@@ -51,6 +52,8 @@ pub(super) struct HostShared {
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
     pub precedence: Precedence,
+    /// Threads that serve faults, by tenant.
+    pub serving: Mutex<BTreeMap<u32, u32>>,
     pub pace: Pace,
     pub statistics: Statistics,
     /// For the worker; `None` at the end.
@@ -91,6 +94,8 @@ pub(super) struct Segment {
     /// Its process waits for the outcome of a hand-over, or will ask for it again. If it has the
     /// segment still, the answer says so, and it does not arrive.
     pub is_awaited: bool,
+    /// Its process is to have its faults served, and has not asked for it yet.
+    pub is_arming: bool,
 }
 
 /// A segment that is a process's from now on.
@@ -117,11 +122,23 @@ impl HostShared {
     /// Has a process of this host receive a segment, which must not be locked.
     pub(super) fn arrive(&self, segment: SegmentKey, process: &str) {
         let Some(waiter) = self.arrivals.add(segment, process) else { return };
-        let arrival = self.owned(segment).ok().and_then(|entry| lock(&entry).arrival(segment));
-        let is_sent = arrival.is_some_and(|arrival| answer_segment(&waiter.socket, &arrival));
-        if !is_sent {
+        let Some(arrival) = self.arrival_for(segment, process) else {
+            // It has left, or is another process's by now.
+            return self.arrivals.wait_on(waiter);
+        };
+        if !answer_segment(&waiter.socket, &arrival) {
             self.arrivals.put_back(segment, process);
+            let _was_closed = shutdown(&*waiter.socket, Shutdown::Both);
         }
+    }
+
+    /// A segment for a process, if that owns it.
+    pub(super) fn arrival_for(&self, segment: SegmentKey, process: &str) -> Option<Arrival> {
+        let entry = self.owned(segment).ok()?;
+        let mut entry = lock(&entry);
+        let arrival = entry.arrival(segment).filter(|_| entry.process == process)?;
+        entry.is_arming = arrival.is_partial;
+        Some(arrival)
     }
 
     /// Has a process of this host learn that a segment of it is wanted by another process.
@@ -181,6 +198,7 @@ impl Segment {
             identity: None,
             target: String::new(),
             is_awaited: false,
+            is_arming: false,
         }
     }
 
@@ -196,6 +214,11 @@ impl Segment {
             identity: self.identity,
         };
         memory.write_journal(&entry);
+    }
+
+    /// Whether faults may be served: it is owned here, or may be again.
+    pub(super) fn may_serve(&self) -> bool {
+        self.holder.has_access() || self.is_awaited
     }
 
     /// What a person sees of it; `None` if it is not owned here.

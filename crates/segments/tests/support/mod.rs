@@ -101,4 +101,8 @@ impl SegmentKeeper for TestKeeper {
     fn release(&self, number: u64) {
         self.0.lock().unwrap().remove(&number);
     }
+
+    fn is_member(&self) -> bool {
+        true
+    }
 }
