@@ -6,8 +6,8 @@
 //! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
 //!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.
-//! - [`programs`] serves the programs of this host, `arrivals` has what has arrived for them, and
-//!   `served` serves their touches of pages that are elsewhere.
+//! - [`programs`] serves the programs of this host. `processes` has their names, `arrivals` what
+//!   has arrived for them, and `served` serves their touches of pages that are elsewhere.
 //! - [`statistics`] has what was done.
 //! - [`service`] is the interface. `outputs` and `pulls` carry out what the state machines of
 //!   [`crate::ownership`] and [`crate::pulling`] decide, and `answers` answers other agents.
@@ -22,6 +22,7 @@ mod outputs;
 mod pace;
 mod peer;
 mod precedence;
+mod processes;
 pub mod programs;
 mod pulls;
 pub mod ranges;

@@ -1,7 +1,6 @@
 //! Carries out hand-overs and pulls: what the state machines decide, with memory, the fabric and
 //! the directory.
 
-use std::collections::btree_map::Entry;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
@@ -20,7 +19,7 @@ use aquifer_fabric::{ClusterKey, Host, Identity, Limits, TargetError, Tenant};
 use super::SegmentKey;
 use super::answers::Handler;
 use super::arrivals::Arrivals;
-use super::error::{PROCESS_NAME_MAX, SegmentError};
+use super::error::SegmentError;
 use super::kept::{KeptSegment, SegmentKeeper};
 use super::memory::PAGE_BYTES;
 use super::pace::Pace;
@@ -223,90 +222,6 @@ impl SegmentHost {
         Ok(())
     }
 
-    /// Has a process of a tenant accept segments here. Its name is its own in the tenant.
-    /// `identity` is the process, if it can be seen; `held` has the segments that it got from an
-    /// earlier process of this agent. Returns those of them that it still owns, and those whose
-    /// hand-over is under way.
-    ///
-    /// # Errors
-    /// If the name is not possible, or another process has it.
-    pub fn open_process(
-        &self,
-        tenant: u32,
-        process: &str,
-        identity: Option<ProcessIdentity>,
-        held: &[u64],
-    ) -> Result<(Vec<u64>, Vec<u64>), SegmentError> {
-        let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
-        if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
-            return Err(SegmentError::Name(process.to_owned()));
-        }
-        let shared = &self.shared;
-        if shared.is_used_by_another(tenant, process, identity)
-            || !shared.registry.add_process(tenant, process, shared.own, shared.lease)?
-        {
-            return Err(SegmentError::NameTaken(process.to_owned()));
-        }
-        match lock(&shared.processes).entry((tenant, process.to_owned())) {
-            Entry::Occupied(_) => return Err(SegmentError::NameTaken(process.to_owned())),
-            Entry::Vacant(free) => free.insert(identity),
-        };
-        // It asks again for the outcome of hand-overs that are under way.
-        let mut awaited = Vec::new();
-        for id in held {
-            let entry = lock(&shared.segments).get(&SegmentKey { tenant, id: *id }).cloned();
-            if let Some(entry) = entry {
-                let mut entry = lock(&entry);
-                let is_same = entry.identity.is_some() && entry.identity == identity;
-                if is_same && matches!(entry.holder.holding(), Holding::Sent { .. }) {
-                    entry.is_awaited = true;
-                    awaited.push(*id);
-                }
-            }
-        }
-        let (mut still_held, mut left) = (Vec::new(), Vec::new());
-        for status in self.list(tenant).into_iter().filter(|status| status.process == process) {
-            let segment = SegmentKey { tenant, id: status.id };
-            let Ok(entry) = shared.owned(segment) else { continue };
-            let mut entry = lock(&entry);
-            let is_same = entry.identity.is_some() && entry.identity == identity;
-            if is_same && held.contains(&status.id) {
-                still_held.push(status.id)
-            } else {
-                left.push(segment)
-            }
-            entry.identity = identity;
-            entry.save();
-        }
-        for id in &still_held {
-            shared.arrivals.forget(SegmentKey { tenant, id: *id });
-        }
-        // What an earlier process of this name has left.
-        for segment in left {
-            shared.arrivals.forget(segment);
-            shared.arrive(segment, process);
-        }
-        still_held.retain(|id| !awaited.contains(id));
-        Ok((still_held, awaited))
-    }
-
-    /// Has a process accept no more segments.
-    ///
-    /// # Errors
-    /// Those of the directory.
-    pub fn close_process(&self, tenant: u32, process: &str) -> Result<(), SegmentError> {
-        if self.has_process(tenant, process) {
-            self.shared.arrivals.forget_process(tenant, process);
-            let left = self.list(tenant).into_iter().filter(|status| status.process == process);
-            left.for_each(|status| self.shared.end_faults(SegmentKey { tenant, id: status.id }));
-            let removed = self.shared.registry.remove_process(tenant, process);
-            // Last, so that nothing of this is done to the next process of the name.
-            lock(&self.shared.processes).remove(&(tenant, process.to_owned()));
-            removed?;
-        }
-        Ok(())
-    }
-
     /// Prepares a hand-over to another process of the same tenant: all that is slow. A hand-over
     /// that is prepared already is taken back.
     ///
@@ -454,22 +369,6 @@ impl SegmentHost {
         lock(&entry).target.clear();
         self.shared.run(segment, &entry, Input::Abort);
         Ok(())
-    }
-
-    /// Waits for a segment that is handed over to a process of this host, or that an earlier
-    /// process of its name has left. If it is partial, each page must be pulled before it is
-    /// touched.
-    #[must_use]
-    pub fn receive(&self, tenant: u32, process: &str, timeout: Duration) -> Option<Arrival> {
-        let segment = self.shared.arrivals.wait(tenant, process, timeout)?;
-        let entry = self.owned(segment).ok()?;
-        lock(&entry).arrival(segment)
-    }
-
-    /// Whether a process is open.
-    #[must_use]
-    pub fn has_process(&self, tenant: u32, process: &str) -> bool {
-        self.shared.has_process(tenant, process)
     }
 
     /// The segments of a tenant that are owned here.

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
 use crate::bench::support::cluster::{Cluster, aquifer_program};
+use crate::bench::support::procs::cpu_us;
 use crate::bench::support::{folder, interrupt};
 use aquifer::Fabric;
 
@@ -31,14 +33,19 @@ struct Host {
 }
 
 impl Hosts {
-    /// Starts them.
+    /// Starts them, with a limit of the rate at which they pull ahead of programs.
     ///
     /// # Errors
     /// If one does not start.
-    pub fn start() -> Result<Self, BenchError> {
+    pub fn start(pull_rate: Option<&str>) -> Result<Self, BenchError> {
         let cluster = Cluster::up(64 << 20, Fabric::Tcp, None)?;
-        let hosts = [Host::start(cluster.state())?, Host::start(cluster.state())?];
+        let hosts = [Host::start(cluster.state(), pull_rate)?, Host::start(cluster.state(), pull_rate)?];
         Ok(Self { hosts, _cluster: cluster })
+    }
+
+    /// The processor time of the first agent, in s.
+    pub fn agent_cpu_s(&self) -> f64 {
+        self.hosts[0].daemons.last().map_or(0.0, |agent| float(cpu_us(agent.id())) / 1e6)
     }
 
     /// The sockets of the agents.
@@ -48,14 +55,15 @@ impl Hosts {
 }
 
 impl Host {
-    fn start(cluster: &Path) -> Result<Self, BenchError> {
+    fn start(cluster: &Path, pull_rate: Option<&str>) -> Result<Self, BenchError> {
         let mut host = Self { state: folder::create("aquifer-bench-host-")?, daemons: Vec::new() };
         host.daemon("keeper.sock", &["keeper"])?;
         let (key, directory) = (cluster.join("cluster.key"), cluster.join("directory.sock"));
         let (key, directory) = (key.display().to_string(), format!("unix:{}", directory.display()));
         let words = ["agent", "--mempool", "8M", "--key", &key, "--directory", &directory];
         let listen = ["--segment-listen", "127.0.0.1:0", "--segment-memory", SEGMENT_MEMORY];
-        host.daemon("agent.sock", &[&words[..], &listen].concat())?;
+        let rate: Vec<&str> = pull_rate.into_iter().flat_map(|rate| ["--segment-pull-rate", rate]).collect();
+        host.daemon("agent.sock", &[&words[..], &listen, &rate].concat())?;
         Ok(host)
     }
 

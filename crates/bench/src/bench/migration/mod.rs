@@ -7,6 +7,7 @@ mod gets;
 mod hosts;
 mod pages;
 mod player;
+mod source;
 mod transfers;
 
 use super::support::report::Report;
@@ -16,17 +17,18 @@ pub use player::serve_at;
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: a hand-over of 1 MiB to 4 GiB within 1.5× of each other, p99 ≤ 1 ms; \
-    pulls at ≥ 80 % of READs of the same pages; a map in a segment at ≥ 0.98 of one on the heap";
+    pulls at ≥ 80 % of READs of the same pages; a map in a segment at ≥ 0.98 of one on the heap; \
+    a source that keeps ≥ 95 % of its speed with a limit of the pull rate";
 
 /// Runs the bench.
 ///
 /// # Errors
 /// If it is interrupted, or a program fails.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
-    let hosts = hosts::Hosts::start()?;
+    let hosts = hosts::Hosts::start(None)?;
     let mut report = Report::new("migration", args.quick);
     report.notes = notes();
-    let bar = progress::bar(2);
+    let bar = progress::bar(3);
     bar.set_message("hand-overs");
     let (table, targets) = transfers::table(&hosts, args.quick)?;
     report.tables.push(table);
@@ -38,6 +40,12 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     report.tables.extend(figure.tables);
     report.series.extend(figure.series);
     report.targets.extend(figure.targets);
+    drop(hosts);
+    bar.inc(1);
+    bar.set_message("the source");
+    let (table, targets) = source::table(args.quick)?;
+    report.tables.push(table);
+    report.targets.extend(targets);
     bar.finish_and_clear();
     Ok(report)
 }
@@ -55,6 +63,8 @@ fn notes() -> Vec<String> {
          copy",
         "pull: all pages of the map's segment, without a program that uses it; READs: the same pages over \
          TCP, 64 at once, encrypted like all traffic",
+        "source keeps: random accesses of a thread of the source while a segment follows to the target, ÷ \
+         those before; all threads share the processors",
         "heap: gets of a map in memory of the process, of the same kind and with the same hash function",
     ]
     .map(str::to_owned)

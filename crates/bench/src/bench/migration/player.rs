@@ -9,7 +9,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{gets, transfers};
+use super::{gets, source, transfers};
 use crate::bench::BenchError;
 use crate::bench::support::cluster::own_program;
 use crate::bench::support::folder;
@@ -36,6 +36,10 @@ pub enum Play {
     Source { entries: u64 },
     /// Receives the map, and gets its keys.
     Target { entries: u64, mode: Mode },
+    /// Hands a segment over, and works meanwhile.
+    Give { bytes: u64 },
+    /// Receives a segment, and waits for its pages.
+    Follow,
 }
 
 /// How the pages come.
@@ -70,6 +74,8 @@ pub fn serve_at(path: &Path) -> Result<(), BenchError> {
         }
         Play::Source { entries } => print(&gets::play_source(&process, &order.peer, entries)?),
         Play::Target { entries, mode } => print(&gets::play_target(&process, entries, mode)?),
+        Play::Give { bytes } => print(&source::give(&process, &order.peer, bytes)?),
+        Play::Follow => print(&source::follow(&process)?),
     }
 }
 
