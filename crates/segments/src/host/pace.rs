@@ -19,7 +19,7 @@ impl Pace {
         Self { bytes_per_s, next: Mutex::new(None) }
     }
 
-    /// Bytes have come at `now`. Returns how long none may come now.
+    /// Bytes are pulled from `now` on. Returns for how long from then no others may be.
     pub fn charge(&self, bytes: u64, now: Instant) -> Duration {
         let Some(bytes_per_s) = self.bytes_per_s else { return Duration::ZERO };
         let cost_ns = u128::from(bytes) * 1_000_000_000 / u128::from(bytes_per_s.max(1));

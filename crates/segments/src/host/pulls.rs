@@ -130,9 +130,10 @@ impl HostShared {
             None => return Ok(false),
             Some(puller) => std::iter::from_fn(|| puller.ahead()).take(pages_max as usize).collect(),
         };
+        let began = Instant::now();
         let (are_more, bytes) = (steps.len() == pages_max as usize, steps.len() as u64 * PAGE_BYTES);
         self.carry_out_pull(segment, &entry, steps)?;
-        std::thread::sleep(self.pace.charge(bytes, Instant::now()));
+        std::thread::sleep(self.pace.charge(bytes, began).saturating_sub(began.elapsed()));
         Ok(are_more)
     }
 }
