@@ -19,7 +19,7 @@
  * -EACCES: the agent cannot do it; the text tells why;
  * -ENOMEM: the segment cannot be mapped;
  * -ENOTCONN: no agent answers;
- * -EPIPE: the agent has ended;
+ * -EPIPE: the agent has ended, and no other has come within its grace time;
  * -EIO: the agent gave an invalid answer;
  * -ECHILD: this process is a forked child of the process that opened the name.
  *

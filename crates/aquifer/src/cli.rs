@@ -293,7 +293,7 @@ pub enum SegmentCommand {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]
         id: u64,
-        /// The user to whom it belongs, if several have one of this number
+        /// Its user, if several have one of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
         /// Print JSON
@@ -309,7 +309,7 @@ pub enum SegmentCommand {
         /// The name of the process that is to have it
         #[arg(value_name = "PROCESS")]
         process: String,
-        /// The user to whom it belongs, if several have one of this number
+        /// Its user, if several have one of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
         /// How long to wait, such as 500ms or 2m
@@ -321,7 +321,7 @@ pub enum SegmentCommand {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]
         id: u64,
-        /// The user to whom it belongs, if several have one of this number
+        /// Its user, if several have one of this number
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
     },

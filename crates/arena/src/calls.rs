@@ -181,7 +181,7 @@ pub enum Answer {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SegmentStatus {
-    /// The user to whom it belongs.
+    /// Its user.
     pub user: u32,
     /// Its number in the tenant.
     pub id: u64,

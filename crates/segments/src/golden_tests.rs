@@ -1,5 +1,11 @@
 //! The form of what others read: see `docs/formats/segments.md`.
 
+use std::fmt::Debug;
+
+use aquifer_arena::calls::{Call, SegmentStatus, Times, Totals};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
 use crate::host::SegmentKey;
 use crate::host::ranges::RangesRecord;
 use crate::host::wire::{Answer, Ask, CopyPlace, Request};
@@ -33,7 +39,8 @@ fn golden_messages() {
     let (from, to) = (Life { host: 1, epoch: 2 }, Life { host: 3, epoch: 4 });
     let (segment, address) = (SegmentKey { tenant: 6, id: 7 }, "127.0.0.1:8".parse().unwrap());
     let link = Link { at: from, generation: 9 };
-    let copies = vec![CopyPlace { link, address, data: (10, 11), present: (12, 13) }];
+    let place = CopyPlace { link, address, data: (10, 11), present: (12, 13) };
+    let copies = vec![place];
     let head =
         r#"{"segment":{"tenant":6,"id":7},"from":{"host":1,"epoch":2},"to":{"host":3,"epoch":4},"ask":"#;
     let link_json = r#"{"at":{"host":1,"epoch":2},"generation":9}"#;
@@ -49,6 +56,7 @@ fn golden_messages() {
         ),
         (Ask::Query { generation: 5 }, r#"{"query":{"generation":5}}"#.to_owned()),
         (Ask::Release { generation: 5 }, r#"{"release":{"generation":5}}"#.to_owned()),
+        (Ask::Place { generation: 5 }, r#"{"place":{"generation":5}}"#.to_owned()),
     ] {
         let request = Request { segment, from, to, ask };
         let json = format!("{head}{golden}}}");
@@ -58,4 +66,86 @@ fn golden_messages() {
     let answers = [Answer::Accept, Answer::Decline, Answer::Received, Answer::NotReceived, Answer::Done];
     let json = r#"["accept","decline","received","not_received","done"]"#;
     assert_eq!(serde_json::to_string(&answers).unwrap(), json);
+    let json = format!(r#"{{"place":{copy}}}"#);
+    assert_eq!(serde_json::to_string(&Answer::Place(place)).unwrap(), json);
+    assert_eq!(serde_json::from_str::<Answer>(&json).unwrap(), Answer::Place(place));
+}
+
+fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T, json: &str) {
+    assert_eq!(serde_json::to_string(value).unwrap(), json);
+    assert_eq!(&serde_json::from_str::<T>(json).unwrap(), value);
+}
+
+#[test]
+fn golden_calls() {
+    let process = || "p".to_owned();
+    for (call, json) in [
+        (Call::Open { process: process(), held: vec![7] }, r#"{"open":{"process":"p","held":[7]}}"#),
+        (Call::Attend { process: process() }, r#"{"attend":{"process":"p"}}"#),
+        (Call::Pulse, r#""pulse""#),
+        (Call::Allocate { id: 7, bytes: 4096 }, r#"{"allocate":{"id":7,"bytes":4096}}"#),
+        (Call::Deallocate { id: 7 }, r#"{"deallocate":{"id":7}}"#),
+        (Call::Connect { id: 7, process: process() }, r#"{"connect":{"id":7,"process":"p"}}"#),
+        (Call::Abort { id: 7 }, r#"{"abort":{"id":7}}"#),
+        (Call::Transfer { id: 7, is_repeated: true }, r#"{"transfer":{"id":7,"is_repeated":true}}"#),
+        (Call::Receive { timeout_ms: 5, requests: true }, r#"{"receive":{"timeout_ms":5,"requests":true}}"#),
+        (Call::Serve { id: 7, pulls: true }, r#"{"serve":{"id":7,"pulls":true}}"#),
+        (Call::Pull { id: 7, offset: 8, bytes: 9 }, r#"{"pull":{"id":7,"offset":8,"bytes":9}}"#),
+        (Call::Close { id: 7 }, r#"{"close":{"id":7}}"#),
+        (Call::Discard { id: 7 }, r#"{"discard":{"id":7}}"#),
+        (Call::List { above: None }, r#"{"list":{"above":null}}"#),
+        (Call::Report { above: Some((6, 7)) }, r#"{"report":{"above":[6,7]}}"#),
+        (Call::Move { user: 6, id: 7, process: process() }, r#"{"move":{"user":6,"id":7,"process":"p"}}"#),
+        (Call::Free { user: 6, id: 7 }, r#"{"free":{"user":6,"id":7}}"#),
+    ] {
+        check(&call, json);
+    }
+}
+
+#[test]
+fn golden_answers_to_calls() {
+    use aquifer_arena::calls::Answer;
+    let times = Times { count: 1, p50_us: 2, p99_us: 3, longest_us: 4 };
+    let status = SegmentStatus {
+        user: 6,
+        id: 7,
+        address: 8,
+        bytes: 9,
+        missing_bytes: 10,
+        process: "p".into(),
+        is_open: true,
+        target: None,
+    };
+    let totals = Totals {
+        handed_over: 1,
+        received: 2,
+        declined: 3,
+        pages_on_touch: 4,
+        pages_ahead: 5,
+        transfers: times,
+        waits: Times::default(),
+    };
+    let status_json = [
+        r#"{"user":6,"id":7,"address":8,"bytes":9,"missing_bytes":10,"#,
+        r#""process":"p","is_open":true,"target":null}"#,
+    ]
+    .concat();
+    let totals_json = [
+        r#"{"handed_over":1,"received":2,"declined":3,"pages_on_touch":4,"pages_ahead":5,"#,
+        r#""transfers":{"count":1,"p50_us":2,"p99_us":3,"longest_us":4},"#,
+        r#""waits":{"count":0,"p50_us":0,"p99_us":0,"longest_us":0}}"#,
+    ]
+    .concat();
+    check(&Answer::Done, r#""done""#);
+    check(&Answer::Nothing, r#""nothing""#);
+    check(&Answer::Kept("why".into()), r#"{"kept":"why"}"#);
+    check(&Answer::Failed("why".into()), r#"{"failed":"why"}"#);
+    let opened = Answer::Opened { held: vec![7], awaited: vec![8], grace_ms: 9 };
+    check(&opened, r#"{"opened":{"held":[7],"awaited":[8],"grace_ms":9}}"#);
+    let segment = Answer::Segment { id: 7, address: 8, bytes: 9, is_partial: true };
+    check(&segment, r#"{"segment":{"id":7,"address":8,"bytes":9,"is_partial":true}}"#);
+    check(&Answer::Asked { id: 7, process: "p".into() }, r#"{"asked":{"id":7,"process":"p"}}"#);
+    check(&Answer::List(vec![status.clone()]), &format!(r#"{{"list":[{status_json}]}}"#));
+    let report = Answer::Report { segments: vec![status], totals };
+    check(&report, &format!(r#"{{"report":{{"segments":[{status_json}],"totals":{totals_json}}}}}"#));
 }

@@ -306,8 +306,8 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
     }
 }
 
-/// Agents of both hosts are restarted between any two steps: nothing is lost, and pages that have
-/// not followed yet are found where they are now.
+/// Agents are restarted between the calls of hand-overs and pulls: nothing is lost, and pages that
+/// have not followed yet are found where they are now.
 #[test]
 fn segments_outlive_the_process_of_their_agent() {
     let mut cluster = Cluster::start(3);

@@ -174,7 +174,11 @@ impl World {
                 let host = &mut self.hosts[usize::from(number)];
                 host.is_running = false;
                 host.outbox.clear();
+                let is_absent = host.holder.holding() == Holding::Absent;
                 self.forget_answers(number);
+                if is_absent {
+                    self.forget_decisions(number);
+                }
             }
             Action::Restart(host) => {
                 self.hosts[usize::from(host)].is_running = true;
@@ -220,6 +224,13 @@ impl World {
             }
         }
         self.parcels.sort_unstable();
+    }
+
+    /// What an agent has decided is in the memory of the segment. An agent without that forgets it;
+    /// messages that were on their way to it are lost with their connections.
+    fn forget_decisions(&mut self, host: u8) {
+        self.hosts[usize::from(host)].holder = Holder::absent(life(host));
+        self.parcels.retain(|parcel| !matches!(parcel, Parcel::Message { to, .. } if *to == host));
     }
 
     fn add(&mut self, parcel: Parcel) {

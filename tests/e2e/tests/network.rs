@@ -271,6 +271,8 @@ fn a_process_whose_agent_is_stopped_loses_its_segments() {
     orphan.expect("own");
     let _stopped = Stopped::new(cluster.hosts[0].agent());
     orphan.expect("SIGSEGV");
+    let told = orphan.errors();
+    assert!(told.contains("a touch of a segment that this process does not own (SIGSEGV)"), "{told}");
 }
 
 /// Both agents are killed and started again all the time. Programs wait for them, and find each

@@ -67,10 +67,15 @@ impl PipedProgram {
         let mut found = String::new();
         self.printed.read_line(&mut found).expect("it prints");
         if found.trim_end() != line {
-            let mut errors = String::new();
-            let _read = self.program.stderr.take().map(|mut stderr| stderr.read_to_string(&mut errors));
-            panic!("{found:?} instead of {line:?}: {errors}");
+            panic!("{found:?} instead of {line:?}: {}", self.errors());
         }
+    }
+
+    /// What it has written to standard error, when it has ended.
+    pub fn errors(&mut self) -> String {
+        let mut errors = String::new();
+        let _read = self.program.stderr.take().map(|mut stderr| stderr.read_to_string(&mut errors));
+        errors
     }
 }
 
@@ -181,6 +186,8 @@ fn an_operator_has_a_segment_moved_and_freed() {
     };
     expect(&["list"], true, "segment 7: 64 KiB, process first\nsegments: 1, 64 KiB; handed over: 0;");
     expect(&["status", "7"], true, "address: 0x30");
+    let status = cluster.command().arg("status").output().expect("it can be started");
+    assert!(text(&status.stdout).contains("segments: 1, 64 KiB; handed over: 0;"));
     expect(&["status", "8"], false, "segment 8 is not on this host");
     expect(&["free", "7"], false, "in use by process \"first\"");
     expect(&["move", "7", "absent"], false, "no other process of this user has the name \"absent\"");

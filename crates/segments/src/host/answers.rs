@@ -24,7 +24,10 @@ impl HostShared {
                 self.leave(Job::Release(*segment, *generation));
                 return Some(Answer::Done);
             }
-            Ask::Place { generation } => return self.place_of(*segment, *generation).map(Answer::Place),
+            Ask::Place { generation } => {
+                let place = self.place_of(*segment, *generation);
+                return Some(place.map_or(Answer::Decline, Answer::Place));
+            }
             _ => {}
         }
         let entry = self.entry_for(*segment, ask)?;

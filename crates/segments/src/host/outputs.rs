@@ -56,10 +56,8 @@ impl HostShared {
         }
         entry.pulled.notify_all();
         // A program that gets it back at once has its faults served still.
-        if entry.holder.holding() == Holding::Absent
-            && let Some(served) = entry.served.take()
-        {
-            self.leave(Job::End(served));
+        if entry.holder.holding() == Holding::Absent {
+            entry.served = None;
         }
     }
 
@@ -167,7 +165,6 @@ impl HostShared {
                     }
                 }
                 Ok(Job::Release(segment, generation)) => self.release(segment, generation),
-                Ok(Job::End(served)) => drop(served),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return,
             }

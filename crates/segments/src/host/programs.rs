@@ -160,7 +160,7 @@ fn receive(host: &SegmentHost, waiter: &Waiter, timeout_ms: u64) -> bool {
 }
 
 /// Serves the faults of a segment that was received and is partial. Returns false if it cannot:
-/// then touches of pages that are elsewhere are SIGBUS, as at the end of the agent.
+/// then the connection ends, and the program makes another.
 fn serve_faults(
     host: &SegmentHost,
     segment: SegmentKey,

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::peer::{Lane, PAGES_MAX};
 use super::shared::{HostShared, Segment, lock};
-use super::wire::{Answer, Ask, CopyPlace, Request};
+use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentKey};
 use crate::ownership::Life;
-use crate::pulling::{Link, ReadEnd, ReadMode, ReadOrder, Step};
+use crate::pulling::{ReadEnd, ReadMode, ReadOrder, Step};
 
 /// Pages that are read at once ahead of the program while its threads wait for pages now and then:
 /// so few that none waits long behind them.
@@ -51,18 +51,17 @@ impl HostShared {
     }
 
     /// Pulls pages for which threads of the program wait, and lets them go on. Those for pages that
-    /// are on their way go on when these have arrived.
+    /// are on their way go on when these have arrived. Returns whether there were none of these.
     ///
     /// # Errors
     /// If the segment is not owned here, or a page is lost: then touches of it are SIGBUS.
     ///
     /// # Panics
     /// If there is no such page.
-    pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<(), SegmentError> {
-        let began = Instant::now();
+    pub(super) fn demand(&self, segment: SegmentKey, pages: &[u32]) -> Result<bool, SegmentError> {
         let _demand = self.precedence.demand();
         let entry = self.owned(segment)?;
-        let steps = {
+        let steps: Vec<Step> = {
             let mut entry = lock(&entry);
             if !entry.holder.has_access() {
                 return Err(SegmentError::NotOwned(segment));
@@ -74,9 +73,9 @@ impl HostShared {
             };
             pages.iter().filter_map(&mut demand).collect()
         };
+        let are_all = steps.len() == pages.len();
         self.carry_out_pull(segment, &entry, steps)?;
-        self.statistics.waits.record(began.elapsed());
-        Ok(())
+        Ok(are_all)
     }
 
     /// Pulls a range of pages, as far as they are not here.
@@ -213,22 +212,16 @@ impl HostShared {
             if !lock(entry).copies.iter().any(|place| place.link == from) {
                 return gone();
             }
-            match self.find_copy(segment, from) {
-                Some(found) => place = found,
+            // An agent that was restarted has it elsewhere.
+            let ask = Ask::Place { generation: from.generation };
+            match self.ask(&Request { segment, from: self.own, to: from.at, ask }) {
+                Some(Answer::Place(found)) if found.link == from => place = found,
+                Some(_) => return gone(),
                 None => std::thread::sleep(RETRY_INTERVAL),
             }
             if let Some(known) = lock(entry).copies.iter_mut().find(|known| known.link == from) {
                 *known = place;
             }
-        }
-    }
-
-    /// Asks where a copy is now: an agent that was restarted has it elsewhere.
-    fn find_copy(&self, segment: SegmentKey, copy: Link) -> Option<CopyPlace> {
-        let ask = Ask::Place { generation: copy.generation };
-        match self.ask(&Request { segment, from: self.own, to: copy.at, ask })? {
-            Answer::Place(place) if place.link == copy => Some(place),
-            _ => None,
         }
     }
 

@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Instant;
 
 use aquifer_arena::PageFaults;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -113,9 +114,12 @@ fn serve(host: &HostShared, segment: SegmentKey, faults: &PageFaults, stop: &Own
         if faults.read(&mut pages).is_err() {
             return;
         }
+        let began = Instant::now();
         match host.demand(segment, &pages) {
-            // It was handed over: the mapping is gone, and with it those that waited.
-            Ok(()) | Err(SegmentError::NotOwned(_)) => {}
+            Ok(true) => host.statistics.waits.record(began.elapsed()),
+            // What another READ brings is not timed. Or the segment was handed over: the mapping is
+            // gone, and with it those that waited.
+            Ok(false) | Err(SegmentError::NotOwned(_)) => {}
             Err(error) => tracing::error!(%error, "a program gets SIGBUS"),
         }
         pages.clear();
@@ -159,25 +163,19 @@ impl HostShared {
         let entry = entry.ok_or(SegmentError::NotOwned(segment))?;
         let (address, bytes) = lock(&entry).place().ok_or(SegmentError::NotOwned(segment))?;
         let served = ServedFaults::new(PageFaults::new(uffd, address, bytes))?;
-        let (former, started) = {
-            let mut entry = lock(&entry);
-            if entry.may_serve() {
-                // The threads wait for the lock, and then the segment has its faults: what they
-                // pull is seen.
-                let started = served.start(self, segment, pulls);
-                entry.is_arming = false;
-                entry.pulled.notify_all();
-                (entry.served.replace(served), started)
-            } else {
-                (Some(served), Err(SegmentError::NotOwned(segment)))
-            }
-        };
-        drop(former);
-        if let Some(served) = &lock(&entry).served {
-            // An earlier process of the agent may have read their touches.
-            let _has_ended = served.faults.wake_all();
+        let mut entry = lock(&entry);
+        if !entry.may_serve() {
+            return Err(SegmentError::NotOwned(segment));
         }
-        started.inspect_err(|_| self.end_faults(segment))
+        // The threads wait for the lock, and then the segment has its faults: what they pull is
+        // seen.
+        served.start(self, segment, pulls)?;
+        // An earlier process of the agent may have read touches of threads that wait.
+        let _has_ended = served.faults.wake_all();
+        entry.served = Some(served);
+        entry.is_arming = false;
+        entry.pulled.notify_all();
+        Ok(())
     }
 
     /// Whether the faults of a process's segment may be served.
@@ -191,8 +189,8 @@ impl HostShared {
 
     /// Ends the serving of a segment's faults.
     pub(super) fn end_faults(&self, segment: SegmentKey) {
-        let entry = lock(&self.segments).get(&segment).cloned();
-        let served = entry.and_then(|entry| lock(&entry).served.take());
-        drop(served);
+        if let Some(entry) = lock(&self.segments).get(&segment).cloned() {
+            lock(&entry).served = None;
+        }
     }
 }

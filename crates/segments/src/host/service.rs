@@ -26,7 +26,7 @@ use super::pace::Pace;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
 use super::registry::{Creation, Registry};
-use super::shared::{Arrival, HostShared, Job, Segment, lock};
+use super::shared::{Arrival, HostShared, Segment, lock};
 use super::statistics::Statistics;
 use super::wire::MESSAGE_BYTES_MAX;
 use crate::ownership::{Holder, Holding, Input, Life, Stage};
@@ -34,6 +34,8 @@ use crate::pulling::lineage::LINKS_MAX;
 
 /// Longest wait for the outcome of a hand-over. After that it is found out in the background.
 const OUTCOME_PATIENCE: Duration = Duration::from_secs(60);
+/// Longest wait for the directory to be told what has happened to a segment.
+const SETTLE_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest wait for a process that has received a segment to have its faults served.
 const ARMING_PATIENCE: Duration = Duration::from_secs(5);
 /// Interval of looks at it.
@@ -270,11 +272,19 @@ impl SegmentHost {
         }
     }
 
-    /// If the segment has just arrived, the worker may not have confirmed it yet.
+    /// If the segment has just arrived, or the agent was restarted, the worker may not have told
+    /// the directory yet.
     fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         if lock(entry).is_unsettled() {
             self.shared.run(segment, entry, Input::Tick);
         }
+        let entry = lock(entry);
+        let changed = Arc::clone(&entry.pulled);
+        let must_wait = |entry: &mut Segment| {
+            entry.is_unsettled()
+                || matches!(entry.holder.holding(), Holding::Owned { stage: Stage::Retracting, .. })
+        };
+        let _waited = changed.wait_timeout_while(entry, SETTLE_PATIENCE, must_wait);
     }
 
     /// Hands a segment over that is prepared. The program must not have access any more.
@@ -353,7 +363,7 @@ impl SegmentHost {
             entry.identity = self.shared.identity_of(segment.tenant, &target);
             entry.process.clone_from(&target);
             entry.save();
-            entry.served.take().into_iter().for_each(|served| self.shared.leave(Job::End(served)));
+            (entry.served, entry.is_awaited) = (None, false);
             target
         };
         self.shared.arrive(segment, &target);

@@ -66,8 +66,6 @@ pub(super) enum Job {
     CarryOut(SegmentKey, Vec<Output>),
     /// The copies of generations up to this one are not needed.
     Release(SegmentKey, u64),
-    /// Faults are not served any more.
-    End(ServedFaults),
 }
 
 #[derive(Debug)]

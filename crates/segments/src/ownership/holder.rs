@@ -223,7 +223,9 @@ impl Holder {
             (Message::NotReceived(refused), Holding::Sent { to, generation })
                 if to == from && refused == generation =>
             {
-                self.retract(generation - 1, out);
+                // A target that had it, and has forgotten, has confirmed it: then this fails.
+                let because = Retraction::Refused;
+                out.push(Output::Write(Change::Retract { owner: self.own, generation, because }));
             }
             _ => {}
         }

@@ -108,7 +108,6 @@ pub fn figure(hosts: &Hosts, is_quick: bool) -> Result<Figure, BenchError> {
     let bytes = segment_bytes(entries);
     let reads = read_mib_s(bytes.min(256 << 20))?;
     let pull = pull.ok_or_else(|| segment_error("nothing was pulled"))?;
-    let one = |value: f64| Spread { min: value, median: value, max: value };
     let pulls = Table {
         title: "all pages of the map's segment".into(),
         columns: ["pull MiB/s", "READs MiB/s", "pull ÷ READs"].map(Column::middle).to_vec(),
@@ -117,15 +116,15 @@ pub fn figure(hosts: &Hosts, is_quick: bool) -> Result<Figure, BenchError> {
         rows: vec![Row {
             name: "4 KiB pages".into(),
             figures: [
-                ("pull MiB/s", one(pull)),
-                ("READs MiB/s", one(reads)),
-                ("pull ÷ READs", one(pull / reads)),
+                ("pull MiB/s", Spread::one(pull)),
+                ("READs MiB/s", Spread::one(reads)),
+                ("pull ÷ READs", Spread::one(pull / reads)),
             ]
             .into(),
         }],
     };
     let targets = vec![
-        Target { name: "pull ÷ READs".into(), value: one(pull / reads), bound: 0.8, at_most: false },
+        Target { name: "pull ÷ READs".into(), value: Spread::one(pull / reads), bound: 0.8, at_most: false },
         Target {
             name: "gets of a map in a segment ÷ on the heap".into(),
             value: Spread::of(&of_heap).ok_or_else(|| segment_error("nothing was measured"))?,
@@ -186,14 +185,13 @@ impl Shown {
         let elevated =
             self.slices.iter().filter(|(at, slice)| *at > 0.0 && slice.mean_us > 1.5 * mean_before);
         let elevated = elevated.map(|(at, _)| at + SLICE.as_secs_f64()).fold(0.0, f64::max);
-        let one = |value: f64| Spread { min: value, median: value, max: value };
         [
-            one(self.longest_gap_ms),
-            one(greatest(|slice| slice.mean_us)),
-            one(greatest(|slice| slice.p95_us)),
-            one(before),
-            one(elevated),
-            Spread::of(&source.of_heap).unwrap_or(one(f64::NAN)),
+            Spread::one(self.longest_gap_ms),
+            Spread::one(greatest(|slice| slice.mean_us)),
+            Spread::one(greatest(|slice| slice.p95_us)),
+            Spread::one(before),
+            Spread::one(elevated),
+            Spread::of(&source.of_heap).unwrap_or(Spread::one(f64::NAN)),
         ]
     }
 }

@@ -59,8 +59,7 @@ pub fn table(is_quick: bool) -> Result<(Table, Vec<Target>), BenchError> {
         let seconds = float(pulled.ended_ns - pulled.began_ns) / 1e9;
         kept = work.kept(&pulled);
         let gib = float(bytes) / f64::from(1 << 30);
-        let one = |value: f64| Spread { min: value, median: value, max: value };
-        let figures = [one(gib * 1024.0 / seconds), one(kept), one(cpu_s / gib)];
+        let figures = [Spread::one(gib * 1024.0 / seconds), Spread::one(kept), Spread::one(cpu_s / gib)];
         rows.push(Row { name: name.into(), figures: COLUMNS.into_iter().zip(figures).collect() });
     }
     let table = Table {
@@ -70,7 +69,7 @@ pub fn table(is_quick: bool) -> Result<(Table, Vec<Target>), BenchError> {
         ratio: None,
         rows,
     };
-    let value = Spread { min: kept, median: kept, max: kept };
+    let value = Spread::one(kept);
     let target =
         Target { name: "speed that the source keeps at 64 MiB/s".into(), value, bound: 0.95, at_most: false };
     Ok((table, vec![target]))

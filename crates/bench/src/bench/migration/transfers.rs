@@ -62,8 +62,7 @@ pub fn table(hosts: &Hosts, is_quick: bool) -> Result<(Table, Vec<Target>), Benc
         ];
         medians.push((figures[0], floor));
         slowest = slowest.max(figures[1]);
-        let one = |value: f64| Spread { min: value, median: value, max: value };
-        let figures = COLUMNS.into_iter().zip(figures.map(one)).collect();
+        let figures = COLUMNS.into_iter().zip(figures.map(Spread::one)).collect();
         rows.push(Row { name: show_bytes(bytes), figures });
     }
     let table = Table {
@@ -78,7 +77,7 @@ pub fn table(hosts: &Hosts, is_quick: bool) -> Result<(Table, Vec<Target>), Benc
     let of_floor = medians.iter().map(|(p50, floor)| p50 / floor).fold(0.0, f64::max);
     let target = |name: &str, value: f64, bound: f64| Target {
         name: name.into(),
-        value: Spread { min: value, median: value, max: value },
+        value: Spread::one(value),
         bound,
         at_most: true,
     };

@@ -26,6 +26,11 @@ impl Spread {
         Some(Self { min: sorted[0], median, max: sorted[last] })
     }
 
+    /// That of one measurement.
+    pub const fn one(value: f64) -> Self {
+        Self { min: value, median: value, max: value }
+    }
+
     /// The spread of `ours[round] / theirs[round]`. Both values of a pair are from the same round,
     /// so that a slow machine affects both.
     pub fn of_ratios(ours: &[f64], theirs: &[f64]) -> Option<Self> {
