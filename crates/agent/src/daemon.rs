@@ -304,8 +304,7 @@ impl Agent {
         let leak_scanner =
             LeakScanner::start(Arc::clone(&nodes), tenant, resumes).map_err(AgentError::Threads)?;
         let (directory, key) = (Arc::clone(&options.directory), options.key.clone());
-        let folder = options.keeper.parent().map(Path::to_owned).unwrap_or_default();
-        let heap_tickets = HeapTickets { directory, key, identity, folder };
+        let heap_tickets = HeapTickets { directory, key, identity, folder: options.sockets() };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
         let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets, segments)
@@ -402,7 +401,8 @@ fn start_segments(
     let life = Life { host, epoch };
     // Other hosts wait for as long from the end of the lease, by their clocks.
     let grace = options.grace.mul_f64(0.75);
-    let own = SegmentOptions { life, listen, key, bytes_per_tenant: bytes_per_user, pull_rate, grace };
+    let (bytes_per_tenant, sockets) = (bytes_per_user, options.sockets());
+    let own = SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate, grace, sockets };
     let directory = Arc::clone(&options.directory);
     Ok(Arc::new(SegmentHost::start(&own, directory, membership.lease(), keeper, kept)?))
 }

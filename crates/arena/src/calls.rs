@@ -4,6 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::copies::CopyRecord;
+
 /// A request.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
@@ -116,6 +118,34 @@ pub enum Call {
         /// The number of the segment.
         id: u64,
     },
+    /// Where the copies of a segment are, and where there could be some. Of a segment that the
+    /// process owns; or that no live host owns, then the call may be the first one of a connection.
+    Copies {
+        /// The number of the segment.
+        id: u64,
+    },
+    /// Records where the copies of a segment are, as for [`Call::Copies`].
+    SetCopies {
+        /// The number of the segment.
+        id: u64,
+        /// The revision of the record that is replaced; 0 if there is none.
+        revision: u64,
+        /// The record, with the next revision; `None` if there are no copies.
+        record: Option<CopyRecord>,
+    },
+    /// Begins to restore a segment that no live host owns from its copies.
+    Restore {
+        /// The number of the segment.
+        id: u64,
+    },
+    /// The memory has the bytes of the copy: the process owns the segment from now on.
+    Restored {
+        /// The number of the segment.
+        id: u64,
+        /// Whether an agent that has ended did not answer the same call.
+        #[serde(default)]
+        is_repeated: bool,
+    },
     /// Lists segments of the tenant that processes of this host own, the first
     /// [`LISTED_MAX`] with greater numbers.
     List {
@@ -156,6 +186,20 @@ pub enum Answer {
         bytes: u64,
         /// Whether pages are elsewhere.
         is_partial: bool,
+    },
+    /// Where the copies of a segment are. Carries its memory if the process owns it.
+    Copies {
+        /// The record.
+        record: Option<CopyRecord>,
+        /// The nodes that could have copies, the best ones first.
+        nodes: Vec<u16>,
+    },
+    /// What is to be restored. Carries memory of zeros for it.
+    Restoring {
+        /// The first address.
+        address: u64,
+        /// Where the copies are.
+        record: CopyRecord,
     },
     /// Nothing has arrived in time.
     Nothing,

@@ -111,6 +111,12 @@ impl<'a> Mapping<'a> {
         self.address
     }
 
+    /// The length in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// The words of the segment; none while it is withdrawn.
     ///
     /// A touch of a page that is elsewhere waits.

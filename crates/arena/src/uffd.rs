@@ -1,6 +1,7 @@
 //! The requests to a userfaultfd of segments.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const UFFDIO_API: u64 = 0xc018_aa3f;
@@ -17,7 +18,16 @@ const FEATURES: u64 = 1 << 2 | 1 << 5 | 1 << 10 | 1 << 14;
 const FEATURE_SIGBUS: u64 = 1 << 7;
 const USERFAULTFD_IOC_NEW: libc::Ioctl = 0xaa00;
 const MODE_MISSING: u64 = 1;
+const MODE_WRITE_PROTECT: u64 = 2;
 const MODE_MINOR: u64 = 4;
+/// Write-protection of shared memory, of pages that do not exist yet, and without messages.
+const FEATURES_OF_WRITES: u64 = 1 << 12 | 1 << 13 | 1 << 15;
+/// The kernel's own accesses are not served, which any user may ask for.
+const USER_MODE_ONLY: i32 = 1;
+const PAGEMAP_SCAN: u64 = 0xc060_6610;
+/// Write-protects what is found; fails unless writes are noted by the kernel.
+const SCAN_FLAGS: u64 = 1 | 2;
+const PAGE_IS_WRITTEN: u64 = 2;
 
 #[repr(C)]
 struct ApiArgument {
@@ -66,6 +76,94 @@ pub fn open(device: Option<BorrowedFd<'_>>, refuses: bool) -> io::Result<OwnedFd
     let mut argument = ApiArgument { api: API, features, ioctls: 0 };
     request(&uffd, UFFDIO_API, &raw mut argument)?;
     Ok(uffd)
+}
+
+/// Opens a userfaultfd by which the kernel notes writes.
+pub fn open_for_writes() -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC | USER_MODE_ONLY;
+    // SAFETY: the call takes flags and returns a new descriptor.
+    let fd = unsafe { i32::try_from(libc::syscall(libc::SYS_userfaultfd, flags)).unwrap_or(-1) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has created it for this call.
+    let uffd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut argument = ApiArgument { api: API, features: FEATURES_OF_WRITES, ioctls: 0 };
+    request(&uffd, UFFDIO_API, &raw mut argument)?;
+    Ok(uffd)
+}
+
+/// Has writes to a range noted.
+pub fn register_writes(uffd: &OwnedFd, address: usize, bytes: usize) -> io::Result<()> {
+    let mode = MODE_WRITE_PROTECT;
+    let mut argument = RegisterArgument { range: range(address, bytes), mode, ioctls: 0 };
+    request(uffd, UFFDIO_REGISTER, &raw mut argument)
+}
+
+/// Pages that were written.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WrittenRange {
+    start: u64,
+    end: u64,
+    categories: u64,
+}
+
+impl WrittenRange {
+    /// The first address.
+    pub fn start(&self) -> usize {
+        usize::try_from(self.start).unwrap_or(usize::MAX)
+    }
+
+    /// The address behind.
+    pub fn end(&self) -> usize {
+        usize::try_from(self.end).unwrap_or(usize::MAX)
+    }
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    ranges: u64,
+    ranges_len: u64,
+    pages_max: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_any: u64,
+    return_mask: u64,
+}
+
+/// Finds pages of addresses of this process that were written since they were found last, and
+/// returns how many ranges there are, and how far it has looked.
+pub fn look_for_writes(
+    pagemap: BorrowedFd<'_>,
+    addresses: Range<usize>,
+    ranges: &mut [WrittenRange],
+) -> io::Result<(usize, usize)> {
+    let mut argument = ScanArgument {
+        size: size_of::<ScanArgument>() as u64,
+        flags: SCAN_FLAGS,
+        start: addresses.start as u64,
+        end: addresses.end as u64,
+        ranges: ranges.as_mut_ptr().expose_provenance() as u64,
+        ranges_len: ranges.len() as u64,
+        category_mask: PAGE_IS_WRITTEN,
+        return_mask: PAGE_IS_WRITTEN,
+        ..ScanArgument::default()
+    };
+    // SAFETY: the request writes at most `ranges_len` ranges, whose layout is the kernel's, and the
+    // argument, both alive for the call. It changes no memory.
+    let found = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
+    if found < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let found = usize::try_from(found).unwrap_or(0).min(ranges.len());
+    Ok((found, usize::try_from(argument.walk_end).unwrap_or(addresses.end)))
 }
 
 /// Registers a range for missing and minor faults.

@@ -30,6 +30,8 @@ pub const SEGMENT_HOSTS: &str = "segment-hosts/";
 pub const SEGMENT_PROCESSES: &str = "segment-processes/";
 /// Prefix of the keys of the addresses of segments.
 pub const SEGMENT_RANGES: &str = "segment-ranges/";
+/// Prefix of the keys of copies of segments.
+pub const SEGMENT_COPIES: &str = "segment-copies/";
 /// Prefix of the keys of segments.
 pub const SEGMENTS: &str = "segments/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
@@ -74,6 +76,12 @@ pub fn segment_process_key(tenant: u32, process: &str) -> String {
 #[must_use]
 pub fn segment_ranges_key(tenant: u32) -> String {
     format!("{SEGMENT_RANGES}{tenant}")
+}
+
+/// The key of the copies of a segment of a tenant.
+#[must_use]
+pub fn segment_copies_key(tenant: u32, id: u64) -> String {
+    format!("{SEGMENT_COPIES}{tenant}/{id}")
 }
 
 /// The key of a segment of a tenant.

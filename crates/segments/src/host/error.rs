@@ -16,6 +16,21 @@ pub enum SegmentError {
     /// There is one already.
     #[error("segment {0} exists already")]
     Exists(SegmentKey),
+    /// There are copies of one.
+    #[error(
+        "segment {0} has copies on memory nodes, and no process: restore it, or free it with «aquifer \
+         segment free»"
+    )]
+    HasCopies(SegmentKey),
+    /// There are no copies of it.
+    #[error("segment {0} has no copies: its owner has never synced it")]
+    NoCopies(SegmentKey),
+    /// The record of the copies is another one by now.
+    #[error("the copies of segment {0} were changed by another process meanwhile: try again")]
+    CopiesChanged(SegmentKey),
+    /// The record of the copies is not possible.
+    #[error("the record of the copies of segment {0} is not valid")]
+    CopyRecord(SegmentKey),
     /// The process does not own it.
     #[error("segment {0} is not here: it was handed over, or there is none")]
     NotOwned(SegmentKey),
@@ -93,6 +108,9 @@ pub enum SegmentError {
         /// The name of the process.
         process: String,
     },
+    /// There are too many descriptors.
+    #[error("cannot pass the memory of a segment on: {0}")]
+    Descriptor(std::io::Error),
     /// There is no thread for its faults.
     #[error("cannot start a thread for the faults of a segment: {0}")]
     Thread(std::io::Error),

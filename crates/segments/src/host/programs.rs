@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::arrivals::{News, Waiter};
 use super::memory::PAGE_BYTES;
 use super::shared::Arrival;
-use super::{SegmentError, SegmentHost, SegmentKey};
+use super::{SegmentError, SegmentHost, SegmentKey, copy_calls};
 
 /// Interval of looks at a silent program.
 const SILENCE_TICK: Duration = Duration::from_secs(3600);
@@ -57,12 +57,14 @@ pub fn serve(host: &Arc<SegmentHost>, socket: &Arc<OwnedFd>, peer: PeerCredentia
                 if answer(socket, &Answer::Opened { held, awaited, grace_ms }) {
                     Program { host, tenant, process: &process }.run(socket);
                 }
+                host.end_restores(tenant, &process);
                 if let Err(error) = host.close_process(tenant, &process) {
                     tracing::warn!(process, %error, "a process that has ended keeps its name");
                 }
             }
             Err(error) => drop(answer(socket, &failed(&error))),
         },
+        Ok(call @ Call::Copies { .. }) => copy_calls::serve_without_owner(host, socket, tenant, call),
         Ok(Call::Attend { process }) if host.has_process(tenant, &process) => {
             if answer(socket, &Answer::Done) {
                 attend(host, socket, tenant, &process);
@@ -194,6 +196,13 @@ impl Program<'_> {
                         Err(error) => answer(socket, &failed(&error)),
                     }
                 }
+                Ok(call @ (Call::Copies { id } | Call::SetCopies { id, .. })) => match self.own(id) {
+                    Ok(segment) => copy_calls::answer_call(self.host, socket, segment, self.process, call),
+                    Err(error) => answer(socket, &failed(&error)),
+                },
+                Ok(call @ (Call::Restore { id } | Call::Restored { id, .. })) => {
+                    copy_calls::answer_call(self.host, socket, self.key(id), self.process, call)
+                }
                 Ok(call) => {
                     let answered = self.answer(call).unwrap_or_else(|error| failed(&error));
                     answer(socket, &answered)
@@ -256,6 +265,10 @@ impl Program<'_> {
             | Call::Report { .. }
             | Call::Move { .. }
             | Call::Free { .. }
+            | Call::Copies { .. }
+            | Call::SetCopies { .. }
+            | Call::Restore { .. }
+            | Call::Restored { .. }
             | Call::Allocate { .. } => {
                 return Ok(Answer::Failed("this connection is not for that".into()));
             }
@@ -278,12 +291,12 @@ fn parse(json: &str) -> Result<Call, String> {
     serde_json::from_str(json).map_err(|error| format!("the request is not valid: {error}"))
 }
 
-fn failed(error: &SegmentError) -> Answer {
+pub(super) fn failed(error: &SegmentError) -> Answer {
     Answer::Failed(error.to_string())
 }
 
 /// The next request; `None` if the program has closed the connection, or sends something else.
-fn next_call(socket: &OwnedFd) -> Option<(Result<Call, String>, Vec<OwnedFd>)> {
+pub(super) fn next_call(socket: &OwnedFd) -> Option<(Result<Call, String>, Vec<OwnedFd>)> {
     // A program may be silent for long.
     while !wait_readable(&[socket], SILENCE_TICK).ok()? {}
     match receive_frame(socket) {
@@ -320,6 +333,6 @@ pub(super) fn answer_segment(socket: &OwnedFd, arrival: &Arrival) -> bool {
     try_send_frame(socket, &frame_of(&found), &fds).is_ok()
 }
 
-fn frame_of(answer: &Answer) -> Frame {
+pub(super) fn frame_of(answer: &Answer) -> Frame {
     Frame::SegmentAnswer(serde_json::to_string(answer).unwrap_or_default())
 }

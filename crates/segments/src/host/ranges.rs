@@ -50,6 +50,12 @@ impl RangesRecord {
     /// Takes the addresses of a segment back, whose last hand-over had this number.
     pub fn remove(&mut self, id: u64, generation: u64) {
         self.ranges.remove(&id);
+        self.retire(generation);
+    }
+
+    /// A segment is no more whose last hand-over had this number. It keeps its addresses, because
+    /// it may be restored.
+    pub fn retire(&mut self, generation: u64) {
         self.generation = self.generation.max(generation);
     }
 }

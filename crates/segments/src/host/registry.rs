@@ -11,7 +11,7 @@ use super::ranges::RangesRecord;
 use crate::ownership::{Change, Life, Retraction, SegmentRecord};
 
 /// Attempts of a transaction while others change the same records.
-const ATTEMPTS_MAX: u32 = 16;
+pub(super) const ATTEMPTS_MAX: u32 = 16;
 
 /// A segment: its tenant, and the number that the tenant gave it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Serialize, Deserialize)]
@@ -29,7 +29,7 @@ impl std::fmt::Display for SegmentKey {
 }
 
 impl SegmentKey {
-    fn name(self) -> String {
+    pub(super) fn name(self) -> String {
         names::segment_key(self.tenant, self.id)
     }
 
@@ -38,7 +38,11 @@ impl SegmentKey {
         Some(Self { tenant: tenant.parse().ok()?, id: id.parse().ok()? })
     }
 
-    fn ranges_name(self) -> String {
+    pub(super) fn copies_name(self) -> String {
+        names::segment_copies_key(self.tenant, self.id)
+    }
+
+    pub(super) fn ranges_name(self) -> String {
         names::segment_ranges_key(self.tenant)
     }
 }
@@ -55,6 +59,8 @@ pub enum Creation {
     },
     /// There is a segment with this key.
     Exists,
+    /// There are copies of one, from which it can be restored.
+    HasCopies,
     /// The tenant has no addresses left, or too many segments.
     Full,
     /// Others change the tenant's addresses all the time.
@@ -64,7 +70,7 @@ pub enum Creation {
 /// The records, as one host reads and writes them.
 #[derive(Clone, Debug)]
 pub struct Registry {
-    directory: Arc<dyn Directory>,
+    pub(super) directory: Arc<dyn Directory>,
 }
 
 impl Registry {
@@ -147,21 +153,14 @@ impl Registry {
     pub fn create(&self, segment: SegmentKey, owner: Life, bytes: u64) -> Result<Creation, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
-            let mut compares = vec![compare];
-            match self.directory.get(&segment.name())? {
-                None => compares.push(Compare::absent(segment.name())),
-                Some(entry) => {
-                    let record: SegmentRecord = names::decode(&entry)?;
-                    for life in std::iter::once(record.owner).chain(record.intent) {
-                        if self.life_of(life, &mut compares)? {
-                            return Ok(Creation::Exists);
-                        }
-                    }
-                    // Its bytes are lost with its owner.
-                    compares.push(Compare::version(segment.name(), entry.version));
-                    ranges.remove(segment.id, record.generation + 1);
-                }
+            let (copies, copies_compare) = self.copies_entry(segment)?;
+            let mut compares = vec![compare, copies_compare];
+            let Some(last) = self.end_of_dead(segment, &mut compares)? else { return Ok(Creation::Exists) };
+            if copies.is_some_and(|copies| copies.has_copies()) {
+                return Ok(Creation::HasCopies);
             }
+            // Its bytes are lost with its owner.
+            ranges.remove(segment.id, last);
             let Some(address) = ranges.grant(segment.id, bytes) else { return Ok(Creation::Full) };
             let record = SegmentRecord::new(owner, ranges.generation);
             let operations = vec![
@@ -189,8 +188,13 @@ impl Registry {
                 return Ok(false);
             }
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
-            ranges.remove(segment.id, record.generation);
-            let compares = vec![compare, Compare::version(segment.name(), entry.version)];
+            let (copies, copies_compare) = self.copies_entry(segment)?;
+            match copies.is_some_and(|copies| copies.has_copies()) {
+                true => ranges.retire(record.generation),
+                false => ranges.remove(segment.id, record.generation),
+            }
+            let compares =
+                vec![compare, copies_compare, Compare::version(segment.name(), entry.version)];
             let operations = vec![
                 KeyOperation::delete(segment.name()),
                 KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),
@@ -202,8 +206,29 @@ impl Registry {
         Ok(false)
     }
 
+    /// The number after the last hand-over of a segment that no live host owns, 0 if there is none;
+    /// `None` if one may own it. A transaction with the compares fails if that changes.
+    pub(super) fn end_of_dead(
+        &self,
+        segment: SegmentKey,
+        compares: &mut Vec<Compare>,
+    ) -> Result<Option<u64>, DirectoryError> {
+        let Some(entry) = self.directory.get(&segment.name())? else {
+            compares.push(Compare::absent(segment.name()));
+            return Ok(Some(0));
+        };
+        let record: SegmentRecord = names::decode(&entry)?;
+        for life in std::iter::once(record.owner).chain(record.intent) {
+            if self.life_of(life, compares)? {
+                return Ok(None);
+            }
+        }
+        compares.push(Compare::version(segment.name(), entry.version));
+        Ok(Some(record.generation + 1))
+    }
+
     /// The addresses of a tenant's segments; a transaction with the compare fails if they change.
-    fn ranges(&self, tenant: u32) -> Result<(RangesRecord, Compare), DirectoryError> {
+    pub(super) fn ranges(&self, tenant: u32) -> Result<(RangesRecord, Compare), DirectoryError> {
         let key = names::segment_ranges_key(tenant);
         Ok(match self.directory.get(&key)? {
             Some(entry) => (names::decode(&entry)?, Compare::version(key, entry.version)),
@@ -289,7 +314,7 @@ impl Registry {
     }
 
     /// Whether a life lasts; a transaction with the compare fails if that changes.
-    fn life_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
+    pub(super) fn life_of(&self, life: Life, compares: &mut Vec<Compare>) -> Result<bool, DirectoryError> {
         let key = names::holder_key(life.host);
         let entry = self.directory.get(&key)?;
         compares.push(match &entry {

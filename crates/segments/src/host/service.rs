@@ -3,6 +3,7 @@
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::channel;
@@ -21,7 +22,7 @@ use super::answers::Handler;
 use super::arrivals::Arrivals;
 use super::error::SegmentError;
 use super::kept::{KeptSegment, SegmentKeeper};
-use super::memory::PAGE_BYTES;
+use super::memory::{PAGE_BYTES, SegmentMemory};
 use super::pace::Pace;
 use super::precedence::Precedence;
 use super::programs::ProcessIdentity;
@@ -59,6 +60,8 @@ pub struct SegmentOptions {
     /// How long processes may have segments after this process of the agent has ended. Before that,
     /// no other host may take the life of this one for ended.
     pub grace: Duration,
+    /// The folder with the sockets of the services of this machine.
+    pub sockets: PathBuf,
 }
 
 /// The segments of a host.
@@ -67,6 +70,7 @@ pub struct SegmentHost {
     pub(super) shared: Arc<HostShared>,
     worker: Option<JoinHandle<()>>,
     grace: Duration,
+    pub(super) sockets: PathBuf,
 }
 
 impl SegmentHost {
@@ -82,7 +86,8 @@ impl SegmentHost {
         keeper: Arc<dyn SegmentKeeper>,
         kept: Vec<KeptSegment>,
     ) -> Result<Self, SegmentError> {
-        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, pull_rate, grace } = *options;
+        let SegmentOptions { life: own, listen, ref key, bytes_per_tenant, pull_rate, grace, ref sockets } =
+            *options;
         let limits = Limits { message_bytes_max: MESSAGE_BYTES_MAX, ..Limits::default() };
         let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
         let target =
@@ -97,6 +102,7 @@ impl SegmentHost {
             registry,
             target,
             segments: Mutex::default(),
+            restoring: Mutex::default(),
             peers: Mutex::default(),
             lease: lease.id,
             processes: Mutex::default(),
@@ -117,7 +123,7 @@ impl SegmentHost {
         let worker = std::thread::Builder::new().name("segments".into()).spawn(work);
         let worker = worker
             .map_err(|source| TargetError::System { what: "cannot start a thread for segments", source })?;
-        let started = Self { shared, worker: Some(worker), grace };
+        let started = Self { shared, worker: Some(worker), grace, sockets: sockets.clone() };
         started.shared.registry.join(own, address, lease)?;
         Ok(started)
     }
@@ -161,18 +167,32 @@ impl SegmentHost {
         if bytes == 0 || !bytes.is_multiple_of(PAGE_BYTES) || bytes > SEGMENT_BYTES_MAX as u64 {
             return Err(SegmentError::Length(bytes));
         }
-        let mut memory = shared.new_memory(segment, bytes)?;
+        let memory = shared.new_memory(segment, bytes)?;
         let (address, generation) = match shared.registry.create(segment, shared.own, bytes) {
             Ok(Creation::Created { address, generation }) => (address, generation),
             failed => {
                 shared.close_memory(&memory);
                 return Err(match failed? {
                     Creation::Exists => SegmentError::Exists(segment),
+                    Creation::HasCopies => SegmentError::HasCopies(segment),
                     Creation::Busy => SegmentError::Busy(segment),
                     _ => SegmentError::Full,
                 });
             }
         };
+        Ok(self.own_new(segment, process, memory, address, generation))
+    }
+
+    /// Has a process own a segment with this memory, which is all there is of it.
+    pub(super) fn own_new(
+        &self,
+        segment: SegmentKey,
+        process: &str,
+        mut memory: SegmentMemory,
+        address: u64,
+        generation: u64,
+    ) -> Arrival {
+        let shared = &self.shared;
         let is_begun = memory.begin_map(generation, &[], true);
         debug_assert!(is_begun, "there is no other map");
         let copies = Vec::from_iter(shared.own_place(&memory, generation));
@@ -194,7 +214,7 @@ impl SegmentHost {
         // A copy of a segment that had this number and was deallocated.
         let copy = former.and_then(|former| lock(&former).memory.take());
         copy.iter().for_each(|copy| shared.close_memory(copy));
-        Ok(arrival)
+        arrival
     }
 
     /// Deallocates a segment, which no process uses any more: its number and its addresses can be
@@ -274,7 +294,7 @@ impl SegmentHost {
 
     /// If the segment has just arrived, or the agent was restarted, the worker may not have told
     /// the directory yet.
-    fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
+    pub(super) fn settle(&self, segment: SegmentKey, entry: &Mutex<Segment>) {
         if lock(entry).is_unsettled() {
             self.shared.run(segment, entry, Input::Tick);
         }

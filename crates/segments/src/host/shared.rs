@@ -12,6 +12,7 @@ use aquifer_fabric::{ClusterKey, Identity, Memory};
 use rustix::net::{Shutdown, shutdown};
 
 use super::arrivals::Arrivals;
+use super::copies::RestoringMemory;
 use super::journal::JournalEntry;
 use super::kept::SegmentKeeper;
 use super::memory::{PAGE_BYTES, SegmentMemory};
@@ -39,6 +40,8 @@ pub(super) struct HostShared {
     pub registry: Registry,
     pub target: TcpTarget,
     pub segments: Mutex<BTreeMap<SegmentKey, Arc<Mutex<Segment>>>>,
+    /// Those that processes are restoring, which nothing else sees.
+    pub restoring: Mutex<BTreeMap<(SegmentKey, String), RestoringMemory>>,
     pub peers: Mutex<Peers>,
     /// The host's lease, with which its processes end.
     pub lease: LeaseId,
@@ -155,7 +158,12 @@ impl HostShared {
             lock(&self.segments).iter().map(|(key, entry)| (key.tenant, Arc::clone(entry))).collect();
         let of_tenant = entries.iter().filter(|(tenant, _)| *tenant == segment.tenant);
         let held: u64 = of_tenant.filter_map(|(_, entry)| lock(entry).bytes()).sum();
-        if held.saturating_add(bytes) > self.bytes_per_tenant {
+        let restoring: u64 = lock(&self.restoring)
+            .iter()
+            .filter(|((key, _), _)| key.tenant == segment.tenant)
+            .map(|(_, restoring)| restoring.memory.bytes())
+            .sum();
+        if held.saturating_add(restoring).saturating_add(bytes) > self.bytes_per_tenant {
             return Err(SegmentError::Limit { limit: self.bytes_per_tenant });
         }
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);

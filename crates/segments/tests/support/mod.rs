@@ -22,7 +22,7 @@ const EPOCH: u64 = 1;
 
 /// The directory of a test.
 pub struct Records {
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
     directory: Arc<EmbeddedDirectory>,
     leases: Mutex<Vec<(u16, LeaseId)>>,
 }
@@ -31,7 +31,7 @@ impl Records {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-        Self { _folder: folder, directory, leases: Mutex::default() }
+        Self { folder: folder, directory, leases: Mutex::default() }
     }
 
     /// Starts a host that has the memory of `keeper`, as the next process of its agent does.
@@ -42,8 +42,9 @@ impl Records {
         let lease = self.directory.lease_grant(TTL).unwrap();
         self.leases.lock().unwrap().push((host, lease.id));
         let listen = Some("127.0.0.1:0".parse().unwrap());
+        let (key, grace, sockets) = (KEY, TTL, self.folder.path().to_owned());
         let options =
-            SegmentOptions { life, listen, key: KEY, bytes_per_tenant, pull_rate: None, grace: TTL };
+            SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate: None, grace, sockets };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()

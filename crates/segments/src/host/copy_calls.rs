@@ -1,0 +1,72 @@
+//! Answers what programs ask about copies of segments.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use aquifer_arena::calls::{Answer, Call};
+use aquifer_channel::send_frame;
+
+use super::copies::{Copies, Restoring};
+use super::programs::{answer, answer_segment, failed, frame_of, next_call};
+use super::{SegmentError, SegmentHost, SegmentKey};
+
+/// Serves a connection of a tenant that is about segments which no live host owns, and whose first
+/// call was received.
+pub(super) fn serve_without_owner(host: &SegmentHost, socket: &OwnedFd, tenant: u32, first: Call) {
+    let mut call = Some(first);
+    while let Some(next) = call {
+        let id = match &next {
+            Call::Copies { id } | Call::SetCopies { id, .. } => *id,
+            _ => {
+                answer(socket, &Answer::Failed("this connection is for copies".into()));
+                return;
+            }
+        };
+        let segment = SegmentKey { tenant, id };
+        let is_sent = match host.owns(segment) {
+            true => answer(socket, &failed(&SegmentError::Exists(segment))),
+            false => answer_call(host, socket, segment, "", next),
+        };
+        call = next_call(socket).filter(|_| is_sent).and_then(|(call, _)| call.ok());
+    }
+}
+
+/// Answers a call about the copies of a segment of which the process may know. Returns false if the
+/// program has closed the connection.
+pub(super) fn answer_call(
+    host: &SegmentHost,
+    socket: &OwnedFd,
+    segment: SegmentKey,
+    process: &str,
+    call: Call,
+) -> bool {
+    let answered = match call {
+        Call::Copies { .. } => host.copies(segment).map(|copies| answer_copies(socket, copies)),
+        Call::SetCopies { revision, record, .. } => host
+            .set_copies(segment, revision, record.as_ref())
+            .map(|()| answer(socket, &Answer::Done)),
+        Call::Restore { .. } => {
+            host.begin_restore(segment, process).map(|restoring| answer_restoring(socket, &restoring))
+        }
+        Call::Restored { is_repeated, .. } => {
+            // An earlier process of the agent may have done it.
+            let again = is_repeated.then(|| host.shared.arrival_for(segment, process)).flatten();
+            again
+                .map_or_else(|| host.finish_restore(segment, process), Ok)
+                .map(|arrival| answer_segment(socket, &arrival))
+        }
+        _ => return answer(socket, &Answer::Failed("this connection is not for that".into())),
+    };
+    answered.unwrap_or_else(|error| answer(socket, &failed(&error)))
+}
+
+fn answer_copies(socket: &OwnedFd, copies: Copies) -> bool {
+    let Copies { record, nodes, memory } = copies;
+    let fds = Vec::from_iter(memory.as_ref().map(AsFd::as_fd));
+    send_frame(socket, &frame_of(&Answer::Copies { record, nodes }), &fds).is_ok()
+}
+
+fn answer_restoring(socket: &OwnedFd, restoring: &Restoring) -> bool {
+    let Restoring { address, data, record } = restoring;
+    let answer = Answer::Restoring { address: *address, record: record.clone() };
+    send_frame(socket, &frame_of(&answer), &[data.fd()]).is_ok()
+}

@@ -1,0 +1,195 @@
+//! The directory's records of where copies of segments are.
+
+use aquifer_arena::copies::CopyRecord;
+use aquifer_directory::{Compare, DirectoryError, KeyOperation, Transaction, names};
+
+use super::SegmentKey;
+use super::registry::{ATTEMPTS_MAX, Registry};
+use crate::ownership::{Life, SegmentRecord};
+
+/// What has become of a change.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CopiesChange {
+    /// It is made.
+    Done,
+    /// Another host owns the segment, or may own it.
+    NotOwner,
+    /// The record is another one than the one that was to be replaced.
+    Changed,
+    /// Others change the same records all the time.
+    Busy,
+}
+
+/// What has become of a request to own a segment that is restored.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Restoration {
+    /// The host owns it.
+    Owned {
+        /// Its first address.
+        address: u64,
+        /// Its hand-overs have numbers above this one.
+        generation: u64,
+    },
+    /// A live host may own it.
+    Exists,
+    /// The copies are others than those that were read.
+    Changed,
+    /// Others change the same records all the time.
+    Busy,
+}
+
+impl Registry {
+    /// The copies of a segment.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn copies(&self, segment: SegmentKey) -> Result<Option<CopyRecord>, DirectoryError> {
+        Ok(self.copies_entry(segment)?.0)
+    }
+
+    /// Whether no live host owns a segment, or is about to.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn is_without_owner(&self, segment: SegmentKey) -> Result<bool, DirectoryError> {
+        Ok(self.end_of_dead(segment, &mut Vec::new())?.is_some())
+    }
+
+    /// The first address and the length of a segment.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn range(&self, segment: SegmentKey) -> Result<Option<(u64, u64)>, DirectoryError> {
+        Ok(self.ranges(segment.tenant)?.0.ranges.get(&segment.id).copied())
+    }
+
+    /// The nodes that serve heaps.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn heap_nodes(&self) -> Result<Vec<u16>, DirectoryError> {
+        Ok(names::heaps(&*self.directory)?.iter().map(|service| service.node).collect())
+    }
+
+    /// Replaces the record of a segment's copies, as its owner; or without `owner`, if no live host
+    /// owns it. If that leaves no copies, the segment and its addresses are free then.
+    ///
+    /// # Errors
+    /// Those of the directory. Then it may have been replaced.
+    pub fn set_copies(
+        &self,
+        segment: SegmentKey,
+        owner: Option<Life>,
+        revision: u64,
+        record: Option<&CopyRecord>,
+    ) -> Result<CopiesChange, DirectoryError> {
+        for _ in 0..ATTEMPTS_MAX {
+            let (found, compare) = self.copies_entry(segment)?;
+            if found.as_ref() == record {
+                return Ok(CopiesChange::Done);
+            }
+            let is_next = record.is_none_or(|record| record.revision == revision + 1);
+            if found.map_or(0, |found| found.revision) != revision || !is_next {
+                return Ok(CopiesChange::Changed);
+            }
+            let mut compares = vec![compare];
+            let key = segment.copies_name();
+            let mut operations = vec![match record {
+                Some(record) => KeyOperation::put(key, names::encode(record), None),
+                None => KeyOperation::delete(key),
+            }];
+            let is_author = match owner {
+                Some(owner) => self.is_owner(segment, owner, &mut compares)?,
+                None => {
+                    let has_copies = record.is_some_and(CopyRecord::has_copies);
+                    self.end(segment, has_copies, &mut compares, &mut operations)?
+                }
+            };
+            if !is_author {
+                return Ok(CopiesChange::NotOwner);
+            }
+            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
+                return Ok(CopiesChange::Done);
+            }
+        }
+        Ok(CopiesChange::Busy)
+    }
+
+    fn is_owner(
+        &self,
+        segment: SegmentKey,
+        owner: Life,
+        compares: &mut Vec<Compare>,
+    ) -> Result<bool, DirectoryError> {
+        let Some(entry) = self.directory.get(&segment.name())? else { return Ok(false) };
+        let record: SegmentRecord = names::decode(&entry)?;
+        compares.push(Compare::version(segment.name(), entry.version));
+        Ok(record.owner == owner && self.life_of(owner, compares)?)
+    }
+
+    /// Removes what is left of a segment that no live host owns, unless it keeps copies. Returns
+    /// false if one may own it.
+    fn end(
+        &self,
+        segment: SegmentKey,
+        has_copies: bool,
+        compares: &mut Vec<Compare>,
+        operations: &mut Vec<KeyOperation>,
+    ) -> Result<bool, DirectoryError> {
+        let Some(last) = self.end_of_dead(segment, compares)? else { return Ok(false) };
+        if !has_copies {
+            let (mut ranges, compare) = self.ranges(segment.tenant)?;
+            ranges.remove(segment.id, last);
+            compares.push(compare);
+            operations.push(KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None));
+            operations.push(KeyOperation::delete(segment.name()));
+        }
+        Ok(true)
+    }
+
+    /// Records a host as the owner of a segment that it has restored from copies of this revision.
+    /// No live host may own it.
+    ///
+    /// # Errors
+    /// Those of the directory. Then it may be the owner.
+    pub fn restore(
+        &self,
+        segment: SegmentKey,
+        owner: Life,
+        revision: u64,
+    ) -> Result<Restoration, DirectoryError> {
+        for _ in 0..ATTEMPTS_MAX {
+            let (mut ranges, compare) = self.ranges(segment.tenant)?;
+            let (copies, copies_compare) = self.copies_entry(segment)?;
+            let mut compares = vec![compare, copies_compare];
+            let Some(last) = self.end_of_dead(segment, &mut compares)? else {
+                return Ok(Restoration::Exists);
+            };
+            let is_same = copies.is_some_and(|copies| copies.revision == revision && copies.has_copies());
+            let range = ranges.ranges.get(&segment.id).copied();
+            let Some((address, _)) = range.filter(|_| is_same) else { return Ok(Restoration::Changed) };
+            ranges.retire(last);
+            let record = SegmentRecord::new(owner, ranges.generation);
+            let operations = vec![
+                KeyOperation::put(segment.name(), names::encode(&record), None),
+                KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),
+            ];
+            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
+                return Ok(Restoration::Owned { address, generation: ranges.generation });
+            }
+        }
+        Ok(Restoration::Busy)
+    }
+
+    /// The copies of a segment; a transaction with the compare fails if they change.
+    pub(super) fn copies_entry(
+        &self,
+        segment: SegmentKey,
+    ) -> Result<(Option<CopyRecord>, Compare), DirectoryError> {
+        let key = segment.copies_name();
+        Ok(match self.directory.get(&key)? {
+            Some(entry) => (Some(names::decode(&entry)?), Compare::version(key, entry.version)),
+            None => (None, Compare::absent(key)),
+        })
+    }
+}
