@@ -78,6 +78,13 @@ pub struct AgentOptions {
     pub when_unused: Arc<AtomicBool>,
 }
 
+impl AgentOptions {
+    /// The folder with the sockets of the services of this machine.
+    fn sockets(&self) -> PathBuf {
+        self.keeper.parent().map(Path::to_owned).unwrap_or_default()
+    }
+}
+
 /// Where segments come from, and how much memory they have.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentSettings {

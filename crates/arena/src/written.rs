@@ -69,7 +69,7 @@ impl WrittenPages {
 impl Drop for WrittenPages {
     /// Ends the watch. Otherwise a move of the mapping would move page by page.
     fn drop(&mut self) {
-        let ended = uffd::unregister(&self.uffd, self.address, self.bytes);
-        debug_assert!(ended.is_ok(), "{ended:?}");
+        // It may be another mapping by now, if the segment was taken from the program.
+        let _has_ended = uffd::unregister(&self.uffd, self.address, self.bytes);
     }
 }

@@ -25,12 +25,13 @@
 //! A process keeps no descriptor of a segment. One that maps it by other means could go on writing
 //! to it after a hand-over to a process of the same host: processes of one user trust each other.
 
+mod copies;
 mod link;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
@@ -39,6 +40,9 @@ use aquifer_arena::calls::{Answer, Call, LISTED_MAX};
 use aquifer_arena::{Arena, ArenaError, Mapping, Touch, report_touches};
 use aquifer_channel::ReceiveError;
 use aquifer_channel::paths::agent_socket;
+pub use aquifer_copies::{CopyError, Synced};
+use copies::SyncState;
+pub use copies::free_copies;
 use link::{Line, Link};
 
 use crate::error::NoAgent;
@@ -70,6 +74,12 @@ pub enum Error {
     /// The segment cannot be mapped.
     #[error(transparent)]
     Arena(#[from] ArenaError),
+    /// It cannot be copied to memory nodes, or restored.
+    #[error(transparent)]
+    Copies(#[from] CopyError),
+    /// There is no memory for what is restored.
+    #[error("no memory for a segment: {0}")]
+    Memory(io::Error),
 }
 
 /// How the pages of a segment come that are elsewhere.
@@ -214,7 +224,7 @@ impl Process {
         }
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
         self.link.hold(id, as_size(address)?, as_size(bytes)?)?;
-        Ok(Segment { process: self, mapping, id })
+        Ok(Segment { process: self, sync: Mutex::default(), mapping, id })
     }
 
     fn ask(&self, call: &Call) -> Result<Answer, Error> {
@@ -256,6 +266,8 @@ pub enum Event<'a> {
 #[derive(Debug)]
 pub struct Segment<'a> {
     process: &'a Process,
+    /// After the first sync. It ends before the mapping.
+    sync: Mutex<Option<Box<SyncState>>>,
     mapping: Mapping<'a>,
     id: u64,
 }
@@ -309,6 +321,9 @@ impl<'a> Segment<'a> {
     /// # Errors
     /// If there is no such process, or it is not prepared.
     pub fn connect(&self, process: &str) -> Result<(), Error> {
+        if let Some(state) = &mut *self.sync.lock().unwrap_or_else(PoisonError::into_inner) {
+            state.end_watch();
+        }
         self.call(&Call::Connect { id: self.id, process: process.to_owned() })
     }
 
@@ -326,6 +341,8 @@ impl<'a> Segment<'a> {
     /// # Errors
     /// The segment if it is still this process's, and why.
     pub fn transfer(mut self) -> Result<(), TransferFailure<'a>> {
+        // A mapping that is watched over moves page by page.
+        self.sync.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Err(error) = self.mapping.withdraw() {
             return Err(TransferFailure { segment: Some(self), error: error.into() });
         }
@@ -369,13 +386,14 @@ impl<'a> Segment<'a> {
         self.call(&Call::Discard { id: self.id })
     }
 
-    /// Frees the segment.
+    /// Frees the segment, with its copies.
     ///
     /// # Errors
     /// The segment is unmapped in any case; the agent may still have it.
     pub fn deallocate(self) -> Result<(), Error> {
         let (process, id) = (self.process, self.id);
         drop(self);
+        process.discard_copies(id)?;
         done((process.ask(&Call::Deallocate { id })?, Vec::new()))
     }
 

@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use aquifer_client::segments::{Event, Process, Pulling};
+use aquifer_client::segments::{Event, Process, Pulling, Segment};
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Cluster, build, eventually};
 use tempfile::TempDir;
@@ -211,4 +211,46 @@ fn an_operator_has_a_segment_moved_and_freed() {
     assert_eq!((&json["segments"][0]["id"], &json["segments"][0]["process"]), (&7.into(), &"second".into()));
     expect(&["free", "7"], true, "segment 7 of user");
     expect(&["list"], true, "segments: 0");
+}
+
+/// A process dies in the middle of a change, and the next one goes back to what was synced.
+#[test]
+fn a_segment_is_synced_and_reverted() {
+    let cluster = Cluster::up_with(2, "160M", &["--heap-memory", "64M"]);
+    let agent = cluster.agent_socket();
+    let fill = |segment: &Segment<'_>, from: usize, value: u64| {
+        segment.words().iter().skip(from).step_by(512).for_each(|word| word.store(value, Relaxed));
+    };
+    let process = Process::open_at(agent, "first").expect("the name is free");
+    // 65 chunks, of which the last one is a page.
+    let mut segment = process.allocate(7, (4 << 20) + 4096).expect("there is memory");
+    let error = segment.sync(3).expect_err("there are two nodes");
+    assert!(error.to_string().contains("3 copies need as many nodes that serve heaps, and 2"), "{error}");
+    fill(&segment, 0, 1);
+    let synced = segment.sync(2).expect("two nodes serve heaps");
+    assert_eq!((synced.version, synced.nodes.len(), synced.written_bytes), (1, 2, (4 << 20) + 4096));
+    // Nothing has changed.
+    assert_eq!(segment.sync(2).expect("they serve").written_bytes, 0);
+    segment.words()[9000].store(5, Relaxed);
+    let synced = segment.sync(2).expect("they serve");
+    assert_eq!((synced.version, synced.written_bytes), (3, 64 << 10));
+    let all: Vec<u64> = segment.words().iter().map(|word| word.load(Relaxed)).collect();
+    fill(&segment, 3, 77);
+    drop(segment);
+    drop(process);
+    let process = Process::open_at(agent, "first").expect("it has ended");
+    let received = process.receive(Pulling::Ahead, PATIENCE).expect("the agent runs");
+    let mut segment = received.expect("it was left");
+    assert!(process.restore(7).expect_err("it is not lost").to_string().contains("segment 7 of user"));
+    segment.revert().expect("there are copies");
+    assert!(segment.words().iter().zip(&all).all(|(word, value)| word.load(Relaxed) == *value));
+    // Another process goes on from the copies of the first one.
+    assert_eq!(segment.sync(2).expect("they serve").written_bytes, 0);
+    segment.words()[0].store(0, Relaxed);
+    assert_eq!(segment.sync(1).expect("they serve").written_bytes, 64 << 10);
+    segment.deallocate().expect("it is here");
+    let objects: Vec<u64> = super::heaps::reports(&cluster).iter().map(|heap| heap.objects).collect();
+    assert_eq!(objects, [0, 0], "all objects of the copies are freed");
+    let segment = process.allocate(7, 4096).expect("the number is free");
+    assert!(segment.words().iter().all(|word| word.load(Relaxed) == 0));
 }

@@ -99,6 +99,11 @@ impl Link {
         Ok(link)
     }
 
+    /// The socket of the agent.
+    pub fn agent(&self) -> &Path {
+        &self.agent
+    }
+
     /// Ends the connections, of which the thread has copies.
     pub fn close(&self) {
         lock(&self.state).is_closing = true;
@@ -378,7 +383,7 @@ fn connect_all(agent: &Path, process: &str, held: Vec<u64>) -> Result<Connected,
 }
 
 /// Asks the agent.
-fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
+pub(super) fn ask(socket: &OwnedFd, call: &Call) -> Result<(Answer, Vec<OwnedFd>), Error> {
     send(socket, call, &[])?;
     match receive_frame(socket)? {
         (Frame::SegmentAnswer(json), fds) => {

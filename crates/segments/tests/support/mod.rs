@@ -31,7 +31,7 @@ impl Records {
     pub fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let directory = Arc::new(EmbeddedDirectory::open(&folder.path().join("db")).unwrap());
-        Self { folder: folder, directory, leases: Mutex::default() }
+        Self { folder, directory, leases: Mutex::default() }
     }
 
     /// Starts a host that has the memory of `keeper`, as the next process of its agent does.

@@ -1,0 +1,264 @@
+//! Copies of segments on memory nodes: a sync writes them, and a segment whose host has died is
+//! restored from them.
+
+use std::cell::OnceCell;
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::PoisonError;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use aquifer_arena::calls::{Answer, Call};
+use aquifer_arena::copies::CopyRecord;
+use aquifer_arena::{Mapping, WrittenPages};
+use aquifer_copies::copies::discard;
+use aquifer_copies::tree::{CHUNK_BYTES, chunks_of};
+use aquifer_copies::{Change, Copies, Environment, Synced, restore};
+use aquifer_objects::client::HeapClient;
+use rustix::fs::{SeekFrom, seek};
+
+use super::link::{Line, ask};
+use super::{Error, Process, Segment, TransferFailure, done, error_of};
+use crate::error::connect;
+
+/// The copies of a segment, as its owner writes them.
+#[derive(Debug)]
+pub(super) struct SyncState {
+    copies: Copies<HeapClient>,
+    /// Which pages were written since the last sync, if the kernel can say it.
+    written: Option<WrittenPages>,
+}
+
+/// The directory's record, and the heaps of the user.
+struct AgentEnvironment<'a, F> {
+    agent: &'a Path,
+    /// The number of the segment.
+    id: u64,
+    ask: F,
+}
+
+impl<F: FnMut(&Call) -> Result<Answer, Error>> Environment for AgentEnvironment<'_, F> {
+    type Store = HeapClient;
+
+    fn connect(&mut self, node: u16) -> Result<HeapClient, String> {
+        HeapClient::connect_at(self.agent.to_owned(), Some(node)).map_err(|error| error.to_string())
+    }
+
+    fn load(&mut self) -> Result<(Option<CopyRecord>, Vec<u16>), String> {
+        match (self.ask)(&Call::Copies { id: self.id }) {
+            Ok(Answer::Copies { record, nodes }) => Ok((record, nodes)),
+            Ok(answer) => Err(error_of(answer).to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    fn replace(&mut self, revision: u64, record: Option<&CopyRecord>) -> Result<(), String> {
+        let call = Call::SetCopies { id: self.id, revision, record: record.cloned() };
+        let answer = (self.ask)(&call).map_err(|error| error.to_string())?;
+        done((answer, Vec::new())).map_err(|error| error.to_string())
+    }
+
+    fn now_s(&self) -> u64 {
+        SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+    }
+}
+
+impl Process {
+    fn environment(&self, id: u64) -> impl Environment<Store = HeapClient> + '_ {
+        AgentEnvironment { agent: self.link.agent(), id, ask: |call: &Call| self.ask(call) }
+    }
+
+    /// The chunks of a segment of this process that are no holes; `None` if that is not known.
+    fn data_chunks(&self, id: u64, bytes: usize) -> Option<Vec<bool>> {
+        let (_, fds) = self.link.ask(|_| Call::Copies { id }).ok()?;
+        data_chunks(&fds.into_iter().next()?, bytes as u64).ok()
+    }
+
+    /// Frees the copies of a segment that this process owns.
+    pub(super) fn discard_copies(&self, id: u64) -> Result<(), Error> {
+        Ok(discard(&mut self.environment(id))?)
+    }
+
+    /// Restores a segment from its copies, as the last [`Segment::sync`] has written them. Its host
+    /// has died, or it was lost with its agent.
+    ///
+    /// # Errors
+    /// If a host may own it, there are no copies, or none can be read.
+    pub fn restore(&self, id: u64) -> Result<Segment<'_>, Error> {
+        self.check_owner()?;
+        let (answer, fds) = self.link.ask(|_| Call::Restore { id })?;
+        let Answer::Restoring { record, .. } = answer else { return Err(error_of(answer)) };
+        let memory = File::from(fds.into_iter().next().ok_or(Error::Answer)?);
+        let mut environment = self.environment(id);
+        let mut failure = None;
+        restore(&record, |node| environment.connect(node), |chunk, bytes| {
+            failure = memory.write_all_at(bytes, (chunk * CHUNK_BYTES) as u64).err().or(failure.take());
+        })?;
+        if let Some(error) = failure {
+            return Err(Error::Memory(error));
+        }
+        self.link.ask_and(
+            Line::Calls,
+            |is_repeated| Call::Restored { id, is_repeated },
+            |answer, fds, _| self.map(&answer, fds.into_iter().next()),
+        )
+    }
+}
+
+impl Segment<'_> {
+    /// Writes what has changed to `copies` memory nodes, as one consistent copy each: what no sync
+    /// has written is lost if this host dies, and [`Process::restore`] brings the last one back.
+    /// No other thread writes to the segment meanwhile.
+    ///
+    /// The copies are in the heaps of the user. The first sync of a process pulls what is
+    /// elsewhere, and compares all of the segment with the copies that there are; later ones look
+    /// only at pages that were written. Writes by devices into memory that was registered with
+    /// them before, such as fixed buffers of `io_uring`, are not noticed.
+    ///
+    /// # Errors
+    /// If too few nodes serve heaps, one fails and no other can take its place, or a page is lost.
+    /// Then the copies of the last sync count.
+    pub fn sync(&mut self, copies: usize) -> Result<Synced, Error> {
+        let is_first = self.sync.get_mut().unwrap_or_else(PoisonError::into_inner).is_none();
+        if is_first {
+            self.close()?;
+        }
+        let (process, id, mapping) = (self.process, self.id, &self.mapping);
+        let state = self.sync.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let state = state.get_or_insert_with(|| Box::new(SyncState::new(mapping.bytes() as u64)));
+        let change = state.look(mapping);
+        let data = OnceCell::new();
+        let known = match &change {
+            Change::All => BTreeSet::new(),
+            Change::Chunks(chunks) => chunks.clone(),
+        };
+        let read = |chunk: usize, out: &mut [u8]| {
+            // A touch of what was never written would allocate memory.
+            let is_data = known.contains(&chunk)
+                || data.get_or_init(|| process.data_chunks(id, mapping.bytes())).as_ref().is_none_or(|data| data[chunk]);
+            if is_data {
+                copy_chunk(mapping.words(), chunk, out);
+            }
+            is_data
+        };
+        Ok(state.copies.sync(&mut process.environment(id), copies, change, read)?)
+    }
+
+    /// Gives the segment the bytes again that the last [`Self::sync`] has written, of this process
+    /// or an earlier owner: such as after a crash in the middle of a change.
+    ///
+    /// # Errors
+    /// If there are no copies, or none can be read. Then the segment may be partly as it was.
+    pub fn revert(&mut self) -> Result<(), Error> {
+        self.close()?;
+        let mut environment = self.process.environment(self.id);
+        let (record, _) = environment.load().map_err(Error::Failed)?;
+        let record = record.unwrap_or_default();
+        let words = self.mapping.words();
+        let mut zeros: BTreeSet<usize> = (0..chunks_of(record.bytes)).collect();
+        restore(&record, |node| environment.connect(node), |chunk, bytes| {
+            zeros.remove(&chunk);
+            let values = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("8 bytes")));
+            put_chunk(words, chunk, values);
+        })?;
+        let data = self.process.data_chunks(self.id, self.mapping.bytes());
+        let is_data = |chunk: &usize| data.as_ref().is_none_or(|data| data[*chunk]);
+        zeros.into_iter().filter(is_data).for_each(|chunk| put_chunk(words, chunk, std::iter::repeat(0)));
+        Ok(())
+    }
+}
+
+impl<'a> Segment<'a> {
+    /// Hands the segment over as [`Self::transfer`] does, and syncs it before: if this host or the
+    /// other one dies, the segment can be restored as it was handed over.
+    ///
+    /// # Errors
+    /// Those of [`Self::sync`] and of [`Self::transfer`].
+    pub fn sync_and_transfer(mut self, copies: usize) -> Result<Synced, TransferFailure<'a>> {
+        match self.sync(copies) {
+            Ok(synced) => self.transfer().map(|()| synced),
+            Err(error) => Err(TransferFailure { segment: Some(self), error }),
+        }
+    }
+}
+
+impl SyncState {
+    fn new(bytes: u64) -> Self {
+        Self { copies: Copies::new(bytes), written: None }
+    }
+
+    /// Which chunks may have changed since the last look.
+    fn look(&mut self, mapping: &Mapping<'_>) -> Change {
+        let mut chunks = BTreeSet::new();
+        let is_known = match &self.written {
+            Some(written) => written
+                .look(|range| chunks.extend(range.start / CHUNK_BYTES..=(range.end - 1) / CHUNK_BYTES))
+                .is_ok(),
+            None => false,
+        };
+        if is_known {
+            return Change::Chunks(chunks);
+        }
+        // From here on the kernel notes what is written, if it can.
+        self.written = WrittenPages::watch(mapping).ok().filter(|written| written.look(drop).is_ok());
+        Change::All
+    }
+
+    /// Ends the watch over writes, so that the mapping can be moved at once. The next sync compares
+    /// all of the segment.
+    pub(super) fn end_watch(&mut self) {
+        self.written = None;
+    }
+}
+
+/// Frees the copies of a segment that no live host owns, and with them its number and addresses.
+/// `agent` is the agent's socket. Returns false if it has none.
+///
+/// # Errors
+/// If a host may own it, or the agent refuses.
+pub fn free_copies(agent: &Path, id: u64) -> Result<bool, Error> {
+    let socket = connect(agent)?;
+    let ask = |call: &Call| Ok(ask(&socket, call)?.0);
+    match ask(&Call::Copies { id })? {
+        Answer::Copies { record: Some(_), .. } => {}
+        Answer::Copies { record: None, .. } => return Ok(false),
+        answer => return Err(error_of(answer)),
+    }
+    discard(&mut AgentEnvironment { agent, id, ask })?;
+    Ok(true)
+}
+
+/// The chunks of a segment that are no holes of its memory.
+fn data_chunks(memory: &OwnedFd, bytes: u64) -> rustix::io::Result<Vec<bool>> {
+    let mut chunks = vec![false; chunks_of(bytes)];
+    let mut at = 0;
+    while at < bytes {
+        let start = match seek(memory, SeekFrom::Data(at)) {
+            Err(rustix::io::Errno::NXIO) => break,
+            start => start?,
+        };
+        at = seek(memory, SeekFrom::Hole(start))?;
+        let chunk_of = |offset: u64| usize::try_from(offset / CHUNK_BYTES as u64).unwrap_or(usize::MAX);
+        chunks.iter_mut().take(chunk_of(at - 1) + 1).skip(chunk_of(start)).for_each(|chunk| *chunk = true);
+    }
+    Ok(chunks)
+}
+
+/// The words of a chunk.
+fn words_of(words: &[AtomicU64], chunk: usize) -> &[AtomicU64] {
+    let words = words.get(chunk * CHUNK_BYTES / 8..).unwrap_or_default();
+    &words[..words.len().min(CHUNK_BYTES / 8)]
+}
+
+fn copy_chunk(words: &[AtomicU64], chunk: usize, out: &mut [u8]) {
+    for (word, out) in words_of(words, chunk).iter().zip(out.chunks_exact_mut(8)) {
+        out.copy_from_slice(&word.load(Relaxed).to_ne_bytes());
+    }
+}
+
+fn put_chunk(words: &[AtomicU64], chunk: usize, bytes: impl Iterator<Item = u64>) {
+    words_of(words, chunk).iter().zip(bytes).for_each(|(word, value)| word.store(value, Relaxed));
+}
