@@ -77,6 +77,9 @@ pub enum Error {
     /// It cannot be copied to memory nodes, or restored.
     #[error(transparent)]
     Copies(#[from] CopyError),
+    /// A host has the segment, or had it a short time ago.
+    #[error("segment {0} cannot be restored: a host has it, or it was not away for its grace time yet")]
+    Owned(u64),
     /// There is no memory for what is restored.
     #[error("no memory for a segment: {0}")]
     Memory(io::Error),

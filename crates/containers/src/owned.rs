@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::time::Duration;
 
-use aquifer_client::segments::{self, Process, Pulling, Segment};
+use aquifer_client::segments::{self, Process, Pulling, Segment, Synced};
 
 use crate::allocator::{SegmentAllocator, SegmentFull};
 use crate::heap::{HeapFault, SegmentHeap};
@@ -121,6 +121,22 @@ impl<'p, T: Migratable> Owned<'p, T> {
         Ok(Self { root: root.ok_or(HeapFault::NoContainers)?, heap, segment })
     }
 
+    /// Restores a value from the copies of its segment, as [`Process::restore`] does.
+    ///
+    /// # Errors
+    /// Those of [`Process::restore`]; if the segment has another value.
+    pub fn restore(process: &'p Process, id: u64, timeout: Duration) -> Result<Self, Error> {
+        Self::open(process.restore(id, timeout)?)
+    }
+
+    /// Writes what has changed to `copies` memory nodes, as [`Segment::sync`] does.
+    ///
+    /// # Errors
+    /// Those of [`Segment::sync`].
+    pub fn sync(&mut self, copies: usize) -> Result<Synced, segments::Error> {
+        self.segment.sync(copies)
+    }
+
     /// The allocator of the segment, for new values in it.
     #[must_use]
     pub fn allocator(&self) -> SegmentAllocator {
@@ -152,6 +168,21 @@ impl<'p, T: Migratable> Owned<'p, T> {
     pub unsafe fn transfer(self) -> Result<(), TransferFailure<'p, T>> {
         let Self { segment, heap, root } = self;
         segment.transfer().map_err(|failure| TransferFailure {
+            owned: failure.segment.map(|segment| Self { segment, heap, root }),
+            error: failure.error,
+        })
+    }
+
+    /// Hands the value over as [`Self::transfer`] does, and syncs it before.
+    ///
+    /// # Errors
+    /// Those of [`Self::sync`] and [`Self::transfer`].
+    ///
+    /// # Safety
+    /// As for [`Self::transfer`].
+    pub unsafe fn sync_and_transfer(self, copies: usize) -> Result<Synced, TransferFailure<'p, T>> {
+        let Self { segment, heap, root } = self;
+        segment.sync_and_transfer(copies).map_err(|failure| TransferFailure {
             owned: failure.segment.map(|segment| Self { segment, heap, root }),
             error: failure.error,
         })

@@ -23,11 +23,16 @@ const NODES: u8 = 3;
 
 /// A node, and the relays between it and the other hosts.
 struct Node {
+    // Dropped before the node: its service of heaps, and the keeper of those.
+    heaps: Option<(RunningDaemon, RunningDaemon)>,
+    /// The command line of the service of heaps.
+    heap_words: Vec<String>,
+    machine: Machine,
     // Dropped first: the node ends its lease through a relay.
     _part: RunningDaemon,
     relay: TcpRelay,
     to_etcd: TcpRelay,
-    _state: TempDir,
+    state: TempDir,
 }
 
 /// A host with an agent.
@@ -37,7 +42,8 @@ struct Host {
     machine: Machine,
     /// The command line of the agent.
     words: Vec<String>,
-    _keeper: RunningDaemon,
+    keeper: Option<RunningDaemon>,
+    grace: String,
     state: TempDir,
 }
 
@@ -104,7 +110,26 @@ impl Node {
         std::fs::write(&config, text).expect("a temporary file can be written");
         let config = config.to_str().expect("a plain path").to_owned();
         let part = RunningDaemon::start(&machine, state.path(), &["node", "--config", &config]);
-        Self { _part: part, relay: relay_to_node, to_etcd, _state: state }
+        let heaps = format!("{}:7401", machine.address);
+        let (directory, number) = (format!("etcd://{}/net", to_etcd.address()), id.to_string());
+        let key = key.to_str().expect("a plain path");
+        let words = ["heap-service", "--id", &number, "--memory", "32M", "--listen", &heaps, "--key", key];
+        let words = [&words[..], &["--directory", &directory]].concat();
+        let heap_words = words.into_iter().map(str::to_owned).collect();
+        Self { heaps: None, heap_words, machine, _part: part, relay: relay_to_node, to_etcd, state }
+    }
+
+    fn start_heaps(&mut self) {
+        let words: Vec<&str> = self.heap_words.iter().map(String::as_str).collect();
+        let keeper = RunningDaemon::start(&self.machine, self.state.path(), &["keeper"]);
+        self.heaps = Some((RunningDaemon::start(&self.machine, self.state.path(), &words), keeper));
+    }
+
+    /// Nothing of the heaps is left.
+    fn kill_heaps(&mut self) {
+        let (service, keeper) = self.heaps.take().expect("it runs");
+        service.kill();
+        keeper.kill();
     }
 
     /// Discards all packets to and from the node, without an error to either end.
@@ -123,16 +148,27 @@ impl Host {
     fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, (key, grace): (&Path, &str)) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        let keeper = RunningDaemon::start(&machine, state.path(), &["keeper", "--grace", grace]);
         let directory = format!("{}/net", etcd.address());
         let key = key.to_str().expect("a plain path");
         let listen = SocketAddr::new(machine.address, 7500).to_string();
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory, "--grace", grace];
         let words = [&words[..], &["--segment-listen", &listen]].concat();
         let words = words.into_iter().map(str::to_owned).collect();
-        let mut host = Self { agent: None, machine, words, _keeper: keeper, state };
-        host.start_agent();
+        let mut host = Self { agent: None, machine, words, keeper: None, grace: grace.to_owned(), state };
+        host.start_daemons();
         host
+    }
+
+    fn start_daemons(&mut self) {
+        let words = ["keeper", "--grace", &self.grace];
+        self.keeper = Some(RunningDaemon::start(&self.machine, self.state.path(), &words));
+        self.start_agent();
+    }
+
+    /// Nothing of the host is left.
+    fn die(&mut self) {
+        self.kill_agent();
+        self.keeper.take().expect("it runs").kill();
     }
 
     fn start_agent(&mut self) {
@@ -310,8 +346,81 @@ fn has_segments(agent: &Path) -> bool {
     Process::open_at(agent, "observer").and_then(|observer| observer.list()).is_ok_and(|all| !all.is_empty())
 }
 
+/// A program with accounts on a host, and what it has confirmed.
+struct Ledger {
+    program: PipedProgram,
+    confirmed: u64,
+}
+
+impl Ledger {
+    fn start(host: &Host, name: &str) -> Self {
+        let wrapper = host.machine.wrapper();
+        let mut command = Command::new(&wrapper[0]);
+        command.args(&wrapper[1..]).arg(super::examples::rust_example("ledger")).args([name, "7", "2"]);
+        let agent = host.state.path().join("agent.sock");
+        Self { program: PipedProgram::with(segments::start(&mut command, &agent)), confirmed: 0 }
+    }
+
+    /// The number in the next line that it prints, between these words.
+    fn next(&mut self, before: &str, after: &str) -> u64 {
+        let line = self.program.next_line();
+        let number = line.trim_end().strip_prefix(before).and_then(|line| line.strip_suffix(after));
+        let number = number.and_then(|number| number.parse().ok());
+        number.unwrap_or_else(|| panic!("{line:?}: {}", self.program.errors()))
+    }
+
+    /// Waits until it has opened the accounts with all payments that were confirmed before.
+    fn expect_at_least(&mut self, confirmed: u64) {
+        self.confirmed = self.next("opened with ", " payments");
+        assert!(self.confirmed >= confirmed, "{} of {confirmed} payments", self.confirmed);
+    }
+
+    fn confirm(&mut self, times: usize) {
+        for _ in 0..times {
+            let confirmed = self.next("", " payments");
+            assert_eq!(confirmed, self.confirmed + 100);
+            self.confirmed = confirmed;
+        }
+    }
+}
+
+/// A host dies with its processes, again and again, and another one goes on from what was synced.
+/// Services of nodes are killed as well.
+#[test]
+fn what_was_synced_outlives_its_host() {
+    outlive(3);
+}
+
+fn outlive(deaths: usize) {
+    let mut cluster = Cluster::up_with_grace("2s");
+    cluster.nodes.iter_mut().for_each(Node::start_heaps);
+    let mut confirmed = 0;
+    for death in 0..=deaths {
+        let (here, node) = (death % 2, death % usize::from(NODES));
+        let mut ledger = Ledger::start(&cluster.hosts[here], ["bank", "branch"][here]);
+        ledger.expect_at_least(confirmed);
+        if death > 0 {
+            cluster.hosts[1 - here].start_daemons();
+        }
+        ledger.confirm(3 + death % 5);
+        cluster.nodes[node].kill_heaps();
+        ledger.confirm(3);
+        cluster.nodes[node].start_heaps();
+        ledger.confirm(1 + death % 3);
+        confirmed = ledger.confirmed;
+        // In the middle of a sync, or of payments.
+        drop(ledger);
+        cluster.hosts[here].die();
+    }
+}
+
 mod long {
     use super::*;
+
+    #[test]
+    fn what_was_synced_outlives_its_host() {
+        outlive(40);
+    }
 
     #[test]
     fn segments_move_between_hosts_whose_agents_are_killed() {

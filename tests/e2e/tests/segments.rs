@@ -63,9 +63,15 @@ impl PipedProgram {
         input.write_all(b"\n").expect("it reads");
     }
 
-    pub fn expect(&mut self, line: &str) {
+    /// The next line that it prints.
+    pub fn next_line(&mut self) -> String {
         let mut found = String::new();
         self.printed.read_line(&mut found).expect("it prints");
+        found
+    }
+
+    pub fn expect(&mut self, line: &str) {
+        let found = self.next_line();
         if found.trim_end() != line {
             panic!("{found:?} instead of {line:?}: {}", self.errors());
         }
@@ -241,7 +247,8 @@ fn a_segment_is_synced_and_reverted() {
     let process = Process::open_at(agent, "first").expect("it has ended");
     let received = process.receive(Pulling::Ahead, PATIENCE).expect("the agent runs");
     let mut segment = received.expect("it was left");
-    assert!(process.restore(7).expect_err("it is not lost").to_string().contains("segment 7 of user"));
+    let error = process.restore(7, Duration::ZERO).expect_err("it is not lost");
+    assert!(error.to_string().contains("segment 7 cannot be restored: a host has it"), "{error}");
     segment.revert().expect("there are copies");
     assert!(segment.words().iter().zip(&all).all(|(word, value)| word.load(Relaxed) == *value));
     // Another process goes on from the copies of the first one.

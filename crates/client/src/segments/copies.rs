@@ -9,18 +9,18 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::PoisonError;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use aquifer_arena::calls::{Answer, Call};
 use aquifer_arena::copies::CopyRecord;
 use aquifer_arena::{Mapping, WrittenPages};
 use aquifer_copies::copies::discard;
 use aquifer_copies::tree::{CHUNK_BYTES, chunks_of};
-use aquifer_copies::{Change, Copies, Environment, Synced, restore};
+use aquifer_copies::{Change, Copies, CopyError, Environment, Synced, restore};
 use aquifer_objects::client::HeapClient;
 use rustix::fs::{SeekFrom, seek};
 
-use super::link::{Line, ask};
+use super::link::{Line, ask, pause};
 use super::{Error, Process, Segment, TransferFailure, done, error_of};
 use crate::error::connect;
 
@@ -82,15 +82,24 @@ impl Process {
         Ok(discard(&mut self.environment(id))?)
     }
 
-    /// Restores a segment from its copies, as the last [`Segment::sync`] has written them. Its host
-    /// has died, or it was lost with its agent.
+    /// Restores a segment from its copies, as the last [`Segment::sync`] has written them: its host
+    /// has died, or it was lost with its agent. Waits until the cluster is sure of that, which is
+    /// after the grace time of that host.
     ///
     /// # Errors
-    /// If a host may own it, there are no copies, or none can be read.
-    pub fn restore(&self, id: u64) -> Result<Segment<'_>, Error> {
+    /// If a host still has it when the time is over, there are no copies, or none can be read.
+    pub fn restore(&self, id: u64, timeout: Duration) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
-        let (answer, fds) = self.link.ask(|_| Call::Restore { id })?;
-        let Answer::Restoring { record, .. } = answer else { return Err(error_of(answer)) };
+        let until = Instant::now() + timeout;
+        let (record, fds) = loop {
+            match self.link.ask(|_| Call::Restore { id })? {
+                (Answer::Restoring { record, .. }, fds) => break (record, fds),
+                (Answer::Nothing, _) if Instant::now() < until => pause(),
+                (Answer::Nothing, _) => return Err(Error::Owned(id)),
+                (Answer::Copies { .. }, _) => return Err(CopyError::None.into()),
+                (answer, _) => return Err(error_of(answer)),
+            }
+        };
         let memory = File::from(fds.into_iter().next().ok_or(Error::Answer)?);
         let mut environment = self.environment(id);
         let mut failure = None;

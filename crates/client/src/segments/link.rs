@@ -400,7 +400,8 @@ fn send(socket: &OwnedFd, call: &Call, fds: &[BorrowedFd<'_>]) -> Result<(), Err
     send_frame(socket, &Frame::SegmentCall(json), fds).map_err(Error::Gone)
 }
 
-fn pause() {
+/// Waits a moment.
+pub(super) fn pause() {
     let tick = Timespec::try_from(TICK).unwrap_or_default();
     let _time = poll(&mut [], Some(&tick));
 }

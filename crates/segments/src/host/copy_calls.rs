@@ -44,9 +44,15 @@ pub(super) fn answer_call(
         Call::SetCopies { revision, record, .. } => host
             .set_copies(segment, revision, record.as_ref())
             .map(|()| answer(socket, &Answer::Done)),
-        Call::Restore { .. } => {
-            host.begin_restore(segment, process).map(|restoring| answer_restoring(socket, &restoring))
-        }
+        Call::Restore { .. } => match host.begin_restore(segment, process) {
+            Ok(restoring) => Ok(answer_restoring(socket, &restoring)),
+            // The host that had it may have died a moment ago.
+            Err(SegmentError::Exists(_)) => Ok(answer(socket, &Answer::Nothing)),
+            Err(SegmentError::NoCopies(_)) => {
+                Ok(answer(socket, &Answer::Copies { record: None, nodes: Vec::new() }))
+            }
+            Err(error) => Err(error),
+        },
         Call::Restored { is_repeated, .. } => {
             // An earlier process of the agent may have done it.
             let again = is_repeated.then(|| host.shared.arrival_for(segment, process)).flatten();
