@@ -186,6 +186,19 @@ public:
         return owned(segment, heap);
     }
 
+    // Restores a value from the copies of its segment, as the last sync has written them. Nothing if
+    // a host still has it when the time is over; throws ENODATA if it was never synced.
+    static std::optional<owned> restore(process &at, std::uint64_t id, std::chrono::milliseconds timeout,
+                                        int version = 1) {
+        aquifer_segment *segment;
+        auto wait = static_cast<std::uint64_t>(timeout.count());
+        if (!detail::check(aquifer_segment_restore(at.handle, id, wait, &segment)))
+            return std::nullopt;
+        aquifer_segment_heap *heap;
+        detail::check(aquifer_segment_heap_open(segment, type(version).c_str(), &heap));
+        return owned(segment, heap);
+    }
+
     owned(owned &&other) noexcept
         : segment(std::exchange(other.segment, nullptr)), heap(std::exchange(other.heap, nullptr)) {}
     owned &operator=(owned &&other) noexcept {
@@ -220,6 +233,9 @@ public:
         connect(name);
         std::move(*this).transfer();
     }
+
+    // Writes what has changed to `copies` memory nodes. No other thread changes the value meanwhile.
+    void sync(unsigned copies) { detail::check(aquifer_segment_sync(segment, copies)); }
 
     // Waits until all of it is here.
     void close() { detail::check(aquifer_segment_close(segment)); }

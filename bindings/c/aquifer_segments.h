@@ -23,7 +23,8 @@
  * -EIO: the agent gave an invalid answer;
  * -ECHILD: this process is a forked child of the process that opened the name.
  *
- * All functions are thread-safe, but a segment must not be used any more once a call consumes it.
+ * All functions are thread-safe, but a segment must not be used any more once a call consumes it, and
+ * not at the same time as a sync or a revert.
  */
 #ifndef AQUIFER_SEGMENTS_H
 #define AQUIFER_SEGMENTS_H
@@ -59,6 +60,24 @@ enum { AQUIFER_PULL_AHEAD = 0, AQUIFER_PULL_EXPLICIT = 1, AQUIFER_PULL_ON_TOUCH 
 int aquifer_segment_receive(aquifer_process *process, int pulling, uint64_t timeout_ms,
                             aquifer_segment **segment);
 
+/* What happens to a process. */
+typedef struct aquifer_event {
+    aquifer_segment *segment; /* a segment that was handed over, or NULL: another process wants one */
+    uint64_t id;              /* the number of the segment */
+    char process[72];         /* the name of the process that wants it */
+} aquifer_event;
+
+/* As aquifer_segment_receive, but also returns 1 for a request to hand a segment over
+ * (`aquifer segment move`): to connect and to transfer when the program can. */
+int aquifer_process_next_event(aquifer_process *process, int pulling, uint64_t timeout_ms,
+                               aquifer_event *event);
+
+/* Restores a segment from its copies, as the last sync has written them: its host has died, or it was
+ * lost with its agent. Waits until the cluster is sure of that, which is after the grace time of that
+ * host. Returns 1; or 0 if a host still has it when the time is over. -ENODATA: it was never synced. */
+int aquifer_segment_restore(aquifer_process *process, uint64_t id, uint64_t timeout_ms,
+                            aquifer_segment **segment);
+
 /* Number, first address and length of a segment. */
 uint64_t aquifer_segment_id(const aquifer_segment *segment);
 void *aquifer_segment_address(const aquifer_segment *segment);
@@ -76,6 +95,18 @@ int aquifer_segment_abort(aquifer_segment *segment);
  * another error: whether it has arrived is found out; if not, this process receives it again. */
 int aquifer_segment_transfer(aquifer_segment *segment);
 
+/* Writes what has changed to `copies` memory nodes, as one consistent copy each: what no sync has
+ * written is lost if this host dies. No thread writes to the segment meanwhile, and no call uses it.
+ * On failure the copies of the last sync count. */
+int aquifer_segment_sync(aquifer_segment *segment, unsigned copies);
+
+/* Gives the segment the bytes again that the last sync has written, of this process or an earlier
+ * owner. -ENODATA: there was none. */
+int aquifer_segment_revert(aquifer_segment *segment);
+
+/* As aquifer_segment_sync and then aquifer_segment_transfer. -EAGAIN if the sync fails, too. */
+int aquifer_segment_sync_and_transfer(aquifer_segment *segment, unsigned copies);
+
 /* Pulls the pages with these bytes, if they are elsewhere. */
 int aquifer_segment_pull(aquifer_segment *segment, uint64_t offset, uint64_t bytes);
 
@@ -86,7 +117,7 @@ int aquifer_segment_close(aquifer_segment *segment);
  * well. Then no other host has a part in the segment. */
 int aquifer_segment_discard(aquifer_segment *segment);
 
-/* Frees the segment, and consumes it. */
+/* Frees the segment with its copies, and consumes it. */
 int aquifer_segment_deallocate(aquifer_segment *segment);
 
 /* A segment that a process of this host owns. */

@@ -108,14 +108,15 @@ pub(crate) const fn containers_errno(error: &HeapFault) -> c_int {
 
 /// The errno of an error about segments.
 pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_int {
-    use aquifer_client::segments::Error;
+    use aquifer_client::segments::{CopyError, Error};
     match error {
         Error::NoAgent(_) => ENOTCONN,
-        Error::Failed(_) => EACCES,
+        Error::Copies(CopyError::None) => ENODATA,
+        Error::Failed(_) | Error::Copies(_) | Error::Owned(_) => EACCES,
         Error::Forked => ECHILD,
         Error::Agent(_) | Error::Gone(_) => EPIPE,
         Error::Answer => EIO,
-        Error::Arena(_) | Error::System(_) => ENOMEM,
+        Error::Arena(_) | Error::System(_) | Error::Memory(_) => ENOMEM,
     }
 }
 

@@ -13,7 +13,7 @@ use aquifer_tests_support::{golden, golden_layout};
 
 use crate::errors::{containers_errno, heap_errno, return_value};
 use crate::heap::{CGetJob, CPointer};
-use crate::segments::{self, CStatus};
+use crate::segments::{self, CEvent, CStatus};
 use crate::{CExtent, CReadJob, CStatistics, CWriteJob};
 
 /// Prints the lines of the golden file. Does not compile if a function has another type.
@@ -36,6 +36,11 @@ int aquifer_segment_transfer(aquifer_segment *);
 int aquifer_segment_pull(aquifer_segment *, uint64_t, uint64_t);
 int aquifer_segment_close(aquifer_segment *);
 int aquifer_segment_deallocate(aquifer_segment *);
+int aquifer_segment_sync(aquifer_segment *, unsigned);
+int aquifer_segment_revert(aquifer_segment *);
+int aquifer_segment_sync_and_transfer(aquifer_segment *, unsigned);
+int aquifer_segment_restore(aquifer_process *, uint64_t, uint64_t, aquifer_segment **);
+int aquifer_process_next_event(aquifer_process *, int, uint64_t, aquifer_event *);
 int aquifer_segment_list(aquifer_process *, aquifer_segment_status *, size_t);
 aquifer_heap *aquifer_heap_open(const char *, uint16_t);
 void aquifer_heap_close(aquifer_heap *);
@@ -85,6 +90,8 @@ int main(void) {
     HEAD(aquifer_segment_status), FIELD(aquifer_segment_status, id), FIELD(aquifer_segment_status, address);
     FIELD(aquifer_segment_status, bytes), FIELD(aquifer_segment_status, missing_bytes);
     FIELD(aquifer_segment_status, process), puts("");
+    HEAD(aquifer_event), FIELD(aquifer_event, segment), FIELD(aquifer_event, id);
+    FIELD(aquifer_event, process), puts("");
     printf("AQUIFER_EXTENT_BYTES_MAX: %llu\n", AQUIFER_EXTENT_BYTES_MAX);
     printf("AQUIFER_OBJECT_BYTES_MAX: %u\n", AQUIFER_OBJECT_BYTES_MAX);
 }
@@ -104,6 +111,7 @@ fn golden_types_in_c_and_in_rust() {
     golden_layout!(ours, "aquifer_pointer", CPointer { words });
     golden_layout!(ours, "aquifer_get_job", CGetJob { pointer, out, bytes });
     golden_layout!(ours, "aquifer_segment_status", CStatus { id, address, bytes, missing_bytes, process });
+    golden_layout!(ours, "aquifer_event", CEvent { segment, id, process });
     ours.text("AQUIFER_EXTENT_BYTES_MAX", &MAX_EXTENT_BYTES.to_string());
     ours.text("AQUIFER_OBJECT_BYTES_MAX", &OBJECT_BYTES_MAX.to_string());
     ours.check();

@@ -1,13 +1,13 @@
 //! Segments for C. `aquifer_segments.h` documents the functions.
 
-use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, OsStr, c_char, c_int, c_uint, c_void};
 use std::mem::ManuallyDrop;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use aquifer_client::segments::{Error, Process, Pulling, Segment, TransferFailure};
+use aquifer_client::segments::{Error, Event, Process, Pulling, Segment, TransferFailure};
 
 use crate::errors::{self, invalid_argument, segment_errno, store_text};
 
@@ -37,6 +37,24 @@ pub struct CStatus {
     pub(crate) bytes: u64,
     pub(crate) missing_bytes: u64,
     pub(crate) process: [c_char; 72],
+}
+
+/// `aquifer_event`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CEvent {
+    pub(crate) segment: *mut CSegment,
+    pub(crate) id: u64,
+    pub(crate) process: [c_char; 72],
+}
+
+/// A name as C has it.
+fn name_of(name: &str) -> [c_char; 72] {
+    let mut chars: [c_char; 72] = [0; 72];
+    for (to, from) in chars.iter_mut().zip(name.bytes().take(71)) {
+        *to = from.cast_signed();
+    }
+    chars
 }
 
 /// The value of a call: a number that is not negative, or a negative errno.
@@ -176,12 +194,7 @@ pub unsafe extern "C" fn aquifer_segment_receive(
         Ok(process) => process,
         Err(errno) => return errno,
     };
-    let pulling = match pulling {
-        0 => Pulling::Ahead,
-        1 => Pulling::Explicit,
-        2 => Pulling::OnTouch,
-        _ => return invalid_argument(),
-    };
+    let Some(pulling) = pulling_of(pulling) else { return invalid_argument() };
     value(process.process.receive(pulling, Duration::from_millis(timeout_ms)).map(
         |received| match received {
             None => 0,
@@ -192,6 +205,78 @@ pub unsafe extern "C" fn aquifer_segment_receive(
             }
         },
     ))
+}
+
+/// How pages come that are elsewhere.
+fn pulling_of(number: c_int) -> Option<Pulling> {
+    match number {
+        0 => Some(Pulling::Ahead),
+        1 => Some(Pulling::Explicit),
+        2 => Some(Pulling::OnTouch),
+        _ => None,
+    }
+}
+
+/// Waits for a segment, or for a request to hand one over.
+///
+/// # Safety
+/// `process` is null or open; `event` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_process_next_event(
+    process: *const CProcess,
+    pulling: c_int,
+    timeout_ms: u64,
+    event: *mut CEvent,
+) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let process = match unsafe { open_process(process, !event.is_null()) } {
+        Ok(process) => process,
+        Err(errno) => return errno,
+    };
+    let Some(pulling) = pulling_of(pulling) else { return invalid_argument() };
+    value(process.process.next_event(pulling, Duration::from_millis(timeout_ms)).map(|found| {
+        let (id, name) = match &found {
+            None => return 0,
+            Some(Event::Arrived(segment)) => (segment.id(), String::new()),
+            Some(Event::Asked { id, process }) => (*id, process.clone()),
+        };
+        // SAFETY: the place is not null, so the caller has made it writable, with a field for the
+        // segment.
+        unsafe {
+            event.write(CEvent { segment: std::ptr::null_mut(), id, process: name_of(&name) });
+            if let Some(Event::Arrived(segment)) = found {
+                store(process, segment, &raw mut (*event).segment);
+            }
+        }
+        1
+    }))
+}
+
+/// Restores a segment.
+///
+/// # Safety
+/// `process` is null or open; `segment` is null or writable.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_restore(
+    process: *const CProcess,
+    id: u64,
+    timeout_ms: u64,
+    segment: *mut *mut CSegment,
+) -> c_int {
+    // SAFETY: the caller passes null or an open process.
+    let process = match unsafe { open_process(process, !segment.is_null()) } {
+        Ok(process) => process,
+        Err(errno) => return errno,
+    };
+    match process.process.restore(id, Duration::from_millis(timeout_ms)) {
+        Ok(restored) => {
+            // SAFETY: the place is not null, so the caller has made it writable.
+            unsafe { store(process, restored, segment) };
+            1
+        }
+        Err(Error::Owned(_)) => 0,
+        Err(error) => value(Err(error)),
+    }
 }
 
 /// The number of a segment.
@@ -320,11 +405,73 @@ unsafe fn free(segment: *mut CSegment, process: &CProcess) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_transfer(segment: *mut CSegment) -> c_int {
     // SAFETY: the caller passes null or a segment.
+    unsafe { transfer_by(segment, Segment::transfer) }
+}
+
+/// Syncs a segment and hands it over.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_sync_and_transfer(segment: *mut CSegment, copies: c_uint) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { transfer_by(segment, |owned| owned.sync_and_transfer(copies_of(copies)).map(drop)) }
+}
+
+fn copies_of(copies: c_uint) -> usize {
+    usize::try_from(copies).unwrap_or(usize::MAX)
+}
+
+/// Calls a function of a segment that changes its bytes, or reads all of them.
+///
+/// # Safety
+/// `segment` is null, or was not consumed, and no other call uses it.
+unsafe fn call_alone(
+    segment: *mut CSegment,
+    call: impl FnOnce(&mut Segment<'static>) -> Result<(), Error>,
+) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    if let Err(errno) = unsafe { open_segment(segment) } {
+        return errno;
+    }
+    // SAFETY: it is a segment, and nothing else refers to it.
+    value(call(unsafe { &mut (*segment).segment }).map(|()| 0))
+}
+
+/// Writes copies.
+///
+/// # Safety
+/// `segment` is null, or was not consumed, and no other call uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_sync(segment: *mut CSegment, copies: c_uint) -> c_int {
+    // SAFETY: as above.
+    unsafe { call_alone(segment, |segment| segment.sync(copies_of(copies)).map(drop)) }
+}
+
+/// Goes back to the last sync.
+///
+/// # Safety
+/// `segment` is null, or was not consumed, and no other call uses it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_revert(segment: *mut CSegment) -> c_int {
+    // SAFETY: as above.
+    unsafe { call_alone(segment, Segment::revert) }
+}
+
+/// Hands a segment over by a function that consumes it.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+unsafe fn transfer_by(
+    segment: *mut CSegment,
+    transfer: impl FnOnce(Segment<'static>) -> Result<(), TransferFailure<'static>>,
+) -> c_int {
+    // SAFETY: the caller passes null or a segment.
     let (process, owned) = match unsafe { move_out(segment) } {
         Ok(moved) => moved,
         Err(errno) => return errno,
     };
-    match owned.transfer() {
+    match transfer(owned) {
         Err(TransferFailure { segment: Some(kept), error }) => {
             // SAFETY: the memory is still this segment's, and its fields were moved out.
             unsafe { segment.write(CSegment { process, segment: kept }) };
@@ -373,12 +520,9 @@ pub unsafe extern "C" fn aquifer_segment_list(
     };
     value(process.process.list().map(|found| {
         for (at, status) in found.iter().take(count).enumerate() {
-            let mut name: [c_char; 72] = [0; 72];
-            for (to, from) in name.iter_mut().zip(status.process.bytes().take(71)) {
-                *to = from.cast_signed();
-            }
             let (id, address, bytes) = (status.id, status.address, status.bytes);
-            let status = CStatus { id, address, bytes, missing_bytes: status.missing_bytes, process: name };
+            let process = name_of(&status.process);
+            let status = CStatus { id, address, bytes, missing_bytes: status.missing_bytes, process };
             // SAFETY: the caller has room for `count`, and `at` is less.
             unsafe { list.add(at).write(status) };
         }

@@ -282,7 +282,8 @@ pub struct SegmentArguments {
 /// What `aquifer segment` does.
 #[derive(Subcommand, Clone, Debug)]
 pub enum SegmentCommand {
-    /// Show the segments on this host: their processes, and how much of them is here
+    /// Show the segments on this host: their processes, how much of them is here, and where they were
+    /// synced to; and lost ones that can be restored
     List {
         /// Print JSON
         #[arg(long)]
@@ -316,7 +317,7 @@ pub enum SegmentCommand {
         #[arg(long = "timeout", value_name = "TIME", value_parser = parse_time_ms, default_value = "30s")]
         timeout_ms: u64,
     },
-    /// Free a segment whose process has ended. Its contents are lost
+    /// Free a segment whose process has ended, with its copies. Its contents are lost
     Free {
         /// The segment's number
         #[arg(value_name = "SEGMENT")]

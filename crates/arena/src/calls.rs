@@ -102,6 +102,12 @@ pub enum Call {
         /// The user and the number of that segment.
         above: Option<(u32, u64)>,
     },
+    /// The copies of segments on memory nodes that the caller may see, the first [`LISTED_MAX`] after
+    /// one. The only request of a connection.
+    ReportCopies {
+        /// The user and the number of that segment.
+        above: Option<(u32, u64)>,
+    },
     /// Requests the owner of a segment to hand it over. The only request of a connection.
     Move {
         /// The user.
@@ -217,8 +223,30 @@ pub enum Answer {
         /// What it has done.
         totals: Totals,
     },
+    /// The copies.
+    ReportCopies(Vec<CopiesStatus>),
     /// The segments.
     List(Vec<SegmentStatus>),
+}
+
+/// Copies of a segment on memory nodes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CopiesStatus {
+    /// Its user.
+    pub user: u32,
+    /// Its number in the tenant.
+    pub id: u64,
+    /// Its length.
+    pub bytes: u64,
+    /// The number of the last sync.
+    pub version: u64,
+    /// When that was, in seconds since 1970.
+    pub synced_at_s: u64,
+    /// The nodes.
+    pub nodes: Vec<u16>,
+    /// Whether a host has the segment. Otherwise it can be restored.
+    pub has_owner: bool,
 }
 
 /// A segment that a process of this host owns.

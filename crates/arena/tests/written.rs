@@ -39,7 +39,8 @@ fn pages_are_found_that_were_written_since_the_last_look() {
     assert_eq!(look(&written), expected);
     assert_eq!(look(&written), []);
     // The kernel writes, too.
-    let (source, sink) = std::io::pipe().map(|(read, write)| (OwnedFd::from(read), OwnedFd::from(write))).unwrap();
+    let (source, sink) =
+        std::io::pipe().map(|(read, write)| (OwnedFd::from(read), OwnedFd::from(write))).unwrap();
     rustix::io::write(&sink, b"by the kernel").unwrap();
     let start = std::ptr::with_exposed_provenance_mut::<u8>(mapping.address() + 9 * PAGE);
     // SAFETY: the range is in the mapping, and nothing else refers to it.

@@ -29,7 +29,8 @@ pub fn clean<S: Store>(store: &mut S, root: Pointer, bytes: u64, kept: &Tree) ->
         if !store.read(&mut [(leaf, &mut content)])? {
             continue;
         }
-        let kept_chunks = kept_chunks.get_or_insert_with(|| kept.chunks.iter().flat_map(|leaf| of(leaf)).collect());
+        let kept_chunks =
+            kept_chunks.get_or_insert_with(|| kept.chunks.iter().flat_map(|leaf| of(leaf)).collect());
         for chunk in decode(&content).iter().filter_map(Entry::object) {
             if !kept_chunks.contains(&chunk.words()) {
                 store.free(chunk)?;

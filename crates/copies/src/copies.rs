@@ -228,8 +228,7 @@ impl<S: Store> Copies<S> {
         record: &CopyRecord,
         node: u16,
     ) -> Result<Writer<S>, CopyError> {
-        let mut store =
-            environment.connect(node).map_err(|why| CopyError::Node { node, why })?;
+        let mut store = environment.connect(node).map_err(|why| CopyError::Node { node, why })?;
         let tree = record.trees.iter().find(|tree| tree.node == node);
         let loaded = match tree.map(|tree| load(&mut store, tree, self.bytes)) {
             Some(Err(error @ CopyError::Node { .. })) => return Err(error),
@@ -325,8 +324,7 @@ impl<S: Store> Copies<S> {
             return Ok(vec![one(writer)?]);
         }
         std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                self.writers.iter_mut().map(|writer| scope.spawn(|| one(writer))).collect();
+            let threads: Vec<_> = self.writers.iter_mut().map(|writer| scope.spawn(|| one(writer))).collect();
             threads.into_iter().map(|thread| thread.join().expect("a writer does not panic")).collect()
         })
     }
@@ -340,7 +338,8 @@ impl<S: Store> Copies<S> {
         let record = self.record.clone().unwrap_or_default();
         let own: Vec<FormerRoot> = self.writers.iter().flat_map(Writer::roots).collect();
         let replaced = record.trees.iter().flat_map(roots_of);
-        let former = record.former.iter().copied().chain(replaced).filter(|root| !own.contains(root)).collect();
+        let former =
+            record.former.iter().copied().chain(replaced).filter(|root| !own.contains(root)).collect();
         let (version, nodes) = (record.version + 1, trees.iter().map(|tree| tree.node).collect());
         let synced_at_s = environment.now_s();
         self.replace(environment, CopyRecord { version, synced_at_s, trees, former, ..record })?;

@@ -45,8 +45,13 @@ fn restore_from<S: Store>(
     put: &mut impl FnMut(usize, &[u8]),
 ) -> Result<(), CopyError> {
     let loaded = load(store, tree, bytes)?;
-    let chunks: Vec<(usize, Entry)> =
-        loaded.chunks.iter().flat_map(|leaf| leaf.iter().copied()).enumerate().filter(|(_, entry)| entry.object().is_some()).collect();
+    let chunks: Vec<(usize, Entry)> = loaded
+        .chunks
+        .iter()
+        .flat_map(|leaf| leaf.iter().copied())
+        .enumerate()
+        .filter(|(_, entry)| entry.object().is_some())
+        .collect();
     let mut buffers = vec![vec![0; CHUNK_BYTES]; BATCH];
     for batch in chunks.chunks(BATCH) {
         read_all(store, tree.node, batch.iter().map(|(_, entry)| *entry), &mut buffers, |at| {

@@ -161,7 +161,8 @@ mod tests {
     fn golden_root() {
         let pointer = Pointer::from_words([0x0102_0304_0506, 0x0007_0000_0000_0009]).unwrap();
         let sum = sum_of(b"aquifer");
-        let root = Root { bytes: 40 << 20, version: 3, leaves: vec![Entry::new(pointer, sum), Entry::default()] };
+        let root =
+            Root { bytes: 40 << 20, version: 3, leaves: vec![Entry::new(pointer, sum), Entry::default()] };
         let bytes = root.encode();
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         let head = "4151434f50590001000080020000000003000000000000000000000000000000";

@@ -294,9 +294,8 @@ impl Run {
         let Some(record) = record.filter(CopyRecord::has_copies) else { return Memory::new() };
         let restored = self.restore(&record).expect("each copy is whole");
         let known = &self.versions[&record.version];
-        let is_known = known.iter().any(|memory| {
-            memory.iter().filter(|(_, value)| **value != 0).eq(restored.iter())
-        });
+        let is_known =
+            known.iter().any(|memory| memory.iter().filter(|(_, value)| **value != 0).eq(restored.iter()));
         assert!(is_known, "version {} is another one: {restored:?}", record.version);
         restored
     }

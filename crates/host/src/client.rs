@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::Duration;
 
-use aquifer_arena::calls::{Answer, Call, LISTED_MAX, SegmentStatus, Totals};
+use aquifer_arena::calls::{Answer, Call, CopiesStatus, LISTED_MAX, SegmentStatus, Totals};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, SetLimit};
 
@@ -101,6 +101,28 @@ pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, Tot
                 all.extend(segments);
                 if is_last {
                     return Ok(Some((all, totals)));
+                }
+            }
+            Some(_) => return Err(io::Error::other(UNEXPECTED_FRAME)),
+        }
+    }
+}
+
+/// The copies of segments on memory nodes, those that the caller may see. `None` if there is no agent.
+///
+/// # Errors
+/// Those of [`segments`].
+pub fn copies_report(path: &Path) -> io::Result<Option<Vec<CopiesStatus>>> {
+    let mut all: Vec<CopiesStatus> = Vec::new();
+    loop {
+        let above = all.last().map(|last| (last.user, last.id));
+        match segments(path, &Call::ReportCopies { above })? {
+            None => return Ok(None),
+            Some(Answer::ReportCopies(copies)) => {
+                let is_last = copies.len() < LISTED_MAX;
+                all.extend(copies);
+                if is_last {
+                    return Ok(Some(all));
                 }
             }
             Some(_) => return Err(io::Error::other(UNEXPECTED_FRAME)),

@@ -3,6 +3,7 @@
 use std::fmt::Debug;
 
 use aquifer_arena::calls::{Call, SegmentStatus, Times, Totals};
+use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, Words};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -55,6 +56,10 @@ fn golden_messages() {
             format!(r#"{{"transfer":{{"generation":5,"copies":[{copy}]}}}}"#),
         ),
         (Ask::Query { generation: 5 }, r#"{"query":{"generation":5}}"#.to_owned()),
+        (
+            Ask::Fence { source: Life { host: 8, epoch: 9 }, generation: 5 },
+            r#"{"fence":{"source":{"host":8,"epoch":9},"generation":5}}"#.to_owned(),
+        ),
         (Ask::Release { generation: 5 }, r#"{"release":{"generation":5}}"#.to_owned()),
         (Ask::Place { generation: 5 }, r#"{"place":{"generation":5}}"#.to_owned()),
     ] {
@@ -97,9 +102,51 @@ fn golden_calls() {
         (Call::Report { above: Some((6, 7)) }, r#"{"report":{"above":[6,7]}}"#),
         (Call::Move { user: 6, id: 7, process: process() }, r#"{"move":{"user":6,"id":7,"process":"p"}}"#),
         (Call::Free { user: 6, id: 7 }, r#"{"free":{"user":6,"id":7}}"#),
+        (Call::ReportCopies { above: None }, r#"{"report_copies":{"above":null}}"#),
+        (Call::Copies { id: 7 }, r#"{"copies":{"id":7}}"#),
+        (
+            Call::SetCopies { id: 7, revision: 1, record: None },
+            r#"{"set_copies":{"id":7,"revision":1,"record":null}}"#,
+        ),
+        (Call::Restore { id: 7 }, r#"{"restore":{"id":7}}"#),
+        (Call::Restored { id: 7, is_repeated: false }, r#"{"restored":{"id":7,"is_repeated":false}}"#),
     ] {
         check(&call, json);
     }
+}
+
+#[test]
+fn golden_copies() {
+    use aquifer_arena::calls::{Answer, CopiesStatus};
+    let (first, second) = (Words([1, 2]), Words([u64::MAX, 3]));
+    let tree = CopyTree { node: 4, roots: [first, second], current: 1, sum: first };
+    let former = vec![FormerRoot { node: 5, root: second }];
+    let record = CopyRecord { revision: 6, bytes: 7, version: 8, synced_at_s: 9, trees: vec![tree], former };
+    let one = r#""00000000000000010000000000000002""#;
+    let two = r#""ffffffffffffffff0000000000000003""#;
+    let tree = format!(r#"{{"node":4,"roots":[{one},{two}],"current":1,"sum":{one}}}"#);
+    let json = format!(
+        r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],"former":[{{"node":5,"root":{two}}}]}}"#
+    );
+    check(&record, &json);
+    for text in ["", "0", &"A".repeat(32), &"é".repeat(16), &"0".repeat(33)] {
+        assert!(serde_json::from_str::<Words>(&format!("{text:?}")).is_err(), "{text}");
+    }
+    let copies = Answer::Copies { record: Some(record.clone()), nodes: vec![1, 2] };
+    check(&copies, &format!(r#"{{"copies":{{"record":{json},"nodes":[1,2]}}}}"#));
+    let restoring = Answer::Restoring { address: 8192, record };
+    check(&restoring, &format!(r#"{{"restoring":{{"address":8192,"record":{json}}}}}"#));
+    let status = CopiesStatus {
+        user: 1,
+        id: 2,
+        bytes: 3,
+        version: 4,
+        synced_at_s: 5,
+        nodes: vec![6],
+        has_owner: false,
+    };
+    let json = r#"{"user":1,"id":2,"bytes":3,"version":4,"synced_at_s":5,"nodes":[6],"has_owner":false}"#;
+    check(&Answer::ReportCopies(vec![status]), &format!(r#"{{"report_copies":[{json}]}}"#));
 }
 
 #[test]

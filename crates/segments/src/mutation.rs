@@ -19,6 +19,8 @@ aquifer_mutation::mutations! {
         ReplaceIntent,
         /// An intent is retracted by its owner alone, whatever its generation.
         RetractAny,
+        /// A segment is restored although the target of its last hand-over may have received it.
+        RestoreUnfenced,
         /// A page that is on its way is read once more when a thread waits for it.
         ReadTwice,
         /// A page is read onto an older copy before it is known whether a newer one has it.

@@ -19,6 +19,7 @@ struct Budget {
     ticks: u8,
     crashes: u8,
     deaths: u8,
+    restores: u8,
 }
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
@@ -67,6 +68,9 @@ struct World {
     budget: Budget,
     /// The host that had access last.
     last: u8,
+    /// The host that restores the segment, the record that it has read, and the target that has
+    /// refused the hand-over.
+    restoring: Option<(u8, SegmentRecord, Option<Life>)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +85,10 @@ enum Action {
     /// The agent carries out the first of its outputs.
     Post(u8),
     Deliver(usize),
+    /// A host finds out whether the segment is lost.
+    Fence(u8),
+    /// It owns what it has restored.
+    Restore,
 }
 
 const fn life(host: u8) -> Life {
@@ -96,7 +104,14 @@ impl World {
         let holder = |host| if host == 0 { Holder::owner(life(0), 0) } else { Holder::absent(life(host)) };
         let host = |host| Host { holder: holder(host), is_alive: true, is_running: true, outbox: Vec::new() };
         let record = SegmentRecord::new(life(0), 0);
-        Self { hosts: (0..hosts).map(host).collect(), record, parcels: Vec::new(), budget, last: 0 }
+        Self {
+            hosts: (0..hosts).map(host).collect(),
+            record,
+            parcels: Vec::new(),
+            budget,
+            last: 0,
+            restoring: None,
+        }
     }
 
     fn numbers(&self) -> std::ops::Range<u8> {
@@ -114,12 +129,18 @@ impl World {
 
     fn actions(&self) -> Vec<Action> {
         let mut actions: Vec<Action> = (0..self.parcels.len()).map(Action::Deliver).collect();
-        let Budget { connects, aborts, ticks, crashes, deaths } = self.budget;
+        let Budget { connects, aborts, ticks, crashes, deaths, restores } = self.budget;
         let alive = self.hosts.iter().filter(|host| host.is_alive).count();
+        if self.restoring.is_some() {
+            actions.push(Action::Restore);
+        }
         for number in self.numbers() {
             let host = &self.hosts[usize::from(number)];
             if !host.is_alive {
                 continue;
+            }
+            if restores > 0 && host.is_running && self.restoring.is_none() && !self.lives(self.record.owner) {
+                actions.push(Action::Fence(number));
             }
             if deaths > 0 && alive > 1 {
                 actions.push(Action::Die(number));
@@ -174,6 +195,8 @@ impl World {
                 let host = &mut self.hosts[usize::from(number)];
                 host.is_running = false;
                 host.outbox.clear();
+                self.restoring.take_if(|(by, ..)| *by == number);
+                let host = &self.hosts[usize::from(number)];
                 let is_absent = host.holder.holding() == Holding::Absent;
                 self.forget_answers(number);
                 if is_absent {
@@ -190,6 +213,7 @@ impl World {
                 (host.is_alive, host.is_running) = (false, false);
                 host.outbox.clear();
                 host.holder = Holder::absent(life(number));
+                self.restoring.take_if(|(by, ..)| *by == number);
                 self.forget_answers(number);
             }
             Action::Post(number) => {
@@ -202,10 +226,48 @@ impl World {
                 self.add(parcel);
             }
             Action::Deliver(at) => self.deliver(at),
+            Action::Fence(host) => self.fence(host),
+            Action::Restore => self.restore(),
         }
         if let [accessor] = self.accessors()[..] {
             self.last = accessor;
         }
+    }
+
+    fn lives(&self, life: Life) -> bool {
+        self.hosts[usize::from(host_of(life))].is_alive
+    }
+
+    /// Asks the target of the intent, as the dead source would.
+    fn fence(&mut self, by: u8) {
+        self.budget.restores -= 1;
+        let record = self.record.clone();
+        let target = record.intent.filter(|to| self.lives(*to));
+        let mut refused = None;
+        if let Some(to) = target {
+            let host = &mut self.hosts[usize::from(host_of(to))];
+            let query = Message::Query(record.generation + 1);
+            if host.is_running {
+                let mut answers = Vec::new();
+                host.holder.step(&Input::Message(record.owner, query), &mut answers);
+                let refusal = Output::Send(record.owner, Message::NotReceived(record.generation + 1));
+                refused = answers.contains(&refusal).then_some(to);
+            }
+            if refused.is_none() && !Mutation::RestoreUnfenced.is_active() {
+                return;
+            }
+        }
+        self.restoring = Some((by, record, refused));
+    }
+
+    fn restore(&mut self) {
+        let Some((by, read, refused)) = self.restoring.take() else { return };
+        if self.record != read || !self.record.is_lost(refused, |life| self.lives(life)) {
+            return;
+        }
+        let generation = read.generation + 1;
+        self.record = SegmentRecord::new(life(by), generation);
+        self.hosts[usize::from(by)].holder = Holder::owner(life(by), generation);
     }
 
     /// Answers are for the process that has asked. A transaction that is on its way may still be
@@ -346,15 +408,16 @@ fn fault_of(world: &World) -> Option<String> {
     }
 }
 
-const NOTHING: Budget = Budget { connects: 0, aborts: 0, ticks: 0, crashes: 0, deaths: 0 };
+const NOTHING: Budget = Budget { connects: 0, aborts: 0, ticks: 0, crashes: 0, deaths: 0, restores: 0 };
 
 /// What the model explores.
-const CASES: [(u8, Budget); 5] = [
+const CASES: [(u8, Budget); 6] = [
     (2, Budget { connects: 3, aborts: 1, ticks: 2, ..NOTHING }),
     (2, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
-    (2, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
+    (2, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1, restores: 0 }),
     (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, ..NOTHING }),
     (3, Budget { connects: 2, ticks: 1, crashes: 0, deaths: 1, ..NOTHING }),
+    (3, Budget { connects: 2, crashes: 1, deaths: 1, restores: 1, ..NOTHING }),
 ];
 
 fn explore_all(cases: &[(u8, Budget)]) {
@@ -379,16 +442,17 @@ mod long {
         explore_all(&[
             (2, Budget { connects: 4, aborts: 1, ticks: 2, ..NOTHING }),
             (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 2, ..NOTHING }),
-            (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
-            (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1 }),
+            (2, Budget { connects: 3, aborts: 1, ticks: 1, crashes: 1, deaths: 1, restores: 0 }),
+            (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1, restores: 0 }),
             (3, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
             (3, Budget { connects: 3, aborts: 1, ticks: 1, deaths: 1, ..NOTHING }),
+            (3, Budget { connects: 2, ticks: 1, crashes: 1, deaths: 2, restores: 2, ..NOTHING }),
         ]);
     }
 }
 
 /// The steps of ownership; the others are of pulling.
-const MUTATIONS: [Mutation; 8] = [
+const MUTATIONS: [Mutation; 9] = [
     Mutation::AcceptUnprepared,
     Mutation::ForgetRefusal,
     Mutation::RetakeUnfenced,
@@ -397,6 +461,7 @@ const MUTATIONS: [Mutation; 8] = [
     Mutation::ForgetSent,
     Mutation::ReplaceIntent,
     Mutation::RetractAny,
+    Mutation::RestoreUnfenced,
 ];
 
 #[test]

@@ -6,6 +6,8 @@
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
  * come, and touches them until one is SIGBUS or SIGSEGV.
  * segments own NAME: has a segment, and touches it until that is SIGSEGV.
+ * segments obey NAME: has a segment, which it syncs, changes, reverts, and hands to the process that
+ * an operator names.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>
@@ -263,13 +265,39 @@ static void own(aquifer_process *self)
     }
 }
 
+static void obey(aquifer_process *self)
+{
+    aquifer_segment *segment, *other;
+    done(aquifer_segment_allocate(self, 9, SIZES[0], &segment));
+    expect(aquifer_segment_revert(segment), -ENODATA, "a revert before the first sync");
+    expect(aquifer_segment_restore(self, 8, 0, &other), -ENODATA, "a segment that there never was");
+    expect(aquifer_segment_sync(segment, 0), -EACCES, "no copies");
+    fill(segment, 4);
+    done(aquifer_segment_sync(segment, 2));
+    expect(aquifer_segment_restore(self, 9, 0, &other), 0, "a segment that is here");
+    fill(segment, 5);
+    done(aquifer_segment_revert(segment));
+    check(segment, 4);
+    puts("synced");
+    fflush(stdout);
+    aquifer_event event;
+    expect(done(aquifer_process_next_event(self, AQUIFER_PULL_AHEAD, PATIENCE_MS, &event)), 1, "an event");
+    if (event.segment || event.id != 9)
+        errx(1, "asked for segment %ju", (uintmax_t)event.id);
+    fill(segment, 6);
+    done(aquifer_segment_connect(segment, event.process));
+    const char *start = aquifer_segment_address(segment);
+    done(aquifer_segment_sync_and_transfer(segment, 1));
+    expect(touch(start), SIGSEGV, "a touch of what was handed over");
+}
+
 int main(int count, char **words)
 {
     struct sigaction action = {.sa_handler = on_fault};
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
     if (count < 3)
-        errx(2, "usage: segments home|peer|give|orphan|own|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|obey|get NAME [PEER]");
     aquifer_process *self = open_name(words[2]);
     if (count > 3 && !strcmp(words[1], "home"))
         home(self, words[3]);
@@ -281,10 +309,12 @@ int main(int count, char **words)
         be_orphan(self, strcmp(words[3], "explicit") ? AQUIFER_PULL_AHEAD : AQUIFER_PULL_EXPLICIT);
     else if (!strcmp(words[1], "own"))
         own(self);
+    else if (!strcmp(words[1], "obey"))
+        obey(self);
     else if (!strcmp(words[1], "get"))
         get(self);
     else
-        errx(2, "usage: segments home|peer|give|orphan|own|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|obey|get NAME [PEER]");
     done(aquifer_process_close(self));
     /* The name is free again, and the addresses. */
     done(aquifer_process_close(open_name(words[2])));

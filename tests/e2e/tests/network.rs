@@ -388,7 +388,7 @@ impl Ledger {
 /// Services of nodes are killed as well.
 #[test]
 fn what_was_synced_outlives_its_host() {
-    outlive(3);
+    outlive(2);
 }
 
 fn outlive(deaths: usize) {

@@ -261,3 +261,42 @@ fn a_segment_is_synced_and_reverted() {
     let segment = process.allocate(7, 4096).expect("the number is free");
     assert!(segment.words().iter().all(|word| word.load(Relaxed) == 0));
 }
+
+/// Programs in C and C++ sync, and hand over what an operator wants.
+#[test]
+fn programs_in_c_sync_and_are_asked() {
+    let cluster = Cluster::up_with(2, "160M", &["--heap-memory", "64M"]);
+    let agent = cluster.agent_socket();
+    let command = |words: &[&str]| {
+        let output = cluster.command().arg("segment").args(words).output().expect("it can be started");
+        assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let programs = Programs::build();
+    let mut obedient = PipedProgram::with(programs.start(agent, &["obey", "first"]));
+    obedient.expect("synced");
+    let listed = command(&["list"]);
+    assert!(listed.contains("segment 9: 4 MiB, process first, synced "), "{listed}");
+    let mut second = PipedProgram::with(programs.start(agent, &["orphan", "second", "ahead"]));
+    second.expect("open");
+    command(&["move", "9", "second"]);
+    second.request();
+    second.expect("received");
+    obedient.expect("done");
+    let json: serde_json::Value = serde_json::from_str(&command(&["list", "--json"])).expect("JSON");
+    let copies = &json["copies"][0];
+    assert_eq!((&copies["version"], copies["nodes"].as_array().map(Vec::len)), (&2.into(), Some(1)));
+    drop(second);
+    eventually("the process to be seen to have ended", || {
+        command(&["list"]).contains("of second, which is away").then_some(())
+    });
+    command(&["free", "9"]);
+    assert!(command(&["list"]).starts_with("segments: 0"));
+    let folder = TempDir::new().expect("a folder");
+    let program = build::compile_cpp(folder.path(), &build::sources().join("synced.cpp"));
+    let libraries = build::binary().parent().expect("it lies in a folder");
+    let mut synced = Command::new(program);
+    assert_eq!(end(start(synced.arg("third").env("LD_LIBRARY_PATH", libraries), agent)), "done\n");
+    let objects: Vec<u64> = super::heaps::reports(&cluster).iter().map(|heap| heap.objects).collect();
+    assert_eq!(objects, [0, 0], "all objects of the copies are freed");
+}

@@ -3,9 +3,10 @@
 use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use aquifer_arena::calls::{Call, SegmentStatus, Times, Totals};
+use aquifer_arena::calls::{Call, CopiesStatus, SegmentStatus, Times, Totals};
+use aquifer_client::segments::free_copies;
 use aquifer_host::client;
 use aquifer_ipc::size::ByteSize;
 use serde::Serialize;
@@ -25,6 +26,8 @@ pub struct SegmentsStatus {
     pub segments: Vec<SegmentStatus>,
     /// What the host has done since its agent started.
     pub totals: Totals,
+    /// The copies of segments on memory nodes, also of segments of other hosts.
+    pub copies: Vec<CopiesStatus>,
 }
 
 /// Carries a command out.
@@ -45,7 +48,9 @@ pub fn segment(state: &StateDir, arguments: &SegmentArguments) -> Outcome {
 /// # Errors
 /// If it does not answer; `None` if there is no agent.
 pub fn report(agent: &Path) -> std::io::Result<Option<SegmentsStatus>> {
-    Ok(client::segment_report(agent)?.map(|(segments, totals)| SegmentsStatus { segments, totals }))
+    let Some((segments, totals)) = client::segment_report(agent)? else { return Ok(None) };
+    let copies = client::copies_report(agent)?.unwrap_or_default();
+    Ok(Some(SegmentsStatus { segments, totals, copies }))
 }
 
 fn require(agent: &Path) -> Result<SegmentsStatus, Box<dyn Error>> {
@@ -62,9 +67,35 @@ fn list(agent: &Path, json: bool) -> Outcome {
         say_line!("{}", serde_json::to_string_pretty(&report)?);
         return Ok(ExitCode::SUCCESS);
     }
-    report.segments.iter().for_each(|segment| say_line!("{}", line_of(segment)));
+    for segment in &report.segments {
+        let copies = report.copies_of(segment.user, segment.id);
+        say_line!(
+            "{}{}",
+            line_of(segment),
+            copies.map_or_else(String::new, |copies| format!(", {}", synced(copies)))
+        );
+    }
+    for copies in report.copies.iter().filter(|copies| !copies.has_owner) {
+        let CopiesStatus { user, id, bytes, .. } = copies;
+        say_line!("user {user} segment {id}: {}, lost by its host, {}", ByteSize(*bytes), synced(copies));
+    }
     say_line!("{}", summary(&report));
     Ok(ExitCode::SUCCESS)
+}
+
+impl SegmentsStatus {
+    fn copies_of(&self, user: u32, id: u64) -> Option<&CopiesStatus> {
+        self.copies.iter().find(|copies| (copies.user, copies.id) == (user, id))
+    }
+}
+
+/// When and where a segment was synced.
+fn synced(copies: &CopiesStatus) -> String {
+    let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    let ago_s = now_s.saturating_sub(copies.synced_at_s);
+    let nodes: Vec<String> = copies.nodes.iter().map(u16::to_string).collect();
+    let word = if nodes.len() == 1 { "node" } else { "nodes" };
+    format!("synced {ago_s} s ago to {word} {}", nodes.join(", "))
 }
 
 /// What a person wants to know of a segment.
@@ -84,7 +115,7 @@ fn line_of(segment: &SegmentStatus) -> String {
 
 /// All segments together, in a line.
 pub fn summary(report: &SegmentsStatus) -> String {
-    let SegmentsStatus { segments, totals } = report;
+    let SegmentsStatus { segments, totals, .. } = report;
     let bytes = segments.iter().map(|segment| segment.bytes).sum();
     format!(
         "segments: {}, {}; handed over: {}{}; received: {}; touches that waited: {}{}",
@@ -106,7 +137,7 @@ fn times(times: &Times) -> String {
 }
 
 fn find(agent: &Path, id: u64, user: Option<u32>) -> Result<(SegmentStatus, Totals), Box<dyn Error>> {
-    let SegmentsStatus { segments, totals } = require(agent)?;
+    let SegmentsStatus { segments, totals, .. } = require(agent)?;
     let is_wanted =
         |segment: &&SegmentStatus| segment.id == id && user.is_none_or(|user| segment.user == user);
     let mut found: Vec<_> = segments.iter().filter(is_wanted).cloned().collect();
@@ -175,9 +206,27 @@ fn move_to(agent: &Path, id: u64, process: &str, user: Option<u32>, timeout: Dur
 }
 
 fn free(agent: &Path, id: u64, user: Option<u32>) -> Outcome {
-    let (segment, _) = find(agent, id, user)?;
-    client::segments(agent, &Call::Free { user: segment.user, id })?.ok_or_else(|| no_agent(agent))?;
-    say_line!("segment {id} of user {} is freed", segment.user);
+    let report = require(agent)?;
+    let is_lost = |copies: &&CopiesStatus| {
+        copies.id == id && !copies.has_owner && user.is_none_or(|user| copies.user == user)
+    };
+    let lost = report.copies.iter().find(is_lost);
+    let owner = match lost {
+        Some(lost) => lost.user,
+        None => find(agent, id, user)?.0.user,
+    };
+    let has_copies = report.copies_of(owner, id).is_some();
+    if has_copies && owner != rustix::process::getuid().as_raw() {
+        let why = "its copies are in the heaps of that user";
+        return Err(format!("run this as user {owner}, the owner of segment {id}: {why}").into());
+    }
+    if lost.is_none() {
+        client::segments(agent, &Call::Free { user: owner, id })?.ok_or_else(|| no_agent(agent))?;
+    }
+    if has_copies {
+        free_copies(agent, id)?;
+    }
+    say_line!("segment {id} of user {owner} is freed");
     Ok(ExitCode::SUCCESS)
 }
 
@@ -204,7 +253,8 @@ mod tests {
         let line = "user 5 segment 7: 8 MiB, of counter, which is away, 75 % is here, 2 MiB follows, \
                     prepared for other";
         assert_eq!(line_of(&segment), line);
-        let mut report = SegmentsStatus { segments: vec![segment], totals: Totals::default() };
+        let copies = Vec::new();
+        let mut report = SegmentsStatus { segments: vec![segment], totals: Totals::default(), copies };
         let line = "segments: 1, 8 MiB; handed over: 0; received: 0; touches that waited: 0";
         assert_eq!(summary(&report), line);
         report.totals.handed_over = 2;

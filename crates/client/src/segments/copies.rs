@@ -7,8 +7,8 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use aquifer_arena::calls::{Answer, Call};
@@ -103,9 +103,13 @@ impl Process {
         let memory = File::from(fds.into_iter().next().ok_or(Error::Answer)?);
         let mut environment = self.environment(id);
         let mut failure = None;
-        restore(&record, |node| environment.connect(node), |chunk, bytes| {
-            failure = memory.write_all_at(bytes, (chunk * CHUNK_BYTES) as u64).err().or(failure.take());
-        })?;
+        restore(
+            &record,
+            |node| environment.connect(node),
+            |chunk, bytes| {
+                failure = memory.write_all_at(bytes, (chunk * CHUNK_BYTES) as u64).err().or(failure.take());
+            },
+        )?;
         if let Some(error) = failure {
             return Err(Error::Memory(error));
         }
@@ -147,7 +151,10 @@ impl Segment<'_> {
         let read = |chunk: usize, out: &mut [u8]| {
             // A touch of what was never written would allocate memory.
             let is_data = known.contains(&chunk)
-                || data.get_or_init(|| process.data_chunks(id, mapping.bytes())).as_ref().is_none_or(|data| data[chunk]);
+                || data
+                    .get_or_init(|| process.data_chunks(id, mapping.bytes()))
+                    .as_ref()
+                    .is_none_or(|data| data[chunk]);
             if is_data {
                 copy_chunk(mapping.words(), chunk, out);
             }
@@ -168,11 +175,16 @@ impl Segment<'_> {
         let record = record.unwrap_or_default();
         let words = self.mapping.words();
         let mut zeros: BTreeSet<usize> = (0..chunks_of(record.bytes)).collect();
-        restore(&record, |node| environment.connect(node), |chunk, bytes| {
-            zeros.remove(&chunk);
-            let values = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("8 bytes")));
-            put_chunk(words, chunk, values);
-        })?;
+        restore(
+            &record,
+            |node| environment.connect(node),
+            |chunk, bytes| {
+                zeros.remove(&chunk);
+                let values =
+                    bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("8 bytes")));
+                put_chunk(words, chunk, values);
+            },
+        )?;
         let data = self.process.data_chunks(self.id, self.mapping.bytes());
         let is_data = |chunk: &usize| data.as_ref().is_none_or(|data| data[*chunk]);
         zeros.into_iter().filter(is_data).for_each(|chunk| put_chunk(words, chunk, std::iter::repeat(0)));

@@ -16,6 +16,7 @@ impl HostShared {
     /// Answers another agent.
     pub(super) fn answer(&self, request: &Request) -> Option<Answer> {
         let Request { segment, from, to, ask } = request;
+        let from = if let Ask::Fence { source, .. } = ask { source } else { from };
         if *to != self.own {
             return None;
         }

@@ -5,13 +5,16 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use aquifer_arena::calls::CopiesStatus;
 use aquifer_arena::copies::CopyRecord;
 use aquifer_fabric::Memory;
 
-use super::copy_records::{CopiesChange, Restoration};
+use super::copy_records::{Author, CopiesChange, Restoration};
 use super::memory::SegmentMemory;
-use super::shared::{Arrival, lock};
+use super::shared::{Arrival, HostShared, lock};
+use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentHost, SegmentKey};
+use crate::ownership::Life;
 
 /// What a program knows of the copies of a segment.
 #[derive(Debug)]
@@ -40,6 +43,7 @@ pub struct Restoring {
 pub(super) struct RestoringMemory {
     pub memory: SegmentMemory,
     revision: u64,
+    refused: Option<Life>,
 }
 
 impl SegmentHost {
@@ -53,11 +57,41 @@ impl SegmentHost {
                 let data = lock(&entry).memory.as_ref().map(|memory| memory.data.fd().try_clone_to_owned());
                 Some(data.ok_or(SegmentError::NotOwned(segment))?.map_err(SegmentError::Descriptor)?)
             }
-            Err(_) if self.shared.registry.is_without_owner(segment)? => None,
-            Err(error) => return Err(error),
+            Err(error) => {
+                let refused = self.shared.refuse_lost(segment)?;
+                if !self.shared.registry.is_lost(segment, refused)? {
+                    return Err(error);
+                }
+                None
+            }
         };
         let record = self.shared.registry.copies(segment)?;
         Ok(Copies { record, nodes: self.copy_nodes(segment)?, memory })
+    }
+
+    /// The copies of the segments of users, the first `max` after a segment.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn list_copies(
+        &self,
+        above: Option<(u32, u64)>,
+        may_see: impl Fn(u32) -> bool,
+        max: usize,
+    ) -> Result<Vec<CopiesStatus>, SegmentError> {
+        let mut list = Vec::new();
+        for (segment, record) in self.shared.registry.all_copies()? {
+            let SegmentKey { tenant: user, id } = segment;
+            let is_after = above.is_none_or(|above| (user, id) > above);
+            if !is_after || !may_see(user) || !record.has_copies() || list.len() >= max {
+                continue;
+            }
+            let CopyRecord { bytes, version, synced_at_s, trees, .. } = record;
+            let nodes = trees.iter().map(|tree| tree.node).collect();
+            let has_owner = !self.shared.registry.is_lost(segment, None)?;
+            list.push(CopiesStatus { user, id, bytes, version, synced_at_s, nodes, has_owner });
+        }
+        Ok(list)
     }
 
     /// Nodes of other machines first, then those of this one; of each, another order for each
@@ -86,14 +120,14 @@ impl SegmentHost {
         if !record.is_none_or(CopyRecord::is_valid) {
             return Err(SegmentError::CopyRecord(segment));
         }
-        let owner = match self.owned(segment) {
+        let author = match self.owned(segment) {
             Ok(entry) => {
                 self.settle(segment, &entry);
-                Some(self.shared.own)
+                Author::Owner(self.shared.own)
             }
-            Err(_) => None,
+            Err(_) => Author::Finder { refused: self.shared.refuse_lost(segment)? },
         };
-        match self.shared.registry.set_copies(segment, owner, revision, record)? {
+        match self.shared.registry.set_copies(segment, author, revision, record)? {
             CopiesChange::Done => Ok(()),
             CopiesChange::NotOwner => Err(SegmentError::NotOwned(segment)),
             CopiesChange::Changed => Err(SegmentError::CopiesChanged(segment)),
@@ -107,7 +141,8 @@ impl SegmentHost {
     /// If a host may own it, there are no copies, the tenant has too much, or the system refuses.
     pub fn begin_restore(&self, segment: SegmentKey, process: &str) -> Result<Restoring, SegmentError> {
         let registry = &self.shared.registry;
-        if !registry.is_without_owner(segment)? {
+        let refused = self.shared.refuse_lost(segment)?;
+        if !registry.is_lost(segment, refused)? {
             return Err(SegmentError::Exists(segment));
         }
         let record = registry.copies(segment)?.filter(CopyRecord::has_copies);
@@ -118,7 +153,7 @@ impl SegmentHost {
         self.end_restore(&key);
         let memory = self.shared.new_memory(segment, bytes)?;
         let data = Arc::clone(&memory.data);
-        let restoring = RestoringMemory { memory, revision: record.revision };
+        let restoring = RestoringMemory { memory, revision: record.revision, refused };
         let former = lock(&self.shared.restoring).insert(key, restoring);
         former.iter().for_each(|former| self.shared.close_memory(&former.memory));
         Ok(Restoring { address, data, record })
@@ -130,8 +165,9 @@ impl SegmentHost {
     /// If a host owns it meanwhile, or the copies have changed, or the directory fails.
     pub fn finish_restore(&self, segment: SegmentKey, process: &str) -> Result<Arrival, SegmentError> {
         let restoring = lock(&self.shared.restoring).remove(&(segment, process.to_owned()));
-        let RestoringMemory { memory, revision } = restoring.ok_or(SegmentError::NoCopies(segment))?;
-        let restored = self.shared.registry.restore(segment, self.shared.own, revision);
+        let RestoringMemory { memory, revision, refused } =
+            restoring.ok_or(SegmentError::NoCopies(segment))?;
+        let restored = self.shared.registry.restore(segment, self.shared.own, revision, refused);
         let error = match restored {
             Ok(Restoration::Owned { address, generation }) => {
                 return Ok(self.own_new(segment, process, memory, address, generation));
@@ -158,5 +194,21 @@ impl SegmentHost {
     fn end_restore(&self, key: &(SegmentKey, String)) {
         let restoring = lock(&self.shared.restoring).remove(key);
         restoring.iter().for_each(|restoring| self.shared.close_memory(&restoring.memory));
+    }
+}
+
+impl HostShared {
+    /// If the owner of a segment has died, has the target of its last hand-over say whether it has
+    /// received it. Returns the target if it has not, and will not.
+    pub(super) fn refuse_lost(&self, segment: SegmentKey) -> Result<Option<Life>, SegmentError> {
+        let Some(record) = self.registry.find(segment)? else { return Ok(None) };
+        let Some(to) = record.intent else { return Ok(None) };
+        if self.registry.lives(record.owner)? || !self.registry.lives(to)? {
+            return Ok(None);
+        }
+        let ask = Ask::Fence { source: record.owner, generation: record.generation + 1 };
+        let request = Request { segment, from: self.own, to, ask };
+        let answer = if to == self.own { self.answer(&request) } else { self.ask(&request) };
+        Ok((answer == Some(Answer::NotReceived)).then_some(to))
     }
 }

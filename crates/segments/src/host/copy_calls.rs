@@ -41,9 +41,9 @@ pub(super) fn answer_call(
 ) -> bool {
     let answered = match call {
         Call::Copies { .. } => host.copies(segment).map(|copies| answer_copies(socket, copies)),
-        Call::SetCopies { revision, record, .. } => host
-            .set_copies(segment, revision, record.as_ref())
-            .map(|()| answer(socket, &Answer::Done)),
+        Call::SetCopies { revision, record, .. } => {
+            host.set_copies(segment, revision, record.as_ref()).map(|()| answer(socket, &Answer::Done))
+        }
         Call::Restore { .. } => match host.begin_restore(segment, process) {
             Ok(restoring) => Ok(answer_restoring(socket, &restoring)),
             // The host that had it may have died a moment ago.

@@ -7,6 +7,19 @@ use super::SegmentKey;
 use super::registry::{ATTEMPTS_MAX, Registry};
 use crate::ownership::{Life, SegmentRecord};
 
+/// Which host changes the record of a segment's copies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Author {
+    /// The owner of the segment.
+    Owner(Life),
+    /// Any host, if the segment is lost. `refused` is the target of its last hand-over, if that will
+    /// not accept it any more.
+    Finder {
+        /// The target.
+        refused: Option<Life>,
+    },
+}
+
 /// What has become of a change.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CopiesChange {
@@ -47,12 +60,28 @@ impl Registry {
         Ok(self.copies_entry(segment)?.0)
     }
 
-    /// Whether no live host owns a segment, or is about to.
+    /// All copies of segments, by user and number.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn is_without_owner(&self, segment: SegmentKey) -> Result<bool, DirectoryError> {
-        Ok(self.end_of_dead(segment, &mut Vec::new())?.is_some())
+    pub fn all_copies(&self) -> Result<Vec<(SegmentKey, CopyRecord)>, DirectoryError> {
+        let listing = self.directory.list(names::SEGMENT_COPIES)?;
+        let mut all = Vec::new();
+        for entry in &listing.entries {
+            if let Some(segment) = SegmentKey::of_name(names::SEGMENT_COPIES, &entry.key) {
+                all.push((segment, names::decode(entry)?));
+            }
+        }
+        all.sort_by_key(|(segment, _)| *segment);
+        Ok(all)
+    }
+
+    /// Whether no live host owns a segment, or can get it by a hand-over.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn is_lost(&self, segment: SegmentKey, refused: Option<Life>) -> Result<bool, DirectoryError> {
+        Ok(self.end_of_lost(segment, refused, &mut Vec::new())?.is_some())
     }
 
     /// The first address and the length of a segment.
@@ -71,15 +100,15 @@ impl Registry {
         Ok(names::heaps(&*self.directory)?.iter().map(|service| service.node).collect())
     }
 
-    /// Replaces the record of a segment's copies, as its owner; or without `owner`, if no live host
-    /// owns it. If that leaves no copies, the segment and its addresses are free then.
+    /// Replaces the record of a segment's copies. If a lost segment has none then, it and its
+    /// addresses are free.
     ///
     /// # Errors
     /// Those of the directory. Then it may have been replaced.
     pub fn set_copies(
         &self,
         segment: SegmentKey,
-        owner: Option<Life>,
+        author: Author,
         revision: u64,
         record: Option<&CopyRecord>,
     ) -> Result<CopiesChange, DirectoryError> {
@@ -98,11 +127,14 @@ impl Registry {
                 Some(record) => KeyOperation::put(key, names::encode(record), None),
                 None => KeyOperation::delete(key),
             }];
-            let is_author = match owner {
-                Some(owner) => self.is_owner(segment, owner, &mut compares)?,
-                None => {
-                    let has_copies = record.is_some_and(CopyRecord::has_copies);
-                    self.end(segment, has_copies, &mut compares, &mut operations)?
+            let is_author = match author {
+                Author::Owner(owner) => self.is_owner(segment, owner, &mut compares)?,
+                Author::Finder { refused } => {
+                    let last = self.end_of_lost(segment, refused, &mut compares)?;
+                    if let Some(last) = last.filter(|_| !record.is_some_and(CopyRecord::has_copies)) {
+                        self.end(segment, last, &mut compares, &mut operations)?;
+                    }
+                    last.is_some()
                 }
             };
             if !is_author {
@@ -127,24 +159,20 @@ impl Registry {
         Ok(record.owner == owner && self.life_of(owner, compares)?)
     }
 
-    /// Removes what is left of a segment that no live host owns, unless it keeps copies. Returns
-    /// false if one may own it.
+    /// Removes what is left of a lost segment without copies.
     fn end(
         &self,
         segment: SegmentKey,
-        has_copies: bool,
+        last: u64,
         compares: &mut Vec<Compare>,
         operations: &mut Vec<KeyOperation>,
-    ) -> Result<bool, DirectoryError> {
-        let Some(last) = self.end_of_dead(segment, compares)? else { return Ok(false) };
-        if !has_copies {
-            let (mut ranges, compare) = self.ranges(segment.tenant)?;
-            ranges.remove(segment.id, last);
-            compares.push(compare);
-            operations.push(KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None));
-            operations.push(KeyOperation::delete(segment.name()));
-        }
-        Ok(true)
+    ) -> Result<(), DirectoryError> {
+        let (mut ranges, compare) = self.ranges(segment.tenant)?;
+        ranges.remove(segment.id, last);
+        compares.push(compare);
+        operations.push(KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None));
+        operations.push(KeyOperation::delete(segment.name()));
+        Ok(())
     }
 
     /// Records a host as the owner of a segment that it has restored from copies of this revision.
@@ -157,12 +185,13 @@ impl Registry {
         segment: SegmentKey,
         owner: Life,
         revision: u64,
+        refused: Option<Life>,
     ) -> Result<Restoration, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_dead(segment, &mut compares)? else {
+            let Some(last) = self.end_of_lost(segment, refused, &mut compares)? else {
                 return Ok(Restoration::Exists);
             };
             let is_same = copies.is_some_and(|copies| copies.revision == revision && copies.has_copies());

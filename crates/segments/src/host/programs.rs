@@ -99,6 +99,7 @@ fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, Segmen
             let after = all.filter(|status| above.is_none_or(|above| (status.user, status.id) > above));
             Answer::Report { segments: after.take(LISTED_MAX).collect(), totals: host.statistics().totals() }
         }
+        Call::ReportCopies { above } => Answer::ReportCopies(host.list_copies(above, may_see, LISTED_MAX)?),
         Call::Move { user, id, process } => {
             host.request(checked(user, id)?, &process)?;
             Answer::Done
@@ -263,6 +264,7 @@ impl Program<'_> {
             | Call::Serve { .. }
             | Call::Pulse
             | Call::Report { .. }
+            | Call::ReportCopies { .. }
             | Call::Move { .. }
             | Call::Free { .. }
             | Call::Copies { .. }

@@ -33,8 +33,9 @@ impl SegmentKey {
         names::segment_key(self.tenant, self.id)
     }
 
-    fn of_name(name: &str) -> Option<Self> {
-        let (tenant, id) = name.strip_prefix(names::SEGMENTS)?.split_once('/')?;
+    /// The segment of a key that begins with `prefix`.
+    pub(super) fn of_name(prefix: &str, name: &str) -> Option<Self> {
+        let (tenant, id) = name.strip_prefix(prefix)?.split_once('/')?;
         Some(Self { tenant: tenant.parse().ok()?, id: id.parse().ok()? })
     }
 
@@ -145,17 +146,25 @@ impl Registry {
         entry.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Records a new segment of an owner, and grants it addresses. It replaces one whose owner is
-    /// dead.
+    /// Records a new segment of an owner, and grants it addresses. It replaces one that is lost:
+    /// `refused` is the target of its last hand-over, if that will not accept it any more.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn create(&self, segment: SegmentKey, owner: Life, bytes: u64) -> Result<Creation, DirectoryError> {
+    pub fn create(
+        &self,
+        segment: SegmentKey,
+        owner: Life,
+        bytes: u64,
+        refused: Option<Life>,
+    ) -> Result<Creation, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_dead(segment, &mut compares)? else { return Ok(Creation::Exists) };
+            let Some(last) = self.end_of_lost(segment, refused, &mut compares)? else {
+                return Ok(Creation::Exists);
+            };
             if copies.is_some_and(|copies| copies.has_copies()) {
                 return Ok(Creation::HasCopies);
             }
@@ -193,8 +202,7 @@ impl Registry {
                 true => ranges.retire(record.generation),
                 false => ranges.remove(segment.id, record.generation),
             }
-            let compares =
-                vec![compare, copies_compare, Compare::version(segment.name(), entry.version)];
+            let compares = vec![compare, copies_compare, Compare::version(segment.name(), entry.version)];
             let operations = vec![
                 KeyOperation::delete(segment.name()),
                 KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None),
@@ -207,10 +215,12 @@ impl Registry {
     }
 
     /// The number after the last hand-over of a segment that no live host owns, 0 if there is none;
-    /// `None` if one may own it. A transaction with the compares fails if that changes.
-    pub(super) fn end_of_dead(
+    /// `None` if one may own it. `refused` is the target of a hand-over that will not accept it any
+    /// more. A transaction with the compares fails if that changes.
+    pub(super) fn end_of_lost(
         &self,
         segment: SegmentKey,
+        refused: Option<Life>,
         compares: &mut Vec<Compare>,
     ) -> Result<Option<u64>, DirectoryError> {
         let Some(entry) = self.directory.get(&segment.name())? else {
@@ -218,13 +228,15 @@ impl Registry {
             return Ok(Some(0));
         };
         let record: SegmentRecord = names::decode(&entry)?;
+        let mut live = Vec::new();
         for life in std::iter::once(record.owner).chain(record.intent) {
             if self.life_of(life, compares)? {
-                return Ok(None);
+                live.push(life);
             }
         }
         compares.push(Compare::version(segment.name(), entry.version));
-        Ok(Some(record.generation + 1))
+        let is_lost = record.is_lost(refused, |life| live.contains(&life));
+        Ok(is_lost.then_some(record.generation + 1))
     }
 
     /// The addresses of a tenant's segments; a transaction with the compare fails if they change.
@@ -300,7 +312,7 @@ impl Registry {
         let mut keys = Vec::new();
         for entry in &listing.entries {
             let record: SegmentRecord = names::decode(entry)?;
-            keys.extend(SegmentKey::of_name(&entry.key).filter(|_| record.owner == owner));
+            keys.extend(SegmentKey::of_name(names::SEGMENTS, &entry.key).filter(|_| record.owner == owner));
         }
         Ok(keys)
     }

@@ -168,7 +168,13 @@ impl SegmentHost {
             return Err(SegmentError::Length(bytes));
         }
         let memory = shared.new_memory(segment, bytes)?;
-        let (address, generation) = match shared.registry.create(segment, shared.own, bytes) {
+        let mut created = shared.registry.create(segment, shared.own, bytes, None);
+        if let Ok(Creation::Exists) = created
+            && let Some(refused) = shared.refuse_lost(segment)?
+        {
+            created = shared.registry.create(segment, shared.own, bytes, Some(refused));
+        }
+        let (address, generation) = match created {
             Ok(Creation::Created { address, generation }) => (address, generation),
             failed => {
                 shared.close_memory(&memory);

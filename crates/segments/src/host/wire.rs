@@ -17,7 +17,7 @@ pub const MESSAGE_BYTES_MAX: u32 = 8192;
 pub struct Request {
     /// The segment.
     pub segment: SegmentKey,
-    /// The source.
+    /// The source; for [`Ask::Fence`], the host that asks.
     pub from: Life,
     /// The target.
     pub to: Life,
@@ -49,6 +49,13 @@ pub enum Ask {
     },
     /// To say whether it was received, and not to accept it any more if not.
     Query {
+        /// The number of the hand-over.
+        generation: u64,
+    },
+    /// As [`Ask::Query`], by a host that finds the source dead.
+    Fence {
+        /// The source.
+        source: Life,
         /// The number of the hand-over.
         generation: u64,
     },
@@ -103,7 +110,7 @@ impl Request {
         match self.ask {
             Ask::Prepare { generation, .. } => Some(Message::Prepare(generation)),
             Ask::Transfer { generation, .. } => Some(Message::Transfer(generation)),
-            Ask::Query { generation } => Some(Message::Query(generation)),
+            Ask::Query { generation } | Ask::Fence { generation, .. } => Some(Message::Query(generation)),
             Ask::Place { .. } | Ask::Release { .. } => None,
         }
     }

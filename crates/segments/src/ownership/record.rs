@@ -65,6 +65,16 @@ impl SegmentRecord {
         Self { owner, generation, intent: None }
     }
 
+    /// Whether no host has the segment or can get it by a hand-over: its owner is dead, and the target
+    /// of the intent is dead as well, or `refused` it for ever.
+    #[must_use]
+    pub fn is_lost(&self, refused: Option<Life>, mut lives: impl FnMut(Life) -> bool) -> bool {
+        let may_arrive = |to: Life, lives: &mut dyn FnMut(Life) -> bool| {
+            Some(to) != refused && lives(to) && !Mutation::RestoreUnfenced.is_active()
+        };
+        !lives(self.owner) && !self.intent.is_some_and(|to| may_arrive(to, &mut lives))
+    }
+
     /// Carries out a transaction, if the record permits it. `lives` says whether a lease lasts.
     /// Returns whether it was carried out.
     #[must_use]

@@ -43,8 +43,7 @@ impl Records {
         self.leases.lock().unwrap().push((host, lease.id));
         let listen = Some("127.0.0.1:0".parse().unwrap());
         let (key, grace, sockets) = (KEY, TTL, self.folder.path().to_owned());
-        let options =
-            SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate: None, grace, sockets };
+        let options = SegmentOptions { life, listen, key, bytes_per_tenant, pull_rate: None, grace, sockets };
         let directory = Arc::clone(&self.directory) as Arc<dyn Directory>;
         let own_keeper = Arc::clone(keeper) as Arc<dyn SegmentKeeper>;
         SegmentHost::start(&options, directory, lease, own_keeper, keeper.kept()).unwrap()

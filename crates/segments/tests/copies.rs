@@ -1,0 +1,194 @@
+//! Records of copies, and restoring: a host that is taken for dead changes nothing any more, and one
+//! host restores a segment.
+
+mod support;
+
+use std::sync::Arc;
+
+use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, Words};
+use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
+use support::{Records, TestKeeper, name, open};
+
+const TENANT: u32 = 1000;
+const SEGMENT: SegmentKey = SegmentKey { tenant: TENANT, id: 5 };
+const BYTES: u64 = 1 << 20;
+
+struct Cluster {
+    records: Records,
+    keepers: Vec<Arc<TestKeeper>>,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        Self { records: Records::new(), keepers: Vec::new() }
+    }
+
+    fn start(&mut self, host: u16) -> SegmentHost {
+        let keeper = Arc::<TestKeeper>::default();
+        let started = self.records.start(host, 2 * BYTES, &keeper);
+        open(&started, TENANT);
+        self.keepers.push(keeper);
+        started
+    }
+}
+
+fn record(revision: u64, version: u64) -> CopyRecord {
+    let roots = [Words([1, 2]), Words([3, 4])];
+    let trees = vec![CopyTree { node: 1, roots, current: 0, sum: Words([5, 6]) }];
+    CopyRecord { revision, bytes: BYTES, version, synced_at_s: 7, trees, former: Vec::new() }
+}
+
+fn restore(host: &SegmentHost) -> Result<u64, SegmentError> {
+    let restoring = host.begin_restore(SEGMENT, &name(host))?;
+    restoring.data.write(0, &[9; 100]);
+    let arrival = host.finish_restore(SEGMENT, &name(host))?;
+    let mut bytes = [0; 101];
+    arrival.data.read(0, &mut bytes);
+    assert!(bytes[..100] == [9; 100] && bytes[100] == 0 && !arrival.is_partial);
+    assert_eq!((arrival.address, arrival.data.len() as u64), (restoring.address, BYTES));
+    Ok(arrival.address)
+}
+
+#[test]
+fn a_segment_with_copies_outlives_its_host() {
+    let mut cluster = Cluster::new();
+    let (first, second) = (cluster.start(1), cluster.start(2));
+    let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
+    assert!(matches!(second.copies(SEGMENT), Err(SegmentError::NotOwned(_))));
+    assert!(first.copies(SEGMENT).unwrap().record.is_none());
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    // Again, without an answer to the first call; and not from what is known no more.
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    let changed = first.set_copies(SEGMENT, 0, Some(&record(1, 2)));
+    assert!(matches!(changed, Err(SegmentError::CopiesChanged(_))));
+    first.set_copies(SEGMENT, 1, Some(&record(2, 2))).unwrap();
+    let refused = second.set_copies(SEGMENT, 2, Some(&record(3, 3)));
+    assert!(matches!(refused, Err(SegmentError::NotOwned(_))));
+    assert!(matches!(restore(&second), Err(SegmentError::Exists(_))));
+
+    cluster.records.end_life(1);
+    // It is taken for dead, and does not know it.
+    let fenced = first.set_copies(SEGMENT, 2, Some(&record(3, 3)));
+    assert!(matches!(fenced, Err(SegmentError::NotOwned(_))));
+    // Its number and its addresses are not free.
+    let exists = second.allocate(SEGMENT, BYTES, &name(&second));
+    assert!(matches!(exists, Err(SegmentError::HasCopies(_))));
+    let other = second.allocate(SegmentKey { id: 6, ..SEGMENT }, BYTES, &name(&second)).unwrap();
+    assert!(other.address.abs_diff(address) >= BYTES);
+    assert_eq!(restore(&second).unwrap(), address);
+    assert_eq!(second.copies(SEGMENT).unwrap().record, Some(record(2, 2)));
+    assert!(matches!(restore(&second), Err(SegmentError::Exists(_))));
+    second.set_copies(SEGMENT, 2, Some(&record(3, 3))).unwrap();
+    // Without copies they are free.
+    second.set_copies(SEGMENT, 3, None).unwrap();
+    second.deallocate(SEGMENT).unwrap();
+    assert_eq!(second.allocate(SEGMENT, BYTES, &name(&second)).unwrap().address, address);
+}
+
+#[test]
+fn one_of_several_hosts_restores_a_segment() {
+    let mut cluster = Cluster::new();
+    let (first, second, third) = (cluster.start(1), cluster.start(2), cluster.start(3));
+    first.allocate(SEGMENT, BYTES, &name(&first)).unwrap();
+    let none = || second.begin_restore(SEGMENT, &name(&second));
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    assert!(matches!(none(), Err(SegmentError::Exists(_))));
+    cluster.records.end_life(1);
+    second.begin_restore(SEGMENT, &name(&second)).unwrap();
+    // A second attempt of the same process takes the place of the first one.
+    second.begin_restore(SEGMENT, &name(&second)).unwrap();
+    assert_eq!(cluster.keepers[1].len(), 1);
+    // The memory counts.
+    let full = second.allocate(SegmentKey { id: 6, ..SEGMENT }, 2 * BYTES, &name(&second));
+    assert!(matches!(full, Err(SegmentError::Limit { .. })));
+    third.begin_restore(SEGMENT, &name(&third)).unwrap();
+    third.finish_restore(SEGMENT, &name(&third)).unwrap();
+    let late = second.finish_restore(SEGMENT, &name(&second));
+    assert!(matches!(late, Err(SegmentError::Exists(_))));
+    assert_eq!(cluster.keepers[1].len(), 0, "its memory is freed");
+    // A process that ends gives up what it was restoring.
+    cluster.records.end_life(3);
+    second.begin_restore(SEGMENT, &name(&second)).unwrap();
+    second.end_restores(TENANT, &name(&second));
+    assert_eq!(cluster.keepers[1].len(), 0);
+    // The copies have changed since they were read.
+    second.begin_restore(SEGMENT, &name(&second)).unwrap();
+    second.set_copies(SEGMENT, 1, Some(&record(2, 2))).unwrap();
+    let changed = second.finish_restore(SEGMENT, &name(&second));
+    assert!(matches!(changed, Err(SegmentError::CopiesChanged(_))));
+    restore(&second).unwrap();
+}
+
+#[test]
+fn a_host_that_dies_before_its_message_leaves_nothing_behind() {
+    let mut cluster = Cluster::new();
+    let (first, second, third) = (cluster.start(1), cluster.start(2), cluster.start(3));
+    let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    first.connect(SEGMENT, &name(&second)).unwrap();
+    cluster.records.end_life(1);
+    // The second host could get the segment still: it is asked not to accept it.
+    assert_eq!(restore(&third).unwrap(), address);
+    drop(first);
+    // And the same if the target itself restores it.
+    third.connect(SEGMENT, &name(&second)).unwrap();
+    cluster.records.end_life(3);
+    assert_eq!(restore(&second).unwrap(), address);
+    // Without copies, the number can be used again at once.
+    let fourth = cluster.start(4);
+    second.set_copies(SEGMENT, 1, None).unwrap();
+    second.connect(SEGMENT, &name(&fourth)).unwrap();
+    cluster.records.end_life(2);
+    assert_eq!(fourth.allocate(SEGMENT, BYTES, &name(&fourth)).unwrap().address, address);
+}
+
+#[test]
+fn a_host_that_has_received_a_segment_keeps_it() {
+    let mut cluster = Cluster::new();
+    let (first, second, third) = (cluster.start(1), cluster.start(2), cluster.start(3));
+    first.allocate(SEGMENT, BYTES, &name(&first)).unwrap();
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    first.connect(SEGMENT, &name(&second)).unwrap();
+    first.transfer(SEGMENT).unwrap();
+    cluster.records.end_life(1);
+    assert!(matches!(restore(&third), Err(SegmentError::Exists(_))));
+    assert!(second.owns(SEGMENT));
+    // It goes on with the copies.
+    second.set_copies(SEGMENT, 1, Some(&record(2, 2))).unwrap();
+}
+
+#[test]
+fn copies_are_freed_when_no_host_has_the_segment() {
+    let mut cluster = Cluster::new();
+    let (first, second) = (cluster.start(1), cluster.start(2));
+    let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    cluster.records.end_life(1);
+    let list = second.list_copies(None, |_| true, 10).unwrap();
+    assert_eq!((list.len(), list[0].version, list[0].has_owner), (1, 1, false));
+    assert!(second.list_copies(Some((TENANT, 5)), |_| true, 10).unwrap().is_empty());
+    assert!(second.list_copies(None, |user| user != TENANT, 10).unwrap().is_empty());
+    let former = vec![FormerRoot { node: 1, root: Words([1, 2]) }; 65];
+    let invalid = second.set_copies(SEGMENT, 1, Some(&CopyRecord { former, ..record(2, 1) }));
+    assert!(matches!(invalid, Err(SegmentError::CopyRecord(_))));
+    let freed = CopyRecord { trees: Vec::new(), ..record(2, 1) };
+    second.set_copies(SEGMENT, 1, Some(&freed)).unwrap();
+    assert!(matches!(restore(&second), Err(SegmentError::NoCopies(_))));
+    // What is left of the copies stays in the record, for the next owner to free.
+    assert_eq!(second.allocate(SEGMENT, BYTES, &name(&second)).unwrap().address, address);
+    assert_eq!(second.copies(SEGMENT).unwrap().record, Some(freed));
+}
+
+#[test]
+fn an_agent_that_has_lost_its_memory_leaves_the_copies() {
+    let mut cluster = Cluster::new();
+    let first = cluster.start(1);
+    let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
+    first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
+    drop(first);
+    // The keeper has died as well.
+    let again = cluster.records.start(1, 2 * BYTES, &Arc::default());
+    open(&again, TENANT);
+    assert!(!again.owns(SEGMENT));
+    assert_eq!(restore(&again).unwrap(), address);
+}
