@@ -23,8 +23,8 @@
  * -EIO: the agent gave an invalid answer;
  * -ECHILD: this process is a forked child of the process that opened the name.
  *
- * All functions are thread-safe, but a segment must not be used any more once a call consumes it, and
- * not at the same time as a sync or a revert.
+ * All functions are thread-safe, but a segment must not be used any more once a call consumes it,
+ * and not at the same time as a sync or a revert.
  */
 #ifndef AQUIFER_SEGMENTS_H
 #define AQUIFER_SEGMENTS_H
@@ -72,9 +72,10 @@ typedef struct aquifer_event {
 int aquifer_process_next_event(aquifer_process *process, int pulling, uint64_t timeout_ms,
                                aquifer_event *event);
 
-/* Restores a segment from its copies, as the last sync has written them: its host has died, or it was
- * lost with its agent. Waits until the cluster is sure of that, which is after the grace time of that
- * host. Returns 1; or 0 if a host still has it when the time is over. -ENODATA: it was never synced. */
+/* Restores a segment from its copies, as the last sync has written them: its host has died, or it
+ * was lost with its agent. Waits until the cluster is sure of that, which is after the grace time
+ * of that host. Returns 1; or 0 if a host still has it when the time is over.
+ * -ENODATA: it was never synced. */
 int aquifer_segment_restore(aquifer_process *process, uint64_t id, uint64_t timeout_ms,
                             aquifer_segment **segment);
 
@@ -96,8 +97,8 @@ int aquifer_segment_abort(aquifer_segment *segment);
 int aquifer_segment_transfer(aquifer_segment *segment);
 
 /* Writes what has changed to `copies` memory nodes, as one consistent copy each: what no sync has
- * written is lost if this host dies. No thread writes to the segment meanwhile, and no call uses it.
- * On failure the copies of the last sync count. */
+ * written is lost if this host dies. No thread writes to the segment meanwhile, and no call uses
+ * it. On failure the copies of the last sync count. */
 int aquifer_segment_sync(aquifer_segment *segment, unsigned copies);
 
 /* Gives the segment the bytes again that the last sync has written, of this process or an earlier

@@ -282,8 +282,8 @@ pub struct SegmentArguments {
 /// What `aquifer segment` does.
 #[derive(Subcommand, Clone, Debug)]
 pub enum SegmentCommand {
-    /// Show the segments on this host: their processes, how much of them is here, and where they were
-    /// synced to; and lost ones that can be restored
+    /// Show the segments on this host: their processes, how much of them is here, and where they
+    /// were synced to; and lost ones that can be restored
     List {
         /// Print JSON
         #[arg(long)]

@@ -102,8 +102,8 @@ pub enum Call {
         /// The user and the number of that segment.
         above: Option<(u32, u64)>,
     },
-    /// The copies of segments on memory nodes that the caller may see, the first [`LISTED_MAX`] after
-    /// one. The only request of a connection.
+    /// The copies of segments on memory nodes that the caller may see, the first [`LISTED_MAX`]
+    /// after one. The only request of a connection.
     ReportCopies {
         /// The user and the number of that segment.
         above: Option<(u32, u64)>,

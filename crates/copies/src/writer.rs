@@ -128,8 +128,8 @@ impl<S: Store> Writer<S> {
         self.write_root()
     }
 
-    /// Writes a chunk, if it is another one than in the copy. Chunks come in order. Returns how many
-    /// bytes were written.
+    /// Writes a chunk, if it is another one than in the copy. Chunks come in order. Returns how
+    /// many bytes were written.
     ///
     /// # Errors
     /// Those of the store.

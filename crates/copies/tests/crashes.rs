@@ -475,8 +475,11 @@ fn mutations_are_noticed() {
     }
 }
 
-#[test]
-#[ignore = "long: thousands of runs"]
-fn many_syncs_with_faults_leave_whole_copies() {
-    (SEEDS..5000).for_each(run);
+mod long {
+    use super::*;
+
+    #[test]
+    fn syncs_with_faults_leave_whole_copies() {
+        (SEEDS..5000).for_each(run);
+    }
 }

@@ -108,7 +108,8 @@ pub fn segment_report(path: &Path) -> io::Result<Option<(Vec<SegmentStatus>, Tot
     }
 }
 
-/// The copies of segments on memory nodes, those that the caller may see. `None` if there is no agent.
+/// The copies of segments on memory nodes, those that the caller may see; `None` if no agent
+/// listens there.
 ///
 /// # Errors
 /// Those of [`segments`].

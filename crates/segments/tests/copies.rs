@@ -1,5 +1,5 @@
-//! Records of copies, and restoring: a host that is taken for dead changes nothing any more, and one
-//! host restores a segment.
+//! Records of copies, and restoring: a host that is taken for dead changes nothing any more, and
+//! one host restores a segment.
 
 mod support;
 

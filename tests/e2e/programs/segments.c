@@ -6,8 +6,8 @@
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
  * come, and touches them until one is SIGBUS or SIGSEGV.
  * segments own NAME: has a segment, and touches it until that is SIGSEGV.
- * segments obey NAME: has a segment, which it syncs, changes, reverts, and hands to the process that
- * an operator names.
+ * segments obey NAME: has a segment, which it syncs, changes, reverts, and hands to the process
+ * that an operator names.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>

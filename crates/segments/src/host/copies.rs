@@ -107,7 +107,8 @@ impl SegmentHost {
         Ok(nodes)
     }
 
-    /// Replaces the record of the copies of a segment that is owned here, or that no live host owns.
+    /// Replaces the record of the copies of a segment that is owned here, or that no live host
+    /// owns.
     ///
     /// # Errors
     /// If another host may own it, the record is another one by now, or the directory fails.

@@ -12,8 +12,8 @@ use crate::ownership::{Life, SegmentRecord};
 pub enum Author {
     /// The owner of the segment.
     Owner(Life),
-    /// Any host, if the segment is lost. `refused` is the target of its last hand-over, if that will
-    /// not accept it any more.
+    /// Any host, if the segment is lost. `refused` is the target of its last hand-over, if that
+    /// will not accept it any more.
     Finder {
         /// The target.
         refused: Option<Life>,

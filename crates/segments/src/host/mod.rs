@@ -3,8 +3,8 @@
 //!
 //! - [`registry`] has the records of segments and hosts in the directory.
 //! - [`ranges`] has the addresses that segments have in all processes of their tenant.
-//! - [`copy_records`] has where the copies of segments on memory nodes are, and [`copies`] and `copy_calls`
-//!   what programs ask about them.
+//! - [`copy_records`] has where the copies of segments on memory nodes are, and [`copies`] and
+//!   `copy_calls` what programs ask about them.
 //! - [`memory`] is a copy of a segment, which other hosts read, and its `journal`. The keeper holds
 //!   both ([`kept`]), and the next process of the agent goes on from there (`restore`).
 //! - [`wire`] has the messages between agents, and `peer` the connections to them.

@@ -65,8 +65,8 @@ impl SegmentRecord {
         Self { owner, generation, intent: None }
     }
 
-    /// Whether no host has the segment or can get it by a hand-over: its owner is dead, and the target
-    /// of the intent is dead as well, or `refused` it for ever.
+    /// Whether no host has the segment or can get it by a hand-over: its owner is dead, and the
+    /// target of the intent is dead as well, or is the one that has `refused` it for ever.
     #[must_use]
     pub fn is_lost(&self, refused: Option<Life>, mut lives: impl FnMut(Life) -> bool) -> bool {
         let may_arrive = |to: Life, lives: &mut dyn FnMut(Life) -> bool| {
