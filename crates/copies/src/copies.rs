@@ -1,6 +1,6 @@
 //! Keeps the copies of a segment the same, with the record of where they are.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use aquifer_arena::copies::{COPIES_MAX, CopyRecord, CopyTree, FORMER_MAX, FormerRoot};
 use aquifer_objects::pointer::Pointer;
@@ -44,7 +44,7 @@ pub enum CopyError {
         wanted: usize,
         /// The number of nodes.
         found: usize,
-        /// Why the last one that failed cannot be used.
+        /// Why one of the others cannot be used; empty if there are no others.
         why: String,
     },
     /// The number of copies is not possible.
@@ -150,7 +150,7 @@ impl<S: Store> Copies<S> {
         if copies == 0 || copies > COPIES_MAX {
             return Err(CopyError::Count(copies));
         }
-        let mut failed = BTreeSet::new();
+        let mut failed = BTreeMap::new();
         loop {
             let synced = self
                 .prepare(environment, copies, &failed)
@@ -158,8 +158,8 @@ impl<S: Store> Copies<S> {
                 .and_then(|written| self.commit(environment, written));
             match synced {
                 // Another node may take its place.
-                Err(CopyError::Node { node, .. }) if failed.len() + 1 < ATTEMPTS_MAX => {
-                    failed.insert(node);
+                Err(CopyError::Node { node, why }) if failed.len() + 1 < ATTEMPTS_MAX => {
+                    failed.insert(node, why);
                     self.writers.retain(|writer| writer.node() != node);
                 }
                 Err(error) => {
@@ -178,7 +178,7 @@ impl<S: Store> Copies<S> {
         &mut self,
         environment: &mut E,
         copies: usize,
-        failed: &BTreeSet<u16>,
+        failed: &BTreeMap<u16, String>,
     ) -> Result<(), CopyError> {
         self.writers.truncate(copies);
         if self.writers.len() == copies && self.record.is_some() {
@@ -190,14 +190,14 @@ impl<S: Store> Copies<S> {
             self.writers.clear();
         }
         let record = found.unwrap_or_else(|| CopyRecord { bytes: self.bytes, ..CopyRecord::default() });
-        let mut why = String::new();
+        let mut why = failed.iter().next().map(|(node, why)| format!(": node {node} failed: {why}"));
         let mut is_announced = true;
         let candidates = record.trees.iter().map(|tree| tree.node).chain(nodes.iter().copied());
         for node in candidates {
             if self.writers.len() == copies {
                 break;
             }
-            if failed.contains(&node) || self.writers.iter().any(|writer| writer.node() == node) {
+            if failed.contains_key(&node) || self.writers.iter().any(|writer| writer.node() == node) {
                 continue;
             }
             match self.open(environment, &record, node) {
@@ -205,7 +205,7 @@ impl<S: Store> Copies<S> {
                     self.writers.push(writer);
                     is_announced = false;
                 }
-                Err(error) => why = format!(": {error}"),
+                Err(error) => why = Some(format!(": {error}")),
             }
         }
         self.record = Some(record);
@@ -215,7 +215,7 @@ impl<S: Store> Copies<S> {
             let (new, former): (Vec<_>, Vec<_>) = writers.into_iter().partition(Writer::is_new);
             new.into_iter().for_each(Writer::abandon);
             self.writers = former;
-            return Err(CopyError::TooFew { wanted: copies, found, why });
+            return Err(CopyError::TooFew { wanted: copies, found, why: why.unwrap_or_default() });
         }
         if is_announced { Ok(()) } else { self.announce(environment) }
     }

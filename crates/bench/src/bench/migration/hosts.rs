@@ -54,6 +54,29 @@ impl Hosts {
     }
 }
 
+/// A node with memory for heaps, and an agent as of another host.
+#[derive(Debug)]
+pub struct SyncHost {
+    host: Host,
+    _cluster: Cluster,
+}
+
+impl SyncHost {
+    /// Starts them, with this much memory for heaps.
+    ///
+    /// # Errors
+    /// If one does not start.
+    pub fn start(heap_bytes: u64) -> Result<Self, BenchError> {
+        let cluster = Cluster::up_with_heaps(64 << 20, heap_bytes)?;
+        Ok(Self { host: Host::start(cluster.state(), None)?, _cluster: cluster })
+    }
+
+    /// The socket of the agent.
+    pub fn agent(&self) -> PathBuf {
+        self.host.socket()
+    }
+}
+
 impl Host {
     fn start(cluster: &Path, pull_rate: Option<&str>) -> Result<Self, BenchError> {
         let mut host = Self { state: folder::create("aquifer-bench-host-")?, daemons: Vec::new() };

@@ -8,6 +8,7 @@ mod hosts;
 mod pages;
 mod player;
 mod source;
+mod sync;
 mod transfers;
 
 use super::support::report::Report;
@@ -28,7 +29,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let hosts = hosts::Hosts::start(None)?;
     let mut report = Report::new("migration", args.quick);
     report.notes = notes();
-    let bar = progress::bar(3);
+    let bar = progress::bar(4);
     bar.set_message("hand-overs");
     let (table, targets) = transfers::table(&hosts, args.quick)?;
     report.tables.push(table);
@@ -46,6 +47,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     let (table, targets) = source::table(args.quick)?;
     report.tables.push(table);
     report.targets.extend(targets);
+    bar.inc(1);
+    bar.set_message("syncs");
+    report.tables.push(sync::table(args.quick)?);
     bar.finish_and_clear();
     Ok(report)
 }
@@ -65,6 +69,8 @@ fn notes() -> Vec<String> {
          TCP, 64 at once, encrypted like all traffic",
         "source keeps: random accesses of a thread of the source while a segment follows to the target, ÷ \
          those before; all threads share the processors",
+        "sync: to a node on this machine, over TCP, encrypted; file: what has changed is written to a \
+         temporary file, and fdatasync; revert: all of the segment is read back, beside a read of the file",
         "heap: gets of a map in memory of the process, of the same kind and with the same hash function",
     ]
     .map(str::to_owned)

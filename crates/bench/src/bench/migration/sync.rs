@@ -1,0 +1,145 @@
+//! What a sync to a memory node costs, beside a file that is written and synced.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use aquifer_client::segments::{Process, Segment};
+
+use super::hosts::SyncHost;
+use super::player::segment_error;
+use crate::bench::BenchError;
+use crate::bench::packing::Random;
+use crate::bench::support::bytes::float;
+use crate::bench::support::report::{Column, Row, Table};
+use crate::bench::support::spread::Spread;
+use crate::bench::support::{folder, interrupt};
+
+const MIB: u64 = 1 << 20;
+const PAGE_WORDS: usize = 512;
+const ROUNDS: usize = 5;
+const COLUMNS: [&str; 3] = ["sync ms", "written MiB", "file and fsync ms"];
+
+/// What is changed before a sync.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Changed {
+    All,
+    Pages(usize),
+}
+
+/// Measures syncs of a segment after some changes, and how fast it is read back.
+pub fn table(is_quick: bool) -> Result<Table, BenchError> {
+    let bytes = if is_quick { 64 * MIB } else { 256 * MIB };
+    let host = SyncHost::start(5 * bytes)?;
+    let process = Process::open_at(&host.agent(), "bench").map_err(segment_error)?;
+    let segment = process.allocate(1, bytes).map_err(segment_error)?;
+    let folder = folder::create("aquifer-bench-sync-")?;
+    let path = folder.path().join("segment");
+    let file = File::create(&path).map_err(BenchError::io("create", &path))?;
+    let mut measured = Measured { segment, file, path: &path, random: Random::new(5), stamp: 0 };
+    let mut rows = Vec::new();
+    for (name, changed, rounds) in [
+        ("first", Changed::All, 1),
+        ("nothing", Changed::Pages(0), ROUNDS),
+        ("1 page", Changed::Pages(1), ROUNDS),
+        ("1000 pages", Changed::Pages(1000), ROUNDS),
+        ("all pages", Changed::All, ROUNDS),
+    ] {
+        interrupt::check()?;
+        rows.push(measured.row(name, changed, rounds)?);
+    }
+    rows.push(measured.revert()?);
+    let Measured { segment, .. } = measured;
+    segment.deallocate().map_err(segment_error)?;
+    Ok(Table {
+        title: format!("syncs of a segment of {} MiB to one memory node, by what has changed", bytes / MIB),
+        columns: COLUMNS.map(Column::middle).to_vec(),
+        pictured: None,
+        ratio: None,
+        rows,
+    })
+}
+
+struct Measured<'a> {
+    segment: Segment<'a>,
+    file: File,
+    path: &'a Path,
+    random: Random,
+    stamp: u64,
+}
+
+impl Measured<'_> {
+    fn row(&mut self, name: &str, changed: Changed, rounds: usize) -> Result<Row, BenchError> {
+        let (mut syncs, mut files, mut written) = (Vec::new(), Vec::new(), 0);
+        for _ in 0..rounds {
+            let pages = self.change(changed);
+            let began = Instant::now();
+            written = self.segment.sync(1).map_err(segment_error)?.written_bytes;
+            syncs.push(began.elapsed().as_secs_f64() * 1e3);
+            let began = Instant::now();
+            self.write_file(&pages).map_err(BenchError::io("write", self.path))?;
+            files.push(began.elapsed().as_secs_f64() * 1e3);
+        }
+        let written = Spread::one(float(written) / float(MIB));
+        Ok(row(name, [Spread::of(&syncs), Some(written), Spread::of(&files)]))
+    }
+
+    /// How fast all of it is read back, beside the file.
+    fn revert(&mut self) -> Result<Row, BenchError> {
+        let (mut reverts, mut files) = (Vec::new(), Vec::new());
+        let mut content = vec![0; self.segment.bytes()];
+        for _ in 0..ROUNDS {
+            let began = Instant::now();
+            self.segment.revert().map_err(segment_error)?;
+            reverts.push(began.elapsed().as_secs_f64() * 1e3);
+            let began = Instant::now();
+            let file = File::open(self.path).map_err(BenchError::io("open", self.path))?;
+            file.read_exact_at(&mut content, 0).map_err(BenchError::io("read", self.path))?;
+            files.push(began.elapsed().as_secs_f64() * 1e3);
+        }
+        Ok(row("revert", [Spread::of(&reverts), None, Spread::of(&files)]))
+    }
+
+    /// Changes all words of some pages. Returns them.
+    fn change(&mut self, changed: Changed) -> Vec<usize> {
+        let all = self.segment.words().len() / PAGE_WORDS;
+        let pages: Vec<usize> = match changed {
+            Changed::All => (0..all).collect(),
+            Changed::Pages(count) => {
+                let mut random = || usize::try_from(self.random.below(all as u64)).unwrap_or(0);
+                (0..count).map(|_| random()).collect()
+            }
+        };
+        self.stamp += 1;
+        for page in &pages {
+            let words = &self.segment.words()[page * PAGE_WORDS..][..PAGE_WORDS];
+            words.iter().enumerate().for_each(|(at, word)| word.store(self.stamp << 32 | at as u64, Relaxed));
+        }
+        pages
+    }
+
+    fn write_file(&self, pages: &[usize]) -> std::io::Result<()> {
+        let words = self.segment.words();
+        let bytes_of = |words: &[std::sync::atomic::AtomicU64]| -> Vec<u8> {
+            words.iter().flat_map(|word| word.load(Relaxed).to_ne_bytes()).collect()
+        };
+        if pages.len() * PAGE_WORDS == words.len() {
+            // As a program writes it that has everything in one piece.
+            let content = bytes_of(words);
+            self.file.write_all_at(&content, 0)?;
+        } else {
+            for page in pages {
+                let content = bytes_of(&words[page * PAGE_WORDS..][..PAGE_WORDS]);
+                self.file.write_all_at(&content, (page * PAGE_WORDS * 8) as u64)?;
+            }
+        }
+        self.file.sync_data()
+    }
+}
+
+fn row(name: &str, figures: [Option<Spread>; 3]) -> Row {
+    let figures = COLUMNS.into_iter().zip(figures).filter_map(|(name, figure)| Some((name, figure?)));
+    Row { name: name.into(), figures: figures.collect() }
+}
