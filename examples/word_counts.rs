@@ -13,7 +13,7 @@ use std::error::Error;
 use std::time::{Duration, Instant};
 
 use aquifer_client::segments::{Process, Pulling};
-use aquifer_containers::{Map, Owned, Text, migratable};
+use aquifer_containers::{Map, Owned, Text, TransferFailure, migratable};
 
 /// The number of the first partition's segment.
 const FIRST: u64 = 100;
@@ -139,14 +139,24 @@ fn partition_of(word: &str, partitions: u64) -> u64 {
 fn give(mut partition: Owned<'_, Partition>, peer: &str) -> Result<(), Box<dyn Error>> {
     partition.moves += 1;
     let end = Instant::now() + PATIENCE;
-    while let Err(error) = partition.connect(peer) {
+    loop {
+        let failure = match partition.connect(peer) {
+            // SAFETY: nothing was moved out of the partition.
+            Ok(()) => match unsafe { partition.transfer() } {
+                Ok(()) => return Ok(()),
+                Err(failure) => failure,
+            },
+            Err(error) => TransferFailure { owned: Some(partition), error },
+        };
+        // An agent may have ended. If it is not known whether the partition has arrived, either
+        // process receives it later.
+        let Some(kept) = failure.owned else { return Ok(()) };
         if Instant::now() > end {
-            return Err(error.into());
+            return Err(failure.error.into());
         }
+        partition = kept;
         std::thread::sleep(Duration::from_millis(20));
     }
-    // SAFETY: nothing was moved out of the partition.
-    unsafe { partition.transfer() }.map_err(|failure| failure.error.into())
 }
 
 /// Compares the counts with those of the whole text, and lets the other process end.

@@ -13,7 +13,7 @@ use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::segments::{self, PipedProgram, Programs, Relay};
+use crate::segments::{self, PipedProgram, Programs, Relay, WordCounts};
 
 /// Delay in one direction, to a node and to etcd.
 const DELAY: Duration = Duration::from_micros(200);
@@ -241,7 +241,8 @@ fn segments_move_between_hosts() {
     let cluster = Cluster::up();
     let [first, second] = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
     Relay::start([&first, &second], 150).assert_success(150);
-    segments::count_words([&first, &second], &super::examples::rust_example("word_counts"));
+    let program = super::examples::rust_example("word_counts");
+    WordCounts::start([&first, &second], &program, 8, 1).assert_success();
     let programs = Programs::build();
     for (source, target) in [(&first, &second), (&second, &first)] {
         let get = programs.start(target, &["get", "target"]);
@@ -341,9 +342,37 @@ fn move_and_kill(turns: u32, kills_max: usize) {
     assert_eq!(kills, kills_max);
 }
 
+/// The same with maps of texts, of which several move at a time. The programs compare all counts.
+#[test]
+fn partitions_move_between_hosts_whose_agents_are_killed() {
+    count_and_kill(24, 200, 6);
+}
+
+fn count_and_kill(partitions: u32, times: usize, kills_max: usize) {
+    let mut cluster = Cluster::up();
+    let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
+    let program = super::examples::rust_example("word_counts");
+    let mut players = WordCounts::start([&sockets[0], &sockets[1]], &program, partitions, times);
+    let mut kills = 0;
+    while !players.has_ended() && kills < kills_max {
+        cluster.hosts[kills % 2].kill_agent();
+        cluster.hosts[kills % 2].start_agent();
+        kills += 1;
+        eventually("the agent to answer", || segments_at(&sockets[(kills - 1) % 2]));
+    }
+    players.assert_success();
+    assert_eq!(kills, kills_max);
+}
+
+/// The segments of processes at an agent; `None` if it does not answer.
+fn segments_at(agent: &Path) -> Option<Vec<u64>> {
+    let list = Process::open_at(agent, "observer").and_then(|observer| observer.list()).ok()?;
+    Some(list.iter().map(|segment| segment.id).collect())
+}
+
 /// Whether processes at an agent own segments.
 fn has_segments(agent: &Path) -> bool {
-    Process::open_at(agent, "observer").and_then(|observer| observer.list()).is_ok_and(|all| !all.is_empty())
+    segments_at(agent).is_some_and(|all| !all.is_empty())
 }
 
 /// A program with accounts on a host, and what it has confirmed.

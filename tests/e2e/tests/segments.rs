@@ -126,38 +126,57 @@ impl Relay {
     }
 }
 
-/// The words of the project's documents, which two programs count: the agents of both.
-pub(super) fn count_words(agents: [&Path; 2], program: &Path) {
-    let folder = TempDir::new().expect("a folder");
-    let file = folder.path().join("words.txt");
-    let documents = ["ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md", "docs/formats/paging.md"];
-    let texts = documents.map(|name| std::fs::read_to_string(build::root().join(name)).expect("a document"));
-    std::fs::write(&file, texts.concat()).expect("a file can be written");
-    let libraries = build::binary().parent().expect("it lies in a folder");
-    let players = [0, 1].map(|player| {
-        let names = ["first", "second"];
-        let mut command = Command::new(program);
-        command.args([names[player], names[1 - player]]).arg(&file).env("LD_LIBRARY_PATH", libraries);
-        start(&mut command, agents[player])
-    });
-    let printed: String = players.into_iter().map(end).collect();
-    let moves = printed
-        .trim()
-        .rsplit_once(" in 8 partitions, ")
-        .and_then(|(_, moves)| moves.strip_suffix(" hand-overs"));
-    // Half of them at first, and all of those back.
-    let moves: u32 = moves.and_then(|moves| moves.parse().ok()).unwrap_or_else(|| panic!("{printed}"));
-    assert!(moves >= 8, "{printed}");
+/// Two programs that count the words of the project's documents.
+pub(super) struct WordCounts {
+    players: Vec<Child>,
+    partitions: u32,
+    _folder: TempDir,
+}
+
+impl WordCounts {
+    /// Starts them at their agents. The documents come `times` times.
+    pub fn start(agents: [&Path; 2], program: &Path, partitions: u32, times: usize) -> Self {
+        let folder = TempDir::new().expect("a folder");
+        let file = folder.path().join("words.txt");
+        let documents = ["ARCHITECTURE.md", "SECURITY.md", "CHANGELOG.md", "docs/formats/paging.md"];
+        let read = |name: &str| std::fs::read_to_string(build::root().join(name)).expect("a document");
+        let text = documents.map(read).concat().repeat(times);
+        std::fs::write(&file, text).expect("a file can be written");
+        let libraries = build::binary().parent().expect("it lies in a folder");
+        let players = [0, 1].map(|player| {
+            let names = ["first", "second"];
+            let mut command = Command::new(program);
+            command.args([names[player], names[1 - player]]).arg(&file).arg(partitions.to_string());
+            start(command.env("LD_LIBRARY_PATH", libraries), agents[player])
+        });
+        Self { players: players.into(), partitions, _folder: folder }
+    }
+
+    /// Whether one of them has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.players.iter_mut().any(|player| player.try_wait().expect("it was started").is_some())
+    }
+
+    /// Waits for their ends. They compare the counts by themselves.
+    pub fn assert_success(self) {
+        let printed: String = self.players.into_iter().map(end).collect();
+        let middle = format!(" in {} partitions, ", self.partitions);
+        let moves = printed.trim().rsplit_once(&middle);
+        let moves = moves.and_then(|(_, moves)| moves.strip_suffix(" hand-overs"));
+        // Half of them at first, and all of those back.
+        let moves: u32 = moves.and_then(|moves| moves.parse().ok()).unwrap_or_else(|| panic!("{printed}"));
+        assert!(moves >= self.partitions, "{printed}");
+    }
 }
 
 #[test]
 fn two_programs_share_out_the_counting_of_words() {
     let cluster = Cluster::up(1, "64M");
     let agent = cluster.agent_socket();
-    count_words([agent, agent], &super::examples::rust_example("word_counts"));
+    WordCounts::start([agent, agent], &super::examples::rust_example("word_counts"), 8, 1).assert_success();
     let folder = TempDir::new().expect("a folder");
     let program = build::compile_cpp(folder.path(), &build::root().join("examples/word_counts.cpp"));
-    count_words([agent, agent], &program);
+    WordCounts::start([agent, agent], &program, 8, 1).assert_success();
 }
 
 #[test]
