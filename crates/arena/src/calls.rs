@@ -39,6 +39,9 @@ pub enum Call {
     Deallocate {
         /// Its number.
         id: u64,
+        /// Whether an agent that has ended did not answer the same call.
+        #[serde(default)]
+        is_repeated: bool,
     },
     /// Prepares a hand-over.
     Connect {

@@ -397,7 +397,7 @@ impl<'a> Segment<'a> {
         let (process, id) = (self.process, self.id);
         drop(self);
         process.discard_copies(id)?;
-        done((process.ask(&Call::Deallocate { id })?, Vec::new()))
+        done(process.link.ask(|is_repeated| Call::Deallocate { id, is_repeated })?)
     }
 
     fn call(&self, call: &Call) -> Result<(), Error> {

@@ -89,7 +89,10 @@ fn golden_calls() {
         (Call::Attend { process: process() }, r#"{"attend":{"process":"p"}}"#),
         (Call::Pulse, r#""pulse""#),
         (Call::Allocate { id: 7, bytes: 4096 }, r#"{"allocate":{"id":7,"bytes":4096}}"#),
-        (Call::Deallocate { id: 7 }, r#"{"deallocate":{"id":7}}"#),
+        (
+            Call::Deallocate { id: 7, is_repeated: true },
+            r#"{"deallocate":{"id":7,"is_repeated":true}}"#,
+        ),
         (Call::Connect { id: 7, process: process() }, r#"{"connect":{"id":7,"process":"p"}}"#),
         (Call::Abort { id: 7 }, r#"{"abort":{"id":7}}"#),
         (Call::Transfer { id: 7, is_repeated: true }, r#"{"transfer":{"id":7,"is_repeated":true}}"#),
@@ -125,9 +128,9 @@ fn golden_copies() {
     let one = r#""00000000000000010000000000000002""#;
     let two = r#""ffffffffffffffff0000000000000003""#;
     let tree = format!(r#"{{"node":4,"roots":[{one},{two}],"current":1,"sum":{one}}}"#);
+    let former_json = format!(r#""former":[{{"node":5,"root":{two}}}]"#);
     let json = format!(
-        r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],{former}}}"#,
-        former = format!(r#""former":[{{"node":5,"root":{two}}}]"#),
+        r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],{former_json}}}"#
     );
     check(&record, &json);
     for text in ["", "0", &"A".repeat(32), &"é".repeat(16), &"0".repeat(33)] {

@@ -309,6 +309,35 @@ fn a_segment_is_deallocated_and_its_number_used_again() {
 /// Agents are restarted between the calls of hand-overs and pulls: nothing is lost, and pages that
 /// have not followed yet are found where they are now.
 #[test]
+fn requests_at_the_same_moment_do_not_exceed_the_limit() {
+    let cluster = Cluster::start(1);
+    let host = &cluster.hosts[0];
+    for _ in 0..20 {
+        let allocated: Vec<SegmentKey> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|id| {
+                    let segment = SegmentKey { tenant: TENANT, id };
+                    scope.spawn(move || (segment, host.allocate(segment, BYTES, &name(host))))
+                })
+                .collect();
+            let ends = threads.into_iter().map(|thread| thread.join().unwrap());
+            ends.filter_map(|(segment, allocated)| match allocated {
+                Ok(_) => Some(segment),
+                Err(SegmentError::Limit { .. }) => None,
+                Err(error) => panic!("{error}"),
+            })
+            .collect()
+        });
+        assert_eq!(allocated.len(), 2);
+        for segment in allocated {
+            assert!(!host.is_gone(segment).unwrap());
+            host.deallocate(segment).unwrap();
+            assert!(host.is_gone(segment).unwrap());
+        }
+    }
+}
+
+#[test]
 fn segments_outlive_the_process_of_their_agent() {
     let mut cluster = Cluster::start(3);
     let memory = allocate(&cluster.hosts[0]);

@@ -19,6 +19,8 @@ pub const PAGE_BYTES: u64 = 4096;
 pub struct SegmentMemory {
     /// The number under which the keeper holds it.
     pub number: u64,
+    /// The tenant to whom it counts.
+    pub tenant: u32,
     /// The bytes.
     pub data: Arc<Memory>,
     /// The maps, and behind them the journal.
@@ -37,12 +39,12 @@ impl SegmentMemory {
     ///
     /// # Errors
     /// If the system or the target refuses.
-    pub fn create(target: &dyn Target, number: u64, bytes: u64) -> Result<Self, TargetError> {
+    pub fn create(target: &dyn Target, number: u64, tenant: u32, bytes: u64) -> Result<Self, TargetError> {
         let (len, map_bytes) = lengths(bytes)?;
         let data = Memory::create("aquifer-segment", len).map_err(system)?;
         let pages_len = journal_at(map_bytes) + JOURNAL_BYTES;
         let present = Memory::create("aquifer-segment-pages", pages_len).map_err(system)?;
-        Self::register(target, number, data, present)
+        Self::register(target, (number, tenant), data, present)
     }
 
     /// The memory that an earlier process has left, and what it has written last in the journal;
@@ -52,7 +54,7 @@ impl SegmentMemory {
     /// If it is no memory of a segment, or the target refuses.
     pub fn recover(
         target: &dyn Target,
-        number: u64,
+        (number, tenant): (u64, u32),
         data: OwnedFd,
         present: OwnedFd,
     ) -> Result<(Self, Option<JournalEntry>), TargetError> {
@@ -61,7 +63,7 @@ impl SegmentMemory {
         let at = journal_at(map_bytes);
         let present = Memory::from_fd(present, at + JOURNAL_BYTES).map_err(system)?;
         let last = journal::read(&present, at);
-        let mut memory = Self::register(target, number, data, present)?;
+        let mut memory = Self::register(target, (number, tenant), data, present)?;
         let Some((sequence, entry)) = last else { return Ok((memory, None)) };
         memory.sequence = sequence;
         for (map, generation) in memory.maps.iter_mut().zip(&entry.maps) {
@@ -72,7 +74,7 @@ impl SegmentMemory {
 
     fn register(
         target: &dyn Target,
-        number: u64,
+        (number, tenant): (u64, u32),
         data: Memory,
         present: Memory,
     ) -> Result<Self, TargetError> {
@@ -81,7 +83,8 @@ impl SegmentMemory {
         let data_region = target.register(Arc::clone(&data), Access::READ, Scope::Anyone)?;
         let present_region = target.register(Arc::clone(&present), Access::READ, Scope::Anyone)?;
         let maps = [None; LINKS_MAX];
-        Ok(Self { number, data, present, data_region, present_region, maps, map_bytes, sequence: 0 })
+        let sequence = 0;
+        Ok(Self { number, tenant, data, present, data_region, present_region, maps, map_bytes, sequence })
     }
 
     /// The descriptors of the bytes, and of the pages and the journal.

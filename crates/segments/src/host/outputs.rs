@@ -31,6 +31,9 @@ impl HostShared {
                 }
                 self.follow_access(&mut entry);
                 entry.save();
+                if was_sent && entry.holder.holding() == Holding::Absent && entry.released > 0 {
+                    self.leave(Job::Release(segment, entry.released));
+                }
             }
             if let Some(process) = returned {
                 self.arrive(segment, &process);
@@ -195,9 +198,12 @@ impl HostShared {
         let Some(entry) = lock(&self.segments).get(&segment).cloned() else { return };
         let memory = {
             let mut entry = lock(&entry);
+            // It may not know yet that the segment has arrived, and looks again when it does.
+            entry.released = entry.released.max(generation);
+            let released = entry.released;
             let newest = entry.copies.first().map(|place| place.link.generation);
             let is_absent = entry.holder.holding() == Holding::Absent;
-            let is_needed = !is_absent || newest.is_some_and(|newest| newest > generation);
+            let is_needed = !is_absent || newest.is_some_and(|newest| newest > released);
             if is_needed { None } else { entry.memory.take() }
         };
         if let Some(memory) = memory {

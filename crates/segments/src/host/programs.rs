@@ -228,7 +228,9 @@ impl Program<'_> {
 
     fn answer(&self, call: Call) -> Result<Answer, SegmentError> {
         match call {
-            Call::Deallocate { id } => {
+            // An earlier process of the agent has done it.
+            Call::Deallocate { id, is_repeated: true } if self.host.is_gone(self.key(id))? => {}
+            Call::Deallocate { id, .. } => {
                 let segment = self.own(id)?;
                 self.host.shared.end_faults(segment);
                 self.host.deallocate(segment)?;

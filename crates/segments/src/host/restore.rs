@@ -17,7 +17,12 @@ impl HostShared {
     pub(super) fn restore(&self, kept: Vec<KeptSegment>) -> Result<(), SegmentError> {
         for kept in kept {
             let number = kept.number;
-            match SegmentMemory::recover(&self.target, number, kept.data, kept.present) {
+            let holder = (number, kept.segment.tenant);
+            let recovered = SegmentMemory::recover(&self.target, holder, kept.data, kept.present);
+            if let Ok((memory, _)) = &recovered {
+                self.count_memory(memory);
+            }
+            match recovered {
                 Ok((memory, Some(entry))) if entry.holder.own() == self.own => {
                     self.restore_segment(kept.segment, memory, entry)?;
                 }

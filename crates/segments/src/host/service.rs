@@ -108,6 +108,7 @@ impl SegmentHost {
             processes: Mutex::default(),
             arrivals: Arrivals::default(),
             bytes_per_tenant,
+            held_bytes: Mutex::default(),
             precedence: Precedence::default(),
             serving: Mutex::default(),
             pace: Pace::new(pull_rate),
@@ -248,6 +249,14 @@ impl SegmentHost {
         shared.release_copies(segment, &entry);
         memory.iter().for_each(|memory| shared.close_memory(memory));
         Ok(())
+    }
+
+    /// Whether there is no such segment, here or on another host.
+    ///
+    /// # Errors
+    /// If the directory fails.
+    pub fn is_gone(&self, segment: SegmentKey) -> Result<bool, SegmentError> {
+        Ok(!self.owns(segment) && self.shared.registry.find(segment)?.is_none())
     }
 
     /// Prepares a hand-over to another process of the same tenant: all that is slow. A hand-over

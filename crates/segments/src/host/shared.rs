@@ -54,6 +54,8 @@ pub(super) struct HostShared {
     pub arrivals: Arrivals,
     /// Most bytes of segments of one tenant on this host.
     pub bytes_per_tenant: u64,
+    /// Bytes of memory that each tenant has.
+    pub held_bytes: Mutex<BTreeMap<u32, u64>>,
     pub precedence: Precedence,
     /// Threads that serve faults, by tenant.
     pub serving: Mutex<BTreeMap<u32, u32>>,
@@ -97,6 +99,8 @@ pub(super) struct Segment {
     pub is_awaited: bool,
     /// Its process is to have its faults served, and has not asked for it yet.
     pub is_arming: bool,
+    /// The last generation whose copies others do not need.
+    pub released: u64,
 }
 
 /// A segment that is a process's from now on.
@@ -154,33 +158,46 @@ impl HostShared {
     /// # Errors
     /// If the tenant would have too much, or the system refuses.
     pub(super) fn new_memory(&self, segment: SegmentKey, bytes: u64) -> Result<SegmentMemory, SegmentError> {
-        let entries: Vec<_> =
-            lock(&self.segments).iter().map(|(key, entry)| (key.tenant, Arc::clone(entry))).collect();
-        let of_tenant = entries.iter().filter(|(tenant, _)| *tenant == segment.tenant);
-        let held: u64 = of_tenant.filter_map(|(_, entry)| lock(entry).bytes()).sum();
-        let restoring: u64 = lock(&self.restoring)
-            .iter()
-            .filter(|((key, _), _)| key.tenant == segment.tenant)
-            .map(|(_, restoring)| restoring.memory.bytes())
-            .sum();
-        if held.saturating_add(restoring).saturating_add(bytes) > self.bytes_per_tenant {
-            return Err(SegmentError::Limit { limit: self.bytes_per_tenant });
+        {
+            let mut held = lock(&self.held_bytes);
+            let held = held.entry(segment.tenant).or_default();
+            let next = held.checked_add(bytes).filter(|next| *next <= self.bytes_per_tenant);
+            *held = next.ok_or(SegmentError::Limit { limit: self.bytes_per_tenant })?;
         }
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let memory = SegmentMemory::create(&self.target, number, bytes)?;
+        let memory = match SegmentMemory::create(&self.target, number, segment.tenant, bytes) {
+            Ok(memory) => memory,
+            Err(error) => {
+                self.uncount_memory(segment.tenant, bytes);
+                return Err(error.into());
+            }
+        };
         match self.keeper.hold(number, segment, memory.fds()) {
             Ok(()) => Ok(memory),
             Err(reason) => {
                 memory.close(&self.target);
+                self.uncount_memory(segment.tenant, bytes);
                 Err(SegmentError::Keeper(reason))
             }
         }
+    }
+
+    /// Counts memory that was recovered to its tenant.
+    pub(super) fn count_memory(&self, memory: &SegmentMemory) {
+        *lock(&self.held_bytes).entry(memory.tenant).or_default() += memory.bytes();
+    }
+
+    fn uncount_memory(&self, tenant: u32, bytes: u64) {
+        let mut held = lock(&self.held_bytes);
+        let left = held.get(&tenant).map_or(0, |held| held.saturating_sub(bytes));
+        if left == 0 { held.remove(&tenant) } else { held.insert(tenant, left) };
     }
 
     /// Gives the memory of a segment up. No READ into it is in flight.
     pub(super) fn close_memory(&self, memory: &SegmentMemory) {
         self.keeper.release(memory.number);
         memory.close(&self.target);
+        self.uncount_memory(memory.tenant, memory.bytes());
     }
 
     /// The process that is open under a name.
@@ -205,6 +222,7 @@ impl Segment {
             target: String::new(),
             is_awaited: false,
             is_arming: false,
+            released: 0,
         }
     }
 
