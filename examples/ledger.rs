@@ -79,9 +79,11 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn open(process: &Process, id: u64) -> Result<Owned<'_, Ledger>, Box<dyn Error>> {
     let found = match process.receive(Pulling::Ahead, Duration::ZERO)? {
         Some(mut segment) => match segment.revert() {
+            Ok(()) => Ok(segment),
             // It was never synced.
             Err(error @ segments::Error::Copies(CopyError::None)) => segment.deallocate().and(Err(error)),
-            reverted => reverted.map(|()| segment),
+            // A part of it was on a machine that has died.
+            Err(_) => segment.give_up().and_then(|()| process.restore(id, PATIENCE)),
         },
         None => process.restore(id, PATIENCE),
     };

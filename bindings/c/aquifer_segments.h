@@ -102,8 +102,12 @@ int aquifer_segment_transfer(aquifer_segment *segment);
 int aquifer_segment_sync(aquifer_segment *segment, unsigned copies);
 
 /* Gives the segment the bytes again that the last sync has written, of this process or an earlier
- * owner. -ENODATA: there was none. */
+ * owner. -ENODATA: there was none; on another failure the segment may be partly as it was. */
 int aquifer_segment_revert(aquifer_segment *segment);
+
+/* Gives the segment up, keeps its copies, and consumes it: then it is lost, and can be restored.
+ * For segments of which pages are lost. On failure it is unmapped all the same. */
+int aquifer_segment_give_up(aquifer_segment *segment);
 
 /* As aquifer_segment_sync and then aquifer_segment_transfer. -EAGAIN if the sync fails, too. */
 int aquifer_segment_sync_and_transfer(aquifer_segment *segment, unsigned copies);

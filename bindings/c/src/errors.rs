@@ -112,6 +112,7 @@ pub(crate) const fn segment_errno(error: &aquifer_client::segments::Error) -> c_
     match error {
         Error::NoAgent(_) => ENOTCONN,
         Error::Copies(CopyError::None) => ENODATA,
+        Error::Copies(CopyError::Count(_)) => EINVAL,
         Error::Failed(_) | Error::Copies(_) | Error::Owned(_) => EACCES,
         Error::Forked => ECHILD,
         Error::Agent(_) | Error::Gone(_) => EPIPE,

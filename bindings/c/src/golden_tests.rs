@@ -38,6 +38,7 @@ int aquifer_segment_close(aquifer_segment *);
 int aquifer_segment_deallocate(aquifer_segment *);
 int aquifer_segment_sync(aquifer_segment *, unsigned);
 int aquifer_segment_revert(aquifer_segment *);
+int aquifer_segment_give_up(aquifer_segment *);
 int aquifer_segment_sync_and_transfer(aquifer_segment *, unsigned);
 int aquifer_segment_restore(aquifer_process *, uint64_t, uint64_t, aquifer_segment **);
 int aquifer_process_next_event(aquifer_process *, int, uint64_t, aquifer_event *);

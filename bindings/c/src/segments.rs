@@ -486,6 +486,25 @@ unsafe fn transfer_by(
     }
 }
 
+/// Calls a function of a segment that consumes it, whatever comes of it.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+unsafe fn consume_by(
+    segment: *mut CSegment,
+    call: impl FnOnce(Segment<'static>) -> Result<(), Error>,
+) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    let (process, owned) = match unsafe { move_out(segment) } {
+        Ok(moved) => moved,
+        Err(errno) => return errno,
+    };
+    let outcome = call(owned);
+    // SAFETY: the fields were moved out.
+    unsafe { free(segment, process) };
+    value(outcome.map(|()| 0))
+}
+
 /// Frees a segment.
 ///
 /// # Safety
@@ -493,14 +512,17 @@ unsafe fn transfer_by(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aquifer_segment_deallocate(segment: *mut CSegment) -> c_int {
     // SAFETY: the caller passes null or a segment.
-    let (process, owned) = match unsafe { move_out(segment) } {
-        Ok(moved) => moved,
-        Err(errno) => return errno,
-    };
-    let outcome = owned.deallocate();
-    // SAFETY: the fields were moved out.
-    unsafe { free(segment, process) };
-    value(outcome.map(|()| 0))
+    unsafe { consume_by(segment, Segment::deallocate) }
+}
+
+/// Gives a segment up, and keeps its copies.
+///
+/// # Safety
+/// `segment` is null, or was not consumed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aquifer_segment_give_up(segment: *mut CSegment) -> c_int {
+    // SAFETY: the caller passes null or a segment.
+    unsafe { consume_by(segment, Segment::give_up) }
 }
 
 /// Lists the user's segments on this host.

@@ -43,6 +43,11 @@ pub enum Call {
         #[serde(default)]
         is_repeated: bool,
     },
+    /// Gives a segment up that has copies, which stay. The process has no access any more.
+    GiveUp {
+        /// Its number.
+        id: u64,
+    },
     /// Prepares a hand-over.
     Connect {
         /// The number of the segment.
@@ -50,7 +55,7 @@ pub enum Call {
         /// The name of the process that is to have it.
         process: String,
     },
-    /// Takes [`Call::Connect`] back.
+    /// Takes [`Call::Connect`] back, or [`Call::Restore`].
     Abort {
         /// The number of the segment.
         id: u64,
@@ -200,8 +205,10 @@ pub enum Answer {
     Copies {
         /// The record.
         record: Option<CopyRecord>,
-        /// The nodes that could have copies, the best ones first.
+        /// The nodes of other machines that could have copies, the best ones first.
         nodes: Vec<u16>,
+        /// Those of this machine.
+        nodes_here: Vec<u16>,
     },
     /// What is to be restored. Carries memory of zeros for it.
     Restoring {
@@ -246,8 +253,10 @@ pub struct CopiesStatus {
     pub version: u64,
     /// When that was, in seconds since 1970.
     pub synced_at_s: u64,
-    /// The nodes.
+    /// The nodes; none if the copies were freed, but not on all nodes.
     pub nodes: Vec<u16>,
+    /// Nodes that have something of them that is to be freed.
+    pub left_on: Vec<u16>,
     /// Whether a host has the segment. Otherwise it can be restored.
     pub has_owner: bool,
 }

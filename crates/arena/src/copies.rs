@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// Most copies of a segment.
 pub const COPIES_MAX: usize = 8;
 /// Most roots that are to be freed.
-pub const FORMER_MAX: usize = 64;
+pub const FORMER_MAX: usize = 48;
 
 /// Two words as 32 hexadecimal digits: the pointer of an object, or a checksum.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
@@ -73,6 +73,16 @@ pub struct FormerRoot {
     pub node: u16,
     /// The pointer to it.
     pub root: Words,
+    /// The length of the segment whose copy it had.
+    pub bytes: u64,
+}
+
+impl CopyTree {
+    /// Its roots, as those that are to be freed. `bytes` is the length of the segment.
+    #[must_use]
+    pub fn former(&self, bytes: u64) -> [FormerRoot; 2] {
+        self.roots.map(|root| FormerRoot { node: self.node, root, bytes })
+    }
 }
 
 impl CopyRecord {

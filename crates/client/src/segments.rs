@@ -222,11 +222,11 @@ impl Process {
         };
         let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
-        if self.link.holds(id) {
-            return Err(Error::Failed(format!("drop segment {id}, which was lost, to receive it again")));
-        }
-        let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)?;
         self.link.hold(id, as_size(address)?, as_size(bytes)?)?;
+        let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)
+            .map_err(Error::from)
+            .and_then(|mapping| self.link.confirm(id).map(|()| mapping));
+        let mapping = mapping.inspect_err(|_| self.link.release(id))?;
         Ok(Segment { process: self, sync: Mutex::default(), mapping, id })
     }
 

@@ -73,11 +73,11 @@ pub trait Environment {
     /// Why it cannot be used.
     fn connect(&mut self, node: u16) -> Result<Self::Store, String>;
 
-    /// The record of the copies, and the nodes that could have some, the best ones first.
+    /// The record of the copies, and the nodes that could have some.
     ///
     /// # Errors
     /// Why they are not known.
-    fn load(&mut self) -> Result<(Option<CopyRecord>, Vec<u16>), String>;
+    fn load(&mut self) -> Result<(Option<CopyRecord>, CopyNodes), String>;
 
     /// Replaces the record, whose revision was this one, or 0 if there was none. The next one has
     /// the next revision.
@@ -90,6 +90,27 @@ pub trait Environment {
     fn now_s(&self) -> u64;
 }
 
+/// The nodes that could have copies, the best ones first.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct CopyNodes {
+    /// Those of other machines.
+    pub elsewhere: Vec<u16>,
+    /// Those of this machine.
+    pub here: Vec<u16>,
+}
+
+impl CopyNodes {
+    /// All of them: first those of other machines, and of these the ones that have a copy.
+    fn in_order(&self, record: &CopyRecord) -> Vec<u16> {
+        let has_copy = |node: &u16| record.trees.iter().any(|tree| tree.node == *node);
+        let sorted = |nodes: &[u16]| {
+            let (with, without): (Vec<u16>, Vec<u16>) = nodes.iter().partition(|node| has_copy(node));
+            [with, without].concat()
+        };
+        [sorted(&self.elsewhere), sorted(&self.here)].concat()
+    }
+}
+
 /// What a sync has done.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Synced {
@@ -97,6 +118,8 @@ pub struct Synced {
     pub version: u64,
     /// The nodes that have copies.
     pub nodes: Vec<u16>,
+    /// How many of them are on other machines. Only these copies outlive this one.
+    pub elsewhere: usize,
     /// Bytes of the segment that were written to each node, at most.
     pub written_bytes: u64,
 }
@@ -117,6 +140,8 @@ pub struct Copies<S> {
     /// As the directory has it; `None` if that is not known.
     record: Option<CopyRecord>,
     writers: Vec<Writer<S>>,
+    /// Nodes of this machine.
+    here: Vec<u16>,
     /// What has changed since the last sync.
     changed: Change,
     /// Roots that are freed, and that the record still names.
@@ -127,7 +152,8 @@ impl<S: Store> Copies<S> {
     /// The copies of a segment of `bytes` bytes, of which this process knows nothing yet.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
-        Self { bytes, record: None, writers: Vec::new(), changed: Change::All, freed: Vec::new() }
+        let (writers, here, freed) = (Vec::new(), Vec::new(), Vec::new());
+        Self { bytes, record: None, writers, here, changed: Change::All, freed }
     }
 
     /// Writes what has changed to `copies` nodes. `change` says what may have since the last call;
@@ -189,35 +215,40 @@ impl<S: Store> Copies<S> {
             // Its roots may be in no record any more.
             self.writers.clear();
         }
-        let record = found.unwrap_or_else(|| CopyRecord { bytes: self.bytes, ..CopyRecord::default() });
+        // What is left in it may be of an earlier segment with this number.
+        let record = CopyRecord { bytes: self.bytes, ..found.unwrap_or_default() };
         let mut why = failed.iter().next().map(|(node, why)| format!(": node {node} failed: {why}"));
-        let mut is_announced = true;
-        let candidates = record.trees.iter().map(|tree| tree.node).chain(nodes.iter().copied());
-        for node in candidates {
-            if self.writers.len() == copies {
+        let mut opened: Vec<Writer<S>> = Vec::new();
+        for node in nodes.in_order(&record) {
+            if self.writers.len() + opened.len() == copies {
                 break;
             }
             if failed.contains_key(&node) || self.writers.iter().any(|writer| writer.node() == node) {
                 continue;
             }
             match self.open(environment, &record, node) {
-                Ok(writer) => {
-                    self.writers.push(writer);
-                    is_announced = false;
-                }
+                Ok(writer) => opened.push(writer),
                 Err(error) => why = Some(format!(": {error}")),
             }
         }
         self.record = Some(record);
-        if self.writers.len() < copies {
-            let found = self.writers.len();
-            let writers = std::mem::take(&mut self.writers);
-            let (new, former): (Vec<_>, Vec<_>) = writers.into_iter().partition(Writer::is_new);
-            new.into_iter().for_each(Writer::abandon);
-            self.writers = former;
+        self.here = nodes.here;
+        let found = self.writers.len() + opened.len();
+        if found < copies {
+            opened.into_iter().for_each(Writer::abandon);
+            if Mutation::AbandonWritten.is_active() {
+                std::mem::take(&mut self.writers).into_iter().for_each(Writer::abandon);
+            }
             return Err(CopyError::TooFew { wanted: copies, found, why: why.unwrap_or_default() });
         }
-        if is_announced { Ok(()) } else { self.announce(environment) }
+        if opened.is_empty() {
+            return Ok(());
+        }
+        self.writers.extend(opened);
+        self.announce(environment)?;
+        // What earlier processes have left may be in the way.
+        self.free_former(environment);
+        Ok(())
     }
 
     /// A writer on a node. It goes on from the copy there, but with roots of its own: the process
@@ -248,8 +279,9 @@ impl<S: Store> Copies<S> {
     /// Records the roots of new writers, so that what they write is found if the sync does not end.
     fn announce<E: Environment<Store = S>>(&mut self, environment: &mut E) -> Result<(), CopyError> {
         let record = self.record.clone().unwrap_or_default();
+        // First, because only so many are kept.
         let new = self.writers.iter().filter(|writer| writer.is_new()).flat_map(Writer::roots);
-        let former = record.former.iter().copied().chain(new).collect();
+        let former = new.chain(record.former.iter().copied()).collect();
         let next = CopyRecord { former, ..record };
         self.replace(environment, next)
     }
@@ -262,9 +294,8 @@ impl<S: Store> Copies<S> {
     ) -> Result<(), CopyError> {
         let revision = self.record.as_ref().map_or(0, |record| record.revision);
         next.revision = revision + 1;
-        next.former.sort_unstable();
-        next.former.dedup();
-        next.former.retain(|root| !self.freed.contains(root));
+        let mut seen = BTreeSet::new();
+        next.former.retain(|root| !self.freed.contains(root) && seen.insert(*root));
         // The memory of nodes that never come back need not be freed.
         next.former.truncate(FORMER_MAX);
         if let Err(why) = environment.replace(revision, Some(&next)) {
@@ -337,34 +368,42 @@ impl<S: Store> Copies<S> {
     ) -> Result<Synced, CopyError> {
         let record = self.record.clone().unwrap_or_default();
         let own: Vec<FormerRoot> = self.writers.iter().flat_map(Writer::roots).collect();
-        let replaced = record.trees.iter().flat_map(roots_of);
-        let former =
-            record.former.iter().copied().chain(replaced).filter(|root| !own.contains(root)).collect();
-        let (version, nodes) = (record.version + 1, trees.iter().map(|tree| tree.node).collect());
+        let replaced = record.trees.iter().flat_map(|tree| tree.former(self.bytes));
+        let former = replaced.chain(record.former.iter().copied());
+        let former = former.filter(|root| !own.contains(root)).collect();
+        let (version, nodes) = (record.version + 1, Vec::from_iter(trees.iter().map(|tree| tree.node)));
+        let elsewhere = nodes.iter().filter(|node| !self.here.contains(node)).count();
         let synced_at_s = environment.now_s();
         self.replace(environment, CopyRecord { version, synced_at_s, trees, former, ..record })?;
         self.writers.iter_mut().for_each(Writer::commit);
         self.changed = Change::Chunks(BTreeSet::new());
         self.free_former(environment);
-        Ok(Synced { version, nodes, written_bytes })
+        Ok(Synced { version, nodes, elsewhere, written_bytes })
     }
 
     /// Frees what former roots name, and those. What cannot be freed now is tried after the next
     /// sync.
     fn free_former<E: Environment<Store = S>>(&mut self, environment: &mut E) {
-        let Some(record) = &self.record else { return };
+        let Some(record) = self.record.clone() else { return };
         if Mutation::SkipCleaning.is_active() {
             return;
         }
-        let former: Vec<FormerRoot> =
-            record.former.iter().filter(|root| !self.freed.contains(root)).copied().collect();
+        let own: Vec<FormerRoot> = self.writers.iter().flat_map(Writer::roots).collect();
+        let is_written = |node: u16| self.writers.iter().any(|writer| writer.node() == node);
+        // The copy on a node without a writer may need what such a root names.
+        let is_needed = |root: &FormerRoot| {
+            own.contains(root)
+                || !is_written(root.node) && record.trees.iter().any(|tree| tree.node == root.node)
+        };
+        let is_due = |root: &&FormerRoot| !is_needed(root) && !self.freed.contains(root);
+        let former: Vec<FormerRoot> = record.former.iter().filter(is_due).copied().collect();
         for root in former {
             let freed = match self.writers.iter_mut().find(|writer| writer.node() == root.node) {
                 Some(writer) => {
                     let kept = writer.tree().clone();
-                    free_root(writer.store(), root, self.bytes, &kept).is_ok()
+                    free_root(writer.store(), root, &kept).is_ok()
                 }
-                None => free_on(environment, root, self.bytes),
+                None => free_on(environment, root),
             };
             if freed {
                 self.freed.push(root);
@@ -380,14 +419,14 @@ impl<S: Store> Copies<S> {
 pub fn discard<E: Environment>(environment: &mut E) -> Result<(), CopyError> {
     let (found, _) = environment.load().map_err(CopyError::Record)?;
     let Some(record) = found else { return Ok(()) };
-    let mut former: Vec<FormerRoot> =
-        record.trees.iter().flat_map(roots_of).chain(record.former.iter().copied()).collect();
+    let of_trees = record.trees.iter().flat_map(|tree| tree.former(record.bytes));
+    let mut former: Vec<FormerRoot> = of_trees.chain(record.former.iter().copied()).collect();
     former.truncate(FORMER_MAX);
-    let (revision, bytes) = (record.revision + 1, record.bytes);
+    let revision = record.revision + 1;
     let mut next = CopyRecord { revision, trees: Vec::new(), former, ..record };
     environment.replace(record.revision, Some(&next)).map_err(CopyError::Record)?;
     let roots = std::mem::take(&mut next.former);
-    next.former = roots.into_iter().filter(|root| !free_on(environment, *root, bytes)).collect();
+    next.former = roots.into_iter().filter(|root| !free_on(environment, *root)).collect();
     if next.former.is_empty() {
         return environment.replace(revision, None).map_err(CopyError::Record);
     }
@@ -395,18 +434,15 @@ pub fn discard<E: Environment>(environment: &mut E) -> Result<(), CopyError> {
     environment.replace(revision, Some(&next)).map_err(CopyError::Record)
 }
 
-fn roots_of(tree: &CopyTree) -> [FormerRoot; 2] {
-    tree.roots.map(|root| FormerRoot { node: tree.node, root })
-}
-
-fn free_on<E: Environment>(environment: &mut E, root: FormerRoot, bytes: u64) -> bool {
+fn free_on<E: Environment>(environment: &mut E, root: FormerRoot) -> bool {
     let store = environment.connect(root.node);
-    store.is_ok_and(|mut store| free_root(&mut store, root, bytes, &Tree::zeros(0)).is_ok())
+    store.is_ok_and(|mut store| free_root(&mut store, root, &Tree::zeros(0)).is_ok())
 }
 
 /// Frees what a root names and is not kept, and the root.
-fn free_root<S: Store>(store: &mut S, root: FormerRoot, bytes: u64, kept: &Tree) -> Result<(), S::Error> {
-    let Some(root) = Pointer::from_words(root.root.0) else { return Ok(()) };
+fn free_root<S: Store>(store: &mut S, root: FormerRoot, kept: &Tree) -> Result<(), S::Error> {
+    let FormerRoot { root, bytes, .. } = root;
+    let Some(root) = Pointer::from_words(root.0) else { return Ok(()) };
     clean(store, root, bytes, kept)?;
     store.free(root)
 }

@@ -21,7 +21,7 @@ pub mod store;
 pub mod tree;
 pub mod writer;
 
-pub use copies::{Change, Copies, CopyError, Environment, Synced};
+pub use copies::{Change, Copies, CopyError, CopyNodes, Environment, Synced};
 pub use mutation::Mutation;
 pub use reader::restore;
 pub use store::Store;

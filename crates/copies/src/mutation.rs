@@ -9,6 +9,10 @@ aquifer_mutation::mutations! {
         WriteCurrentRoot,
         /// What a sync has left that did not end is never freed.
         SkipCleaning,
+        /// A leaf is freed before the chunks that only it names.
+        FreeLeafFirst,
+        /// A sync that lacks a node forgets what it has written on the others.
+        AbandonWritten,
         /// A process goes on with the roots of an earlier one, which may still be writing them.
         ReuseRoots,
         /// The pages that a failed sync was to write are forgotten.

@@ -96,7 +96,9 @@ impl<S: Store> Writer<S> {
     /// Its roots, as those that are to be freed.
     #[must_use]
     pub fn roots(&self) -> [FormerRoot; 2] {
-        self.roots.map(|root| FormerRoot { node: self.node, root: Words(root.words()) })
+        let former =
+            |root: Pointer| FormerRoot { node: self.node, root: Words(root.words()), bytes: self.bytes };
+        self.roots.map(former)
     }
 
     /// Whether no record has named its copy yet: then all chunks must be compared with it.
@@ -212,12 +214,13 @@ impl<S: Store> Writer<S> {
             return Ok(());
         }
         self.close_leaf()?;
-        let former = self.tree.leaves[leaf];
         let object = self.store.create(&encode(&self.tree.chunks[leaf]))?;
         let pending = self.pending.as_mut().expect("a sync has begun");
         pending.tree.leaves[leaf] = Entry::new(object, Words::default());
-        pending.replaced.extend(former.object());
         pending.open = Some((leaf, Vec::new()));
+        if Mutation::FreeLeafFirst.is_active() {
+            pending.replaced.extend(self.tree.leaves[leaf].object());
+        }
         self.write_root_entry(leaf)
     }
 
@@ -236,6 +239,8 @@ impl<S: Store> Writer<S> {
         self.name_chunks()?;
         let pending = self.pending.as_mut().expect("a sync has begun");
         let Some((leaf, _)) = pending.open.take() else { return Ok(()) };
+        // After its chunks: as long as it exists, they are found.
+        pending.replaced.extend(self.tree.leaves[leaf].object());
         let object = pending.tree.leaves[leaf].object().expect("it was allocated");
         let sum = sum_of(&encode(&pending.tree.chunks[leaf]));
         pending.tree.leaves[leaf] = Entry::new(object, sum);

@@ -89,10 +89,8 @@ fn golden_calls() {
         (Call::Attend { process: process() }, r#"{"attend":{"process":"p"}}"#),
         (Call::Pulse, r#""pulse""#),
         (Call::Allocate { id: 7, bytes: 4096 }, r#"{"allocate":{"id":7,"bytes":4096}}"#),
-        (
-            Call::Deallocate { id: 7, is_repeated: true },
-            r#"{"deallocate":{"id":7,"is_repeated":true}}"#,
-        ),
+        (Call::Deallocate { id: 7, is_repeated: true }, r#"{"deallocate":{"id":7,"is_repeated":true}}"#),
+        (Call::GiveUp { id: 7 }, r#"{"give_up":{"id":7}}"#),
         (Call::Connect { id: 7, process: process() }, r#"{"connect":{"id":7,"process":"p"}}"#),
         (Call::Abort { id: 7 }, r#"{"abort":{"id":7}}"#),
         (Call::Transfer { id: 7, is_repeated: true }, r#"{"transfer":{"id":7,"is_repeated":true}}"#),
@@ -123,21 +121,20 @@ fn golden_copies() {
     use aquifer_arena::calls::{Answer, CopiesStatus};
     let (first, second) = (Words([1, 2]), Words([u64::MAX, 3]));
     let tree = CopyTree { node: 4, roots: [first, second], current: 1, sum: first };
-    let former = vec![FormerRoot { node: 5, root: second }];
+    let former = vec![FormerRoot { node: 5, root: second, bytes: 10 }];
     let record = CopyRecord { revision: 6, bytes: 7, version: 8, synced_at_s: 9, trees: vec![tree], former };
     let one = r#""00000000000000010000000000000002""#;
     let two = r#""ffffffffffffffff0000000000000003""#;
     let tree = format!(r#"{{"node":4,"roots":[{one},{two}],"current":1,"sum":{one}}}"#);
-    let former_json = format!(r#""former":[{{"node":5,"root":{two}}}]"#);
-    let json = format!(
-        r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],{former_json}}}"#
-    );
+    let former_json = format!(r#""former":[{{"node":5,"root":{two},"bytes":10}}]"#);
+    let json =
+        format!(r#"{{"revision":6,"bytes":7,"version":8,"synced_at_s":9,"trees":[{tree}],{former_json}}}"#);
     check(&record, &json);
     for text in ["", "0", &"A".repeat(32), &"é".repeat(16), &"0".repeat(33)] {
         assert!(serde_json::from_str::<Words>(&format!("{text:?}")).is_err(), "{text}");
     }
-    let copies = Answer::Copies { record: Some(record.clone()), nodes: vec![1, 2] };
-    check(&copies, &format!(r#"{{"copies":{{"record":{json},"nodes":[1,2]}}}}"#));
+    let copies = Answer::Copies { record: Some(record.clone()), nodes: vec![1], nodes_here: vec![2] };
+    check(&copies, &format!(r#"{{"copies":{{"record":{json},"nodes":[1],"nodes_here":[2]}}}}"#));
     let restoring = Answer::Restoring { address: 8192, record };
     check(&restoring, &format!(r#"{{"restoring":{{"address":8192,"record":{json}}}}}"#));
     let status = CopiesStatus {
@@ -147,9 +144,11 @@ fn golden_copies() {
         version: 4,
         synced_at_s: 5,
         nodes: vec![6],
+        left_on: vec![8],
         has_owner: false,
     };
-    let json = r#"{"user":1,"id":2,"bytes":3,"version":4,"synced_at_s":5,"nodes":[6],"has_owner":false}"#;
+    let json = r#"{"user":1,"id":2,"bytes":3,"version":4,"synced_at_s":5,"nodes":[6],"left_on":[8],"#;
+    let json = [json, r#""has_owner":false}"#].concat();
     check(&Answer::ReportCopies(vec![status]), &format!(r#"{{"report_copies":[{json}]}}"#));
 }
 

@@ -3,9 +3,10 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, Words};
+use aquifer_arena::copies::{CopyRecord, CopyTree, FORMER_MAX, FormerRoot, Words};
 use aquifer_segments::host::{SegmentError, SegmentHost, SegmentKey};
 use support::{Records, TestKeeper, name, open};
 
@@ -79,6 +80,11 @@ fn a_segment_with_copies_outlives_its_host() {
     assert_eq!(second.copies(SEGMENT).unwrap().record, Some(record(2, 2)));
     assert!(matches!(restore(&second), Err(SegmentError::Exists(_))));
     second.set_copies(SEGMENT, 2, Some(&record(3, 3))).unwrap();
+    let short = CopyRecord { bytes: BYTES / 2, ..record(4, 4) };
+    assert!(matches!(second.set_copies(SEGMENT, 3, Some(&short)), Err(SegmentError::NotOwned(_))));
+    // It is given up, and restored again by its own host.
+    second.give_up(SEGMENT).unwrap();
+    assert_eq!(restore(&second).unwrap(), address);
     // Without copies they are free.
     second.set_copies(SEGMENT, 3, None).unwrap();
     second.deallocate(SEGMENT).unwrap();
@@ -95,7 +101,10 @@ fn one_of_several_hosts_restores_a_segment() {
     assert!(matches!(none(), Err(SegmentError::Exists(_))));
     cluster.records.end_life(1);
     second.begin_restore(SEGMENT, &name(&second)).unwrap();
-    // A second attempt of the same process takes the place of the first one.
+    // A second attempt of the same process replaces the first one; another process waits for it.
+    second.open_process(TENANT, "other", None, &[]).unwrap();
+    assert!(matches!(second.begin_restore(SEGMENT, "other"), Err(SegmentError::Exists(_))));
+    assert!(matches!(second.finish_restore(SEGMENT, "other"), Err(SegmentError::NotRestoring(_))));
     second.begin_restore(SEGMENT, &name(&second)).unwrap();
     assert_eq!(cluster.keepers[1].len(), 1);
     // The memory counts.
@@ -113,10 +122,11 @@ fn one_of_several_hosts_restores_a_segment() {
     assert_eq!(cluster.keepers[1].len(), 0);
     // The copies have changed since they were read.
     second.begin_restore(SEGMENT, &name(&second)).unwrap();
-    second.set_copies(SEGMENT, 1, Some(&record(2, 2))).unwrap();
+    let freed = CopyRecord { trees: Vec::new(), ..record(2, 1) };
+    second.set_copies(SEGMENT, 1, Some(&freed)).unwrap();
     let changed = second.finish_restore(SEGMENT, &name(&second));
     assert!(matches!(changed, Err(SegmentError::CopiesChanged(_))));
-    restore(&second).unwrap();
+    assert!(matches!(restore(&second), Err(SegmentError::NoCopies(_))));
 }
 
 #[test]
@@ -164,15 +174,27 @@ fn copies_are_freed_when_no_host_has_the_segment() {
     let address = first.allocate(SEGMENT, BYTES, &name(&first)).unwrap().address;
     first.set_copies(SEGMENT, 0, Some(&record(1, 1))).unwrap();
     cluster.records.end_life(1);
-    let list = second.list_copies(None, |_| true, 10).unwrap();
-    assert_eq!((list.len(), list[0].version, list[0].has_owner), (1, 1, false));
-    assert!(second.list_copies(Some((TENANT, 5)), |_| true, 10).unwrap().is_empty());
-    assert!(second.list_copies(None, |user| user != TENANT, 10).unwrap().is_empty());
-    let former = vec![FormerRoot { node: 1, root: Words([1, 2]) }; 65];
-    let invalid = second.set_copies(SEGMENT, 1, Some(&CopyRecord { former, ..record(2, 1) }));
-    assert!(matches!(invalid, Err(SegmentError::CopyRecord(_))));
-    let freed = CopyRecord { trees: Vec::new(), ..record(2, 1) };
+    let users = BTreeSet::from([TENANT]);
+    let list = |above| second.list_copies(&users, above, 10).unwrap();
+    let listed = list(None);
+    assert_eq!((listed.len(), listed[0].version, listed[0].has_owner), (1, 1, false));
+    assert!(list(Some((TENANT, 5))).is_empty());
+    assert!(second.list_copies(&BTreeSet::from([TENANT + 1]), None, 10).unwrap().is_empty());
+    let of = |node: u16| FormerRoot { node, root: Words([1, 2]), bytes: BYTES };
+    let many = CopyRecord { former: vec![of(1); FORMER_MAX + 1], ..record(2, 1) };
+    assert!(matches!(second.set_copies(SEGMENT, 1, Some(&many)), Err(SegmentError::CopyRecord(_))));
+    // It is no owner: it only frees what there was, and makes no records of new numbers.
+    let other = SegmentKey { id: 6, ..SEGMENT };
+    let freed = CopyRecord { trees: Vec::new(), former: vec![of(1)], ..record(2, 1) };
+    let made_up = CopyRecord { former: vec![of(2)], ..freed.clone() };
+    let not_owned = [
+        second.set_copies(SEGMENT, 1, Some(&record(2, 2))),
+        second.set_copies(SEGMENT, 1, Some(&made_up)),
+        second.set_copies(other, 0, Some(&record(1, 1))),
+    ];
+    assert!(not_owned.iter().all(|refused| matches!(refused, Err(SegmentError::NotOwned(_)))));
     second.set_copies(SEGMENT, 1, Some(&freed)).unwrap();
+    assert_eq!((list(None)[0].nodes.len(), &list(None)[0].left_on[..]), (0, &[1][..]));
     assert!(matches!(restore(&second), Err(SegmentError::NoCopies(_))));
     // What is left of the copies stays in the record, for the next owner to free.
     assert_eq!(second.allocate(SEGMENT, BYTES, &name(&second)).unwrap().address, address);
@@ -191,4 +213,18 @@ fn an_agent_that_has_lost_its_memory_leaves_the_copies() {
     open(&again, TENANT);
     assert!(!again.owns(SEGMENT));
     assert_eq!(restore(&again).unwrap(), address);
+    // The same in the middle of a hand-over: the target could have got it.
+    let second = cluster.start(2);
+    again.connect(SEGMENT, &name(&second)).unwrap();
+    drop(again);
+    let again = cluster.records.start(1, 2 * BYTES, &Arc::default());
+    open(&again, TENANT);
+    assert_eq!(restore(&again).unwrap(), address);
+    again.connect(SEGMENT, &name(&second)).unwrap();
+    again.transfer(SEGMENT).unwrap();
+    drop(again);
+    let again = cluster.records.start(1, 2 * BYTES, &Arc::default());
+    open(&again, TENANT);
+    assert!(matches!(restore(&again), Err(SegmentError::Exists(_))));
+    assert!(second.owns(SEGMENT));
 }

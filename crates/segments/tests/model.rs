@@ -8,7 +8,7 @@ use std::collections::{HashSet, VecDeque};
 use aquifer_mutation::Mutations;
 use aquifer_segments::mutation::Mutation;
 use aquifer_segments::ownership::{
-    Change, Holder, Holding, Input, Life, Message, Output, SegmentRecord, Stage,
+    Change, Evidence, Holder, Holding, Input, Life, Message, Output, SegmentRecord, Stage,
 };
 
 /// How much may happen.
@@ -68,9 +68,8 @@ struct World {
     budget: Budget,
     /// The host that had access last.
     last: u8,
-    /// The host that restores the segment, the record that it has read, and the target that has
-    /// refused the hand-over.
-    restoring: Option<(u8, SegmentRecord, Option<Life>)>,
+    /// The host that restores the segment, and what it knows of it.
+    restoring: Option<(u8, Evidence)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -195,7 +194,7 @@ impl World {
                 let host = &mut self.hosts[usize::from(number)];
                 host.is_running = false;
                 host.outbox.clear();
-                self.restoring.take_if(|(by, ..)| *by == number);
+                self.restoring.take_if(|(by, _)| *by == number);
                 let host = &self.hosts[usize::from(number)];
                 let is_absent = host.holder.holding() == Holding::Absent;
                 self.forget_answers(number);
@@ -213,7 +212,7 @@ impl World {
                 (host.is_alive, host.is_running) = (false, false);
                 host.outbox.clear();
                 host.holder = Holder::absent(life(number));
-                self.restoring.take_if(|(by, ..)| *by == number);
+                self.restoring.take_if(|(by, _)| *by == number);
                 self.forget_answers(number);
             }
             Action::Post(number) => {
@@ -241,31 +240,26 @@ impl World {
     /// Asks the target of the intent, as the dead source would.
     fn fence(&mut self, by: u8) {
         self.budget.restores -= 1;
-        let record = self.record.clone();
-        let target = record.intent.filter(|to| self.lives(*to));
-        let mut refused = None;
-        if let Some(to) = target {
+        let record = &self.record;
+        let mut evidence = Evidence::default();
+        if let Some(to) = record.intent.filter(|to| self.hosts[usize::from(host_of(*to))].is_running) {
+            let number = record.generation + 1;
             let host = &mut self.hosts[usize::from(host_of(to))];
-            let query = Message::Query(record.generation + 1);
-            if host.is_running {
-                let mut answers = Vec::new();
-                host.holder.step(&Input::Message(record.owner, query), &mut answers);
-                let refusal = Output::Send(record.owner, Message::NotReceived(record.generation + 1));
-                refused = answers.contains(&refusal).then_some(to);
-            }
-            if refused.is_none() && !Mutation::RestoreUnfenced.is_active() {
-                return;
-            }
+            let mut answers = Vec::new();
+            host.holder.step(&Input::Message(record.owner, Message::Query(number)), &mut answers);
+            let refusal = Output::Send(record.owner, Message::NotReceived(number));
+            evidence.refused = answers.contains(&refusal).then_some((to, number));
         }
-        self.restoring = Some((by, record, refused));
+        self.restoring = Some((by, evidence));
     }
 
+    /// Later, perhaps when the record is another one.
     fn restore(&mut self) {
-        let Some((by, read, refused)) = self.restoring.take() else { return };
-        if self.record != read || !self.record.is_lost(refused, |life| self.lives(life)) {
+        let Some((by, evidence)) = self.restoring.take() else { return };
+        if !self.record.is_lost(evidence, |life| self.lives(life)) {
             return;
         }
-        let generation = read.generation + 1;
+        let generation = self.record.generation + 1;
         self.record = SegmentRecord::new(life(by), generation);
         self.hosts[usize::from(by)].holder = Holder::owner(life(by), generation);
     }
@@ -411,13 +405,14 @@ fn fault_of(world: &World) -> Option<String> {
 const NOTHING: Budget = Budget { connects: 0, aborts: 0, ticks: 0, crashes: 0, deaths: 0, restores: 0 };
 
 /// What the model explores.
-const CASES: [(u8, Budget); 6] = [
+const CASES: [(u8, Budget); 7] = [
     (2, Budget { connects: 3, aborts: 1, ticks: 2, ..NOTHING }),
     (2, Budget { connects: 2, ticks: 1, crashes: 2, ..NOTHING }),
     (2, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, deaths: 1, restores: 0 }),
     (3, Budget { connects: 2, aborts: 1, ticks: 1, crashes: 1, ..NOTHING }),
     (3, Budget { connects: 2, ticks: 1, crashes: 0, deaths: 1, ..NOTHING }),
     (3, Budget { connects: 2, crashes: 1, deaths: 1, restores: 1, ..NOTHING }),
+    (3, Budget { connects: 2, deaths: 2, restores: 2, ..NOTHING }),
 ];
 
 fn explore_all(cases: &[(u8, Budget)]) {

@@ -6,8 +6,10 @@
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
  * come, and touches them until one is SIGBUS or SIGSEGV.
  * segments own NAME: has a segment, and touches it until that is SIGSEGV.
- * segments obey NAME: has a segment, which it syncs, changes, reverts, and hands to the process
- * that an operator names.
+ * segments obey NAME COPIES: has a segment, which it syncs, changes, reverts, and hands to the
+ * process that an operator names.
+ * segments heir NAME: receives that segment, and after a line of input, when the other host has
+ * died, gives it up and restores it.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
 #include <aquifer.h>
@@ -265,13 +267,28 @@ static void own(aquifer_process *self)
     }
 }
 
-static void obey(aquifer_process *self)
+static void inherit(aquifer_process *self)
+{
+    aquifer_segment *segment = receive(self, AQUIFER_PULL_EXPLICIT);
+    puts("received");
+    fflush(stdout);
+    getchar();
+    /* Nothing of it is here, and the host that has it is gone. */
+    if (aquifer_segment_revert(segment) >= 0)
+        errx(1, "lost pages were found");
+    done(aquifer_segment_give_up(segment));
+    expect(done(aquifer_segment_restore(self, 9, PATIENCE_MS, &segment)), 1, "what was synced");
+    check(segment, 6);
+    done(aquifer_segment_deallocate(segment));
+}
+
+static void obey(aquifer_process *self, unsigned copies)
 {
     aquifer_segment *segment, *other;
     done(aquifer_segment_allocate(self, 9, SIZES[0], &segment));
     expect(aquifer_segment_revert(segment), -ENODATA, "a revert before the first sync");
     expect(aquifer_segment_restore(self, 8, 0, &other), -ENODATA, "a segment that there never was");
-    expect(aquifer_segment_sync(segment, 0), -EACCES, "no copies");
+    expect(aquifer_segment_sync(segment, 0), -EINVAL, "no copies");
     fill(segment, 4);
     done(aquifer_segment_sync(segment, 2));
     expect(aquifer_segment_restore(self, 9, 0, &other), 0, "a segment that is here");
@@ -287,7 +304,7 @@ static void obey(aquifer_process *self)
     fill(segment, 6);
     done(aquifer_segment_connect(segment, event.process));
     const char *start = aquifer_segment_address(segment);
-    done(aquifer_segment_sync_and_transfer(segment, 1));
+    done(aquifer_segment_sync_and_transfer(segment, copies));
     expect(touch(start), SIGSEGV, "a touch of what was handed over");
 }
 
@@ -297,7 +314,7 @@ int main(int count, char **words)
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
     if (count < 3)
-        errx(2, "usage: segments home|peer|give|orphan|own|obey|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|obey|heir|get NAME [PEER]");
     aquifer_process *self = open_name(words[2]);
     if (count > 3 && !strcmp(words[1], "home"))
         home(self, words[3]);
@@ -309,12 +326,14 @@ int main(int count, char **words)
         be_orphan(self, strcmp(words[3], "explicit") ? AQUIFER_PULL_AHEAD : AQUIFER_PULL_EXPLICIT);
     else if (!strcmp(words[1], "own"))
         own(self);
-    else if (!strcmp(words[1], "obey"))
-        obey(self);
+    else if (count > 3 && !strcmp(words[1], "obey"))
+        obey(self, atoi(words[3]));
+    else if (!strcmp(words[1], "heir"))
+        inherit(self);
     else if (!strcmp(words[1], "get"))
         get(self);
     else
-        errx(2, "usage: segments home|peer|give|orphan|own|obey|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|obey|heir|get NAME [PEER]");
     done(aquifer_process_close(self));
     /* The name is free again, and the addresses. */
     done(aquifer_process_close(open_name(words[2])));

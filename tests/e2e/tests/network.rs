@@ -165,6 +165,14 @@ impl Host {
         self.start_agent();
     }
 
+    /// A program on this host, without its arguments.
+    fn inside(&self, program: &Path) -> Command {
+        let wrapper = self.machine.wrapper();
+        let mut command = Command::new(&wrapper[0]);
+        command.args(&wrapper[1..]).arg(program);
+        command
+    }
+
     /// Nothing of the host is left.
     fn die(&mut self) {
         self.kill_agent();
@@ -375,6 +383,29 @@ fn has_segments(agent: &Path) -> bool {
     segments_at(agent).is_some_and(|all| !all.is_empty())
 }
 
+/// The pages that a host has not handed over are lost with it, and restored as they were synced.
+#[test]
+fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
+    let mut cluster = Cluster::up_with_grace("2s");
+    cluster.nodes.iter_mut().for_each(Node::start_heaps);
+    let programs = Programs::build();
+    let start = |host: &Host, words: &[&str]| {
+        let agent = host.state.path().join("agent.sock");
+        PipedProgram::with(programs.start_by(host.inside(&programs.path()), &agent, words))
+    };
+    let mut heir = start(&cluster.hosts[1], &["heir", "heir"]);
+    let mut obedient = start(&cluster.hosts[0], &["obey", "first", "2"]);
+    obedient.expect("synced");
+    let mut request = Command::new(build::binary());
+    request.arg("--state").arg(cluster.hosts[0].state.path()).args(["segment", "move", "9", "heir"]);
+    assert!(request.status().expect("aquifer can be started").success());
+    heir.expect("received");
+    obedient.expect("done");
+    cluster.hosts[0].die();
+    heir.request();
+    heir.expect("done");
+}
+
 /// A program with accounts on a host, and what it has confirmed.
 struct Ledger {
     program: PipedProgram,
@@ -383,9 +414,8 @@ struct Ledger {
 
 impl Ledger {
     fn start(host: &Host, name: &str) -> Self {
-        let wrapper = host.machine.wrapper();
-        let mut command = Command::new(&wrapper[0]);
-        command.args(&wrapper[1..]).arg(super::examples::rust_example("ledger")).args([name, "7", "2"]);
+        let mut command = host.inside(&super::examples::rust_example("ledger"));
+        command.args([name, "7", "2"]);
         let agent = host.state.path().join("agent.sock");
         Self { program: PipedProgram::with(segments::start(&mut command, &agent)), confirmed: 0 }
     }

@@ -34,7 +34,16 @@ impl Programs {
 
     /// Starts the program in C.
     pub fn start(&self, agent: &Path, words: &[&str]) -> Child {
-        let mut command = Command::new(self.folder.path().join("segments"));
+        self.start_by(Command::new(self.path()), agent, words)
+    }
+
+    /// The program.
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("segments")
+    }
+
+    /// Starts it by a command that needs only its arguments.
+    pub fn start_by(&self, mut command: Command, agent: &Path, words: &[&str]) -> Child {
         start(command.args(words).env("LD_LIBRARY_PATH", &self.libraries), agent)
     }
 }
@@ -292,7 +301,7 @@ fn programs_in_c_sync_and_are_asked() {
         text(&output.stdout)
     };
     let programs = Programs::build();
-    let mut obedient = PipedProgram::with(programs.start(agent, &["obey", "first"]));
+    let mut obedient = PipedProgram::with(programs.start(agent, &["obey", "first", "1"]));
     obedient.expect("synced");
     let listed = command(&["list"]);
     assert!(listed.contains("segment 9: 4 MiB, process first, synced "), "{listed}");

@@ -77,7 +77,8 @@ fn list(agent: &Path, json: bool) -> Outcome {
     }
     for copies in report.copies.iter().filter(|copies| !copies.has_owner) {
         let CopiesStatus { user, id, bytes, .. } = copies;
-        say_line!("user {user} segment {id}: {}, lost by its host, {}", ByteSize(*bytes), synced(copies));
+        let state = if copies.nodes.is_empty() { "deallocated" } else { "lost by its host" };
+        say_line!("user {user} segment {id}: {}, {state}, {}", ByteSize(*bytes), synced(copies));
     }
     say_line!("{}", summary(&report));
     Ok(ExitCode::SUCCESS)
@@ -91,11 +92,16 @@ impl SegmentsStatus {
 
 /// When and where a segment was synced.
 fn synced(copies: &CopiesStatus) -> String {
+    let list = |nodes: &[u16]| {
+        let word = if nodes.len() == 1 { "node" } else { "nodes" };
+        format!("{word} {}", nodes.iter().map(u16::to_string).collect::<Vec<_>>().join(", "))
+    };
+    if copies.nodes.is_empty() {
+        return format!("not freed yet on {}", list(&copies.left_on));
+    }
     let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let ago_s = now_s.saturating_sub(copies.synced_at_s);
-    let nodes: Vec<String> = copies.nodes.iter().map(u16::to_string).collect();
-    let word = if nodes.len() == 1 { "node" } else { "nodes" };
-    format!("synced {ago_s} s ago to {word} {}", nodes.join(", "))
+    format!("synced {ago_s} s ago to {}", list(&copies.nodes))
 }
 
 /// What a person wants to know of a segment.
@@ -207,10 +213,10 @@ fn move_to(agent: &Path, id: u64, process: &str, user: Option<u32>, timeout: Dur
 
 fn free(agent: &Path, id: u64, user: Option<u32>) -> Outcome {
     let report = require(agent)?;
-    let is_lost = |copies: &&CopiesStatus| {
-        copies.id == id && !copies.has_owner && user.is_none_or(|user| copies.user == user)
-    };
-    let lost = report.copies.iter().find(is_lost);
+    let is_here = report.segments.iter().any(|segment| segment.id == id);
+    let is_wanted = |copies: &&CopiesStatus| copies.id == id && user.is_none_or(|user| copies.user == user);
+    // One that another host has is refused by the agent.
+    let lost = report.copies.iter().find(is_wanted).filter(|copies| !is_here || !copies.has_owner);
     let owner = match lost {
         Some(lost) => lost.user,
         None => find(agent, id, user)?.0.user,

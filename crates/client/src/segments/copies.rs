@@ -16,7 +16,7 @@ use aquifer_arena::copies::CopyRecord;
 use aquifer_arena::{Mapping, WrittenPages};
 use aquifer_copies::copies::discard;
 use aquifer_copies::tree::{CHUNK_BYTES, chunks_of};
-use aquifer_copies::{Change, Copies, CopyError, Environment, Synced, restore};
+use aquifer_copies::{Change, Copies, CopyError, CopyNodes, Environment, Synced, restore};
 use aquifer_objects::client::HeapClient;
 use rustix::fs::{SeekFrom, seek};
 
@@ -38,6 +38,8 @@ struct AgentEnvironment<'a, F> {
     /// The number of the segment.
     id: u64,
     ask: F,
+    /// Why the agent could not be asked.
+    failure: Option<Error>,
 }
 
 impl<F: FnMut(&Call) -> Result<Answer, Error>> Environment for AgentEnvironment<'_, F> {
@@ -47,17 +49,18 @@ impl<F: FnMut(&Call) -> Result<Answer, Error>> Environment for AgentEnvironment<
         HeapClient::connect_at(self.agent.to_owned(), Some(node)).map_err(|error| error.to_string())
     }
 
-    fn load(&mut self) -> Result<(Option<CopyRecord>, Vec<u16>), String> {
-        match (self.ask)(&Call::Copies { id: self.id }) {
-            Ok(Answer::Copies { record, nodes }) => Ok((record, nodes)),
-            Ok(answer) => Err(error_of(answer).to_string()),
-            Err(error) => Err(error.to_string()),
+    fn load(&mut self) -> Result<(Option<CopyRecord>, CopyNodes), String> {
+        match self.ask(&Call::Copies { id: self.id })? {
+            Answer::Copies { record, nodes: elsewhere, nodes_here: here } => {
+                Ok((record, CopyNodes { elsewhere, here }))
+            }
+            answer => Err(error_of(answer).to_string()),
         }
     }
 
     fn replace(&mut self, revision: u64, record: Option<&CopyRecord>) -> Result<(), String> {
         let call = Call::SetCopies { id: self.id, revision, record: record.cloned() };
-        let answer = (self.ask)(&call).map_err(|error| error.to_string())?;
+        let answer = self.ask(&call)?;
         done((answer, Vec::new())).map_err(|error| error.to_string())
     }
 
@@ -66,9 +69,28 @@ impl<F: FnMut(&Call) -> Result<Answer, Error>> Environment for AgentEnvironment<
     }
 }
 
+impl<F: FnMut(&Call) -> Result<Answer, Error>> AgentEnvironment<'_, F> {
+    fn ask(&mut self, call: &Call) -> Result<Answer, String> {
+        (self.ask)(call).map_err(|error| {
+            let why = error.to_string();
+            self.failure = Some(error);
+            why
+        })
+    }
+
+    /// The outcome of what was done: if the agent could not be asked, why not.
+    fn outcome<T>(self, outcome: Result<T, CopyError>) -> Result<T, Error> {
+        outcome.map_err(|error| self.failure.unwrap_or_else(|| error.into()))
+    }
+}
+
 impl Process {
-    fn environment(&self, id: u64) -> impl Environment<Store = HeapClient> + '_ {
-        AgentEnvironment { agent: self.link.agent(), id, ask: |call: &Call| self.ask(call) }
+    fn environment(
+        &self,
+        id: u64,
+    ) -> AgentEnvironment<'_, impl FnMut(&Call) -> Result<Answer, Error> + use<'_>> {
+        let ask = |call: &Call| self.ask(call);
+        AgentEnvironment { agent: self.link.agent(), id, ask, failure: None }
     }
 
     /// The chunks of a segment of this process that are no holes; `None` if that is not known.
@@ -79,7 +101,9 @@ impl Process {
 
     /// Frees the copies of a segment that this process owns.
     pub(super) fn discard_copies(&self, id: u64) -> Result<(), Error> {
-        Ok(discard(&mut self.environment(id))?)
+        let mut environment = self.environment(id);
+        let discarded = discard(&mut environment);
+        environment.outcome(discarded)
     }
 
     /// Restores a segment from its copies, as the last [`Segment::sync`] has written them: its host
@@ -90,15 +114,28 @@ impl Process {
     /// If a host still has it when the time is over, there are no copies, or none can be read.
     pub fn restore(&self, id: u64, timeout: Duration) -> Result<Segment<'_>, Error> {
         self.check_owner()?;
-        let until = Instant::now() + timeout;
-        let (record, fds) = loop {
-            match self.link.ask(|_| Call::Restore { id })? {
-                (Answer::Restoring { record, .. }, fds) => break (record, fds),
-                (Answer::Nothing, _) if Instant::now() < until => pause(),
-                (Answer::Nothing, _) => return Err(Error::Owned(id)),
-                (Answer::Copies { .. }, _) => return Err(CopyError::None.into()),
-                (answer, _) => return Err(error_of(answer)),
+        let began = Instant::now();
+        loop {
+            let restored = self.try_restore(id);
+            if restored.is_err() {
+                // The agent has memory for it still.
+                let _has_ended = self.ask(&Call::Abort { id });
             }
+            match restored? {
+                Some(segment) => return Ok(segment),
+                None if began.elapsed() < timeout => pause(),
+                None => return Err(Error::Owned(id)),
+            }
+        }
+    }
+
+    /// `None` if a host may have it, or the agent was restarted meanwhile.
+    fn try_restore(&self, id: u64) -> Result<Option<Segment<'_>>, Error> {
+        let (record, fds) = match self.link.ask(|_| Call::Restore { id })? {
+            (Answer::Restoring { record, .. }, fds) => (record, fds),
+            (Answer::Nothing, _) => return Ok(None),
+            (Answer::Copies { .. }, _) => return Err(CopyError::None.into()),
+            (answer, _) => return Err(error_of(answer)),
         };
         let memory = File::from(fds.into_iter().next().ok_or(Error::Answer)?);
         let mut environment = self.environment(id);
@@ -116,7 +153,10 @@ impl Process {
         self.link.ask_and(
             Line::Calls,
             |is_repeated| Call::Restored { id, is_repeated },
-            |answer, fds, _| self.map(&answer, fds.into_iter().next()),
+            |answer, fds, _| match answer {
+                Answer::Nothing => Ok(None),
+                answer => self.map(&answer, fds.into_iter().next()).map(Some),
+            },
         )
     }
 }
@@ -126,15 +166,18 @@ impl Segment<'_> {
     /// has written is lost if this host dies, and [`Process::restore`] brings the last one back.
     /// No other thread writes to the segment meanwhile.
     ///
-    /// The copies are in the heaps of the user. The first sync of a process pulls what is
+    /// The copies are in the heaps of the user, on nodes of other machines as far as there are
+    /// some: see [`Synced::elsewhere`]. The first sync of a process pulls what is
     /// elsewhere, and compares all of the segment with the copies that there are; later ones look
     /// only at pages that were written. Writes by devices into memory that was registered with
-    /// them before, such as fixed buffers of `io_uring`, are not noticed.
+    /// them before, such as fixed buffers of `io_uring`, and memory that `madvise` has removed, are
+    /// not noticed.
     ///
     /// # Errors
     /// If too few nodes serve heaps, one fails and no other can take its place, or a page is lost.
     /// Then the copies of the last sync count.
     pub fn sync(&mut self, copies: usize) -> Result<Synced, Error> {
+        self.process.check_owner()?;
         let is_first = self.sync.get_mut().unwrap_or_else(PoisonError::into_inner).is_none();
         if is_first {
             self.close()?;
@@ -160,18 +203,37 @@ impl Segment<'_> {
             }
             is_data
         };
-        Ok(state.copies.sync(&mut process.environment(id), copies, change, read)?)
+        let mut environment = process.environment(id);
+        let synced = state.copies.sync(&mut environment, copies, change, read);
+        environment.outcome(synced)
+    }
+
+    /// Gives the segment up, and keeps its copies: then it is lost, and can be restored from them,
+    /// by this process, too. For segments of which pages are lost, because the host that had them
+    /// has died before they were pulled.
+    ///
+    /// # Errors
+    /// If there are no copies; the segment is unmapped in any case.
+    pub fn give_up(self) -> Result<(), Error> {
+        let (process, id) = (self.process, self.id);
+        drop(self);
+        done((process.ask(&Call::GiveUp { id })?, Vec::new()))
     }
 
     /// Gives the segment the bytes again that the last [`Self::sync`] has written, of this process
     /// or an earlier owner: such as after a crash in the middle of a change.
     ///
     /// # Errors
-    /// If there are no copies, or none can be read. Then the segment may be partly as it was.
+    /// If a page is lost: see [`Self::give_up`]. If there are no copies, or none can be read. Then
+    /// the segment may be partly as it was.
     pub fn revert(&mut self) -> Result<(), Error> {
         self.close()?;
         let mut environment = self.process.environment(self.id);
-        let (record, _) = environment.load().map_err(Error::Failed)?;
+        let loaded = environment.load().map_err(CopyError::Record);
+        let (record, _) = match loaded {
+            Ok(loaded) => loaded,
+            failed => return environment.outcome(failed.map(drop)),
+        };
         let record = record.unwrap_or_default();
         let words = self.mapping.words();
         let mut zeros: BTreeSet<usize> = (0..chunks_of(record.bytes)).collect();
@@ -193,8 +255,9 @@ impl Segment<'_> {
 }
 
 impl<'a> Segment<'a> {
-    /// Hands the segment over as [`Self::transfer`] does, and syncs it before: if this host or the
-    /// other one dies, the segment can be restored as it was handed over.
+    /// Hands the segment over as [`Self::transfer`] does, and syncs it before: whatever dies then,
+    /// it can be restored as it was handed over ([`Self::give_up`]). With one copy, that may be on
+    /// the machine of the target.
     ///
     /// # Errors
     /// Those of [`Self::sync`] and of [`Self::transfer`].
@@ -223,7 +286,8 @@ impl SyncState {
         if is_known {
             return Change::Chunks(chunks);
         }
-        // From here on the kernel notes what is written, if it can.
+        // The former watch ends first. From here on the kernel notes what is written, if it can.
+        self.written = None;
         self.written = WrittenPages::watch(mapping).ok().filter(|written| written.look(drop).is_ok());
         Change::All
     }
@@ -248,8 +312,9 @@ pub fn free_copies(agent: &Path, id: u64) -> Result<bool, Error> {
         Answer::Copies { record: None, .. } => return Ok(false),
         answer => return Err(error_of(answer)),
     }
-    discard(&mut AgentEnvironment { agent, id, ask })?;
-    Ok(true)
+    let mut environment = AgentEnvironment { agent, id, ask, failure: None };
+    let discarded = discard(&mut environment);
+    environment.outcome(discarded).map(|()| true)
 }
 
 /// The chunks of a segment that are no holes of its memory.

@@ -9,6 +9,7 @@
 //! reference, the kernel would give zeros for missing pages.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -154,24 +155,33 @@ impl Link {
         !state.is_over && !state.is_closing
     }
 
-    /// A segment is mapped.
+    /// A segment is going to be mapped.
     ///
     /// # Errors
-    /// If the process has lost its segments meanwhile, or has not dropped this one that it lost.
+    /// If it is mapped already, perhaps by another thread, or was lost and not dropped yet.
     pub fn hold(&self, id: u64, address: usize, bytes: usize) -> Result<(), Error> {
-        let mut held = lock(&self.held);
-        let segment = Held { address, bytes, armed: None };
-        if lock(&self.state).is_over {
-            segment.revoke();
-            return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
+        match lock(&self.held).entry(id) {
+            Entry::Vacant(free) => {
+                free.insert(Held { address, bytes, armed: None });
+                Ok(())
+            }
+            Entry::Occupied(_) => {
+                Err(Error::Failed(format!("drop segment {id}, which was lost, to receive it again")))
+            }
         }
-        held.insert(id, segment);
-        Ok(())
     }
 
-    /// Whether a segment is mapped, also if it was lost.
-    pub fn holds(&self, id: u64) -> bool {
-        lock(&self.held).contains_key(&id)
+    /// It is mapped.
+    ///
+    /// # Errors
+    /// If the process has lost its segments meanwhile.
+    pub fn confirm(&self, id: u64) -> Result<(), Error> {
+        let held = lock(&self.held);
+        if lock(&self.state).is_over {
+            held.get(&id).iter().for_each(|segment| segment.revoke());
+            return Err(Error::Failed("no agent has come in time, and all segments are lost".into()));
+        }
+        Ok(())
     }
 
     /// Has the agent at the other end of `arrivals` serve the faults of a mapping.

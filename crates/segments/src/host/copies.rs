@@ -1,6 +1,7 @@
 //! Copies of segments on memory nodes: where they are, and what is restored from them. Programs
 //! write and read them by themselves.
 
+use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -14,15 +15,18 @@ use super::memory::SegmentMemory;
 use super::shared::{Arrival, HostShared, lock};
 use super::wire::{Answer, Ask, Request};
 use super::{SegmentError, SegmentHost, SegmentKey};
-use crate::ownership::Life;
+use crate::ownership::{Evidence, Holding, Life};
+use crate::pulling::Puller;
 
 /// What a program knows of the copies of a segment.
 #[derive(Debug)]
 pub struct Copies {
     /// The directory's record.
     pub record: Option<CopyRecord>,
-    /// The nodes that could have copies, the best ones first.
+    /// The nodes of other machines that could have copies, the best ones first.
     pub nodes: Vec<u16>,
+    /// Those of this machine.
+    pub nodes_here: Vec<u16>,
     /// The memory of the segment, if it is owned here.
     pub memory: Option<OwnedFd>,
 }
@@ -38,12 +42,14 @@ pub struct Restoring {
     pub record: CopyRecord,
 }
 
-/// The memory of a segment that is being restored, and from which revision of its copies.
+/// The memory of a segment that is being restored.
 #[derive(Debug)]
 pub(super) struct RestoringMemory {
     pub memory: SegmentMemory,
-    revision: u64,
-    refused: Option<Life>,
+    /// The process that restores it.
+    process: String,
+    /// The copies that it reads.
+    record: CopyRecord,
 }
 
 impl SegmentHost {
@@ -58,15 +64,16 @@ impl SegmentHost {
                 Some(data.ok_or(SegmentError::NotOwned(segment))?.map_err(SegmentError::Descriptor)?)
             }
             Err(error) => {
-                let refused = self.shared.refuse_lost(segment)?;
-                if !self.shared.registry.is_lost(segment, refused)? {
+                let evidence = self.shared.evidence(segment)?;
+                if !self.shared.registry.is_lost(segment, evidence)? {
                     return Err(error);
                 }
                 None
             }
         };
         let record = self.shared.registry.copies(segment)?;
-        Ok(Copies { record, nodes: self.copy_nodes(segment)?, memory })
+        let (nodes, nodes_here) = self.copy_nodes(segment)?;
+        Ok(Copies { record, nodes, nodes_here, memory })
     }
 
     /// The copies of the segments of users, the first `max` after a segment.
@@ -75,36 +82,44 @@ impl SegmentHost {
     /// Those of the directory.
     pub fn list_copies(
         &self,
+        users: &BTreeSet<u32>,
         above: Option<(u32, u64)>,
-        may_see: impl Fn(u32) -> bool,
         max: usize,
     ) -> Result<Vec<CopiesStatus>, SegmentError> {
+        let registry = &self.shared.registry;
         let mut list = Vec::new();
-        for (segment, record) in self.shared.registry.all_copies()? {
-            let SegmentKey { tenant: user, id } = segment;
-            let is_after = above.is_none_or(|above| (user, id) > above);
-            if !is_after || !may_see(user) || !record.has_copies() || list.len() >= max {
-                continue;
+        for user in users {
+            for segment in registry.segments_with_addresses(*user)? {
+                let id = segment.id;
+                if above.is_some_and(|above| (*user, id) <= above) {
+                    continue;
+                }
+                if list.len() >= max {
+                    return Ok(list);
+                }
+                let Some(record) = registry.copies(segment)? else { continue };
+                let CopyRecord { bytes, version, synced_at_s, trees, former, .. } = record;
+                let nodes = trees.iter().map(|tree| tree.node).collect();
+                let left_on = former.iter().map(|root| root.node).collect::<BTreeSet<u16>>();
+                let has_owner = self.owns(segment) || !registry.is_lost(segment, Evidence::default())?;
+                let (user, left_on) = (*user, left_on.into_iter().collect());
+                list.push(CopiesStatus { user, id, bytes, version, synced_at_s, nodes, left_on, has_owner });
             }
-            let CopyRecord { bytes, version, synced_at_s, trees, .. } = record;
-            let nodes = trees.iter().map(|tree| tree.node).collect();
-            let has_owner = !self.shared.registry.is_lost(segment, None)?;
-            list.push(CopiesStatus { user, id, bytes, version, synced_at_s, nodes, has_owner });
         }
         Ok(list)
     }
 
-    /// Nodes of other machines first, then those of this one; of each, another order for each
-    /// segment.
-    fn copy_nodes(&self, segment: SegmentKey) -> Result<Vec<u16>, SegmentError> {
+    /// The nodes of other machines, and those of this one; in another order for each segment.
+    fn copy_nodes(&self, segment: SegmentKey) -> Result<(Vec<u16>, Vec<u16>), SegmentError> {
         let mut nodes = self.shared.registry.heap_nodes()?;
-        let is_here = |node: u16| self.sockets.join(format!("heaps-{node}.sock")).exists();
         nodes.sort_by_cached_key(|node| {
             let mut hasher = DefaultHasher::new();
             (segment, node).hash(&mut hasher);
-            (is_here(*node), hasher.finish())
+            hasher.finish()
         });
-        Ok(nodes)
+        let is_here = |node: &u16| self.sockets.join(format!("heaps-{node}.sock")).exists();
+        let (here, elsewhere) = nodes.into_iter().partition(is_here);
+        Ok((elsewhere, here))
     }
 
     /// Replaces the record of the copies of a segment that is owned here, or that no live host
@@ -126,7 +141,7 @@ impl SegmentHost {
                 self.settle(segment, &entry);
                 Author::Owner(self.shared.own)
             }
-            Err(_) => Author::Finder { refused: self.shared.refuse_lost(segment)? },
+            Err(_) => Author::Finder(self.shared.evidence(segment)?),
         };
         match self.shared.registry.set_copies(segment, author, revision, record)? {
             CopiesChange::Done => Ok(()),
@@ -136,80 +151,138 @@ impl SegmentHost {
         }
     }
 
-    /// Begins to restore a segment that no live host owns.
+    /// Begins to restore a lost segment.
     ///
     /// # Errors
-    /// If a host may own it, there are no copies, the tenant has too much, or the system refuses.
+    /// If a host may own it, another process of this host restores it, there are no copies, the
+    /// tenant has too much, or the system refuses.
     pub fn begin_restore(&self, segment: SegmentKey, process: &str) -> Result<Restoring, SegmentError> {
-        let registry = &self.shared.registry;
-        let refused = self.shared.refuse_lost(segment)?;
-        if !registry.is_lost(segment, refused)? {
+        let shared = &self.shared;
+        let evidence = shared.evidence(segment)?;
+        if !shared.registry.is_lost(segment, evidence)? {
             return Err(SegmentError::Exists(segment));
         }
-        let record = registry.copies(segment)?.filter(CopyRecord::has_copies);
+        let record = shared.registry.copies(segment)?.filter(CopyRecord::has_copies);
         let record = record.ok_or(SegmentError::NoCopies(segment))?;
-        let range = registry.range(segment)?.filter(|(_, bytes)| *bytes == record.bytes);
+        let range = shared.registry.range(segment)?.filter(|(_, bytes)| *bytes == record.bytes);
         let (address, bytes) = range.ok_or(SegmentError::CopyRecord(segment))?;
-        let key = (segment, process.to_owned());
-        self.end_restore(&key);
-        let memory = self.shared.new_memory(segment, bytes)?;
+        self.end_restore(segment, process);
+        if lock(&shared.restoring).contains_key(&segment) {
+            return Err(SegmentError::Exists(segment));
+        }
+        shared.close_idle(segment);
+        let memory = shared.new_memory(segment, bytes)?;
         let data = Arc::clone(&memory.data);
-        let restoring = RestoringMemory { memory, revision: record.revision, refused };
-        let former = lock(&self.shared.restoring).insert(key, restoring);
-        former.iter().for_each(|former| self.shared.close_memory(&former.memory));
+        let restoring = RestoringMemory { memory, process: process.to_owned(), record: record.clone() };
+        let former = lock(&shared.restoring).insert(segment, restoring);
+        former.iter().for_each(|former| shared.close_memory(&former.memory));
         Ok(Restoring { address, data, record })
     }
 
     /// A process owns a segment whose memory has the bytes of a copy by now.
     ///
     /// # Errors
-    /// If a host owns it meanwhile, or the copies have changed, or the directory fails.
+    /// [`SegmentError::NotRestoring`] if the agent was restarted meanwhile. If a host owns it, or
+    /// the copies have changed. If the directory fails, it may be tried again.
     pub fn finish_restore(&self, segment: SegmentKey, process: &str) -> Result<Arrival, SegmentError> {
-        let restoring = lock(&self.shared.restoring).remove(&(segment, process.to_owned()));
-        let RestoringMemory { memory, revision, refused } =
-            restoring.ok_or(SegmentError::NoCopies(segment))?;
-        let restored = self.shared.registry.restore(segment, self.shared.own, revision, refused);
+        let shared = &self.shared;
+        let _alone = lock(&shared.creating);
+        let restoring = {
+            let mut all = lock(&shared.restoring);
+            let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
+            if is_its { all.remove(&segment) } else { None }
+        };
+        let restoring = restoring.ok_or(SegmentError::NotRestoring(segment))?;
+        let restored = shared.evidence(segment).and_then(|evidence| {
+            Ok(shared.registry.restore(segment, shared.own, &restoring.record, evidence)?)
+        });
         let error = match restored {
             Ok(Restoration::Owned { address, generation }) => {
-                return Ok(self.own_new(segment, process, memory, address, generation));
+                return Ok(self.own_new(segment, process, restoring.memory, address, generation));
+            }
+            // It may be owned already, by a transaction without an answer.
+            Err(error) => {
+                lock(&shared.restoring).insert(segment, restoring);
+                return Err(error);
             }
             Ok(Restoration::Exists) => SegmentError::Exists(segment),
             Ok(Restoration::Changed) => SegmentError::CopiesChanged(segment),
             Ok(Restoration::Busy) => SegmentError::Busy(segment),
-            Err(error) => error.into(),
         };
-        self.shared.close_memory(&memory);
+        shared.close_memory(&restoring.memory);
         Err(error)
     }
 
     /// Gives up what a process was restoring that has ended.
     pub fn end_restores(&self, tenant: u32, process: &str) {
-        let keys: Vec<_> = lock(&self.shared.restoring)
-            .keys()
-            .filter(|(segment, name)| segment.tenant == tenant && name == process)
-            .cloned()
+        let segments: Vec<SegmentKey> = lock(&self.shared.restoring)
+            .iter()
+            .filter(|(segment, restoring)| segment.tenant == tenant && restoring.process == process)
+            .map(|(segment, _)| *segment)
             .collect();
-        keys.iter().for_each(|key| self.end_restore(key));
+        segments.into_iter().for_each(|segment| self.end_restore(segment, process));
     }
 
-    fn end_restore(&self, key: &(SegmentKey, String)) {
-        let restoring = lock(&self.shared.restoring).remove(key);
+    /// Gives up what a process was restoring.
+    pub fn end_restore(&self, segment: SegmentKey, process: &str) {
+        let restoring = {
+            let mut all = lock(&self.shared.restoring);
+            let is_its = all.get(&segment).is_some_and(|restoring| restoring.process == process);
+            if is_its { all.remove(&segment) } else { None }
+        };
         restoring.iter().for_each(|restoring| self.shared.close_memory(&restoring.memory));
+    }
+
+    /// Gives up a segment that has copies: it is lost then, and can be restored from them.
+    ///
+    /// # Errors
+    /// If there are none, or those of [`Self::deallocate`].
+    pub fn give_up(&self, segment: SegmentKey) -> Result<(), SegmentError> {
+        let copies = self.shared.registry.copies(segment)?;
+        if !copies.is_some_and(|copies| copies.has_copies()) {
+            return Err(SegmentError::NoCopies(segment));
+        }
+        self.deallocate(segment)
     }
 }
 
 impl HostShared {
-    /// If the owner of a segment has died, has the target of its last hand-over say whether it has
-    /// received it. Returns the target if it has not, and will not.
-    pub(super) fn refuse_lost(&self, segment: SegmentKey) -> Result<Option<Life>, SegmentError> {
-        let Some(record) = self.registry.find(segment)? else { return Ok(None) };
-        let Some(to) = record.intent else { return Ok(None) };
-        if self.registry.lives(record.owner)? || !self.registry.lives(to)? {
-            return Ok(None);
-        }
-        let ask = Ask::Fence { source: record.owner, generation: record.generation + 1 };
+    /// What this host knows of a segment that is not owned here.
+    pub(super) fn evidence(&self, segment: SegmentKey) -> Result<Evidence, SegmentError> {
+        let Some(record) = self.registry.find(segment)? else { return Ok(Evidence::default()) };
+        let is_here = lock(&self.segments).get(&segment).cloned().is_some_and(|entry| {
+            matches!(lock(&entry).holder.holding(), Holding::Owned { .. } | Holding::Sent { .. })
+        });
+        let unheld = Some(self.own).filter(|own| record.owner == *own && !is_here);
+        let is_dead = unheld.is_some() || !self.registry.lives(record.owner)?;
+        let refused = match record.intent {
+            Some(to) if is_dead && self.registry.lives(to)? => {
+                let number = record.generation + 1;
+                self.is_refused(segment, record.owner, to, number).then_some((to, number))
+            }
+            _ => None,
+        };
+        Ok(Evidence { refused, unheld })
+    }
+
+    /// Has the target of a hand-over, whose source is dead, say whether it has received the
+    /// segment, and accept it no more if not.
+    fn is_refused(&self, segment: SegmentKey, source: Life, to: Life, generation: u64) -> bool {
+        let ask = Ask::Fence { source, generation };
         let request = Request { segment, from: self.own, to, ask };
         let answer = if to == self.own { self.answer(&request) } else { self.ask(&request) };
-        Ok((answer == Some(Answer::NotReceived)).then_some(to))
+        answer == Some(Answer::NotReceived)
+    }
+
+    /// Gives up a copy of a lost segment that this host has had once.
+    fn close_idle(&self, segment: SegmentKey) {
+        let Some(entry) = lock(&self.segments).get(&segment).cloned() else { return };
+        let idle = {
+            let mut entry = lock(&entry);
+            let is_absent = matches!(entry.holder.holding(), Holding::Absent | Holding::Prepared { .. });
+            let is_idle = entry.puller.as_ref().is_none_or(Puller::is_idle);
+            if is_absent && is_idle { entry.memory.take() } else { None }
+        };
+        idle.iter().for_each(|memory| self.close_memory(memory));
     }
 }

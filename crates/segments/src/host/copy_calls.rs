@@ -48,17 +48,24 @@ pub(super) fn answer_call(
             Ok(restoring) => Ok(answer_restoring(socket, &restoring)),
             // The host that had it may have died a moment ago.
             Err(SegmentError::Exists(_)) => Ok(answer(socket, &Answer::Nothing)),
-            Err(SegmentError::NoCopies(_)) => {
-                Ok(answer(socket, &Answer::Copies { record: None, nodes: Vec::new() }))
-            }
+            Err(SegmentError::NoCopies(_)) => Ok(answer(
+                socket,
+                &Answer::Copies { record: None, nodes: Vec::new(), nodes_here: Vec::new() },
+            )),
             Err(error) => Err(error),
         },
         Call::Restored { is_repeated, .. } => {
             // An earlier process of the agent may have done it.
             let again = is_repeated.then(|| host.shared.arrival_for(segment, process)).flatten();
-            again
-                .map_or_else(|| host.finish_restore(segment, process), Ok)
-                .map(|arrival| answer_segment(socket, &arrival))
+            if again.is_some() {
+                host.shared.arrivals.forget(segment);
+            }
+            match again.map_or_else(|| host.finish_restore(segment, process), Ok) {
+                Ok(arrival) => Ok(answer_segment(socket, &arrival)),
+                // The process is to begin again.
+                Err(SegmentError::NotRestoring(_)) => Ok(answer(socket, &Answer::Nothing)),
+                Err(error) => Err(error),
+            }
         }
         _ => return answer(socket, &Answer::Failed("this connection is not for that".into())),
     };
@@ -66,9 +73,9 @@ pub(super) fn answer_call(
 }
 
 fn answer_copies(socket: &OwnedFd, copies: Copies) -> bool {
-    let Copies { record, nodes, memory } = copies;
+    let Copies { record, nodes, nodes_here, memory } = copies;
     let fds = Vec::from_iter(memory.as_ref().map(AsFd::as_fd));
-    send_frame(socket, &frame_of(&Answer::Copies { record, nodes }), &fds).is_ok()
+    send_frame(socket, &frame_of(&Answer::Copies { record, nodes, nodes_here }), &fds).is_ok()
 }
 
 fn answer_restoring(socket: &OwnedFd, restoring: &Restoring) -> bool {

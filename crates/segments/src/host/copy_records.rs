@@ -5,19 +5,15 @@ use aquifer_directory::{Compare, DirectoryError, KeyOperation, Transaction, name
 
 use super::SegmentKey;
 use super::registry::{ATTEMPTS_MAX, Registry};
-use crate::ownership::{Life, SegmentRecord};
+use crate::ownership::{Evidence, Life, SegmentRecord};
 
 /// Which host changes the record of a segment's copies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Author {
     /// The owner of the segment.
     Owner(Life),
-    /// Any host, if the segment is lost. `refused` is the target of its last hand-over, if that
-    /// will not accept it any more.
-    Finder {
-        /// The target.
-        refused: Option<Life>,
-    },
+    /// Any host, if the segment is lost. It only frees copies.
+    Finder(Evidence),
 }
 
 /// What has become of a change.
@@ -60,28 +56,22 @@ impl Registry {
         Ok(self.copies_entry(segment)?.0)
     }
 
-    /// All copies of segments, by user and number.
+    /// The segments of a tenant that have addresses: those that there are, and lost ones with
+    /// copies.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn all_copies(&self) -> Result<Vec<(SegmentKey, CopyRecord)>, DirectoryError> {
-        let listing = self.directory.list(names::SEGMENT_COPIES)?;
-        let mut all = Vec::new();
-        for entry in &listing.entries {
-            if let Some(segment) = SegmentKey::of_name(names::SEGMENT_COPIES, &entry.key) {
-                all.push((segment, names::decode(entry)?));
-            }
-        }
-        all.sort_by_key(|(segment, _)| *segment);
-        Ok(all)
+    pub fn segments_with_addresses(&self, tenant: u32) -> Result<Vec<SegmentKey>, DirectoryError> {
+        let ranges = self.ranges(tenant)?.0.ranges;
+        Ok(ranges.keys().map(|id| SegmentKey { tenant, id: *id }).collect())
     }
 
     /// Whether no live host owns a segment, or can get it by a hand-over.
     ///
     /// # Errors
     /// Those of the directory.
-    pub fn is_lost(&self, segment: SegmentKey, refused: Option<Life>) -> Result<bool, DirectoryError> {
-        Ok(self.end_of_lost(segment, refused, &mut Vec::new())?.is_some())
+    pub fn is_lost(&self, segment: SegmentKey, evidence: Evidence) -> Result<bool, DirectoryError> {
+        Ok(self.end_of_lost(segment, evidence, &mut Vec::new())?.is_some())
     }
 
     /// The first address and the length of a segment.
@@ -100,8 +90,7 @@ impl Registry {
         Ok(names::heaps(&*self.directory)?.iter().map(|service| service.node).collect())
     }
 
-    /// Replaces the record of a segment's copies. If a lost segment has none then, it and its
-    /// addresses are free.
+    /// Replaces the record of a segment's copies. If a lost segment has none then, it is free.
     ///
     /// # Errors
     /// Those of the directory. Then it may have been replaced.
@@ -118,7 +107,7 @@ impl Registry {
                 return Ok(CopiesChange::Done);
             }
             let is_next = record.is_none_or(|record| record.revision == revision + 1);
-            if found.map_or(0, |found| found.revision) != revision || !is_next {
+            if found.as_ref().map_or(0, |found| found.revision) != revision || !is_next {
                 return Ok(CopiesChange::Changed);
             }
             let mut compares = vec![compare];
@@ -128,11 +117,12 @@ impl Registry {
                 None => KeyOperation::delete(key),
             }];
             let is_author = match author {
-                Author::Owner(owner) => self.is_owner(segment, owner, &mut compares)?,
-                Author::Finder { refused } => {
-                    let last = self.end_of_lost(segment, refused, &mut compares)?;
-                    if let Some(last) = last.filter(|_| !record.is_some_and(CopyRecord::has_copies)) {
-                        self.end(segment, last, &mut compares, &mut operations)?;
+                Author::Owner(owner) => self.is_owner(segment, owner, record, &mut compares)?,
+                Author::Finder(evidence) => {
+                    let last = self.end_of_lost(segment, evidence, &mut compares)?;
+                    let last = last.filter(|_| found.is_some_and(|found| frees_only(&found, record)));
+                    if let Some(last) = last {
+                        self.end(segment, last, record.is_some(), &mut compares, &mut operations)?;
                     }
                     last.is_some()
                 }
@@ -151,31 +141,42 @@ impl Registry {
         &self,
         segment: SegmentKey,
         owner: Life,
+        copies: Option<&CopyRecord>,
         compares: &mut Vec<Compare>,
     ) -> Result<bool, DirectoryError> {
+        let is_length = |(_, bytes): (u64, u64)| copies.is_none_or(|copies| copies.bytes == bytes);
+        if !self.range(segment)?.is_some_and(is_length) {
+            return Ok(false);
+        }
         let Some(entry) = self.directory.get(&segment.name())? else { return Ok(false) };
         let record: SegmentRecord = names::decode(&entry)?;
         compares.push(Compare::version(segment.name(), entry.version));
         Ok(record.owner == owner && self.life_of(owner, compares)?)
     }
 
-    /// Removes what is left of a lost segment without copies.
+    /// Removes what is left of a lost segment without copies. Its addresses stay as long as there
+    /// is a record of what its nodes have still, so that it is listed.
     fn end(
         &self,
         segment: SegmentKey,
         last: u64,
+        is_listed: bool,
         compares: &mut Vec<Compare>,
         operations: &mut Vec<KeyOperation>,
     ) -> Result<(), DirectoryError> {
         let (mut ranges, compare) = self.ranges(segment.tenant)?;
-        ranges.remove(segment.id, last);
+        if is_listed {
+            ranges.retire(last)
+        } else {
+            ranges.remove(segment.id, last)
+        }
         compares.push(compare);
         operations.push(KeyOperation::put(segment.ranges_name(), names::encode(&ranges), None));
         operations.push(KeyOperation::delete(segment.name()));
         Ok(())
     }
 
-    /// Records a host as the owner of a segment that it has restored from copies of this revision.
+    /// Records a host as the owner of a segment that it has restored from these copies.
     /// No live host may own it.
     ///
     /// # Errors
@@ -184,17 +185,17 @@ impl Registry {
         &self,
         segment: SegmentKey,
         owner: Life,
-        revision: u64,
-        refused: Option<Life>,
+        read: &CopyRecord,
+        evidence: Evidence,
     ) -> Result<Restoration, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_lost(segment, refused, &mut compares)? else {
+            let Some(last) = self.end_of_lost(segment, evidence, &mut compares)? else {
                 return Ok(Restoration::Exists);
             };
-            let is_same = copies.is_some_and(|copies| copies.revision == revision && copies.has_copies());
+            let is_same = copies.as_ref() == Some(read);
             let range = ranges.ranges.get(&segment.id).copied();
             let Some((address, _)) = range.filter(|_| is_same) else { return Ok(Restoration::Changed) };
             ranges.retire(last);
@@ -221,4 +222,12 @@ impl Registry {
             None => (None, Compare::absent(key)),
         })
     }
+}
+
+/// Whether a record has no copies any more, and names no other roots than the one before.
+fn frees_only(found: &CopyRecord, next: Option<&CopyRecord>) -> bool {
+    let Some(next) = next else { return true };
+    let of_trees = found.trees.iter().flat_map(|tree| tree.former(found.bytes));
+    let known: Vec<_> = of_trees.chain(found.former.iter().copied()).collect();
+    next.trees.is_empty() && next.former.iter().all(|root| known.contains(root))
 }

@@ -25,6 +25,9 @@ pub enum SegmentError {
     /// There are no copies of it.
     #[error("segment {0} has no copies: its owner has never synced it")]
     NoCopies(SegmentKey),
+    /// The process has not begun to restore it.
+    #[error("segment {0} is not being restored: the agent was restarted meanwhile")]
+    NotRestoring(SegmentKey),
     /// The record of the copies is another one by now.
     #[error("the copies of segment {0} were changed by another process meanwhile: try again")]
     CopiesChanged(SegmentKey),

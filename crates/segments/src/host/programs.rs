@@ -99,7 +99,12 @@ fn operate(host: &SegmentHost, tenant: u32, call: Call) -> Result<Answer, Segmen
             let after = all.filter(|status| above.is_none_or(|above| (status.user, status.id) > above));
             Answer::Report { segments: after.take(LISTED_MAX).collect(), totals: host.statistics().totals() }
         }
-        Call::ReportCopies { above } => Answer::ReportCopies(host.list_copies(above, may_see, LISTED_MAX)?),
+        Call::ReportCopies { above } => {
+            // Of other users only those that have segments here.
+            let here = host.list_all().into_iter().map(|status| status.user).filter(|user| may_see(*user));
+            let users = here.chain([tenant]).collect();
+            Answer::ReportCopies(host.list_copies(&users, above, LISTED_MAX)?)
+        }
         Call::Move { user, id, process } => {
             host.request(checked(user, id)?, &process)?;
             Answer::Done
@@ -236,7 +241,15 @@ impl Program<'_> {
                 self.host.deallocate(segment)?;
             }
             Call::Connect { id, process } => self.host.connect(self.own(id)?, &process)?,
-            Call::Abort { id } => self.host.abort(self.own(id)?)?,
+            Call::GiveUp { id } => {
+                let segment = self.own(id)?;
+                self.host.shared.end_faults(segment);
+                self.host.give_up(segment)?;
+            }
+            Call::Abort { id } => match self.own(id) {
+                Ok(segment) => self.host.abort(segment)?,
+                Err(_) => self.host.end_restore(self.key(id), self.process),
+            },
             Call::Transfer { id, is_repeated } => {
                 let outcome = match self.own(id) {
                     Ok(segment) => self.host.transfer(segment),

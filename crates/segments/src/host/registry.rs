@@ -8,7 +8,7 @@ use aquifer_directory::{Compare, Directory, DirectoryError, KeyOperation, Lease,
 use serde::{Deserialize, Serialize};
 
 use super::ranges::RangesRecord;
-use crate::ownership::{Change, Life, Retraction, SegmentRecord};
+use crate::ownership::{Change, Evidence, Life, Retraction, SegmentRecord};
 
 /// Attempts of a transaction while others change the same records.
 pub(super) const ATTEMPTS_MAX: u32 = 16;
@@ -146,8 +146,7 @@ impl Registry {
         entry.map(|entry| names::decode(&entry)).transpose()
     }
 
-    /// Records a new segment of an owner, and grants it addresses. It replaces one that is lost:
-    /// `refused` is the target of its last hand-over, if that will not accept it any more.
+    /// Records a new segment of an owner, and grants it addresses. It replaces one that is lost.
     ///
     /// # Errors
     /// Those of the directory.
@@ -156,13 +155,13 @@ impl Registry {
         segment: SegmentKey,
         owner: Life,
         bytes: u64,
-        refused: Option<Life>,
+        evidence: Evidence,
     ) -> Result<Creation, DirectoryError> {
         for _ in 0..ATTEMPTS_MAX {
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
             let mut compares = vec![compare, copies_compare];
-            let Some(last) = self.end_of_lost(segment, refused, &mut compares)? else {
+            let Some(last) = self.end_of_lost(segment, evidence, &mut compares)? else {
                 return Ok(Creation::Exists);
             };
             if copies.is_some_and(|copies| copies.has_copies()) {
@@ -198,7 +197,7 @@ impl Registry {
             }
             let (mut ranges, compare) = self.ranges(segment.tenant)?;
             let (copies, copies_compare) = self.copies_entry(segment)?;
-            match copies.is_some_and(|copies| copies.has_copies()) {
+            match copies.is_some() {
                 true => ranges.retire(record.generation),
                 false => ranges.remove(segment.id, record.generation),
             }
@@ -215,12 +214,11 @@ impl Registry {
     }
 
     /// The number after the last hand-over of a segment that no live host owns, 0 if there is none;
-    /// `None` if one may own it. `refused` is the target of a hand-over that will not accept it any
-    /// more. A transaction with the compares fails if that changes.
+    /// `None` if one may own it. A transaction with the compares fails if that changes.
     pub(super) fn end_of_lost(
         &self,
         segment: SegmentKey,
-        refused: Option<Life>,
+        evidence: Evidence,
         compares: &mut Vec<Compare>,
     ) -> Result<Option<u64>, DirectoryError> {
         let Some(entry) = self.directory.get(&segment.name())? else {
@@ -235,7 +233,7 @@ impl Registry {
             }
         }
         compares.push(Compare::version(segment.name(), entry.version));
-        let is_lost = record.is_lost(refused, |life| live.contains(&life));
+        let is_lost = record.is_lost(evidence, |life| live.contains(&life));
         Ok(is_lost.then_some(record.generation + 1))
     }
 

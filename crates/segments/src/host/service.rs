@@ -30,7 +30,7 @@ use super::registry::{Creation, Registry};
 use super::shared::{Arrival, HostShared, Segment, lock};
 use super::statistics::Statistics;
 use super::wire::MESSAGE_BYTES_MAX;
-use crate::ownership::{Holder, Holding, Input, Life, Stage};
+use crate::ownership::{Evidence, Holder, Holding, Input, Life, Stage};
 use crate::pulling::lineage::LINKS_MAX;
 
 /// Longest wait for the outcome of a hand-over. After that it is found out in the background.
@@ -103,6 +103,7 @@ impl SegmentHost {
             target,
             segments: Mutex::default(),
             restoring: Mutex::default(),
+            creating: Mutex::default(),
             peers: Mutex::default(),
             lease: lease.id,
             processes: Mutex::default(),
@@ -169,11 +170,12 @@ impl SegmentHost {
             return Err(SegmentError::Length(bytes));
         }
         let memory = shared.new_memory(segment, bytes)?;
-        let mut created = shared.registry.create(segment, shared.own, bytes, None);
+        let _alone = lock(&shared.creating);
+        let mut created = shared.registry.create(segment, shared.own, bytes, Evidence::default());
         if let Ok(Creation::Exists) = created
-            && let Some(refused) = shared.refuse_lost(segment)?
+            && let Ok(evidence) = shared.evidence(segment)
         {
-            created = shared.registry.create(segment, shared.own, bytes, Some(refused));
+            created = shared.registry.create(segment, shared.own, bytes, evidence);
         }
         let (address, generation) = match created {
             Ok(Creation::Created { address, generation }) => (address, generation),

@@ -41,7 +41,9 @@ pub(super) struct HostShared {
     pub target: TcpTarget,
     pub segments: Mutex<BTreeMap<SegmentKey, Arc<Mutex<Segment>>>>,
     /// Those that processes are restoring, which nothing else sees.
-    pub restoring: Mutex<BTreeMap<(SegmentKey, String), RestoringMemory>>,
+    pub restoring: Mutex<BTreeMap<SegmentKey, RestoringMemory>>,
+    /// Held from the directory's record of a new owner until the segment is among the others.
+    pub creating: Mutex<()>,
     pub peers: Mutex<Peers>,
     /// The host's lease, with which its processes end.
     pub lease: LeaseId,
@@ -190,7 +192,11 @@ impl HostShared {
     fn uncount_memory(&self, tenant: u32, bytes: u64) {
         let mut held = lock(&self.held_bytes);
         let left = held.get(&tenant).map_or(0, |held| held.saturating_sub(bytes));
-        if left == 0 { held.remove(&tenant) } else { held.insert(tenant, left) };
+        if left == 0 {
+            held.remove(&tenant)
+        } else {
+            held.insert(tenant, left)
+        };
     }
 
     /// Gives the memory of a segment up. No READ into it is in flight.

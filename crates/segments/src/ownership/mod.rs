@@ -13,7 +13,7 @@ pub mod holder;
 pub mod record;
 
 pub use holder::{Holder, Holding, Input, Message, Output, Stage};
-pub use record::{Change, Retraction, SegmentRecord};
+pub use record::{Change, Evidence, Retraction, SegmentRecord};
 
 use serde::{Deserialize, Serialize};
 

@@ -58,6 +58,16 @@ pub enum Retraction {
     Fenced,
 }
 
+/// What a host knows of a segment that the directory does not.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Evidence {
+    /// The target of a hand-over that it will not accept any more, and the number of that.
+    pub refused: Option<(Life, u64)>,
+    /// The host itself, if it does not have the segment: an agent has lost it, or has not heard
+    /// that it owns it.
+    pub unheld: Option<Life>,
+}
+
 impl SegmentRecord {
     /// The record of a new segment, whose hand-overs have numbers above `generation`.
     #[must_use]
@@ -66,13 +76,13 @@ impl SegmentRecord {
     }
 
     /// Whether no host has the segment or can get it by a hand-over: its owner is dead, and the
-    /// target of the intent is dead as well, or is the one that has `refused` it for ever.
+    /// target of the intent is dead as well, or has refused the hand-over.
     #[must_use]
-    pub fn is_lost(&self, refused: Option<Life>, mut lives: impl FnMut(Life) -> bool) -> bool {
-        let may_arrive = |to: Life, lives: &mut dyn FnMut(Life) -> bool| {
-            Some(to) != refused && lives(to) && !Mutation::RestoreUnfenced.is_active()
-        };
-        !lives(self.owner) && !self.intent.is_some_and(|to| may_arrive(to, &mut lives))
+    pub fn is_lost(&self, evidence: Evidence, mut lives: impl FnMut(Life) -> bool) -> bool {
+        let has_refused = |to: Life| evidence.refused == Some((to, self.generation + 1));
+        let is_owned = Some(self.owner) != evidence.unheld && lives(self.owner);
+        let may_arrive = |to: Life| !has_refused(to) && !Mutation::RestoreUnfenced.is_active();
+        !is_owned && !self.intent.is_some_and(|to| may_arrive(to) && lives(to))
     }
 
     /// Carries out a transaction, if the record permits it. `lives` says whether a lease lasts.
