@@ -447,7 +447,7 @@ impl Ledger {
 /// Services of nodes are killed as well.
 #[test]
 fn what_was_synced_outlives_its_host() {
-    outlive(2);
+    outlive(1);
 }
 
 fn outlive(deaths: usize) {
