@@ -351,11 +351,6 @@ fn move_and_kill(turns: u32, kills_max: usize) {
 }
 
 /// The same with maps of texts, of which several move at a time. The programs compare all counts.
-#[test]
-fn partitions_move_between_hosts_whose_agents_are_killed() {
-    count_and_kill(24, 200, 6);
-}
-
 fn count_and_kill(partitions: u32, times: usize, kills_max: usize) {
     let mut cluster = Cluster::up();
     let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
@@ -479,6 +474,11 @@ mod long {
     #[test]
     fn what_was_synced_outlives_its_host() {
         outlive(40);
+    }
+
+    #[test]
+    fn partitions_move_between_hosts_whose_agents_are_killed() {
+        count_and_kill(24, 200, 6);
     }
 
     #[test]
