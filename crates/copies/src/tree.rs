@@ -145,12 +145,6 @@ impl Tree {
         let chunks = Arc::new(vec![Entry::default(); LEAF_CHUNKS]);
         Self { leaves: vec![Entry::default(); leaves], chunks: std::iter::repeat_n(chunks, leaves).collect() }
     }
-
-    /// The entry of a chunk.
-    #[must_use]
-    pub fn chunk(&self, chunk: usize) -> Entry {
-        self.chunks[chunk / LEAF_CHUNKS][chunk % LEAF_CHUNKS]
-    }
 }
 
 #[cfg(test)]

@@ -52,7 +52,6 @@ struct Pending {
     replaced: Vec<Pointer>,
     /// The leaf that is being written: its number, and the entries that it does not name yet.
     open: Option<(usize, Vec<usize>)>,
-    sum: Option<Words>,
 }
 
 impl<S: Store> Writer<S> {
@@ -126,7 +125,7 @@ impl<S: Store> Writer<S> {
         }
         self.is_clean = false;
         let (tree, replaced) = (self.tree.clone(), Vec::new());
-        self.pending = Some(Pending { version, tree, replaced, open: None, sum: None });
+        self.pending = Some(Pending { version, tree, replaced, open: None });
         self.write_root()
     }
 
@@ -175,7 +174,6 @@ impl<S: Store> Writer<S> {
         let Pending { version, ref tree, .. } = *pending;
         let root = Root { bytes: self.bytes, version, leaves: tree.leaves.clone() };
         let sum = sum_of(&root.encode());
-        pending.sum = Some(sum);
         if Mutation::FreeEarly.is_active() {
             let replaced = std::mem::take(&mut pending.replaced);
             replaced.into_iter().try_for_each(|object| self.store.free(object))?;

@@ -371,7 +371,7 @@ impl Run {
         let next = record.map_or(0, |record| record.version) + 1;
         // It may have been recorded before the process was stopped.
         self.versions.entry(next).or_default().push(memory.clone());
-        let zombie = std::thread::spawn(move || {
+        let other = std::thread::spawn(move || {
             Mutation::replace_active(mutation);
             let mut process = own;
             let reads = |chunk: usize, out: &mut [u8]| read(&memory, chunk, out);
@@ -389,7 +389,7 @@ impl Run {
         if was_stopped {
             go_on.send(()).unwrap();
         }
-        zombie.join().unwrap();
+        other.join().unwrap();
         self.restored();
     }
 

@@ -6,9 +6,9 @@
  * segments orphan NAME explicit|ahead: after a line of input, receives a segment whose pages do not
  * come, and touches them until one is SIGBUS or SIGSEGV.
  * segments own NAME: has a segment, and touches it until that is SIGSEGV.
- * segments obey NAME COPIES: has a segment, which it syncs, changes, reverts, and hands to the
+ * segments synced NAME COPIES: has a segment, which it syncs, changes, reverts, and hands to the
  * process that an operator names.
- * segments heir NAME: receives that segment, and after a line of input, when the other host has
+ * segments lost NAME: receives that segment, and after a line of input, when the other host has
  * died, gives it up and restores it.
  * segments get NAME: waits for that segment, whose pages come only when it pulls them.
  */
@@ -267,7 +267,7 @@ static void own(aquifer_process *self)
     }
 }
 
-static void inherit(aquifer_process *self)
+static void give_up(aquifer_process *self)
 {
     aquifer_segment *segment = receive(self, AQUIFER_PULL_EXPLICIT);
     puts("received");
@@ -282,7 +282,7 @@ static void inherit(aquifer_process *self)
     done(aquifer_segment_deallocate(segment));
 }
 
-static void obey(aquifer_process *self, unsigned copies)
+static void sync_and_move(aquifer_process *self, unsigned copies)
 {
     aquifer_segment *segment, *other;
     done(aquifer_segment_allocate(self, 9, SIZES[0], &segment));
@@ -314,7 +314,7 @@ int main(int count, char **words)
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
     if (count < 3)
-        errx(2, "usage: segments home|peer|give|orphan|own|obey|heir|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|synced|lost|get NAME [PEER]");
     aquifer_process *self = open_name(words[2]);
     if (count > 3 && !strcmp(words[1], "home"))
         home(self, words[3]);
@@ -326,14 +326,14 @@ int main(int count, char **words)
         be_orphan(self, strcmp(words[3], "explicit") ? AQUIFER_PULL_AHEAD : AQUIFER_PULL_EXPLICIT);
     else if (!strcmp(words[1], "own"))
         own(self);
-    else if (count > 3 && !strcmp(words[1], "obey"))
-        obey(self, atoi(words[3]));
-    else if (!strcmp(words[1], "heir"))
-        inherit(self);
+    else if (count > 3 && !strcmp(words[1], "synced"))
+        sync_and_move(self, atoi(words[3]));
+    else if (!strcmp(words[1], "lost"))
+        give_up(self);
     else if (!strcmp(words[1], "get"))
         get(self);
     else
-        errx(2, "usage: segments home|peer|give|orphan|own|obey|heir|get NAME [PEER]");
+        errx(2, "usage: segments home|peer|give|orphan|own|synced|lost|get NAME [PEER]");
     done(aquifer_process_close(self));
     /* The name is free again, and the addresses. */
     done(aquifer_process_close(open_name(words[2])));

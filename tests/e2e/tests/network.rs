@@ -356,6 +356,8 @@ fn count_and_kill(partitions: u32, times: usize, kills_max: usize) {
     let sockets = [0, 1].map(|host: usize| cluster.hosts[host].state.path().join("agent.sock"));
     let program = super::examples::rust_example("word_counts");
     let mut players = WordCounts::start([&sockets[0], &sockets[1]], &program, partitions, times);
+    // An agent that is killed opens no names.
+    eventually("partitions to move", || segments_at(&sockets[1])?.first().map(drop));
     let mut kills = 0;
     while !players.has_ended() && kills < kills_max {
         cluster.hosts[kills % 2].kill_agent();
@@ -388,17 +390,17 @@ fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
         let agent = host.state.path().join("agent.sock");
         PipedProgram::with(programs.start_by(host.inside(&programs.path()), &agent, words))
     };
-    let mut heir = start(&cluster.hosts[1], &["heir", "heir"]);
-    let mut obedient = start(&cluster.hosts[0], &["obey", "first", "2"]);
-    obedient.expect("synced");
+    let mut target = start(&cluster.hosts[1], &["lost", "target"]);
+    let mut source = start(&cluster.hosts[0], &["synced", "first", "2"]);
+    source.expect("synced");
     let mut request = Command::new(build::binary());
-    request.arg("--state").arg(cluster.hosts[0].state.path()).args(["segment", "move", "9", "heir"]);
+    request.arg("--state").arg(cluster.hosts[0].state.path()).args(["segment", "move", "9", "target"]);
     assert!(request.status().expect("aquifer can be started").success());
-    heir.expect("received");
-    obedient.expect("done");
+    target.expect("received");
+    source.expect("done");
     cluster.hosts[0].die();
-    heir.request();
-    heir.expect("done");
+    target.request();
+    target.expect("done");
 }
 
 /// A program with accounts on a host, and what it has confirmed.

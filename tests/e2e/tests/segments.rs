@@ -301,8 +301,8 @@ fn programs_in_c_sync_and_are_asked() {
         text(&output.stdout)
     };
     let programs = Programs::build();
-    let mut obedient = PipedProgram::with(programs.start(agent, &["obey", "first", "1"]));
-    obedient.expect("synced");
+    let mut source = PipedProgram::with(programs.start(agent, &["synced", "first", "1"]));
+    source.expect("synced");
     let listed = command(&["list"]);
     assert!(listed.contains("segment 9: 4 MiB, process first, synced "), "{listed}");
     let mut second = PipedProgram::with(programs.start(agent, &["orphan", "second", "ahead"]));
@@ -310,7 +310,7 @@ fn programs_in_c_sync_and_are_asked() {
     command(&["move", "9", "second"]);
     second.request();
     second.expect("received");
-    obedient.expect("done");
+    source.expect("done");
     let json: serde_json::Value = serde_json::from_str(&command(&["list", "--json"])).expect("JSON");
     let copies = &json["copies"][0];
     assert_eq!((&copies["version"], copies["nodes"].as_array().map(Vec::len)), (&2.into(), Some(1)));

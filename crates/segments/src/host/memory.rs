@@ -19,7 +19,7 @@ pub const PAGE_BYTES: u64 = 4096;
 pub struct SegmentMemory {
     /// The number under which the keeper holds it.
     pub number: u64,
-    /// The tenant to whom it counts.
+    /// Its tenant.
     pub tenant: u32,
     /// The bytes.
     pub data: Arc<Memory>,

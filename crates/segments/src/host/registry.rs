@@ -33,9 +33,8 @@ impl SegmentKey {
         names::segment_key(self.tenant, self.id)
     }
 
-    /// The segment of a key that begins with `prefix`.
-    pub(super) fn of_name(prefix: &str, name: &str) -> Option<Self> {
-        let (tenant, id) = name.strip_prefix(prefix)?.split_once('/')?;
+    fn of_name(name: &str) -> Option<Self> {
+        let (tenant, id) = name.strip_prefix(names::SEGMENTS)?.split_once('/')?;
         Some(Self { tenant: tenant.parse().ok()?, id: id.parse().ok()? })
     }
 
@@ -310,7 +309,7 @@ impl Registry {
         let mut keys = Vec::new();
         for entry in &listing.entries {
             let record: SegmentRecord = names::decode(entry)?;
-            keys.extend(SegmentKey::of_name(names::SEGMENTS, &entry.key).filter(|_| record.owner == owner));
+            keys.extend(SegmentKey::of_name(&entry.key).filter(|_| record.owner == owner));
         }
         Ok(keys)
     }

@@ -58,13 +58,13 @@ pub enum Retraction {
     Fenced,
 }
 
-/// What a host knows of a segment that the directory does not.
+/// What the directory's record of a segment does not show.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Evidence {
     /// The target of a hand-over that it will not accept any more, and the number of that.
     pub refused: Option<(Life, u64)>,
-    /// The host itself, if it does not have the segment: an agent has lost it, or has not heard
-    /// that it owns it.
+    /// The host itself, if it does not have the segment: its agent has lost it, or has had no
+    /// answer to the transaction that made it the owner.
     pub unheld: Option<Life>,
 }
 

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 use aquifer_client::segments::{Process, Segment};
@@ -20,7 +20,7 @@ use crate::bench::support::{folder, interrupt};
 const MIB: u64 = 1 << 20;
 const PAGE_WORDS: usize = 512;
 const ROUNDS: usize = 5;
-const COLUMNS: [&str; 3] = ["sync ms", "written MiB", "file and fsync ms"];
+const COLUMNS: [&str; 3] = ["sync ms", "written MiB", "file and fdatasync ms"];
 
 /// What is changed before a sync.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -78,8 +78,10 @@ impl Measured<'_> {
             let began = Instant::now();
             written = self.segment.sync(1).map_err(segment_error)?.written_bytes;
             syncs.push(began.elapsed().as_secs_f64() * 1e3);
+            // A program writes what it has in its memory.
+            let pieces = self.pieces(&pages);
             let began = Instant::now();
-            self.write_file(&pages).map_err(BenchError::io("write", self.path))?;
+            self.write_file(&pieces).map_err(BenchError::io("write", self.path))?;
             files.push(began.elapsed().as_secs_f64() * 1e3);
         }
         let written = Spread::one(float(written) / float(MIB));
@@ -120,21 +122,24 @@ impl Measured<'_> {
         pages
     }
 
-    fn write_file(&self, pages: &[usize]) -> std::io::Result<()> {
+    /// The bytes of pages, and where they are in the file: in one piece, if they are all.
+    fn pieces(&self, pages: &[usize]) -> Vec<(u64, Vec<u8>)> {
         let words = self.segment.words();
-        let bytes_of = |words: &[std::sync::atomic::AtomicU64]| -> Vec<u8> {
+        let bytes_of = |words: &[AtomicU64]| -> Vec<u8> {
             words.iter().flat_map(|word| word.load(Relaxed).to_ne_bytes()).collect()
         };
         if pages.len() * PAGE_WORDS == words.len() {
-            // As a program writes it that has everything in one piece.
-            let content = bytes_of(words);
-            self.file.write_all_at(&content, 0)?;
-        } else {
-            for page in pages {
-                let content = bytes_of(&words[page * PAGE_WORDS..][..PAGE_WORDS]);
-                self.file.write_all_at(&content, (page * PAGE_WORDS * 8) as u64)?;
-            }
+            return vec![(0, bytes_of(words))];
         }
+        let piece = |page: &usize| {
+            let first = page * PAGE_WORDS;
+            (first as u64 * 8, bytes_of(&words[first..][..PAGE_WORDS]))
+        };
+        pages.iter().map(piece).collect()
+    }
+
+    fn write_file(&self, pieces: &[(u64, Vec<u8>)]) -> std::io::Result<()> {
+        pieces.iter().try_for_each(|(offset, bytes)| self.file.write_all_at(bytes, *offset))?;
         self.file.sync_data()
     }
 }
