@@ -15,9 +15,9 @@ pub enum Call {
     Open {
         /// The name.
         process: String,
-        /// The segments that it got from an agent whose process has ended.
+        /// The segments that it got from an agent whose process has ended, and their tenures.
         #[serde(default)]
-        held: Vec<u64>,
+        held: Vec<(u64, Tenure)>,
     },
     /// Makes this connection one for [`Call::Receive`] and [`Call::Serve`], of a process that is
     /// open. The first request of a connection.
@@ -64,6 +64,8 @@ pub enum Call {
     Transfer {
         /// Its number.
         id: u64,
+        /// The tenure that ends.
+        tenure: Tenure,
         /// Whether an agent that has ended did not answer the same call.
         #[serde(default)]
         is_repeated: bool,
@@ -168,6 +170,17 @@ pub enum Call {
     },
 }
 
+/// The time for which a process has a segment, told from an earlier or a later one: it may have got
+/// the segment back.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tenure {
+    /// The hand-over by which its host got it.
+    pub generation: u64,
+    /// How often it was passed on between processes of that host.
+    pub passes: u64,
+}
+
 /// Most segments in an answer.
 pub const LISTED_MAX: usize = 128;
 
@@ -200,6 +213,8 @@ pub enum Answer {
         bytes: u64,
         /// Whether pages are elsewhere.
         is_partial: bool,
+        /// The tenure that begins.
+        tenure: Tenure,
     },
     /// Where the copies of a segment are. Carries its memory if the process owns it.
     Copies {

@@ -217,12 +217,12 @@ impl Process {
     }
 
     fn map(&self, answer: &Answer, file: Option<OwnedFd>) -> Result<Segment<'_>, Error> {
-        let Answer::Segment { id, address, bytes, .. } = *answer else {
+        let Answer::Segment { id, address, bytes, tenure, .. } = *answer else {
             return Err(error_of(answer.clone()));
         };
         let file = file.ok_or(Error::Answer)?;
         let as_size = |value: u64| usize::try_from(value).map_err(|_| Error::Answer);
-        self.link.hold(id, as_size(address)?, as_size(bytes)?)?;
+        self.link.hold(id, as_size(address)?, as_size(bytes)?, tenure)?;
         let mapping = Mapping::new(&self.arena, as_size(address)?, as_size(bytes)?, &file)
             .map_err(Error::from)
             .and_then(|mapping| self.link.confirm(id).map(|()| mapping));
@@ -349,8 +349,11 @@ impl<'a> Segment<'a> {
         if let Err(error) = self.mapping.withdraw() {
             return Err(TransferFailure { segment: Some(self), error: error.into() });
         }
-        let transfer = |is_repeated| Call::Transfer { id: self.id, is_repeated };
-        let asked = self.process.check_owner().and_then(|()| Ok(self.process.link.ask(transfer)?.0));
+        let (id, link) = (self.id, &self.process.link);
+        let asked = self.process.check_owner().and_then(|()| {
+            let tenure = link.tenure(id);
+            Ok(link.ask(|is_repeated| Call::Transfer { id, tenure, is_repeated })?.0)
+        });
         let error = match asked {
             Ok(Answer::Done) => return Ok(()),
             Ok(Answer::Kept(reason)) => match self.mapping.restore() {

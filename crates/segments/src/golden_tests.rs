@@ -2,7 +2,7 @@
 
 use std::fmt::Debug;
 
-use aquifer_arena::calls::{Call, SegmentStatus, Times, Totals};
+use aquifer_arena::calls::{Call, SegmentStatus, Tenure, Times, Totals};
 use aquifer_arena::copies::{CopyRecord, CopyTree, FormerRoot, Words};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -84,8 +84,12 @@ fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(value: &T, json: &
 #[test]
 fn golden_calls() {
     let process = || "p".to_owned();
+    let tenure = Tenure { generation: 8, passes: 9 };
     for (call, json) in [
-        (Call::Open { process: process(), held: vec![7] }, r#"{"open":{"process":"p","held":[7]}}"#),
+        (
+            Call::Open { process: process(), held: vec![(7, tenure)] },
+            r#"{"open":{"process":"p","held":[[7,{"generation":8,"passes":9}]]}}"#,
+        ),
         (Call::Attend { process: process() }, r#"{"attend":{"process":"p"}}"#),
         (Call::Pulse, r#""pulse""#),
         (Call::Allocate { id: 7, bytes: 4096 }, r#"{"allocate":{"id":7,"bytes":4096}}"#),
@@ -93,7 +97,10 @@ fn golden_calls() {
         (Call::GiveUp { id: 7 }, r#"{"give_up":{"id":7}}"#),
         (Call::Connect { id: 7, process: process() }, r#"{"connect":{"id":7,"process":"p"}}"#),
         (Call::Abort { id: 7 }, r#"{"abort":{"id":7}}"#),
-        (Call::Transfer { id: 7, is_repeated: true }, r#"{"transfer":{"id":7,"is_repeated":true}}"#),
+        (
+            Call::Transfer { id: 7, tenure, is_repeated: true },
+            r#"{"transfer":{"id":7,"tenure":{"generation":8,"passes":9},"is_repeated":true}}"#,
+        ),
         (Call::Receive { timeout_ms: 5, requests: true }, r#"{"receive":{"timeout_ms":5,"requests":true}}"#),
         (Call::Serve { id: 7, pulls: true }, r#"{"serve":{"id":7,"pulls":true}}"#),
         (Call::Pull { id: 7, offset: 8, bytes: 9 }, r#"{"pull":{"id":7,"offset":8,"bytes":9}}"#),
@@ -192,8 +199,11 @@ fn golden_answers_to_calls() {
     check(&Answer::Failed("why".into()), r#"{"failed":"why"}"#);
     let opened = Answer::Opened { held: vec![7], awaited: vec![8], grace_ms: 9 };
     check(&opened, r#"{"opened":{"held":[7],"awaited":[8],"grace_ms":9}}"#);
-    let segment = Answer::Segment { id: 7, address: 8, bytes: 9, is_partial: true };
-    check(&segment, r#"{"segment":{"id":7,"address":8,"bytes":9,"is_partial":true}}"#);
+    let segment =
+        Answer::Segment { id: 7, address: 8, bytes: 9, is_partial: true, tenure: Tenure::default() };
+    let tenure = r#""tenure":{"generation":0,"passes":0}"#;
+    let json = format!(r#"{{"segment":{{"id":7,"address":8,"bytes":9,"is_partial":true,{tenure}}}}}"#);
+    check(&segment, &json);
     check(&Answer::Asked { id: 7, process: "p".into() }, r#"{"asked":{"id":7,"process":"p"}}"#);
     check(&Answer::List(vec![status.clone()]), &format!(r#"{{"list":[{status_json}]}}"#));
     let report = Answer::Report { segments: vec![status], totals };

@@ -404,16 +404,17 @@ fn a_process_comes_back_to_its_segments() {
     cluster.hosts[0].open_process(TENANT, "own", own, &[]).unwrap();
     cluster.hosts[0].open_process(TENANT, "other", other_identity, &[]).unwrap();
     let segment = |id| SegmentKey { tenant: TENANT, id };
-    cluster.hosts[0].allocate(segment(1), 4096, "own").unwrap();
+    let tenure = cluster.hosts[0].allocate(segment(1), 4096, "own").unwrap().tenure;
+    let held = |ids: [u64; 3]| ids.map(|id| (id, tenure));
     cluster.hosts[0].allocate(segment(2), 4096, "own").unwrap();
     cluster.hosts[0].allocate(segment(3), 4096, "other").unwrap();
     cluster.restart(0);
     let host = &cluster.hosts[0];
     for (name, identity) in [("own", other_identity), ("own", None), ("other", own)] {
-        let error = host.open_process(TENANT, name, identity, &[1, 2, 3]).unwrap_err();
+        let error = host.open_process(TENANT, name, identity, &held([1, 2, 3])).unwrap_err();
         assert!(matches!(error, SegmentError::NameTaken(_)), "{error}");
     }
-    assert_eq!(host.open_process(TENANT, "own", own, &[1, 3, 4]).unwrap().0, [1]);
+    assert_eq!(host.open_process(TENANT, "own", own, &held([1, 3, 4])).unwrap().0, [1]);
     let arrival = host.receive(TENANT, "own", Duration::ZERO).unwrap();
     assert_eq!(arrival.segment.id, 2, "it was not told of this one");
     assert!(host.receive(TENANT, "own", Duration::ZERO).is_none());
@@ -422,6 +423,43 @@ fn a_process_comes_back_to_its_segments() {
     other.wait().unwrap();
     assert!(host.open_process(TENANT, "other", own, &[]).unwrap().0.is_empty());
     assert_eq!(host.receive(TENANT, "other", Duration::ZERO).unwrap().segment.id, 3);
+}
+
+/// A process that asks for the outcome of a hand-over once more may have got the segment back
+/// meanwhile: that is another tenure.
+#[test]
+fn a_segment_that_has_come_back_is_another_one() {
+    let mut cluster = Cluster::start(2);
+    let own = ProcessIdentity::of(std::process::id());
+    for name in ["own", "other"] {
+        cluster.hosts[0].open_process(TENANT, name, own, &[]).unwrap();
+    }
+    let first = cluster.hosts[0].allocate(SEGMENT, BYTES, "own").unwrap().tenure;
+    for (from, to) in [("own", "other"), ("other", "own")] {
+        assert!(cluster.hosts[0].is_owned_by(SEGMENT, from));
+        cluster.hosts[0].connect(SEGMENT, to).unwrap();
+        cluster.hosts[0].transfer(SEGMENT).unwrap();
+    }
+    let second = cluster.hosts[0].receive(TENANT, "own", Duration::ZERO).unwrap().tenure;
+    assert!(!cluster.hosts[0].is_tenure(SEGMENT, "own", first));
+    assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", second));
+    assert!(!cluster.hosts[0].is_tenure(SEGMENT, "other", second));
+    // The process comes back to the next agent before it knows the outcome of the first one, and is
+    // told of the segment anew.
+    cluster.restart(0);
+    let held = cluster.hosts[0].open_process(TENANT, "own", own, &[(SEGMENT.id, first)]).unwrap();
+    assert_eq!(held, (Vec::new(), Vec::new()));
+    assert_eq!(cluster.hosts[0].receive(TENANT, "own", Duration::ZERO).unwrap().tenure, second);
+    // Between hosts as well, and the tenure before is not lost to the agent.
+    cluster.hosts[0].connect(SEGMENT, &name(&cluster.hosts[1])).unwrap();
+    cluster.hosts[0].transfer(SEGMENT).unwrap();
+    assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", second));
+    receive(&cluster.hosts[1]);
+    cluster.hosts[1].connect(SEGMENT, "own").unwrap();
+    cluster.hosts[1].transfer(SEGMENT).unwrap();
+    let third = cluster.hosts[0].receive(TENANT, "own", Duration::from_secs(10)).unwrap().tenure;
+    assert!(third != second && !cluster.hosts[0].is_tenure(SEGMENT, "own", second));
+    assert!(cluster.hosts[0].is_tenure(SEGMENT, "own", third));
 }
 
 /// A hand-over that the target declines at the last moment: the process has its segment again, and

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use aquifer_client::segments::{Event, Process, Pulling, Segment};
 use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_agent;
 use aquifer_tests_e2e::{Cluster, build, eventually};
 use tempfile::TempDir;
 
@@ -327,4 +328,26 @@ fn programs_in_c_sync_and_are_asked() {
     assert_eq!(end(start(synced.arg("third").env("LD_LIBRARY_PATH", libraries), agent)), "done\n");
     let objects: Vec<u64> = super::heaps::reports(&cluster).iter().map(|heap| heap.objects).collect();
     assert_eq!(objects, [0, 0], "all objects of the copies are freed");
+}
+
+/// By descriptors, while the agent is killed and started again all the time.
+#[test]
+fn segments_move_on_a_host_whose_agent_is_killed() {
+    const TURNS: u32 = 2000;
+    let cluster = Cluster::up(1, "64M");
+    let agent = cluster.agent_socket();
+    let mut players = Relay::start([agent, agent], TURNS);
+    // An agent that is killed opens no names.
+    let observer = Process::open_at(agent, "observer").expect("the name is free");
+    eventually("a segment to move", || {
+        let list = observer.list().expect("the agent runs");
+        list.iter().any(|segment| segment.process == "second").then_some(())
+    });
+    let mut kills = 0;
+    while !players.has_ended() && kills < 100 {
+        restart_agent(&cluster);
+        kills += 1;
+    }
+    players.assert_success(TURNS);
+    assert!(kills > 0);
 }

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_arena::calls::{Answer, Call};
+use aquifer_arena::calls::{Answer, Call, Tenure};
 use aquifer_arena::{PageFaults, revoke};
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_ipc::Frame;
@@ -63,6 +63,7 @@ struct State {
 struct Held {
     address: usize,
     bytes: usize,
+    tenure: Tenure,
     armed: Option<Armed>,
 }
 
@@ -159,16 +160,21 @@ impl Link {
     ///
     /// # Errors
     /// If it is mapped already, perhaps by another thread, or was lost and not dropped yet.
-    pub fn hold(&self, id: u64, address: usize, bytes: usize) -> Result<(), Error> {
+    pub fn hold(&self, id: u64, address: usize, bytes: usize, tenure: Tenure) -> Result<(), Error> {
         match lock(&self.held).entry(id) {
             Entry::Vacant(free) => {
-                free.insert(Held { address, bytes, armed: None });
+                free.insert(Held { address, bytes, tenure, armed: None });
                 Ok(())
             }
             Entry::Occupied(_) => {
                 Err(Error::Failed(format!("drop segment {id}, which was lost, to receive it again")))
             }
         }
+    }
+
+    /// That of a segment that is mapped.
+    pub fn tenure(&self, id: u64) -> Tenure {
+        lock(&self.held).get(&id).map(|held| held.tenure).unwrap_or_default()
     }
 
     /// It is mapped.
@@ -264,8 +270,8 @@ impl Link {
             drop(state);
             // Whatever an answer has brought is mapped and held by then, or was never answered.
             let (mut calls, mut arrivals) = (lock(&self.calls), lock(&self.arrivals));
-            let ids = lock(&self.held).keys().copied().collect();
-            let next = connect_all(&self.agent, &self.process, ids);
+            let held = lock(&self.held).iter().map(|(id, held)| (*id, held.tenure)).collect();
+            let next = connect_all(&self.agent, &self.process, held);
             if let Ok(next) = next {
                 self.go_on(&next);
                 (*calls, *arrivals) = (next.calls, next.arrivals);
@@ -368,7 +374,7 @@ struct Ends {
     asked: Instant,
 }
 
-fn connect_all(agent: &Path, process: &str, held: Vec<u64>) -> Result<Connected, Error> {
+fn connect_all(agent: &Path, process: &str, held: Vec<(u64, Tenure)>) -> Result<Connected, Error> {
     let (calls, arrivals, pulse) = (connect(agent)?, connect(agent)?, connect(agent)?);
     // An agent that is stopped accepts connections, and does not answer.
     for socket in [&calls, &arrivals, &pulse] {

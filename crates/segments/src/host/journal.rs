@@ -32,6 +32,9 @@ pub struct JournalEntry {
     pub process: String,
     /// The same process, while it runs.
     pub identity: Option<ProcessIdentity>,
+    /// How often it was passed on between processes of this host.
+    #[serde(default)]
+    pub passes: u64,
 }
 
 /// Writes an entry at `at`, in the place of the one before the last. `sequence` is that of the last
@@ -80,7 +83,7 @@ mod tests {
     fn entry(address: u64) -> JournalEntry {
         let holder = Holder::owner(Life { host: 1, epoch: 2 }, 3);
         let (copies, maps) = (Vec::new(), vec![Some(3), None]);
-        JournalEntry { holder, copies, maps, address, process: "p".into(), identity: None }
+        JournalEntry { holder, copies, maps, address, process: "p".into(), identity: None, passes: 4 }
     }
 
     #[test]
@@ -107,7 +110,7 @@ mod tests {
     fn golden_entry() {
         let holder = r#"{"own":{"host":1,"epoch":2},"holding":{"Owned":{"generation":3,"stage":"Settled"}},"#;
         let counts = r#""decided":3,"received":0},"copies":[],"maps":[3,null],"address":8192,"#;
-        let json = [r#"{"holder":"#, holder, counts, r#""process":"p","identity":null}"#].concat();
+        let json = [r#"{"holder":"#, holder, counts, r#""process":"p","identity":null,"passes":4}"#].concat();
         assert_eq!(serde_json::to_string(&entry(8192)).unwrap(), json);
         assert_eq!(serde_json::from_str::<JournalEntry>(&json).unwrap(), entry(8192));
     }

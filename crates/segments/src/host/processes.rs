@@ -3,6 +3,8 @@
 use std::collections::btree_map::Entry;
 use std::time::Duration;
 
+use aquifer_arena::calls::Tenure;
+
 use super::error::PROCESS_NAME_MAX;
 use super::programs::ProcessIdentity;
 use super::shared::{Arrival, lock};
@@ -22,7 +24,7 @@ impl SegmentHost {
         tenant: u32,
         process: &str,
         identity: Option<ProcessIdentity>,
-        held: &[u64],
+        held: &[(u64, Tenure)],
     ) -> Result<(Vec<u64>, Vec<u64>), SegmentError> {
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if process.is_empty() || process.len() > PROCESS_NAME_MAX || !process.bytes().all(is_plain) {
@@ -40,12 +42,15 @@ impl SegmentHost {
         };
         // It asks again for the outcome of hand-overs that are under way.
         let mut awaited = Vec::new();
-        for id in held {
+        for (id, tenure) in held {
             let entry = lock(&shared.segments).get(&SegmentKey { tenant, id: *id }).cloned();
             if let Some(entry) = entry {
                 let mut entry = lock(&entry);
                 let is_same = entry.identity.is_some() && entry.identity == identity;
-                if is_same && matches!(entry.holder.holding(), Holding::Sent { .. }) {
+                if is_same
+                    && entry.tenure() == *tenure
+                    && matches!(entry.holder.holding(), Holding::Sent { .. })
+                {
                     entry.is_awaited = true;
                     awaited.push(*id);
                 }
@@ -57,7 +62,7 @@ impl SegmentHost {
             let Ok(entry) = shared.owned(segment) else { continue };
             let mut entry = lock(&entry);
             let is_same = entry.identity.is_some() && entry.identity == identity;
-            if is_same && held.contains(&status.id) {
+            if is_same && held.contains(&(status.id, entry.tenure())) {
                 still_held.push(status.id)
             } else {
                 left.push(segment)

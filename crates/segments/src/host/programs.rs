@@ -250,7 +250,10 @@ impl Program<'_> {
                 Ok(segment) => self.host.abort(segment)?,
                 Err(_) => self.host.end_restore(self.key(id), self.process),
             },
-            Call::Transfer { id, is_repeated } => {
+            // It has arrived, and may be the process's again by now.
+            Call::Transfer { id, tenure, is_repeated: true }
+                if !self.host.is_tenure(self.key(id), self.process, tenure) => {}
+            Call::Transfer { id, is_repeated, .. } => {
                 let outcome = match self.own(id) {
                     Ok(segment) => self.host.transfer(segment),
                     // An earlier process of the agent has handed it over.
@@ -335,12 +338,13 @@ pub(super) fn answer(socket: &OwnedFd, answer: &Answer) -> bool {
 /// Answers with a segment, without waiting. Returns false if the program has closed the connection,
 /// or does not read its answers.
 pub(super) fn answer_segment(socket: &OwnedFd, arrival: &Arrival) -> bool {
-    let Arrival { segment, address, data, is_partial } = arrival;
+    let Arrival { segment, address, data, is_partial, tenure } = arrival;
     let found = Answer::Segment {
         id: segment.id,
         address: *address,
         bytes: data.len() as u64,
         is_partial: *is_partial,
+        tenure: *tenure,
     };
     // The program itself may not be allowed to have a userfaultfd.
     let open = || rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).ok();

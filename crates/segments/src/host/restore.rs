@@ -49,9 +49,9 @@ impl HostShared {
         memory: SegmentMemory,
         entry: JournalEntry,
     ) -> Result<(), SegmentError> {
-        let JournalEntry { holder, copies, address, process, identity, .. } = entry;
+        let JournalEntry { holder, copies, address, process, identity, passes, .. } = entry;
         let mut restored =
-            Segment { holder, copies, address, process, identity, ..Segment::absent(self.own) };
+            Segment { holder, copies, address, process, identity, passes, ..Segment::absent(self.own) };
         // Its regions have new keys.
         for place in restored.copies.iter_mut().filter(|place| place.link.at == self.own) {
             *place = self.own_place(&memory, place.link.generation).unwrap_or(*place);

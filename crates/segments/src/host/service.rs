@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_arena::SEGMENT_BYTES_MAX;
-use aquifer_arena::calls::SegmentStatus;
+use aquifer_arena::calls::{SegmentStatus, Tenure};
 use aquifer_directory::{Directory, Lease};
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{ClusterKey, Host, Identity, Limits, TargetError, Tenant};
@@ -343,6 +343,16 @@ impl SegmentHost {
         Ok(())
     }
 
+    /// Whether a process has, or had last, a segment for this tenure.
+    #[must_use]
+    pub fn is_tenure(&self, segment: SegmentKey, process: &str, tenure: Tenure) -> bool {
+        let entry = lock(&self.shared.segments).get(&segment).cloned();
+        entry.is_some_and(|entry| {
+            let entry = lock(&entry);
+            entry.process == process && entry.tenure() == tenure
+        })
+    }
+
     /// Waits for the outcome of a hand-over that an earlier process of the agent has begun.
     ///
     /// # Errors
@@ -399,6 +409,7 @@ impl SegmentHost {
             }
             entry.identity = self.shared.identity_of(segment.tenant, &target);
             entry.process.clone_from(&target);
+            entry.passes += 1;
             entry.save();
             (entry.served, entry.is_awaited) = (None, false);
             target

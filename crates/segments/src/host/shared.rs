@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use aquifer_arena::calls::{Answer, SegmentStatus};
+use aquifer_arena::calls::{Answer, SegmentStatus, Tenure};
 use aquifer_directory::{DirectoryError, LeaseId};
 use aquifer_fabric::tcp::TcpTarget;
 use aquifer_fabric::{ClusterKey, Identity, Memory};
@@ -94,6 +94,8 @@ pub(super) struct Segment {
     pub process: String,
     /// That process, if it is open and can be seen.
     pub identity: Option<ProcessIdentity>,
+    /// How often it was passed on between processes of this host.
+    pub passes: u64,
     /// The process to which it is prepared to be handed over.
     pub target: String,
     /// Its process waits for the outcome of a hand-over, or will ask for it again. If it has the
@@ -116,6 +118,8 @@ pub struct Arrival {
     pub data: Arc<Memory>,
     /// Whether pages must be pulled before they are touched.
     pub is_partial: bool,
+    /// The tenure of the process.
+    pub tenure: Tenure,
 }
 
 impl HostShared {
@@ -225,6 +229,7 @@ impl Segment {
             address: 0,
             process: String::new(),
             identity: None,
+            passes: 0,
             target: String::new(),
             is_awaited: false,
             is_arming: false,
@@ -242,6 +247,7 @@ impl Segment {
             address: self.address,
             process: self.process.clone(),
             identity: self.identity,
+            passes: self.passes,
         };
         memory.write_journal(&entry);
     }
@@ -267,10 +273,17 @@ impl Segment {
         })
     }
 
+    /// That of its process.
+    pub(super) fn tenure(&self) -> Tenure {
+        let generation = self.copies.first().map_or(0, |copy| copy.link.generation);
+        Tenure { generation, passes: self.passes }
+    }
+
     /// What its process gets.
     pub(super) fn arrival(&self, segment: SegmentKey) -> Option<Arrival> {
         let data = self.memory.as_ref().map(|memory| Arc::clone(&memory.data))?;
-        Some(Arrival { segment, address: self.address, data, is_partial: self.puller.is_some() })
+        let (is_partial, tenure) = (self.puller.is_some(), self.tenure());
+        Some(Arrival { segment, address: self.address, data, is_partial, tenure })
     }
 
     /// Whether the directory must be asked or told something before it can be handed over.
