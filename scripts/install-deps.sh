@@ -65,6 +65,9 @@ need_for_test() {
     need etcd-server has etcd
     need iproute2 has ip
     need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
+    # The server that `aquifer cache` is compared with, and its test program.
+    need libmemcached-tools has memccapable
+    need memcached has memcached
 }
 
 need_for_fuzz() {

@@ -7,6 +7,7 @@ use aquifer_channel::paths::own_or_shared_socket;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
+use crate::cache::CacheArguments;
 use crate::kv::KvArguments;
 use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
 use crate::state::StateDir;
@@ -28,6 +29,7 @@ Programs:
   run        Run an unmodified program with a limit on its resident memory
   limit      Change the limit of a running program
   kv         Use key-value stores in the memory of nodes
+  cache      Serve a cache that speaks memcached's protocols
 
 Measurements:
   demo       Compare a real program on the pool, on kernel swap and without either
@@ -96,6 +98,8 @@ pub enum Command {
     Segment(SegmentArguments),
     /// Use key-value stores in the memory of nodes
     Kv(KvArguments),
+    /// Serve a cache that speaks memcached's protocols, with memcached's options
+    Cache(Box<CacheArguments>),
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
     #[command(after_help = RUN_EXIT_CODES)]
     Run(RunArguments),

@@ -1,11 +1,13 @@
 //! The command line `aquifer`: all commands and all daemons in one binary.
 //!
 //! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts
-//! an unmodified program on the pool. `kv` has key-value stores. A command that fails writes one
+//! an unmodified program on the pool. `kv` has key-value stores, and `cache` a
+//! server for clients of memcached. A command that fails writes one
 //! sentence to standard error. `aquifer bench`, `demo` and `fabric` start the binary
 //! `aquifer-bench`, which uses the public items of this crate.
 
 mod bench_binary;
+mod cache;
 mod cli;
 mod cluster;
 #[cfg(test)]
@@ -48,6 +50,7 @@ pub fn main() -> ExitCode {
             state(&cli.state).and_then(|state| cluster::segment(&state, &arguments))
         }
         Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
+        Command::Cache(arguments) => cache::cache(&arguments),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),

@@ -13,6 +13,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod cache;
 mod daemons;
 mod directory;
 mod fabric;
@@ -60,6 +61,7 @@ pub const TARGETS: &[Target] = &[
     agent::BOOK,
     pager::TABLE,
     objects::MESSAGES,
+    cache::REQUESTS,
 ];
 
 /// The target with this name.

@@ -16,10 +16,10 @@ mod location;
 mod lock;
 mod segment;
 mod serve;
-mod signals;
+pub mod signals;
 mod status;
 mod stop;
-mod systemd;
+pub mod systemd;
 mod up;
 
 pub use down::down;

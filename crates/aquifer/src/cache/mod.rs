@@ -1,0 +1,106 @@
+//! `aquifer cache`: a server that speaks memcached's protocols.
+
+mod arguments;
+mod process;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+use aquifer_cache::commands::Tokens;
+use aquifer_cache::server::{Listener, Server, ServerOptions, TlsSettings};
+use aquifer_cache::store::StoreOptions;
+use rustix::net::SocketType;
+
+use crate::Outcome;
+use crate::cluster::signals::StopSignal;
+use crate::cluster::systemd;
+use crate::say::log_to_stderr;
+
+pub use arguments::CacheArguments;
+
+/// The level from which on connections are logged.
+const LOGS_CONNECTIONS: u8 = 1;
+
+/// Serves until it is asked to stop.
+///
+/// # Errors
+/// If it cannot serve.
+pub fn cache(arguments: &CacheArguments) -> Outcome {
+    let options = options(arguments)?;
+    let listeners = &options.listeners;
+    let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_string()).collect();
+    process::raise_descriptor_limit(arguments)?;
+    if arguments.enable_coredumps {
+        process::raise_core_limit()?;
+    }
+    if arguments.daemon {
+        process::become_daemon(arguments.verbose > 0)?;
+    }
+    let pid_file = arguments.pidfile.as_deref().map(process::PidFile::write).transpose()?;
+    if let Some(user) = &arguments.user {
+        process::become_user(user)?;
+    }
+    log_to_stderr();
+    let mut stop = StopSignal::install()?;
+    let server = Server::start(options)?;
+    if arguments.lock_memory {
+        process::lock_memory()?;
+    }
+    tracing::info!(addresses = addresses.join(" "), memory = arguments.memory_limit, "cache serves");
+    if let Err(error) = systemd::notify_ready() {
+        tracing::warn!(%error, "readiness notification to systemd failed");
+    }
+    stop.wait(None);
+    server.stop();
+    drop(pid_file);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> {
+    let tokens = arguments.auth_file.as_deref().map(Tokens::read).transpose();
+    Ok(ServerOptions {
+        listeners: listen(arguments)?,
+        store: StoreOptions {
+            limit: arguments.memory_limit,
+            partitions: arguments.partitions as usize,
+            threads: usize::from(arguments.threads),
+            has_cas: !arguments.disable_cas,
+            evicts: !arguments.disable_evictions,
+        },
+        connections_max: arguments.conn_limit as usize,
+        item_size_max: usize::try_from(arguments.max_item_size)?,
+        requests_per_turn: arguments.max_reqs_per_event.unwrap_or(0) as usize,
+        idle_timeout_s: arguments.idle_timeout_s(),
+        tokens: tokens.map_err(|error| format!("the file of --auth-file cannot be used: {error}"))?,
+        tls: arguments.tls_files()?.map(TlsSettings::read).transpose()?,
+        protocol: arguments.protocol.fixed(),
+        flush_is_enabled: !arguments.disable_flush_all,
+        dump_is_enabled: !arguments.disable_dumping,
+        shutdown_is_enabled: arguments.enable_shutdown,
+        verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
+        version: env!("CARGO_PKG_VERSION"),
+    })
+}
+
+fn listen(arguments: &CacheArguments) -> Result<Vec<Listener>, Box<dyn Error>> {
+    if let Some(socket) = systemd::listener("cache", SocketType::STREAM)? {
+        return Ok(vec![Listener::from_socket(socket)?]);
+    }
+    let mut listeners = Vec::new();
+    for (address, is_plain) in arguments.addresses() {
+        let listener = Listener::tcp(address, arguments.listen_backlog)
+            .map_err(|error| format!("cannot listen on {address}: {error}"))?;
+        listeners.push(if is_plain { listener.without_tls() } else { listener });
+    }
+    if let Some(path) = &arguments.unix_socket {
+        let listener = Listener::unix(path, arguments.unix_mask, arguments.listen_backlog)
+            .map_err(|error| format!("cannot listen at {}: {error}", path.display()))?;
+        listeners.push(listener);
+    }
+    if listeners.is_empty() {
+        return Err(
+            "nothing to listen on: port 0 is none; give another with -p PORT, or a path with -s PATH".into(),
+        );
+    }
+    Ok(listeners)
+}

@@ -1,0 +1,122 @@
+//! What a daemon does with its process: identity, limits, background.
+
+use std::ffi::CString;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, Rlimit};
+
+use super::CacheArguments;
+
+/// Descriptors beside those of connections and partitions.
+const OTHER_DESCRIPTORS: u64 = 64;
+
+/// Makes room for the descriptors of all connections.
+///
+/// # Errors
+/// If the hard limit of open files is too low.
+pub fn raise_descriptor_limit(arguments: &CacheArguments) -> Result<(), String> {
+    let needed = u64::from(arguments.conn_limit)
+        + u64::from(arguments.partitions)
+        + 2 * u64::from(arguments.threads)
+        + OTHER_DESCRIPTORS;
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= needed) {
+        return Ok(());
+    }
+    let maximum = limit.maximum.map(|maximum| maximum.max(needed));
+    rustix::process::setrlimit(Resource::Nofile, Rlimit { current: Some(needed), maximum }).map_err(|error| {
+        format!(
+            "{} connections need a limit of {needed} open files, which is not permitted: {error}; raise the \
+                limit (ulimit -n, LimitNOFILE=), or set fewer connections with -c",
+            arguments.conn_limit
+        )
+    })
+}
+
+/// Lets core dumps be as large as the hard limit permits.
+///
+/// # Errors
+/// If the system refuses.
+pub fn raise_core_limit() -> io::Result<()> {
+    let maximum = rustix::process::getrlimit(Resource::Core).maximum;
+    Ok(rustix::process::setrlimit(Resource::Core, Rlimit { current: maximum, maximum })?)
+}
+
+/// Continues in the background, in a session of its own. Must be called before the first thread.
+///
+/// # Errors
+/// If the system refuses.
+pub fn become_daemon(keeps_output: bool) -> io::Result<()> {
+    // SAFETY: there is one thread, so the child has a whole process.
+    if unsafe { libc::daemon(1, i32::from(keeps_output)) } == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Locks the memory of the process, page by page as it is used.
+///
+/// # Errors
+/// If it is not permitted.
+pub fn lock_memory() -> Result<(), String> {
+    // SAFETY: the call takes no pointers.
+    let locked = unsafe { libc::mlockall(libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT) };
+    if locked == 0 {
+        return Ok(());
+    }
+    Err(format!("memory cannot be locked: {}; raise the limit (ulimit -l)", io::Error::last_os_error()))
+}
+
+/// Takes the identity of a user, if this process is root's.
+///
+/// # Errors
+/// If there is no such user, or if the system refuses.
+pub fn become_user(name: &str) -> Result<(), String> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    let unknown = || format!("there is no user \"{name}\"");
+    let c_name = CString::new(name).map_err(|_| unknown())?;
+    // SAFETY: the name is a valid string. There is one thread, so the entry stays valid until the
+    // next call.
+    let (uid, gid) = unsafe {
+        let entry = libc::getpwnam(c_name.as_ptr());
+        if entry.is_null() {
+            return Err(unknown());
+        }
+        ((*entry).pw_uid, (*entry).pw_gid)
+    };
+    // SAFETY: the name is a valid string, and there is one thread, whose identity is the process's.
+    let changed = unsafe {
+        libc::initgroups(c_name.as_ptr(), gid) == 0 && libc::setgid(gid) == 0 && libc::setuid(uid) == 0
+    };
+    if changed {
+        return Ok(());
+    }
+    Err(format!("cannot take the identity of user \"{name}\": {}", io::Error::last_os_error()))
+}
+
+/// A file with the process's number, which is deleted when the process ends.
+#[derive(Debug)]
+pub struct PidFile(PathBuf);
+
+impl PidFile {
+    /// Writes the file.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn write(path: &Path) -> Result<Self, String> {
+        let write = || writeln!(std::fs::File::create(path)?, "{}", std::process::id());
+        write().map_err(|error| format!("cannot write {}: {error}", path.display()))?;
+        Ok(Self(path.to_owned()))
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        // The user may not be permitted to delete what root has written.
+        let _left = std::fs::remove_file(&self.0);
+    }
+}

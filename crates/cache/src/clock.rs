@@ -1,0 +1,80 @@
+//! Seconds since the cache started, and how clients say when an item expires.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use rustix::time::ClockId;
+
+/// A time relative to now of more than 30 days is a time since 1970.
+const RELATIVE_MAX_S: i64 = 60 * 60 * 24 * 30;
+/// The second in which the cache starts. An item that expires in second 1 has expired.
+const FIRST_S: u32 = 2;
+const EXPIRED_S: u32 = 1;
+
+/// Counts seconds.
+#[derive(Clone, Copy, Debug)]
+pub struct Clock {
+    started_monotonic_s: i64,
+    started_unix_s: i64,
+}
+
+impl Clock {
+    /// A clock that starts now.
+    #[must_use]
+    pub fn start() -> Self {
+        let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        Self {
+            started_monotonic_s: monotonic_s() - i64::from(FIRST_S),
+            started_unix_s: i64::try_from(unix).unwrap_or(i64::MAX) - i64::from(FIRST_S),
+        }
+    }
+
+    /// The current second.
+    #[must_use]
+    pub fn now_s(&self) -> u32 {
+        u32::try_from(monotonic_s() - self.started_monotonic_s).unwrap_or(u32::MAX)
+    }
+
+    /// The current time since 1970, in seconds.
+    #[must_use]
+    pub fn unix_s(&self, now_s: u32) -> i64 {
+        self.started_unix_s + i64::from(now_s)
+    }
+
+    /// The second in which an item expires, or 0 if it does not, from what a client says.
+    #[must_use]
+    pub fn expires_s(&self, exptime: i32, now_s: u32) -> u32 {
+        let exptime = i64::from(exptime);
+        if exptime == 0 {
+            return 0;
+        }
+        let second = if (0..=RELATIVE_MAX_S).contains(&exptime) {
+            exptime + i64::from(now_s)
+        } else if exptime < 0 {
+            0
+        } else {
+            exptime - self.started_unix_s
+        };
+        u32::try_from(second).unwrap_or(0).max(EXPIRED_S)
+    }
+}
+
+fn monotonic_s() -> i64 {
+    rustix::time::clock_gettime(ClockId::Monotonic).tv_sec
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn expiry_is_relative_or_absolute() {
+        let clock = Clock::start();
+        let now_s = clock.now_s();
+        let unix = i32::try_from(clock.unix_s(now_s)).unwrap();
+        assert_eq!(clock.expires_s(0, now_s), 0);
+        assert_eq!(clock.expires_s(100, now_s), now_s + 100);
+        assert_eq!(clock.expires_s(unix + 50, now_s), now_s + 50);
+        assert_eq!(clock.expires_s(unix - 50, now_s), EXPIRED_S);
+        assert_eq!(clock.expires_s(-1, now_s), EXPIRED_S);
+    }
+}

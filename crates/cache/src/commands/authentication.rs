@@ -1,0 +1,144 @@
+//! Tokens that clients show before they are served: memcached's option `-Y`.
+
+use std::fmt;
+use std::io;
+use std::path::Path;
+
+use super::{Context, LINE_MAX, Replies, Session, Step};
+use crate::protocol::{number, words};
+
+/// Most tokens in a file.
+const TOKENS_MAX: usize = 8;
+/// Longest user name and longest password.
+const NAME_MAX: usize = 256;
+/// Longest token that a client may show.
+const TOKEN_MAX: usize = 2 * NAME_MAX + 64;
+
+/// The pairs of user and password of which a client must know one.
+pub struct Tokens {
+    pairs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+impl Tokens {
+    /// Reads a file with a line `user:password` for each pair.
+    ///
+    /// # Errors
+    /// If the file cannot be read, or if it has no line, too many, or one that is not as above.
+    pub fn read(path: &Path) -> io::Result<Self> {
+        Self::parse(&std::fs::read(path)?).map_err(|error| {
+            io::Error::new(io::ErrorKind::InvalidData, format!("{}: {error}", path.display()))
+        })
+    }
+
+    fn parse(text: &[u8]) -> Result<Self, String> {
+        let mut pairs = Vec::new();
+        for (number, line) in text.split(|byte| *byte == b'\n').enumerate() {
+            let line = line.strip_suffix(b"\r").unwrap_or(line);
+            if line.is_empty() {
+                continue;
+            }
+            let pair = line.iter().position(|byte| *byte == b':').map(|at| (&line[..at], &line[at + 1..]));
+            match pair {
+                Some((user, password))
+                    if user.len() <= NAME_MAX && password.len() <= NAME_MAX && !user.is_empty() =>
+                {
+                    pairs.push((user.to_vec(), password.to_vec()));
+                }
+                _ => return Err(format!("line {} is not USER:PASSWORD", number + 1)),
+            }
+        }
+        match pairs.len() {
+            0 => Err("no line USER:PASSWORD".to_owned()),
+            1..=TOKENS_MAX => Ok(Self { pairs }),
+            more => Err(format!("{more} lines; at most {TOKENS_MAX} are read")),
+        }
+    }
+
+    /// Whether a pair is one of these. Takes the same time for each pair of the same lengths.
+    #[must_use]
+    pub fn accept(&self, user: &[u8], password: &[u8]) -> bool {
+        let mut accepted = false;
+        for (known_user, known_password) in &self.pairs {
+            accepted |= is_same(known_user, user) & is_same(known_password, password);
+        }
+        accepted
+    }
+}
+
+fn is_same(known: &[u8], given: &[u8]) -> bool {
+    let mut difference = u8::from(known.len() != given.len());
+    for (at, byte) in given.iter().enumerate() {
+        difference |= byte ^ known.get(at).copied().unwrap_or_default();
+    }
+    std::hint::black_box(difference) == 0
+}
+
+impl fmt::Debug for Tokens {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Tokens").field("pairs", &self.pairs.len()).finish()
+    }
+}
+
+impl Session {
+    /// Reads the request with a token: a `set` whose value is the user and the password.
+    pub(super) fn authenticate<'p>(
+        &mut self,
+        input: &[u8],
+        tokens: &Tokens,
+        context: &Context<'p>,
+        out: &mut Replies<'p>,
+    ) -> Step {
+        let Some(newline) = memchr::memchr(b'\n', input) else {
+            return if input.len() > LINE_MAX { Step::Abort } else { Step::Incomplete(input.len() + 1) };
+        };
+        let after = newline + 1;
+        let words = words::split(words::text_of(&input[..newline]));
+        let len = words.get(4).and_then(|word| number::uint32(word)).filter(|_| words[0] == b"set");
+        let Some(len) = len else {
+            out.push_line("CLIENT_ERROR unauthenticated");
+            return Step::Used(after);
+        };
+        if len as usize > TOKEN_MAX {
+            return Step::Abort;
+        }
+        let end = after + len as usize + 2;
+        let Some(block) = input.get(after..end) else { return Step::Incomplete(end) };
+        let Some(token) = block.strip_suffix(b"\r\n") else {
+            out.push_line("CLIENT_ERROR bad command line termination");
+            return Step::Used(end);
+        };
+        let words = words::split(words::text_of(token));
+        let [user, password, ..] = words.as_slice() else {
+            out.push_line("CLIENT_ERROR bad authentication token format");
+            return Step::Used(end);
+        };
+        context.access.counters.auth_cmds.add(1);
+        if tokens.accept(user, password) {
+            self.is_authenticated = true;
+            out.push_line("STORED");
+        } else {
+            context.access.counters.auth_errors.add(1);
+            out.push_line("CLIENT_ERROR authentication failure");
+        }
+        Step::Used(end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_tokens_have_pairs() {
+        let tokens = Tokens::parse(b"alice:secret\r\nbob:a:b\n\n").unwrap();
+        assert!(tokens.accept(b"alice", b"secret") && tokens.accept(b"bob", b"a:b"));
+        for (user, password) in [("alice", "secre"), ("alice", "secret1"), ("bob", "secret"), ("", "")] {
+            assert!(!tokens.accept(user.as_bytes(), password.as_bytes()), "{user}:{password}");
+        }
+        for (text, error) in [("", "no line"), ("alice\n", "line 1 is not"), ("a:b\n:c", "line 2 is not")] {
+            let found = Tokens::parse(text.as_bytes()).unwrap_err();
+            assert!(found.starts_with(error), "{found}");
+        }
+        assert!(Tokens::parse(&b"a:b\n".repeat(9)).is_err());
+    }
+}

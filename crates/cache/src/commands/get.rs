@@ -1,0 +1,125 @@
+//! The commands `get`, `gets`, `gat` and `gats`.
+
+use super::{Context, REPLIES_MAX, Replies, Session, Step};
+use crate::protocol::{number, words};
+use crate::store::Key;
+use crate::store::item::{Item, KEY_MAX};
+
+/// Which command of the family it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct GetKind {
+    /// Replies have the cas number.
+    pub returns_cas: bool,
+    /// The first word is the new expiry of the items.
+    pub touches: bool,
+}
+
+impl Session {
+    /// Answers a command of the family. `text` is its line, and `at` where its arguments begin.
+    ///
+    /// If the replies must be sent first, the session notes where it goes on.
+    pub(super) fn get<'p>(
+        &mut self,
+        text: &[u8],
+        mut at: usize,
+        kind: GetKind,
+        context: &Context<'p>,
+        out: &mut Replies<'p>,
+    ) -> Step {
+        let mut expires_s = 0;
+        if kind.touches {
+            let Some((word, end)) = words::next(text, at) else { return Session::error(out) };
+            let Some(exptime) = number::int32(word) else {
+                out.push_line("CLIENT_ERROR invalid exptime argument");
+                return Step::Used(0);
+            };
+            expires_s = context.access.expires_s(exptime);
+            at = end;
+        } else if words::next(text, at).is_none() {
+            return Session::error(out);
+        }
+        if self.get_at != 0 {
+            at = self.get_at;
+        } else if has_long_word(text, at) {
+            return refuse(text, at, kind, expires_s, context, out);
+        }
+        while let Some((word, end)) = words::next(text, at) {
+            if out.len() >= REPLIES_MAX {
+                self.get_at = at;
+                return Step::Full;
+            }
+            let key = Key::new(word);
+            let item = if kind.touches {
+                match context.access.touch(key, expires_s) {
+                    Ok(item) => item,
+                    Err(_) => {
+                        self.get_at = at;
+                        return Step::NoRoom;
+                    }
+                }
+            } else {
+                context.access.get(key)
+            };
+            if let Some(item) = item {
+                push_item(&item, kind.returns_cas, out);
+            }
+            at = end;
+        }
+        self.get_at = 0;
+        out.push(b"END\r\n");
+        Step::Used(0)
+    }
+}
+
+/// Refuses a command with a key that is too long. The keys before it count as read nevertheless.
+fn refuse<'p>(
+    text: &[u8],
+    mut at: usize,
+    kind: GetKind,
+    expires_s: u32,
+    context: &Context<'p>,
+    out: &mut Replies<'p>,
+) -> Step {
+    while let Some((word, end)) = words::next(text, at)
+        && word.len() <= KEY_MAX
+    {
+        if !kind.touches {
+            let _read = context.access.get(Key::new(word));
+        } else if context.access.touch(Key::new(word), expires_s).is_err() {
+            return Step::NoRoom;
+        }
+        at = end;
+    }
+    out.push_line("CLIENT_ERROR bad command line format");
+    Step::Used(0)
+}
+
+fn has_long_word(text: &[u8], mut at: usize) -> bool {
+    if text.len() - at <= KEY_MAX {
+        return false;
+    }
+    while let Some((word, end)) = words::next(text, at) {
+        if word.len() > KEY_MAX {
+            return true;
+        }
+        at = end;
+    }
+    false
+}
+
+#[inline]
+fn push_item<'p>(item: &Item<'p>, returns_cas: bool, out: &mut Replies<'p>) {
+    out.push(b"VALUE ");
+    out.push(item.key);
+    out.push(b" ");
+    out.push_number(item.header.client_flags);
+    out.push(b" ");
+    out.push_number(item.value.len());
+    if returns_cas {
+        out.push(b" ");
+        out.push_number(item.header.cas);
+    }
+    out.push(b"\r\n");
+    out.push_value(item.value);
+    out.push(b"\r\n");
+}

@@ -1,0 +1,68 @@
+//! Keys of requests that have arrived and are not yet served.
+//!
+//! A search in the index and a look at an item each wait for memory. The keys of the next requests
+//! are known before, so their memory can be loaded side by side.
+
+use smallvec::SmallVec;
+
+use crate::protocol::{number, words};
+use crate::store::{Store, hash_of};
+
+/// Requests that are looked at ahead.
+pub const REQUESTS_AHEAD: usize = 16;
+/// Keys after which no more requests are looked at ahead. One more request may follow.
+pub const KEYS_AHEAD: usize = 16;
+
+/// The hashes of keys.
+pub type Hashes = SmallVec<[u64; 2 * KEYS_AHEAD]>;
+
+/// Collects the hashes of the keys of the first text requests in `input`.
+///
+/// Requests that are not as usual end the search: only speed depends on it.
+pub fn collect(input: &[u8], hashes: &mut Hashes) {
+    let mut at = 0;
+    for _ in 0..REQUESTS_AHEAD {
+        let Some(len) = memchr::memchr(b'\n', &input[at..]) else { return };
+        let line = input[at..at + len].strip_suffix(b"\r").unwrap_or(&input[at..at + len]);
+        at += len + 1;
+        let Some((command, mut end)) = words::next(line, 0) else { return };
+        let value_word = match command {
+            b"get" | b"gets" => {
+                while hashes.len() < 2 * KEYS_AHEAD
+                    && let Some((key, next)) = words::next(line, end)
+                {
+                    hashes.push(hash_of(key));
+                    end = next;
+                }
+                continue;
+            }
+            b"set" | b"add" | b"replace" | b"append" | b"prepend" | b"cas" => 2,
+            b"ms" => 0,
+            _ => usize::MAX,
+        };
+        let Some((key, mut end)) = words::next(line, end) else { return };
+        if hashes.len() >= 2 * KEYS_AHEAD {
+            return;
+        }
+        hashes.push(hash_of(key));
+        if value_word == usize::MAX {
+            continue;
+        }
+        for _ in 0..value_word {
+            end = words::next(line, end).map_or(end, |(_, next)| next);
+        }
+        let value_len = words::next(line, end).and_then(|(word, _)| number::uint32(word));
+        at += value_len.map_or(0, |len| len as usize + 2);
+        if at >= input.len() {
+            return;
+        }
+    }
+}
+
+/// Loads the memory that searches for these keys need.
+pub fn load(store: &Store, pin: &crate::store::epochs::Pin<'_>, hashes: &Hashes) {
+    // With one key there is nothing to do side by side.
+    if hashes.len() > 1 {
+        store.preload(pin, hashes);
+    }
+}

@@ -1,0 +1,109 @@
+//! Counters of a thread. Each thread writes its own, so that counting shares no cache line.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A counter that one thread writes and others read.
+#[derive(Debug, Default)]
+pub struct Counter(AtomicU64);
+
+impl Counter {
+    /// Adds to the counter. Must be called by the thread that owns it.
+    #[inline]
+    pub fn add(&self, count: u64) {
+        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
+    }
+
+    /// The value.
+    pub fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+macro_rules! counters {
+    ($($(#[$about:meta])* $name:ident,)*) => {
+        /// Counters of a thread.
+        #[derive(Debug, Default)]
+        #[repr(align(128))]
+        pub struct Counters {
+            $($(#[$about])* pub $name: Counter,)*
+        }
+
+        /// Sums of the counters of all threads.
+        #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+        pub struct Sums {
+            $($(#[$about])* pub $name: u64,)*
+        }
+
+        impl Sums {
+            /// Adds the counters of a thread.
+            pub fn add(&mut self, counters: &Counters) {
+                $(self.$name = self.$name.wrapping_add(counters.$name.get());)*
+            }
+
+            /// What was counted since earlier sums.
+            #[must_use]
+            pub fn since(&self, earlier: &Self) -> Self {
+                Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Keys that clients asked for and got.
+    get_hits,
+    /// Keys that clients asked for and that are missing.
+    get_misses,
+    /// Of these, keys whose item had expired.
+    get_expired,
+    /// Of these, keys whose item was flushed.
+    get_flushed,
+    /// Storage commands.
+    cmd_set,
+    /// Items stored.
+    total_items,
+    /// Commands `touch`, `gat` and `gats`, for each key.
+    cmd_touch,
+    /// Of these, items that were found.
+    touch_hits,
+    /// Of these, keys that are missing.
+    touch_misses,
+    /// Commands `flush_all`.
+    cmd_flush,
+    /// Meta commands.
+    cmd_meta,
+    /// Items deleted.
+    delete_hits,
+    /// Keys to delete that are missing.
+    delete_misses,
+    /// Counters increased.
+    incr_hits,
+    /// Counters to increase that are missing.
+    incr_misses,
+    /// Counters decreased.
+    decr_hits,
+    /// Counters to decrease that are missing.
+    decr_misses,
+    /// Commands `cas` that stored an item.
+    cas_hits,
+    /// Commands `cas` whose key is missing.
+    cas_misses,
+    /// Commands `cas` with another cas number than the item's.
+    cas_badval,
+    /// Attempts to authenticate.
+    auth_cmds,
+    /// Of these, those that failed.
+    auth_errors,
+    /// Items refused because they are too large.
+    store_too_large,
+    /// Items refused for lack of memory.
+    store_no_memory,
+    /// Bytes received from clients.
+    bytes_read,
+    /// Bytes sent to clients.
+    bytes_written,
+    /// Connections that had to wait for others after many commands.
+    conn_yields,
+    /// Connections closed because they were idle.
+    idle_kicks,
+}

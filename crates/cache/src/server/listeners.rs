@@ -1,0 +1,138 @@
+//! Listening sockets.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::net::sockopt;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+/// Where a socket listens.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum ListenerAddress {
+    /// An address and port.
+    Tcp(SocketAddr),
+    /// A path.
+    Unix(PathBuf),
+}
+
+impl fmt::Display for ListenerAddress {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => write!(formatter, "tcp:{address}"),
+            Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
+        }
+    }
+}
+
+/// A socket that listens.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    address: ListenerAddress,
+    backlog: i32,
+    is_encrypted: bool,
+}
+
+impl Listener {
+    /// Listens on an address. Port 0 is any free port.
+    ///
+    /// # Errors
+    /// If the address is in use, not of this machine, or not permitted.
+    pub fn tcp(address: SocketAddr, backlog: i32) -> io::Result<Self> {
+        let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+        sockopt::set_socket_reuseaddr(&socket, true)?;
+        if address.is_ipv6() {
+            sockopt::set_ipv6_v6only(&socket, true)?;
+        }
+        rustix::net::bind(&socket, &address)?;
+        rustix::net::listen(&socket, backlog)?;
+        let bound = SocketAddr::try_from(rustix::net::getsockname(&socket)?)
+            .map_err(|_| io::Error::other("the socket has another kind of address"))?;
+        Ok(Self { socket, address: ListenerAddress::Tcp(bound), backlog, is_encrypted: true })
+    }
+
+    /// Listens at a path, with these permissions. A socket that another server has left is
+    /// replaced.
+    ///
+    /// # Errors
+    /// If a server listens there, if the path is something else, or if it is not permitted.
+    pub fn unix(path: &Path, mode: u32, backlog: i32) -> io::Result<Self> {
+        let address = SocketAddrUnix::new(path)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        if let Err(error) = rustix::net::bind(&socket, &address) {
+            if error != rustix::io::Errno::ADDRINUSE || is_served(&address) {
+                return Err(error.into());
+            }
+            std::fs::remove_file(path)?;
+            rustix::net::bind(&socket, &address)?;
+        }
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+        rustix::net::listen(&socket, backlog)?;
+        Ok(Self { socket, address: ListenerAddress::Unix(path.to_owned()), backlog, is_encrypted: false })
+    }
+
+    /// Uses a socket that listens already.
+    ///
+    /// # Errors
+    /// If it has no address, or cannot be made non-blocking.
+    pub fn from_socket(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        let bound = rustix::net::getsockname(&socket)?;
+        let address = match SocketAddr::try_from(bound.clone()) {
+            Ok(address) => ListenerAddress::Tcp(address),
+            Err(_) => {
+                let address = SocketAddrUnix::try_from(bound)?;
+                let path = address.path_bytes().unwrap_or_default();
+                ListenerAddress::Unix(PathBuf::from(String::from_utf8_lossy(path).into_owned()))
+            }
+        };
+        let is_encrypted = matches!(address, ListenerAddress::Tcp(_));
+        Ok(Self { socket, address, backlog: 0, is_encrypted })
+    }
+
+    /// Leaves connections unencrypted although the server has certificates.
+    #[must_use]
+    pub fn without_tls(self) -> Self {
+        Self { is_encrypted: false, ..self }
+    }
+
+    /// Whether connections are encrypted if the server has certificates.
+    #[must_use]
+    pub fn is_encrypted(&self) -> bool {
+        self.is_encrypted
+    }
+
+    /// Where it listens.
+    #[must_use]
+    pub fn address(&self) -> &ListenerAddress {
+        &self.address
+    }
+
+    /// Connections that may wait to be accepted; 0 if another process has set that.
+    #[must_use]
+    pub fn backlog(&self) -> i32 {
+        self.backlog
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+/// Whether a server accepts connections at a path. If it cannot be told, it is taken for served.
+fn is_served(address: &SocketAddrUnix) -> bool {
+    let connect = || {
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
+        rustix::net::connect(&socket, address)
+    };
+    connect() != Err(rustix::io::Errno::CONNREFUSED)
+}

@@ -1,0 +1,192 @@
+//! The server: listening sockets, threads, and their connections.
+//!
+//! A thread accepts connections and deals them to worker threads. A worker receives from all of its
+//! connections that are ready, does what they ask for, and then sends all replies.
+
+mod acceptor;
+mod connection;
+mod listeners;
+mod report;
+mod tls;
+mod worker;
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+pub use listeners::{Listener, ListenerAddress};
+pub use tls::{TlsFiles, TlsSettings};
+
+use crate::clock::Clock;
+use crate::commands::{Protocol, Service, Tokens};
+use crate::counters::{Counters, Sums};
+use crate::store::{Store, StoreOptions};
+use acceptor::Acceptor;
+use report::Report;
+use worker::{Worker, WorkerHandle};
+
+/// Most threads.
+pub const THREADS_MAX: usize = 256;
+
+/// Options of a server.
+#[derive(Debug)]
+pub struct ServerOptions {
+    /// Sockets that listen.
+    pub listeners: Vec<Listener>,
+    /// The items.
+    pub store: StoreOptions,
+    /// Most connections at a time.
+    pub connections_max: usize,
+    /// Largest item, in bytes as memcached counts them.
+    pub item_size_max: usize,
+    /// Requests of a connection after which others are served; 0 for as many as have arrived.
+    pub requests_per_turn: usize,
+    /// Seconds without a request after which a connection is closed, or 0.
+    pub idle_timeout_s: u32,
+    /// What clients must know to be served.
+    pub tokens: Option<Tokens>,
+    /// Certificates, if connections are encrypted.
+    pub tls: Option<TlsSettings>,
+    /// The protocol of all connections, or none if the first byte shows it.
+    pub protocol: Option<Protocol>,
+    /// Whether clients may flush all items.
+    pub flush_is_enabled: bool,
+    /// Whether clients may list keys.
+    pub dump_is_enabled: bool,
+    /// Whether clients may stop the server.
+    pub shutdown_is_enabled: bool,
+    /// How much is logged, from 0 to 2.
+    pub verbosity: u32,
+    /// The version of the program.
+    pub version: &'static str,
+}
+
+/// What the threads of a server share.
+#[derive(Debug)]
+struct Common {
+    store: Store,
+    clock: Clock,
+    counters: Box<[Counters]>,
+    item_size_max: usize,
+    requests_per_turn: usize,
+    idle_timeout_s: u32,
+    connections_max: usize,
+    connections: AtomicU64,
+    connections_total: AtomicU64,
+    connections_rejected: AtomicU64,
+    listeners: Vec<ListenerAddress>,
+    backlog: i32,
+    tls: Option<TlsSettings>,
+    version: &'static str,
+    stops: AtomicBool,
+}
+
+impl Common {
+    fn sums(&self) -> Sums {
+        let mut sums = Sums::default();
+        for counters in &self.counters {
+            sums.add(counters);
+        }
+        sums
+    }
+}
+
+/// A server that runs.
+#[derive(Debug)]
+pub struct Server {
+    common: Arc<Common>,
+    acceptor: JoinHandle<()>,
+    wake_acceptor: acceptor::Waker,
+    workers: Vec<(Arc<WorkerHandle>, JoinHandle<()>)>,
+}
+
+impl Server {
+    /// Starts the threads of a server.
+    ///
+    /// # Errors
+    /// If the system has no memory, descriptors or threads for it.
+    ///
+    /// # Panics
+    /// If the options have no threads or no listeners.
+    pub fn start(options: ServerOptions) -> io::Result<Self> {
+        let threads = options.store.threads;
+        assert!(threads > 0 && !options.listeners.is_empty());
+        let common = Arc::new(Common {
+            store: Store::new(&options.store)?,
+            clock: Clock::start(),
+            counters: (0..threads).map(|_| Counters::default()).collect(),
+            item_size_max: options.item_size_max,
+            requests_per_turn: if options.requests_per_turn == 0 {
+                usize::MAX
+            } else {
+                options.requests_per_turn
+            },
+            idle_timeout_s: options.idle_timeout_s,
+            connections_max: options.connections_max,
+            connections: AtomicU64::new(0),
+            connections_total: AtomicU64::new(0),
+            connections_rejected: AtomicU64::new(0),
+            listeners: options.listeners.iter().map(|listener| listener.address().clone()).collect(),
+            backlog: options.listeners[0].backlog(),
+            tls: options.tls,
+            version: options.version,
+            stops: AtomicBool::new(false),
+        });
+        let handles =
+            (0..threads).map(|_| WorkerHandle::new().map(Arc::new)).collect::<io::Result<Vec<_>>>()?;
+        let service = Arc::new(Service {
+            tokens: options.tokens,
+            protocol: options.protocol,
+            flush_is_enabled: options.flush_is_enabled,
+            dump_is_enabled: options.dump_is_enabled,
+            shutdown_is_enabled: options.shutdown_is_enabled,
+            verbosity: AtomicU32::new(options.verbosity),
+            flush_s: AtomicU32::new(0),
+            report: Box::new(Report::new(Arc::clone(&common), handles.clone())),
+        });
+        let mut workers = Vec::new();
+        for (thread, handle) in handles.iter().enumerate() {
+            let worker = Worker::new(thread, Arc::clone(handle), Arc::clone(&common), Arc::clone(&service))?;
+            workers.push((Arc::clone(handle), spawn(&format!("cache-{thread}"), move || worker.run())?));
+        }
+        let acceptor = Acceptor::new(options.listeners, handles, Arc::clone(&common), service)?;
+        let wake_acceptor = acceptor.waker();
+        let acceptor = spawn("cache-accept", move || acceptor.run())?;
+        Ok(Self { common, acceptor, wake_acceptor, workers })
+    }
+
+    /// Where the server listens.
+    #[must_use]
+    pub fn addresses(&self) -> &[ListenerAddress] {
+        &self.common.listeners
+    }
+
+    /// Closes all connections and ends the threads.
+    pub fn stop(self) {
+        self.common.stops.store(true, Ordering::SeqCst);
+        self.wake_acceptor.wake();
+        for (handle, _) in &self.workers {
+            handle.wake();
+        }
+        let threads = self.workers.into_iter().map(|(_, thread)| thread).chain([self.acceptor]);
+        for thread in threads {
+            if thread.join().is_err() {
+                tracing::error!("a thread of the cache ended with a panic");
+            }
+        }
+    }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    std::thread::Builder::new().name(name.to_owned()).spawn(run)
+}
+
+/// The peer of a connection, for statistics.
+#[derive(Clone, Debug)]
+enum Peer {
+    Tcp(SocketAddr),
+    Unix(PathBuf),
+}

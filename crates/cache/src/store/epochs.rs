@@ -1,0 +1,72 @@
+//! Epochs: when memory that was unlinked can be used again.
+//!
+//! A thread pins the current epoch for as long as it may use items: for a turn of its loop, not for
+//! each item. What is unlinked is retired in the current epoch, and the epoch advances. No thread
+//! can see it any more when all pinned threads have pinned a later epoch.
+
+use super::sync::{AtomicU64, Ordering, fence};
+
+/// A thread that has pinned no epoch.
+const UNPINNED: u64 = u64::MAX;
+
+/// A thread's epoch, on a cache line of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Pinned(AtomicU64);
+
+/// The epochs of the threads that use a store.
+#[derive(Debug)]
+pub struct Epochs {
+    current: AtomicU64,
+    pinned: Box<[Pinned]>,
+}
+
+/// A thread's right to use items: none of those that it sees is freed while the pin lives.
+#[derive(Debug)]
+pub struct Pin<'a> {
+    pinned: &'a AtomicU64,
+}
+
+impl Epochs {
+    /// Epochs for this many threads.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        let pinned = (0..threads).map(|_| Pinned(AtomicU64::new(UNPINNED))).collect();
+        Self { current: AtomicU64::new(1), pinned }
+    }
+
+    /// Pins the current epoch for a thread, which must not have pinned another.
+    ///
+    /// # Panics
+    /// If there is no such thread, or if it has pinned an epoch.
+    #[must_use]
+    pub fn pin(&self, thread: usize) -> Pin<'_> {
+        let pinned = &self.pinned[thread].0;
+        assert_eq!(pinned.load(Ordering::Relaxed), UNPINNED, "thread {thread} has pinned an epoch");
+        pinned.store(self.current.load(Ordering::Acquire), Ordering::Relaxed);
+        // The pin must be visible before this thread reads the index. With the fence in `retire`,
+        // either the other thread sees the pin, or this thread sees what the other has unlinked.
+        fence(Ordering::SeqCst);
+        Pin { pinned }
+    }
+
+    /// Begins a new epoch; returns the one in which the caller's unlinked memory is retired.
+    pub fn retire(&self) -> u64 {
+        fence(Ordering::SeqCst);
+        self.current.fetch_add(1, Ordering::AcqRel)
+    }
+
+    /// The oldest epoch that a thread has pinned. What was retired before it can be used again.
+    #[must_use]
+    pub fn oldest(&self) -> u64 {
+        fence(Ordering::SeqCst);
+        let oldest = self.pinned.iter().map(|thread| thread.0.load(Ordering::Acquire)).min();
+        oldest.unwrap_or(UNPINNED)
+    }
+}
+
+impl Drop for Pin<'_> {
+    fn drop(&mut self) {
+        self.pinned.store(UNPINNED, Ordering::Release);
+    }
+}

@@ -1,0 +1,99 @@
+//! Where things are in the memory of a partition.
+//!
+//! | part | bytes |
+//! |---|---|
+//! | header | one page |
+//! | table of runs | 64 for each run |
+//! | buckets of the index | 64 each |
+//! | overflow buckets of the index | 64 each |
+//! | runs of the log | 64 KiB each |
+//!
+//! All parts are as large as they can become. The memory is zero, and takes no room, until it is
+//! written.
+
+use super::index::{BUCKET_BYTES, IndexLayout};
+use super::memory::PAGE_BYTES;
+use super::slot::{BUCKET_BITS_MAX, RUN_BYTES, RUNS_MAX};
+
+/// Bytes of an entry in the table of runs.
+pub const RUN_ENTRY_BYTES: usize = 64;
+/// The fewest bytes of the log for each bucket: at six items a bucket, items of 21 bytes.
+const LOG_BYTES_PER_BUCKET: usize = 128;
+/// The log may have this many times the limit in addresses, so that long items find a gap.
+const ADDRESSES_PER_BYTE: usize = 4;
+
+/// Words of the header, as offsets in bytes.
+pub mod header {
+    /// Buckets of the index.
+    pub const BUCKETS: usize = 64;
+    /// Overflow buckets ever used.
+    pub const OVERFLOW_COUNT: usize = 72;
+    /// The list of free overflow buckets.
+    pub const OVERFLOW_FREE: usize = 80;
+}
+
+/// The layout of a partition's memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Layout {
+    /// Runs of the log, with the first, which is not used.
+    pub runs: usize,
+    buckets: usize,
+    overflow: usize,
+}
+
+impl Layout {
+    /// The layout of a partition that can take all of a server's memory, a limit in bytes.
+    #[must_use]
+    pub fn for_limit(limit: u64) -> Self {
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(1 << 20);
+        let runs = (limit.saturating_mul(ADDRESSES_PER_BYTE) / RUN_BYTES + 2).min(RUNS_MAX);
+        let buckets = (limit / LOG_BYTES_PER_BUCKET).next_power_of_two().min(1 << BUCKET_BITS_MAX);
+        Self { runs, buckets, overflow: buckets }
+    }
+
+    /// Bytes of the memory.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.log() + self.runs * RUN_BYTES
+    }
+
+    /// The entry of a run in the table.
+    #[inline]
+    #[must_use]
+    pub fn run_entry(&self, run: u32) -> usize {
+        PAGE_BYTES + run as usize * RUN_ENTRY_BYTES
+    }
+
+    /// The first byte of a run.
+    #[inline]
+    #[must_use]
+    pub fn run(&self, run: u32) -> usize {
+        self.log() + run as usize * RUN_BYTES
+    }
+
+    /// The layout of the index.
+    #[must_use]
+    pub fn index(&self) -> IndexLayout {
+        IndexLayout {
+            count: header::BUCKETS / 8,
+            overflow_count: header::OVERFLOW_COUNT / 8,
+            overflow_free: header::OVERFLOW_FREE / 8,
+            buckets: self.buckets_start() / 8,
+            buckets_max: self.buckets,
+            overflow: self.overflow_start() / 8,
+            overflow_max: self.overflow,
+        }
+    }
+
+    fn buckets_start(&self) -> usize {
+        (PAGE_BYTES + self.runs * RUN_ENTRY_BYTES).next_multiple_of(PAGE_BYTES)
+    }
+
+    fn overflow_start(&self) -> usize {
+        self.buckets_start() + self.buckets * BUCKET_BYTES
+    }
+
+    fn log(&self) -> usize {
+        (self.overflow_start() + self.overflow * BUCKET_BYTES).next_multiple_of(PAGE_BYTES)
+    }
+}

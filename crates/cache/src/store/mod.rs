@@ -1,0 +1,520 @@
+//! The items of a server: partitions that share one budget of memory.
+//!
+//! - [`slot`] and [`index`]: from a key to its item. Readers take no lock.
+//! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
+//! - [`memory`] and [`layout`]: where all of this is.
+//! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
+//! - [`partition`]: the operations on one part of the keys.
+//!
+//! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
+//! over all partitions in the order of S3-FIFO (SOSP 2023).
+
+pub mod budget;
+pub mod classes;
+pub mod epochs;
+pub mod index;
+pub mod item;
+pub mod layout;
+pub mod log;
+pub mod memory;
+pub mod partition;
+pub mod runs;
+pub mod slot;
+mod sync;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use self::budget::Budget;
+use self::epochs::{Epochs, Pin};
+use self::item::Item;
+use self::layout::Layout;
+use self::log::NoRoom;
+use self::partition::{Absent, Change, Content, Partition};
+use self::runs::Queue;
+use self::slot::RUN_BYTES;
+
+/// Partitions unless another number is set.
+pub const PARTITIONS: usize = 128;
+/// The smallest memory of a store, in bytes.
+pub const LIMIT_MIN: u64 = 1 << 20;
+/// A part of the memory is kept free, so that a write seldom waits for readers: one part in so
+/// many.
+const RESERVE_PARTS: u64 = 128;
+/// Runs that each partition must be able to have before one keeps the pages of what it evicts.
+const RUNS_TO_KEEP_PAGES: u64 = 64;
+/// A partition evicts its own oldest run if it is among the oldest of all: one part in so many.
+const OLDEST_PARTS: u64 = 16;
+/// Distance of the sequences of runs that were opened one after the other. Cleaned runs have
+/// sequences in between.
+const SEQUENCE_STEP: u64 = 64;
+/// Items are on probation in one part of the memory in so many.
+const PROBATION_PARTS: u64 = 10;
+/// Runs that one write evicts at most.
+const EVICTIONS_MAX: usize = 8;
+/// Runs of each partition that one call of [`Store::expire`] frees at most.
+const EXPIRED_RUNS_MAX: usize = 64;
+
+/// A buffer for a value of a few bytes.
+pub type ShortValue = [u8; 20];
+
+/// A key and its hash.
+#[derive(Clone, Copy, Debug)]
+pub struct Key<'a> {
+    /// From 1 to 250 bytes.
+    pub bytes: &'a [u8],
+    /// The hash, which chooses the partition and the place in the index.
+    pub hash: u64,
+}
+
+impl<'a> Key<'a> {
+    /// A key with its hash.
+    #[inline]
+    #[must_use]
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, hash: hash_of(bytes) }
+    }
+}
+
+/// The hash of a key: XXH3, whose values are the same on every machine.
+#[inline]
+#[must_use]
+pub fn hash_of(key: &[u8]) -> u64 {
+    xxhash_rust::xxh3::xxh3_64(key)
+}
+
+/// Options of a store.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreOptions {
+    /// Bytes of items and their index.
+    pub limit: u64,
+    /// Partitions, from 1 to 65,536.
+    pub partitions: usize,
+    /// Threads that use the store.
+    pub threads: usize,
+    /// Whether items have cas numbers.
+    pub has_cas: bool,
+    /// Whether items are evicted if the memory is full.
+    pub evicts: bool,
+}
+
+/// Counts of removed items.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Removed {
+    /// Items that were removed to free memory.
+    pub evicted: u64,
+    /// Of these, items that no client had read.
+    pub evicted_unfetched: u64,
+    /// Items that were removed after they had expired.
+    pub expired: u64,
+    /// Of these, items that no client had read.
+    pub expired_unfetched: u64,
+}
+
+impl Removed {
+    /// What was removed since an earlier count.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            evicted: self.evicted - earlier.evicted,
+            evicted_unfetched: self.evicted_unfetched - earlier.evicted_unfetched,
+            expired: self.expired - earlier.expired,
+            expired_unfetched: self.expired_unfetched - earlier.expired_unfetched,
+        }
+    }
+}
+
+/// Numbers of partitions in which something is to be done.
+#[derive(Debug, Default)]
+struct Noted(Mutex<VecDeque<usize>>);
+
+impl Noted {
+    fn note(&self, number: usize) {
+        self.lock().push_back(number);
+    }
+
+    fn next(&self) -> Option<usize> {
+        self.lock().pop_front()
+    }
+
+    fn len(&self) -> usize {
+        self.lock().len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the partitions of a store share.
+#[derive(Debug)]
+pub struct Shared {
+    budget: Budget,
+    epochs: Epochs,
+    has_cas: bool,
+    /// Whether a partition keeps the pages of what it evicts.
+    keeps_pages: bool,
+    /// Bytes of the runs of each queue.
+    queue_bytes: [AtomicU64; 2],
+    /// Difference of the cas numbers that follow each other in a partition. All partitions have
+    /// other remainders, so that no two items have the same number.
+    cas_step: u64,
+    sequence: AtomicU64,
+    /// Partitions that have retired runs.
+    retired_in: Noted,
+    /// Partitions that have runs to be cleaned.
+    cleanable_in: Noted,
+    /// How long ago the items of the run that was evicted last were stored.
+    evicted_age_s: AtomicU64,
+    evicted: AtomicU64,
+    evicted_unfetched: AtomicU64,
+    expired: AtomicU64,
+    expired_unfetched: AtomicU64,
+}
+
+impl Shared {
+    fn next_sequence(&self) -> u64 {
+        self.sequence.fetch_add(SEQUENCE_STEP, Ordering::Relaxed)
+    }
+
+    fn charge_queue(&self, queue: Queue, bytes: usize) {
+        self.queue_bytes[queue as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn free_queue(&self, queue: Queue, bytes: usize) {
+        self.queue_bytes[queue as usize].fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The queue of which a run is evicted next.
+    fn queue_to_evict(&self) -> Queue {
+        let probation = self.queue_bytes[Queue::Probation as usize].load(Ordering::Relaxed);
+        if probation > self.budget.limit() / PROBATION_PARTS { Queue::Probation } else { Queue::Main }
+    }
+
+    fn note_evicted_age(&self, age_s: u32) {
+        self.evicted_age_s.store(u64::from(age_s), Ordering::Relaxed);
+    }
+
+    fn count_expired(&self, was_fetched: bool) {
+        self.expired.fetch_add(1, Ordering::Relaxed);
+        self.expired_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
+    }
+
+    fn count_evicted(&self, was_fetched: bool) {
+        self.evicted.fetch_add(1, Ordering::Relaxed);
+        self.evicted_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
+    }
+}
+
+/// The items of a server.
+#[derive(Debug)]
+pub struct Store {
+    partitions: Box<[Partition]>,
+    shared: Shared,
+    first_limit: u64,
+    evicts: bool,
+}
+
+impl Store {
+    /// An empty store.
+    ///
+    /// # Errors
+    /// If the system has no memory or descriptors for it.
+    pub fn new(options: &StoreOptions) -> io::Result<Self> {
+        let limit = options.limit.max(LIMIT_MIN);
+        let layout = Layout::for_limit(limit);
+        let partitions = (0..options.partitions)
+            .map(|number| Partition::create(number, layout, number as u64))
+            .collect::<io::Result<_>>()?;
+        let shared = Shared {
+            budget: Budget::new(limit),
+            epochs: Epochs::new(options.threads),
+            has_cas: options.has_cas,
+            keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
+            queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
+            cas_step: options.partitions as u64,
+            sequence: AtomicU64::new(0),
+            retired_in: Noted::default(),
+            cleanable_in: Noted::default(),
+            evicted_age_s: AtomicU64::new(0),
+            evicted: AtomicU64::new(0),
+            evicted_unfetched: AtomicU64::new(0),
+            expired: AtomicU64::new(0),
+            expired_unfetched: AtomicU64::new(0),
+        };
+        Ok(Self { partitions, shared, first_limit: limit, evicts: options.evicts })
+    }
+
+    /// Begins a turn of a thread: items that it sees stay valid until the pin is dropped.
+    #[must_use]
+    pub fn pin(&self, thread: usize) -> Pin<'_> {
+        if self.shared.budget.has_retired() {
+            self.collect();
+        }
+        self.shared.epochs.pin(thread)
+    }
+
+    /// Frees retired memory that no thread can see any more.
+    fn collect(&self) {
+        for _ in 0..self.shared.retired_in.len() {
+            let Some(number) = self.shared.retired_in.next() else { return };
+            if self.partitions[number].collect(&self.shared) {
+                self.shared.retired_in.note(number);
+            }
+        }
+    }
+
+    /// Cleans a run of a partition that has one; returns whether there was one.
+    fn clean(&self, now_s: u32) -> bool {
+        while let Some(number) = self.shared.cleanable_in.next() {
+            let partition = &self.partitions[number];
+            let is_cleaned = partition.clean(&self.shared, now_s, false);
+            if partition.has_cleanable() {
+                self.shared.cleanable_in.note(number);
+            }
+            if is_cleaned {
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Reads the item of a key; the read is counted if `counts`.
+    ///
+    /// # Errors
+    /// Why there is none.
+    #[inline]
+    pub fn look_up<'p>(
+        &'p self,
+        pin: &'p Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        counts: bool,
+    ) -> Result<Item<'p>, Absent> {
+        self.partition(key).look_up(pin, key, now_s, counts)
+    }
+
+    /// Loads the memory that the next operations on these keys need, for all keys side by side.
+    pub fn preload(&self, pin: &Pin<'_>, hashes: &[u64]) {
+        let mut loaded = 0;
+        for hash in hashes {
+            loaded ^= self.partition_of(*hash).preload_bucket(*hash);
+        }
+        for hash in hashes {
+            loaded ^= u64::from(self.partition_of(*hash).preload_item(pin, *hash));
+        }
+        std::hint::black_box(loaded);
+    }
+
+    /// Decides atomically what happens to the item of a key; returns the cas number of what was
+    /// stored, or 0. `decide` may be called more than once.
+    ///
+    /// # Errors
+    /// If there is no memory at this moment. It may be there when all threads have ended their
+    /// turns.
+    pub fn update<'p>(
+        &'p self,
+        pin: &'p Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        mut decide: impl FnMut(Option<&Item<'p>>) -> Change<'p>,
+    ) -> Result<u64, NoRoom> {
+        let partition = self.partition(key);
+        self.with_room(partition, now_s, || partition.update(&self.shared, pin, key, now_s, &mut decide))
+    }
+
+    /// As [`Self::update`], with a buffer for a short value.
+    ///
+    /// # Errors
+    /// If there is no memory at this moment.
+    pub fn update_short(
+        &self,
+        pin: &Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        mut decide: impl for<'b> FnMut(Option<&Item<'b>>, &'b mut ShortValue) -> Change<'b>,
+    ) -> Result<u64, NoRoom> {
+        let partition = self.partition(key);
+        self.with_room(partition, now_s, || {
+            let mut buffer = ShortValue::default();
+            let (buffer, decide) = (&mut buffer, &mut decide);
+            partition.update(&self.shared, pin, key, now_s, move |item| decide(item, buffer))
+        })
+    }
+
+    /// Tries a write, and once more when memory was freed.
+    fn with_room(
+        &self,
+        partition: &Partition,
+        now_s: u32,
+        mut write: impl FnMut() -> Result<u64, NoRoom>,
+    ) -> Result<u64, NoRoom> {
+        let mut outcome = write();
+        if let Err(no_room) = outcome
+            && self.evicts
+        {
+            self.make_room(no_room.bytes as u64, now_s);
+            outcome = write();
+        }
+        if partition.has_opened() {
+            self.replenish(partition, now_s);
+        }
+        outcome
+    }
+
+    /// Evicts until so many bytes are available, beside the reserve.
+    fn make_room(&self, bytes: u64, now_s: u32) {
+        let wanted = bytes + self.reserve();
+        // Items that were read survive several evictions, so the number of runs bounds nothing.
+        let mut attempts =
+            4 * (bytes.div_ceil(RUN_BYTES as u64) + self.shared.budget.limit() / RUN_BYTES as u64);
+        while self.shared.budget.available() < wanted && attempts > 0 {
+            let (queue, coldest) = self.coldest();
+            if !self.clean(now_s) && !coldest.evict(&self.shared, queue, now_s, false) {
+                break;
+            }
+            attempts -= 1;
+        }
+        self.collect();
+    }
+
+    /// Evicts as much as was written, so that the next writes find memory.
+    fn replenish(&self, written: &Partition, now_s: u32) {
+        let shared = &self.shared;
+        for _ in 0..EVICTIONS_MAX {
+            written.clear_opened();
+            if !self.evicts || shared.budget.available() >= self.reserve() {
+                written.clean_unused(shared, now_s);
+                return;
+            }
+            let (queue, coldest) = self.coldest();
+            let newest = shared.sequence.load(Ordering::Relaxed);
+            let slack = newest.saturating_sub(coldest.oldest(queue)) / OLDEST_PARTS;
+            let is_cold = written.oldest(queue) <= coldest.oldest(queue).saturating_add(slack);
+            if written.clean(shared, now_s, shared.keeps_pages) {
+            } else if self.clean(now_s) {
+                continue;
+            } else if shared.keeps_pages && is_cold {
+                written.evict(shared, queue, now_s, true);
+            } else {
+                coldest.evict(shared, queue, now_s, false);
+                continue;
+            }
+            if shared.keeps_pages && !written.has_opened() {
+                return;
+            }
+        }
+    }
+
+    /// The queue of which something is to be evicted, and the partition with its oldest run.
+    fn coldest(&self) -> (Queue, &Partition) {
+        let oldest = |queue| {
+            let partitions = self.partitions.iter();
+            partitions.min_by_key(|partition| partition.oldest(queue)).expect("at least one partition")
+        };
+        let queue = self.shared.queue_to_evict();
+        let coldest = oldest(queue);
+        if coldest.oldest(queue) != u64::MAX {
+            return (queue, coldest);
+        }
+        let other = if queue == Queue::Main { Queue::Probation } else { Queue::Main };
+        (other, oldest(other))
+    }
+
+    fn reserve(&self) -> u64 {
+        self.shared.budget.limit() / RESERVE_PARTS
+    }
+
+    /// Frees expired and flushed items, and what no thread can see any more. Called every second.
+    pub fn expire(&self, now_s: u32) {
+        for partition in &self.partitions {
+            partition.expire(&self.shared, now_s, EXPIRED_RUNS_MAX);
+        }
+    }
+
+    /// Makes all items disappear.
+    pub fn flush(&self) {
+        for partition in &self.partitions {
+            partition.flush(&self.shared);
+        }
+    }
+
+    /// What is in all partitions.
+    #[must_use]
+    pub fn content(&self) -> Content {
+        let mut sum = Content::default();
+        for content in self.partitions.iter().map(Partition::content) {
+            sum.items += content.items;
+            sum.item_bytes += content.item_bytes;
+            sum.index_bytes += content.index_bytes;
+            sum.oldest_s = [sum.oldest_s, content.oldest_s].into_iter().flatten().min();
+        }
+        sum
+    }
+
+    /// How long ago, in seconds, the items of the run that was evicted last were stored.
+    #[must_use]
+    pub fn evicted_age_s(&self) -> u64 {
+        self.shared.evicted_age_s.load(Ordering::Relaxed)
+    }
+
+    /// Counts of removed items.
+    #[must_use]
+    pub fn removed(&self) -> Removed {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Removed {
+            evicted: load(&self.shared.evicted),
+            evicted_unfetched: load(&self.shared.evicted_unfetched),
+            expired: load(&self.shared.expired),
+            expired_unfetched: load(&self.shared.expired_unfetched),
+        }
+    }
+
+    /// Sets another limit, up to twice the first one; returns whether that was possible.
+    pub fn set_limit(&self, limit: u64) -> bool {
+        let is_possible = (LIMIT_MIN..=2 * self.first_limit).contains(&limit);
+        if is_possible {
+            self.shared.budget.set_limit(limit);
+        }
+        is_possible
+    }
+
+    /// Whether items are evicted if the memory is full.
+    #[must_use]
+    pub fn evicts(&self) -> bool {
+        self.evicts
+    }
+
+    /// The memory.
+    #[must_use]
+    pub fn budget(&self) -> &Budget {
+        &self.shared.budget
+    }
+
+    /// Whether items have cas numbers.
+    #[must_use]
+    pub fn has_cas(&self) -> bool {
+        self.shared.has_cas
+    }
+
+    /// The partitions.
+    #[must_use]
+    pub fn partitions(&self) -> &[Partition] {
+        &self.partitions
+    }
+
+    #[inline]
+    fn partition(&self, key: Key<'_>) -> &Partition {
+        self.partition_of(key.hash)
+    }
+
+    #[inline]
+    fn partition_of(&self, hash: u64) -> &Partition {
+        let number = ((hash >> 32) * self.partitions.len() as u64) >> 32;
+        &self.partitions[usize::try_from(number).expect("64 bits")]
+    }
+}

@@ -1,0 +1,507 @@
+//! A partition: the items of a part of all keys, in memory that any process can map anywhere.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::epochs::Pin;
+use super::index::{Found, Index, Search};
+use super::item::{self, Header, Item, States};
+use super::layout::Layout;
+use super::log::{Charge, Log, NewItem, NoRoom, Target};
+use super::memory::{Memory, PAGE_BYTES};
+use super::runs::{Queue, RunEntry, RunState, SharedMemory};
+use super::slot::{Location, READS_MAX, Slot};
+use super::{Key, Shared};
+
+/// No run.
+const NO_SEQUENCE: u64 = u64::MAX;
+
+/// What an update does with the item of a key.
+#[derive(Debug)]
+pub enum Change<'a> {
+    /// Nothing.
+    Keep,
+    /// Removes it.
+    Remove,
+    /// Stores this in its place.
+    Put(Put<'a>),
+}
+
+/// What to store for a key.
+#[derive(Clone, Copy, Debug)]
+pub struct Put<'a> {
+    /// The client's flags.
+    pub client_flags: u32,
+    /// The second in which the item expires, or 0.
+    pub expires_s: u32,
+    /// States.
+    pub states: States,
+    /// Its cas number.
+    pub cas: Cas,
+    /// Whether the item counts as read, for an item that replaces itself.
+    pub is_fetched: bool,
+    /// The value, in two parts.
+    pub value: [&'a [u8]; 2],
+}
+
+/// The cas number of a stored item.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Cas {
+    /// The partition's next one.
+    Next,
+    /// This one.
+    Exactly(u64),
+}
+
+/// Why a key has no item.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Absent {
+    /// There is none.
+    Missing,
+    /// It has expired.
+    Expired,
+    /// It was flushed.
+    Flushed,
+}
+
+/// The items of a part of all keys.
+#[derive(Debug)]
+pub struct Partition {
+    memory: SharedMemory,
+    layout: Layout,
+    index: Index<SharedMemory>,
+    log: Mutex<Inner>,
+    /// The sequences of the oldest runs.
+    oldest: [AtomicU64; 2],
+    has_opened: AtomicBool,
+}
+
+/// What the partition's lock protects.
+#[derive(Debug)]
+struct Inner {
+    log: Log,
+    items: u64,
+    /// Bytes of the budget that the index has.
+    index_charged: u64,
+}
+
+/// A count of items and their bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Content {
+    /// Items.
+    pub items: u64,
+    /// Bytes of their headers, keys and values.
+    pub item_bytes: u64,
+    /// Bytes of the index.
+    pub index_bytes: u64,
+    /// The second in which the oldest run was opened, if there is one.
+    pub oldest_s: Option<u32>,
+}
+
+impl Partition {
+    /// A new partition in memory of its own. Its cas numbers begin after `cas`.
+    ///
+    /// # Errors
+    /// If the system has no memory or descriptor for it.
+    pub fn create(number: usize, layout: Layout, cas: u64) -> io::Result<Self> {
+        let memory = Arc::new(Memory::create(&format!("aquifer-cache-{number}"), layout.bytes())?);
+        let inner =
+            Inner { log: Log::new(number, Arc::clone(&memory), layout, cas), items: 0, index_charged: 0 };
+        Ok(Self {
+            index: Index::new(Arc::clone(&memory), layout.index()),
+            memory,
+            layout,
+            log: Mutex::new(inner),
+            oldest: [AtomicU64::new(NO_SEQUENCE), AtomicU64::new(NO_SEQUENCE)],
+            has_opened: AtomicBool::new(false),
+        })
+    }
+
+    /// Reads the item of a key; the read is counted if `counts`.
+    ///
+    /// # Errors
+    /// Why there is none.
+    #[inline]
+    pub fn look_up<'p>(
+        &'p self,
+        _pin: &'p Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        counts: bool,
+    ) -> Result<Item<'p>, Absent> {
+        let found = match self.index.search(key.hash, |location| self.has_key(location, key.bytes)) {
+            Search::Found(found) => found,
+            Search::Missing => return Err(Absent::Missing),
+            Search::Unsettled => {
+                let _lock = self.lock();
+                self.index
+                    .search_locked(key.hash, |location| self.has_key(location, key.bytes))
+                    .ok_or(Absent::Missing)?
+            }
+        };
+        let item = self.usable(found, now_s)?;
+        if counts {
+            self.index.count_read(found);
+        }
+        Ok(item)
+    }
+
+    /// Loads the bucket of a key.
+    #[inline]
+    pub fn preload_bucket(&self, hash: u64) -> u64 {
+        self.index.preload(hash)
+    }
+
+    /// Loads the start of the item that a key probably has.
+    #[inline]
+    pub fn preload_item(&self, _pin: &Pin<'_>, hash: u64) -> u8 {
+        self.index.guess(hash).map_or(0, |location| {
+            let start = self.layout.run(location.run) + location.offset as usize;
+            // SAFETY: the location was published a moment ago, so it is that of an item, which is
+            // not changed, and whose run is not freed while an epoch is pinned.
+            let prefix = unsafe { self.memory.bytes(start, item::PREFIX_BYTES) };
+            prefix[0]
+        })
+    }
+
+    /// Decides under the partition's lock what happens to the item of a key; returns the cas number
+    /// of what was stored, or 0.
+    ///
+    /// # Errors
+    /// If memory must be freed first. `decide` may have been called; nothing has changed.
+    pub fn update<'p, 'c>(
+        &'p self,
+        shared: &Shared,
+        _pin: &'p Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
+    ) -> Result<u64, NoRoom> {
+        let mut inner = self.lock();
+        let found = self.index.search_locked(key.hash, |location| self.has_key(location, key.bytes));
+        let item = found.and_then(|found| self.usable(found, now_s).ok());
+        match decide(item.as_ref()) {
+            Change::Keep => Ok(0),
+            Change::Remove => {
+                if let Some(found) = found {
+                    self.remove(shared, &mut inner, found);
+                }
+                Ok(0)
+            }
+            Change::Put(put) => self.put(shared, &mut inner, key, now_s, found, &put),
+        }
+    }
+
+    fn put(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        key: Key<'_>,
+        now_s: u32,
+        found: Option<Found>,
+        put: &Put<'_>,
+    ) -> Result<u64, NoRoom> {
+        let cas = match put.cas {
+            Cas::Exactly(cas) => cas,
+            Cas::Next if shared.has_cas => inner.log.cas + shared.cas_step,
+            Cas::Next => 0,
+        };
+        let header =
+            Header { client_flags: put.client_flags, expires_s: put.expires_s, cas, states: put.states };
+        let new = NewItem { header, key: key.bytes, value: put.value };
+        let queue = found.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
+        let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
+        if put.cas == Cas::Next {
+            inner.log.cas += shared.cas_step;
+        }
+        let old = found.map_or(Slot::EMPTY, |found| found.slot);
+        let is_read_now = put.is_fetched && !old.is_fetched();
+        let reads = (old.reads() + u64::from(is_read_now)).min(READS_MAX);
+        let slot = Slot::new(key.hash, location, reads).with_fetched(put.is_fetched);
+        if let Some(found) = found {
+            self.index.replace(found, slot);
+            self.release(shared, inner, found.slot.location());
+        } else {
+            if self.index.insert(key.hash, slot).is_err() {
+                let len = self.item_len(location);
+                inner.log.release(shared, location.run, len);
+                return Err(NoRoom { bytes: PAGE_BYTES });
+            }
+            inner.items += 1;
+            self.grow(shared, inner);
+        }
+        if inner.log.opened != 0 {
+            self.publish_oldest(inner);
+        }
+        Ok(cas)
+    }
+
+    /// Adds a bucket to the index if it is loaded, and charges for its memory.
+    fn grow(&self, shared: &Shared, inner: &mut Inner) {
+        if self.index.wants_split(inner.items) {
+            self.index.split();
+        }
+        let bytes = self.index.bytes().next_multiple_of(PAGE_BYTES) as u64;
+        if bytes > inner.index_charged {
+            shared.budget.charge_always(bytes - inner.index_charged);
+            inner.index_charged = bytes;
+        }
+    }
+
+    fn remove(&self, shared: &Shared, inner: &mut Inner, found: Found) {
+        self.index.remove(found);
+        inner.items -= 1;
+        self.release(shared, inner, found.slot.location());
+    }
+
+    fn release(&self, shared: &Shared, inner: &mut Inner, location: Location) {
+        inner.log.release(shared, location.run, self.item_len(location));
+    }
+
+    /// The sequence of the oldest run of a queue, or of a run that was older and is free now;
+    /// `u64::MAX` if there is none.
+    pub fn oldest(&self, queue: Queue) -> u64 {
+        self.oldest[queue as usize].load(Ordering::Relaxed)
+    }
+
+    /// Whether runs were opened since the last call of [`Self::clear_opened`].
+    pub fn has_opened(&self) -> bool {
+        self.has_opened.load(Ordering::Relaxed)
+    }
+
+    /// Notes that other runs were evicted for those that were opened.
+    pub fn clear_opened(&self) {
+        self.lock().log.opened = 0;
+        self.has_opened.store(false, Ordering::Relaxed);
+    }
+
+    /// Evicts the oldest run of a queue: keeps the items that were read, as the newest ones of the
+    /// main queue, and removes the others. Returns whether there was a run.
+    ///
+    /// If `keeps_pages`, the memory stays with this partition.
+    pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
+        let mut inner = self.lock();
+        inner.log.collect(shared);
+        let Some(run) = inner.log.pop_oldest(shared, queue) else { return false };
+        self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
+        self.publish_oldest(&mut inner);
+        true
+    }
+
+    /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
+    /// its place. Returns whether there was one.
+    pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
+        let mut inner = self.lock();
+        let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
+        let target = Target::Cleaned(queue, sequence);
+        self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
+        inner.log.retire(shared, run, keeps_pages);
+        self.publish_oldest(&mut inner);
+        true
+    }
+
+    /// Cleans a run if much of the partition's memory is not in use.
+    pub fn clean_unused(&self, shared: &Shared, now_s: u32) {
+        let is_wanted = self.lock().log.is_mostly_unused();
+        if is_wanted {
+            self.clean(shared, now_s, shared.keeps_pages);
+        }
+    }
+
+    /// Evicts a run that is in no queue.
+    fn evict_run(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32, keeps_pages: bool) {
+        if self.entry(run).runs() > 1 && self.keeps_long(shared, inner, run, now_s) {
+            return;
+        }
+        let target = Target::Newest(Queue::Main);
+        let is_main = self.entry(run).queue() == Queue::Main;
+        self.move_items(shared, inner, run, now_s, |found, item| {
+            let reads = found.slot.reads();
+            if reads > 0 {
+                // An item that leaves probation must show again that it is read.
+                return Some((target, found.slot.with_reads(if is_main { reads - 1 } else { 0 })));
+            }
+            shared.count_evicted(item.is_fetched);
+            None
+        });
+        shared.note_evicted_age(now_s.saturating_sub(self.entry(run).times().0));
+        inner.log.retire(shared, run, keeps_pages);
+    }
+
+    /// Makes a long run the newest one if its item was read; returns whether it was.
+    fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
+        let location = Location { run, offset: 0 };
+        let hash = super::hash_of(item::key_and_len(self.item_bytes(location)).0);
+        let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
+        let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();
+        if is_kept {
+            self.index.replace(found, found.slot.with_reads(found.slot.reads() - 1));
+            inner.log.push_newest(shared, run);
+        }
+        is_kept
+    }
+
+    /// Goes through the items of a run that are in the index. Removes those that cannot be read,
+    /// and those for which `choose` says so; appends the others where it says.
+    fn move_items(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        run: u32,
+        now_s: u32,
+        choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
+    ) {
+        let fill = self.entry(run).fill();
+        let mut offset = 0;
+        while offset < fill {
+            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
+            let (key, len) = item::key_and_len(self.item_bytes(location));
+            offset += len;
+            let hash = super::hash_of(key);
+            let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
+            let chosen = match self.usable(found, now_s) {
+                Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),
+                Err(_) => {
+                    shared.count_expired(found.slot.is_fetched());
+                    None
+                }
+            };
+            let moved = chosen.and_then(|(item, target, slot)| {
+                let new = NewItem { header: item.header, key: item.key, value: [item.value, &[]] };
+                let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
+                Some(slot.with_location(moved))
+            });
+            match moved {
+                Some(slot) => self.index.replace(found, slot),
+                None => {
+                    self.index.remove(found);
+                    inner.items -= 1;
+                }
+            }
+        }
+    }
+
+    /// Removes items that have expired or were flushed, at most this many runs; frees what can be
+    /// freed.
+    pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
+        let mut inner = self.lock();
+        inner.log.collect(shared);
+        inner.log.seal_old(shared, now_s);
+        for _ in 0..runs_max {
+            if let Some(run) = inner.log.pop_expired(now_s) {
+                self.evict_run(shared, &mut inner, run, now_s, false);
+                continue;
+            }
+            let flushed = Queue::ALL.into_iter().find(|queue| {
+                inner.log.oldest(*queue).is_some_and(|(_, run)| self.entry(run).state() == RunState::Flushed)
+            });
+            let Some(run) = flushed.and_then(|queue| inner.log.pop_oldest(shared, queue)) else { break };
+            self.evict_run(shared, &mut inner, run, now_s, false);
+        }
+        self.publish_oldest(&mut inner);
+    }
+
+    /// Frees retired memory that no thread can see any more; returns whether some is left.
+    pub fn collect(&self, shared: &Shared) -> bool {
+        self.lock().log.collect(shared)
+    }
+
+    /// Makes all items disappear. Their memory is freed later.
+    pub fn flush(&self, shared: &Shared) {
+        self.lock().log.flush(shared);
+    }
+
+    /// Whether a run should be cleaned.
+    pub fn has_cleanable(&self) -> bool {
+        self.lock().log.has_cleanable()
+    }
+
+    /// What is in the partition.
+    pub fn content(&self) -> Content {
+        let inner = self.lock();
+        Content {
+            items: inner.items,
+            item_bytes: inner.log.live_bytes,
+            index_bytes: self.index.bytes() as u64,
+            oldest_s: Queue::ALL
+                .into_iter()
+                .filter_map(|queue| inner.log.oldest(queue))
+                .map(|(_, run)| self.entry(run).times().0)
+                .min(),
+        }
+    }
+
+    /// Calls `visit` for each item that can be read.
+    pub fn for_each(&self, now_s: u32, mut visit: impl FnMut(&Item<'_>)) {
+        let _lock = self.lock();
+        self.index.for_each(|found| {
+            if let Ok(item) = self.usable(found, now_s) {
+                visit(&item);
+            }
+        });
+    }
+
+    /// The item of a slot, unless it has expired or was flushed.
+    #[inline]
+    fn usable(&self, found: Found, now_s: u32) -> Result<Item<'_>, Absent> {
+        let location = found.slot.location();
+        let entry = self.entry(location.run);
+        if entry.state() == RunState::Flushed {
+            return Err(Absent::Flushed);
+        }
+        let mut item = item::decode(self.item_bytes(location), entry.cas_base());
+        item.is_fetched = found.slot.is_fetched();
+        item.stored_s = entry.times().0;
+        if is_expired(&item.header, now_s) { Err(Absent::Expired) } else { Ok(item) }
+    }
+
+    #[inline]
+    fn has_key(&self, location: Location, key: &[u8]) -> bool {
+        item::key_and_len(self.item_bytes(location)).0 == key
+    }
+
+    fn item_len(&self, location: Location) -> usize {
+        self.item_bytes(location).len()
+    }
+
+    /// The bytes of the item at a location that is, or was a moment ago, in the index.
+    #[inline]
+    fn item_bytes(&self, location: Location) -> &[u8] {
+        let start = self.layout.run(location.run) + location.offset as usize;
+        // SAFETY: an item is written before its location is in the index, and its bytes are never
+        // changed before its run is free. The run is not freed while the caller has pinned an
+        // epoch, or while it holds the partition's lock and has not retired the run. Every item has
+        // the bytes of the shortest header; one with a large value has those of the next field.
+        unsafe {
+            let prefix = self.memory.bytes(start, item::PREFIX_BYTES);
+            let len = if item::has_long_value(prefix) {
+                item::len(self.memory.bytes(start, item::LONG_PREFIX_BYTES))
+            } else {
+                item::len(prefix)
+            };
+            self.memory.bytes(start, len)
+        }
+    }
+
+    #[inline]
+    fn entry(&self, run: u32) -> RunEntry<'_> {
+        RunEntry::new(&self.memory, &self.layout, run)
+    }
+
+    fn publish_oldest(&self, inner: &mut Inner) {
+        for queue in Queue::ALL {
+            let oldest = inner.log.oldest(queue).map_or(NO_SEQUENCE, |(sequence, _)| sequence);
+            self.oldest[queue as usize].store(oldest, Ordering::Relaxed);
+        }
+        self.has_opened.store(inner.log.opened != 0, Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_expired(header: &Header, now_s: u32) -> bool {
+    header.expires_s != 0 && header.expires_s <= now_s
+}

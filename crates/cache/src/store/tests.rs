@@ -1,0 +1,169 @@
+//! Tests of a whole store.
+
+use std::collections::HashMap;
+
+use super::item::States;
+use super::partition::{Cas, Change, Put};
+use super::*;
+
+fn store(limit: u64, partitions: usize) -> Store {
+    Store::new(&StoreOptions { limit, partitions, threads: 1, has_cas: true, evicts: true }).unwrap()
+}
+
+fn put(value: &[u8], expires_s: u32) -> Put<'_> {
+    Put {
+        client_flags: 0,
+        expires_s,
+        states: States::NONE,
+        cas: Cas::Next,
+        is_fetched: false,
+        value: [value, b""],
+    }
+}
+
+fn set(store: &Store, key: &[u8], value: &[u8], expires_s: u32, now_s: u32) {
+    for _ in 0..100 {
+        let pin = store.pin(0);
+        if store.update(&pin, Key::new(key), now_s, |_| Change::Put(put(value, expires_s))).is_ok() {
+            return;
+        }
+    }
+    panic!("no room for {} bytes", value.len());
+}
+
+fn get(store: &Store, key: &[u8], now_s: u32) -> Option<Vec<u8>> {
+    let pin = store.pin(0);
+    store.look_up(&pin, Key::new(key), now_s, true).ok().map(|item| item.value.to_vec())
+}
+
+/// A small generator of random numbers (xorshift64*).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 16) % limit
+    }
+}
+
+#[test]
+fn a_store_without_evictions_is_a_map() {
+    let store = store(64 << 20, 4);
+    let mut expected: HashMap<Vec<u8>, (Vec<u8>, u32)> = HashMap::new();
+    let mut random = Random(7);
+    let mut now_s = 1;
+    for step in 0..200_000u64 {
+        let key = format!("key-{}", random.below(20_000)).into_bytes();
+        let found = expected.get(&key).filter(|(_, expires_s)| *expires_s == 0 || *expires_s > now_s);
+        assert_eq!(get(&store, &key, now_s).as_ref(), found.map(|(value, _)| value), "step {step}");
+        match random.below(10) {
+            0 => {
+                let pin = store.pin(0);
+                store.update(&pin, Key::new(&key), now_s, |_| Change::Remove).unwrap();
+                expected.remove(&key);
+            }
+            1 => now_s += u32::from(random.below(50) == 0),
+            choice => {
+                let len = if random.below(1000) == 0 { 200_000 } else { random.below(300) };
+                let value = vec![u8::try_from(step % 251).unwrap(); usize::try_from(len).unwrap()];
+                let ttl = u32::try_from(random.below(30) + 1).unwrap();
+                let expires_s = if choice < 4 { now_s + ttl } else { 0 };
+                set(&store, &key, &value, expires_s, now_s);
+                expected.insert(key, (value, expires_s));
+            }
+        }
+        if step % 5000 == 0 {
+            store.expire(now_s);
+        }
+    }
+    assert_eq!(store.removed().evicted, 0);
+    store.flush();
+    assert!(expected.keys().all(|key| get(&store, key, now_s).is_none()));
+    for _ in 0..20 {
+        store.expire(now_s);
+    }
+    let content = store.content();
+    assert_eq!((content.items, content.item_bytes), (0, 0));
+    // Each partition may keep the pages of one run.
+    let kept = 4 * RUN_BYTES as u64;
+    assert!(store.budget().used() <= content.index_bytes + kept + 4 * 4096, "{}", store.budget().used());
+}
+
+#[test]
+fn a_full_store_takes_long_items_after_short_ones() {
+    let store = store(16 << 20, 16);
+    for number in 0..200_000u32 {
+        set(&store, &number.to_le_bytes(), &[1; 200], 0, 1);
+    }
+    assert!(store.removed().evicted > 100_000);
+    assert!(store.budget().used() <= 16 << 20, "{}", store.budget().used());
+    for number in 0..200u32 {
+        let key = format!("long-{number}");
+        set(&store, key.as_bytes(), &vec![2; 500_000], 0, 1);
+        assert_eq!(get(&store, key.as_bytes(), 1).map(|value| value.len()), Some(500_000));
+    }
+    assert!(store.budget().used() <= 16 << 20, "{}", store.budget().used());
+    for number in 0..100_000u32 {
+        set(&store, &number.to_le_bytes(), &[3; 200], 0, 1);
+        assert_eq!(get(&store, &number.to_le_bytes(), 1), Some(vec![3; 200]));
+    }
+}
+
+#[test]
+fn items_that_are_read_are_not_evicted() {
+    let store = store(4 << 20, 4);
+    for number in 0..100u32 {
+        set(&store, format!("hot-{number}").as_bytes(), &[1; 100], 0, 1);
+    }
+    for number in 0..200_000u32 {
+        set(&store, &number.to_le_bytes(), &[2; 100], 0, 1);
+        assert!(get(&store, format!("hot-{}", number % 100).as_bytes(), 1).is_some(), "{number}");
+    }
+}
+
+#[test]
+fn the_memory_of_expired_items_is_used_again() {
+    let store = store(4 << 20, 4);
+    for now_s in 1..200 {
+        for number in 0..500u32 {
+            set(&store, &(now_s * 1000 + number).to_le_bytes(), &[2; 100], now_s + 10, now_s);
+        }
+        store.expire(now_s);
+    }
+    assert_eq!(store.removed().evicted, 0);
+    assert!(store.removed().expired > 80_000);
+}
+
+#[test]
+fn an_item_of_120_bytes_takes_less_than_20_more() {
+    for (has_cas, most) in [(false, 20), (true, 26)] {
+        let options =
+            StoreOptions { limit: 256 << 20, partitions: PARTITIONS, threads: 1, has_cas, evicts: true };
+        let store = Store::new(&options).unwrap();
+        for number in 0..400_000u32 {
+            set(&store, format!("{number:020}").as_bytes(), &[2; 100], 0, 1);
+            if number >= 200_000 && number % 25_000 == 0 {
+                let items = u64::from(number + 1);
+                let overhead = store.budget().used() / items - 120;
+                assert!(overhead <= most, "{items} items: {overhead} bytes beside key and value");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
+    let epochs = Epochs::new(2);
+    let first = epochs.pin(0);
+    let retired = epochs.retire();
+    let second = epochs.pin(1);
+    assert!(epochs.oldest() <= retired);
+    drop(first);
+    assert!(epochs.oldest() > retired);
+    let retired = epochs.retire();
+    assert!(epochs.oldest() <= retired);
+    drop(second);
+    assert_eq!(epochs.oldest(), u64::MAX);
+}

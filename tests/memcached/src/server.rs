@@ -1,0 +1,247 @@
+//! Starts and stops memcached and `aquifer cache`.
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use aquifer_tests_e2e::eventually::eventually;
+use aquifer_tests_e2e::{build, processes};
+use aquifer_tests_support::skip;
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketType, connect, getsockname, socket, sockopt};
+
+use crate::connection::Connection;
+
+/// Attempts to start a server, each on another free port.
+const ATTEMPTS: usize = 10;
+
+/// A program that is a memcached server.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Program {
+    /// Debian's memcached.
+    Memcached,
+    /// `aquifer cache`.
+    Aquifer,
+}
+
+/// How a server is started.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The program.
+    pub program: Program,
+    /// The limit of memory, in MiB.
+    pub memory_mib: u32,
+    /// Further arguments, which both programs have.
+    pub arguments: Vec<String>,
+    /// Path of the socket instead of a port.
+    pub socket_path: Option<PathBuf>,
+    /// Whether memcached's threads that move items between its queues are off. While they refer
+    /// to an item, `decr` does not pad it.
+    pub is_deterministic: bool,
+}
+
+impl Options {
+    /// Options of a program. memcached has more memory, because it reuses freed memory late.
+    #[must_use]
+    pub fn new(program: Program) -> Self {
+        let memory_mib = match program {
+            Program::Memcached => 1024,
+            Program::Aquifer => 64,
+        };
+        Self { program, memory_mib, arguments: Vec::new(), socket_path: None, is_deterministic: true }
+    }
+
+    /// Adds arguments.
+    #[must_use]
+    pub fn with(mut self, arguments: &[&str]) -> Self {
+        self.arguments.extend(arguments.iter().map(ToString::to_string));
+        self
+    }
+
+    /// Listens on a socket instead of a port.
+    #[must_use]
+    pub fn on_socket(mut self, path: &Path) -> Self {
+        self.socket_path = Some(path.to_owned());
+        self
+    }
+
+    /// Keeps memcached's background threads.
+    #[must_use]
+    pub fn with_background_threads(mut self) -> Self {
+        self.is_deterministic = false;
+        self
+    }
+
+    fn command(&self, port: u16) -> Command {
+        let mut command = match self.program {
+            Program::Aquifer => {
+                let mut command = Command::new(build::binary());
+                command.arg("cache");
+                command
+            }
+            Program::Memcached => {
+                let mut command = Command::new("memcached");
+                command.args(["-U", "0"]);
+                if self.is_deterministic {
+                    command.args(["-o", "no_lru_maintainer,no_lru_crawler"]);
+                }
+                if rustix::process::geteuid().is_root() {
+                    command.args(["-u", "root"]);
+                }
+                command
+            }
+        };
+        command.args(["-t", "2", "-m", &self.memory_mib.to_string()]);
+        match &self.socket_path {
+            Some(path) => command.arg("-s").arg(path),
+            None => command.args(["-p", &port.to_string(), "-l", "127.0.0.1"]),
+        };
+        command.args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+    }
+}
+
+/// A running server. It is killed when it is dropped.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    port: u16,
+    options: Options,
+}
+
+impl Server {
+    /// Starts a server and waits until it listens.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn start(options: Options) -> Self {
+        // Another process may bind the free port first: then the server ends.
+        (0..ATTEMPTS)
+            .find_map(|_| Self::try_start(&options))
+            .unwrap_or_else(|| panic!("{:?} ended {ATTEMPTS} times while it started", options.command(0)))
+    }
+
+    fn try_start(options: &Options) -> Option<Self> {
+        let port = free_port();
+        let mut command = options.command(port);
+        let child = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let mut server = Self { child, port, options: options.clone() };
+        eventually("the server to listen", || {
+            if server.child.try_wait().expect("the child is not waited for elsewhere").is_some() {
+                return Some(None);
+            }
+            server.try_connect(None).map(Some)
+        })?;
+        Some(server)
+    }
+
+    /// How the server was started.
+    #[must_use]
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
+    /// Whether items have cas values.
+    #[must_use]
+    pub fn has_cas(&self) -> bool {
+        !self.options.arguments.iter().any(|argument| argument == "-C")
+    }
+
+    /// The port on which the server listens.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// Whether the process runs.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        processes::is_alive(self.child.id())
+    }
+
+    /// The resident memory of the process, in bytes.
+    ///
+    /// # Panics
+    /// If the process has ended.
+    #[must_use]
+    pub fn resident_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
+        let status = status.expect("the server runs");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("the server runs");
+        let kib: u64 = line.trim().trim_end_matches(" kB").parse().expect("a number of KiB");
+        kib << 10
+    }
+
+    /// Opens a connection.
+    ///
+    /// # Panics
+    /// If the server does not accept it.
+    #[must_use]
+    pub fn connect(&self) -> Connection {
+        self.try_connect(None).unwrap_or_else(|| panic!("{:?} refuses connections", self.options))
+    }
+
+    /// Opens a connection with a receive buffer of about this size.
+    ///
+    /// # Panics
+    /// If the server does not accept it.
+    #[must_use]
+    pub fn connect_with_receive_buffer(&self, bytes: usize) -> Connection {
+        self.try_connect(Some(bytes)).unwrap_or_else(|| panic!("{:?} refuses connections", self.options))
+    }
+
+    fn try_connect(&self, receive_buffer: Option<usize>) -> Option<Connection> {
+        let socket: OwnedFd = match &self.options.socket_path {
+            Some(path) => UnixStream::connect(path).ok()?.into(),
+            None => {
+                let socket = socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+                if let Some(bytes) = receive_buffer {
+                    // Must be set before the connection is made.
+                    sockopt::set_socket_recv_buffer_size(&socket, bytes).expect("a buffer size");
+                }
+                let address = SocketAddrV4::new(Ipv4Addr::LOCALHOST, self.port);
+                match connect(&socket, &address) {
+                    Ok(()) => {}
+                    Err(Errno::CONNREFUSED) => return None,
+                    Err(error) => panic!("cannot connect to {address}: {error}"),
+                }
+                // The kernel may choose the same port for the client, which connects to itself.
+                if getsockname(&socket) == Ok(address.into()) {
+                    return None;
+                }
+                sockopt::set_tcp_nodelay(&socket, true).expect("TCP has it");
+                socket
+            }
+        };
+        rustix::io::ioctl_fionbio(&socket, true).expect("a socket may be non-blocking");
+        Some(Connection::new(socket))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether memcached is installed. If not, the test is reported as skipped, and must return.
+#[must_use]
+pub fn memcached_is_installed() -> bool {
+    let output = Command::new("memcached").arg("--version").output();
+    let is_installed = output.is_ok();
+    if !is_installed {
+        skip("memcached is not installed");
+    }
+    is_installed
+}
+
+fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a port is free");
+    listener.local_addr().expect("it is bound").port()
+}

@@ -1,0 +1,113 @@
+//! Requests with damaged bytes.
+//!
+//! A damaged byte may change what a command is. So values and keys are short, there are no numbers
+//! that a command could change in place, and neither `flush_all` nor lifetimes. All lengths are
+//! short, however they are split: the server must not wait for a long value.
+
+use crate::random::Random;
+use crate::script::{Batch, Key, Piece, Request};
+
+/// Characters of keys and values, without the flags of later versions: damage makes words of them.
+pub const TEXT: &[u8] = b"abdfghjklmopqrtuvwyzABDFGHIJKLMOPQRTUVWXYZ_.:-";
+/// A line that is longer is cut.
+const RUN_MAX: usize = 1400;
+/// Damage to one batch, at most.
+const DAMAGE_MAX: usize = 3;
+const LIFETIMES: [&str; 3] = ["0", "0", EXPIRED];
+/// A lifetime whose damaged forms are no short ones.
+const EXPIRED: &str = "-2000000000";
+/// Digits of the longest other number.
+const DIGITS_MAX: usize = 3;
+/// Several words that damage has joined are not longer than a key may be.
+const VALUE_BYTES_MAX: usize = 60;
+
+/// A request before it is damaged.
+pub fn request(random: &mut Random, keys: &[Key]) -> Request {
+    let key = String::from_utf8(random.pick(keys).word.clone()).expect("these keys are text");
+    let length = random.below(VALUE_BYTES_MAX);
+    let value = String::from_utf8(random.text(length, TEXT)).expect("it is text");
+    let lifetime = *random.pick(&LIFETIMES);
+    let noreply = if random.once_in(6) { " noreply" } else { "" };
+    let quiet = if random.once_in(6) { " q" } else { "" };
+    let text = match random.below(12) {
+        0..3 => {
+            let command = *random.pick(&["set", "add", "replace", "append", "prepend"]);
+            format!("{command} {key} 0 {lifetime} {length}{noreply}\r\n{value}\r\n")
+        }
+        3 => format!("cas {key} 0 {lifetime} {length} 77{noreply}\r\n{value}\r\n"),
+        4..6 => format!("ms {key} {length} T{lifetime} k Oa c{quiet}\r\n{value}\r\n"),
+        6 => format!("ms {key} {length} MR k{quiet}\r\n{value}\r\n"),
+        7 => format!("gets {key} k0 k1\r\n"),
+        8 => format!("mg {key} v k t f O{quiet}\r\n"),
+        9 => format!("delete {key}{noreply}\r\n"),
+        10 => format!("md {key} k{quiet}\r\n"),
+        _ => format!("touch {key} {lifetime}{noreply}\r\nmn\r\n"),
+    };
+    Request::literal(text)
+}
+
+/// Damages some bytes of a batch.
+pub fn damage(random: &mut Random, batch: &mut Batch) {
+    for _ in 0..random.between(1, DAMAGE_MAX) {
+        let at = random.below(batch.requests.len());
+        if let Some(Piece::Bytes(bytes)) = batch.requests[at].pieces.first_mut() {
+            let mut damaged = bytes.clone();
+            damage_bytes(random, &mut damaged);
+            if !has_long_number(&damaged) {
+                *bytes = damaged;
+            }
+        }
+    }
+    let mut run = 0;
+    for request in &mut batch.requests {
+        for piece in &mut request.pieces {
+            let Piece::Bytes(bytes) = piece else { continue };
+            for byte in bytes {
+                run = if *byte == b'\n' { 0 } else { run + 1 };
+                if run == RUN_MAX {
+                    *byte = b'\n';
+                    run = 0;
+                }
+            }
+        }
+    }
+}
+
+/// Whether there is a number that may be a great length.
+fn has_long_number(bytes: &[u8]) -> bool {
+    let words = bytes.split(|byte| !byte.is_ascii_digit() && *byte != b'-');
+    words.into_iter().any(|word| word.len() > DIGITS_MAX && word != EXPIRED.as_bytes())
+}
+
+fn damage_bytes(random: &mut Random, bytes: &mut Vec<u8>) {
+    if bytes.is_empty() {
+        return;
+    }
+    let at = random.below(bytes.len());
+    let special = *random.pick(b"\r\n \t\0-+:\x7f\xff");
+    match random.below(8) {
+        0 => {
+            bytes.remove(at);
+        }
+        1 => bytes.insert(at, special),
+        2 => bytes[at] = special,
+        3 => bytes.truncate(at),
+        4 => {
+            let other = random.below(bytes.len());
+            if !bytes[at].is_ascii_digit() && !bytes[other].is_ascii_digit() {
+                bytes.swap(at, other);
+            }
+        }
+        5 => {
+            let end = (at + random.between(1, 8)).min(bytes.len());
+            bytes.drain(at..end);
+        }
+        // A line end without its first byte.
+        6 => bytes.retain(|byte| *byte != b'\r'),
+        _ => {
+            if let Some(found) = bytes.iter().position(|byte| *byte == b'\n') {
+                bytes.remove(found);
+            }
+        }
+    }
+}
