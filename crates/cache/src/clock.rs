@@ -28,6 +28,18 @@ impl Clock {
         }
     }
 
+    /// A clock that goes on from a second of an earlier one, which was this second since 1970.
+    #[must_use]
+    pub fn resume(now_s: u32, unix_s: i64) -> Self {
+        let mut clock = Self::start();
+        // The time in between has passed for items, too, unless the system's clock was set back.
+        let passed_s = (clock.started_unix_s + i64::from(FIRST_S) - unix_s).max(0);
+        let seconds = i64::from(now_s) + passed_s - i64::from(FIRST_S);
+        clock.started_monotonic_s -= seconds;
+        clock.started_unix_s -= seconds;
+        clock
+    }
+
     /// The current second.
     #[must_use]
     pub fn now_s(&self) -> u32 {
@@ -65,6 +77,16 @@ fn monotonic_s() -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clock_goes_on() {
+        let unix = Clock::start();
+        let unix_s = unix.unix_s(unix.now_s());
+        let clock = Clock::resume(1000, unix_s - 50);
+        assert!((1050..1060).contains(&clock.now_s()), "{}", clock.now_s());
+        assert!((0..10).contains(&(clock.unix_s(clock.now_s()) - unix_s)));
+        assert!((1000..1010).contains(&Clock::resume(1000, unix_s + 50).now_s()));
+    }
 
     #[test]
     fn expiry_is_relative_or_absolute() {

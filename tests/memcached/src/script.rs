@@ -6,13 +6,14 @@ use crate::connection::End;
 use crate::escape::escape;
 use crate::random::Random;
 
-/// A cas value that the same server returned earlier in the script.
+/// A cas value in a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Cas {
-    /// A distinct value, counted back from the latest.
+    /// A distinct value that the same server returned earlier in the script, counted back from the
+    /// latest; 1 if it has not returned so many.
     Recent(usize),
-    /// The same, plus 2^40: a value that the server has not issued yet.
-    Above(usize),
+    /// The greatest number, which no server has issued.
+    Greatest,
 }
 
 /// A part of a request.
@@ -20,7 +21,7 @@ pub enum Cas {
 pub enum Piece {
     /// Literal bytes.
     Bytes(Vec<u8>),
-    /// A cas value in decimal; 1 if the server has not returned so many.
+    /// A cas value in decimal.
     Cas(Cas),
 }
 
@@ -62,9 +63,7 @@ impl Request {
             match piece {
                 Piece::Bytes(literal) => bytes.extend_from_slice(literal),
                 Piece::Cas(Cas::Recent(back)) => bytes.extend(recent(*back).to_string().into_bytes()),
-                Piece::Cas(Cas::Above(back)) => {
-                    bytes.extend(recent(*back).wrapping_add(1 << 40).to_string().into_bytes());
-                }
+                Piece::Cas(Cas::Greatest) => bytes.extend(u64::MAX.to_string().into_bytes()),
             }
         }
         bytes
@@ -77,7 +76,7 @@ impl Display for Request {
             match piece {
                 Piece::Bytes(bytes) => write!(formatter, "{}", escape(bytes))?,
                 Piece::Cas(Cas::Recent(back)) => write!(formatter, "<cas {back} back>")?,
-                Piece::Cas(Cas::Above(back)) => write!(formatter, "<cas {back} back + 2^40>")?,
+                Piece::Cas(Cas::Greatest) => write!(formatter, "{}", u64::MAX)?,
             }
         }
         Ok(())

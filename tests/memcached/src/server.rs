@@ -12,6 +12,7 @@ use aquifer_tests_e2e::{build, processes};
 use aquifer_tests_support::skip;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketType, connect, getsockname, socket, sockopt};
+use rustix::process::Signal;
 
 use crate::connection::Connection;
 
@@ -155,6 +156,16 @@ impl Server {
     #[must_use]
     pub fn port(&self) -> u16 {
         self.port
+    }
+
+    /// Sends a signal, and waits for the end; returns whether the server ended with success.
+    ///
+    /// # Panics
+    /// If the signal cannot be sent.
+    pub fn end_by(mut self, signal: Signal) -> bool {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).expect("the server runs");
+        self.child.wait().expect("it is a child of this process").success()
     }
 
     /// Whether the process runs.

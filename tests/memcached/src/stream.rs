@@ -16,6 +16,7 @@
 //!   Batches that may end within a value are completed by empty lines.
 //! - A delayed `flush_all` makes memcached return items again that were flushed and not yet freed.
 //!   It follows a `get` of all keys, which frees them.
+//! - `ma` loses a new lifetime if the number becomes longer. With one, it only decrements.
 //! - An item with a key in base64 is returned with the plain key once memcached has replaced it to
 //!   append to it or to change its number, and if a get has created it. No such request has the
 //!   flag `b`.

@@ -7,6 +7,7 @@ mod clients;
 mod differential;
 mod expiry;
 mod limits;
+mod restart;
 mod statistics;
 mod traps;
 

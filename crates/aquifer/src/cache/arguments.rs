@@ -61,6 +61,10 @@ pub struct CacheArguments {
     /// The protocol of all connections, or the one that the first byte shows
     #[arg(short = 'B', long, value_name = "NAME", default_value = "auto")]
     pub protocol: ProtocolName,
+    /// Keep items in this file, in a file system in memory such as /dev/shm; a server that is started
+    /// with the same options after an orderly stop has them again
+    #[arg(short = 'e', long, value_name = "FILE")]
+    pub memory_file: Option<PathBuf>,
     /// Give items no cas numbers, which saves 4 bytes an item
     #[arg(short = 'C', long)]
     pub disable_cas: bool,
@@ -310,9 +314,8 @@ mod tests {
     #[test]
     fn the_options_of_debians_configuration_are_accepted() {
         let line = "-d -v -vv -m 64 -p 11211 -u memcache -l 127.0.0.1 -c 1024 -k -M -r \
-            -P /var/run/memcached/memcached.pid -U 0 -t 4 -I 2m -C -e";
-        let (known, _) = line.rsplit_once(' ').unwrap();
-        let arguments = parse(known).unwrap();
+            -P /var/run/memcached/memcached.pid -U 0 -t 4 -I 2m -C -e /dev/shm/cache";
+        let arguments = parse(line).unwrap();
         assert_eq!((arguments.memory_limit, arguments.max_item_size), (64 << 20, 2 << 20));
         assert_eq!(arguments.addresses(), [("127.0.0.1:11211".parse().unwrap(), false)]);
         assert_eq!(arguments.verbose, 3);

@@ -10,6 +10,7 @@ use aquifer_cache::commands::Tokens;
 use aquifer_cache::server::{Listener, Server, ServerOptions, TlsSettings};
 use aquifer_cache::store::StoreOptions;
 use rustix::net::SocketType;
+use rustix::process::Signal;
 
 use crate::Outcome;
 use crate::cluster::signals::StopSignal;
@@ -41,8 +42,11 @@ pub fn cache(arguments: &CacheArguments) -> Outcome {
         process::become_user(user)?;
     }
     log_to_stderr();
-    let mut stop = StopSignal::install()?;
-    let server = Server::start(options)?;
+    let mut stop = StopSignal::install_with(&[Signal::USR1])?;
+    let server = Server::start(options).map_err(|error| match &arguments.memory_file {
+        Some(path) => format!("cannot serve from {}: {error}", path.display()),
+        None => format!("cannot serve: {error}"),
+    })?;
     if arguments.lock_memory {
         process::lock_memory()?;
     }
@@ -67,6 +71,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
         },
+        memory_file: arguments.memory_file.clone(),
         connections_max: arguments.conn_limit as usize,
         item_size_max: usize::try_from(arguments.max_item_size)?,
         requests_per_turn: arguments.max_reqs_per_event.unwrap_or(0) as usize,

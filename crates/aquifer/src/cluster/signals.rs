@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::Signal;
 
 use super::daemon::Daemon;
 use super::lock::{FileLock, LockWatch};
@@ -35,6 +36,14 @@ impl StopSignal {
     /// # Errors
     /// If the system has no descriptor.
     pub fn install() -> io::Result<Self> {
+        Self::install_with(&[])
+    }
+
+    /// As [`Self::install`], with more signals that mean the same.
+    ///
+    /// # Errors
+    /// If the system has no descriptor.
+    pub fn install_with(more: &[Signal]) -> io::Result<Self> {
         // SAFETY: an all-zero sigset_t is a valid object, which sigemptyset then initialises.
         let mut signals: libc::sigset_t = unsafe { std::mem::zeroed() };
         // SAFETY: the set is valid and the signals exist.
@@ -42,6 +51,9 @@ impl StopSignal {
             libc::sigemptyset(&raw mut signals);
             libc::sigaddset(&raw mut signals, libc::SIGTERM);
             libc::sigaddset(&raw mut signals, libc::SIGINT);
+            for signal in more {
+                libc::sigaddset(&raw mut signals, signal.as_raw());
+            }
             libc::pthread_sigmask(libc::SIG_BLOCK, &raw const signals, std::ptr::null_mut());
             libc::signalfd(-1, &raw const signals, libc::SFD_CLOEXEC)
         };

@@ -10,15 +10,21 @@ mod report;
 mod tls;
 mod worker;
 
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 pub use listeners::{Listener, ListenerAddress};
 pub use tls::{TlsFiles, TlsSettings};
+
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 
 use crate::clock::Clock;
 use crate::commands::{Protocol, Service, Tokens};
@@ -40,6 +46,8 @@ pub struct ServerOptions {
     pub store: StoreOptions,
     /// Most connections at a time.
     pub connections_max: usize,
+    /// The file of the items, which outlives the server; or none.
+    pub memory_file: Option<PathBuf>,
     /// Largest item, in bytes as memcached counts them.
     pub item_size_max: usize,
     /// Requests of a connection after which others are served; 0 for as many as have arrived.
@@ -69,6 +77,8 @@ pub struct ServerOptions {
 struct Common {
     store: Store,
     clock: Clock,
+    /// The options of a store that is completed in the end.
+    completes: Option<StoreOptions>,
     counters: Box<[Counters]>,
     item_size_max: usize,
     requests_per_turn: usize,
@@ -114,9 +124,14 @@ impl Server {
     pub fn start(options: ServerOptions) -> io::Result<Self> {
         let threads = options.store.threads;
         assert!(threads > 0 && !options.listeners.is_empty());
+        let (store, seconds) = match &options.memory_file {
+            Some(path) => Store::open(&options.store, open_file(path, Store::file_bytes(&options.store))?)?,
+            None => (Store::new(&options.store)?, None),
+        };
         let common = Arc::new(Common {
-            store: Store::new(&options.store)?,
-            clock: Clock::start(),
+            store,
+            clock: seconds.map_or_else(Clock::start, |(now_s, unix_s)| Clock::resume(now_s, unix_s)),
+            completes: options.memory_file.is_some().then_some(options.store),
             counters: (0..threads).map(|_| Counters::default()).collect(),
             item_size_max: options.item_size_max,
             requests_per_turn: if options.requests_per_turn == 0 {
@@ -164,7 +179,7 @@ impl Server {
         &self.common.listeners
     }
 
-    /// Closes all connections and ends the threads.
+    /// Closes all connections and ends the threads. Completes the file of the items, if there is one.
     pub fn stop(self) {
         self.common.stops.store(true, Ordering::SeqCst);
         self.wake_acceptor.wake();
@@ -175,9 +190,29 @@ impl Server {
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a thread of the cache ended with a panic");
+                return;
             }
         }
+        if let Some(options) = &self.common.completes {
+            let now_s = self.common.clock.now_s();
+            self.common.store.complete(options, now_s, self.common.clock.unix_s(now_s));
+        }
     }
+}
+
+/// Opens or creates the file of the items, which no other process may use at the same time.
+fn open_file(path: &Path, bytes: u64) -> io::Result<OwnedFd> {
+    let file = File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
+        Errno::WOULDBLOCK => io::Error::other("another process uses it"),
+        other => other.into(),
+    })?;
+    if file.metadata()?.len() != bytes {
+        // It is not a file of a server with the same memory.
+        file.set_len(0)?;
+        file.set_len(bytes)?;
+    }
+    Ok(file.into())
 }
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {

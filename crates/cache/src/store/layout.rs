@@ -24,13 +24,36 @@ const ADDRESSES_PER_BYTE: usize = 4;
 
 /// Words of the header, as offsets in bytes.
 pub mod header {
+    /// [`super::MAGIC`], if the memory is complete: nothing uses it, and it can be adopted.
+    pub const MAGIC: usize = 0;
+    /// Runs of the log.
+    pub const RUNS: usize = 8;
+    /// Most buckets of the index.
+    pub const BUCKETS_MAX: usize = 16;
+    /// The partition's number, and the number of partitions.
+    pub const PARTITION: usize = 24;
+    /// Whether items have cas numbers.
+    pub const HAS_CAS: usize = 32;
+    /// The last cas number.
+    pub const CAS: usize = 40;
+    /// Items.
+    pub const ITEMS: usize = 48;
+    /// The second of the cache's clock at which the memory was completed.
+    pub const SECOND: usize = 56;
     /// Buckets of the index.
     pub const BUCKETS: usize = 64;
     /// Overflow buckets ever used.
     pub const OVERFLOW_COUNT: usize = 72;
     /// The list of free overflow buckets.
     pub const OVERFLOW_FREE: usize = 80;
+    /// The second since 1970 at which the memory was completed.
+    pub const UNIX_SECOND: usize = 88;
+    /// The checksum of the words before it.
+    pub const CHECKSUM: usize = 96;
 }
+
+/// The first word of memory that is complete.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"AQCACHE\x01");
 
 /// The layout of a partition's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -49,6 +72,12 @@ impl Layout {
         let runs = (limit.saturating_mul(ADDRESSES_PER_BYTE) / RUN_BYTES + 2).min(RUNS_MAX);
         let buckets = (limit / LOG_BYTES_PER_BUCKET).next_power_of_two().min(1 << BUCKET_BITS_MAX);
         Self { runs, buckets, overflow: buckets }
+    }
+
+    /// Most buckets of the index.
+    #[must_use]
+    pub fn buckets_max(&self) -> usize {
+        self.buckets
     }
 
     /// Bytes of the memory.

@@ -101,6 +101,15 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset), bytes.len()) }
     }
 
+    /// Returns all pages to the system.
+    ///
+    /// # Errors
+    /// If the system cannot.
+    pub fn clear(&self) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&*self.file, flags, self.file_offset, self.bytes as u64)?)
+    }
+
     /// Returns pages to the system. They are zero when they are next read.
     ///
     /// The bytes must not be needed any more, and no slice of them may live. A failure is logged:

@@ -2,7 +2,7 @@
 //!
 //! - [`slot`] and [`index`]: from a key to its item. Readers take no lock.
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
-//! - [`memory`] and [`layout`]: where all of this is.
+//! - [`memory`] and [`layout`]: where all of this is. [`completed`]: memory that the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys.
 //!
@@ -11,6 +11,7 @@
 
 pub mod budget;
 pub mod classes;
+pub mod completed;
 pub mod epochs;
 pub mod index;
 pub mod item;
@@ -26,14 +27,18 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::budget::Budget;
+use self::completed::Identity;
 use self::epochs::{Epochs, Pin};
 use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
+use self::memory::Memory;
 use self::partition::{Absent, Change, Content, Partition};
 use self::runs::Queue;
 use self::slot::RUN_BYTES;
@@ -177,8 +182,33 @@ pub struct Shared {
 }
 
 impl Shared {
+    fn new(options: &StoreOptions) -> Self {
+        let limit = options.limit.max(LIMIT_MIN);
+        Self {
+            budget: Budget::new(limit),
+            epochs: Epochs::new(options.threads),
+            has_cas: options.has_cas,
+            keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
+            queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
+            cas_step: options.partitions as u64,
+            sequence: AtomicU64::new(0),
+            retired_in: Noted::default(),
+            cleanable_in: Noted::default(),
+            evicted_age_s: AtomicU64::new(0),
+            evicted: AtomicU64::new(0),
+            evicted_unfetched: AtomicU64::new(0),
+            expired: AtomicU64::new(0),
+            expired_unfetched: AtomicU64::new(0),
+        }
+    }
+
     fn next_sequence(&self) -> u64 {
         self.sequence.fetch_add(SEQUENCE_STEP, Ordering::Relaxed)
+    }
+
+    /// Sequences that are given from now on are greater than this one.
+    fn advance_sequence(&self, last: u64) {
+        self.sequence.fetch_max(last.next_multiple_of(SEQUENCE_STEP) + SEQUENCE_STEP, Ordering::Relaxed);
     }
 
     fn charge_queue(&self, queue: Queue, bytes: usize) {
@@ -219,34 +249,64 @@ pub struct Store {
     evicts: bool,
 }
 
+fn identity(options: &StoreOptions, partition: usize) -> Identity {
+    let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
+    Identity { layout, partition, partitions: options.partitions, has_cas: options.has_cas }
+}
+
 impl Store {
     /// An empty store.
     ///
     /// # Errors
     /// If the system has no memory or descriptors for it.
     pub fn new(options: &StoreOptions) -> io::Result<Self> {
-        let limit = options.limit.max(LIMIT_MIN);
-        let layout = Layout::for_limit(limit);
+        let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
         let partitions = (0..options.partitions)
             .map(|number| Partition::create(number, layout, number as u64))
             .collect::<io::Result<_>>()?;
-        let shared = Shared {
-            budget: Budget::new(limit),
-            epochs: Epochs::new(options.threads),
-            has_cas: options.has_cas,
-            keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
-            queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
-            cas_step: options.partitions as u64,
-            sequence: AtomicU64::new(0),
-            retired_in: Noted::default(),
-            cleanable_in: Noted::default(),
-            evicted_age_s: AtomicU64::new(0),
-            evicted: AtomicU64::new(0),
-            evicted_unfetched: AtomicU64::new(0),
-            expired: AtomicU64::new(0),
-            expired_unfetched: AtomicU64::new(0),
-        };
-        Ok(Self { partitions, shared, first_limit: limit, evicts: options.evicts })
+        Ok(Self::with_partitions(options, partitions, Shared::new(options)))
+    }
+
+    /// The store in a file of [`Self::file_bytes`] bytes, with the items that an earlier store with
+    /// the same options has completed there. Returns the second of its clock and the same second
+    /// since 1970, if there was one.
+    ///
+    /// # Errors
+    /// If the file cannot be mapped, or if it is damaged.
+    pub fn open(options: &StoreOptions, file: OwnedFd) -> io::Result<(Self, Option<(u32, i64)>)> {
+        let shared = Shared::new(options);
+        let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
+        let file = Arc::new(file);
+        let mut seconds = None;
+        let mut partitions = Vec::new();
+        for number in 0..options.partitions {
+            let offset = number as u64 * layout.bytes() as u64;
+            let memory = Memory::map(Arc::clone(&file), offset, layout.bytes())?;
+            let (partition, completed) =
+                Partition::adopt(&shared, memory, &identity(options, number), number as u64)?;
+            partitions.push(partition);
+            seconds = completed.map_or(seconds, |completed| Some((completed.now_s, completed.unix_s)));
+        }
+        Ok((Self::with_partitions(options, partitions.into(), shared), seconds))
+    }
+
+    /// Bytes of the file of a store with these options. Most of them are never written.
+    #[must_use]
+    pub fn file_bytes(options: &StoreOptions) -> u64 {
+        options.partitions as u64 * Layout::for_limit(options.limit.max(LIMIT_MIN)).bytes() as u64
+    }
+
+    /// Marks the memory as complete, so that another store with the same options can adopt it. No
+    /// thread may use the store any more.
+    pub fn complete(&self, options: &StoreOptions, now_s: u32, unix_s: i64) {
+        for (number, partition) in self.partitions.iter().enumerate() {
+            partition.complete(&self.shared, &identity(options, number), now_s, unix_s);
+        }
+    }
+
+    fn with_partitions(options: &StoreOptions, partitions: Box<[Partition]>, shared: Shared) -> Self {
+        let first_limit = options.limit.max(LIMIT_MIN);
+        Self { partitions, shared, first_limit, evicts: options.evicts }
     }
 
     /// Begins a turn of a thread: items that it sees stay valid until the pin is dropped.

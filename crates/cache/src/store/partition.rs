@@ -4,11 +4,12 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::completed::{Completed, Identity};
 use super::epochs::Pin;
 use super::index::{Found, Index, Search};
 use super::item::{self, Header, Item, States};
 use super::layout::Layout;
-use super::log::{Charge, Log, NewItem, NoRoom, Target};
+use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::slot::{Location, READS_MAX, Slot};
@@ -106,16 +107,63 @@ impl Partition {
     /// If the system has no memory or descriptor for it.
     pub fn create(number: usize, layout: Layout, cas: u64) -> io::Result<Self> {
         let memory = Arc::new(Memory::create(&format!("aquifer-cache-{number}"), layout.bytes())?);
-        let inner =
-            Inner { log: Log::new(number, Arc::clone(&memory), layout, cas), items: 0, index_charged: 0 };
-        Ok(Self {
+        let log = Log::new(number, Arc::clone(&memory), layout, cas);
+        Ok(Self::with_log(memory, layout, log, 0))
+    }
+
+    /// The partition in memory that another store has completed, if that was a store with the same
+    /// options and if the memory is not damaged. Otherwise an empty partition in the same memory,
+    /// whose cas numbers begin after `cas`.
+    ///
+    /// # Errors
+    /// If the memory cannot be emptied.
+    pub fn adopt(
+        shared: &Shared,
+        memory: Memory,
+        identity: &Identity,
+        cas: u64,
+    ) -> io::Result<(Self, Option<Completed>)> {
+        let (number, layout) = (identity.partition, identity.layout);
+        let memory = Arc::new(memory);
+        let completed = Completed::adopt(&memory, identity);
+        if let Some(completed) = completed {
+            match Log::adopt(number, Arc::clone(&memory), layout, shared, completed.cas) {
+                Ok(log) => {
+                    let partition = Self::with_log(memory, layout, log, completed.items);
+                    let mut inner = partition.lock();
+                    partition.charge_index(shared, &mut inner);
+                    partition.publish_oldest(&mut inner);
+                    drop(inner);
+                    return Ok((partition, Some(completed)));
+                }
+                Err(Damaged) => {
+                    return Err(io::Error::other(format!("the memory of partition {number} is damaged")));
+                }
+            }
+        }
+        memory.clear()?;
+        let log = Log::new(number, Arc::clone(&memory), layout, cas);
+        Ok((Self::with_log(memory, layout, log, 0), None))
+    }
+
+    fn with_log(memory: SharedMemory, layout: Layout, log: Log, items: u64) -> Self {
+        Self {
             index: Index::new(Arc::clone(&memory), layout.index()),
             memory,
             layout,
-            log: Mutex::new(inner),
+            log: Mutex::new(Inner { log, items, index_charged: 0 }),
             oldest: [AtomicU64::new(NO_SEQUENCE), AtomicU64::new(NO_SEQUENCE)],
             has_opened: AtomicBool::new(false),
-        })
+        }
+    }
+
+    /// Marks the memory as complete, so that another store can adopt it. No thread may use the
+    /// partition any more.
+    pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
+        let mut inner = self.lock();
+        inner.log.complete(shared);
+        let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
+        completed.write(&self.memory, identity);
     }
 
     /// Reads the item of a key; the read is counted if `counts`.
@@ -242,6 +290,10 @@ impl Partition {
         if self.index.wants_split(inner.items) {
             self.index.split();
         }
+        self.charge_index(shared, inner);
+    }
+
+    fn charge_index(&self, shared: &Shared, inner: &mut Inner) {
         let bytes = self.index.bytes().next_multiple_of(PAGE_BYTES) as u64;
         if bytes > inner.index_charged {
             shared.budget.charge_always(bytes - inner.index_charged);

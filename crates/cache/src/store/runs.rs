@@ -207,6 +207,20 @@ impl Gaps {
         Some(first)
     }
 
+    /// Allocates these consecutive runs; returns whether they were in a gap.
+    pub fn allocate_at(&mut self, first: u32, runs: u32) -> bool {
+        let gap = self.gaps.range(..=first).next_back().map(|(&start, &len)| (start, len));
+        let Some((start, len)) = gap.filter(|(start, len)| start + len >= first + runs) else { return false };
+        self.gaps.remove(&start);
+        if start < first {
+            self.gaps.insert(start, first - start);
+        }
+        if first + runs < start + len {
+            self.gaps.insert(first + runs, start + len - first - runs);
+        }
+        true
+    }
+
     /// Frees consecutive runs, which become part of a gap.
     ///
     /// # Panics

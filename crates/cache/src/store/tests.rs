@@ -167,3 +167,52 @@ fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
     drop(second);
     assert_eq!(epochs.oldest(), u64::MAX);
 }
+
+#[test]
+fn a_store_adopts_what_another_one_has_completed() {
+    let options = StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true };
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(Store::file_bytes(&options)).unwrap();
+    let open = || Store::open(&options, file.try_clone().unwrap().into()).unwrap();
+    let (store, seconds) = open();
+    assert_eq!(seconds, None);
+    let key = |number: u32| format!("key-{number}").into_bytes();
+    for number in 0..5000u32 {
+        let len = if number % 500 == 0 { 100_000 } else { 100 };
+        set(&store, &key(number), &vec![u8::try_from(number % 251).unwrap(); len], 100 * (number % 2), 1);
+        if number % 3 == 0 {
+            set(&store, &key(number), b"again", 0, 1);
+        }
+    }
+    let before = (store.content(), store.budget().used());
+    let expected: Vec<_> = (0..5000).map(|number| get(&store, &key(number), 1)).collect();
+    let cas = |store: &Store| store.look_up(&store.pin(0), Key::new(b"key-3"), 1, false).unwrap().header.cas;
+    let first_cas = cas(&store);
+    store.complete(&options, 50, 1_000_000);
+    drop(store);
+
+    let (store, seconds) = open();
+    assert_eq!(seconds, Some((50, 1_000_000)));
+    let after = (store.content(), store.budget().used());
+    assert_eq!((after.0.items, after.0.item_bytes), (before.0.items, before.0.item_bytes));
+    assert!(after.1 <= before.1, "{} bytes instead of {}", after.1, before.1);
+    for (number, value) in (0..).zip(&expected) {
+        assert_eq!(get(&store, &key(number), 1).as_ref(), value.as_ref(), "{number}");
+    }
+    assert!(expected.iter().flatten().count() > 1000);
+    assert_eq!(cas(&store), first_cas);
+    set(&store, b"key-3", b"new", 0, 1);
+    assert!(cas(&store) > first_cas);
+    for number in 0..100_000u32 {
+        set(&store, &number.to_le_bytes(), &[2; 100], 0, 1);
+    }
+    assert!(store.removed().evicted > 0, "what was adopted is evicted");
+    drop(store);
+
+    let (store, seconds) = open();
+    assert_eq!((seconds, store.content().items), (None, 0), "it was not completed");
+    store.complete(&options, 50, 0);
+    let other = StoreOptions { has_cas: false, ..options };
+    let (store, seconds) = Store::open(&other, file.try_clone().unwrap().into()).unwrap();
+    assert_eq!((seconds, store.content().items), (None, 0), "another store has completed it");
+}

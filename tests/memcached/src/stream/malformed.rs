@@ -7,8 +7,9 @@
 use crate::random::Random;
 use crate::script::{Batch, Key, Piece, Request};
 
-/// Characters of keys and values, without the flags of later versions: damage makes words of them.
-pub const TEXT: &[u8] = b"abdfghjklmopqrtuvwyzABDFGHIJKLMOPQRTUVWXYZ_.:-";
+/// Characters of keys and values, without the flags and modes of later versions: damage makes
+/// words of them.
+pub const TEXT: &[u8] = b"abdfghjklmopqrtuvwyzABDFGHIJKLOPQRTUVWXYZ_.:-";
 /// A line that is longer is cut.
 const RUN_MAX: usize = 1400;
 /// Damage to one batch, at most.
@@ -36,7 +37,7 @@ pub fn request(random: &mut Random, keys: &[Key]) -> Request {
         }
         3 => format!("cas {key} 0 {lifetime} {length} 77{noreply}\r\n{value}\r\n"),
         4..6 => format!("ms {key} {length} T{lifetime} k Oa c{quiet}\r\n{value}\r\n"),
-        6 => format!("ms {key} {length} MR k{quiet}\r\n{value}\r\n"),
+        6 => format!("ms {key} {length} F5 k{quiet}\r\n{value}\r\n"),
         7 => format!("gets {key} k0 k1\r\n"),
         8 => format!("mg {key} v k t f O{quiet}\r\n"),
         9 => format!("delete {key}{noreply}\r\n"),

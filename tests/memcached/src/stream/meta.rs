@@ -21,6 +21,19 @@ enum Flag {
     Cas(Cas),
 }
 
+impl Flag {
+    fn name(&self) -> u8 {
+        match self {
+            Self::Literal(literal) => literal[0],
+            Self::Cas(_) => b'C',
+        }
+    }
+
+    fn is_named(&self, name: u8) -> bool {
+        self.name() == name
+    }
+}
+
 /// A request of one meta command.
 pub fn request(random: &mut Random, keys: &[Key]) -> Request {
     match random.below(100) {
@@ -61,7 +74,7 @@ pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
         1 => {
             store.push([b"mn\r\nma ", key.word.as_slice(), base64, b" v c C"].concat());
             store.push_cas(random_cas(random));
-            let flags = ["", " MD", " N0 J5", " q", " k O7", " T5000 t"];
+            let flags = ["", " MD", " N0 J5", " q", " k O7", " MD T5000 t"];
             store.push(random.pick(&flags));
             store.push("\r\n");
         }
@@ -86,7 +99,7 @@ fn invalidation(random: &mut Random, key: &Key) -> Vec<Request> {
     let start = [b"ms ", key.word.as_slice(), b" 2", base64].concat();
     let stored = Request::literal([start.as_slice(), b" c\r\nab\r\n"].concat());
     let mut last = Request::literal([start.as_slice(), b" c I C"].concat());
-    last.push_cas(*random.pick(&[Cas::Recent(0), Cas::Recent(1), Cas::Recent(1), Cas::Above(0)]));
+    last.push_cas(*random.pick(&[Cas::Recent(0), Cas::Recent(1), Cas::Recent(1), Cas::Greatest]));
     let flags = ["", "", " T1000 F5", " ME", " MR", " q", " k O7"];
     last.push(random.pick(&flags));
     last.push("\r\ncd\r\n");
@@ -143,10 +156,7 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
         if is_of_later_versions(command, &candidate) || (base64.is_some() && loses_base64(&candidate)) {
             continue;
         }
-        let name = match &candidate {
-            Flag::Literal(literal) => literal[0],
-            Flag::Cas(_) => b'C',
-        };
+        let name = candidate.name();
         // With so many flags one would nearly always be there twice.
         let is_repeatable = random.once_in(60);
         if seen.contains(&name) && !is_repeatable {
@@ -158,11 +168,11 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
         seen.push(name);
         all.push(candidate);
     }
-    let is_invalidation = all.iter().any(|flag| matches!(flag, Flag::Literal(name) if name[0] == b'I'));
+    let is_invalidation = all.iter().any(|flag| flag.is_named(b'I'));
     for flag in all.iter_mut().filter(|_| is_invalidation) {
         // Whether a value of another key is lower than that of the item differs between servers.
         if let Flag::Cas(cas) = flag {
-            *cas = Cas::Above(0);
+            *cas = Cas::Greatest;
         }
     }
     if let Some(base64) = base64 {
@@ -179,11 +189,7 @@ fn loses_base64(flag: &Flag) -> bool {
 /// Whether a version after 1.6.18 gives the flag a meaning, as a server may. Later versions also
 /// know modes in lower case.
 fn is_of_later_versions(command: &str, flag: &Flag) -> bool {
-    let name = match flag {
-        Flag::Literal(literal) => literal[0],
-        Flag::Cas(_) => b'C',
-    };
-    matches!((command, name), (_, b'E' | b'x' | b'i') | ("mg", b'C') | ("ms", b'N' | b's'))
+    matches!((command, flag.name()), (_, b'E' | b'x' | b'i') | ("mg", b'C') | ("ms", b'N' | b's'))
 }
 
 /// A flag with its argument.
@@ -275,7 +281,12 @@ fn simple(random: &mut Random, keys: &[Key], command: &str, before: &[u8]) -> Re
         key = format!("n{}", random.below(2)).into_bytes();
         base64 = None;
     }
-    let flags = flags_of(random, command, base64);
+    let mut flags = flags_of(random, command, base64);
+    if command == "ma" && flags.iter().any(|flag| flag.is_named(b'T')) {
+        // A number does not become longer.
+        flags.retain(|flag| !flag.is_named(b'M'));
+        flags.push(Flag::Literal(b"MD".to_vec()));
+    }
     let mut request = Request::literal(before);
     request.pieces.extend(meta_line(random, &[command.as_bytes().to_vec(), key], flags).pieces);
     request

@@ -52,10 +52,10 @@ pub fn fetch_and_store(random: &mut Random, keys: &[Key]) -> Vec<Request> {
     vec![fetch, store]
 }
 
-/// Mostly the latest cas value; sometimes an older or a future one.
+/// Mostly the latest cas value; sometimes an older one, or one that was not issued.
 pub fn random_cas(random: &mut Random) -> Cas {
     match random.below(8) {
-        0 => Cas::Above(0),
+        0 => Cas::Greatest,
         1 => Cas::Recent(random.below(8)),
         _ => Cas::Recent(0),
     }

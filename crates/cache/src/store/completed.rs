@@ -1,0 +1,125 @@
+//! Memory of a partition that is complete: nothing uses it, and a store can adopt it.
+
+use std::sync::atomic::Ordering;
+
+use super::layout::{Layout, MAGIC, header};
+use super::memory::Memory;
+
+/// What a store must have in common with the one that completed the memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Identity {
+    /// The layout.
+    pub layout: Layout,
+    /// The partition's number.
+    pub partition: usize,
+    /// How many partitions there are.
+    pub partitions: usize,
+    /// Whether items have cas numbers.
+    pub has_cas: bool,
+}
+
+/// The state of a partition beside what its run table and index say.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Completed {
+    /// The last cas number.
+    pub cas: u64,
+    /// Items.
+    pub items: u64,
+    /// The second of the cache's clock.
+    pub now_s: u32,
+    /// The same second since 1970.
+    pub unix_s: i64,
+}
+
+/// The words of the header that the checksum covers, in order.
+const COVERED: usize = header::CHECKSUM / 8;
+
+impl Completed {
+    /// Marks the memory as complete.
+    pub fn write(&self, memory: &Memory, identity: &Identity) {
+        for (offset, word) in identity.words().into_iter().chain(self.words()) {
+            memory.word(offset).store(word, Ordering::Relaxed);
+        }
+        memory.word(header::CHECKSUM).store(checksum(memory), Ordering::Release);
+    }
+
+    /// Reads the state from memory that is complete, and marks it as in use. `None` if it is not
+    /// complete, or if another store completed it.
+    pub fn adopt(memory: &Memory, identity: &Identity) -> Option<Self> {
+        let load = |offset: usize| memory.word(offset).load(Ordering::Acquire);
+        let is_same = identity.words().into_iter().all(|(offset, word)| load(offset) == word);
+        if !is_same || load(header::CHECKSUM) != checksum(memory) {
+            return None;
+        }
+        let completed = Self {
+            cas: load(header::CAS),
+            items: load(header::ITEMS),
+            now_s: u32::try_from(load(header::SECOND)).ok()?,
+            unix_s: load(header::UNIX_SECOND).cast_signed(),
+        };
+        memory.word(header::MAGIC).store(0, Ordering::Release);
+        Some(completed)
+    }
+
+    fn words(&self) -> [(usize, u64); 4] {
+        [
+            (header::CAS, self.cas),
+            (header::ITEMS, self.items),
+            (header::SECOND, u64::from(self.now_s)),
+            (header::UNIX_SECOND, self.unix_s.cast_unsigned()),
+        ]
+    }
+}
+
+impl Identity {
+    fn words(&self) -> [(usize, u64); 5] {
+        [
+            (header::MAGIC, MAGIC),
+            (header::RUNS, self.layout.runs as u64),
+            (header::BUCKETS_MAX, self.layout.buckets_max() as u64),
+            (header::PARTITION, self.partition as u64 | (self.partitions as u64) << 32),
+            (header::HAS_CAS, u64::from(self.has_cas)),
+        ]
+    }
+}
+
+fn checksum(memory: &Memory) -> u64 {
+    let mut bytes = [0; header::CHECKSUM];
+    for (word, bytes) in (0..COVERED).zip(bytes.chunks_exact_mut(8)) {
+        bytes.copy_from_slice(&memory.word(word * 8).load(Ordering::Acquire).to_le_bytes());
+    }
+    xxhash_rust::xxh3::xxh3_64(&bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn golden_header() {
+        let identity =
+            Identity { layout: Layout::for_limit(1 << 20), partition: 3, partitions: 128, has_cas: true };
+        let memory = Memory::create("test", identity.layout.bytes()).unwrap();
+        assert_eq!(Completed::adopt(&memory, &identity), None);
+        let completed = Completed { cas: 1003, items: 7, now_s: 100, unix_s: 1_700_000_000 };
+        completed.write(&memory, &identity);
+        let words: Vec<u64> = (0..13).map(|at| memory.word(at * 8).load(Ordering::Relaxed)).collect();
+        let expected =
+            [MAGIC, 66, 8192, 3 | 128 << 32, 1, 1003, 7, 100, 0, 0, 0, 1_700_000_000, 0x5b02_3633_f674_e6e0];
+        assert_eq!(words, expected, "{:#018x}", words[12]);
+        let other = Identity { partition: 4, ..identity };
+        assert_eq!(Completed::adopt(&memory, &other), None);
+        assert_eq!(Completed::adopt(&memory, &identity), Some(completed));
+        assert_eq!(Completed::adopt(&memory, &identity), None, "it is in use");
+    }
+
+    #[test]
+    fn a_damaged_header_is_not_adopted() {
+        let identity =
+            Identity { layout: Layout::for_limit(1 << 20), partition: 0, partitions: 1, has_cas: false };
+        let memory = Memory::create("test", identity.layout.bytes()).unwrap();
+        Completed { cas: 0, items: 7, now_s: 100, unix_s: 0 }.write(&memory, &identity);
+        memory.word(header::ITEMS).store(8, Ordering::Relaxed);
+        assert_eq!(Completed::adopt(&memory, &identity), None);
+    }
+}
