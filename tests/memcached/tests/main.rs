@@ -8,6 +8,7 @@ mod differential;
 mod expiry;
 mod limits;
 mod restart;
+mod room;
 mod statistics;
 mod traps;
 

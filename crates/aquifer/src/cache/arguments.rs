@@ -61,8 +61,8 @@ pub struct CacheArguments {
     /// The protocol of all connections, or the one that the first byte shows
     #[arg(short = 'B', long, value_name = "NAME", default_value = "auto")]
     pub protocol: ProtocolName,
-    /// Keep items in this file, in a file system in memory such as /dev/shm; a server that is started
-    /// with the same options after an orderly stop has them again
+    /// Keep items in this file, in a file system in memory such as /dev/shm; a server that is
+    /// started with the same options after an orderly stop has them again
     #[arg(short = 'e', long, value_name = "FILE")]
     pub memory_file: Option<PathBuf>,
     /// Give items no cas numbers, which saves 4 bytes an item

@@ -179,7 +179,8 @@ impl Server {
         &self.common.listeners
     }
 
-    /// Closes all connections and ends the threads. Completes the file of the items, if there is one.
+    /// Closes all connections and ends the threads. Completes the file of the items, if there is
+    /// one.
     pub fn stop(self) {
         self.common.stops.store(true, Ordering::SeqCst);
         self.wake_acceptor.wake();

@@ -192,8 +192,8 @@ impl Log {
         Ok(log)
     }
 
-    /// Seals all runs, and returns the memory of free ones to the system. No thread may have pinned an
-    /// epoch.
+    /// Seals all runs, and returns the memory of free ones to the system. No thread may have pinned
+    /// an epoch.
     pub fn complete(&mut self, shared: &Shared) {
         for list in 0..self.open.len() {
             for class in 0..CLASSES {

@@ -2,7 +2,7 @@
 //!
 //! - [`slot`] and [`index`]: from a key to its item. Readers take no lock.
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
-//! - [`memory`] and [`layout`]: where all of this is. [`completed`]: memory that the next store adopts.
+//! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys.
 //!
