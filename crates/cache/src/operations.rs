@@ -155,6 +155,13 @@ pub struct Deletion {
 }
 
 impl<'p> Access<'p> {
+    /// Seconds since an item was stored.
+    #[must_use]
+    pub fn age_s(&self, key: Key<'_>, item: &Item<'p>) -> u32 {
+        item.place
+            .map_or(0, |place| self.now_s.saturating_sub(self.store.stored_s(self.pin, key.hash, place)))
+    }
+
     /// Whether an item is not too large.
     #[inline]
     #[must_use]
@@ -412,12 +419,17 @@ fn count_item<'d>(item: &Item<'d>, how: &Delta, digits: &'d mut ShortValue) -> (
     let len = write_digits(number, digits);
     // A number that becomes shorter keeps its length, as clients of memcached may expect.
     let padding = item.value.len().saturating_sub(len).min(SPACES.len());
-    let put = Put {
+    let mut put = Put {
         cas: how.new_cas,
         expires_s: how.expires_s.unwrap_or(expired_s),
         value: [&digits[..len], &SPACES[..padding]],
         ..same(item)
     };
+    if len > item.value.len() {
+        // In memcached a number that becomes longer is a new item.
+        put.states = put.states.without(States::STALE.with(States::TOKEN_SENT));
+        put.is_fetched = false;
+    }
     (outcome, Change::Put(put))
 }
 

@@ -259,7 +259,7 @@ fn plan<'p>(
     let access = &context.access;
     let Some(item) = item else {
         parsed.vivify_exptime?;
-        let mut item = Item { stored_s: access.now_s, ..Item::default() };
+        let mut item = Item::default();
         item.header.states = binary_key_state(parsed);
         let put = Put {
             is_fetched: !parsed.is_uncounted,
@@ -345,7 +345,7 @@ fn push_fetched<'p>(
             b'c' => push_flag_number(b'c', header.cas, out),
             b'f' => push_flag_number(b'f', u64::from(header.client_flags), out),
             b'l' => {
-                let age_s = context.access.now_s.saturating_sub(fetch.item.stored_s);
+                let age_s = context.access.age_s(key, &fetch.item);
                 push_flag_number(b'l', u64::from(age_s), out);
             }
             b'h' => push_flag_number(b'h', u64::from(fetch.item.is_fetched), out),
@@ -501,7 +501,7 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
     };
     out.push_line(&format!(
         " exp={expired_for_s} la={} cas={} fetch={} cls=1 size={}",
-        access.now_s.saturating_sub(item.stored_s),
+        access.age_s(key, &item),
         item.header.cas,
         if item.is_fetched { "yes" } else { "no" },
         access.item_size(item.key.len(), item.header.client_flags, item.value.len()),

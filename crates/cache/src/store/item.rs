@@ -11,6 +11,11 @@
 //! | | 4 or 8 | cas: the difference from that of the run, or the value itself |
 //!
 //! All numbers are little-endian. An item is never changed: a new state is a new item.
+//!
+//! Between items there are marks: a byte that no item begins with, and the second in which the items
+//! after it were stored.
+
+use super::slot::Location;
 
 /// Longest key, in bytes.
 pub const KEY_MAX: usize = 250;
@@ -27,6 +32,10 @@ const HAS_EXPIRY: u8 = 1 << 1;
 const HAS_CAS_DIFFERENCE: u8 = 1 << 2;
 const HAS_CAS: u8 = 1 << 3;
 const STATES_SHIFT: u32 = 4;
+/// The first byte of a mark: an item has one form of its cas number.
+const MARK: u8 = HAS_CAS_DIFFERENCE | HAS_CAS;
+/// Bytes of a mark.
+pub const MARK_BYTES: usize = 5;
 
 /// States of an item, each a bit.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -86,8 +95,8 @@ pub struct Item<'a> {
     pub value: &'a [u8],
     /// Whether it was read since it was stored.
     pub is_fetched: bool,
-    /// The second in which it was stored, or a little earlier.
-    pub stored_s: u32,
+    /// Where it is, if it is stored.
+    pub place: Option<Location>,
 }
 
 /// An encoded header.
@@ -187,7 +196,21 @@ pub fn decode(bytes: &[u8], cas_base: u64) -> Item<'_> {
         at += 8;
     }
     let (key, rest) = bytes[at..].split_at(key_len);
-    Item { header, key, value: &rest[..value_len], is_fetched: false, stored_s: 0 }
+    Item { header, key, value: &rest[..value_len], is_fetched: false, place: None }
+}
+
+/// A mark for items that are stored in this second.
+#[must_use]
+pub fn mark(second: u32) -> [u8; MARK_BYTES] {
+    let [a, b, c, d] = second.to_le_bytes();
+    [MARK, a, b, c, d]
+}
+
+/// The second of a mark, if these are the first bytes of one.
+#[inline]
+#[must_use]
+pub fn marked_s(prefix: &[u8]) -> Option<u32> {
+    if prefix[0] == MARK { Some(number(prefix, 1)) } else { None }
 }
 
 /// Whether an item with this prefix has a long value.
@@ -239,6 +262,14 @@ mod tests {
         let header = Header { client_flags: 1, expires_s: 2, cas: 1003, states: States::STALE };
         let expected = b"\x17\x01\x01\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00kv";
         assert_eq!(encode(&header, b"k", b"v", 1000), expected);
+    }
+
+    #[test]
+    fn golden_mark() {
+        assert_eq!(mark(0x0102_0304), *b"\x0c\x04\x03\x02\x01");
+        assert_eq!(marked_s(&mark(77)), Some(77));
+        let header = Header { cas: 5, states: States(7), ..Header::default() };
+        assert_eq!(marked_s(&encode(&header, b"k", b"v", 0)), None);
     }
 
     proptest! {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::Shared;
 use super::classes::{CLASSES, class_of, open_max_s};
-use super::item::{EncodedHeader, Header};
+use super::item::{self, EncodedHeader, Header};
 use super::layout::Layout;
 use super::memory::PAGE_BYTES;
 use super::runs::{Gaps, Queue, RunEntry, RunState, SharedMemory};
@@ -86,6 +86,10 @@ pub struct NewItem<'a> {
     pub key: &'a [u8],
     /// The value, in two parts.
     pub value: [&'a [u8]; 2],
+    /// The second in which it was stored.
+    pub stored_s: u32,
+    /// How exactly the log notes that, in seconds.
+    pub tolerance_s: u32,
 }
 
 impl NewItem<'_> {
@@ -294,6 +298,7 @@ impl Log {
         entry.set_live(0);
         entry.set_sequence(sequence);
         entry.set_times(now_s, 0);
+        entry.set_marked_s(now_s);
         entry.set_kind(target.queue(), class, runs);
         entry.set_state(RunState::Open);
         let charged = entry.charged();
@@ -315,9 +320,13 @@ impl Log {
         let entry = self.entry(run);
         let fill = entry.fill();
         let encoded = EncodedHeader::new(&item.header, item.key.len(), item.value_len(), entry.cas_base());
-        let parts = [encoded.as_bytes(), item.key, item.value[0], item.value[1]];
-        let len: usize = parts.iter().map(|part| part.len()).sum();
-        let lacks = entry.lacks(fill + len);
+        let is_marked = entry.marked_s().abs_diff(item.stored_s) <= item.tolerance_s;
+        let mark = item::mark(item.stored_s);
+        let mark = if is_marked { &[][..] } else { &mark };
+        let parts = [mark, encoded.as_bytes(), item.key, item.value[0], item.value[1]];
+        let filled: usize = parts.iter().map(|part| part.len()).sum();
+        let len = filled - mark.len();
+        let lacks = entry.lacks(fill + filled);
         if lacks != 0 {
             match charge {
                 Charge::Always => shared.budget.charge_always(lacks as u64),
@@ -337,11 +346,15 @@ impl Log {
         }
         let (opened_s, expires_s) = entry.times();
         entry.set_times(opened_s, expires_s.max(item.header.expires_s));
-        entry.set_fill(fill + len);
+        entry.set_fill(fill + filled);
         entry.set_live(entry.live() + len);
+        if !is_marked {
+            entry.set_marked_s(item.stored_s);
+        }
+        let offset = u32::try_from(fill + mark.len()).expect("below the length of a run");
         self.live_bytes += len as u64;
-        self.filled_bytes += len as u64;
-        Ok(Location { run, offset: u32::try_from(fill).expect("below the length of a run") })
+        self.filled_bytes += filled as u64;
+        Ok(Location { run, offset })
     }
 
     fn is_old(&self, run: u32, now_s: u32) -> bool {

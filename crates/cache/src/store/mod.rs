@@ -41,7 +41,7 @@ use self::log::NoRoom;
 use self::memory::Memory;
 use self::partition::{Absent, Change, Content, Partition};
 use self::runs::Queue;
-use self::slot::RUN_BYTES;
+use self::slot::{Location, RUN_BYTES};
 
 /// Partitions unless another number is set.
 pub const PARTITIONS: usize = 128;
@@ -356,6 +356,12 @@ impl Store {
         counts: bool,
     ) -> Result<Item<'p>, Absent> {
         self.partition(key).look_up(pin, key, now_s, counts)
+    }
+
+    /// The second in which an item was stored, by the hash of its key and its place.
+    #[must_use]
+    pub fn stored_s(&self, pin: &Pin<'_>, hash: u64, place: Location) -> u32 {
+        self.partition_of(hash).stored_s(pin, place)
     }
 
     /// Loads the memory that the next operations on these keys need, for all keys side by side.

@@ -15,6 +15,8 @@ use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 
+/// Items that the eviction moves keep the second in which they were stored as exactly as this.
+const MOVED_TOLERANCE_S: u32 = 60;
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;
 
@@ -257,7 +259,7 @@ impl Partition {
         };
         let header =
             Header { client_flags: put.client_flags, expires_s: put.expires_s, cas, states: put.states };
-        let new = NewItem { header, key: key.bytes, value: put.value };
+        let new = NewItem { header, key: key.bytes, value: put.value, stored_s: now_s, tolerance_s: 0 };
         let queue = found.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
         let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
         if put.cas == Cas::Next {
@@ -404,10 +406,15 @@ impl Partition {
         now_s: u32,
         choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
     ) {
-        let fill = self.entry(run).fill();
+        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
         let mut offset = 0;
         while offset < fill {
             let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
+            if let Some(second) = item::marked_s(self.prefix(location)) {
+                stored_s = second;
+                offset += item::MARK_BYTES;
+                continue;
+            }
             let (key, len) = item::key_and_len(self.item_bytes(location));
             offset += len;
             let hash = super::hash_of(key);
@@ -420,7 +427,13 @@ impl Partition {
                 }
             };
             let moved = chosen.and_then(|(item, target, slot)| {
-                let new = NewItem { header: item.header, key: item.key, value: [item.value, &[]] };
+                let new = NewItem {
+                    header: item.header,
+                    key: item.key,
+                    value: [item.value, &[]],
+                    stored_s,
+                    tolerance_s: MOVED_TOLERANCE_S,
+                };
                 let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
                 Some(slot.with_location(moved))
             });
@@ -494,6 +507,25 @@ impl Partition {
         });
     }
 
+    /// The second in which an item was stored. Goes through the run in which it is.
+    pub fn stored_s(&self, _pin: &Pin<'_>, place: Location) -> u32 {
+        let mut stored_s = self.entry(place.run).times().0;
+        let mut offset = 0;
+        while offset < place.offset {
+            let location = Location { run: place.run, offset };
+            let prefix = self.prefix(location);
+            let len = match item::marked_s(prefix) {
+                Some(second) => {
+                    stored_s = second;
+                    item::MARK_BYTES
+                }
+                None => self.item_len(location),
+            };
+            offset += u32::try_from(len).expect("shorter than a run");
+        }
+        stored_s
+    }
+
     /// The item of a slot, unless it has expired or was flushed.
     #[inline]
     fn usable(&self, found: Found, now_s: u32) -> Result<Item<'_>, Absent> {
@@ -504,7 +536,7 @@ impl Partition {
         }
         let mut item = item::decode(self.item_bytes(location), entry.cas_base());
         item.is_fetched = found.slot.is_fetched();
-        item.stored_s = entry.times().0;
+        item.place = Some(location);
         if is_expired(&item.header, now_s) { Err(Absent::Expired) } else { Ok(item) }
     }
 
@@ -515,6 +547,14 @@ impl Partition {
 
     fn item_len(&self, location: Location) -> usize {
         self.item_bytes(location).len()
+    }
+
+    /// The first bytes of an item or a mark.
+    #[inline]
+    fn prefix(&self, location: Location) -> &[u8] {
+        let start = self.layout.run(location.run) + location.offset as usize;
+        // SAFETY: as for the bytes of an item; a mark has as many bytes as the shortest header.
+        unsafe { self.memory.bytes(start, item::PREFIX_BYTES) }
     }
 
     /// The bytes of the item at a location that is, or was a moment ago, in the index.

@@ -159,12 +159,22 @@ impl<'a> RunEntry<'a> {
 
     /// Bytes of the budget that the run has: whole pages.
     pub fn charged(&self) -> usize {
-        to_usize(self.get(7))
+        to_usize(self.get(7) & u64::from(u32::MAX))
     }
 
     /// Sets the bytes of the budget that the run has.
     pub fn set_charged(&self, bytes: usize) {
-        self.set(7, bytes as u64);
+        self.set(7, self.get(7) & !u64::from(u32::MAX) | bytes as u64);
+    }
+
+    /// The second of the last mark: when the last items were stored.
+    pub fn marked_s(&self) -> u32 {
+        low_half(self.get(7) >> 32)
+    }
+
+    /// Sets the second of the last mark.
+    pub fn set_marked_s(&self, second: u32) {
+        self.set(7, self.get(7) & u64::from(u32::MAX) | u64::from(second) << 32);
     }
 
     /// Bytes of the budget that it lacks to have this many bytes filled.

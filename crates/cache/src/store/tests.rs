@@ -112,6 +112,30 @@ fn a_full_store_takes_long_items_after_short_ones() {
 }
 
 #[test]
+fn the_second_in_which_an_item_was_stored_is_known() {
+    let store = store(4 << 20, 1);
+    let stored = |key: &[u8]| {
+        let pin = store.pin(0);
+        let item = store.look_up(&pin, Key::new(key), 1, true).unwrap();
+        store.stored_s(&pin, Key::new(key).hash, item.place.unwrap())
+    };
+    for number in 0..500u32 {
+        set(&store, &number.to_le_bytes(), b"value", 0, 1 + number / 7);
+    }
+    for number in 0..500u32 {
+        assert_eq!(stored(&number.to_le_bytes()), 1 + number / 7);
+    }
+    // Items that were read survive as others are stored, and keep the time within a minute.
+    for number in 500..60_000u32 {
+        set(&store, &number.to_le_bytes(), &[1; 100], 0, 1000);
+    }
+    assert!(store.removed().evicted > 0);
+    for number in 0..500u32 {
+        assert!(stored(&number.to_le_bytes()).abs_diff(1 + number / 7) <= 60, "{number}");
+    }
+}
+
+#[test]
 fn items_that_are_read_are_not_evicted() {
     let store = store(4 << 20, 4);
     for number in 0..100u32 {
