@@ -67,6 +67,7 @@ need_for_test() {
     need libjemalloc2 test -e /usr/lib/x86_64-linux-gnu/libjemalloc.so.2
     # The server that `aquifer cache` is compared with, and its test program.
     need libmemcached-tools has memccapable
+    need openssl has openssl # Makes certificates for tests of TLS.
     need memcached has memcached
 }
 

@@ -10,6 +10,7 @@ mod limits;
 mod restart;
 mod room;
 mod statistics;
+mod tls;
 mod traps;
 
 use aquifer_tests_memcached::server::memcached_is_installed;

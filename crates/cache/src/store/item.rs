@@ -12,8 +12,8 @@
 //!
 //! All numbers are little-endian. An item is never changed: a new state is a new item.
 //!
-//! Between items there are marks: a byte that no item begins with, and the second in which the items
-//! after it were stored.
+//! Between items there are marks: a byte that no item begins with, and the second in which the
+//! items after it were stored.
 
 use super::slot::Location;
 

@@ -240,3 +240,63 @@ fn a_store_adopts_what_another_one_has_completed() {
     let (store, seconds) = Store::open(&other, file.try_clone().unwrap().into()).unwrap();
     assert_eq!((seconds, store.content().items), (None, 0), "another store has completed it");
 }
+
+/// A value that shows which key it is for, and whether it is whole.
+fn checked_value(key: u64, version: u64, len: usize) -> Vec<u8> {
+    let word = (key << 32 | version).wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes();
+    let mut value = [key.to_le_bytes(), version.to_le_bytes()].concat();
+    value.extend(word.iter().cycle().take(len));
+    value
+}
+
+#[test]
+fn threads_see_whole_values_while_others_are_evicted() {
+    const THREADS: usize = 4;
+    const KEYS: u64 = 20_000;
+    let options =
+        StoreOptions { limit: 3 << 20, partitions: 3, threads: THREADS, has_cas: true, evicts: true };
+    let store = Store::new(&options).unwrap();
+    let run = |thread: usize| {
+        let mut random = Random(77 + thread as u64);
+        let mut hits = 0;
+        for step in 0..15_000u64 {
+            let pin = store.pin(thread);
+            // Some keys are read and written much more often than others.
+            let key = random.below(KEYS).min(random.below(KEYS)).min(random.below(KEYS));
+            let name = format!("key-{key}").into_bytes();
+            if random.below(3) == 0 {
+                let len = if random.below(200) == 0 { 100_000 } else { random.below(400) };
+                let value = checked_value(key, step, usize::try_from(len).unwrap());
+                let change = |_: Option<&item::Item<'_>>| Change::Put(put(&value, 0));
+                // Without room the value is not stored, as in a server that tries again later.
+                let _stored = store.update(&pin, Key::new(&name), 1, change);
+            } else if let Ok(item) = store.look_up(&pin, Key::new(&name), 1, true) {
+                // Items stay as they are for as long as the pin lives.
+                for _ in 0..2 {
+                    let version = u64::from_le_bytes(item.value[8..16].try_into().unwrap());
+                    assert!(item.key == name, "another key");
+                    assert!(item.value == checked_value(key, version, item.value.len() - 16), "not whole");
+                    std::thread::yield_now();
+                }
+                hits += 1;
+            }
+        }
+        hits
+    };
+    let hits: Vec<u32> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS).map(|thread| scope.spawn(move || run(thread))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(hits.iter().all(|hits| *hits > 300), "{hits:?}");
+    assert!(store.removed().evicted > 2000);
+    let content = store.content();
+    store.flush();
+    for _ in 0..50 {
+        store.expire(1);
+        drop(store.pin(0));
+    }
+    assert!(content.items > 1000);
+    assert_eq!((store.content().items, store.content().item_bytes), (0, 0));
+    let left = store.budget().used() - content.index_bytes;
+    assert!(left <= 3 * (RUN_BYTES as u64 + 2 * 4096), "{left} bytes are lost");
+}
