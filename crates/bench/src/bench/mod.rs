@@ -6,6 +6,7 @@
 
 mod alloc;
 mod apps;
+mod cache;
 mod dilemma;
 mod error;
 pub mod fabric;
@@ -53,7 +54,8 @@ pub struct BenchArgs {
     pub trace: Option<PathBuf>,
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
     /// `bench dilemma`, only this block size and the largest, such as "4 KiB"; for `bench objects`,
-    /// only this figure, such as 17
+    /// only this figure, such as 17; for `bench cache`, only this part: requests, threads, memory
+    /// or hits
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
@@ -63,6 +65,9 @@ pub struct BenchArgs {
     /// malloc, as a peer
     #[arg(long, value_name = "LIBRARY")]
     pub mesh: Option<PathBuf>,
+    /// For `bench cache`, the program of pogocache, as a peer
+    #[arg(long, value_name = "PROGRAM")]
+    pub pogocache: Option<PathBuf>,
     /// Be the process of `bench objects` that plays a trace of Redis
     #[arg(long, hide = true)]
     pub play: Option<objects::Play>,
@@ -77,6 +82,7 @@ const TRACE: &str = "--trace";
 const ONLY: &str = "--only";
 const FIT: &str = "--fit";
 const MESH: &str = "--mesh";
+const POGOCACHE: &str = "--pogocache";
 
 impl BenchArgs {
     /// The given options, of those that only some benches have.
@@ -87,6 +93,7 @@ impl BenchArgs {
             (ONLY, self.only.is_some()),
             (FIT, self.fit.is_some()),
             (MESH, self.mesh.is_some()),
+            (POGOCACHE, self.pogocache.is_some()),
         ];
         given.into_iter().filter(|(_, is_given)| *is_given).map(|(option, _)| option)
     }
@@ -106,7 +113,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 10] = [
+const BENCHES: [Bench; 11] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -123,6 +130,14 @@ const BENCHES: [Bench; 10] = [
         options: &[ONLY, FIT],
         serve_at: None,
         run: apps::run,
+    },
+    Bench {
+        name: "cache",
+        about: "requests, memory and hit ratio of `aquifer cache`, beside memcached",
+        targets: cache::TARGETS,
+        options: &[ONLY, POGOCACHE],
+        serve_at: None,
+        run: cache::run,
     },
     Bench {
         name: "dilemma",
@@ -258,6 +273,7 @@ mod tests {
             only: None,
             fit: None,
             mesh: None,
+            pogocache: None,
             play: None,
             serve_at: None,
         }

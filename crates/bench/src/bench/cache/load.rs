@@ -1,0 +1,256 @@
+//! The load: one thread that keeps a batch of requests in flight on each of its connections.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use rustix::buffer::spare_capacity;
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+
+use super::connection::{Connection, Counts, Operation};
+use super::items::Items;
+use super::servers::Server;
+use crate::bench::BenchError;
+use crate::bench::support::bytes::float;
+use crate::bench::support::interrupt;
+
+/// Time within which a server must reply.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+/// Longest sleep of a load that sleeps.
+const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+/// Longest latency of a batch that is recorded as such.
+const LATENCY_NS_MAX: u64 = 10_000_000_000;
+const EVENTS_MAX: usize = 64;
+
+/// How requests are sent.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    /// Requests of a batch. A connection sends the next batch when it has all replies.
+    pub depth: usize,
+    /// Whether the next batch sets the keys that gets did not find.
+    pub sets_missed: bool,
+    /// Operations a second, without sets of missed keys; as many as possible if `None`.
+    pub operations_per_s: Option<u32>,
+    /// Whether the load sleeps while there are no replies. Then the server has the work of waking
+    /// it; but a load that polls leaves no time of its processor to others.
+    pub sleeps: bool,
+}
+
+impl Pace {
+    /// Batches of `depth` requests, one after the other, by a load that polls.
+    pub const fn of_depth(depth: usize) -> Self {
+        Self { depth, sets_missed: false, operations_per_s: None, sleeps: false }
+    }
+}
+
+/// What was measured.
+#[derive(Clone, Debug)]
+pub struct Played {
+    pub counts: Counts,
+    /// Time from the first request of a batch to its last reply, in ns.
+    pub latency_ns: Histogram<u64>,
+    pub elapsed: Duration,
+}
+
+/// What a connection does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Phase {
+    /// It has no batch.
+    Idle,
+    /// Its batch was sent at this time.
+    InFlight(Instant),
+    /// There are no more operations.
+    Done,
+}
+
+/// Connections to a server, and the items that it should have.
+#[derive(Debug)]
+pub struct Load {
+    server: &'static str,
+    epoll: OwnedFd,
+    connections: Vec<Connection>,
+    items: Items,
+    /// Begin of the clock for the expiry of items.
+    began: Instant,
+}
+
+/// One call of [`Load::play`].
+struct Play<'a> {
+    pace: Pace,
+    operations: &'a mut dyn Iterator<Item = Operation>,
+    /// Operations that have begun.
+    begun: u64,
+    began: Instant,
+    /// No operation begins later.
+    end: Option<Instant>,
+    phases: Vec<Phase>,
+    counts: Counts,
+    latency_ns: Histogram<u64>,
+}
+
+impl Load {
+    /// Connects to a server without items.
+    ///
+    /// # Errors
+    /// If the server accepts no connections.
+    pub fn connect(server: &Server, connections: u32, items: Items) -> Result<Self, BenchError> {
+        let failed = |error: std::io::Error| server.error(format!("cannot connect: {error}"));
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
+        let connect = |number| {
+            let stream = server.connect()?;
+            stream.set_nonblocking(true)?;
+            epoll::add(&epoll, &stream, epoll::EventData::new_u64(number), epoll::EventFlags::IN)?;
+            Ok(Connection::over(stream))
+        };
+        let connections = (0..u64::from(connections)).map(connect).collect::<Result<_, _>>();
+        let connections = connections.map_err(failed)?;
+        Ok(Self { server: server.name, epoll, connections, items, began: Instant::now() })
+    }
+
+    /// The number of keys.
+    pub fn keys(&self) -> u32 {
+        self.items.keys()
+    }
+
+    /// Sets keys by their numbers.
+    ///
+    /// # Errors
+    /// Those of [`Self::play`], or if the server refuses one.
+    pub fn set_all(&mut self, keys: impl Iterator<Item = u32>) -> Result<(), BenchError> {
+        match self.play(Pace::of_depth(32), None, &mut keys.map(Operation::Set))?.counts.refused {
+            0 => Ok(()),
+            refused => Err(self.failed(format!("{refused} sets were refused"))),
+        }
+    }
+
+    /// Plays operations to their end, or for some time, and waits for all replies.
+    ///
+    /// # Errors
+    /// If the server does not reply, a reply is wrong, or a signal asks to stop.
+    pub fn play(
+        &mut self,
+        pace: Pace,
+        time: Option<Duration>,
+        operations: &mut dyn Iterator<Item = Operation>,
+    ) -> Result<Played, BenchError> {
+        let began = Instant::now();
+        let latency_ns = Histogram::new_with_max(LATENCY_NS_MAX, 3);
+        let mut play = Play {
+            pace,
+            operations,
+            begun: 0,
+            began,
+            end: time.map(|time| began + time),
+            phases: vec![Phase::Idle; self.connections.len()],
+            counts: Counts::default(),
+            latency_ns: latency_ns.map_err(|error| self.failed(error.to_string()))?,
+        };
+        (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
+        let timeout = if pace.sleeps { SLEEP } else { NO_WAIT };
+        let mut events = Vec::with_capacity(EVENTS_MAX);
+        let mut last_reply = began;
+        while play.phases.iter().any(|phase| *phase != Phase::Done) {
+            events.clear();
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&timeout)) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(error) => return Err(self.failed(error.to_string())),
+            }
+            for event in &events {
+                let at = usize::try_from(event.data.u64()).expect("the number of a connection");
+                self.progress(at, event.flags, &mut play)?;
+            }
+            if events.is_empty() {
+                interrupt::check()?;
+                (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
+                if last_reply.elapsed() > REPLY_TIMEOUT {
+                    return Err(self.failed(format!("no reply within {} s", REPLY_TIMEOUT.as_secs())));
+                }
+            } else {
+                last_reply = Instant::now();
+            }
+        }
+        Ok(Played { counts: play.counts, latency_ns: play.latency_ns, elapsed: began.elapsed() })
+    }
+
+    /// Sends the next batch of an idle connection, if it is due.
+    fn start(&mut self, at: usize, play: &mut Play<'_>) -> Result<(), BenchError> {
+        if play.phases[at] != Phase::Idle {
+            return Ok(());
+        }
+        let now = Instant::now();
+        if now < play.due() {
+            return Ok(());
+        }
+        let depth = if play.end.is_some_and(|end| now >= end) { 0 } else { play.pace.depth };
+        let now_ms = self.now_ms(now);
+        let mut operations = (&mut *play.operations).inspect(|_| play.begun += 1).take(depth);
+        let connection = &mut self.connections[at];
+        if connection.fill(play.pace.depth, &mut self.items, &mut operations, now_ms) == 0 {
+            play.phases[at] = Phase::Done;
+            return Ok(());
+        }
+        play.phases[at] = Phase::InFlight(now);
+        self.write(at, false)
+    }
+
+    /// Writes the batch of a connection. `is_blocked` says whether the socket was full before.
+    fn write(&mut self, at: usize, is_blocked: bool) -> Result<(), BenchError> {
+        let is_written = self.connections[at].write().map_err(|reason| self.failed(reason))?;
+        if is_written == is_blocked {
+            let room = if is_written { epoll::EventFlags::empty() } else { epoll::EventFlags::OUT };
+            let data = epoll::EventData::new_u64(at as u64);
+            let stream = self.connections[at].stream();
+            epoll::modify(&self.epoll, stream, data, epoll::EventFlags::IN | room)
+                .map_err(|error| self.failed(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Serves an event of a connection.
+    fn progress(
+        &mut self,
+        at: usize,
+        events: epoll::EventFlags,
+        play: &mut Play<'_>,
+    ) -> Result<(), BenchError> {
+        if events.contains(epoll::EventFlags::OUT) {
+            self.write(at, true)?;
+        }
+        let now = Instant::now();
+        let now_ms = self.now_ms(now);
+        let connection = &mut self.connections[at];
+        let sets_missed = play.pace.sets_missed;
+        let is_complete = connection
+            .read(&mut self.items, &mut play.counts, sets_missed, now_ms)
+            .map_err(|reason| self.failed(reason))?;
+        if !is_complete {
+            return Ok(());
+        }
+        if let Phase::InFlight(sent) = play.phases[at] {
+            let latency = Instant::now().saturating_duration_since(sent);
+            play.latency_ns.saturating_record(u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX));
+        }
+        play.phases[at] = Phase::Idle;
+        self.start(at, play)
+    }
+
+    fn now_ms(&self, now: Instant) -> u32 {
+        u32::try_from(now.saturating_duration_since(self.began).as_millis()).unwrap_or(u32::MAX)
+    }
+
+    fn failed(&self, reason: String) -> BenchError {
+        BenchError::Server { program: self.server.into(), reason }
+    }
+}
+
+impl Play<'_> {
+    /// When the next batch is due.
+    fn due(&self) -> Instant {
+        match self.pace.operations_per_s {
+            Some(rate) => self.began + Duration::from_secs_f64(float(self.begun) / f64::from(rate)),
+            None => self.began,
+        }
+    }
+}

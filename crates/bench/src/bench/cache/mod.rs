@@ -1,0 +1,136 @@
+//! `aquifer bench cache`: `aquifer cache` beside memcached.
+//!
+//! Each server runs on one processor and the load on another one. The load checks each reply.
+
+mod connection;
+mod hits;
+mod items;
+mod load;
+mod memory;
+mod processors;
+mod replies;
+mod requests;
+mod servers;
+mod threads;
+mod zipf;
+
+use std::time::Duration;
+
+use super::support::progress;
+use super::support::report::Report;
+use super::{BenchArgs, BenchError};
+use processors::Processors;
+use servers::{MEMCACHED, Programs};
+
+/// Targets, for `aquifer bench list`.
+pub const TARGETS: &str = "targets: ≥ 1.2× memcached's gets and sets for each CPU second, with a pipeline of \
+    10 ≥ 5.2× and ≥ 1.7×; ≤ 26 bytes over key and value, ≤ 20 without cas; a hit ratio ≥ memcached's − 0.2 \
+    points";
+
+const CONGESTION_CONTROL: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
+/// Parts of the bench, for `--only`.
+const PARTS: [&str; 4] = ["requests", "threads", "memory", "hits"];
+
+/// How much is done.
+#[derive(Clone, Copy, Debug)]
+struct Volume {
+    requests: requests::Volume,
+    memory_keys: u32,
+    hits: hits::Volume,
+}
+
+const FULL: Volume = Volume {
+    requests: requests::Volume {
+        keys: 200_000,
+        rounds: 11,
+        warm_up: Duration::from_millis(200),
+        window: Duration::from_secs(1),
+    },
+    memory_keys: 1_000_000,
+    hits: hits::Volume { memory_mib: 64, operations: 2_000_000 },
+};
+
+const QUICK: Volume = Volume {
+    requests: requests::Volume {
+        keys: 20_000,
+        rounds: 1,
+        warm_up: Duration::from_millis(50),
+        window: Duration::from_millis(200),
+    },
+    memory_keys: 100_000,
+    hits: hits::Volume { memory_mib: 16, operations: 20_000 },
+};
+
+/// Runs the bench.
+///
+/// # Errors
+/// If it is interrupted, a server cannot be used, a reply is wrong, or `--only` names no part.
+pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    let volume = if args.quick { QUICK } else { FULL };
+    if let Some(only) = args.only.as_ref().filter(|only| !PARTS.contains(&only.as_str())) {
+        return Err(BenchError::NoSuchFigure { only: only.clone(), known: PARTS.join(", ") });
+    }
+    let processors = Processors::find()?;
+    let programs = Programs::find(processors, args.pogocache.as_deref())?;
+    // Before this thread is pinned: the report has the number of processors.
+    let mut report = Report::new("cache", args.quick);
+    processors.pin_load()?;
+    report.notes = notes(&programs, processors, volume);
+    let is_chosen = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
+    let bar = progress::bar(6 * volume.requests.rounds + 4 + hits::count());
+    let show = |what: &str| {
+        bar.set_message(what.to_owned());
+        bar.inc(1);
+    };
+    if is_chosen(PARTS[0]) {
+        let (tables, targets) = requests::tables(&programs, volume.requests, &show)?;
+        report.tables.extend(tables);
+        report.targets.extend(targets);
+    }
+    for (part, measure) in [
+        (PARTS[1], &(|| threads::table(&programs, volume.requests, &show)) as &dyn Fn() -> _),
+        (PARTS[2], &|| memory::table(&programs, volume.memory_keys, &show)),
+        (PARTS[3], &|| hits::table(&programs, volume.hits, &show)),
+    ] {
+        if is_chosen(part) {
+            let (table, targets) = measure()?;
+            report.tables.push(table);
+            report.targets.extend(targets);
+        }
+    }
+    bar.finish_and_clear();
+    Ok(report)
+}
+
+fn notes(programs: &Programs, processors: Processors, volume: Volume) -> Vec<String> {
+    let hits = volume.hits;
+    let mut notes = vec![
+        format!(
+            "requests: {} keys of 20 bytes with values of 100, keys equally frequent; 16 connections, each \
+             sends a batch (pipeline) when it has the replies to the last one; latency is that of a batch",
+            volume.requests.keys
+        ),
+        "processor time is that of all threads of a server, in user and kernel mode. The load polls and does \
+         not sleep, so that no server has to wake it"
+            .into(),
+        "threads: servers and load share all processors".into(),
+        "memory: resident anonymous and shared memory, without programs and libraries".into(),
+        format!(
+            "hits: keys with about four times as many bytes as -m {}, each set once in a random order; then \
+             gets in batches of 10, each missed key is set, half of the operations unmeasured. With expiry, \
+             40,000 operations a second, and -m {} for short values; a server that is slower is not compared",
+            hits.memory_mib,
+            (hits.memory_mib / 4).max(16)
+        ),
+    ];
+    if !programs.has_memcached() {
+        notes.push(format!("{MEMCACHED} is not installed, and left out"));
+    }
+    if std::fs::read_to_string(CONGESTION_CONTROL).is_ok_and(|name| name.starts_with("bbr")) {
+        notes.push("the host's congestion control is bbr, which paces the replies of servers".into());
+    }
+    if !processors.are_separate() {
+        notes.push("servers and load share the only processor".into());
+    }
+    notes
+}
