@@ -5,9 +5,8 @@ use crate::counters::Counters;
 use crate::protocol::number;
 use crate::store::epochs::Pin;
 use crate::store::item::{Item, States};
-use crate::store::log::NoRoom;
 use crate::store::partition::{Absent, Cas, Change, Put};
-use crate::store::{Key, ShortValue, Store};
+use crate::store::{Key, Refusal, ShortValue, Store};
 
 /// Bytes that memcached's item has beside key, flags and value: what `-I` limits.
 const ITEM_OVERHEAD: usize = 51;
@@ -209,8 +208,8 @@ impl<'p> Access<'p> {
     /// Sets when an item expires; returns the item as it was.
     ///
     /// # Errors
-    /// If there is no memory at this moment.
-    pub fn touch(&self, key: Key<'_>, expires_s: u32) -> Result<Option<Item<'p>>, NoRoom> {
+    /// If there is no memory for it.
+    pub fn touch(&self, key: Key<'_>, expires_s: u32) -> Result<Option<Item<'p>>, Refusal> {
         let mut touched = None;
         self.store.update(self.pin, key, self.now_s, |item| {
             touched = item.copied();
@@ -225,8 +224,8 @@ impl<'p> Access<'p> {
     /// Stores a value.
     ///
     /// # Errors
-    /// If there is no memory at this moment.
-    pub fn store(&self, mode: StoreMode, key: Key<'_>, new: &NewValue<'p>) -> Result<Stored, NoRoom> {
+    /// If there is no memory for it.
+    pub fn store(&self, mode: StoreMode, key: Key<'_>, new: &NewValue<'p>) -> Result<Stored, Refusal> {
         let mut outcome = Stored::NotStored;
         let cas = self.store.update(self.pin, key, self.now_s, |item| {
             let (decided, change) = match item {
@@ -292,8 +291,8 @@ impl<'p> Access<'p> {
     /// Deletes an item.
     ///
     /// # Errors
-    /// If there is no memory at this moment for an item that is kept.
-    pub fn delete(&self, key: Key<'_>, how: &Deletion) -> Result<Deleted, NoRoom> {
+    /// If there is no memory for an item that is kept.
+    pub fn delete(&self, key: Key<'_>, how: &Deletion) -> Result<Deleted, Refusal> {
         let mut outcome = Deleted::NotFound;
         self.store.update(self.pin, key, self.now_s, |item| {
             let Some(item) = item else { return Change::Keep };
@@ -328,8 +327,8 @@ impl<'p> Access<'p> {
     /// Changes a counter.
     ///
     /// # Errors
-    /// If there is no memory at this moment.
-    pub fn count(&self, key: Key<'_>, how: &Delta) -> Result<Counted, NoRoom> {
+    /// If there is no memory for it.
+    pub fn count(&self, key: Key<'_>, how: &Delta) -> Result<Counted, Refusal> {
         let mut outcome = Counted::NotFound;
         let cas = self.store.update_short(self.pin, key, self.now_s, |item, digits| {
             let (decided, change) = match item {
@@ -356,11 +355,9 @@ impl<'p> Access<'p> {
     }
 
     /// Deletes an item whose replacement is too large, so that clients do not read the old value.
-    ///
-    /// # Errors
-    /// If there is no memory at this moment.
-    pub fn delete_outdated(&self, key: Key<'_>) -> Result<(), NoRoom> {
-        self.store.update(self.pin, key, self.now_s, |_| Change::Remove).map(drop)
+    pub fn delete_outdated(&self, key: Key<'_>) {
+        let removed = self.store.update(self.pin, key, self.now_s, |_| Change::Remove);
+        debug_assert!(removed.is_ok(), "to remove an item takes no memory");
     }
 }
 

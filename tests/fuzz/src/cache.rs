@@ -99,7 +99,7 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
                     goes_on = false;
                 }
                 Step::Full | Step::NoRoom => {}
-                Step::Close | Step::Abort => return (replies, false),
+                Step::Close => return (replies, false),
             }
         }
     }

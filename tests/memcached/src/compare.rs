@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 use crate::connection::{Answer, Connection};
 use crate::escape::escape;
 use crate::normalise::{NormalReply, Normaliser};
-use crate::script::{Batch, Cuts, Script};
+use crate::script::{Batch, Cuts, Key, Script};
 use crate::server::Server;
+use crate::stream::words::ODD_KEYS;
 
 /// Times may differ by this much, and by the duration of the script.
 const TOLERANCE_S: u64 = 2;
@@ -60,8 +61,11 @@ fn prepare(server: &Server, script: &Script) {
         // Without cas values it would also delete what is stored in the same second.
         reset.extend_from_slice(b"flush_all\r\n");
     }
-    // A delayed flush would make memcached return flushed items again that it has not freed yet.
-    reset.extend(script.keys.iter().flat_map(|key| key.meta_line("md", "q")));
+    // A delayed flush would make memcached return flushed items again that it has not freed yet. A
+    // script may also name keys that only an earlier one had.
+    let odd = ODD_KEYS.iter().map(|word| Key::plain(*word));
+    let keys: Vec<Key> = script.keys.iter().cloned().chain(odd).collect();
+    reset.extend(keys.iter().flat_map(|key| key.meta_line("md", "q")));
     server.connect().request(reset);
 }
 

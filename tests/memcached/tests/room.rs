@@ -2,6 +2,8 @@
 
 use std::thread;
 
+use aquifer_tests_memcached::{Options, Program, Server};
+
 use crate::start_aquifer;
 
 const SHORT_ITEMS: u32 = 600_000;
@@ -42,4 +44,50 @@ fn long_items_find_room_among_short_ones() {
     assert_eq!(connection.request("set short 0 0 1\r\ns\r\n"), b"STORED\r\n");
     let resident = server.resident_bytes();
     assert!(resident < 160 << 20, "{resident} bytes with a limit of 64 MiB");
+}
+
+#[test]
+fn an_item_that_is_larger_than_the_memory_is_refused() {
+    let options = Options { memory_mib: 2, ..Options::new(Program::Aquifer).with(&["-I", "8m"]) };
+    let server = Server::start(options);
+    let mut connection = server.connect();
+    for bytes in [3 << 20, 1 << 20] {
+        let line = format!("set long 0 0 {bytes}\r\n");
+        let request = [line.as_bytes(), &vec![b'l'; bytes], b"\r\n"].concat();
+        // The first one never has room. The second one may have, when all others are gone.
+        let reply = connection.request(request);
+        let is_refused = reply == b"SERVER_ERROR out of memory storing object\r\n";
+        assert!(is_refused || bytes < 2 << 20 && reply == b"STORED\r\n", "{}", reply.escape_ascii());
+        assert_eq!(connection.request("set short 0 0 1\r\ns\r\n"), b"STORED\r\n");
+    }
+}
+
+#[test]
+fn each_command_is_refused_if_nothing_may_be_evicted() {
+    let options = Options { memory_mib: 2, ..Options::new(Program::Aquifer).with(&["-M"]) };
+    let server = Server::start(options);
+    let mut connection = server.connect();
+    let value = "v".repeat(200_000);
+    assert_eq!(connection.request("set n 0 0 1\r\n1\r\n"), b"STORED\r\n");
+    let refused = b"SERVER_ERROR out of memory storing object\r\n";
+    let mut number = 0;
+    while number < 100 {
+        let reply = connection.request(format!("set k{number} 0 0 {}\r\n{value}\r\n", value.len()));
+        if reply != b"STORED\r\n" {
+            assert_eq!(reply, refused);
+            break;
+        }
+        number += 1;
+    }
+    assert!((1..100).contains(&number), "{number} items are stored in 2 MiB");
+    let long = format!("set k0 0 0 {}\r\n{value}\r\n", value.len());
+    let commands = [long.as_str(), "touch k0 100\r\n", "gat 100 k0\r\n", "mg k0 T100\r\n", "md k0 I\r\n"];
+    for command in commands {
+        let reply = connection.request(command);
+        assert!(reply.starts_with(b"SERVER_ERROR out of memory"), "{command}: {}", reply.escape_ascii());
+    }
+    // Commands that need no memory work, and make room.
+    assert_eq!(connection.request("delete k0\r\n"), b"DELETED\r\n");
+    assert_eq!(connection.request(long), b"STORED\r\n");
+    assert_eq!(connection.request("incr n 1\r\n"), b"2\r\n");
 }

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use aquifer_tests_memcached::Server;
+use aquifer_tests_memcached::connection::STALL_TIMEOUT;
 use aquifer_tests_support::skip;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
@@ -43,6 +44,7 @@ fn connect(server: &Server, chain: &Path) -> Client {
     let name = ServerName::from(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST));
     let connection = ClientConnection::new(Arc::new(config), name).expect("the options are valid");
     let socket = TcpStream::connect((Ipv4Addr::LOCALHOST, server.port())).expect("the server listens");
+    socket.set_read_timeout(Some(STALL_TIMEOUT)).expect("the socket has the option");
     BufReader::new(StreamOwned::new(connection, socket))
 }
 
@@ -81,6 +83,11 @@ fn requests_and_long_replies_are_encrypted() {
         assert!(found[..value.len()] == value);
         assert_eq!(line(&mut client), "END\r\n");
     }
+    // The request after a long value comes in the same record as the value's end.
+    let requests = [&request[..], b"get a\r\n"].concat();
+    other.get_mut().write_all(&requests).expect("the server reads");
+    let replies: Vec<_> = (0..4).map(|_| line(&mut other)).collect();
+    assert_eq!(replies, ["STORED\r\n", "VALUE a 0 1\r\n", "x\r\n", "END\r\n"]);
     // A client that does not encrypt learns nothing, and is disconnected.
     let mut plain = TcpStream::connect((Ipv4Addr::LOCALHOST, server.port())).expect("the server listens");
     plain.write_all(b"get a\r\n").expect("the server reads");

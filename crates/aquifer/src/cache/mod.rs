@@ -7,7 +7,7 @@ use std::error::Error;
 use std::process::ExitCode;
 
 use aquifer_cache::commands::Tokens;
-use aquifer_cache::server::{Listener, Server, ServerOptions, TlsSettings};
+use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerOptions, TlsSettings};
 use aquifer_cache::store::StoreOptions;
 use rustix::net::SocketType;
 use rustix::process::Signal;
@@ -42,6 +42,7 @@ pub fn cache(arguments: &CacheArguments) -> Outcome {
         process::become_user(user)?;
     }
     log_to_stderr();
+    warn_if_open(&options);
     let mut stop = StopSignal::install_with(&[Signal::USR1])?;
     let server = Server::start(options).map_err(|error| match &arguments.memory_file {
         Some(path) => format!("cannot serve from {}: {error}", path.display()),
@@ -58,6 +59,24 @@ pub fn cache(arguments: &CacheArguments) -> Outcome {
     server.stop();
     drop(pid_file);
     Ok(ExitCode::SUCCESS)
+}
+
+/// Warns if clients of other machines are served without a proof.
+fn warn_if_open(options: &ServerOptions) {
+    let is_open = options.listeners.iter().find(|listener| match listener.address() {
+        ListenerAddress::Tcp(address) => {
+            let is_proven = listener.is_encrypted()
+                && options.tls.as_ref().is_some_and(TlsSettings::requires_client_certificates);
+            !address.ip().is_loopback() && !is_proven
+        }
+        ListenerAddress::Unix(_) => false,
+    });
+    if let (Some(listener), None) = (is_open, &options.tokens) {
+        tracing::warn!(
+            address = %listener.address(),
+            "clients of other machines are served without a proof: use --auth-file, or a firewall"
+        );
+    }
 }
 
 fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> {

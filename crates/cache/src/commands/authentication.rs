@@ -89,7 +89,7 @@ impl Session {
         out: &mut Replies<'p>,
     ) -> Step {
         let Some(newline) = memchr::memchr(b'\n', input) else {
-            return if input.len() > LINE_MAX { Step::Abort } else { Step::Incomplete(input.len() + 1) };
+            return if input.len() > LINE_MAX { Step::Close } else { Step::Incomplete(input.len() + 1) };
         };
         let after = newline + 1;
         let words = words::split(words::text_of(&input[..newline]));
@@ -99,7 +99,7 @@ impl Session {
             return Step::Used(after);
         };
         if len as usize > TOKEN_MAX {
-            return Step::Abort;
+            return Step::Close;
         }
         let end = after + len as usize + 2;
         let Some(block) = input.get(after..end) else { return Step::Incomplete(end) };

@@ -6,9 +6,9 @@ use std::sync::atomic::Ordering;
 use super::{Context, PROTOCOL_VERSION, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored};
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, Status, opcode, reply_header};
-use crate::store::Key;
 use crate::store::item::{Item, KEY_MAX};
 use crate::store::partition::Cas;
+use crate::store::{Key, Refusal};
 
 /// The expiry by which a client says that a missing counter is not created.
 const NEVER_CREATE: u32 = u32::MAX;
@@ -27,7 +27,7 @@ struct Request<'p> {
 /// What a command does with its connection.
 enum Outcome {
     Done,
-    NoRoom,
+    Refused(Refusal),
     /// The reply is sent, and the connection closed.
     Close,
 }
@@ -43,7 +43,7 @@ impl Session {
         let Some(bytes) = input.first_chunk::<HEADER_BYTES>() else {
             return Step::Incomplete(HEADER_BYTES);
         };
-        let Some(header) = RequestHeader::read(bytes) else { return Step::Abort };
+        let Some(header) = RequestHeader::read(bytes) else { return Step::Close };
         let (plain, is_quiet) = without_quiet(header.opcode);
         if header.key_len + header.extras_len > header.body_len {
             push_error(&header, Status::UnknownCommand, out);
@@ -73,8 +73,8 @@ impl Session {
         let request = Request { header, opcode: plain, is_quiet, extras, key, value };
         match request.run(context, out) {
             Outcome::Done => Step::Used(end),
-            Outcome::NoRoom if context.access.store.evicts() => Step::NoRoom,
-            Outcome::NoRoom => {
+            Outcome::Refused(Refusal::Later) => Step::NoRoom,
+            Outcome::Refused(Refusal::Full) => {
                 context.access.counters.store_no_memory.add(1);
                 push_error(&header, Status::NoMemory, out);
                 Step::Used(end)
@@ -96,8 +96,8 @@ impl Session {
         let Some(key) = input.get(HEADER_BYTES + header.extras_len..key_end) else {
             return Step::Incomplete(key_end);
         };
-        if plain == opcode::SET && context.access.delete_outdated(Key::new(key)).is_err() {
-            return Step::NoRoom;
+        if plain == opcode::SET {
+            context.access.delete_outdated(Key::new(key));
         }
         context.access.counters.store_too_large.add(1);
         push_error(header, Status::TooLarge, out);
@@ -155,7 +155,7 @@ impl<'p> Request<'p> {
             TOUCH | GET_TOUCH | GET_KEY_TOUCH => {
                 let expires_s = context.access.expires_s(self.number(0).cast_signed());
                 match context.access.touch(Key::new(self.key), expires_s) {
-                    Err(_) => return Outcome::NoRoom,
+                    Err(refusal) => return Outcome::Refused(refusal),
                     Ok(item) => self.push_item(item, self.opcode == TOUCH, out),
                 }
             }
@@ -242,7 +242,7 @@ impl<'p> Request<'p> {
             value: self.value,
         };
         match context.access.store(mode, Key::new(self.key), &new) {
-            Err(_) => return Outcome::NoRoom,
+            Err(refusal) => return Outcome::Refused(refusal),
             Ok(Stored::Stored { cas, .. }) => self.succeed(cas, b"", out),
             Ok(Stored::Exists) => self.fail(Status::Exists, out),
             Ok(Stored::NotFound) => self.fail(Status::NotFound, out),
@@ -261,7 +261,7 @@ impl<'p> Request<'p> {
     fn delete(&self, context: &Context<'p>, out: &mut Replies<'p>) -> Outcome {
         let cas = if self.header.cas == 0 { None } else { Some(self.header.cas) };
         match context.access.delete(Key::new(self.key), &Deletion { cas, ..Deletion::default() }) {
-            Err(_) => return Outcome::NoRoom,
+            Err(refusal) => return Outcome::Refused(refusal),
             Ok(Deleted::Deleted) => self.succeed(0, b"", out),
             Ok(Deleted::NotFound) => self.fail(Status::NotFound, out),
             Ok(Deleted::Exists) => self.fail(Status::Exists, out),
@@ -283,7 +283,7 @@ impl<'p> Request<'p> {
             has_binary_key: false,
         };
         match context.access.count(Key::new(self.key), &how) {
-            Err(_) => return Outcome::NoRoom,
+            Err(refusal) => return Outcome::Refused(refusal),
             Ok(Counted::Value { number, cas, .. }) => self.succeed(cas, &number.to_be_bytes(), out),
             Ok(Counted::NotNumeric) => self.fail(Status::NotNumeric, out),
             Ok(Counted::NotFound) => self.fail(Status::NotFound, out),

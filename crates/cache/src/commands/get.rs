@@ -1,9 +1,10 @@
 //! The commands `get`, `gets`, `gat` and `gats`.
 
+use super::text::refused;
 use super::{Context, REPLIES_MAX, Replies, Session, Step};
 use crate::protocol::{number, words};
-use crate::store::Key;
 use crate::store::item::{Item, KEY_MAX};
+use crate::store::{Key, Refusal};
 
 /// Which command of the family it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -52,9 +53,9 @@ impl Session {
             let item = if kind.touches {
                 match context.access.touch(key, expires_s) {
                     Ok(item) => item,
-                    Err(_) => {
-                        self.get_at = at;
-                        return Step::NoRoom;
+                    Err(refusal) => {
+                        self.get_at = if refusal == Refusal::Later { at } else { 0 };
+                        return refused(refusal, context, out, false, 0);
                     }
                 }
             } else {
@@ -85,8 +86,8 @@ fn refuse<'p>(
     {
         if !kind.touches {
             let _read = context.access.get(Key::new(word));
-        } else if context.access.touch(Key::new(word), expires_s).is_err() {
-            return Step::NoRoom;
+        } else if let Err(refusal) = context.access.touch(Key::new(word), expires_s) {
+            return refused(refusal, context, out, false, 0);
         }
         at = end;
     }

@@ -1,6 +1,6 @@
 //! The meta commands.
 
-use super::text::{no_room, value_len, value_of};
+use super::text::{refused, value_len, value_of};
 use super::{Context, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
 use crate::protocol::base64;
@@ -92,9 +92,7 @@ impl Session {
         let mode = if compares { StoreMode::Cas } else { mode };
         let key = key_of(words[1], &parsed);
         if !context.access.fits(key.bytes.len(), parsed.client_flags, len) {
-            if context.access.delete_outdated(key).is_err() {
-                return Step::NoRoom;
-            }
+            context.access.delete_outdated(key);
             context.access.counters.store_too_large.add(1);
             return refuse(self, "SERVER_ERROR object too large for cache");
         }
@@ -117,7 +115,7 @@ impl Session {
         };
         let stored = match context.access.store(mode, key, &new) {
             Ok(stored) => stored,
-            Err(_) => return no_room(context, out, false, len + 2),
+            Err(refusal) => return refused(refusal, context, out, false, len + 2),
         };
         let (code, cas, stored_len) = match stored {
             Stored::Stored { .. } if parsed.is_quiet => return Step::Used(len + 2),
@@ -161,7 +159,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     let flags = flags_of(words, 2);
     let parsed = match meta::parse(words[1], flags) {
         Ok(parsed) => parsed,
-        Err(error) => return refused(error, out),
+        Err(text) => return error(text, out),
     };
     let access = &context.access;
     access.counters.cmd_meta.add(1);
@@ -186,7 +184,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
             fetch.and_then(|fetch| fetch.put).map_or(Change::Keep, Change::Put)
         });
         match (stored, &mut fetch) {
-            (Err(_), _) => return no_room(context, out, false, 0),
+            (Err(refusal), _) => return refused(refusal, context, out, false, 0),
             (Ok(cas), Some(fetch)) if fetch.put.is_some() => fetch.item.header.cas = cas,
             _ => {}
         }
@@ -241,10 +239,10 @@ fn refuse_opaque<'p>(
         }
         Change::Put(Put { expires_s, ..same(&item) })
     });
-    if updated.is_err() {
-        return no_room(context, out, false, 0);
+    match updated {
+        Ok(_) => error(OPAQUE_TOO_LONG, out),
+        Err(refusal) => refused(refusal, context, out, false, 0),
     }
-    refused(OPAQUE_TOO_LONG, out)
 }
 
 /// Decides what `mg` does with an item, or with a missing key.
@@ -373,10 +371,10 @@ fn push_fetched<'p>(
 fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Step {
     let flags = flags_of(words, 2);
     let Ok(parsed) = meta::parse(words[1], flags) else {
-        return refused("CLIENT_ERROR invalid or duplicate flag", out);
+        return error("CLIENT_ERROR invalid or duplicate flag", out);
     };
     if parsed.opaque_is_too_long {
-        return refused(OPAQUE_TOO_LONG, out);
+        return error(OPAQUE_TOO_LONG, out);
     }
     context.access.counters.cmd_meta.add(1);
     let key = key_of(words[1], &parsed);
@@ -388,7 +386,7 @@ fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> St
         new_cas: parsed.new_cas,
     };
     let code = match context.access.delete(key, &how) {
-        Err(_) => return no_room(context, out, false, 0),
+        Err(refusal) => return refused(refusal, context, out, false, 0),
         Ok(Deleted::Deleted) if parsed.is_quiet => return Step::Used(0),
         Ok(Deleted::Deleted) => "HD",
         Ok(Deleted::NotFound) => "NF",
@@ -403,12 +401,12 @@ fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> St
 fn arithmetic(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Step {
     let flags = flags_of(words, 2);
     let Ok(parsed) = meta::parse(words[1], flags) else {
-        return refused("CLIENT_ERROR invalid or duplicate flag", out);
+        return error("CLIENT_ERROR invalid or duplicate flag", out);
     };
     let is_increment = match parsed.mode {
         None | Some(b'I' | b'i' | b'+') => true,
         Some(b'D' | b'd' | b'-') => false,
-        Some(_) => return refused("CLIENT_ERROR invalid mode for ma M token", out),
+        Some(_) => return error("CLIENT_ERROR invalid mode for ma M token", out),
     };
     let access = &context.access;
     access.counters.cmd_meta.add(1);
@@ -430,11 +428,11 @@ fn arithmetic(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -
         has_binary_key: parsed.binary_key.is_some(),
     };
     let counted = match access.count(key, &how) {
-        Err(_) => return no_room(context, out, false, 0),
+        Err(refusal) => return refused(refusal, context, out, false, 0),
         Ok(Counted::NotNumeric) => {
-            return refused("CLIENT_ERROR cannot increment or decrement non-numeric value", out);
+            return error("CLIENT_ERROR cannot increment or decrement non-numeric value", out);
         }
-        Ok(_) if parsed.opaque_is_too_long => return refused(OPAQUE_TOO_LONG, out),
+        Ok(_) if parsed.opaque_is_too_long => return error(OPAQUE_TOO_LONG, out),
         Ok(counted) => counted,
     };
     let (number, cas, is_new, mut expires_s) = match counted {
@@ -479,7 +477,7 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
     if words.get(2).is_some_and(|word| *word == b"b") {
         decoded = base64::decode(words[1]);
         if decoded.is_none() {
-            return refused(BAD_FORMAT, out);
+            return error(BAD_FORMAT, out);
         }
     }
     let access = &context.access;
@@ -509,8 +507,8 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
     Step::Used(0)
 }
 
-fn refused(error: &str, out: &mut Replies<'_>) -> Step {
-    out.push_line(error);
+fn error(text: &str, out: &mut Replies<'_>) -> Step {
+    out.push_line(text);
     Step::Used(0)
 }
 

@@ -55,8 +55,6 @@ pub enum Step {
     NoRoom,
     /// The connection is to be closed when its replies are sent.
     Close,
-    /// The connection is to be closed at once.
-    Abort,
 }
 
 /// What the sessions of a server share.
@@ -177,7 +175,7 @@ impl Session {
             let text = &input[spaces..];
             let may_be_get = text.starts_with(b"get ") || text.starts_with(b"gets ");
             if spaces > LEADING_SPACES_MAX || !may_be_get || input.len() > GET_LINE_MAX {
-                return Step::Abort;
+                return Step::Close;
             }
         }
         Step::Incomplete(input.len() + 1)

@@ -7,9 +7,9 @@ use super::{Context, Mutation, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored};
 use crate::protocol::number;
 use crate::protocol::words::{self, Words};
-use crate::store::Key;
 use crate::store::item::KEY_MAX;
 use crate::store::partition::Cas;
+use crate::store::{Key, Refusal};
 
 const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 /// Greatest length of a value that a command can announce.
@@ -102,7 +102,7 @@ impl Session {
             },
             b"cache_memlimit" => memory_limit(words, context, out),
             b"shutdown" => return shutdown(words, context, out),
-            _ if words.last().is_some_and(|word| word.starts_with(b"HTTP/")) => return Step::Abort,
+            _ if words.last().is_some_and(|word| word.starts_with(b"HTTP/")) => return Step::Close,
             _ => None,
         };
         match step {
@@ -142,8 +142,8 @@ impl Session {
         };
         let key = Key::new(words[1]);
         if !context.access.fits(key.bytes.len(), client_flags, len) {
-            if mode == StoreMode::Set && context.access.delete_outdated(key).is_err() {
-                return Step::NoRoom;
+            if mode == StoreMode::Set {
+                context.access.delete_outdated(key);
             }
             context.access.counters.store_too_large.add(1);
             reply(out, "SERVER_ERROR object too large for cache");
@@ -168,7 +168,7 @@ impl Session {
             value,
         };
         match context.access.store(mode, key, &new) {
-            Err(_) => return no_room(context, out, noreply, len + 2),
+            Err(refusal) => return refused(refusal, context, out, noreply, len + 2),
             Ok(Stored::Stored { .. }) => reply(out, "STORED"),
             Ok(Stored::NotStored) => reply(out, "NOT_STORED"),
             Ok(Stored::Exists) => reply(out, "EXISTS"),
@@ -184,9 +184,15 @@ pub(super) fn value_of(block: &[u8]) -> Option<&[u8]> {
     (end == b"\r\n" || Mutation::AcceptAnyEnd.is_active()).then_some(value)
 }
 
-/// Tries a storage command again later, or refuses it if nothing is ever evicted.
-pub(super) fn no_room(context: &Context<'_>, out: &mut Replies<'_>, noreply: bool, used: usize) -> Step {
-    if context.access.store.evicts() {
+/// Tries a command again later, or refuses it if there will be no memory for it.
+pub(super) fn refused(
+    refusal: Refusal,
+    context: &Context<'_>,
+    out: &mut Replies<'_>,
+    noreply: bool,
+    used: usize,
+) -> Step {
+    if refusal == Refusal::Later {
         return Step::NoRoom;
     }
     context.access.counters.store_no_memory.add(1);
@@ -238,7 +244,7 @@ fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Op
         return Some(Step::Used(0));
     }
     match context.access.delete(Key::new(words[1]), &Deletion::default()) {
-        Err(_) => return Some(Step::NoRoom),
+        Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
         Ok(Deleted::Deleted) => out.push_line("DELETED"),
         Ok(Deleted::NotFound | Deleted::Exists) => out.push_line("NOT_FOUND"),
     }
@@ -272,7 +278,7 @@ fn arithmetic(
         has_binary_key: false,
     };
     match context.access.count(Key::new(words[1]), &how) {
-        Err(_) => return Some(Step::NoRoom),
+        Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
         Ok(Counted::Value { number, .. }) => {
             out.push_number(number);
             out.push(b"\r\n");
@@ -293,7 +299,7 @@ fn touch(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Opt
         out.push_line(BAD_FORMAT);
     } else if let Some(exptime) = number::int32(words[2]) {
         match context.access.touch(Key::new(words[1]), context.access.expires_s(exptime)) {
-            Err(_) => return Some(Step::NoRoom),
+            Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
             Ok(Some(_)) => out.push_line("TOUCHED"),
             Ok(None) => out.push_line("NOT_FOUND"),
         }

@@ -137,13 +137,12 @@ impl Connection {
         }
     }
 
-    /// Whether the connection holds bytes in a buffer.
-    pub fn has_buffer(&self) -> bool {
-        self.input.bytes.capacity() > 0
-    }
-
-    /// Receives what has arrived; returns how many bytes.
-    pub fn receive(&mut self) -> u64 {
+    /// Receives what has arrived; returns how many bytes. A connection without a buffer gets one of
+    /// these.
+    pub fn receive(&mut self, buffers: &mut Vec<Vec<u8>>) -> u64 {
+        if self.input.bytes.capacity() == 0 {
+            self.input = Input::new(buffers.pop().unwrap_or_else(|| Vec::with_capacity(INPUT_BYTES)));
+        }
         self.input.reserve(self.needs);
         if self.input.bytes.len() == self.input.bytes.capacity() {
             return 0;
@@ -179,14 +178,15 @@ impl Connection {
         }
     }
 
-    /// Serves requests in `input`, which was taken from this connection; returns how many.
+    /// Serves requests in `input`, which was taken from this connection; returns how many bytes of
+    /// it were used.
     pub fn serve<'p>(
         &mut self,
         input: &'p Input,
         requests_max: usize,
         context: &Context<'p>,
         out: &mut Replies<'p>,
-    ) -> (usize, usize) {
+    ) -> usize {
         self.is_runnable = false;
         let bytes = input.unused();
         let (mut at, mut requests) = (0, 0);
@@ -214,7 +214,7 @@ impl Connection {
                     self.is_runnable = true;
                     break;
                 }
-                Step::Close | Step::Abort => self.closes = true,
+                Step::Close => self.closes = true,
             }
         }
         if at == bytes.len() {
@@ -223,7 +223,7 @@ impl Connection {
         if requests > 0 {
             self.report.last_request_s.store(context.access.now_s, Ordering::Relaxed);
         }
-        (at, requests)
+        at
     }
 
     /// Takes the input back after a turn that used some of its bytes.

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 pub use listeners::{Listener, ListenerAddress};
 pub use tls::{TlsFiles, TlsSettings};
@@ -77,6 +78,8 @@ pub struct ServerOptions {
 struct Common {
     store: Store,
     clock: Clock,
+    /// When the server started. With items of an earlier one the clock goes on from there.
+    started: Instant,
     /// The options of a store that is completed in the end.
     completes: Option<StoreOptions>,
     counters: Box<[Counters]>,
@@ -131,6 +134,7 @@ impl Server {
         let common = Arc::new(Common {
             store,
             clock: seconds.map_or_else(Clock::start, |(now_s, unix_s)| Clock::resume(now_s, unix_s)),
+            started: Instant::now(),
             completes: options.memory_file.is_some().then_some(options.store),
             counters: (0..threads).map(|_| Counters::default()).collect(),
             item_size_max: options.item_size_max,

@@ -49,7 +49,7 @@ impl ServerReport for Report {
         let content = common.store.content();
         let open = common.connections.load(Ordering::Relaxed);
         add("pid", &std::process::id());
-        add("uptime", &now_s);
+        add("uptime", &common.started.elapsed().as_secs());
         add("time", &common.clock.unix_s(now_s));
         add("version", &PROTOCOL_VERSION);
         add("aquifer_version", &common.version);

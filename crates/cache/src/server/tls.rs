@@ -40,6 +40,12 @@ impl TlsSettings {
         Ok(Self { files, config })
     }
 
+    /// Whether clients must have certificates.
+    #[must_use]
+    pub fn requires_client_certificates(&self) -> bool {
+        self.files.requires_client
+    }
+
     /// Reads the certificates again, for connections that are accepted from now on.
     ///
     /// # Errors

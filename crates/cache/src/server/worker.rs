@@ -152,11 +152,7 @@ impl Worker {
                 counters.bytes_written.add(connection.send_backlog());
             }
         } else {
-            if !connection.has_buffer() {
-                let buffer = self.input_buffers.pop().unwrap_or_else(|| Vec::with_capacity(INPUT_BYTES));
-                connection.input = Input::new(buffer);
-            }
-            counters.bytes_read.add(connection.receive());
+            counters.bytes_read.add(connection.receive(&mut self.input_buffers));
         }
         if !mem::replace(&mut connection.is_ready, true) {
             self.ready.push(number);
@@ -260,7 +256,7 @@ impl Worker {
             if let Some(connection) = &mut self.connections[*number]
                 && !connection.has_backlog()
             {
-                (used, _) = connection.serve(input, common.requests_per_turn, &context, &mut replies);
+                used = connection.serve(input, common.requests_per_turn, &context, &mut replies);
             }
             served.push(Served { number: *number, used, replies });
         }
@@ -313,7 +309,7 @@ impl Worker {
         }
         if connection.has_decrypted() && !waits_to_send {
             let counters = &self.common.counters[self.thread];
-            counters.bytes_read.add(connection.receive());
+            counters.bytes_read.add(connection.receive(&mut self.input_buffers));
             connection.is_runnable = true;
         }
         if connection.is_runnable && !waits_to_send {

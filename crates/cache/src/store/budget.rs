@@ -60,6 +60,11 @@ impl Budget {
         (self.limit() + self.retired.load(Ordering::Relaxed)).saturating_sub(used)
     }
 
+    /// Bytes in use that are not free soon.
+    pub fn kept(&self) -> u64 {
+        self.used().saturating_sub(self.retired.load(Ordering::Relaxed))
+    }
+
     /// Bytes in use.
     pub fn used(&self) -> u64 {
         self.used.load(Ordering::Relaxed)

@@ -199,11 +199,7 @@ impl Log {
     /// Seals all runs, and returns the memory of free ones to the system. No thread may have pinned
     /// an epoch.
     pub fn complete(&mut self, shared: &Shared) {
-        for list in 0..self.open.len() {
-            for class in 0..CLASSES {
-                self.seal(shared, list, class);
-            }
-        }
+        self.seal_all(shared);
         self.collect(shared);
         while let Some(run) = self.spare.pop() {
             let entry = self.entry(run);
@@ -221,7 +217,7 @@ impl Log {
     /// Appends an item; returns where it is. It is not yet in the index.
     ///
     /// # Errors
-    /// If memory must be freed first. Nothing has changed then.
+    /// If memory must be freed first. The item is not stored then.
     pub fn append(
         &mut self,
         shared: &Shared,
@@ -370,6 +366,15 @@ impl Log {
         }
     }
 
+    /// Seals all open runs.
+    fn seal_all(&mut self, shared: &Shared) {
+        for list in 0..self.open.len() {
+            for class in 0..CLASSES {
+                self.seal(shared, list, class);
+            }
+        }
+    }
+
     /// Seals a run if it is open.
     fn seal_run(&mut self, shared: &Shared, run: u32) {
         let class = self.entry(run).class();
@@ -432,6 +437,11 @@ impl Log {
             }
             self.cleanable.insert((parts, sequence));
         }
+    }
+
+    /// Whether there is a gap for this many bytes.
+    pub fn has_gap(&self, bytes: usize) -> bool {
+        u32::try_from(bytes.div_ceil(RUN_BYTES)).is_ok_and(|runs| self.gaps.has(runs))
     }
 
     /// Whether so much of the log is no longer in use that it should be cleaned although there is
@@ -544,11 +554,7 @@ impl Log {
 
     /// Marks all items as flushed.
     pub fn flush(&mut self, shared: &Shared) {
-        for list in 0..self.open.len() {
-            for class in 0..CLASSES {
-                self.seal(shared, list, class);
-            }
-        }
+        self.seal_all(shared);
         for run in self.queues.iter().flat_map(BTreeMap::values) {
             self.entry(*run).set_state(RunState::Flushed);
         }

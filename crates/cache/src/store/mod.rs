@@ -4,7 +4,7 @@
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
 //! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
-//! - [`partition`]: the operations on one part of the keys.
+//! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
 //!
 //! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
 //! over all partitions in the order of S3-FIFO (SOSP 2023).
@@ -20,28 +20,30 @@ pub mod log;
 pub mod memory;
 pub mod partition;
 pub mod runs;
+mod shared;
 pub mod slot;
 mod sync;
 #[cfg(test)]
 mod tests;
 
-use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use self::budget::Budget;
 use self::completed::Identity;
-use self::epochs::{Epochs, Pin};
+use self::epochs::Pin;
 use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
 use self::memory::Memory;
 use self::partition::{Absent, Change, Content, Partition};
 use self::runs::Queue;
-use self::slot::{Location, RUN_BYTES};
+use self::shared::Shared;
+use self::slot::Location;
+
+pub use self::shared::{Refusal, Removed};
 
 /// Partitions unless another number is set.
 pub const PARTITIONS: usize = 128;
@@ -50,15 +52,8 @@ pub const LIMIT_MIN: u64 = 1 << 20;
 /// A part of the memory is kept free, so that a write seldom waits for readers: one part in so
 /// many.
 const RESERVE_PARTS: u64 = 128;
-/// Runs that each partition must be able to have before one keeps the pages of what it evicts.
-const RUNS_TO_KEEP_PAGES: u64 = 64;
 /// A partition evicts its own oldest run if it is among the oldest of all: one part in so many.
 const OLDEST_PARTS: u64 = 16;
-/// Distance of the sequences of runs that were opened one after the other. Cleaned runs have
-/// sequences in between.
-const SEQUENCE_STEP: u64 = 64;
-/// Items are on probation in one part of the memory in so many.
-const PROBATION_PARTS: u64 = 10;
 /// Runs that one write evicts at most.
 const EVICTIONS_MAX: usize = 8;
 /// Runs of each partition that one call of [`Store::expire`] frees at most.
@@ -105,139 +100,6 @@ pub struct StoreOptions {
     pub has_cas: bool,
     /// Whether items are evicted if the memory is full.
     pub evicts: bool,
-}
-
-/// Counts of removed items.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-pub struct Removed {
-    /// Items that were removed to free memory.
-    pub evicted: u64,
-    /// Of these, items that no client had read.
-    pub evicted_unfetched: u64,
-    /// Items that were removed after they had expired.
-    pub expired: u64,
-    /// Of these, items that no client had read.
-    pub expired_unfetched: u64,
-}
-
-impl Removed {
-    /// What was removed since an earlier count.
-    #[must_use]
-    pub fn since(&self, earlier: &Self) -> Self {
-        Self {
-            evicted: self.evicted - earlier.evicted,
-            evicted_unfetched: self.evicted_unfetched - earlier.evicted_unfetched,
-            expired: self.expired - earlier.expired,
-            expired_unfetched: self.expired_unfetched - earlier.expired_unfetched,
-        }
-    }
-}
-
-/// Numbers of partitions in which something is to be done.
-#[derive(Debug, Default)]
-struct Noted(Mutex<VecDeque<usize>>);
-
-impl Noted {
-    fn note(&self, number: usize) {
-        self.lock().push_back(number);
-    }
-
-    fn next(&self) -> Option<usize> {
-        self.lock().pop_front()
-    }
-
-    fn len(&self) -> usize {
-        self.lock().len()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, VecDeque<usize>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// What the partitions of a store share.
-#[derive(Debug)]
-pub struct Shared {
-    budget: Budget,
-    epochs: Epochs,
-    has_cas: bool,
-    /// Whether a partition keeps the pages of what it evicts.
-    keeps_pages: bool,
-    /// Bytes of the runs of each queue.
-    queue_bytes: [AtomicU64; 2],
-    /// Difference of the cas numbers that follow each other in a partition. All partitions have
-    /// other remainders, so that no two items have the same number.
-    cas_step: u64,
-    sequence: AtomicU64,
-    /// Partitions that have retired runs.
-    retired_in: Noted,
-    /// Partitions that have runs to be cleaned.
-    cleanable_in: Noted,
-    /// How long ago the items of the run that was evicted last were stored.
-    evicted_age_s: AtomicU64,
-    evicted: AtomicU64,
-    evicted_unfetched: AtomicU64,
-    expired: AtomicU64,
-    expired_unfetched: AtomicU64,
-}
-
-impl Shared {
-    fn new(options: &StoreOptions) -> Self {
-        let limit = options.limit.max(LIMIT_MIN);
-        Self {
-            budget: Budget::new(limit),
-            epochs: Epochs::new(options.threads),
-            has_cas: options.has_cas,
-            keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
-            queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
-            cas_step: options.partitions as u64,
-            sequence: AtomicU64::new(0),
-            retired_in: Noted::default(),
-            cleanable_in: Noted::default(),
-            evicted_age_s: AtomicU64::new(0),
-            evicted: AtomicU64::new(0),
-            evicted_unfetched: AtomicU64::new(0),
-            expired: AtomicU64::new(0),
-            expired_unfetched: AtomicU64::new(0),
-        }
-    }
-
-    fn next_sequence(&self) -> u64 {
-        self.sequence.fetch_add(SEQUENCE_STEP, Ordering::Relaxed)
-    }
-
-    /// Sequences that are given from now on are greater than this one.
-    fn advance_sequence(&self, last: u64) {
-        self.sequence.fetch_max(last.next_multiple_of(SEQUENCE_STEP) + SEQUENCE_STEP, Ordering::Relaxed);
-    }
-
-    fn charge_queue(&self, queue: Queue, bytes: usize) {
-        self.queue_bytes[queue as usize].fetch_add(bytes as u64, Ordering::Relaxed);
-    }
-
-    fn free_queue(&self, queue: Queue, bytes: usize) {
-        self.queue_bytes[queue as usize].fetch_sub(bytes as u64, Ordering::Relaxed);
-    }
-
-    /// The queue of which a run is evicted next.
-    fn queue_to_evict(&self) -> Queue {
-        let probation = self.queue_bytes[Queue::Probation as usize].load(Ordering::Relaxed);
-        if probation > self.budget.limit() / PROBATION_PARTS { Queue::Probation } else { Queue::Main }
-    }
-
-    fn note_evicted_age(&self, age_s: u32) {
-        self.evicted_age_s.store(u64::from(age_s), Ordering::Relaxed);
-    }
-
-    fn count_expired(&self, was_fetched: bool) {
-        self.expired.fetch_add(1, Ordering::Relaxed);
-        self.expired_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
-    }
-
-    fn count_evicted(&self, was_fetched: bool) {
-        self.evicted.fetch_add(1, Ordering::Relaxed);
-        self.evicted_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
-    }
 }
 
 /// The items of a server.
@@ -320,8 +182,7 @@ impl Store {
 
     /// Frees retired memory that no thread can see any more.
     fn collect(&self) {
-        for _ in 0..self.shared.retired_in.len() {
-            let Some(number) = self.shared.retired_in.next() else { return };
+        for number in self.shared.retired_in.drain() {
             if self.partitions[number].collect(&self.shared) {
                 self.shared.retired_in.note(number);
             }
@@ -380,15 +241,14 @@ impl Store {
     /// stored, or 0. `decide` may be called more than once.
     ///
     /// # Errors
-    /// If there is no memory at this moment. It may be there when all threads have ended their
-    /// turns.
+    /// If there is no memory for it, now or ever.
     pub fn update<'p>(
         &'p self,
         pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
         mut decide: impl FnMut(Option<&Item<'p>>) -> Change<'p>,
-    ) -> Result<u64, NoRoom> {
+    ) -> Result<u64, Refusal> {
         let partition = self.partition(key);
         self.with_room(partition, now_s, || partition.update(&self.shared, pin, key, now_s, &mut decide))
     }
@@ -396,14 +256,14 @@ impl Store {
     /// As [`Self::update`], with a buffer for a short value.
     ///
     /// # Errors
-    /// If there is no memory at this moment.
+    /// If there is no memory for it, now or ever.
     pub fn update_short(
         &self,
         pin: &Pin<'_>,
         key: Key<'_>,
         now_s: u32,
         mut decide: impl for<'b> FnMut(Option<&Item<'b>>, &'b mut ShortValue) -> Change<'b>,
-    ) -> Result<u64, NoRoom> {
+    ) -> Result<u64, Refusal> {
         let partition = self.partition(key);
         self.with_room(partition, now_s, || {
             let mut buffer = ShortValue::default();
@@ -418,34 +278,48 @@ impl Store {
         partition: &Partition,
         now_s: u32,
         mut write: impl FnMut() -> Result<u64, NoRoom>,
-    ) -> Result<u64, NoRoom> {
-        let mut outcome = write();
-        if let Err(no_room) = outcome
-            && self.evicts
-        {
-            self.make_room(no_room.bytes as u64, now_s);
-            outcome = write();
-        }
+    ) -> Result<u64, Refusal> {
+        let outcome = write().or_else(|no_room| {
+            if !self.evicts || !self.make_room(partition, no_room.bytes, now_s) {
+                return Err(Refusal::Full);
+            }
+            write().map_err(|_| Refusal::Later)
+        });
         if partition.has_opened() {
             self.replenish(partition, now_s);
         }
         outcome
     }
 
-    /// Evicts until so many bytes are available, beside the reserve.
-    fn make_room(&self, bytes: u64, now_s: u32) {
-        let wanted = bytes + self.reserve();
-        // Items that were read survive several evictions, so the number of runs bounds nothing.
-        let mut attempts =
-            4 * (bytes.div_ceil(RUN_BYTES as u64) + self.shared.budget.limit() / RUN_BYTES as u64);
-        while self.shared.budget.available() < wanted && attempts > 0 {
+    /// Evicts until so many bytes are available, beside the reserve. Returns whether they can be.
+    ///
+    /// Another thread may use them before this one does.
+    fn make_room(&self, partition: &Partition, bytes: usize, now_s: u32) -> bool {
+        let budget = &self.shared.budget;
+        let wanted = bytes as u64 + self.reserve();
+        if bytes as u64 + self.shared.fixed_bytes() > budget.limit() {
+            // Nothing is evicted for an item that can never have room.
+            return false;
+        }
+        // Each eviction of an item that was read takes one of its reads away, so that this ends.
+        while budget.available() < wanted {
             let (queue, coldest) = self.coldest();
             if !self.clean(now_s) && !coldest.evict(&self.shared, queue, now_s, false) {
                 break;
             }
-            attempts -= 1;
+        }
+        // Long items need consecutive runs. There are several times as many as the memory can fill,
+        // so that this is rare.
+        for _ in 0..EVICTIONS_MAX {
+            if partition.has_gap(bytes) {
+                break;
+            }
+            for queue in Queue::ALL {
+                partition.evict(&self.shared, queue, now_s, false);
+            }
         }
         self.collect();
+        true
     }
 
     /// Evicts as much as was written, so that the next writes find memory.

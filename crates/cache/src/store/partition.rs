@@ -1,5 +1,7 @@
 //! A partition: the items of a part of all keys, in memory that any process can map anywhere.
 
+mod eviction;
+
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,8 +17,6 @@ use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 
-/// Items that the eviction moves keep the second in which they were stored as exactly as this.
-const MOVED_TOLERANCE_S: u32 = 60;
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;
 
@@ -260,12 +260,14 @@ impl Partition {
         let header =
             Header { client_flags: put.client_flags, expires_s: put.expires_s, cas, states: put.states };
         let new = NewItem { header, key: key.bytes, value: put.value, stored_s: now_s, tolerance_s: 0 };
-        let queue = found.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
+        // A value that replaces another one inherits what is known of the key.
+        let known = found.filter(|found| self.usable(*found, now_s).is_ok());
+        let queue = known.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
         let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
         if put.cas == Cas::Next {
             inner.log.cas += shared.cas_step;
         }
-        let old = found.map_or(Slot::EMPTY, |found| found.slot);
+        let old = known.map_or(Slot::EMPTY, |found| found.slot);
         let is_read_now = put.is_fetched && !old.is_fetched();
         let reads = (old.reads() + u64::from(is_read_now)).min(READS_MAX);
         let slot = Slot::new(key.hash, location, reads).with_fetched(put.is_fetched);
@@ -330,143 +332,6 @@ impl Partition {
         self.has_opened.store(false, Ordering::Relaxed);
     }
 
-    /// Evicts the oldest run of a queue: keeps the items that were read, as the newest ones of the
-    /// main queue, and removes the others. Returns whether there was a run.
-    ///
-    /// If `keeps_pages`, the memory stays with this partition.
-    pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
-        let mut inner = self.lock();
-        inner.log.collect(shared);
-        let Some(run) = inner.log.pop_oldest(shared, queue) else { return false };
-        self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
-        self.publish_oldest(&mut inner);
-        true
-    }
-
-    /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
-    /// its place. Returns whether there was one.
-    pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
-        let mut inner = self.lock();
-        let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
-        let target = Target::Cleaned(queue, sequence);
-        self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
-        inner.log.retire(shared, run, keeps_pages);
-        self.publish_oldest(&mut inner);
-        true
-    }
-
-    /// Cleans a run if much of the partition's memory is not in use.
-    pub fn clean_unused(&self, shared: &Shared, now_s: u32) {
-        let is_wanted = self.lock().log.is_mostly_unused();
-        if is_wanted {
-            self.clean(shared, now_s, shared.keeps_pages);
-        }
-    }
-
-    /// Evicts a run that is in no queue.
-    fn evict_run(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32, keeps_pages: bool) {
-        if self.entry(run).runs() > 1 && self.keeps_long(shared, inner, run, now_s) {
-            return;
-        }
-        let target = Target::Newest(Queue::Main);
-        let is_main = self.entry(run).queue() == Queue::Main;
-        self.move_items(shared, inner, run, now_s, |found, item| {
-            let reads = found.slot.reads();
-            if reads > 0 {
-                // An item that leaves probation must show again that it is read.
-                return Some((target, found.slot.with_reads(if is_main { reads - 1 } else { 0 })));
-            }
-            shared.count_evicted(item.is_fetched);
-            None
-        });
-        shared.note_evicted_age(now_s.saturating_sub(self.entry(run).times().0));
-        inner.log.retire(shared, run, keeps_pages);
-    }
-
-    /// Makes a long run the newest one if its item was read; returns whether it was.
-    fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
-        let location = Location { run, offset: 0 };
-        let hash = super::hash_of(item::key_and_len(self.item_bytes(location)).0);
-        let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
-        let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();
-        if is_kept {
-            self.index.replace(found, found.slot.with_reads(found.slot.reads() - 1));
-            inner.log.push_newest(shared, run);
-        }
-        is_kept
-    }
-
-    /// Goes through the items of a run that are in the index. Removes those that cannot be read,
-    /// and those for which `choose` says so; appends the others where it says.
-    fn move_items(
-        &self,
-        shared: &Shared,
-        inner: &mut Inner,
-        run: u32,
-        now_s: u32,
-        choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
-    ) {
-        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
-        let mut offset = 0;
-        while offset < fill {
-            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
-            if let Some(second) = item::marked_s(self.prefix(location)) {
-                stored_s = second;
-                offset += item::MARK_BYTES;
-                continue;
-            }
-            let (key, len) = item::key_and_len(self.item_bytes(location));
-            offset += len;
-            let hash = super::hash_of(key);
-            let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
-            let chosen = match self.usable(found, now_s) {
-                Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),
-                Err(_) => {
-                    shared.count_expired(found.slot.is_fetched());
-                    None
-                }
-            };
-            let moved = chosen.and_then(|(item, target, slot)| {
-                let new = NewItem {
-                    header: item.header,
-                    key: item.key,
-                    value: [item.value, &[]],
-                    stored_s,
-                    tolerance_s: MOVED_TOLERANCE_S,
-                };
-                let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
-                Some(slot.with_location(moved))
-            });
-            match moved {
-                Some(slot) => self.index.replace(found, slot),
-                None => {
-                    self.index.remove(found);
-                    inner.items -= 1;
-                }
-            }
-        }
-    }
-
-    /// Removes items that have expired or were flushed, at most this many runs; frees what can be
-    /// freed.
-    pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
-        let mut inner = self.lock();
-        inner.log.collect(shared);
-        inner.log.seal_old(shared, now_s);
-        for _ in 0..runs_max {
-            if let Some(run) = inner.log.pop_expired(now_s) {
-                self.evict_run(shared, &mut inner, run, now_s, false);
-                continue;
-            }
-            let flushed = Queue::ALL.into_iter().find(|queue| {
-                inner.log.oldest(*queue).is_some_and(|(_, run)| self.entry(run).state() == RunState::Flushed)
-            });
-            let Some(run) = flushed.and_then(|queue| inner.log.pop_oldest(shared, queue)) else { break };
-            self.evict_run(shared, &mut inner, run, now_s, false);
-        }
-        self.publish_oldest(&mut inner);
-    }
-
     /// Frees retired memory that no thread can see any more; returns whether some is left.
     pub fn collect(&self, shared: &Shared) -> bool {
         self.lock().log.collect(shared)
@@ -475,6 +340,11 @@ impl Partition {
     /// Makes all items disappear. Their memory is freed later.
     pub fn flush(&self, shared: &Shared) {
         self.lock().log.flush(shared);
+    }
+
+    /// Whether the log has a gap for this many bytes.
+    pub fn has_gap(&self, bytes: usize) -> bool {
+        self.lock().log.has_gap(bytes)
     }
 
     /// Whether a run should be cleaned.

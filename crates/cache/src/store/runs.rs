@@ -206,6 +206,12 @@ impl Gaps {
         Self { gaps: BTreeMap::from([(1, runs)]) }
     }
 
+    /// Whether there is a gap of as many runs.
+    #[must_use]
+    pub fn has(&self, runs: u32) -> bool {
+        self.gaps.values().any(|len| *len >= runs)
+    }
+
     /// Allocates consecutive runs in the first gap that has as many; returns the first of them.
     pub fn allocate(&mut self, runs: u32) -> Option<u32> {
         let (first, len) =

@@ -2,8 +2,10 @@
 
 use std::collections::HashMap;
 
+use super::epochs::Epochs;
 use super::item::States;
 use super::partition::{Cas, Change, Put};
+use super::slot::RUN_BYTES;
 use super::*;
 
 fn store(limit: u64, partitions: usize) -> Store {

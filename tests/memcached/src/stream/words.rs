@@ -140,6 +140,10 @@ pub fn flags(random: &mut Random) -> Vec<u8> {
     }
 }
 
+/// Keys with bytes that few keys have, or that could be another part of a command.
+pub const ODD_KEYS: [&[u8]; 8] =
+    [b"\x01\x02\xff\x80", "ключ".as_bytes(), b"tab\tkey", b"cr\rkey", b"noreply", b"0", b"-1", b"prefix:1"];
+
 /// The keys of a script.
 pub fn keys(random: &mut Random, stream: Stream) -> Vec<Key> {
     let mut keys: Vec<Key> = (0..4).map(|number| Key::plain(format!("k{number}"))).collect();
@@ -154,17 +158,7 @@ pub fn keys(random: &mut Random, stream: Stream) -> Vec<Key> {
         return keys;
     }
     keys.push(Key::plain(random.text(249, TEXT)));
-    let odd: [&[u8]; 8] = [
-        b"\x01\x02\xff\x80",
-        "ключ".as_bytes(),
-        b"tab\tkey",
-        b"cr\rkey",
-        b"noreply",
-        b"0",
-        b"-1",
-        b"prefix:1",
-    ];
-    keys.extend((0..3).map(|_| Key::plain(*random.pick(&odd))));
+    keys.extend((0..3).map(|_| Key::plain(*random.pick(&ODD_KEYS))));
     if matches!(stream, Stream::Meta | Stream::Mixed) {
         let lengths = [1, 2, 3, random.between(4, 20), 180, 186];
         let length = *random.pick(&lengths);

@@ -1,0 +1,151 @@
+//! What leaves a partition: items that are evicted or have expired, and runs that are cleaned.
+
+use super::super::index::Found;
+use super::super::item::{self, Item};
+use super::super::log::{Charge, NewItem, Target};
+use super::super::runs::{Queue, RunState};
+use super::super::slot::{Location, Slot};
+use super::super::{Shared, hash_of};
+use super::{Inner, Partition};
+
+/// Items that the eviction moves keep the second in which they were stored as exactly as this.
+const MOVED_TOLERANCE_S: u32 = 60;
+
+impl Partition {
+    /// Evicts the oldest run of a queue: keeps the items that were read, as the newest ones of the
+    /// main queue, and removes the others. Returns whether there was a run.
+    ///
+    /// If `keeps_pages`, the memory stays with this partition.
+    pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
+        let mut inner = self.lock();
+        inner.log.collect(shared);
+        let Some(run) = inner.log.pop_oldest(shared, queue) else { return false };
+        self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
+        self.publish_oldest(&mut inner);
+        true
+    }
+
+    /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
+    /// its place. Returns whether there was one.
+    pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
+        let mut inner = self.lock();
+        let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
+        let target = Target::Cleaned(queue, sequence);
+        self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
+        inner.log.retire(shared, run, keeps_pages);
+        self.publish_oldest(&mut inner);
+        true
+    }
+
+    /// Cleans a run if much of the partition's memory is not in use.
+    pub fn clean_unused(&self, shared: &Shared, now_s: u32) {
+        let is_wanted = self.lock().log.is_mostly_unused();
+        if is_wanted {
+            self.clean(shared, now_s, shared.keeps_pages);
+        }
+    }
+
+    /// Evicts a run that is in no queue.
+    fn evict_run(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32, keeps_pages: bool) {
+        if self.entry(run).runs() > 1 && self.keeps_long(shared, inner, run, now_s) {
+            return;
+        }
+        let target = Target::Newest(Queue::Main);
+        let is_main = self.entry(run).queue() == Queue::Main;
+        self.move_items(shared, inner, run, now_s, |found, item| {
+            let reads = found.slot.reads();
+            if reads > 0 {
+                // An item that leaves probation must show again that it is read.
+                return Some((target, found.slot.with_reads(if is_main { reads - 1 } else { 0 })));
+            }
+            shared.count_evicted(item.is_fetched);
+            None
+        });
+        shared.note_evicted_age(now_s.saturating_sub(self.entry(run).times().0));
+        inner.log.retire(shared, run, keeps_pages);
+    }
+
+    /// Makes a long run the newest one if its item was read; returns whether it was.
+    fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
+        let location = Location { run, offset: 0 };
+        let hash = hash_of(item::key_and_len(self.item_bytes(location)).0);
+        let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
+        let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();
+        if is_kept {
+            self.index.replace(found, found.slot.with_reads(found.slot.reads() - 1));
+            inner.log.push_newest(shared, run);
+        }
+        is_kept
+    }
+
+    /// Goes through the items of a run that are in the index. Removes those that cannot be read,
+    /// and those for which `choose` says so; appends the others where it says.
+    fn move_items(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        run: u32,
+        now_s: u32,
+        choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
+    ) {
+        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
+        let mut offset = 0;
+        while offset < fill {
+            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
+            if let Some(second) = item::marked_s(self.prefix(location)) {
+                stored_s = second;
+                offset += item::MARK_BYTES;
+                continue;
+            }
+            let (key, len) = item::key_and_len(self.item_bytes(location));
+            offset += len;
+            let hash = hash_of(key);
+            let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
+            let chosen = match self.usable(found, now_s) {
+                Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),
+                Err(_) => {
+                    shared.count_expired(found.slot.is_fetched());
+                    None
+                }
+            };
+            let moved = chosen.and_then(|(item, target, slot)| {
+                let new = NewItem {
+                    header: item.header,
+                    key: item.key,
+                    value: [item.value, &[]],
+                    stored_s,
+                    tolerance_s: MOVED_TOLERANCE_S,
+                };
+                let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
+                Some(slot.with_location(moved))
+            });
+            match moved {
+                Some(slot) => self.index.replace(found, slot),
+                None => {
+                    self.index.remove(found);
+                    inner.items -= 1;
+                }
+            }
+        }
+    }
+
+    /// Removes items that have expired or were flushed, at most this many runs; frees what can be
+    /// freed.
+    pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
+        let mut inner = self.lock();
+        inner.log.collect(shared);
+        inner.log.seal_old(shared, now_s);
+        for _ in 0..runs_max {
+            if let Some(run) = inner.log.pop_expired(now_s) {
+                self.evict_run(shared, &mut inner, run, now_s, false);
+                continue;
+            }
+            let flushed = Queue::ALL.into_iter().find(|queue| {
+                inner.log.oldest(*queue).is_some_and(|(_, run)| self.entry(run).state() == RunState::Flushed)
+            });
+            let Some(run) = flushed.and_then(|queue| inner.log.pop_oldest(shared, queue)) else { break };
+            self.evict_run(shared, &mut inner, run, now_s, false);
+        }
+        self.publish_oldest(&mut inner);
+    }
+}

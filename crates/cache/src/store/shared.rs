@@ -1,0 +1,167 @@
+//! What the partitions of a store share.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::budget::Budget;
+use super::epochs::Epochs;
+use super::runs::Queue;
+use super::slot::RUN_BYTES;
+use super::{LIMIT_MIN, StoreOptions};
+
+/// Runs that each partition must be able to have before one keeps the pages of what it evicts.
+const RUNS_TO_KEEP_PAGES: u64 = 64;
+/// Distance of the sequences of runs that were opened one after the other. Cleaned runs have
+/// sequences in between.
+const SEQUENCE_STEP: u64 = 64;
+/// Items are on probation in one part of the memory in so many.
+const PROBATION_PARTS: u64 = 10;
+
+/// Counts of removed items.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Removed {
+    /// Items that were removed to free memory.
+    pub evicted: u64,
+    /// Of these, items that no client had read.
+    pub evicted_unfetched: u64,
+    /// Items that were removed after they had expired.
+    pub expired: u64,
+    /// Of these, items that no client had read.
+    pub expired_unfetched: u64,
+}
+
+impl Removed {
+    /// What was removed since an earlier count.
+    #[must_use]
+    pub fn since(&self, earlier: &Self) -> Self {
+        Self {
+            evicted: self.evicted - earlier.evicted,
+            evicted_unfetched: self.evicted_unfetched - earlier.evicted_unfetched,
+            expired: self.expired - earlier.expired,
+            expired_unfetched: self.expired_unfetched - earlier.expired_unfetched,
+        }
+    }
+}
+
+/// Numbers of partitions in which something is to be done, each at most once.
+#[derive(Debug, Default)]
+pub(super) struct Noted(Mutex<BTreeSet<usize>>);
+
+impl Noted {
+    pub(super) fn note(&self, number: usize) {
+        self.lock().insert(number);
+    }
+
+    pub(super) fn next(&self) -> Option<usize> {
+        self.lock().pop_first()
+    }
+
+    pub(super) fn drain(&self) -> BTreeSet<usize> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeSet<usize>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Why a write was refused.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Refusal {
+    /// There will be memory when all threads have ended their turns.
+    Later,
+    /// There is no memory, and none can be freed.
+    Full,
+}
+
+/// What the partitions of a store share.
+#[derive(Debug)]
+pub struct Shared {
+    pub(super) budget: Budget,
+    pub(super) epochs: Epochs,
+    pub(super) has_cas: bool,
+    /// Whether a partition keeps the pages of what it evicts.
+    pub(super) keeps_pages: bool,
+    /// Bytes of the runs of each queue.
+    pub(super) queue_bytes: [AtomicU64; 2],
+    /// Difference of the cas numbers that follow each other in a partition. All partitions have
+    /// other remainders, so that no two items have the same number.
+    pub(super) cas_step: u64,
+    pub(super) sequence: AtomicU64,
+    /// Partitions that have retired runs.
+    pub(super) retired_in: Noted,
+    /// Partitions that have runs to be cleaned.
+    pub(super) cleanable_in: Noted,
+    /// How long ago the items of the run that was evicted last were stored.
+    pub(super) evicted_age_s: AtomicU64,
+    pub(super) evicted: AtomicU64,
+    pub(super) evicted_unfetched: AtomicU64,
+    pub(super) expired: AtomicU64,
+    pub(super) expired_unfetched: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn new(options: &StoreOptions) -> Self {
+        let limit = options.limit.max(LIMIT_MIN);
+        Self {
+            budget: Budget::new(limit),
+            epochs: Epochs::new(options.threads),
+            has_cas: options.has_cas,
+            keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
+            queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
+            cas_step: options.partitions as u64,
+            sequence: AtomicU64::new(0),
+            retired_in: Noted::default(),
+            cleanable_in: Noted::default(),
+            evicted_age_s: AtomicU64::new(0),
+            evicted: AtomicU64::new(0),
+            evicted_unfetched: AtomicU64::new(0),
+            expired: AtomicU64::new(0),
+            expired_unfetched: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn next_sequence(&self) -> u64 {
+        self.sequence.fetch_add(SEQUENCE_STEP, Ordering::Relaxed)
+    }
+
+    /// Sequences that are given from now on are greater than this one.
+    pub(super) fn advance_sequence(&self, last: u64) {
+        self.sequence.fetch_max(last.next_multiple_of(SEQUENCE_STEP) + SEQUENCE_STEP, Ordering::Relaxed);
+    }
+
+    pub(super) fn charge_queue(&self, queue: Queue, bytes: usize) {
+        self.queue_bytes[queue as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn free_queue(&self, queue: Queue, bytes: usize) {
+        self.queue_bytes[queue as usize].fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes of the budget that no eviction frees: those of the index.
+    pub(super) fn fixed_bytes(&self) -> u64 {
+        let queues = self.queue_bytes.iter().map(|bytes| bytes.load(Ordering::Relaxed)).sum::<u64>();
+        self.budget.kept().saturating_sub(queues)
+    }
+
+    /// The queue of which a run is evicted next.
+    pub(super) fn queue_to_evict(&self) -> Queue {
+        let probation = self.queue_bytes[Queue::Probation as usize].load(Ordering::Relaxed);
+        if probation > self.budget.limit() / PROBATION_PARTS { Queue::Probation } else { Queue::Main }
+    }
+
+    pub(super) fn note_evicted_age(&self, age_s: u32) {
+        self.evicted_age_s.store(u64::from(age_s), Ordering::Relaxed);
+    }
+
+    pub(super) fn count_expired(&self, was_fetched: bool) {
+        self.expired.fetch_add(1, Ordering::Relaxed);
+        self.expired_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
+    }
+
+    pub(super) fn count_evicted(&self, was_fetched: bool) {
+        self.evicted.fetch_add(1, Ordering::Relaxed);
+        self.evicted_unfetched.fetch_add(u64::from(!was_fetched), Ordering::Relaxed);
+    }
+}
