@@ -4,7 +4,7 @@ use crate::clock::Clock;
 use crate::counters::Counters;
 use crate::protocol::number;
 use crate::store::epochs::Pin;
-use crate::store::item::{Item, States};
+use crate::store::item::{Item, KEY_MAX, States};
 use crate::store::partition::{Absent, Cas, Change, Put};
 use crate::store::{Key, Refusal, ShortValue, Store};
 
@@ -168,6 +168,12 @@ impl<'p> Access<'p> {
         self.item_size(key_len, client_flags, value_len) <= self.item_size_max
     }
 
+    /// The longest value of which it is certain that it is not too large.
+    #[must_use]
+    pub fn value_max(&self) -> usize {
+        self.item_size_max.saturating_sub(self.item_size(KEY_MAX, 1, 0))
+    }
+
     /// The size of an item as memcached counts it.
     #[inline]
     #[must_use]
@@ -185,12 +191,17 @@ impl<'p> Access<'p> {
     }
 
     /// Reads an item, and counts the read.
+    ///
+    /// # Errors
+    /// If its partition is not here.
     #[inline]
-    #[must_use]
-    pub fn get(&self, key: Key<'_>) -> Option<Item<'p>> {
+    pub fn get(&self, key: Key<'_>) -> Result<Option<Item<'p>>, Refusal> {
         let found = self.store.look_up(self.pin, key, self.now_s, true);
+        if let Err(Absent::Elsewhere(partition)) = found {
+            return Err(Refusal::Elsewhere(partition));
+        }
         self.count_get(&found);
-        found.ok()
+        Ok(found.ok())
     }
 
     /// Counts a read.
@@ -199,7 +210,7 @@ impl<'p> Access<'p> {
         let Err(absent) = found else { return self.counters.get_hits.add(1) };
         self.counters.get_misses.add(1);
         match absent {
-            Absent::Missing => {}
+            Absent::Missing | Absent::Elsewhere(_) => {}
             Absent::Expired => self.counters.get_expired.add(1),
             Absent::Flushed => self.counters.get_flushed.add(1),
         }
@@ -355,9 +366,11 @@ impl<'p> Access<'p> {
     }
 
     /// Deletes an item whose replacement is too large, so that clients do not read the old value.
-    pub fn delete_outdated(&self, key: Key<'_>) {
-        let removed = self.store.update(self.pin, key, self.now_s, |_| Change::Remove);
-        debug_assert!(removed.is_ok(), "to remove an item takes no memory");
+    ///
+    /// # Errors
+    /// If its partition is not here.
+    pub fn delete_outdated(&self, key: Key<'_>) -> Result<(), Refusal> {
+        self.store.update(self.pin, key, self.now_s, |_| Change::Remove).map(drop)
     }
 }
 

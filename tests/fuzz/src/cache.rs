@@ -4,9 +4,15 @@ use std::fmt::Display;
 use std::sync::atomic::AtomicU32;
 
 use aquifer_cache::clock::Clock;
-use aquifer_cache::commands::{Context, Mutation, Replies, ServerReport, Service, Session, Step};
+use aquifer_cache::commands::elsewhere::Task;
+use aquifer_cache::commands::peek::peek;
+use aquifer_cache::commands::{Context, Mutation, Protocol, Replies, ServerReport, Service, Session, Step};
 use aquifer_cache::counters::Counters;
 use aquifer_cache::operations::Access;
+use aquifer_cache::server::peers::frame::{
+    self, Answer, AnswerEnd, ENTRIES_MAX, Frame, answer_head, complete_len, push_frame,
+};
+use aquifer_cache::store::presence::Place;
 use aquifer_cache::store::{Store, StoreOptions};
 use aquifer_mutation::Mutations;
 
@@ -17,6 +23,13 @@ pub(crate) const REQUESTS: Target = Target {
     run: serve_requests,
     seeds: requests,
     with_mutation: |work| Mutation::AcceptAnyEnd.while_active(work),
+};
+
+pub(crate) const FRAMES: Target = Target {
+    name: "cache-frames",
+    run: read_frames,
+    seeds: frame_seeds,
+    with_mutation: |work| frame::Mutation::AcceptRest.while_active(work),
 };
 
 /// The server that the sessions belong to, which does nothing.
@@ -66,7 +79,6 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
         dump_is_enabled: false,
         shutdown_is_enabled: false,
         verbosity: AtomicU32::new(0),
-        flush_s: AtomicU32::new(0),
         report: Box::new(NoServer),
     };
     let (clock, counters) = (Clock::start(), Counters::default());
@@ -87,8 +99,12 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
             };
             let context = Context { access, service: &service };
             let mut out = Replies::new(Vec::new());
+            let is_at_request = session.is_at_request();
             let step = session.step(&input[at..arrived], &context, &mut out);
-            replies.extend(out.rest(0));
+            if is_at_request {
+                check_peek(&session, &input[at..arrived], access.value_max(), step);
+            }
+            replies.extend(out.parts().concat());
             match step {
                 Step::Used(used) => {
                     assert!(used > 0 && at + used <= arrived, "{used} bytes of {}", arrived - at);
@@ -99,11 +115,46 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
                     goes_on = false;
                 }
                 Step::Full | Step::NoRoom => {}
+                Step::Elsewhere { .. } | Step::Scatter => panic!("all partitions are here"),
                 Step::Close => return (replies, false),
             }
         }
     }
     (replies, true)
+}
+
+/// What is taken for a usual request, to be forwarded with others, is one for the session.
+fn check_peek(session: &Session, input: &[u8], value_max: usize, step: Step) {
+    if let Some(peeked) = peek(session.protocol(), input, value_max) {
+        let is_same = matches!(step, Step::NoRoom | Step::Full) || step == Step::Used(peeked.len);
+        assert!(is_same, "{step:?} for {peeked:?}");
+    }
+}
+
+/// Frames of other servers are read without a panic, and what is read is written as the same bytes.
+fn read_frames(input: &[u8]) -> bool {
+    let frame = Frame::read(input);
+    if let Ok(frame) = &frame {
+        let mut bytes = Vec::new();
+        push_frame(&mut bytes, frame.number, &frame.entries);
+        assert_eq!(bytes[4..], input[4..], "a frame is written in one way");
+    }
+    let answer = Answer::read(input);
+    if let Ok(answer) = &answer {
+        assert!(answer.replies.len() <= ENTRIES_MAX);
+    }
+    let _len = complete_len(input);
+    frame.is_ok() || answer.is_ok()
+}
+
+fn frame_seeds() -> Vec<(&'static str, Vec<u8>)> {
+    let mut frame = Vec::new();
+    let tasks =
+        [(1, Task::Request(Protocol::Text, b"get a\r\n")), (2, Task::Flush(9)), (3, Task::Delete(b"k"))];
+    push_frame(&mut frame, 7, &tasks);
+    let place = Place { server: 3, generation: 5 };
+    let answer = [&answer_head(7, 1, AnswerEnd::Moved(9, place), &[5, 0], 5)[..], b"END\r\n"].concat();
+    vec![("frame", frame), ("answer", answer)]
 }
 
 /// A value is stored only if it ends as it must.

@@ -62,6 +62,7 @@ pub const TARGETS: &[Target] = &[
     pager::TABLE,
     objects::MESSAGES,
     cache::REQUESTS,
+    cache::FRAMES,
 ];
 
 /// The target with this name.

@@ -102,6 +102,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         dump_is_enabled: !arguments.disable_dumping,
         shutdown_is_enabled: arguments.enable_shutdown,
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
+        connector: None,
         version: env!("CARGO_PKG_VERSION"),
     })
 }

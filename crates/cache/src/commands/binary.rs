@@ -3,7 +3,8 @@
 use std::fmt::Display;
 use std::sync::atomic::Ordering;
 
-use super::{Context, PROTOCOL_VERSION, Replies, Session, Step};
+use super::elsewhere::{Entry, Scatter};
+use super::{Context, Flushed, PROTOCOL_VERSION, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored};
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, Status, opcode, reply_header};
 use crate::store::item::{Item, KEY_MAX};
@@ -28,6 +29,8 @@ struct Request<'p> {
 enum Outcome {
     Done,
     Refused(Refusal),
+    /// Other servers must do these parts of it.
+    Scatter(Vec<Entry>),
     /// The reply is sent, and the connection closed.
     Close,
 }
@@ -65,7 +68,7 @@ impl Session {
         let end = HEADER_BYTES + header.body_len;
         let is_stored = matches!(plain, opcode::SET..=opcode::REPLACE | opcode::APPEND | opcode::PREPEND);
         if is_stored && !context.access.fits(header.key_len, 0, value_len) {
-            return self.refuse_large(&header, plain, input, context, out);
+            return self.refuse_large_binary(&header, plain, input, context, out);
         }
         let Some(body) = input.get(HEADER_BYTES..end) else { return Step::Incomplete(end) };
         let (extras, rest) = body.split_at(header.extras_len);
@@ -74,6 +77,13 @@ impl Session {
         match request.run(context, out) {
             Outcome::Done => Step::Used(end),
             Outcome::Refused(Refusal::Later) => Step::NoRoom,
+            Outcome::Refused(Refusal::Elsewhere(partition)) => Step::Elsewhere { partition, len: end },
+            Outcome::Scatter(entries) => {
+                let mut reply = Replies::new(Vec::new());
+                request.succeed(0, b"", &mut reply);
+                self.scatter = Some(Box::new(Scatter::then(entries, reply.into_buffer(), end, 0)));
+                Step::Scatter
+            }
             Outcome::Refused(Refusal::Full) => {
                 context.access.counters.store_no_memory.add(1);
                 push_error(&header, Status::NoMemory, out);
@@ -84,7 +94,7 @@ impl Session {
     }
 
     /// Refuses a value that is too large, deletes the item that it was to replace, and skips it.
-    fn refuse_large<'p>(
+    fn refuse_large_binary<'p>(
         &mut self,
         header: &RequestHeader,
         plain: u8,
@@ -96,13 +106,13 @@ impl Session {
         let Some(key) = input.get(HEADER_BYTES + header.extras_len..key_end) else {
             return Step::Incomplete(key_end);
         };
-        if plain == opcode::SET {
-            context.access.delete_outdated(Key::new(key));
-        }
         context.access.counters.store_too_large.add(1);
-        push_error(header, Status::TooLarge, out);
-        self.swallows = HEADER_BYTES + header.body_len - key_end;
-        Step::Used(key_end)
+        let mut reply = Replies::new(Vec::new());
+        push_error(header, Status::TooLarge, &mut reply);
+        let (reply, swallows) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
+        let step = self.refuse_large(Key::new(key), plain == opcode::SET, &reply, swallows, context, out);
+        self.scatter.iter_mut().for_each(|scatter| scatter.add_used(key_end));
+        if step == Step::Scatter { step } else { Step::Used(key_end) }
     }
 }
 
@@ -148,10 +158,10 @@ impl<'p> Request<'p> {
     fn run(&self, context: &Context<'p>, out: &mut Replies<'p>) -> Outcome {
         use opcode::*;
         match self.opcode {
-            GET | GET_KEY => {
-                let item = context.access.get(Key::new(self.key));
-                self.push_item(item, false, out);
-            }
+            GET | GET_KEY => match context.access.get(Key::new(self.key)) {
+                Err(refusal) => return Outcome::Refused(refusal),
+                Ok(item) => self.push_item(item, false, out),
+            },
             TOUCH | GET_TOUCH | GET_KEY_TOUCH => {
                 let expires_s = context.access.expires_s(self.number(0).cast_signed());
                 match context.access.touch(Key::new(self.key), expires_s) {
@@ -166,7 +176,7 @@ impl<'p> Request<'p> {
                 self.succeed(0, b"", out);
                 return Outcome::Close;
             }
-            FLUSH => self.flush(context, out),
+            FLUSH => return self.flush(context, out),
             VERSION => self.succeed(0, PROTOCOL_VERSION.as_bytes(), out),
             STATS => self.stats(context, out),
             VERBOSITY => {
@@ -292,13 +302,14 @@ impl<'p> Request<'p> {
         Outcome::Done
     }
 
-    fn flush(&self, context: &Context<'p>, out: &mut Replies<'p>) {
+    fn flush(&self, context: &Context<'p>, out: &mut Replies<'p>) -> Outcome {
         let exptime = if self.extras.is_empty() { 0 } else { self.number(0) };
-        if context.flush_all(exptime.cast_signed()) {
-            self.succeed(0, b"", out);
-        } else {
-            self.fail(Status::Unauthenticated, out);
+        match context.flush_all(exptime.cast_signed()) {
+            Flushed::Done => self.succeed(0, b"", out),
+            Flushed::Refused => self.fail(Status::Unauthenticated, out),
+            Flushed::Elsewhere(entries) => return Outcome::Scatter(entries),
         }
+        Outcome::Done
     }
 
     fn stats(&self, context: &Context<'p>, out: &mut Replies<'p>) {

@@ -39,6 +39,7 @@ impl Session {
         } else if words::next(text, at).is_none() {
             return Session::error(out);
         }
+        let first = at;
         if self.get_at != 0 {
             at = self.get_at;
         } else if has_long_word(text, at) {
@@ -50,19 +51,19 @@ impl Session {
                 return Step::Full;
             }
             let key = Key::new(word);
-            let item = if kind.touches {
-                match context.access.touch(key, expires_s) {
-                    Ok(item) => item,
-                    Err(refusal) => {
-                        self.get_at = if refusal == Refusal::Later { at } else { 0 };
-                        return refused(refusal, context, out, false, 0);
-                    }
+            let found =
+                if kind.touches { context.access.touch(key, expires_s) } else { context.access.get(key) };
+            match found {
+                Ok(Some(item)) => push_item(&item, kind.returns_cas, out),
+                Ok(None) => {}
+                Err(Refusal::Elsewhere(_)) if at != first || words::next(text, end).is_some() => {
+                    let command = &text[..first];
+                    return self.scatter_get(text, words::trim(command), at, context);
                 }
-            } else {
-                context.access.get(key)
-            };
-            if let Some(item) = item {
-                push_item(&item, kind.returns_cas, out);
+                Err(refusal) => {
+                    self.get_at = if refusal == Refusal::Later { at } else { 0 };
+                    return refused(refusal, context, out, false, 0);
+                }
             }
             at = end;
         }
@@ -85,8 +86,11 @@ fn refuse<'p>(
         && word.len() <= KEY_MAX
     {
         if !kind.touches {
+            // What is elsewhere does not count: the command is wrong.
             let _read = context.access.get(Key::new(word));
-        } else if let Err(refusal) = context.access.touch(Key::new(word), expires_s) {
+        } else if let Err(refusal @ (Refusal::Later | Refusal::Full)) =
+            context.access.touch(Key::new(word), expires_s)
+        {
             return refused(refusal, context, out, false, 0);
         }
         at = end;

@@ -1,14 +1,14 @@
 //! The meta commands.
 
-use super::text::{refused, value_len, value_of};
+use super::text::{TOO_LARGE, refused, value_len, value_of};
 use super::{Context, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
 use crate::protocol::base64;
 use crate::protocol::meta::{self, META_WORDS_MAX, MetaFlags, flags_of};
 use crate::protocol::words::{self, Words};
-use crate::store::Key;
 use crate::store::item::{Item, KEY_MAX, States};
-use crate::store::partition::{Cas, Change, Put};
+use crate::store::partition::{Absent, Cas, Change, Put};
+use crate::store::{Key, Refusal};
 
 const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 const OPAQUE_TOO_LONG: &str = "CLIENT_ERROR opaque token too long";
@@ -92,9 +92,8 @@ impl Session {
         let mode = if compares { StoreMode::Cas } else { mode };
         let key = key_of(words[1], &parsed);
         if !context.access.fits(key.bytes.len(), parsed.client_flags, len) {
-            context.access.delete_outdated(key);
             context.access.counters.store_too_large.add(1);
-            return refuse(self, "SERVER_ERROR object too large for cache");
+            return self.refuse_large(key, true, TOO_LARGE, len + 2, context, out);
         }
         let Some(block) = input.get(after..after + len + 2) else {
             return Step::Incomplete(after + len + 2);
@@ -162,11 +161,14 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
         Err(text) => return error(text, out),
     };
     let access = &context.access;
+    let key = key_of(words[1], &parsed);
+    if !access.store.is_here(key.hash) {
+        return refused(Refusal::Elsewhere(access.store.partition_number(key.hash)), context, out, false, 0);
+    }
     access.counters.cmd_meta.add(1);
     if parsed.opaque_is_too_long {
         return refuse_opaque(words, &parsed, flags, context, out);
     }
-    let key = key_of(words[1], &parsed);
     let look_up = access.store.look_up(access.pin, key, access.now_s, !parsed.is_uncounted);
     let found = look_up.ok();
     let mut fetch = plan(found.as_ref(), &parsed, flags, context);
@@ -483,9 +485,15 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
     let access = &context.access;
     access.counters.cmd_meta.add(1);
     let key = Key::new(decoded.as_deref().unwrap_or(words[1]));
-    let Ok(item) = access.store.look_up(access.pin, key, access.now_s, false) else {
-        out.push_line("EN");
-        return Step::Used(0);
+    let item = match access.store.look_up(access.pin, key, access.now_s, false) {
+        Ok(item) => item,
+        Err(Absent::Elsewhere(partition)) => {
+            return refused(Refusal::Elsewhere(partition), context, out, false, 0);
+        }
+        Err(_) => {
+            out.push_line("EN");
+            return Step::Used(0);
+        }
     };
     out.push(b"ME ");
     if item.header.states.has(States::BINARY_KEY) {

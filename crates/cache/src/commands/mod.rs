@@ -5,15 +5,18 @@
 
 mod authentication;
 mod binary;
+pub mod elsewhere;
 mod get;
 pub mod lookahead;
 mod meta;
+pub mod peek;
 mod replies;
 mod stats;
 mod text;
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 
+use self::elsewhere::{Entry, EntryEnd, Scatter, Task};
 pub use authentication::Tokens;
 pub use replies::Replies;
 pub use stats::ServerReport;
@@ -23,6 +26,7 @@ use aquifer_mutation::mutations;
 
 use crate::operations::Access;
 use crate::protocol::binary::REQUEST_MAGIC;
+use crate::store::presence::Place;
 
 mutations! {
     /// Checks of requests that their fuzz target leaves out on purpose.
@@ -53,6 +57,16 @@ pub enum Step {
     Full,
     /// There is no memory at this moment; the request is to be tried again in another turn.
     NoRoom,
+    /// The request is for a key whose partition is not here. It has so many bytes, and nothing was
+    /// done.
+    Elsewhere {
+        /// The partition.
+        partition: usize,
+        /// Bytes of the request.
+        len: usize,
+    },
+    /// The request concerns other servers, too: see [`Session::pop_scatter`].
+    Scatter,
     /// The connection is to be closed when its replies are sent.
     Close,
 }
@@ -72,8 +86,6 @@ pub struct Service {
     pub shutdown_is_enabled: bool,
     /// How much the server logs; clients can change it.
     pub verbosity: AtomicU32,
-    /// The second in which all items are to be flushed, or 0.
-    pub flush_s: AtomicU32,
     /// Statistics.
     pub report: Box<dyn ServerReport>,
 }
@@ -100,6 +112,8 @@ pub struct Session {
     is_authenticated: bool,
     /// The protocol, once the first byte has shown it.
     protocol: Option<Protocol>,
+    /// A request that the last step has divided.
+    scatter: Option<Box<Scatter>>,
 }
 
 /// A protocol.
@@ -117,25 +131,68 @@ impl Protocol {
     }
 }
 
+/// What became of a command that flushes all items.
+enum Flushed {
+    /// Clients may not.
+    Refused,
+    /// It is done.
+    Done,
+    /// It is left to do on other servers.
+    Elsewhere(Vec<Entry>),
+}
+
 impl Context<'_> {
-    /// Flushes all items, now or at a time that a client says; returns whether that is permitted.
-    fn flush_all(&self, exptime: i32) -> bool {
+    /// Notes what another server says of a partition that is not here.
+    pub fn learn(&self, partition: usize, place: Place) {
+        if let Some(partition) = self.access.store.partitions().get(partition) {
+            partition.learn(place);
+        }
+    }
+
+    /// Flushes all items, now or at a time that a client says.
+    fn flush_all(&self, exptime: i32) -> Flushed {
         self.access.counters.cmd_flush.add(1);
         if !self.service.flush_is_enabled {
-            return false;
+            return Flushed::Refused;
         }
-        // A time that has passed takes back an earlier command, and flushes nothing.
-        let flush_s = if exptime > 0 { self.access.expires_s(exptime) } else { 0 };
-        let is_due_later = flush_s > self.access.now_s;
-        self.service.flush_s.store(if is_due_later { flush_s } else { 0 }, Ordering::Relaxed);
-        if exptime <= 0 {
-            self.access.store.flush();
+        let task = if exptime <= 0 {
+            Task::Flush(0)
+        } else {
+            // A time that has passed takes back an earlier command, and flushes nothing.
+            match self.access.expires_s(exptime).saturating_sub(self.access.now_s) {
+                0 => Task::CancelFlush,
+                seconds => Task::Flush(seconds),
+            }
+        };
+        let mut left = Vec::new();
+        for partition in 0..self.access.store.partitions().len() {
+            let end = elsewhere::execute((partition, task), self, &mut Replies::new(Vec::new()));
+            if end != EntryEnd::Done {
+                left.push(Entry::new(partition, task));
+            }
         }
-        true
+        if left.is_empty() { Flushed::Done } else { Flushed::Elsewhere(left) }
     }
 }
 
 impl Session {
+    /// A session of a peer that has proven itself, and that speaks this protocol.
+    fn trusted(protocol: Protocol) -> Self {
+        Self { is_authenticated: true, protocol: Some(protocol), ..Self::default() }
+    }
+
+    /// Whether the next byte begins a request.
+    #[must_use]
+    pub fn is_at_request(&self) -> bool {
+        self.swallows == 0 && self.get_at == 0
+    }
+
+    /// The protocol, once the first byte has shown it.
+    #[must_use]
+    pub fn protocol(&self) -> Protocol {
+        self.protocol.unwrap_or(Protocol::Text)
+    }
+
     /// Does what the first request in `input` asks for. `input` is not empty.
     #[inline]
     pub fn step<'p>(&mut self, input: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) -> Step {

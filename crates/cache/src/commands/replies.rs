@@ -111,16 +111,21 @@ impl<'p> Replies<'p> {
         parts
     }
 
-    /// What is left after some bytes were sent, as bytes of its own.
+    /// Writes over bytes that were added before, from the one at which the mark was made.
+    pub fn overwrite(&mut self, mark: Mark, bytes: &[u8]) {
+        self.bytes[mark.bytes..mark.bytes + bytes.len()].copy_from_slice(bytes);
+    }
+
+    /// What was added since a mark.
     #[must_use]
-    pub fn rest(&self, mut sent: usize) -> Vec<u8> {
-        let mut rest = Vec::with_capacity(self.len() - sent);
-        for part in self.parts() {
-            let skipped = sent.min(part.len());
-            sent -= skipped;
-            rest.extend_from_slice(&part[skipped..]);
-        }
-        rest
+    pub fn bytes_since(&self, mark: Mark) -> Vec<u8> {
+        self.parts().concat().split_off(mark.bytes + mark.values_len)
+    }
+
+    /// The number of bytes that were added since a mark.
+    #[must_use]
+    pub fn len_since(&self, mark: Mark) -> usize {
+        self.len() - mark.bytes - mark.values_len
     }
 
     /// The buffer, for other replies.
@@ -147,8 +152,8 @@ mod tests {
         replies.truncate(mark);
         let all = [b"first short ", &value[..], b"7"].concat();
         assert_eq!((replies.len(), replies.parts().concat()), (all.len(), all.clone()));
-        for sent in [0, 3, 12, 13, 12 + COPIED_MAX, 13 + COPIED_MAX] {
-            assert!(replies.rest(sent) == all[sent..]);
-        }
+        assert_eq!(replies.len_since(mark), 0);
+        replies.overwrite(Mark { bytes: 0, values: 0, values_len: 0 }, b"F");
+        assert!(replies.parts().concat().starts_with(b"First short "));
     }
 }

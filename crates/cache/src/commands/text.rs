@@ -2,8 +2,9 @@
 
 use std::sync::atomic::Ordering;
 
+use super::elsewhere::{Entry, Scatter, Task};
 use super::get::GetKind;
-use super::{Context, Mutation, Replies, Session, Step};
+use super::{Context, Flushed, Mutation, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored};
 use crate::protocol::number;
 use crate::protocol::words::{self, Words};
@@ -11,6 +12,7 @@ use crate::store::item::KEY_MAX;
 use crate::store::partition::Cas;
 use crate::store::{Key, Refusal};
 
+pub(super) const TOO_LARGE: &[u8] = b"SERVER_ERROR object too large for cache\r\n";
 const BAD_FORMAT: &str = "CLIENT_ERROR bad command line format";
 /// Greatest length of a value that a command can announce.
 const VALUE_LEN_MAX: i32 = i32::MAX - 2;
@@ -57,6 +59,11 @@ impl Session {
         };
         match step {
             Step::Used(value) => Step::Used(after + value),
+            Step::Elsewhere { partition, len } => Step::Elsewhere { partition, len: after + len },
+            Step::Scatter => {
+                self.scatter.iter_mut().for_each(|scatter| scatter.add_used(after));
+                Step::Scatter
+            }
             other => other,
         }
     }
@@ -82,7 +89,7 @@ impl Session {
             b"incr" => arithmetic(true, words, context, out),
             b"decr" => arithmetic(false, words, context, out),
             b"touch" => touch(words, context, out),
-            b"flush_all" => flush_all(words, noreply, context, out),
+            b"flush_all" => self.flush_all(words, noreply, context, out),
             b"verbosity" => verbosity(words, context, out),
             b"version" => {
                 out.push_line(&format!("VERSION {PROTOCOL_VERSION}"));
@@ -142,13 +149,9 @@ impl Session {
         };
         let key = Key::new(words[1]);
         if !context.access.fits(key.bytes.len(), client_flags, len) {
-            if mode == StoreMode::Set {
-                context.access.delete_outdated(key);
-            }
             context.access.counters.store_too_large.add(1);
-            reply(out, "SERVER_ERROR object too large for cache");
-            self.swallows = len + 2;
-            return Step::Used(0);
+            let text = if noreply { &b""[..] } else { TOO_LARGE };
+            return self.refuse_large(key, mode == StoreMode::Set, text, len + 2, context, out);
         }
         let Some(block) = input.get(after..after + len + 2) else {
             return Step::Incomplete(after + len + 2);
@@ -178,6 +181,63 @@ impl Session {
     }
 }
 
+impl Session {
+    /// Refuses a value that is too large and skips it. The item that it was to replace is deleted.
+    pub(super) fn refuse_large(
+        &mut self,
+        key: Key<'_>,
+        deletes: bool,
+        reply: &[u8],
+        swallows: usize,
+        context: &Context<'_>,
+        out: &mut Replies<'_>,
+    ) -> Step {
+        let mark = out.mark();
+        out.push(reply);
+        if deletes && let Err(Refusal::Elsewhere(partition)) = context.access.delete_outdated(key) {
+            out.truncate(mark);
+            let entry = Entry::new(partition, Task::Delete(key.bytes));
+            let scatter = Scatter::then(vec![entry], reply.to_vec(), 0, swallows);
+            self.scatter = Some(Box::new(scatter));
+            return Step::Scatter;
+        }
+        self.swallows = swallows;
+        Step::Used(0)
+    }
+
+    fn flush_all(
+        &mut self,
+        words: &Words<'_>,
+        noreply: bool,
+        context: &Context<'_>,
+        out: &mut Replies<'_>,
+    ) -> Option<Step> {
+        if !(1..=3).contains(&words.len()) {
+            return None;
+        }
+        let mut exptime = 0;
+        if words.len() != 1 + usize::from(noreply) {
+            match number::int32(words[1]) {
+                Some(given) => exptime = given,
+                None => {
+                    out.push_line("CLIENT_ERROR invalid exptime argument");
+                    return Some(Step::Used(0));
+                }
+            }
+        }
+        match context.flush_all(exptime) {
+            Flushed::Refused => out.push_line("CLIENT_ERROR flush_all not allowed"),
+            Flushed::Done => out.push_line("OK"),
+            Flushed::Elsewhere(entries) => {
+                let reply = if noreply { Vec::new() } else { b"OK\r\n".to_vec() };
+                self.scatter = Some(Box::new(Scatter::then(entries, reply, 0, 0)));
+                return Some(Step::Scatter);
+            }
+        }
+        Some(Step::Used(0))
+    }
+}
+
 /// The value in a block that has its end, which must be as it should.
 pub(super) fn value_of(block: &[u8]) -> Option<&[u8]> {
     let (value, end) = block.split_at(block.len() - 2);
@@ -192,8 +252,10 @@ pub(super) fn refused(
     noreply: bool,
     used: usize,
 ) -> Step {
-    if refusal == Refusal::Later {
-        return Step::NoRoom;
+    match refusal {
+        Refusal::Later => return Step::NoRoom,
+        Refusal::Elsewhere(partition) => return Step::Elsewhere { partition, len: used },
+        Refusal::Full => {}
     }
     context.access.counters.store_no_memory.add(1);
     if !noreply {
@@ -306,24 +368,6 @@ fn touch(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Opt
     } else {
         out.push_line("CLIENT_ERROR invalid exptime argument");
     }
-    Some(Step::Used(0))
-}
-
-fn flush_all(words: &Words<'_>, noreply: bool, context: &Context<'_>, out: &mut Replies<'_>) -> Option<Step> {
-    if !(1..=3).contains(&words.len()) {
-        return None;
-    }
-    let mut exptime = 0;
-    if words.len() != 1 + usize::from(noreply) {
-        match number::int32(words[1]) {
-            Some(given) => exptime = given,
-            None => {
-                out.push_line("CLIENT_ERROR invalid exptime argument");
-                return Some(Step::Used(0));
-            }
-        }
-    }
-    out.push_line(if context.flush_all(exptime) { "OK" } else { "CLIENT_ERROR flush_all not allowed" });
     Some(Step::Used(0))
 }
 

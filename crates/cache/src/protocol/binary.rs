@@ -65,6 +65,8 @@ pub enum Status {
     UnknownCommand = 0x81,
     /// There is no memory.
     NoMemory = 0x82,
+    /// The server of the key cannot be reached.
+    TemporaryFailure = 0x86,
 }
 
 impl Status {
@@ -82,6 +84,7 @@ impl Status {
             Self::Unauthenticated => b"Auth failure.",
             Self::UnknownCommand => b"Unknown command",
             Self::NoMemory => b"Out of memory",
+            Self::TemporaryFailure => b"Temporary failure",
         }
     }
 }

@@ -30,6 +30,14 @@ pub fn split(text: &[u8]) -> Words<'_> {
     words
 }
 
+/// A text without the spaces at its ends.
+#[must_use]
+pub fn trim(text: &[u8]) -> &[u8] {
+    let start = text.iter().take_while(|byte| **byte == b' ').count();
+    let end = text[start..].iter().rev().take_while(|byte| **byte == b' ').count();
+    &text[start..text.len() - end]
+}
+
 /// The word that begins at or after an offset, and the offset of its end.
 #[inline]
 #[must_use]

@@ -13,9 +13,9 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, sockopt};
 use rustix::time::Timespec;
 
+use super::dealing::WorkerHandle;
 use super::listeners::{Listener, ListenerAddress};
 use super::tls::TlsStream;
-use super::worker::WorkerHandle;
 use super::{Common, Peer};
 use crate::commands::Service;
 

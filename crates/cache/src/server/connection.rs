@@ -1,25 +1,19 @@
-//! A connection: its socket, and the bytes that have arrived or wait to be sent.
+//! A connection of a client: its socket, and the bytes that have arrived.
 
-use std::io::IoSlice;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::buffer::spare_capacity;
-use rustix::io::Errno;
-use rustix::net::{RecvFlags, SendFlags};
-use smallvec::SmallVec;
-
 use super::Peer;
 use super::acceptor::Accepted;
-use super::tls::TlsStream;
+use super::peers::links::{FrameEnd, Links, Waiter};
+use super::peers::waiting::{Elsewhere, Resumed};
+use super::stream::{Security, Stream};
 use crate::commands::lookahead::{self, Hashes, REQUESTS_AHEAD};
 use crate::commands::{Context, Replies, Session, Step};
 
 /// Bytes that are received at a time. A request that is longer has a buffer of its own.
 pub const INPUT_BYTES: usize = 32 << 10;
-/// Parts of a message that the kernel takes at a time.
-const PARTS_MAX: usize = 1024;
 
 /// Bytes that have arrived.
 #[derive(Debug, Default)]
@@ -79,60 +73,65 @@ pub struct ConnectionReport {
 /// A connection.
 #[derive(Debug)]
 pub struct Connection {
-    socket: OwnedFd,
-    tls: Option<Box<TlsStream>>,
+    /// The socket.
+    pub stream: Stream,
+    /// Tells connections apart that have the same place one after the other.
+    serial: u64,
     session: Session,
+    elsewhere: Elsewhere,
     /// Bytes that have arrived, except during a turn.
     pub input: Input,
     /// The least bytes that the next request has.
     needs: usize,
-    /// Replies that the socket did not take, and how much of them was sent since.
-    backlog: Vec<u8>,
-    backlog_sent: usize,
-    /// No more bytes come from the client.
-    is_ended: bool,
-    /// More bytes may have been decrypted than the input had room for.
-    has_decrypted: bool,
     /// The connection is closed when its replies are sent.
     closes: bool,
     /// Requests are left that can be served in another turn.
     pub is_runnable: bool,
     /// The connection is one of those that are served in this turn.
     pub is_ready: bool,
-    /// Whether the connection waits to send, not to receive.
-    pub waits_to_send: bool,
+    /// What the worker waits for.
+    pub waits_for: WaitsFor,
     /// What the statistics show.
     pub report: Arc<ConnectionReport>,
 }
 
+/// What a worker waits for at the socket of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WaitsFor {
+    /// Requests.
+    Requests,
+    /// Room to send.
+    Room,
+    /// Nothing: requests wait for other servers, and there is no room for more.
+    Nothing,
+}
+
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.stream.as_fd()
     }
 }
 
 impl Connection {
     /// A connection that was accepted in this second.
-    pub fn new(accepted: Accepted, now_s: u32) -> Self {
+    pub fn new(accepted: Accepted, serial: u64, now_s: u32) -> Self {
         let report = ConnectionReport {
             peer: accepted.peer,
             listener: accepted.listener,
             last_request_s: AtomicU32::new(now_s),
         };
+        let security = accepted.tls.map_or(Security::Plain, |tls| Security::Tls(Box::new(tls)));
         Self {
-            socket: accepted.socket,
-            tls: accepted.tls.map(Box::new),
+            stream: Stream::new(accepted.socket, security),
+            serial,
             session: Session::default(),
+            elsewhere: Elsewhere::default(),
             input: Input::default(),
             needs: 0,
-            backlog: Vec::new(),
-            backlog_sent: 0,
-            is_ended: false,
-            has_decrypted: false,
             closes: false,
             is_runnable: false,
             is_ready: false,
-            waits_to_send: false,
+            waits_for: WaitsFor::Requests,
             report: Arc::new(report),
         }
     }
@@ -144,53 +143,58 @@ impl Connection {
             self.input = Input::new(buffers.pop().unwrap_or_else(|| Vec::with_capacity(INPUT_BYTES)));
         }
         self.input.reserve(self.needs);
-        if self.input.bytes.len() == self.input.bytes.capacity() {
+        if self.is_full() {
             return 0;
         }
-        if let Some(tls) = &mut self.tls {
-            let before = self.input.bytes.len();
-            match tls.receive(self.socket.as_fd(), &mut self.input.bytes) {
-                Ok(is_open) => self.is_ended |= !is_open,
-                Err(_) => {
-                    self.is_ended = true;
-                    self.closes = true;
-                }
-            }
-            // More may be decrypted than there was room for, and no event will say so.
-            self.has_decrypted = self.input.bytes.len() == self.input.bytes.capacity();
-            return (self.input.bytes.len() - before) as u64;
+        let received = self.stream.receive(&mut self.input.bytes);
+        if self.stream.is_ended && self.input.bytes.is_empty() {
+            self.input = Input::default();
         }
-        loop {
-            let room = spare_capacity(&mut self.input.bytes);
-            match rustix::net::recv(&self.socket, room, RecvFlags::empty()) {
-                Ok((received, _)) => {
-                    self.is_ended |= received == 0;
-                    return received as u64;
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return 0,
-                Err(_) => {
-                    self.is_ended = true;
-                    self.input = Input::default();
-                    return 0;
-                }
-            }
-        }
+        received
     }
 
-    /// Serves requests in `input`, which was taken from this connection; returns how many bytes of
-    /// it were used.
+    /// Whether there is no room for more requests.
+    fn is_full(&self) -> bool {
+        self.input.bytes.capacity() != 0 && self.input.bytes.len() == self.input.bytes.capacity()
+    }
+
+    /// Notes what has become of a frame that this connection has had forwarded. Returns whether it
+    /// can go on.
+    pub fn note_frame_end(&mut self, waiter: Waiter, frame: u64, end: FrameEnd) -> bool {
+        waiter.serial == self.serial && self.elsewhere.note_end(frame, end)
+    }
+
+    /// Whether the connection is to look again at where a partition is.
+    pub fn must_look_again(&self) -> bool {
+        self.elsewhere.must_look_again()
+    }
+
+    /// Serves requests in `input`, which was taken from this connection with this number; returns
+    /// how many bytes of it were used.
     pub fn serve<'p>(
         &mut self,
+        number: usize,
         input: &'p Input,
         requests_max: usize,
         context: &Context<'p>,
+        links: &mut Links,
         out: &mut Replies<'p>,
     ) -> usize {
         self.is_runnable = false;
         let bytes = input.unused();
+        let waiter = Waiter { number, serial: self.serial };
         let (mut at, mut requests) = (0, 0);
-        while at < bytes.len() && !self.closes {
+        let mut resumed = self.elsewhere.resume(bytes, &mut self.session, context, links, waiter, out);
+        loop {
+            match resumed {
+                Resumed::Used(used) => at += used,
+                Resumed::Waits => break,
+                Resumed::Closes => self.closes = true,
+            }
+            resumed = Resumed::Used(0);
+            if at >= bytes.len() || self.closes {
+                break;
+            }
             if requests == requests_max {
                 self.is_runnable = true;
                 context.access.counters.conn_yields.add(1);
@@ -205,6 +209,18 @@ impl Connection {
                 Step::Used(used) => {
                     at += used;
                     requests += 1;
+                }
+                Step::Elsewhere { partition, len } => {
+                    requests += 1;
+                    let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
+                    let request = (partition, len);
+                    resumed = elsewhere.forward(request, &bytes[at..], session, context, links, waiter, out);
+                }
+                Step::Scatter => {
+                    requests += 1;
+                    let Some(scatter) = self.session.pop_scatter() else { break };
+                    let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
+                    resumed = elsewhere.scatter(scatter, session, context, links, waiter, out);
                 }
                 Step::Incomplete(needs) => {
                     self.needs = needs;
@@ -234,95 +250,40 @@ impl Connection {
 
     /// Sends replies; returns how many bytes were sent. What the socket does not take is kept.
     pub fn send(&mut self, replies: &Replies<'_>) -> u64 {
-        debug_assert!(!self.has_backlog());
-        if replies.is_empty() {
-            return 0;
-        }
-        let parts = replies.parts();
-        if let Some(tls) = &mut self.tls {
-            if tls.send(self.socket.as_fd(), &parts).is_err() {
-                self.is_ended = true;
-                self.closes = true;
-            }
-            return replies.len() as u64;
-        }
-        let sent = self.send_parts(&parts);
-        if sent < replies.len() && !self.is_broken() {
-            self.backlog = replies.rest(sent);
-            self.backlog_sent = 0;
-        }
-        sent as u64
+        if replies.is_empty() { 0 } else { self.stream.send(&replies.parts()) }
     }
 
     /// Sends what the socket did not take before; returns how many bytes were sent.
     pub fn send_backlog(&mut self) -> u64 {
-        if let Some(tls) = &mut self.tls {
-            if tls.flush(self.socket.as_fd()).is_err() {
-                self.is_ended = true;
-                self.closes = true;
-            }
-            self.is_runnable |= !self.input.unused().is_empty();
-            return 0;
-        }
-        if self.backlog.is_empty() {
-            return 0;
-        }
-        let backlog = std::mem::take(&mut self.backlog);
-        let sent = self.send_parts(&[&backlog[self.backlog_sent..]]);
-        self.backlog_sent += sent;
-        if self.backlog_sent < backlog.len() && !self.is_broken() {
-            self.backlog = backlog;
-        } else if !self.input.unused().is_empty() {
+        let sent = self.stream.send_backlog();
+        if !self.stream.has_backlog() && !self.input.unused().is_empty() {
             self.is_runnable = true;
         }
-        sent as u64
-    }
-
-    fn send_parts(&mut self, parts: &[&[u8]]) -> usize {
-        let sent = if let [part] = parts {
-            retry(|| rustix::net::send(&self.socket, part, SendFlags::NOSIGNAL))
-        } else {
-            let slices: SmallVec<[IoSlice<'_>; 8]> =
-                parts.iter().take(PARTS_MAX).map(|part| IoSlice::new(part)).collect();
-            retry(|| rustix::io::writev(&self.socket, &slices))
-        };
-        match sent {
-            Ok(sent) => sent,
-            Err(Errno::AGAIN) => 0,
-            Err(_) => {
-                self.is_ended = true;
-                self.closes = true;
-                0
-            }
-        }
-    }
-
-    fn is_broken(&self) -> bool {
-        self.is_ended && self.closes
-    }
-
-    /// Whether replies wait until the socket takes them.
-    pub fn has_backlog(&self) -> bool {
-        !self.backlog.is_empty()
-            || !self.is_broken() && self.tls.as_ref().is_some_and(|tls| tls.has_backlog())
+        sent
     }
 
     /// Whether bytes can be received without an event of the socket.
     pub fn has_decrypted(&self) -> bool {
-        self.has_decrypted && !self.is_ended
+        self.stream.has_decrypted() && self.elsewhere.waiting.is_none()
+    }
+
+    /// What the worker is to wait for from now on.
+    pub fn next_wait(&self) -> WaitsFor {
+        if self.stream.has_backlog() {
+            WaitsFor::Room
+        } else if self.elsewhere.waiting.is_some() && (self.is_full() || self.stream.is_ended) {
+            WaitsFor::Nothing
+        } else {
+            WaitsFor::Requests
+        }
     }
 
     /// Whether the connection has ended, or is to be closed, and nothing is left to do.
     pub fn is_over(&self) -> bool {
-        (self.closes || self.is_ended && !self.is_runnable) && !self.has_backlog()
-    }
-}
-
-fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
-    loop {
-        match call() {
-            Err(Errno::INTR) => {}
-            other => return other,
+        if self.stream.is_broken {
+            return true;
         }
+        let is_done = self.stream.is_ended && !self.is_runnable && self.elsewhere.waiting.is_none();
+        (self.closes || is_done) && !self.stream.has_backlog()
     }
 }

@@ -5,8 +5,11 @@
 
 mod acceptor;
 mod connection;
+mod dealing;
 mod listeners;
+pub mod peers;
 mod report;
+mod stream;
 mod tls;
 mod worker;
 
@@ -21,6 +24,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+pub use dealing::WorkerHandle;
 pub use listeners::{Listener, ListenerAddress};
 pub use tls::{TlsFiles, TlsSettings};
 
@@ -32,8 +36,9 @@ use crate::commands::{Protocol, Service, Tokens};
 use crate::counters::{Counters, Sums};
 use crate::store::{Store, StoreOptions};
 use acceptor::Acceptor;
+use peers::{Connector, NoConnector};
 use report::Report;
-use worker::{Worker, WorkerHandle};
+use worker::Worker;
 
 /// Most threads.
 pub const THREADS_MAX: usize = 256;
@@ -69,6 +74,8 @@ pub struct ServerOptions {
     pub shutdown_is_enabled: bool,
     /// How much is logged, from 0 to 2.
     pub verbosity: u32,
+    /// How other servers are reached, in a cluster. All partitions are absent at first then.
+    pub connector: Option<Arc<dyn Connector>>,
     /// The version of the program.
     pub version: &'static str,
 }
@@ -93,6 +100,7 @@ struct Common {
     listeners: Vec<ListenerAddress>,
     backlog: i32,
     tls: Option<TlsSettings>,
+    connector: Arc<dyn Connector>,
     version: &'static str,
     stops: AtomicBool,
 }
@@ -131,6 +139,9 @@ impl Server {
             Some(path) => Store::open(&options.store, open_file(path, Store::file_bytes(&options.store))?)?,
             None => (Store::new(&options.store)?, None),
         };
+        if options.connector.is_some() {
+            store.begin_absent();
+        }
         let common = Arc::new(Common {
             store,
             clock: seconds.map_or_else(Clock::start, |(now_s, unix_s)| Clock::resume(now_s, unix_s)),
@@ -151,6 +162,7 @@ impl Server {
             listeners: options.listeners.iter().map(|listener| listener.address().clone()).collect(),
             backlog: options.listeners[0].backlog(),
             tls: options.tls,
+            connector: options.connector.unwrap_or_else(|| Arc::new(NoConnector)),
             version: options.version,
             stops: AtomicBool::new(false),
         });
@@ -163,7 +175,6 @@ impl Server {
             dump_is_enabled: options.dump_is_enabled,
             shutdown_is_enabled: options.shutdown_is_enabled,
             verbosity: AtomicU32::new(options.verbosity),
-            flush_s: AtomicU32::new(0),
             report: Box::new(Report::new(Arc::clone(&common), handles.clone())),
         });
         let mut workers = Vec::new();
@@ -175,6 +186,13 @@ impl Server {
         let wake_acceptor = acceptor.waker();
         let acceptor = spawn("cache-accept", move || acceptor.run())?;
         Ok(Self { common, acceptor, wake_acceptor, workers })
+    }
+
+    /// What other threads of the process use of the server.
+    #[must_use]
+    pub fn handle(&self) -> ServerHandle {
+        let workers = self.workers.iter().map(|(handle, _)| Arc::clone(handle)).collect();
+        ServerHandle { common: Arc::clone(&self.common), workers }
     }
 
     /// Where the server listens.
@@ -205,6 +223,44 @@ impl Server {
     }
 }
 
+/// What other threads of the process use of a server.
+#[derive(Clone, Debug)]
+pub struct ServerHandle {
+    common: Arc<Common>,
+    workers: Arc<[Arc<WorkerHandle>]>,
+}
+
+impl ServerHandle {
+    /// The items.
+    #[must_use]
+    pub fn store(&self) -> &Store {
+        &self.common.store
+    }
+
+    /// The current second of the server's clock.
+    #[must_use]
+    pub fn now_s(&self) -> u32 {
+        self.common.clock.now_s()
+    }
+
+    /// The threads that serve connections.
+    #[must_use]
+    pub fn workers(&self) -> &[Arc<WorkerHandle>] {
+        &self.workers
+    }
+
+    /// Has requests go on that wait for partitions.
+    pub fn wake(&self) {
+        self.workers.iter().for_each(|worker| worker.wake());
+    }
+
+    /// Where the server listens.
+    #[must_use]
+    pub fn addresses(&self) -> &[ListenerAddress] {
+        &self.common.listeners
+    }
+}
+
 /// Opens or creates the file of the items, which no other process may use at the same time.
 fn open_file(path: &Path, bytes: u64) -> io::Result<OwnedFd> {
     let file = File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -224,9 +280,11 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHand
     std::thread::Builder::new().name(name.to_owned()).spawn(run)
 }
 
-/// The peer of a connection, for statistics.
+/// The other end of a connection, for statistics.
 #[derive(Clone, Debug)]
-enum Peer {
+pub enum Peer {
+    /// Of another machine, or of this one over TCP.
     Tcp(SocketAddr),
+    /// Of this machine, at this path.
     Unix(PathBuf),
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::Signal;
 
-use super::worker::WorkerHandle;
+use super::dealing::WorkerHandle;
 use super::{Common, ListenerAddress, Peer};
 use crate::commands::{Context, PROTOCOL_VERSION, ServerReport};
 use crate::counters::Sums;

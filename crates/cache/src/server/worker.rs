@@ -1,71 +1,69 @@
 //! A thread that serves connections.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::buffer::spare_capacity;
-use rustix::event::{EventfdFlags, epoll};
+use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::time::Timespec;
 
 use super::Common;
 use super::acceptor::Accepted;
-use super::connection::{Connection, ConnectionReport, INPUT_BYTES, Input};
+use super::connection::{Connection, INPUT_BYTES, Input, WaitsFor};
+use super::dealing::WorkerHandle;
+use super::peers::PeerSocket;
+use super::peers::links::{FrameEnd, Interest, Links, Waiter};
+use super::peers::serving::PeerConnection;
 use crate::commands::lookahead::{self, Hashes, KEYS_AHEAD};
 use crate::commands::{Context, Replies, Service};
 use crate::operations::Access;
 
-/// What the waker has as its number.
-const WAKE: u64 = u64::MAX;
 /// Events that are taken at a time.
 const EVENTS_MAX: usize = 256;
 /// Free buffers that a thread keeps, of each kind.
 const BUFFERS_MAX: usize = 64;
 /// A buffer for replies that has grown beyond this is not kept.
 const REPLY_BUFFER_MAX: usize = 64 << 10;
+/// After so long a request is looked at again that waits for a partition, if nothing is said.
+const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-/// The part of a worker that other threads use.
-#[derive(Debug)]
-pub struct WorkerHandle {
-    waker: OwnedFd,
-    dealt: Mutex<Vec<Accepted>>,
-    reports: Mutex<BTreeMap<RawFd, Arc<ConnectionReport>>>,
+/// What an event of the epoll is about.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Source {
+    Client(usize),
+    Peer(usize),
+    Link(u16),
+    Waker,
 }
 
-impl WorkerHandle {
-    /// A handle for a worker that is yet to start.
-    ///
-    /// # Errors
-    /// If the system has no descriptor for it.
-    pub fn new() -> io::Result<Self> {
-        let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { waker, dealt: Mutex::default(), reports: Mutex::default() })
+impl Source {
+    const KIND_SHIFT: u32 = 62;
+
+    fn data(self) -> epoll::EventData {
+        let (kind, number) = match self {
+            Self::Client(number) => (0, number as u64),
+            Self::Peer(number) => (1, number as u64),
+            Self::Link(server) => (2, u64::from(server)),
+            Self::Waker => (3, 0),
+        };
+        epoll::EventData::new_u64(kind << Self::KIND_SHIFT | number)
     }
 
-    /// Wakes the worker.
-    pub fn wake(&self) {
-        // The counter can only overflow if the worker has ended.
-        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+    fn of(data: u64) -> Self {
+        let number = data & ((1 << Self::KIND_SHIFT) - 1);
+        let place = usize::try_from(number).expect("64 bits");
+        match data >> Self::KIND_SHIFT {
+            0 => Self::Client(place),
+            1 => Self::Peer(place),
+            2 => Self::Link(u16::try_from(number).expect("the number of a server")),
+            _ => Self::Waker,
+        }
     }
-
-    /// Deals a connection to the worker.
-    pub fn deal(&self, accepted: Accepted) {
-        lock(&self.dealt).push(accepted);
-        self.wake();
-    }
-
-    /// The worker's connections, by descriptor.
-    pub fn reports(&self) -> MutexGuard<'_, BTreeMap<RawFd, Arc<ConnectionReport>>> {
-        lock(&self.reports)
-    }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Serves connections.
@@ -78,14 +76,20 @@ pub struct Worker {
     service: Arc<Service>,
     connections: Vec<Option<Connection>>,
     free: Vec<usize>,
+    peers: Vec<Option<PeerConnection>>,
+    links: Links,
     /// Connections to be served in the next turn.
     ready: Vec<usize>,
+    ready_peers: Vec<usize>,
+    /// Connections that look again at where a partition is.
+    parked: Vec<usize>,
+    next_serial: u64,
     input_buffers: Vec<Vec<u8>>,
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
 }
 
-/// A connection in a turn: its input, and how much of it was used.
+/// A connection in a turn: how much of its input was used.
 struct Served<'p> {
     number: usize,
     used: usize,
@@ -104,16 +108,21 @@ impl Worker {
         service: Arc<Service>,
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &handle.waker, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, handle.waker(), Source::Waker.data(), epoll::EventFlags::IN)?;
         Ok(Self {
             thread,
             epoll,
+            links: Links::new(Arc::clone(&handle), Arc::clone(&common.connector)),
             handle,
             common,
             service,
             connections: Vec::new(),
             free: Vec::new(),
+            peers: Vec::new(),
             ready: Vec::new(),
+            ready_peers: Vec::new(),
+            parked: Vec::new(),
+            next_serial: 0,
             input_buffers: Vec::new(),
             reply_buffers: Vec::new(),
             idle_checked_s: 0,
@@ -125,9 +134,8 @@ impl Worker {
         let mut events: Vec<epoll::Event> = Vec::with_capacity(EVENTS_MAX);
         while !self.common.stops.load(Ordering::Relaxed) {
             events.clear();
-            let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
-            let timeout = if self.ready.is_empty() { None } else { Some(&at_once) };
-            match epoll::wait(&self.epoll, spare_capacity(&mut events), timeout) {
+            match epoll::wait(&self.epoll, spare_capacity(&mut events), self.timeout().as_ref()) {
+                Ok(0) => self.look_again(),
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
                     tracing::error!(%error, "cannot wait for requests");
@@ -135,49 +143,120 @@ impl Worker {
                 }
             }
             for event in &events {
-                match usize::try_from(event.data.u64()) {
-                    Ok(number) if event.data.u64() != WAKE => self.on_event(number, event.flags),
-                    _ => self.on_wake(),
+                match Source::of(event.data.u64()) {
+                    Source::Client(number) => self.on_client(number, event.flags),
+                    Source::Peer(number) => self.on_peer(number, event.flags),
+                    Source::Link(server) => self.on_link(server),
+                    Source::Waker => self.on_wake(),
                 }
             }
             self.turn();
         }
     }
 
-    fn on_event(&mut self, number: usize, flags: epoll::EventFlags) {
+    fn timeout(&self) -> Option<Timespec> {
+        if !self.ready.is_empty() || !self.ready_peers.is_empty() {
+            return Some(AT_ONCE);
+        }
+        let waits = !self.parked.is_empty() || self.peers.iter().flatten().any(PeerConnection::is_waiting);
+        waits.then_some(LOOK_AGAIN)
+    }
+
+    fn on_client(&mut self, number: usize, flags: epoll::EventFlags) {
         let counters = &self.common.counters[self.thread];
         let Some(connection) = &mut self.connections[number] else { return };
-        if connection.has_backlog() {
+        if connection.stream.has_backlog() {
             if flags.intersects(epoll::EventFlags::OUT | epoll::EventFlags::ERR | epoll::EventFlags::HUP) {
                 counters.bytes_written.add(connection.send_backlog());
             }
         } else {
             counters.bytes_read.add(connection.receive(&mut self.input_buffers));
         }
-        if !mem::replace(&mut connection.is_ready, true) {
+        self.make_ready(number);
+    }
+
+    fn on_peer(&mut self, number: usize, flags: epoll::EventFlags) {
+        let Some(peer) = &mut self.peers[number] else { return };
+        if peer.stream.has_backlog() {
+            if flags.intersects(epoll::EventFlags::OUT | epoll::EventFlags::ERR | epoll::EventFlags::HUP) {
+                peer.stream.send_backlog();
+            }
+        } else {
+            peer.receive();
+        }
+        self.make_peer_ready(number);
+    }
+
+    fn on_link(&mut self, server: u16) {
+        let mut ends = Vec::new();
+        self.links.on_event(server, |frame, waiter, end| ends.push((frame, waiter, end)));
+        self.end_frames(ends);
+    }
+
+    /// Has the connections go on whose frames have ended.
+    fn end_frames(&mut self, ends: Vec<(u64, Waiter, FrameEnd)>) {
+        for (frame, waiter, end) in ends {
+            let connection = self.connections.get_mut(waiter.number).and_then(Option::as_mut);
+            if connection.is_some_and(|connection| connection.note_frame_end(waiter, frame, end)) {
+                self.make_ready(waiter.number);
+            }
+        }
+    }
+
+    fn make_ready(&mut self, number: usize) {
+        if let Some(connection) = &mut self.connections[number]
+            && !mem::replace(&mut connection.is_ready, true)
+        {
             self.ready.push(number);
         }
     }
 
+    fn make_peer_ready(&mut self, number: usize) {
+        if let Some(peer) = &mut self.peers[number]
+            && !mem::replace(&mut peer.is_ready, true)
+        {
+            self.ready_peers.push(number);
+        }
+    }
+
     fn on_wake(&mut self) {
-        let mut count = [0; 8];
-        // Only this thread reads the counter; without a count there is nothing new.
-        let _ = rustix::io::read(&self.handle.waker, &mut count);
         let now_s = self.common.clock.now_s();
-        let dealt = mem::take(&mut *lock(&self.handle.dealt));
-        for accepted in dealt {
+        let dealt = self.handle.dealt();
+        for accepted in dealt.clients {
             self.open(accepted, now_s);
+        }
+        for socket in dealt.peers {
+            self.open_peer(socket);
+        }
+        for (server, socket) in dealt.links {
+            self.open_link(server, socket);
         }
         if self.common.idle_timeout_s != 0 && self.idle_checked_s != now_s {
             self.idle_checked_s = now_s;
             self.close_idle(now_s);
         }
+        self.look_again();
+    }
+
+    /// Looks again at where the partitions are for which requests wait.
+    fn look_again(&mut self) {
+        for number in mem::take(&mut self.parked) {
+            if self.connections[number].as_ref().is_some_and(Connection::must_look_again) {
+                self.make_ready(number);
+            }
+        }
+        for number in 0..self.peers.len() {
+            if self.peers[number].as_ref().is_some_and(PeerConnection::is_waiting) {
+                self.make_peer_ready(number);
+            }
+        }
     }
 
     fn open(&mut self, accepted: Accepted, now_s: u32) {
-        let connection = Connection::new(accepted, now_s);
+        self.next_serial += 1;
+        let connection = Connection::new(accepted, self.next_serial, now_s);
         let number = self.free.pop().unwrap_or(self.connections.len());
-        let data = epoll::EventData::new_u64(number as u64);
+        let data = Source::Client(number).data();
         if let Err(error) = epoll::add(&self.epoll, &connection, data, epoll::EventFlags::IN) {
             tracing::warn!(%error, "cannot serve a connection");
             self.common.connections.fetch_sub(1, Ordering::Relaxed);
@@ -186,7 +265,7 @@ impl Worker {
             }
             return;
         }
-        let descriptor = std::os::fd::AsFd::as_fd(&connection).as_raw_fd();
+        let descriptor = connection.as_fd().as_raw_fd();
         self.handle.reports().insert(descriptor, Arc::clone(&connection.report));
         if number == self.connections.len() {
             self.connections.push(Some(connection));
@@ -195,9 +274,35 @@ impl Worker {
         }
     }
 
+    fn open_peer(&mut self, socket: PeerSocket) {
+        let peer = PeerConnection::new(socket);
+        let free = self.peers.iter().position(Option::is_none);
+        let number = free.unwrap_or_else(|| {
+            self.peers.push(None);
+            self.peers.len() - 1
+        });
+        match epoll::add(&self.epoll, &peer, Source::Peer(number).data(), epoll::EventFlags::IN) {
+            Ok(()) => self.peers[number] = Some(peer),
+            Err(error) => tracing::warn!(%error, "cannot serve another server"),
+        }
+    }
+
+    fn open_link(&mut self, server: u16, socket: Option<PeerSocket>) {
+        let not_sent = self.links.connected(server, socket);
+        self.end_frames(
+            not_sent.into_iter().map(|(frame, waiter)| (frame, waiter, FrameEnd::NotSent)).collect(),
+        );
+        if let Some(descriptor) = self.links.descriptor(server)
+            && let Err(error) =
+                epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
+        {
+            tracing::warn!(%error, "cannot wait for another server");
+        }
+    }
+
     fn close(&mut self, number: usize) {
         if let Some(connection) = self.connections[number].take() {
-            let descriptor = std::os::fd::AsFd::as_fd(&connection).as_raw_fd();
+            let descriptor = connection.as_fd().as_raw_fd();
             self.handle.reports().remove(&descriptor);
             self.common.connections.fetch_sub(1, Ordering::Relaxed);
             self.free.push(number);
@@ -219,19 +324,36 @@ impl Worker {
 
     /// Serves the connections that are ready, and sends their replies.
     fn turn(&mut self) {
-        if self.ready.is_empty() {
-            return;
+        if !self.ready.is_empty() || !self.ready_peers.is_empty() {
+            self.serve();
         }
+        let epoll = &self.epoll;
+        let mut ends = Vec::new();
+        self.links.send(
+            |server, descriptor, interest| wait_for_link(epoll, server, descriptor, interest),
+            |frame, waiter, end| ends.push((frame, waiter, end)),
+        );
+        self.end_frames(ends);
+    }
+
+    fn serve(&mut self) {
         let common = Arc::clone(&self.common);
         let service = Arc::clone(&self.service);
         let now_s = common.clock.now_s();
-        flush_if_due(&common, &service, now_s);
+        common.store.flush_due(now_s);
         let ready = mem::take(&mut self.ready);
         // Inputs stay where they are during the turn, while the connections change.
         let mut inputs: Vec<Input> = ready
             .iter()
             .map(|number| {
                 self.connections[*number].as_mut().map_or_else(Input::default, |c| mem::take(&mut c.input))
+            })
+            .collect();
+        let ready_peers = mem::take(&mut self.ready_peers);
+        let peer_inputs: Vec<Vec<u8>> = ready_peers
+            .iter()
+            .map(|number| {
+                self.peers[*number].as_mut().map_or_else(Vec::new, |peer| mem::take(&mut peer.input))
             })
             .collect();
         let pin = common.store.pin(self.thread);
@@ -245,6 +367,7 @@ impl Worker {
             item_size_max: common.item_size_max,
         };
         let context = Context { access, service: &service };
+        let served_peers = self.serve_peers(&ready_peers, &peer_inputs, &context);
         let mut served = Vec::with_capacity(ready.len());
         let mut looked_ahead = 0;
         for (at, (number, input)) in ready.iter().zip(&inputs).enumerate() {
@@ -254,15 +377,16 @@ impl Worker {
             let mut replies = Replies::new(self.reply_buffers.pop().unwrap_or_default());
             let mut used = 0;
             if let Some(connection) = &mut self.connections[*number]
-                && !connection.has_backlog()
+                && !connection.stream.has_backlog()
             {
-                used = connection.serve(input, common.requests_per_turn, &context, &mut replies);
+                let (requests_max, links) = (common.requests_per_turn, &mut self.links);
+                used = connection.serve(*number, input, requests_max, &context, links, &mut replies);
             }
             served.push(Served { number: *number, used, replies });
         }
         for Served { number, replies, .. } in &served {
             if let Some(connection) = &mut self.connections[*number]
-                && !connection.has_backlog()
+                && !connection.stream.has_backlog()
             {
                 counters.bytes_written.add(connection.send(replies));
             }
@@ -273,10 +397,40 @@ impl Worker {
             .collect();
         drop(pin);
         for ((number, used, buffer), input) in ends.into_iter().zip(inputs.drain(..)) {
-            if buffer.capacity() <= REPLY_BUFFER_MAX && self.reply_buffers.len() < BUFFERS_MAX {
-                self.reply_buffers.push(buffer);
-            }
+            self.keep_reply_buffer(buffer);
             self.finish(number, input, used);
+        }
+        for ((number, used), input) in served_peers.into_iter().zip(peer_inputs) {
+            self.finish_peer(number, input, used);
+        }
+    }
+
+    /// Serves other servers, and sends their replies. Returns how much of their inputs was used.
+    fn serve_peers<'p>(
+        &mut self,
+        ready: &[usize],
+        inputs: &'p [Vec<u8>],
+        context: &Context<'p>,
+    ) -> Vec<(usize, usize)> {
+        let mut served = Vec::with_capacity(ready.len());
+        for (number, input) in ready.iter().zip(inputs) {
+            let mut replies = Replies::new(self.reply_buffers.pop().unwrap_or_default());
+            let mut used = 0;
+            if let Some(peer) = &mut self.peers[*number]
+                && !peer.stream.has_backlog()
+            {
+                used = peer.serve(input, context, &mut replies);
+                peer.stream.send(&replies.parts());
+            }
+            self.keep_reply_buffer(replies.into_buffer());
+            served.push((*number, used));
+        }
+        served
+    }
+
+    fn keep_reply_buffer(&mut self, buffer: Vec<u8>) {
+        if buffer.capacity() <= REPLY_BUFFER_MAX && self.reply_buffers.len() < BUFFERS_MAX {
+            self.reply_buffers.push(buffer);
         }
     }
 
@@ -296,26 +450,83 @@ impl Worker {
         {
             self.input_buffers.push(buffer);
         }
-        let waits_to_send = connection.has_backlog();
-        if connection.waits_to_send != waits_to_send {
-            connection.waits_to_send = waits_to_send;
-            let flags = if waits_to_send { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
-            let data = epoll::EventData::new_u64(number as u64);
-            if let Err(error) = epoll::modify(&self.epoll, &*connection, data, flags) {
+        let next = connection.next_wait();
+        if connection.waits_for != next {
+            let before = mem::replace(&mut connection.waits_for, next);
+            if let Err(error) = wait_for_client(&self.epoll, number, connection, before) {
                 tracing::warn!(%error, "cannot wait for a connection");
                 self.close(number);
                 return;
             }
         }
-        if connection.has_decrypted() && !waits_to_send {
+        if connection.must_look_again() {
+            self.parked.push(number);
+        }
+        let can_send = !connection.stream.has_backlog();
+        if connection.has_decrypted() && can_send {
             let counters = &self.common.counters[self.thread];
             counters.bytes_read.add(connection.receive(&mut self.input_buffers));
             connection.is_runnable = true;
         }
-        if connection.is_runnable && !waits_to_send {
+        if connection.is_runnable && can_send {
             connection.is_ready = true;
             self.ready.push(number);
         }
+    }
+
+    /// Ends the turn of a connection of another server.
+    fn finish_peer(&mut self, number: usize, mut input: Vec<u8>, used: usize) {
+        let Some(peer) = &mut self.peers[number] else { return };
+        peer.is_ready = false;
+        input.drain(..used);
+        peer.input = input;
+        if peer.is_over() {
+            self.peers[number] = None;
+            return;
+        }
+        let waits_to_send = peer.stream.has_backlog();
+        if mem::replace(&mut peer.waits_to_send, waits_to_send) != waits_to_send {
+            let flags = if waits_to_send { epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+            if let Err(error) = epoll::modify(&self.epoll, &*peer, Source::Peer(number).data(), flags) {
+                tracing::warn!(%error, "cannot wait for another server");
+                self.peers[number] = None;
+                return;
+            }
+        }
+        if !waits_to_send && peer.has_frame() {
+            self.make_peer_ready(number);
+        }
+    }
+}
+
+fn wait_for_link(epoll: &OwnedFd, server: u16, descriptor: BorrowedFd<'_>, interest: Interest) {
+    let flags = match interest {
+        Interest::Receive => epoll::EventFlags::IN,
+        Interest::Send => epoll::EventFlags::IN | epoll::EventFlags::OUT,
+    };
+    if let Err(error) = epoll::modify(epoll, descriptor, Source::Link(server).data(), flags) {
+        tracing::warn!(%error, "cannot wait for another server");
+    }
+}
+
+/// Waits for what a connection needs; before, it waited for something else.
+fn wait_for_client(
+    epoll: &OwnedFd,
+    number: usize,
+    connection: &Connection,
+    before: WaitsFor,
+) -> rustix::io::Result<()> {
+    let data = Source::Client(number).data();
+    let flags = match connection.waits_for {
+        WaitsFor::Requests => epoll::EventFlags::IN,
+        WaitsFor::Room => epoll::EventFlags::OUT,
+        // A closed socket has events even if none is waited for.
+        WaitsFor::Nothing => return epoll::delete(epoll, connection),
+    };
+    if before == WaitsFor::Nothing {
+        epoll::add(epoll, connection, data, flags)
+    } else {
+        epoll::modify(epoll, connection, data, flags)
     }
 }
 
@@ -333,13 +544,4 @@ fn look_ahead(inputs: &[Input], context: &Context<'_>) -> usize {
     }
     lookahead::load(context.access.store, context.access.pin, &hashes);
     connections
-}
-
-/// Flushes all items if the time has come that a client has set.
-fn flush_if_due(common: &Common, service: &Service, now_s: u32) {
-    let flush_s = service.flush_s.load(Ordering::Relaxed);
-    let is_due = flush_s != 0 && now_s >= flush_s;
-    if is_due && service.flush_s.compare_exchange(flush_s, 0, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-        common.store.flush();
-    }
 }

@@ -11,6 +11,7 @@
 //! has changed.
 
 use aquifer_mutation::mutations;
+use serde::{Deserialize, Serialize};
 
 use super::slot::{BUCKET_BITS_MAX, Location, Slot, TAG_LOW_BIT};
 
@@ -72,6 +73,22 @@ pub struct IndexLayout {
     pub overflow_max: usize,
 }
 
+/// The words of an index that are not in its buckets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct IndexState {
+    /// Buckets.
+    pub buckets: u64,
+    /// Overflow buckets that were ever used.
+    pub overflow_buckets: u64,
+    /// The number + 1 of the first free overflow bucket, or 0.
+    pub overflow_free: u64,
+}
+
+impl IndexState {
+    /// The state of an empty index.
+    pub const EMPTY: Self = Self { buckets: BUCKETS_MIN, overflow_buckets: 0, overflow_free: 0 };
+}
+
 /// An index in words.
 #[derive(Debug)]
 pub struct Index<W> {
@@ -119,6 +136,23 @@ impl<W: Words> Index<W> {
     /// The memory of the index.
     pub fn words(&self) -> &W {
         &self.words
+    }
+
+    /// The state. While a writer changes the index, the parts may not match.
+    pub fn state(&self) -> IndexState {
+        IndexState {
+            buckets: self.words.load(self.layout.count),
+            overflow_buckets: self.words.load(self.layout.overflow_count),
+            overflow_free: self.words.load(self.layout.overflow_free),
+        }
+    }
+
+    /// Sets the state, for buckets that were written by another one. No other thread may use the
+    /// index.
+    pub fn restore(&self, state: IndexState) {
+        self.words.store(self.layout.count, state.buckets);
+        self.words.store(self.layout.overflow_count, state.overflow_buckets);
+        self.words.store(self.layout.overflow_free, state.overflow_free);
     }
 
     /// Bytes of the buckets that are in use.

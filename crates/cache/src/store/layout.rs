@@ -11,9 +11,9 @@
 //! All parts are as large as they can become. The memory is zero, and takes no room, until it is
 //! written.
 
-use super::index::{BUCKET_BYTES, IndexLayout};
+use super::index::{BUCKET_BYTES, IndexLayout, IndexState};
 use super::memory::PAGE_BYTES;
-use super::slot::{BUCKET_BITS_MAX, RUN_BYTES, RUNS_MAX};
+use super::slot::{BUCKET_BITS_MAX, RUN_BYTES, RUNS_MAX, TAG_LOW_BIT};
 
 /// Bytes of an entry in the table of runs.
 pub const RUN_ENTRY_BYTES: usize = 64;
@@ -72,6 +72,30 @@ impl Layout {
         let runs = (limit.saturating_mul(ADDRESSES_PER_BYTE) / RUN_BYTES + 2).min(RUNS_MAX);
         let buckets = (limit / LOG_BYTES_PER_BUCKET).next_power_of_two().min(1 << BUCKET_BITS_MAX);
         Self { runs, buckets, overflow: buckets }
+    }
+
+    /// A layout with these numbers of runs and of buckets, if there can be one.
+    #[must_use]
+    pub fn of_parts(runs: usize, buckets: usize) -> Option<Self> {
+        let is_possible = (2..=RUNS_MAX).contains(&runs)
+            && (1 << TAG_LOW_BIT..=1 << BUCKET_BITS_MAX).contains(&buckets)
+            && buckets.is_power_of_two();
+        is_possible.then_some(Self { runs, buckets, overflow: buckets })
+    }
+
+    /// Whether a partition with these runs and this index has room here.
+    #[must_use]
+    pub fn fits(&self, runs_end: u32, index: IndexState) -> bool {
+        runs_end as usize <= self.runs
+            && (1 << TAG_LOW_BIT..=self.buckets as u64).contains(&index.buckets)
+            && index.overflow_buckets <= self.overflow as u64
+            && index.overflow_free <= index.overflow_buckets
+    }
+
+    /// The first byte of the buckets, and that of the overflow buckets.
+    #[must_use]
+    pub fn index_starts(&self) -> [usize; 2] {
+        [self.buckets_start(), self.overflow_start()]
     }
 
     /// Most buckets of the index.

@@ -1,11 +1,15 @@
 //! The log of a partition: runs to which items are appended, in the order in which they are
 //! evicted.
 
+mod adopting;
+
+pub use adopting::{Damaged, Origin};
+
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
-use std::sync::Arc;
 
 use super::Shared;
+use super::cas;
 use super::classes::{CLASSES, class_of, open_max_s};
 use super::item::{self, EncodedHeader, Header};
 use super::layout::Layout;
@@ -29,10 +33,6 @@ pub struct NoRoom {
     /// Bytes that are needed.
     pub bytes: usize,
 }
-
-/// The memory of a partition has a table that no store has written.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Damaged;
 
 /// Whether an item waits for memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -148,65 +148,10 @@ impl Log {
         }
     }
 
-    /// The log in memory that another store has completed.
-    ///
-    /// # Errors
-    /// If the table of runs is damaged.
-    pub fn adopt(
-        number: usize,
-        memory: SharedMemory,
-        layout: Layout,
-        shared: &Shared,
-        cas: u64,
-    ) -> Result<Self, Damaged> {
-        let mut log = Self::new(number, Arc::clone(&memory), layout, cas);
-        let runs_end = u32::try_from(layout.runs).map_err(|_| Damaged)?;
-        let mut run = 1;
-        let mut last_sequence = 0;
-        while run < runs_end {
-            let entry = RunEntry::new(&memory, &layout, run);
-            if entry.state() == RunState::Free {
-                run += 1;
-                continue;
-            }
-            let (runs, fill, live) = (entry.runs(), entry.fill(), entry.live());
-            let is_valid = runs >= 1
-                && runs <= runs_end - run
-                && fill <= runs as usize * RUN_BYTES
-                && live <= fill
-                && entry.lacks(fill) == 0
-                && entry.class() < CLASSES
-                && log.gaps.allocate_at(run, runs);
-            if !is_valid {
-                return Err(Damaged);
-            }
-            last_sequence = last_sequence.max(entry.sequence());
-            shared.budget.charge_always(entry.charged() as u64);
-            shared.charge_queue(entry.queue(), entry.charged());
-            let is_flushed = entry.state() == RunState::Flushed;
-            log.live_bytes += live as u64;
-            log.filled_bytes += fill as u64;
-            log.link(run);
-            if !is_flushed {
-                log.set_sealed(shared, run);
-            }
-            run += runs;
-        }
-        shared.advance_sequence(last_sequence);
-        Ok(log)
-    }
-
-    /// Seals all runs, and returns the memory of free ones to the system. No thread may have pinned
-    /// an epoch.
-    pub fn complete(&mut self, shared: &Shared) {
-        self.seal_all(shared);
-        self.collect(shared);
-        while let Some(run) = self.spare.pop() {
-            let entry = self.entry(run);
-            self.memory.discard(self.layout.run(run), entry.charged());
-            entry.set_charged(0);
-            self.gaps.free(run, 1);
-        }
+    /// The next cas number.
+    #[inline]
+    pub fn next_cas(&self, shared: &Shared) -> u64 {
+        cas::next(self.cas, shared.cas_step)
     }
 
     /// The entry of a run in the table.
@@ -290,7 +235,7 @@ impl Log {
         };
         let entry = self.entry(run);
         entry.set_cas_base(self.cas);
-        entry.set_fill(0);
+        entry.reopen();
         entry.set_live(0);
         entry.set_sequence(sequence);
         entry.set_times(now_s, 0);
@@ -367,7 +312,7 @@ impl Log {
     }
 
     /// Seals all open runs.
-    fn seal_all(&mut self, shared: &Shared) {
+    pub fn seal_all(&mut self, shared: &Shared) {
         for list in 0..self.open.len() {
             for class in 0..CLASSES {
                 self.seal(shared, list, class);

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use rustix::fs::{FallocateFlags, MemfdFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::index::Words;
@@ -35,8 +35,10 @@ impl Memory {
     /// # Errors
     /// If the system has no memory or descriptor for it.
     pub fn create(name: &str, bytes: usize) -> io::Result<Self> {
-        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC)?;
+        let file = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, bytes as u64)?;
+        // Others map it, too, and must not find it shorter.
+        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
         Self::map(Arc::new(file), 0, bytes)
     }
 
@@ -99,6 +101,14 @@ impl Memory {
         // SAFETY: the target is in the mapping, nothing else accesses it, and `bytes` is not a part
         // of it, because a slice of the target could not live at this time.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset), bytes.len()) }
+    }
+
+    /// A descriptor of the memory, which begins at offset 0 if it has a memfd of its own.
+    ///
+    /// # Errors
+    /// If there is no descriptor left.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.file.try_clone()
     }
 
     /// Returns all pages to the system.

@@ -5,11 +5,14 @@
 //! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
+//! - [`presence`]: where a part is. `moving`: how it leaves and comes. `shift`: its seconds.
+//! - `cas`: the numbers of items.
 //!
 //! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
 //! over all partitions in the order of S3-FIFO (SOSP 2023).
 
 pub mod budget;
+mod cas;
 pub mod classes;
 pub mod completed;
 pub mod epochs;
@@ -18,9 +21,12 @@ pub mod item;
 pub mod layout;
 pub mod log;
 pub mod memory;
+mod moving;
 pub mod partition;
+pub mod presence;
 pub mod runs;
 mod shared;
+mod shift;
 pub mod slot;
 mod sync;
 #[cfg(test)]
@@ -29,7 +35,7 @@ mod tests;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use self::budget::Budget;
 use self::completed::Identity;
@@ -109,6 +115,8 @@ pub struct Store {
     shared: Shared,
     first_limit: u64,
     evicts: bool,
+    /// The first second in which a partition is to be flushed, or `u32::MAX`.
+    next_flush_s: AtomicU32,
 }
 
 fn identity(options: &StoreOptions, partition: usize) -> Identity {
@@ -124,7 +132,7 @@ impl Store {
     pub fn new(options: &StoreOptions) -> io::Result<Self> {
         let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
         let partitions = (0..options.partitions)
-            .map(|number| Partition::create(number, layout, number as u64))
+            .map(|number| Partition::create(number, layout, cas::before_first(number, 0)))
             .collect::<io::Result<_>>()?;
         Ok(Self::with_partitions(options, partitions, Shared::new(options)))
     }
@@ -145,7 +153,7 @@ impl Store {
             let offset = number as u64 * layout.bytes() as u64;
             let memory = Memory::map(Arc::clone(&file), offset, layout.bytes())?;
             let (partition, completed) =
-                Partition::adopt(&shared, memory, &identity(options, number), number as u64)?;
+                Partition::adopt(&shared, memory, &identity(options, number), cas::before_first(number, 0))?;
             partitions.push(partition);
             seconds = completed.map_or(seconds, |completed| Some((completed.now_s, completed.unix_s)));
         }
@@ -168,7 +176,8 @@ impl Store {
 
     fn with_partitions(options: &StoreOptions, partitions: Box<[Partition]>, shared: Shared) -> Self {
         let first_limit = options.limit.max(LIMIT_MIN);
-        Self { partitions, shared, first_limit, evicts: options.evicts }
+        let next_flush_s = AtomicU32::new(u32::MAX);
+        Self { partitions, shared, first_limit, evicts: options.evicts, next_flush_s }
     }
 
     /// Begins a turn of a thread: items that it sees stay valid until the pin is dropped.
@@ -279,6 +288,9 @@ impl Store {
         now_s: u32,
         mut write: impl FnMut() -> Result<u64, NoRoom>,
     ) -> Result<u64, Refusal> {
+        if !partition.is_here() {
+            return Err(Refusal::Elsewhere(partition.number()));
+        }
         let outcome = write().or_else(|no_room| {
             if !self.evicts || !self.make_room(partition, no_room.bytes, now_s) {
                 return Err(Refusal::Full);
@@ -295,18 +307,8 @@ impl Store {
     ///
     /// Another thread may use them before this one does.
     fn make_room(&self, partition: &Partition, bytes: usize, now_s: u32) -> bool {
-        let budget = &self.shared.budget;
-        let wanted = bytes as u64 + self.reserve();
-        if bytes as u64 + self.shared.fixed_bytes() > budget.limit() {
-            // Nothing is evicted for an item that can never have room.
+        if !self.evict_for(bytes as u64, now_s) {
             return false;
-        }
-        // Each eviction of an item that was read takes one of its reads away, so that this ends.
-        while budget.available() < wanted {
-            let (queue, coldest) = self.coldest();
-            if !self.clean(now_s) && !coldest.evict(&self.shared, queue, now_s, false) {
-                break;
-            }
         }
         // Long items need consecutive runs. There are several times as many as the memory can fill,
         // so that this is rare.
@@ -319,6 +321,25 @@ impl Store {
             }
         }
         self.collect();
+        true
+    }
+
+    /// Evicts until so many bytes are available, beside the reserve. Returns false if there can
+    /// never be so many.
+    fn evict_for(&self, bytes: u64, now_s: u32) -> bool {
+        let budget = &self.shared.budget;
+        let wanted = bytes + self.reserve();
+        if bytes + self.shared.fixed_bytes() > budget.limit() {
+            // Nothing is evicted for what can never have room.
+            return false;
+        }
+        // Each eviction of an item that was read takes one of its reads away, so that this ends.
+        while budget.available() < wanted {
+            let (queue, coldest) = self.coldest();
+            if !self.clean(now_s) && !coldest.evict(&self.shared, queue, now_s, false) {
+                break;
+            }
+        }
         true
     }
 
@@ -376,10 +397,38 @@ impl Store {
         }
     }
 
-    /// Makes all items disappear.
-    pub fn flush(&self) {
-        for partition in &self.partitions {
-            partition.flush(&self.shared);
+    /// Makes all items of a partition disappear, if it is here.
+    pub fn flush(&self, partition: usize) {
+        self.partitions[partition].flush(&self.shared);
+    }
+
+    /// Makes all items of a partition disappear in this second; 0 takes that back.
+    pub fn flush_at(&self, partition: usize, flush_s: u32) {
+        self.partitions[partition].set_flush_s(flush_s);
+        if flush_s != 0 {
+            self.next_flush_s.fetch_min(flush_s, Ordering::Relaxed);
+        }
+    }
+
+    /// Makes the items disappear whose time has come.
+    #[inline]
+    pub fn flush_due(&self, now_s: u32) {
+        if self.next_flush_s.load(Ordering::Relaxed) <= now_s {
+            self.flush_all_due(now_s);
+        }
+    }
+
+    #[cold]
+    fn flush_all_due(&self, now_s: u32) {
+        self.next_flush_s.store(u32::MAX, Ordering::Relaxed);
+        for (number, partition) in self.partitions.iter().enumerate() {
+            let flush_s = partition.flush_s();
+            if flush_s != 0 && flush_s <= now_s && partition.is_here() {
+                partition.set_flush_s(0);
+                partition.flush(&self.shared);
+            } else if flush_s != 0 {
+                self.flush_at(number, flush_s);
+            }
         }
     }
 
@@ -452,9 +501,16 @@ impl Store {
         self.partition_of(key.hash)
     }
 
+    /// The number of the partition of a key with this hash.
+    #[inline]
+    #[must_use]
+    pub fn partition_number(&self, hash: u64) -> usize {
+        let number = ((hash >> 32) * self.partitions.len() as u64) >> 32;
+        usize::try_from(number).expect("64 bits")
+    }
+
     #[inline]
     fn partition_of(&self, hash: u64) -> &Partition {
-        let number = ((hash >> 32) * self.partitions.len() as u64) >> 32;
-        &self.partitions[usize::try_from(number).expect("64 bits")]
+        &self.partitions[self.partition_number(hash)]
     }
 }

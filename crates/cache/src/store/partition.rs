@@ -1,9 +1,12 @@
 //! A partition: the items of a part of all keys, in memory that any process can map anywhere.
 
 mod eviction;
+mod moving;
+
+pub use moving::Departure;
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::completed::{Completed, Identity};
@@ -11,9 +14,11 @@ use super::epochs::Pin;
 use super::index::{Found, Index, Search};
 use super::item::{self, Header, Item, States};
 use super::layout::Layout;
-use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Target};
+use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Origin, Target};
 use super::memory::{Memory, PAGE_BYTES};
+use super::presence::PresenceCell;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
+use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
 use super::{Key, Shared};
 
@@ -66,11 +71,16 @@ pub enum Absent {
     Expired,
     /// It was flushed.
     Flushed,
+    /// The partition with this number is not here.
+    Elsewhere(usize),
 }
 
 /// The items of a part of all keys.
 #[derive(Debug)]
 pub struct Partition {
+    number: usize,
+    presence: PresenceCell,
+    shift: Shift,
     memory: SharedMemory,
     layout: Layout,
     index: Index<SharedMemory>,
@@ -78,6 +88,8 @@ pub struct Partition {
     /// The sequences of the oldest runs.
     oldest: [AtomicU64; 2],
     has_opened: AtomicBool,
+    /// The second of this server in which all items are to be flushed, or 0.
+    flush_s: AtomicU32,
 }
 
 /// What the partition's lock protects.
@@ -110,7 +122,7 @@ impl Partition {
     pub fn create(number: usize, layout: Layout, cas: u64) -> io::Result<Self> {
         let memory = Arc::new(Memory::create(&format!("aquifer-cache-{number}"), layout.bytes())?);
         let log = Log::new(number, Arc::clone(&memory), layout, cas);
-        Ok(Self::with_log(memory, layout, log, 0))
+        Ok(Self::with_log(number, memory, layout, log, 0))
     }
 
     /// The partition in memory that another store has completed, if that was a store with the same
@@ -129,9 +141,9 @@ impl Partition {
         let memory = Arc::new(memory);
         let completed = Completed::adopt(&memory, identity);
         if let Some(completed) = completed {
-            match Log::adopt(number, Arc::clone(&memory), layout, shared, completed.cas) {
+            match Log::adopt(number, Arc::clone(&memory), layout, shared, completed.cas, Origin::Restart) {
                 Ok(log) => {
-                    let partition = Self::with_log(memory, layout, log, completed.items);
+                    let partition = Self::with_log(number, memory, layout, log, completed.items);
                     let mut inner = partition.lock();
                     partition.charge_index(shared, &mut inner);
                     partition.publish_oldest(&mut inner);
@@ -145,11 +157,15 @@ impl Partition {
         }
         memory.clear()?;
         let log = Log::new(number, Arc::clone(&memory), layout, cas);
-        Ok((Self::with_log(memory, layout, log, 0), None))
+        Ok((Self::with_log(number, memory, layout, log, 0), None))
     }
 
-    fn with_log(memory: SharedMemory, layout: Layout, log: Log, items: u64) -> Self {
+    fn with_log(number: usize, memory: SharedMemory, layout: Layout, log: Log, items: u64) -> Self {
         Self {
+            number,
+            presence: PresenceCell::here(),
+            shift: Shift::default(),
+            flush_s: AtomicU32::new(0),
             index: Index::new(Arc::clone(&memory), layout.index()),
             memory,
             layout,
@@ -180,6 +196,10 @@ impl Partition {
         now_s: u32,
         counts: bool,
     ) -> Result<Item<'p>, Absent> {
+        if !self.is_here() {
+            return Err(Absent::Elsewhere(self.number));
+        }
+        let now_s = self.shift.to_partition(now_s);
         let found = match self.index.search(key.hash, |location| self.has_key(location, key.bytes)) {
             Search::Found(found) => found,
             Search::Missing => return Err(Absent::Missing),
@@ -194,7 +214,7 @@ impl Partition {
         if counts {
             self.index.count_read(found);
         }
-        Ok(item)
+        Ok(self.for_server(item))
     }
 
     /// Loads the bucket of a key.
@@ -228,9 +248,11 @@ impl Partition {
         now_s: u32,
         decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
     ) -> Result<u64, NoRoom> {
+        let now_s = self.shift.to_partition(now_s);
         let mut inner = self.lock();
         let found = self.index.search_locked(key.hash, |location| self.has_key(location, key.bytes));
         let item = found.and_then(|found| self.usable(found, now_s).ok());
+        let item = item.map(|item| self.for_server(item));
         match decide(item.as_ref()) {
             Change::Keep => Ok(0),
             Change::Remove => {
@@ -254,18 +276,18 @@ impl Partition {
     ) -> Result<u64, NoRoom> {
         let cas = match put.cas {
             Cas::Exactly(cas) => cas,
-            Cas::Next if shared.has_cas => inner.log.cas + shared.cas_step,
+            Cas::Next if shared.has_cas => inner.log.next_cas(shared),
             Cas::Next => 0,
         };
-        let header =
-            Header { client_flags: put.client_flags, expires_s: put.expires_s, cas, states: put.states };
+        let expires_s = self.shift.to_partition(put.expires_s);
+        let header = Header { client_flags: put.client_flags, expires_s, cas, states: put.states };
         let new = NewItem { header, key: key.bytes, value: put.value, stored_s: now_s, tolerance_s: 0 };
         // A value that replaces another one inherits what is known of the key.
         let known = found.filter(|found| self.usable(*found, now_s).is_ok());
         let queue = known.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
         let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
         if put.cas == Cas::Next {
-            inner.log.cas += shared.cas_step;
+            inner.log.cas = inner.log.next_cas(shared);
         }
         let old = known.map_or(Slot::EMPTY, |found| found.slot);
         let is_read_now = put.is_fetched && !old.is_fetched();
@@ -328,18 +350,22 @@ impl Partition {
 
     /// Notes that other runs were evicted for those that were opened.
     pub fn clear_opened(&self) {
-        self.lock().log.opened = 0;
-        self.has_opened.store(false, Ordering::Relaxed);
+        if let Some(mut inner) = self.lock_here() {
+            inner.log.opened = 0;
+            self.has_opened.store(false, Ordering::Relaxed);
+        }
     }
 
     /// Frees retired memory that no thread can see any more; returns whether some is left.
     pub fn collect(&self, shared: &Shared) -> bool {
-        self.lock().log.collect(shared)
+        self.lock_here().is_some_and(|mut inner| inner.log.collect(shared))
     }
 
     /// Makes all items disappear. Their memory is freed later.
     pub fn flush(&self, shared: &Shared) {
-        self.lock().log.flush(shared);
+        if let Some(mut inner) = self.lock_here() {
+            inner.log.flush(shared);
+        }
     }
 
     /// Whether the log has a gap for this many bytes.
@@ -349,7 +375,7 @@ impl Partition {
 
     /// Whether a run should be cleaned.
     pub fn has_cleanable(&self) -> bool {
-        self.lock().log.has_cleanable()
+        self.lock_here().is_some_and(|inner| inner.log.has_cleanable())
     }
 
     /// What is in the partition.
@@ -362,17 +388,18 @@ impl Partition {
             oldest_s: Queue::ALL
                 .into_iter()
                 .filter_map(|queue| inner.log.oldest(queue))
-                .map(|(_, run)| self.entry(run).times().0)
+                .map(|(_, run)| self.shift.to_server(self.entry(run).times().0))
                 .min(),
         }
     }
 
     /// Calls `visit` for each item that can be read.
     pub fn for_each(&self, now_s: u32, mut visit: impl FnMut(&Item<'_>)) {
-        let _lock = self.lock();
+        let Some(_lock) = self.lock_here() else { return };
+        let now_s = self.shift.to_partition(now_s);
         self.index.for_each(|found| {
             if let Ok(item) = self.usable(found, now_s) {
-                visit(&item);
+                visit(&self.for_server(item));
             }
         });
     }
@@ -393,10 +420,17 @@ impl Partition {
             };
             offset += u32::try_from(len).expect("shorter than a run");
         }
-        stored_s
+        self.shift.to_server(stored_s)
     }
 
-    /// The item of a slot, unless it has expired or was flushed.
+    /// The item with its expiry as a second of the server.
+    #[inline]
+    fn for_server<'p>(&self, mut item: Item<'p>) -> Item<'p> {
+        item.header.expires_s = self.shift.to_server(item.header.expires_s);
+        item
+    }
+
+    /// The item of a slot, unless it has expired or was flushed. All seconds are the partition's.
     #[inline]
     fn usable(&self, found: Found, now_s: u32) -> Result<Item<'_>, Absent> {
         let location = found.slot.location();
@@ -457,6 +491,12 @@ impl Partition {
             self.oldest[queue as usize].store(oldest, Ordering::Relaxed);
         }
         self.has_opened.store(inner.log.opened != 0, Ordering::Relaxed);
+    }
+
+    /// The lock, if the partition is here and stays for the time being.
+    fn lock_here(&self) -> Option<MutexGuard<'_, Inner>> {
+        let inner = self.lock();
+        self.presence.is_here().then_some(inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

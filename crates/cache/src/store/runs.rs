@@ -96,12 +96,25 @@ impl<'a> RunEntry<'a> {
 
     /// Bytes that items have been written to, from the start.
     pub fn fill(&self) -> usize {
-        to_usize(self.get(2))
+        self.serial_and_fill().1
+    }
+
+    /// How often the run was opened, modulo 2^32, and the bytes that items have been written to
+    /// since. While the first stays the same, these bytes do not change.
+    pub fn serial_and_fill(&self) -> (u32, usize) {
+        let word = self.get(2);
+        (low_half(word >> 32), to_usize(word & u64::from(u32::MAX)))
     }
 
     /// Sets the bytes that items have been written to.
     pub fn set_fill(&self, bytes: usize) {
-        self.set(2, bytes as u64);
+        self.set(2, self.get(2) & !u64::from(u32::MAX) | bytes as u64);
+    }
+
+    /// Notes that the run is opened, and that nothing was written to it.
+    pub fn reopen(&self) {
+        let (serial, _) = self.serial_and_fill();
+        self.set(2, u64::from(serial.wrapping_add(1)) << 32);
     }
 
     /// Bytes of items that the index points to.

@@ -15,6 +15,8 @@ const RUNS_TO_KEEP_PAGES: u64 = 64;
 /// Distance of the sequences of runs that were opened one after the other. Cleaned runs have
 /// sequences in between.
 const SEQUENCE_STEP: u64 = 64;
+/// The first sequence. Runs that come from other servers have sequences before it.
+const SEQUENCE_FIRST: u64 = 1 << 40;
 /// Items are on probation in one part of the memory in so many.
 const PROBATION_PARTS: u64 = 10;
 
@@ -73,6 +75,8 @@ pub enum Refusal {
     Later,
     /// There is no memory, and none can be freed.
     Full,
+    /// The partition with this number is not here.
+    Elsewhere(usize),
 }
 
 /// What the partitions of a store share.
@@ -111,7 +115,7 @@ impl Shared {
             keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
             queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
             cas_step: options.partitions as u64,
-            sequence: AtomicU64::new(0),
+            sequence: AtomicU64::new(SEQUENCE_FIRST),
             retired_in: Noted::default(),
             cleanable_in: Noted::default(),
             evicted_age_s: AtomicU64::new(0),

@@ -81,7 +81,7 @@ fn a_store_without_evictions_is_a_map() {
         }
     }
     assert_eq!(store.removed().evicted, 0);
-    store.flush();
+    (0..store.partitions().len()).for_each(|partition| store.flush(partition));
     assert!(expected.keys().all(|key| get(&store, key, now_s).is_none()));
     for _ in 0..20 {
         store.expire(now_s);
@@ -292,7 +292,7 @@ fn threads_see_whole_values_while_others_are_evicted() {
     assert!(hits.iter().all(|hits| *hits > 300), "{hits:?}");
     assert!(store.removed().evicted > 2000);
     let content = store.content();
-    store.flush();
+    (0..store.partitions().len()).for_each(|partition| store.flush(partition));
     for _ in 0..50 {
         store.expire(1);
         drop(store.pin(0));

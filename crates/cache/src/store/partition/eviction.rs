@@ -17,7 +17,8 @@ impl Partition {
     ///
     /// If `keeps_pages`, the memory stays with this partition.
     pub fn evict(&self, shared: &Shared, queue: Queue, now_s: u32, keeps_pages: bool) -> bool {
-        let mut inner = self.lock();
+        let Some(mut inner) = self.lock_here() else { return false };
+        let now_s = self.shift.to_partition(now_s);
         inner.log.collect(shared);
         let Some(run) = inner.log.pop_oldest(shared, queue) else { return false };
         self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
@@ -28,7 +29,8 @@ impl Partition {
     /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
     /// its place. Returns whether there was one.
     pub fn clean(&self, shared: &Shared, now_s: u32, keeps_pages: bool) -> bool {
-        let mut inner = self.lock();
+        let Some(mut inner) = self.lock_here() else { return false };
+        let now_s = self.shift.to_partition(now_s);
         let Some((queue, sequence, run)) = inner.log.pop_cleanable(shared) else { return false };
         let target = Target::Cleaned(queue, sequence);
         self.move_items(shared, &mut inner, run, now_s, |found, _| Some((target, found.slot)));
@@ -39,7 +41,7 @@ impl Partition {
 
     /// Cleans a run if much of the partition's memory is not in use.
     pub fn clean_unused(&self, shared: &Shared, now_s: u32) {
-        let is_wanted = self.lock().log.is_mostly_unused();
+        let is_wanted = self.lock_here().is_some_and(|inner| inner.log.is_mostly_unused());
         if is_wanted {
             self.clean(shared, now_s, shared.keeps_pages);
         }
@@ -132,7 +134,8 @@ impl Partition {
     /// Removes items that have expired or were flushed, at most this many runs; frees what can be
     /// freed.
     pub fn expire(&self, shared: &Shared, now_s: u32, runs_max: usize) {
-        let mut inner = self.lock();
+        let Some(mut inner) = self.lock_here() else { return };
+        let now_s = self.shift.to_partition(now_s);
         inner.log.collect(shared);
         inner.log.seal_old(shared, now_s);
         for _ in 0..runs_max {

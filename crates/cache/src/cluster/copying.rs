@@ -1,0 +1,406 @@
+//! Copies a partition to another server, first while it is being written and then when it rests.
+//!
+//! What was written to a run of the log does not change before the run is opened again, which its
+//! serial number shows. So each round copies what was written since the round before. When the
+//! partition rests, the rest is copied, and the index.
+
+use std::collections::BTreeMap;
+
+use crate::store::index::{BUCKET_BYTES, IndexState};
+use crate::store::layout::{Layout, RUN_ENTRY_BYTES};
+use crate::store::memory::PAGE_BYTES;
+use crate::store::partition::{Departure, Partition};
+use crate::store::runs::RunState;
+use crate::store::slot::RUN_BYTES;
+
+/// Bytes that are copied by one READ.
+pub const PIECE_BYTES: usize = 256 << 10;
+
+/// Bytes of the source's memory, and where they are to be in the own memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// Offset in the source's memory.
+    pub from: u64,
+    /// Offset in the own memory.
+    pub to: u64,
+    /// Length, at most [`PIECE_BYTES`].
+    pub len: u32,
+}
+
+/// Why a partition cannot be copied.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+pub enum CopyError {
+    /// The source does not answer.
+    #[error("the source of the partition does not answer")]
+    Lost,
+    /// The partition does not fit the memory of this server.
+    #[error("the partition has no room on this server")]
+    NoRoom,
+    /// What the source says contradicts itself.
+    #[error("the source's table of runs is damaged")]
+    Damaged,
+}
+
+/// Reads the memory of the source.
+pub trait Source {
+    /// Reads pieces, in order.
+    ///
+    /// # Errors
+    /// If the source does not answer.
+    fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError>;
+}
+
+/// A partition that is being copied.
+#[derive(Debug)]
+pub struct Copy<'a> {
+    partition: &'a Partition,
+    from: Layout,
+    /// What was copied of each run: the serial number, bytes, and pages that have bytes.
+    copied: BTreeMap<u32, Copied>,
+    /// The end of the runs of which the table was copied.
+    table_end: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+struct Copied {
+    serial: u32,
+    bytes: usize,
+    /// The most bytes that were ever copied to it.
+    touched: usize,
+}
+
+impl<'a> Copy<'a> {
+    /// Nothing is copied yet. `from` is the layout of the source's memory.
+    #[must_use]
+    pub fn new(partition: &'a Partition, from: Layout) -> Self {
+        Self { partition, from, copied: BTreeMap::new(), table_end: 1 }
+    }
+
+    /// Bytes of memory that the copy has by now, without the index.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.copied.values().map(|copied| copied.touched.next_multiple_of(PAGE_BYTES) as u64).sum()
+    }
+
+    /// Copies what was written since the last round, up to this end of the runs. `reserve` is told
+    /// how many bytes the copy will have, and returns whether there are so many. Returns the bytes
+    /// that were copied.
+    ///
+    /// # Errors
+    /// If the source is lost or damaged, or if there is no memory.
+    pub fn round(
+        &mut self,
+        runs_end: u32,
+        source: &mut dyn Source,
+        reserve: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<u64, CopyError> {
+        if runs_end as usize > self.partition.layout().runs || runs_end as usize > self.from.runs {
+            return Err(CopyError::NoRoom);
+        }
+        self.copy_table(runs_end, source)?;
+        let pieces = self.plan(runs_end)?;
+        if !reserve(self.bytes()) {
+            return Err(CopyError::NoRoom);
+        }
+        source.read(&pieces)?;
+        Ok(pieces.iter().map(|piece| u64::from(piece.len)).sum())
+    }
+
+    /// Copies all that is left of a partition that rests, and returns what is not needed.
+    ///
+    /// # Errors
+    /// As for [`Self::round`].
+    pub fn finish(
+        &mut self,
+        departure: &Departure,
+        source: &mut dyn Source,
+        reserve: &mut dyn FnMut(u64) -> bool,
+    ) -> Result<(), CopyError> {
+        if !self.partition.layout().fits(departure.runs_end, departure.index)
+            || !self.from.fits(departure.runs_end, departure.index)
+        {
+            return Err(CopyError::NoRoom);
+        }
+        let before = self.table_end;
+        self.round(departure.runs_end, source, reserve)?;
+        source.read(&self.index_pieces(departure.index))?;
+        for run in departure.runs_end..before {
+            self.partition.clear_run_entry(run);
+        }
+        self.discard_unneeded(departure.runs_end);
+        Ok(())
+    }
+
+    fn copy_table(&mut self, runs_end: u32, source: &mut dyn Source) -> Result<(), CopyError> {
+        let bytes = (runs_end as usize - 1) * RUN_ENTRY_BYTES;
+        let mut pieces = Vec::new();
+        push_pieces(&mut pieces, self.from.run_entry(1), self.partition.layout().run_entry(1), bytes);
+        source.read(&pieces)?;
+        self.table_end = self.table_end.max(runs_end);
+        Ok(())
+    }
+
+    /// Notes what the table says, and returns what is to be copied for that.
+    fn plan(&mut self, runs_end: u32) -> Result<Vec<Piece>, CopyError> {
+        let mut pieces = Vec::new();
+        let mut run = 1;
+        while run < runs_end {
+            let entry = self.partition.run_entry(run);
+            if entry.state() == RunState::Free {
+                run += 1;
+                continue;
+            }
+            let (serial, fill) = entry.serial_and_fill();
+            let runs = entry.runs().max(1);
+            if runs > runs_end - run || fill > runs as usize * RUN_BYTES {
+                // It was changed while it was read; the next round sees what has become of it.
+                run += 1;
+                continue;
+            }
+            let copied = self.copied.entry(run).or_default();
+            if copied.serial != serial {
+                *copied = Copied { serial, bytes: 0, touched: copied.touched };
+            }
+            if fill > copied.bytes {
+                let (from, to) = (self.from.run(run), self.partition.layout().run(run));
+                push_pieces(&mut pieces, from + copied.bytes, to + copied.bytes, fill - copied.bytes);
+                copied.bytes = fill;
+                copied.touched = copied.touched.max(fill);
+            }
+            run += runs;
+        }
+        Ok(pieces)
+    }
+
+    fn index_pieces(&self, index: IndexState) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let counts = [index.buckets, index.overflow_buckets];
+        let places = self.from.index_starts().into_iter().zip(self.partition.layout().index_starts());
+        for ((from, to), count) in places.zip(counts) {
+            let bytes = usize::try_from(count).expect("64 bits") * BUCKET_BYTES;
+            push_pieces(&mut pieces, from, to, bytes);
+        }
+        pieces
+    }
+
+    /// Returns the memory of runs that are free by now, or that have less than was copied.
+    fn discard_unneeded(&mut self, runs_end: u32) {
+        let layout = *self.partition.layout();
+        let mut used = 0;
+        for (run, copied) in &self.copied {
+            let entry = self.partition.run_entry(*run);
+            let is_in_use = *run < runs_end && *run >= used && entry.state() != RunState::Free;
+            let needed = if is_in_use {
+                used = run + entry.runs();
+                copied.bytes.next_multiple_of(PAGE_BYTES)
+            } else if *run < used {
+                // It is a part of a long run by now.
+                continue;
+            } else {
+                0
+            };
+            let touched = copied.touched.next_multiple_of(PAGE_BYTES);
+            if touched > needed {
+                self.partition.discard(layout.run(*run) + needed, touched - needed);
+            }
+        }
+    }
+}
+
+fn push_pieces(pieces: &mut Vec<Piece>, from: usize, to: usize, bytes: usize) {
+    let mut at = 0;
+    while at < bytes {
+        let len = (bytes - at).min(PIECE_BYTES);
+        let len_u32 = u32::try_from(len).expect("pieces are short");
+        pieces.push(Piece { from: (from + at) as u64, to: (to + at) as u64, len: len_u32 });
+        at += len;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::store::item::States;
+    use crate::store::partition::{Cas, Change, Put};
+    use crate::store::presence::{Place, Presence};
+    use crate::store::{Key, Store, StoreOptions};
+
+    /// Reads the memory of a partition of the same process.
+    pub struct Local {
+        from: aquifer_fabric::Memory,
+        to: aquifer_fabric::Memory,
+    }
+
+    impl Local {
+        pub fn new(from: &Partition, to: &Partition) -> Self {
+            let map = |partition: &Partition| {
+                let fd = partition.descriptor().unwrap();
+                aquifer_fabric::Memory::from_fd(fd, partition.layout().bytes()).unwrap()
+            };
+            Self { from: map(from), to: map(to) }
+        }
+    }
+
+    impl Source for Local {
+        fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError> {
+            for piece in pieces {
+                let mut bytes = vec![0; piece.len as usize];
+                self.from.read(usize::try_from(piece.from).unwrap(), &mut bytes);
+                self.to.write(usize::try_from(piece.to).unwrap(), &bytes);
+            }
+            Ok(())
+        }
+    }
+
+    fn store(limit: u64) -> Store {
+        let options = StoreOptions { limit, partitions: 2, threads: 3, has_cas: true, evicts: true };
+        Store::new(&options).unwrap()
+    }
+
+    fn put(store: &Store, thread: usize, key: &str, value: &str, now_s: u32, expires_s: u32) -> bool {
+        let pin = store.pin(thread);
+        let put = Put {
+            client_flags: 7,
+            expires_s,
+            states: States::NONE,
+            cas: Cas::Next,
+            is_fetched: false,
+            value: [value.as_bytes(), b""],
+        };
+        store.update(&pin, Key::new(key.as_bytes()), now_s, |_| Change::Put(put)).is_ok()
+    }
+
+    fn value(store: &Store, key: &str, now_s: u32) -> Option<(String, u64, u32)> {
+        let pin = store.pin(2);
+        let item = store.look_up(&pin, Key::new(key.as_bytes()), now_s, false).ok()?;
+        let text = String::from_utf8(item.value.to_vec()).unwrap();
+        Some((text, item.header.cas, item.header.expires_s))
+    }
+
+    fn key_in(partition: usize, store: &Store, number: usize) -> Option<String> {
+        let key = format!("key{number}");
+        (store.partition_number(Key::new(key.as_bytes()).hash) == partition).then_some(key)
+    }
+
+    #[test]
+    fn a_partition_is_copied_while_it_is_written() {
+        let (from, to) = (store(64 << 20), store(32 << 20));
+        to.begin_absent();
+        let written = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            let writers: Vec<_> = (0..2)
+                .map(|thread| {
+                    let (from, written) = (&from, &written);
+                    scope.spawn(move || {
+                        let mut last = BTreeMap::new();
+                        for count in 0.. {
+                            let number = count * 7919 % 5000 * 2 + thread;
+                            let Some(key) = key_in(1, from, number) else { continue };
+                            let value = format!("{number}-{count}-{}", "x".repeat(count % 300));
+                            if !put(from, thread, &key, &value, 100, 0) {
+                                assert_eq!(from.partitions()[1].presence(), Presence::Leaving);
+                                return last;
+                            }
+                            last.insert(key, value);
+                            written.fetch_add(1, Ordering::Relaxed);
+                        }
+                        last
+                    })
+                })
+                .collect();
+            let (source, target) = (&from.partitions()[1], &to.partitions()[1]);
+            let mut local = Local::new(source, target);
+            let mut copy = Copy::new(target, *source.layout());
+            let mut reservation = to.reservation();
+            let mut rounds = 0;
+            while rounds < 20 || written.load(Ordering::Relaxed) < 100_000 {
+                rounds += 1;
+                let runs_end = source.runs_end();
+                copy.round(runs_end, &mut local, &mut |bytes| reservation.resize(bytes, 5)).unwrap();
+            }
+            let departure = from.leave(1, 100);
+            let last: Vec<BTreeMap<String, String>> =
+                writers.into_iter().map(|writer| writer.join().unwrap()).collect();
+            copy.finish(&departure, &mut local, &mut |bytes| reservation.resize(bytes, 5)).unwrap();
+            to.arrive(1, &departure, 5).unwrap();
+            drop(reservation);
+            to.stay(1);
+            from.forget(1, Presence::Elsewhere(Place { server: 1, generation: 2 })).unwrap();
+            let mut items = 0;
+            for (key, expected) in last.iter().flatten() {
+                assert_eq!(value(&to, key, 5).unwrap().0, *expected);
+                items += 1;
+            }
+            assert!(items > 1000, "{items}");
+            assert_eq!(to.content().items, items);
+            assert_eq!(from.content().items, 0);
+            // What the budget says is what the memory has.
+            let pages = allocated(&to.partitions()[1]);
+            assert!(to.budget().used().abs_diff(pages) <= 64 * PAGE_BYTES as u64, "{pages}");
+        });
+    }
+
+    fn allocated(partition: &Partition) -> u64 {
+        let fd = partition.descriptor().unwrap();
+        rustix::fs::fstat(&fd).unwrap().st_blocks.cast_unsigned() * 512
+    }
+
+    #[test]
+    fn times_and_cas_numbers_survive() {
+        let (from, to) = (store(8 << 20), store(8 << 20));
+        to.begin_absent();
+        let keys: Vec<String> = (0..100).filter_map(|number| key_in(0, &from, number)).collect();
+        for key in &keys {
+            assert!(put(&from, 0, key, key, 1000, 1050));
+        }
+        let before: Vec<_> = keys.iter().map(|key| value(&from, key, 1000).unwrap()).collect();
+        from.flush_at(0, 1040);
+        let departure = from.leave(0, 1010);
+        let (source, target) = (&from.partitions()[0], &to.partitions()[0]);
+        let mut copy = Copy::new(target, *source.layout());
+        copy.finish(&departure, &mut Local::new(source, target), &mut |_| true).unwrap();
+        // The clock of the other server shows another time.
+        to.arrive(0, &departure, 20).unwrap();
+        to.stay(0);
+        for (key, (text, cas, _)) in keys.iter().zip(&before) {
+            assert_eq!(value(&to, key, 20), Some((text.clone(), *cas, 60)));
+            assert_eq!(value(&to, key, 59), Some((text.clone(), *cas, 60)));
+            assert_eq!(value(&to, key, 60), None);
+        }
+        assert!(put(&to, 0, &keys[0], "new", 20, 0));
+        let (_, cas, _) = value(&to, &keys[0], 20).unwrap();
+        assert!(before.iter().all(|(_, other, _)| cas > *other));
+        to.flush_due(49);
+        assert!(value(&to, &keys[1], 49).is_some());
+        to.flush_due(50);
+        assert!(value(&to, &keys[1], 50).is_none());
+    }
+
+    #[test]
+    fn a_partition_stays_if_there_is_no_room() {
+        let (from, to) = (store(64 << 20), store(1 << 20));
+        to.begin_absent();
+        let keys: Vec<String> = (0..40_000).filter_map(|number| key_in(0, &from, number)).collect();
+        for key in &keys {
+            assert!(put(&from, 0, key, &"x".repeat(200), 10, 0));
+        }
+        let (source, target) = (&from.partitions()[0], &to.partitions()[0]);
+        let mut copy = Copy::new(target, *source.layout());
+        let mut reservation = to.reservation();
+        let end = source.runs_end();
+        let mut local = Local::new(source, target);
+        let copied = copy.round(end, &mut local, &mut |bytes| reservation.resize(bytes, 10));
+        assert_eq!(copied, Err(CopyError::NoRoom));
+        drop(reservation);
+        to.forget(0, Presence::Unknown).unwrap();
+        assert_eq!(to.budget().used(), 0);
+        let departure = from.leave(0, 10);
+        assert_eq!(departure.items, keys.len() as u64);
+        assert!(!put(&from, 0, &keys[0], "y", 10, 0));
+        from.stay(0);
+        assert!(put(&from, 0, &keys[0], "y", 10, 0));
+        assert_eq!(value(&from, &keys[0], 10).unwrap().0, "y");
+    }
+}

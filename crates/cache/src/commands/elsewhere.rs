@@ -1,0 +1,225 @@
+//! Requests for keys whose partitions are on other servers.
+//!
+//! A request for one key is forwarded as it is. One for several keys or for all partitions is
+//! *scattered*: it becomes an [`Entry`] for each of them, and the replies of these are put together
+//! when all have been answered.
+
+use super::{Context, Protocol, REPLIES_MAX, Replies, Session, Step};
+use crate::operations::Deletion;
+use crate::protocol::words;
+use crate::store::{Key, Refusal};
+
+/// Keys of a `get` that are fetched at a time.
+const KEYS_MAX: usize = 64;
+
+/// What is to be done in a partition.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Task<'a> {
+    /// A whole request for one key.
+    Request(Protocol, &'a [u8]),
+    /// To flush the partition now, or in as many seconds.
+    Flush(u32),
+    /// To flush it never, if it was to be flushed later.
+    CancelFlush,
+    /// To delete the item of this key.
+    Delete(&'a [u8]),
+}
+
+/// A part of a request that concerns one partition.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Entry {
+    /// The partition.
+    pub partition: usize,
+    task: Task<'static>,
+    /// The request or key, which the task does not have.
+    bytes: Vec<u8>,
+}
+
+impl Entry {
+    /// A part of a request.
+    pub(super) fn new(partition: usize, task: Task<'_>) -> Self {
+        let (task, bytes) = match task {
+            Task::Request(protocol, bytes) => (Task::Request(protocol, &[]), bytes.to_vec()),
+            Task::Delete(key) => (Task::Delete(&[]), key.to_vec()),
+            Task::Flush(seconds) => (Task::Flush(seconds), Vec::new()),
+            Task::CancelFlush => (Task::CancelFlush, Vec::new()),
+        };
+        Self { partition, task, bytes }
+    }
+
+    /// What is to be done.
+    #[must_use]
+    pub fn task(&self) -> Task<'_> {
+        match self.task {
+            Task::Request(protocol, _) => Task::Request(protocol, &self.bytes),
+            Task::Delete(_) => Task::Delete(&self.bytes),
+            other => other,
+        }
+    }
+}
+
+/// What became of an entry.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EntryEnd {
+    /// It is done, and its reply written.
+    Done,
+    /// The partition is not here; nothing was done.
+    Elsewhere,
+    /// There is no memory at this moment.
+    NoRoom,
+    /// It is not what an entry may be.
+    Malformed,
+}
+
+/// A request that was divided into entries.
+#[derive(Debug)]
+pub struct Scatter {
+    /// The parts, in the order of their replies.
+    pub entries: Vec<Entry>,
+    /// What follows when all are done.
+    end: ScatterEnd,
+}
+
+#[derive(Debug)]
+enum ScatterEnd {
+    /// The `get` goes on in its line, `used` bytes long with its end.
+    Get { resume_at: usize, used: usize },
+    /// This is replied. So many bytes of the input were used, and so many are skipped.
+    Reply { reply: Vec<u8>, used: usize, swallows: usize },
+}
+
+impl Scatter {
+    /// Entries whose replies do not matter, and what is replied when all are done.
+    pub(super) fn then(entries: Vec<Entry>, reply: Vec<u8>, used: usize, swallows: usize) -> Self {
+        Self { entries, end: ScatterEnd::Reply { reply, used, swallows } }
+    }
+
+    /// The line of the request, with its end, is so long.
+    pub(super) fn add_used(&mut self, line: usize) {
+        match &mut self.end {
+            ScatterEnd::Get { used, .. } | ScatterEnd::Reply { used, .. } => *used += line,
+        }
+    }
+}
+
+impl Scatter {
+    /// What is replied if the other servers cannot be reached, and how many bytes of the input were
+    /// used.
+    #[must_use]
+    pub fn fails(&self, error: &[u8]) -> (Vec<u8>, usize) {
+        match &self.end {
+            ScatterEnd::Get { used, .. } | ScatterEnd::Reply { used, .. } => (error.to_vec(), *used),
+        }
+    }
+}
+
+impl Session {
+    /// Notes that bytes at the start of the input were used, which were forwarded.
+    pub fn skip(&mut self) {
+        (self.get_at, self.looked_at) = (0, 0);
+    }
+
+    /// Takes the request that the last step has divided.
+    pub fn pop_scatter(&mut self) -> Option<Scatter> {
+        self.scatter.take().map(|scatter| *scatter)
+    }
+
+    /// Divides a `get` from this place in its line on, at the first key that is not here.
+    pub(super) fn scatter_get(
+        &mut self,
+        text: &[u8],
+        command: &[u8],
+        at: usize,
+        context: &Context<'_>,
+    ) -> Step {
+        let (mut entries, mut resume_at) = (Vec::new(), at);
+        while entries.len() < KEYS_MAX
+            && let Some((key, end)) = words::next(text, resume_at)
+        {
+            let request = [command, b" ", key, b"\r\n"].concat();
+            let partition = context.access.store.partition_number(Key::new(key).hash);
+            entries.push(Entry::new(partition, Task::Request(Protocol::Text, &request)));
+            resume_at = end;
+        }
+        let end = ScatterEnd::Get { resume_at, used: 0 };
+        self.scatter = Some(Box::new(Scatter { entries, end }));
+        Step::Scatter
+    }
+
+    /// Puts the replies of the entries together. Returns how many bytes of the input were used.
+    pub fn gather(&mut self, scatter: &Scatter, replies: &[Vec<u8>], out: &mut Replies<'_>) -> usize {
+        match &scatter.end {
+            ScatterEnd::Reply { reply, used, swallows } => {
+                out.push(reply);
+                self.swallows = *swallows;
+                self.skip();
+                *used
+            }
+            ScatterEnd::Get { resume_at, used } => {
+                for reply in replies {
+                    match reply.strip_suffix(b"END\r\n") {
+                        Some(item) => out.push(item),
+                        None => {
+                            // An error ends the command.
+                            out.push(reply);
+                            self.skip();
+                            return *used;
+                        }
+                    }
+                }
+                self.get_at = *resume_at;
+                0
+            }
+        }
+    }
+}
+
+/// Does what an entry says, if its partition is here. The sender was authenticated.
+pub fn execute<'p>(
+    (partition, task): (usize, Task<'p>),
+    context: &Context<'p>,
+    out: &mut Replies<'p>,
+) -> EntryEnd {
+    let store = context.access.store;
+    if !store.partitions().get(partition).is_some_and(crate::store::partition::Partition::is_here) {
+        return EntryEnd::Elsewhere;
+    }
+    let now_s = context.access.now_s;
+    match task {
+        Task::Request(protocol, bytes) => execute_request(protocol, bytes, context, out),
+        Task::Flush(0) => {
+            store.flush_at(partition, 0);
+            store.flush(partition);
+            EntryEnd::Done
+        }
+        Task::Flush(seconds) => {
+            store.flush_at(partition, now_s.saturating_add(seconds));
+            EntryEnd::Done
+        }
+        Task::CancelFlush => {
+            store.flush_at(partition, 0);
+            EntryEnd::Done
+        }
+        Task::Delete(key) => match context.access.delete(Key::new(key), &Deletion::default()) {
+            Ok(_) => EntryEnd::Done,
+            Err(Refusal::Later | Refusal::Full) => EntryEnd::NoRoom,
+            Err(Refusal::Elsewhere(_)) => EntryEnd::Elsewhere,
+        },
+    }
+}
+
+fn execute_request<'p>(
+    protocol: Protocol,
+    bytes: &'p [u8],
+    context: &Context<'p>,
+    out: &mut Replies<'p>,
+) -> EntryEnd {
+    debug_assert!(out.len() < 2 * REPLIES_MAX, "replies are sent in between");
+    let mut session = Session::trusted(protocol);
+    match session.step(bytes, context, out) {
+        Step::Used(used) if used == bytes.len() => EntryEnd::Done,
+        Step::Elsewhere { .. } => EntryEnd::Elsewhere,
+        Step::NoRoom | Step::Full => EntryEnd::NoRoom,
+        Step::Used(_) | Step::Incomplete(_) | Step::Scatter | Step::Close => EntryEnd::Malformed,
+    }
+}

@@ -1,0 +1,176 @@
+//! Requests that follow one that is forwarded, to be forwarded with it.
+//!
+//! Only usual requests for one key are recognised. What is not waits until those before it are
+//! answered, and is looked at by its session then.
+
+use super::Protocol;
+use crate::protocol::binary::{HEADER_BYTES, RequestHeader, opcode};
+use crate::protocol::{number, words};
+use crate::store::hash_of;
+use crate::store::item::KEY_MAX;
+
+/// A complete request for one key.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Peeked {
+    /// Bytes of the request.
+    pub len: usize,
+    /// The hash of the key.
+    pub hash: u64,
+}
+
+/// The request at the start of the input, if it is a usual one. Values of more than `value_max`
+/// bytes are not usual.
+#[must_use]
+pub fn peek(protocol: Protocol, input: &[u8], value_max: usize) -> Option<Peeked> {
+    match protocol {
+        Protocol::Text => peek_text(input, value_max),
+        Protocol::Binary => peek_binary(input, value_max),
+    }
+}
+
+fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked> {
+    let newline = memchr::memchr(b'\n', input)?;
+    let line = input[..newline].strip_suffix(b"\r").unwrap_or(&input[..newline]);
+    let words = words::split(line);
+    if words.len() < 2 || words.len() >= words::WORDS_MAX || line.contains(&0) {
+        return None;
+    }
+    // The word that is the key, and the one that is the length of a value.
+    let (key, value) = match words[0] {
+        b"get" | b"gets" if words.len() == 2 => (1, None),
+        b"gat" | b"gats" if words.len() == 3 => (2, None),
+        b"delete" | b"incr" | b"decr" | b"touch" | b"mg" | b"md" | b"ma" => (1, None),
+        b"set" | b"add" | b"replace" | b"append" | b"prepend" if (5..=6).contains(&words.len()) => {
+            (1, Some(4))
+        }
+        b"cas" if (6..=7).contains(&words.len()) => (1, Some(4)),
+        b"ms" => (1, Some(2)),
+        _ => return None,
+    };
+    let is_meta = words[0].len() == 2 && words[0][0] == b'm';
+    let flags = if value.is_some() { 3 } else { 2 };
+    let has_binary_key = is_meta && words.iter().skip(flags).any(|flag| flag[0] == b'b');
+    if words[key].len() > KEY_MAX || has_binary_key {
+        return None;
+    }
+    let mut len = newline + 1;
+    if let Some(value) = value {
+        let value_len = number::uint32(words.get(value)?)? as usize;
+        if value_len > value_max {
+            return None;
+        }
+        len += value_len + 2;
+    }
+    (input.len() >= len).then(|| Peeked { len, hash: hash_of(words[key]) })
+}
+
+fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked> {
+    let header = RequestHeader::read(input.first_chunk::<HEADER_BYTES>()?)?;
+    let is_single = !matches!(
+        header.opcode,
+        opcode::QUIT
+            | opcode::QUIT_QUIET
+            | opcode::FLUSH
+            | opcode::FLUSH_QUIET
+            | opcode::NOOP
+            | opcode::VERSION
+            | opcode::STATS
+            | opcode::VERBOSITY
+    ) && header.opcode <= opcode::GET_KEY_TOUCH_QUIET;
+    let start = HEADER_BYTES + header.extras_len;
+    let value_len = header.body_len.checked_sub(header.key_len + header.extras_len)?;
+    if !is_single || !(1..=KEY_MAX).contains(&header.key_len) || value_len > value_max {
+        return None;
+    }
+    let len = HEADER_BYTES + header.body_len;
+    let key = input.get(..len)?.get(start..start + header.key_len)?;
+    Some(Peeked { len, hash: hash_of(key) })
+}
+
+/// Whether a request can be done twice: it only reads.
+#[must_use]
+pub fn is_repeatable(protocol: Protocol, request: &[u8]) -> bool {
+    match protocol {
+        Protocol::Text => request.starts_with(b"get ") || request.starts_with(b"gets "),
+        Protocol::Binary => matches!(
+            request.get(1),
+            Some(&(opcode::GET | opcode::GET_QUIET | opcode::GET_KEY | opcode::GET_KEY_QUIET))
+        ),
+    }
+}
+
+/// What is replied to a request whose server cannot be reached, in its protocol.
+#[must_use]
+pub fn error_reply(protocol: Protocol, request: &[u8], text: &str) -> Vec<u8> {
+    use crate::protocol::binary::{Status, reply_header};
+    if protocol == Protocol::Text {
+        let line = memchr::memchr(b'\n', request).map_or(request, |end| &request[..end]);
+        let line = line.strip_suffix(b"\r").unwrap_or(line);
+        let is_quiet = line.ends_with(b" noreply");
+        return if is_quiet { Vec::new() } else { format!("SERVER_ERROR {text}\r\n").into_bytes() };
+    }
+    let header = request.first_chunk::<HEADER_BYTES>().and_then(RequestHeader::read);
+    header.map_or(Vec::new(), |header| {
+        let head = reply_header(&header, Status::TemporaryFailure, 0, 0, 0, text.len());
+        [&head[..], text.as_bytes()].concat()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(input: &str) -> Option<usize> {
+        peek(Protocol::Text, input.as_bytes(), 100).map(|peeked| {
+            assert_eq!(peeked.hash, hash_of(b"key"), "{input}");
+            peeked.len
+        })
+    }
+
+    #[test]
+    fn usual_requests_are_recognised() {
+        for request in [
+            "get key\r\n",
+            "gets  key\n",
+            "gat 5 key\r\n",
+            "delete key 0\r\n",
+            "incr key 1 noreply\r\n",
+            "touch key 0\r\n",
+            "mg key v O1\r\n",
+            "ms key 3 T0\r\nabc\r\n",
+            "set key 0 0 3\r\nabc\r\n",
+            "cas key 0 0 3 7 noreply\r\nabc\r\n",
+        ] {
+            assert_eq!(text(request), Some(request.len()), "{request}");
+            assert_eq!(text(&request[..request.len() - 1]), None, "{request}");
+        }
+        for request in [
+            "get key key2\r\n",
+            "gat key\r\n",
+            "mg a2V5 b\r\n",
+            "set key 0 0 101\r\n",
+            "set key 0 0 -1\r\n",
+            "set key 0 0\r\n",
+            "mn\r\n",
+            "version\r\n",
+            "\r\n",
+            "get key\0\r\n",
+            "me key\r\n",
+        ] {
+            assert_eq!(text(request), None, "{request}");
+        }
+    }
+
+    #[test]
+    fn binary_requests_are_recognised() {
+        let mut request = vec![0x80, 1, 0, 3, 8, 0, 0, 0, 0, 0, 0, 13];
+        request.extend([0; 12 + 8]);
+        request.extend(b"keyab");
+        let peeked = peek(Protocol::Binary, &request, 2).unwrap();
+        assert_eq!((peeked.len, peeked.hash), (request.len(), hash_of(b"key")));
+        assert_eq!(peek(Protocol::Binary, &request, 1), None);
+        assert_eq!(peek(Protocol::Binary, &request[..request.len() - 1], 2), None);
+        request[1] = opcode::STATS;
+        assert_eq!(peek(Protocol::Binary, &request, 2), None);
+    }
+}

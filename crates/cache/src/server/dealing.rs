@@ -1,0 +1,89 @@
+//! What other threads give to a worker.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::mem;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustix::event::EventfdFlags;
+
+use super::acceptor::Accepted;
+use super::connection::ConnectionReport;
+use super::peers::PeerSocket;
+
+/// What other threads give to a worker.
+#[derive(Debug, Default)]
+pub struct Dealt {
+    /// Connections of clients.
+    pub clients: Vec<Accepted>,
+    /// Connections of other servers.
+    pub peers: Vec<PeerSocket>,
+    /// Connections with other servers, or none with one that cannot be reached.
+    pub links: Vec<(u16, Option<PeerSocket>)>,
+}
+
+/// The part of a worker that other threads use.
+#[derive(Debug)]
+pub struct WorkerHandle {
+    waker: OwnedFd,
+    dealt: Mutex<Dealt>,
+    reports: Mutex<BTreeMap<RawFd, Arc<ConnectionReport>>>,
+}
+
+impl WorkerHandle {
+    /// A handle for a worker that is yet to start.
+    ///
+    /// # Errors
+    /// If the system has no descriptor for it.
+    pub fn new() -> io::Result<Self> {
+        let waker = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { waker, dealt: Mutex::default(), reports: Mutex::default() })
+    }
+
+    /// Wakes the worker. It looks again at where partitions are.
+    pub fn wake(&self) {
+        // The counter can only overflow if the worker has ended.
+        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+    }
+
+    /// Deals a connection to the worker.
+    pub fn deal(&self, accepted: Accepted) {
+        lock(&self.dealt).clients.push(accepted);
+        self.wake();
+    }
+
+    /// Deals a connection of another server to the worker.
+    pub fn deal_peer(&self, socket: PeerSocket) {
+        lock(&self.dealt).peers.push(socket);
+        self.wake();
+    }
+
+    /// Gives the worker a connection with a server, or says that it cannot be reached.
+    pub fn deal_link(&self, server: u16, socket: Option<PeerSocket>) {
+        lock(&self.dealt).links.push((server, socket));
+        self.wake();
+    }
+
+    /// The descriptor that is readable when the worker is to wake.
+    pub fn waker(&self) -> BorrowedFd<'_> {
+        self.waker.as_fd()
+    }
+
+    /// What was given to the worker since it was last looked at.
+    pub fn dealt(&self) -> Dealt {
+        let mut count = [0; 8];
+        // Only the worker reads the counter; without a count there is nothing new.
+        let _ = rustix::io::read(&self.waker, &mut count);
+        mem::take(&mut *lock(&self.dealt))
+    }
+
+    /// The worker's connections, by descriptor.
+    pub fn reports(&self) -> MutexGuard<'_, BTreeMap<RawFd, Arc<ConnectionReport>>> {
+        lock(&self.reports)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

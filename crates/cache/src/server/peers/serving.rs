@@ -1,0 +1,186 @@
+//! Frames of other servers, and their answers.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use super::PeerSocket;
+use super::frame::{self, ANSWER_HEAD_BYTES, AnswerEnd, Frame, REPLY_LEN_BYTES};
+use crate::commands::elsewhere::{self, EntryEnd, Task};
+use crate::commands::{Context, REPLIES_MAX, Replies};
+use crate::server::stream::Stream;
+use crate::store::presence::Presence;
+
+/// A connection of another server that forwards requests.
+#[derive(Debug)]
+pub struct PeerConnection {
+    /// The socket.
+    pub stream: Stream,
+    /// Bytes that have arrived, except during a turn.
+    pub input: Vec<u8>,
+    /// Frames that wait for a partition that is about to leave or to come.
+    waiting: Vec<WaitingFrame>,
+    /// The connection is one of those that are served in this turn.
+    pub is_ready: bool,
+    /// Whether the connection waits to send, not to receive.
+    pub waits_to_send: bool,
+    /// The other server does not keep to the protocol.
+    is_malformed: bool,
+}
+
+/// A frame of which some entries are done.
+#[derive(Debug)]
+struct WaitingFrame {
+    bytes: Vec<u8>,
+    lens: Vec<u32>,
+    done: usize,
+    replies: Vec<u8>,
+}
+
+/// How far a frame was served.
+enum Progress {
+    /// It is to be answered.
+    Ends(AnswerEnd),
+    /// It waits.
+    Waits,
+}
+
+impl AsFd for PeerConnection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+impl PeerConnection {
+    /// A connection that was accepted.
+    pub fn new(socket: PeerSocket) -> Self {
+        Self {
+            stream: socket.into_stream(),
+            input: Vec::new(),
+            waiting: Vec::new(),
+            is_ready: false,
+            waits_to_send: false,
+            is_malformed: false,
+        }
+    }
+
+    /// Receives what has arrived; returns how many bytes.
+    pub fn receive(&mut self) -> u64 {
+        self.input.reserve(frame::LINK_INPUT_BYTES);
+        self.stream.receive(&mut self.input)
+    }
+
+    /// Whether frames wait for a partition.
+    pub fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Serves the frames in `input`, which was taken from this connection, and those that wait;
+    /// returns how many bytes of the input were used.
+    pub fn serve<'p>(&mut self, input: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) -> usize {
+        self.serve_waiting(context, out);
+        let mut at = 0;
+        // What is not served now is when the replies were sent.
+        while out.len() < REPLIES_MAX && !self.is_malformed {
+            match frame::complete_len(&input[at..]) {
+                Ok(Some(len)) => {
+                    self.serve_frame(&input[at..at + len], context, out);
+                    at += len;
+                }
+                Ok(None) => break,
+                Err(frame::Malformed) => self.is_malformed = true,
+            }
+        }
+        at
+    }
+
+    fn serve_frame<'p>(&mut self, bytes: &'p [u8], context: &Context<'p>, out: &mut Replies<'p>) {
+        let Ok(frame) = Frame::read(bytes) else {
+            self.is_malformed = true;
+            return;
+        };
+        let start = out.mark();
+        let head_len = ANSWER_HEAD_BYTES + frame.entries.len() * REPLY_LEN_BYTES;
+        let buffer = out.buffer();
+        buffer.resize(buffer.len() + head_len, 0);
+        let mut lens = vec![0; frame.entries.len()];
+        let mut done = 0;
+        match serve_entries(&frame.entries, &mut done, &mut lens, context, out) {
+            Progress::Ends(end) => {
+                let replies = out.len_since(start) - head_len;
+                out.overwrite(start, &frame::answer_head(frame.number, done, end, &lens, replies));
+            }
+            Progress::Waits => {
+                // The frame is kept with what it was replied so far.
+                let replies = out.bytes_since(start).split_off(head_len);
+                out.truncate(start);
+                self.waiting.push(WaitingFrame { bytes: bytes.to_vec(), lens, done, replies });
+            }
+        }
+    }
+
+    fn serve_waiting<'p>(&mut self, context: &Context<'p>, out: &mut Replies<'p>) {
+        self.waiting.retain_mut(|WaitingFrame { bytes, lens, done, replies }| {
+            let Ok(frame) = Frame::read(bytes) else { return false };
+            let mut more = Replies::new(Vec::new());
+            let progress = serve_entries(&frame.entries, done, lens, context, &mut more);
+            for part in more.parts() {
+                replies.extend_from_slice(part);
+            }
+            let Progress::Ends(end) = progress else { return true };
+            out.push(&frame::answer_head(frame.number, *done, end, lens, replies.len()));
+            out.push(replies);
+            false
+        });
+    }
+
+    /// Whether the connection is to be closed.
+    pub fn is_over(&self) -> bool {
+        self.is_malformed || self.stream.is_ended
+    }
+
+    /// Whether a complete frame is in the input.
+    pub fn has_frame(&self) -> bool {
+        frame::complete_len(&self.input).is_ok_and(|len| len.is_some())
+    }
+}
+
+/// Serves entries from the first one that is not done on.
+fn serve_entries<'p>(
+    entries: &[(usize, Task<'p>)],
+    done: &mut usize,
+    lens: &mut [u32],
+    context: &Context<'p>,
+    out: &mut Replies<'p>,
+) -> Progress {
+    let first = out.mark();
+    for (at, entry) in entries.iter().enumerate().skip(*done) {
+        if out.len_since(first) >= REPLIES_MAX {
+            return Progress::Ends(AnswerEnd::Again);
+        }
+        let mark = out.mark();
+        match elsewhere::execute(*entry, context, out) {
+            EntryEnd::Done => {
+                lens[at] = u32::try_from(out.len_since(mark)).expect("replies are shorter");
+                *done += 1;
+            }
+            EntryEnd::Elsewhere => {
+                out.truncate(mark);
+                let Some(partition) = context.access.store.partitions().get(entry.0) else {
+                    return Progress::Ends(AnswerEnd::Malformed);
+                };
+                return match partition.presence() {
+                    Presence::Elsewhere(place) => Progress::Ends(AnswerEnd::Moved(entry.0, place)),
+                    Presence::Here | Presence::Leaving | Presence::Unknown => Progress::Waits,
+                };
+            }
+            EntryEnd::NoRoom => {
+                out.truncate(mark);
+                return Progress::Waits;
+            }
+            EntryEnd::Malformed => {
+                out.truncate(mark);
+                return Progress::Ends(AnswerEnd::Malformed);
+            }
+        }
+    }
+    Progress::Ends(AnswerEnd::Done)
+}

@@ -1,0 +1,268 @@
+//! A socket, with its encryption and the bytes that it has not yet taken.
+
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use aquifer_fabric::handshake::secure::RecordCipher;
+use rustix::buffer::spare_capacity;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use smallvec::SmallVec;
+
+use super::tls::TlsStream;
+
+/// Parts of a message that the kernel takes at a time.
+const PARTS_MAX: usize = 1024;
+/// Encrypted bytes of a peer that are received at a time.
+const SEALED_BYTES: usize = 64 << 10;
+
+/// How a connection is encrypted.
+#[derive(Debug)]
+pub enum Security {
+    /// Not at all.
+    Plain,
+    /// By TLS, for clients.
+    Tls(Box<TlsStream>),
+    /// By the cluster's handshake, for other servers.
+    Peer(Box<PeerCipher>),
+}
+
+/// The state of a connection with another server.
+#[derive(Debug)]
+pub struct PeerCipher {
+    cipher: RecordCipher,
+    received: Vec<u8>,
+    to_send: Vec<u8>,
+}
+
+impl PeerCipher {
+    /// The state after the handshake.
+    pub fn new(cipher: RecordCipher) -> Self {
+        Self { cipher, received: Vec::new(), to_send: Vec::new() }
+    }
+
+    fn receive(&mut self, socket: BorrowedFd<'_>, bytes: &mut Vec<u8>) -> io::Result<bool> {
+        self.received.reserve(SEALED_BYTES);
+        let received = rustix::io::retry_on_intr(|| {
+            rustix::net::recv(socket, spare_capacity(&mut self.received), RecvFlags::empty())
+        });
+        match received {
+            Ok((0, _)) => return Ok(false),
+            Ok(_) => {}
+            Err(Errno::AGAIN) => return Ok(true),
+            Err(error) => return Err(error.into()),
+        }
+        let used = self.cipher.decrypt(&self.received, bytes).map_err(io::Error::other)?;
+        self.received.drain(..used);
+        Ok(true)
+    }
+
+    fn flush(&mut self, socket: BorrowedFd<'_>) -> io::Result<()> {
+        let sent =
+            rustix::io::retry_on_intr(|| rustix::net::send(socket, &self.to_send, SendFlags::NOSIGNAL));
+        match sent {
+            Ok(sent) => {
+                self.to_send.drain(..sent);
+                Ok(())
+            }
+            Err(Errno::AGAIN) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// A non-blocking socket.
+#[derive(Debug)]
+pub struct Stream {
+    socket: OwnedFd,
+    security: Security,
+    /// Bytes that the socket did not take, and how much of them was sent since.
+    backlog: Vec<u8>,
+    backlog_sent: usize,
+    /// No more bytes come from the other end.
+    pub is_ended: bool,
+    /// The connection has failed: what waits to be sent will not be.
+    pub is_broken: bool,
+    /// More bytes may have been decrypted than there was room for.
+    has_decrypted: bool,
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Stream {
+    /// A stream on this socket.
+    pub fn new(socket: OwnedFd, security: Security) -> Self {
+        Self {
+            socket,
+            security,
+            backlog: Vec::new(),
+            backlog_sent: 0,
+            is_ended: false,
+            is_broken: false,
+            has_decrypted: false,
+        }
+    }
+
+    /// Receives what has arrived, and appends it to `bytes`; returns how many bytes. Clients fill
+    /// at most the capacity.
+    pub fn receive(&mut self, bytes: &mut Vec<u8>) -> u64 {
+        let before = bytes.len();
+        let received = match &mut self.security {
+            Security::Plain => return self.receive_plain(bytes),
+            Security::Tls(tls) => {
+                let received = tls.receive(self.socket.as_fd(), bytes);
+                // More may be decrypted than there was room for, and no event will say so.
+                self.has_decrypted = bytes.len() == bytes.capacity();
+                received
+            }
+            Security::Peer(peer) => peer.receive(self.socket.as_fd(), bytes),
+        };
+        match received {
+            Ok(is_open) => self.is_ended |= !is_open,
+            Err(_) => self.fail(),
+        }
+        (bytes.len() - before) as u64
+    }
+
+    fn receive_plain(&mut self, bytes: &mut Vec<u8>) -> u64 {
+        let received = rustix::io::retry_on_intr(|| {
+            rustix::net::recv(&self.socket, spare_capacity(bytes), RecvFlags::empty())
+        });
+        match received {
+            Ok((received, _)) => {
+                self.is_ended |= received == 0;
+                received as u64
+            }
+            Err(Errno::AGAIN) => 0,
+            Err(_) => {
+                self.is_ended = true;
+                bytes.clear();
+                0
+            }
+        }
+    }
+
+    /// Sends parts; returns how many bytes were sent. What the socket does not take is kept.
+    pub fn send(&mut self, parts: &[&[u8]]) -> u64 {
+        debug_assert!(!self.has_backlog());
+        let len: usize = parts.iter().map(|part| part.len()).sum();
+        if len == 0 || self.is_broken {
+            return 0;
+        }
+        let sent = match &mut self.security {
+            Security::Plain => {
+                let sent = self.send_parts(parts);
+                if sent < len && !self.is_broken {
+                    self.backlog = rest_of(parts, sent);
+                    self.backlog_sent = 0;
+                }
+                return sent as u64;
+            }
+            Security::Tls(tls) => tls.send(self.socket.as_fd(), parts),
+            Security::Peer(peer) => {
+                for part in parts {
+                    peer.cipher.encrypt(part, &mut peer.to_send);
+                }
+                peer.flush(self.socket.as_fd())
+            }
+        };
+        if sent.is_err() {
+            self.fail();
+        }
+        len as u64
+    }
+
+    /// Sends what the socket did not take before; returns how many bytes were sent.
+    pub fn send_backlog(&mut self) -> u64 {
+        let sent = match &mut self.security {
+            Security::Plain => return self.send_plain_backlog(),
+            Security::Tls(tls) => tls.flush(self.socket.as_fd()),
+            Security::Peer(peer) => peer.flush(self.socket.as_fd()),
+        };
+        if sent.is_err() {
+            self.fail();
+        }
+        0
+    }
+
+    fn send_plain_backlog(&mut self) -> u64 {
+        if self.backlog.is_empty() {
+            return 0;
+        }
+        let backlog = std::mem::take(&mut self.backlog);
+        let sent = self.send_parts(&[&backlog[self.backlog_sent..]]);
+        self.backlog_sent += sent;
+        if self.backlog_sent < backlog.len() && !self.is_broken {
+            self.backlog = backlog;
+        }
+        sent as u64
+    }
+
+    fn send_parts(&mut self, parts: &[&[u8]]) -> usize {
+        let sent = if let [part] = parts {
+            rustix::io::retry_on_intr(|| rustix::net::send(&self.socket, part, SendFlags::NOSIGNAL))
+        } else {
+            let slices: SmallVec<[IoSlice<'_>; 8]> =
+                parts.iter().take(PARTS_MAX).map(|part| IoSlice::new(part)).collect();
+            rustix::io::retry_on_intr(|| rustix::io::writev(&self.socket, &slices))
+        };
+        match sent {
+            Ok(sent) => sent,
+            Err(Errno::AGAIN) => 0,
+            Err(_) => {
+                self.fail();
+                0
+            }
+        }
+    }
+
+    fn fail(&mut self) {
+        self.is_ended = true;
+        self.is_broken = true;
+    }
+
+    /// Whether bytes wait until the socket takes them.
+    pub fn has_backlog(&self) -> bool {
+        if self.is_broken {
+            return false;
+        }
+        match &self.security {
+            Security::Plain => !self.backlog.is_empty(),
+            Security::Tls(tls) => tls.has_backlog(),
+            Security::Peer(peer) => !peer.to_send.is_empty(),
+        }
+    }
+
+    /// Whether bytes can be received without an event of the socket.
+    pub fn has_decrypted(&self) -> bool {
+        self.has_decrypted && !self.is_ended
+    }
+}
+
+/// What is left of parts after some bytes were sent.
+fn rest_of(parts: &[&[u8]], mut sent: usize) -> Vec<u8> {
+    let mut rest = Vec::new();
+    for part in parts {
+        let skipped = sent.min(part.len());
+        sent -= skipped;
+        rest.extend_from_slice(&part[skipped..]);
+    }
+    rest
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_not_sent_is_left() {
+        let parts = [&b"abc"[..], b"", b"defg"];
+        for sent in 0..=7 {
+            assert_eq!(rest_of(&parts, sent), &b"abcdefg"[sent..]);
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Where a partition is: on this server or on another one.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const KIND_MASK: u64 = 3;
+const SERVER_SHIFT: u32 = 2;
+const GENERATION_SHIFT: u32 = 18;
+
+/// A server of the cluster that has a partition.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Place {
+    /// The number of the server.
+    pub server: u16,
+    /// The generation since which it has the partition, below 2^46.
+    pub generation: u64,
+}
+
+/// Where a partition is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Presence {
+    /// Here: requests are served.
+    Here,
+    /// Here, and about to leave: requests wait.
+    Leaving,
+    /// On another server: requests are forwarded.
+    Elsewhere(Place),
+    /// On no server that is known: requests wait.
+    Unknown,
+}
+
+/// A presence that threads look at while another one changes it.
+#[derive(Debug)]
+pub(super) struct PresenceCell(AtomicU64);
+
+impl PresenceCell {
+    pub(super) const fn here() -> Self {
+        Self(AtomicU64::new(0))
+    }
+
+    #[inline]
+    pub(super) fn is_here(&self) -> bool {
+        self.0.load(Ordering::Acquire) == 0
+    }
+
+    #[inline]
+    pub(super) fn get(&self) -> Presence {
+        let word = self.0.load(Ordering::Acquire);
+        match word & KIND_MASK {
+            0 => Presence::Here,
+            1 => Presence::Leaving,
+            2 => Presence::Elsewhere(Place {
+                server: u16::try_from(word >> SERVER_SHIFT & u64::from(u16::MAX)).expect("16 bits"),
+                generation: word >> GENERATION_SHIFT,
+            }),
+            _ => Presence::Unknown,
+        }
+    }
+
+    pub(super) fn set(&self, presence: Presence) {
+        self.0.store(word_of(presence), Ordering::Release);
+    }
+
+    /// Notes a place that is newer than what is known; returns whether it was.
+    pub(super) fn learn(&self, place: Place) -> bool {
+        loop {
+            let known = self.get();
+            let is_newer = match known {
+                Presence::Here | Presence::Leaving => false,
+                Presence::Elsewhere(known) => place.generation > known.generation,
+                Presence::Unknown => true,
+            };
+            if !is_newer {
+                return false;
+            }
+            let (old, new) = (word_of(known), word_of(Presence::Elsewhere(place)));
+            if self.0.compare_exchange(old, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return true;
+            }
+        }
+    }
+}
+
+fn word_of(presence: Presence) -> u64 {
+    match presence {
+        Presence::Here => 0,
+        Presence::Leaving => 1,
+        Presence::Elsewhere(Place { server, generation }) => {
+            2 | u64::from(server) << SERVER_SHIFT | generation << GENERATION_SHIFT
+        }
+        Presence::Unknown => 3,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_newer_places_are_learnt() {
+        let cell = PresenceCell::here();
+        let place = |server, generation| Place { server, generation };
+        assert!(!cell.learn(place(1, 9)), "what is here is not forgotten");
+        for presence in [
+            Presence::Here,
+            Presence::Leaving,
+            Presence::Unknown,
+            Presence::Elsewhere(place(65_535, 1 << 45)),
+        ] {
+            cell.set(presence);
+            assert_eq!(cell.get(), presence);
+        }
+        cell.set(Presence::Unknown);
+        assert!(cell.learn(place(1, 5)) && !cell.learn(place(2, 5)) && cell.learn(place(2, 6)));
+        assert_eq!(cell.get(), Presence::Elsewhere(place(2, 6)));
+    }
+}
