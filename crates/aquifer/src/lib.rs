@@ -50,7 +50,7 @@ pub fn main() -> ExitCode {
             state(&cli.state).and_then(|state| cluster::segment(&state, &arguments))
         }
         Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
-        Command::Cache(arguments) => cache::cache(&arguments),
+        Command::Cache(arguments) => cache::cache(cli.state.as_deref(), &arguments),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),

@@ -26,6 +26,8 @@ macro_rules! counters {
         #[repr(align(128))]
         pub struct Counters {
             $($(#[$about])* pub $name: Counter,)*
+            /// Requests for the keys of each partition.
+            requests: Box<[Counter]>,
         }
 
         /// Sums of the counters of all threads.
@@ -47,6 +49,29 @@ macro_rules! counters {
             }
         }
     };
+}
+
+impl Counters {
+    /// Counters for a store with this many partitions.
+    #[must_use]
+    pub fn new(partitions: usize) -> Self {
+        let requests = (0..partitions).map(|_| Counter::default()).collect();
+        Self { requests, ..Self::default() }
+    }
+
+    /// Counts a request for a key of a partition.
+    #[inline]
+    pub fn count_request(&self, partition: usize) {
+        if let Some(requests) = self.requests.get(partition) {
+            requests.add(1);
+        }
+    }
+
+    /// How many requests there were for the keys of a partition.
+    #[must_use]
+    pub fn requests(&self, partition: usize) -> u64 {
+        self.requests.get(partition).map_or(0, Counter::get)
+    }
 }
 
 counters! {

@@ -4,7 +4,6 @@
 //! and numbers, [`commands`] reads requests and writes replies, and [`server`] has the connections.
 
 pub mod clock;
-pub mod cluster;
 pub mod commands;
 pub mod counters;
 pub mod operations;

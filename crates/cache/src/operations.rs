@@ -200,8 +200,15 @@ impl<'p> Access<'p> {
         if let Err(Absent::Elsewhere(partition)) = found {
             return Err(Refusal::Elsewhere(partition));
         }
+        self.count_request(key);
         self.count_get(&found);
         Ok(found.ok())
+    }
+
+    /// Counts a request for the load of its partition.
+    #[inline]
+    pub fn count_request(&self, key: Key<'_>) {
+        self.counters.count_request(self.store.partition_number(key.hash));
     }
 
     /// Counts a read.
@@ -226,6 +233,7 @@ impl<'p> Access<'p> {
             touched = item.copied();
             item.map_or(Change::Keep, |item| Change::Put(Put { expires_s, is_fetched: true, ..same(item) }))
         })?;
+        self.count_request(key);
         self.counters.cmd_touch.add(1);
         let counter = if touched.is_some() { &self.counters.touch_hits } else { &self.counters.touch_misses };
         counter.add(1);
@@ -250,6 +258,7 @@ impl<'p> Access<'p> {
             *stored = cas;
             self.counters.total_items.add(1);
         }
+        self.count_request(key);
         self.counters.cmd_set.add(1);
         if mode == StoreMode::Cas {
             let counter = match outcome {
@@ -327,6 +336,7 @@ impl<'p> Access<'p> {
             }
             Change::Put(kept)
         })?;
+        self.count_request(key);
         match outcome {
             Deleted::Deleted if how.invalidates => {}
             Deleted::Deleted => self.counters.delete_hits.add(1),
@@ -352,6 +362,7 @@ impl<'p> Access<'p> {
         if let Counted::Value { cas: stored, .. } = &mut outcome {
             *stored = cas;
         }
+        self.count_request(key);
         let (hits, misses) = if how.is_increment {
             (&self.counters.incr_hits, &self.counters.incr_misses)
         } else {

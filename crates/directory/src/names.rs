@@ -34,6 +34,8 @@ pub const SEGMENT_RANGES: &str = "segment-ranges/";
 pub const SEGMENT_COPIES: &str = "segment-copies/";
 /// Prefix of the keys of segments.
 pub const SEGMENTS: &str = "segments/";
+/// Prefix of the keys of caches: their settings, servers and partitions.
+pub const CACHES: &str = "caches/";
 /// Prefix of the keys with the memory that nodes are requested to lend.
 pub const REQUESTED_MEMORY: &str = "wanted/";
 /// The key of the host number at which the next search for a free number starts.

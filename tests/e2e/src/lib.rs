@@ -26,7 +26,6 @@ pub mod build;
 pub mod checked;
 pub mod cluster;
 pub mod compare;
-pub mod eventually;
 pub mod network;
 pub mod postgres;
 pub mod processes;
@@ -38,7 +37,7 @@ pub mod shared_cluster;
 pub mod steps;
 pub mod swap;
 
+pub use aquifer_tests_support::eventually::{self, eventually};
 pub use cluster::Cluster;
 pub use compare::{Case, compare};
-pub use eventually::eventually;
 pub use shared_cluster::SharedCluster;

@@ -1,6 +1,7 @@
 //! Shared parts of the tests of several crates.
 //!
 //! - [`etcd`]: a real etcd of one or more members, which can be killed and restarted.
+//! - [`eventually`]: waits for a condition.
 //! - [`mod@golden`]: golden files, which fix the bytes of a format.
 //! - [`openmetrics`]: fetches the metrics of a daemon, and reads them strictly.
 //! - [`relay`]: a TCP relay that delays, stops and cuts connections.
@@ -8,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod etcd;
+pub mod eventually;
 pub mod golden;
 pub mod openmetrics;
 pub mod relay;

@@ -33,7 +33,7 @@ const PURE: [&str; 18] = [
 ];
 /// Polling loops that sleep between two polls. Each has a deadline and waits for a condition.
 const MAY_SLEEP: [&str; 3] = [
-    "tests/e2e/src/eventually.rs",       // polls a condition
+    "tests/support/src/eventually.rs",   // polls a condition
     "tests/e2e/programs/redis_check.py", // polls for the end of BGSAVE
     "tests/tidy/",                       // names what is banned
 ];

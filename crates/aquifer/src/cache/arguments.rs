@@ -5,9 +5,11 @@ use std::path::PathBuf;
 
 use aquifer_cache::commands::Protocol;
 use aquifer_cache::server::TlsFiles;
-use clap::{Args, ValueEnum};
+use clap::{Args, Subcommand, ValueEnum};
 
 use aquifer_ipc::size;
+
+use crate::settings::DirectorySettings;
 
 /// memcached's port.
 const PORT: u16 = 11211;
@@ -17,6 +19,7 @@ const ITEM_SIZE_MAX: u64 = 1 << 30;
 
 /// Arguments of `aquifer cache`.
 #[derive(Args, Clone, Debug)]
+#[command(args_conflicts_with_subcommands = true)]
 pub struct CacheArguments {
     /// TCP port; 0 for none [default: 11211, or none with -s]
     #[arg(short, long, value_name = "PORT")]
@@ -109,6 +112,85 @@ pub struct CacheArguments {
     /// Log connections
     #[arg(short, long, action = clap::ArgAction::Count)]
     pub verbose: u8,
+    /// The cluster of caches, if this server is one of several.
+    #[command(flatten)]
+    pub cluster: ClusterChoice,
+    /// With --directory: address and port at which other servers of the cache reach this one; they
+    /// must have the cluster key [default: 127.0.0.1, any port]
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = parse_address, requires = "address")]
+    pub peer_listen: Option<ListenAt>,
+    /// With --directory: address at which other servers reach this one, if it is not the one of
+    /// --peer-listen
+    #[arg(long, value_name = "ADDRESS", requires = "address")]
+    pub advertise: Option<IpAddr>,
+    /// With --directory: encrypt requests and partitions on their way between servers; false
+    /// permits plain traffic with servers that want it too [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true", requires = "address")]
+    pub encrypt: Option<bool>,
+    /// What to do with a cache of several servers.
+    #[command(subcommand)]
+    pub command: Option<CacheCommand>,
+}
+
+/// Which cache of several servers is meant.
+#[derive(Args, Clone, Debug)]
+pub struct ClusterChoice {
+    /// The directory of the cluster.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
+    /// The name of the cache: servers with the same directory and name are one cache
+    #[arg(long, value_name = "NAME", default_value = "main", value_parser = parse_name)]
+    pub name: String,
+    /// File with the cluster key [default: cluster.key in the state folder]
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+}
+
+/// What `aquifer cache` does with a cache of several servers.
+#[derive(Subcommand, Clone, Debug)]
+pub enum CacheCommand {
+    /// Show the servers of a cache, their partitions and their load
+    Status {
+        /// The cache.
+        #[command(flatten)]
+        cluster: ClusterChoice,
+        /// Print JSON, with all partitions
+        #[arg(long)]
+        json: bool,
+    },
+    /// Move a partition to another server, while it is used
+    Move {
+        /// The cache.
+        #[command(flatten)]
+        cluster: ClusterChoice,
+        /// The number of the partition
+        #[arg(value_name = "PARTITION")]
+        partition: usize,
+        /// The number of the server that is to have it
+        #[arg(value_name = "SERVER")]
+        to: u16,
+    },
+    /// Move partitions now, so that all servers have about the same load. Servers do so by
+    /// themselves, but a few partitions at a time
+    Balance {
+        /// The cache.
+        #[command(flatten)]
+        cluster: ClusterChoice,
+    },
+    /// Move all partitions away from a server, and wait until it has none: then it can be stopped
+    /// without a loss
+    Drain {
+        /// The cache.
+        #[command(flatten)]
+        cluster: ClusterChoice,
+        /// The number of the server
+        #[arg(value_name = "SERVER")]
+        server: u16,
+        /// Let the server have partitions again
+        #[arg(long)]
+        undo: bool,
+    },
 }
 
 /// The name of a protocol.
@@ -157,6 +239,13 @@ pub struct ListenAt {
     port: Option<u16>,
     /// Connections are not encrypted even with -Z.
     pub is_plain: bool,
+}
+
+impl ListenAt {
+    /// The address, with any port if none is given.
+    pub fn with_any_port(self) -> SocketAddr {
+        SocketAddr::new(self.ip, self.port.unwrap_or(0))
+    }
 }
 
 impl CacheArguments {
@@ -244,6 +333,15 @@ fn parse_ip(text: &str) -> Result<(IpAddr, Option<u16>), String> {
     let mut found = std::net::ToSocketAddrs::to_socket_addrs(&(host, 0))
         .map_err(|error| format!("the address of \"{host}\" cannot be found: {error}"))?;
     found.next().map(|address| (address.ip(), port)).ok_or_else(|| format!("\"{host}\" has no address"))
+}
+
+fn parse_name(text: &str) -> Result<String, String> {
+    let is_valid = (1..=64).contains(&text.len())
+        && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+    if is_valid {
+        return Ok(text.to_owned());
+    }
+    Err("write up to 64 of a-z, A-Z, 0-9, dots, dashes and underscores".to_owned())
 }
 
 fn parse_octal(text: &str) -> Result<u32, String> {

@@ -1,14 +1,18 @@
 //! `aquifer cache`: a server that speaks memcached's protocols.
 
 mod arguments;
+mod cluster;
+mod operate;
 mod process;
 
 use std::error::Error;
+use std::path::Path;
 use std::process::ExitCode;
 
 use aquifer_cache::commands::Tokens;
 use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerOptions, TlsSettings};
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache_cluster::ClusterServer;
 use rustix::net::SocketType;
 use rustix::process::Signal;
 
@@ -16,6 +20,7 @@ use crate::Outcome;
 use crate::cluster::signals::StopSignal;
 use crate::cluster::systemd;
 use crate::say::log_to_stderr;
+use crate::state::StateDir;
 
 pub use arguments::CacheArguments;
 
@@ -26,7 +31,11 @@ const LOGS_CONNECTIONS: u8 = 1;
 ///
 /// # Errors
 /// If it cannot serve.
-pub fn cache(arguments: &CacheArguments) -> Outcome {
+pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
+    if let Some(command) = &arguments.command {
+        return operate::operate(&StateDir::locate(state)?, command);
+    }
+    cluster::check(arguments)?;
     let options = options(arguments)?;
     let listeners = &options.listeners;
     let addresses: Vec<_> = listeners.iter().map(|listener| listener.address().to_string()).collect();
@@ -44,10 +53,7 @@ pub fn cache(arguments: &CacheArguments) -> Outcome {
     log_to_stderr();
     warn_if_open(&options);
     let mut stop = StopSignal::install_with(&[Signal::USR1])?;
-    let server = Server::start(options).map_err(|error| match &arguments.memory_file {
-        Some(path) => format!("cannot serve from {}: {error}", path.display()),
-        None => format!("cannot serve: {error}"),
-    })?;
+    let server = Running::start(state, arguments, options)?;
     if arguments.lock_memory {
         process::lock_memory()?;
     }
@@ -59,6 +65,36 @@ pub fn cache(arguments: &CacheArguments) -> Outcome {
     server.stop();
     drop(pid_file);
     Ok(ExitCode::SUCCESS)
+}
+
+/// A server that runs, on its own or as one of several.
+enum Running {
+    Alone(Server),
+    InCluster(ClusterServer),
+}
+
+impl Running {
+    fn start(
+        state: Option<&Path>,
+        arguments: &CacheArguments,
+        options: ServerOptions,
+    ) -> Result<Self, Box<dyn Error>> {
+        if arguments.cluster.directory.address.is_some() {
+            return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));
+        }
+        let server = Server::start(options).map_err(|error| match &arguments.memory_file {
+            Some(path) => format!("cannot serve from {}: {error}", path.display()),
+            None => format!("cannot serve: {error}"),
+        })?;
+        Ok(Self::Alone(server))
+    }
+
+    fn stop(self) {
+        match self {
+            Self::Alone(server) => server.stop(),
+            Self::InCluster(server) => server.stop(),
+        }
+    }
 }
 
 /// Warns if clients of other machines are served without a proof.

@@ -12,7 +12,7 @@ pub mod key;
 mod launch;
 mod lend;
 mod limit;
-mod location;
+pub mod location;
 mod lock;
 mod segment;
 mod serve;

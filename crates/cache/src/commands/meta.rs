@@ -165,6 +165,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
     if !access.store.is_here(key.hash) {
         return refused(Refusal::Elsewhere(access.store.partition_number(key.hash)), context, out, false, 0);
     }
+    access.count_request(key);
     access.counters.cmd_meta.add(1);
     if parsed.opaque_is_too_long {
         return refuse_opaque(words, &parsed, flags, context, out);

@@ -147,7 +147,7 @@ impl Server {
             clock: seconds.map_or_else(Clock::start, |(now_s, unix_s)| Clock::resume(now_s, unix_s)),
             started: Instant::now(),
             completes: options.memory_file.is_some().then_some(options.store),
-            counters: (0..threads).map(|_| Counters::default()).collect(),
+            counters: (0..threads).map(|_| Counters::new(options.store.partitions)).collect(),
             item_size_max: options.item_size_max,
             requests_per_turn: if options.requests_per_turn == 0 {
                 usize::MAX
@@ -241,6 +241,13 @@ impl ServerHandle {
     #[must_use]
     pub fn now_s(&self) -> u32 {
         self.common.clock.now_s()
+    }
+
+    /// How many requests each partition has had.
+    #[must_use]
+    pub fn partition_requests(&self) -> Vec<u64> {
+        let sums = |partition| self.common.counters.iter().map(|counters| counters.requests(partition)).sum();
+        (0..self.common.store.partitions().len()).map(sums).collect()
     }
 
     /// The threads that serve connections.

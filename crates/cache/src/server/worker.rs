@@ -5,6 +5,7 @@ use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
@@ -30,6 +31,8 @@ const BUFFERS_MAX: usize = 64;
 const REPLY_BUFFER_MAX: usize = 64 << 10;
 /// After so long a request is looked at again that waits for a partition, if nothing is said.
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// Pause of a server that may not serve at present.
+const FENCED_PAUSE: Duration = Duration::from_millis(20);
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// What an event of the epoll is about.
@@ -324,6 +327,11 @@ impl Worker {
 
     /// Serves the connections that are ready, and sends their replies.
     fn turn(&mut self) {
+        if !self.common.connector.may_serve() {
+            // What is ready stays so.
+            std::thread::sleep(FENCED_PAUSE);
+            return;
+        }
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
             self.serve();
         }
@@ -384,8 +392,14 @@ impl Worker {
             }
             served.push(Served { number: *number, used, replies });
         }
+        // A turn may have lasted longer than the lease.
+        let may_send = common.connector.may_serve();
         for Served { number, replies, .. } in &served {
             if let Some(connection) = &mut self.connections[*number]
+                && !may_send
+            {
+                connection.stream.is_broken = true;
+            } else if let Some(connection) = &mut self.connections[*number]
                 && !connection.stream.has_backlog()
             {
                 counters.bytes_written.add(connection.send(replies));
@@ -420,7 +434,11 @@ impl Worker {
                 && !peer.stream.has_backlog()
             {
                 used = peer.serve(input, context, &mut replies);
-                peer.stream.send(&replies.parts());
+                if self.common.connector.may_serve() {
+                    peer.stream.send(&replies.parts());
+                } else {
+                    peer.stream.is_ended = true;
+                }
             }
             self.keep_reply_buffer(replies.into_buffer());
             served.push((*number, used));

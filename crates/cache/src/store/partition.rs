@@ -220,13 +220,14 @@ impl Partition {
     /// Loads the bucket of a key.
     #[inline]
     pub fn preload_bucket(&self, hash: u64) -> u64 {
-        self.index.preload(hash)
+        if self.is_here() { self.index.preload(hash) } else { 0 }
     }
 
     /// Loads the start of the item that a key probably has.
     #[inline]
     pub fn preload_item(&self, _pin: &Pin<'_>, hash: u64) -> u8 {
-        self.index.guess(hash).map_or(0, |location| {
+        let guess = if self.is_here() { self.index.guess(hash) } else { None };
+        guess.map_or(0, |location| {
             let start = self.layout.run(location.run) + location.offset as usize;
             // SAFETY: the location was published a moment ago, so it is that of an item, which is
             // not changed, and whose run is not freed while an epoch is pinned.

@@ -42,6 +42,11 @@ pub trait Connector: fmt::Debug + Send + Sync {
     /// Begins to connect with a server. The outcome is given to the worker by
     /// [`WorkerHandle::deal_link`].
     fn connect(&self, server: u16, worker: Arc<WorkerHandle>);
+
+    /// Whether this server may serve: its lease lasts.
+    fn may_serve(&self) -> bool {
+        true
+    }
 }
 
 /// A server on its own connects with no other.

@@ -133,8 +133,8 @@ impl Elsewhere {
         self.parked_s.is_some_and(|since| context.access.now_s.saturating_sub(since) > PATIENCE_S)
     }
 
-    /// Forwards the request of `len` bytes at the start of the input, and usual ones that follow for
-    /// the same server.
+    /// Forwards the request of `len` bytes at the start of the input, and usual ones after it that
+    /// are for the same server.
     #[expect(clippy::too_many_arguments, reason = "the parts of a connection")]
     pub fn forward<'p>(
         &mut self,

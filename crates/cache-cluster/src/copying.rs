@@ -6,12 +6,12 @@
 
 use std::collections::BTreeMap;
 
-use crate::store::index::{BUCKET_BYTES, IndexState};
-use crate::store::layout::{Layout, RUN_ENTRY_BYTES};
-use crate::store::memory::PAGE_BYTES;
-use crate::store::partition::{Departure, Partition};
-use crate::store::runs::RunState;
-use crate::store::slot::RUN_BYTES;
+use aquifer_cache::store::index::{BUCKET_BYTES, IndexState};
+use aquifer_cache::store::layout::{Layout, RUN_ENTRY_BYTES};
+use aquifer_cache::store::memory::PAGE_BYTES;
+use aquifer_cache::store::partition::{Departure, Partition};
+use aquifer_cache::store::runs::RunState;
+use aquifer_cache::store::slot::RUN_BYTES;
 
 /// Bytes that are copied by one READ.
 pub const PIECE_BYTES: usize = 256 << 10;
@@ -222,10 +222,10 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::store::item::States;
-    use crate::store::partition::{Cas, Change, Put};
-    use crate::store::presence::{Place, Presence};
-    use crate::store::{Key, Store, StoreOptions};
+    use aquifer_cache::store::item::States;
+    use aquifer_cache::store::partition::{Cas, Change, Put};
+    use aquifer_cache::store::presence::{Place, Presence};
+    use aquifer_cache::store::{Key, Store, StoreOptions};
 
     /// Reads the memory of a partition of the same process.
     pub struct Local {

@@ -1,0 +1,282 @@
+//! Follows the directory: which servers there are, and which has a partition. Claims partitions
+//! that none has.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use aquifer_cache::store::presence::{Place, Presence};
+use aquifer_directory::names::decode;
+use aquifer_directory::{DirectoryEntry, DirectoryError, FailureLog, WatchEvent, WatchEventKind};
+use aquifer_segments::ownership::{Holder, Holding, Life};
+
+use crate::lease::KeptLease;
+use crate::member::{Member, SeatState};
+use crate::placement::claimant;
+use crate::records::{CacheKey, Claim, ServerRecord};
+
+/// Longest wait for a change.
+const TICK: Duration = Duration::from_millis(100);
+/// A partition that its claimant has not claimed for so long is claimed by any server.
+const CLAIM_TIME: Duration = Duration::from_secs(1);
+/// Pause before the directory is listed again that did not answer.
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The thread that follows the directory.
+#[derive(Debug)]
+pub(crate) struct Watcher {
+    pub member: Arc<Member>,
+    pub lease: KeptLease,
+    /// Since when each partition that no server has is seen so.
+    pub lost_since: BTreeMap<usize, Instant>,
+}
+
+impl Watcher {
+    /// Follows until the server stops. Then ends the lease.
+    pub fn run(mut self) {
+        let mut failures = FailureLog::default();
+        while !self.member.stops.load(Ordering::Acquire) {
+            if self.lease.is_lost() {
+                self.begin_anew();
+            }
+            if let Err(error) = self.follow() {
+                if let Some(failures) = failures.record(Instant::now()) {
+                    tracing::warn!(%error, failures, "the directory cannot be followed");
+                }
+                std::thread::sleep(PAUSE);
+            }
+        }
+        self.lease.end();
+    }
+
+    /// Lists the entries of the cache, and follows their changes.
+    fn follow(&mut self) -> Result<(), DirectoryError> {
+        let (entries, revision) = self.member.registry.list()?;
+        self.note_listing(&entries)?;
+        self.place_all();
+        let mut watch = self.member.registry.watch(revision + 1)?;
+        let mut ticked = Instant::now();
+        while !self.member.stops.load(Ordering::Acquire) && !self.lease.is_lost() {
+            let mut has_changed = false;
+            let mut event = watch.next(TICK)?;
+            while let Some(next) = event {
+                has_changed |= self.note_event(&next)?;
+                event = watch.next(Duration::ZERO)?;
+            }
+            if has_changed {
+                self.place_all();
+            }
+            self.claim_lost()?;
+            if ticked.elapsed() >= TICK {
+                ticked = Instant::now();
+                self.member.tick();
+            }
+        }
+        Ok(())
+    }
+
+    fn note_listing(&self, entries: &[DirectoryEntry]) -> Result<(), DirectoryError> {
+        let mut servers = BTreeMap::new();
+        for entry in entries {
+            match self.member.registry.parse_key(&entry.key) {
+                Some(CacheKey::Server(number)) => {
+                    servers.insert(number, decode::<ServerRecord>(entry)?);
+                }
+                Some(CacheKey::Partition(partition)) => {
+                    if let Some(seat) = self.member.seats.get(partition) {
+                        seat.lock().record = Some(decode(entry)?);
+                    }
+                }
+                None => {}
+            }
+        }
+        *self.member.servers.write().unwrap_or_else(PoisonError::into_inner) = servers;
+        Ok(())
+    }
+
+    /// Notes a change; returns whether it is one of partitions or servers.
+    fn note_event(&self, event: &WatchEvent) -> Result<bool, DirectoryError> {
+        let Some(key) = self.member.registry.parse_key(&event.key) else { return Ok(false) };
+        let entry = match &event.kind {
+            WatchEventKind::Put { value, lease } => Some(DirectoryEntry {
+                key: event.key.clone(),
+                value: value.clone(),
+                version: event.revision,
+                lease: *lease,
+            }),
+            WatchEventKind::Delete => None,
+        };
+        match key {
+            CacheKey::Server(number) => {
+                let record = entry.as_ref().map(decode::<ServerRecord>).transpose()?;
+                let mut servers = self.member.servers.write().unwrap_or_else(PoisonError::into_inner);
+                match record {
+                    Some(record) => servers.insert(number, record),
+                    None => servers.remove(&number),
+                };
+            }
+            CacheKey::Partition(partition) => {
+                if let Some(seat) = self.member.seats.get(partition) {
+                    seat.lock().record = entry.as_ref().map(decode).transpose()?;
+                }
+            }
+        }
+        Ok(true)
+    }
+
+    /// Notes where all partitions are that are not here.
+    fn place_all(&self) {
+        let member = &self.member;
+        let mut has_changed = false;
+        for (partition, seat) in member.seats.iter().enumerate() {
+            let state = seat.lock();
+            let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
+            let items = &member.server().store().partitions()[partition];
+            let known = items.presence();
+            if !is_absent || matches!(known, Presence::Here | Presence::Leaving) {
+                continue;
+            }
+            let place = state.record.as_ref().and_then(|record| {
+                let lives = member.server_of(record.owner).is_some() && record.owner != state.holder.own();
+                let place = Place { server: record.owner.host, generation: record.generation };
+                lives.then_some(place)
+            });
+            let next = match (place, known) {
+                // What another server has said may be newer than the record.
+                (Some(place), Presence::Elsewhere(known))
+                    if known.generation > place.generation
+                        && member.server_record(known.server).is_some() =>
+                {
+                    Presence::Elsewhere(known)
+                }
+                (Some(place), _) => Presence::Elsewhere(place),
+                (None, _) => Presence::Unknown,
+            };
+            if next != known {
+                items.set_absent(next);
+                has_changed = true;
+            }
+        }
+        member.channels.retain(|life| member.server_of(life).is_some());
+        if has_changed {
+            member.server().wake();
+        }
+    }
+
+    /// Claims partitions that no server has.
+    fn claim_lost(&mut self) -> Result<(), DirectoryError> {
+        let member = Arc::clone(&self.member);
+        let own = member.life();
+        let lives = |life: Life| member.server_of(life).is_some();
+        if member.drains.load(Ordering::Relaxed) || !lives(own) {
+            return Ok(());
+        }
+        let servers: Vec<u16> = {
+            let servers = member.servers.read().unwrap_or_else(PoisonError::into_inner);
+            servers.values().filter(|server| !server.drains).map(|server| server.server).collect()
+        };
+        let mut claims = Vec::new();
+        for (partition, seat) in member.seats.iter().enumerate() {
+            let state = seat.lock();
+            let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
+            let may_claim = match &state.record {
+                None => true,
+                Some(record) => {
+                    let is_dead = record.owner == own || !lives(record.owner);
+                    // Only the target of a hand-over can tell that it has not received it.
+                    is_dead && record.intent.is_none_or(|to| to == own || !lives(to))
+                }
+            };
+            if !is_absent || state.receiving.is_some() || !may_claim {
+                self.lost_since.remove(&partition);
+                continue;
+            }
+            let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
+            let is_intended = state.record.as_ref().is_some_and(|record| record.intent == Some(own));
+            let is_claimant = claimant(partition, servers.iter().copied()) == Some(own.host);
+            if is_intended || is_claimant || since.elapsed() > CLAIM_TIME {
+                claims.push(Claim { partition, record: state.record.clone() });
+            }
+        }
+        if claims.is_empty() {
+            return Ok(());
+        }
+        let claimed = member.registry.claim(own, &claims)?;
+        let count = claimed.len();
+        for (partition, generation) in claimed {
+            self.begin_empty(partition, own, generation);
+        }
+        if count > 0 {
+            tracing::info!(count, "partitions begin here, without items");
+            member.server().wake();
+        }
+        Ok(())
+    }
+
+    fn begin_empty(&mut self, partition: usize, own: Life, generation: u64) {
+        self.lost_since.remove(&partition);
+        let member = &self.member;
+        let mut state = member.seats[partition].lock();
+        // A hand-over to this server that had begun is refused by the new generation.
+        state.holder = Holder::owner(own, generation);
+        state.record = Some(aquifer_segments::ownership::SegmentRecord::new(own, generation));
+        member.forget(partition, Presence::Unknown);
+        member.server().store().begin_empty(partition, generation);
+    }
+
+    /// Begins anew when the lease has ended: nothing is this server's any more.
+    fn begin_anew(&mut self) {
+        let member = Arc::clone(&self.member);
+        let now_s = member.server().now_s();
+        for (partition, seat) in member.seats.iter().enumerate() {
+            let mut state = seat.lock();
+            let items = &member.server().store().partitions()[partition];
+            if matches!(items.presence(), Presence::Here | Presence::Leaving) {
+                member.server().store().leave(partition, now_s);
+                member.forget(partition, Presence::Unknown);
+            }
+            if let Some(giving) = state.giving.take()
+                && let Some(offered) = giving.offered
+            {
+                member.memories.withdraw(&offered);
+            }
+            state.ended = Some(Err("the lease of this server has ended".to_owned()));
+            state.holder = Holder::absent(state.holder.own());
+            seat.changed.notify_all();
+        }
+        // What is being copied must not come when the partition is claimed.
+        while member.seats.iter().any(|seat| seat.lock().receiving.is_some()) {
+            if member.stops.load(Ordering::Acquire) {
+                return;
+            }
+            std::thread::sleep(PAUSE);
+        }
+        let granted = KeptLease::grant(member.registry.directory(), &member.fence);
+        let joined = granted.map(|lease| {
+            let added = member.registry.add_server(&member.own_record(), lease.lease());
+            (lease, added)
+        });
+        match joined {
+            Ok((lease, Ok(record))) => {
+                let own = record.life();
+                *member.own.write().unwrap_or_else(PoisonError::into_inner) = record;
+                for seat in &member.seats {
+                    *seat.lock() = SeatState::new(own);
+                }
+                std::mem::replace(&mut self.lease, lease).end();
+                self.lost_since.clear();
+            }
+            Ok((lease, Err(error))) => {
+                tracing::warn!(%error, "the server cannot join again yet");
+                lease.end();
+                std::thread::sleep(PAUSE);
+            }
+            Err(error) => {
+                tracing::warn!(%error, "the server cannot join again yet");
+                std::thread::sleep(PAUSE);
+            }
+        }
+    }
+}

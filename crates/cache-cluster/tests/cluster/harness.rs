@@ -1,0 +1,174 @@
+//! Starts servers and asks them.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_cache::server::{Listener, ListenerAddress, ServerOptions};
+use aquifer_cache::store::StoreOptions;
+use aquifer_cache_cluster::channel::{Access, ask_at};
+use aquifer_cache_cluster::wire::{Answer, Ask, ServerStatus};
+use aquifer_cache_cluster::{ClusterOptions, ClusterServer};
+use aquifer_directory::Directory;
+use aquifer_directory::embedded::EmbeddedDirectory;
+use aquifer_fabric::ClusterKey;
+use aquifer_tests_support::eventually::eventually;
+use tempfile::TempDir;
+
+/// Partitions of the cache.
+pub const PARTITIONS: usize = 16;
+/// Longest time for anything that must happen.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How the servers of a test are.
+#[derive(Clone, Copy, Debug)]
+pub struct Kind {
+    /// Whether partitions move over shared memory, or over TCP.
+    pub is_local: bool,
+    /// Whether what is forwarded is encrypted.
+    pub encrypt: bool,
+    /// Bytes of memory of each server.
+    pub limit: u64,
+    /// Whether items are evicted.
+    pub evicts: bool,
+}
+
+impl Default for Kind {
+    fn default() -> Self {
+        Self { is_local: true, encrypt: false, limit: 64 << 20, evicts: true }
+    }
+}
+
+/// The servers of a cache.
+pub struct Cluster {
+    /// The servers, in the order of their starts.
+    pub servers: Vec<ClusterServer>,
+    pub directory: Arc<dyn Directory>,
+    folder: TempDir,
+    count: usize,
+}
+
+impl Cluster {
+    pub fn start(kind: Kind, servers: usize) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let directory: Arc<dyn Directory> =
+            Arc::new(EmbeddedDirectory::open(&folder.path().join("directory")).unwrap());
+        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0 };
+        for _ in 0..servers {
+            cluster.add(kind);
+        }
+        cluster.wait_until("all partitions have a server", |cluster| {
+            cluster.owners().iter().all(Option::is_some)
+        });
+        cluster
+    }
+
+    /// Starts another server.
+    pub fn add(&mut self, kind: Kind) {
+        self.count += 1;
+        let memory_socket = if kind.is_local {
+            self.folder.path().join(format!("{}.sock", self.count))
+        } else {
+            PathBuf::from("/proc/no-such-folder/memory.sock")
+        };
+        let cluster = ClusterOptions {
+            name: "test".to_owned(),
+            directory: Arc::clone(&self.directory),
+            key: ClusterKey([7; 32]),
+            encrypt: kind.encrypt,
+            listen: (Ipv4Addr::LOCALHOST, 0).into(),
+            advertise: None,
+            memory_socket,
+        };
+        self.servers.push(ClusterServer::start(options(kind), cluster).unwrap());
+    }
+
+    pub fn clients(&self, server: usize) -> SocketAddr {
+        let handle = self.servers[server].handle();
+        match handle.addresses()[0] {
+            ListenerAddress::Tcp(address) => address,
+            ListenerAddress::Unix(_) => unreachable!(),
+        }
+    }
+
+    pub fn connect(&self, server: usize) -> TcpStream {
+        let stream = TcpStream::connect(self.clients(server)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_nodelay(true).unwrap();
+        stream
+    }
+
+    pub fn ask(&self, server: usize, ask: &Ask) -> Answer {
+        ask_server(self.servers[server].address(), ask)
+    }
+
+    pub fn status(&self, server: usize) -> ServerStatus {
+        match self.ask(server, &Ask::Status) {
+            Answer::Status(status) => *status,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Moves a partition; returns why that was not possible.
+    pub fn move_to(&self, partition: usize, from: usize, to: usize) -> Result<(), String> {
+        let to = self.servers[to].number();
+        match self.ask(from, &Ask::Move { partition, to }) {
+            Answer::Done => Ok(()),
+            Answer::Declined(why) => Err(why),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The server that has each partition; `None` if none or several have it.
+    pub fn owners(&self) -> Vec<Option<usize>> {
+        let mut owners = vec![Vec::new(); PARTITIONS];
+        for server in 0..self.servers.len() {
+            for partition in self.status(server).partitions {
+                owners[partition.partition].push(server);
+            }
+        }
+        owners.into_iter().map(|owners| if let [owner] = owners[..] { Some(owner) } else { None }).collect()
+    }
+
+    pub fn wait_until(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        eventually(what, || is_so(self).then_some(()));
+    }
+
+    pub fn stop(self) {
+        self.servers.into_iter().for_each(ClusterServer::stop);
+    }
+}
+
+/// Asks the server at an address.
+pub fn ask_server(address: SocketAddr, ask: &Ask) -> Answer {
+    let access = Access { cache: "test".to_owned(), key: ClusterKey([7; 32]), encrypt: false };
+    ask_at(address, &access, ask).unwrap()
+}
+
+fn options(kind: Kind) -> ServerOptions {
+    ServerOptions {
+        listeners: vec![Listener::tcp((Ipv4Addr::LOCALHOST, 0).into(), 64).unwrap()],
+        store: StoreOptions {
+            limit: kind.limit,
+            partitions: PARTITIONS,
+            threads: 2,
+            has_cas: true,
+            evicts: kind.evicts,
+        },
+        memory_file: None,
+        connections_max: 256,
+        item_size_max: 1 << 20,
+        requests_per_turn: 0,
+        idle_timeout_s: 0,
+        tokens: None,
+        tls: None,
+        protocol: None,
+        flush_is_enabled: true,
+        dump_is_enabled: true,
+        shutdown_is_enabled: false,
+        verbosity: 0,
+        connector: None,
+        version: "test",
+    }
+}

@@ -1,0 +1,6 @@
+//! Servers of one cache in one process, with a real directory, real sockets and real memory.
+
+mod checker;
+mod harness;
+mod moves;
+mod owners;

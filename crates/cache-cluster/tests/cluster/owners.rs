@@ -1,0 +1,98 @@
+//! Servers that join, drain and end.
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use aquifer_cache_cluster::wire::{Answer, Ask};
+
+use crate::checker::Checker;
+use crate::harness::{Cluster, Kind, PARTITIONS};
+
+fn ask(stream: &mut BufReader<TcpStream>, request: &str) -> String {
+    stream.get_mut().write_all(request.as_bytes()).unwrap();
+    let mut line = String::new();
+    stream.read_line(&mut line).unwrap();
+    line
+}
+
+#[test]
+fn a_server_that_joins_gets_partitions_and_one_that_drains_gives_all() {
+    let mut cluster = Cluster::start(Kind::default(), 1);
+    let (stops, requests) = (AtomicBool::new(false), AtomicU64::new(0));
+    let stream = cluster.connect(0);
+    std::thread::scope(|scope| {
+        let checker = scope.spawn(|| Checker::new(stream, "c", 300).run(10, &stops, &requests));
+        cluster.add(Kind::default());
+        cluster.wait_until("the second server has partitions", |cluster| {
+            cluster.status(1).partitions.len() >= PARTITIONS / 4
+        });
+        assert_eq!(cluster.ask(0, &Ask::Drain { drains: true }), Answer::Done);
+        cluster.wait_until("the first server has none", |cluster| cluster.status(0).partitions.is_empty());
+        assert_eq!(cluster.status(1).partitions.len(), PARTITIONS);
+        assert!(!checker.is_finished(), "a reply was wrong");
+        stops.store(true, Ordering::Relaxed);
+        checker.join().unwrap();
+    });
+    cluster.stop();
+}
+
+#[test]
+fn the_partitions_of_a_server_that_ends_begin_anew() {
+    let mut cluster = Cluster::start(Kind::default(), 3);
+    let mut stream = BufReader::new(cluster.connect(0));
+    for key in 0..200 {
+        assert_eq!(ask(&mut stream, &format!("set key{key} 0 0 1\r\nx\r\n")), "STORED\r\n");
+    }
+    let lost = cluster.status(2).partitions.len();
+    assert!(lost > 0);
+    let mut cas_before = Vec::new();
+    for key in 0..200 {
+        let line = ask(&mut stream, &format!("mg key{key} c\r\n"));
+        cas_before.push(line.trim().strip_prefix("HD c").unwrap().parse::<u64>().unwrap());
+    }
+    cluster.servers.pop().unwrap().stop();
+    let began = Instant::now();
+    let (mut missing, mut greater) = (0, 0);
+    for (key, before) in cas_before.into_iter().enumerate() {
+        // The request waits until a server has the partition.
+        let line = ask(&mut stream, &format!("mg key{key} c\r\n"));
+        if line == "EN\r\n" {
+            missing += 1;
+            assert_eq!(ask(&mut stream, &format!("set key{key} 0 0 1\r\ny\r\n")), "STORED\r\n");
+            let line = ask(&mut stream, &format!("mg key{key} c\r\n"));
+            let cas = line.trim().strip_prefix("HD c").unwrap().parse::<u64>().unwrap();
+            greater += usize::from(cas > before);
+        } else {
+            assert_eq!(line, format!("HD c{before}\r\n"));
+        }
+    }
+    assert!(missing > 0 && missing < 200, "{missing} of 200 were lost");
+    assert_eq!(greater, missing, "a cas number of a lost item may come again");
+    assert!(began.elapsed() < Duration::from_secs(60));
+    cluster.wait_until("each partition has a server", |cluster| cluster.owners().iter().all(Option::is_some));
+    cluster.stop();
+}
+
+#[test]
+fn servers_with_other_options_are_refused() {
+    let cluster = Cluster::start(Kind::default(), 1);
+    let settings = cluster.directory.get("caches/test/settings").unwrap().unwrap();
+    assert_eq!(String::from_utf8(settings.value).unwrap(), r#"{"partitions":16,"has_cas":true}"#);
+    cluster.stop();
+}
+
+#[test]
+fn flush_all_reaches_all_partitions() {
+    let cluster = Cluster::start(Kind::default(), 3);
+    let mut stream = BufReader::new(cluster.connect(1));
+    for key in 0..100 {
+        assert_eq!(ask(&mut stream, &format!("set key{key} 0 0 1\r\nx\r\n")), "STORED\r\n");
+    }
+    assert_eq!(ask(&mut stream, "flush_all\r\n"), "OK\r\n");
+    for key in 0..100 {
+        assert_eq!(ask(&mut stream, &format!("get key{key}\r\n")), "END\r\n");
+    }
+    cluster.stop();
+}
