@@ -2,6 +2,7 @@
 //! `aquifer cache`, and the replies are compared.
 //!
 //! - [`server`]: starts and stops both programs.
+//! - [`cluster`]: starts servers that are one cache.
 //! - [`connection`]: one connection, which sends a batch and reads until the end of its replies.
 //! - [`script`]: what is sent: batches of requests on one or more connections.
 //! - [`stream`]: generates scripts from a seed.
@@ -16,6 +17,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod cluster;
 pub mod compare;
 pub mod connection;
 pub mod escape;

@@ -4,6 +4,7 @@ mod authentication;
 mod case_lists;
 mod cases;
 mod clients;
+mod cluster;
 mod differential;
 mod expiry;
 mod limits;

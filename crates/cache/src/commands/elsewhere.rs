@@ -47,6 +47,12 @@ impl Entry {
         Self { partition, task, bytes }
     }
 
+    /// A part of a `get`, which begins with this command and what precedes the keys.
+    pub(super) fn get(partition: usize, command: &[u8], key: &[u8]) -> Self {
+        let request = [command, b" ", key, b"\r\n"].concat();
+        Self::new(partition, Task::Request(Protocol::Text, &request))
+    }
+
     /// What is to be done.
     #[must_use]
     pub fn task(&self) -> Task<'_> {
@@ -136,9 +142,8 @@ impl Session {
         while entries.len() < KEYS_MAX
             && let Some((key, end)) = words::next(text, resume_at)
         {
-            let request = [command, b" ", key, b"\r\n"].concat();
             let partition = context.access.store.partition_number(Key::new(key).hash);
-            entries.push(Entry::new(partition, Task::Request(Protocol::Text, &request)));
+            entries.push(Entry::get(partition, command, key));
             resume_at = end;
         }
         let end = ScatterEnd::Get { resume_at, used: 0 };
@@ -218,6 +223,8 @@ fn execute_request<'p>(
     let mut session = Session::trusted(protocol);
     match session.step(bytes, context, out) {
         Step::Used(used) if used == bytes.len() => EntryEnd::Done,
+        // The value of a request that is refused is skipped.
+        Step::Used(used) if session.swallows == bytes.len() - used => EntryEnd::Done,
         Step::Elsewhere { .. } => EntryEnd::Elsewhere,
         Step::NoRoom | Step::Full => EntryEnd::NoRoom,
         Step::Used(_) | Step::Incomplete(_) | Step::Scatter | Step::Close => EntryEnd::Malformed,

@@ -1,5 +1,6 @@
 //! The commands `get`, `gets`, `gat` and `gats`.
 
+use super::elsewhere::{Entry, Scatter};
 use super::text::refused;
 use super::{Context, REPLIES_MAX, Replies, Session, Step};
 use crate::protocol::{number, words};
@@ -43,7 +44,7 @@ impl Session {
         if self.get_at != 0 {
             at = self.get_at;
         } else if has_long_word(text, at) {
-            return refuse(text, at, kind, expires_s, context, out);
+            return self.refuse_get(text, at, kind, expires_s, context, out);
         }
         while let Some((word, end)) = words::next(text, at) {
             if out.len() >= REPLIES_MAX {
@@ -71,32 +72,40 @@ impl Session {
         out.push(b"END\r\n");
         Step::Used(0)
     }
-}
 
-/// Refuses a command with a key that is too long. The keys before it count as read nevertheless.
-fn refuse<'p>(
-    text: &[u8],
-    mut at: usize,
-    kind: GetKind,
-    expires_s: u32,
-    context: &Context<'p>,
-    out: &mut Replies<'p>,
-) -> Step {
-    while let Some((word, end)) = words::next(text, at)
-        && word.len() <= KEY_MAX
-    {
-        if !kind.touches {
-            // What is elsewhere does not count: the command is wrong.
-            let _read = context.access.get(Key::new(word));
-        } else if let Err(refusal @ (Refusal::Later | Refusal::Full)) =
-            context.access.touch(Key::new(word), expires_s)
+    /// Refuses a command with a key that is too long. The keys before it count as read nevertheless.
+    fn refuse_get<'p>(
+        &mut self,
+        text: &[u8],
+        first: usize,
+        kind: GetKind,
+        expires_s: u32,
+        context: &Context<'p>,
+        out: &mut Replies<'p>,
+    ) -> Step {
+        let (mut at, mut entries) = (first, Vec::new());
+        while let Some((word, end)) = words::next(text, at)
+            && word.len() <= KEY_MAX
         {
-            return refused(refusal, context, out, false, 0);
+            let key = Key::new(word);
+            let read =
+                if kind.touches { context.access.touch(key, expires_s) } else { context.access.get(key) };
+            if let Err(refusal) = read {
+                let Refusal::Elsewhere(partition) = refusal else {
+                    return refused(refusal, context, out, false, 0);
+                };
+                entries.push(Entry::get(partition, words::trim(&text[..first]), word));
+            }
+            at = end;
         }
-        at = end;
+        const BAD_FORMAT: &[u8] = b"CLIENT_ERROR bad command line format\r\n";
+        if entries.is_empty() {
+            out.push(BAD_FORMAT);
+            return Step::Used(0);
+        }
+        self.scatter = Some(Box::new(Scatter::then(entries, BAD_FORMAT.to_vec(), 0, 0)));
+        Step::Scatter
     }
-    out.push_line("CLIENT_ERROR bad command line format");
-    Step::Used(0)
 }
 
 fn has_long_word(text: &[u8], mut at: usize) -> bool {

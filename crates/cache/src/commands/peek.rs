@@ -5,6 +5,7 @@
 
 use super::Protocol;
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, opcode};
+use crate::protocol::meta::META_WORDS_MAX;
 use crate::protocol::{number, words};
 use crate::store::hash_of;
 use crate::store::item::KEY_MAX;
@@ -50,7 +51,10 @@ fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked> {
     let is_meta = words[0].len() == 2 && words[0][0] == b'm';
     let flags = if value.is_some() { 3 } else { 2 };
     let has_binary_key = is_meta && words.iter().skip(flags).any(|flag| flag[0] == b'b');
-    if words[key].len() > KEY_MAX || has_binary_key {
+    if words[key].len() > KEY_MAX || has_binary_key || is_meta && words.len() > META_WORDS_MAX {
+        return None;
+    }
+    if value == Some(4) && !has_numbers(&words) {
         return None;
     }
     let mut len = newline + 1;
@@ -62,6 +66,13 @@ fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked> {
         len += value_len + 2;
     }
     (input.len() >= len).then(|| Peeked { len, hash: hash_of(words[key]) })
+}
+
+/// Whether flags, expiry and cas number of a storage command are numbers. Without them the command
+/// ends with its line, and its value is taken for other commands.
+fn has_numbers(words: &words::Words<'_>) -> bool {
+    let has_cas = words[0] != b"cas" || number::uint64(words[5]).is_some();
+    number::uint32(words[2]).is_some() && number::int32(words[3]).is_some() && has_cas
 }
 
 fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked> {
@@ -150,6 +161,9 @@ mod tests {
             "mg a2V5 b\r\n",
             "set key 0 0 101\r\n",
             "set key 0 0 -1\r\n",
+            "add key noreply 0 2\r\nab\r\n",
+            "add key 0 x 2\r\nab\r\n",
+            "cas key 0 0 2 -\r\nab\r\n",
             "set key 0 0\r\n",
             "mn\r\n",
             "version\r\n",

@@ -1,0 +1,89 @@
+//! Servers of `aquifer cache` that are one cache, as processes, and their directory.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use aquifer_tests_e2e::build;
+use aquifer_tests_e2e::eventually::eventually;
+use tempfile::TempDir;
+
+use crate::server::{Options, Program, Server};
+
+/// A cache of several servers.
+#[derive(Debug)]
+pub struct Cluster {
+    folder: TempDir,
+    directory: Child,
+    arguments: Vec<String>,
+}
+
+impl Cluster {
+    /// Starts a directory. Servers that are started later have these arguments.
+    ///
+    /// # Panics
+    /// If the directory does not start.
+    #[must_use]
+    pub fn start(arguments: &[&str]) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is this user's");
+        let key = folder.path().join("cluster.key");
+        fs::write(&key, "5a".repeat(32)).expect("the folder is writable");
+        fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("it is this user's");
+        let mut command = Command::new(build::binary());
+        command.arg("directory").arg("--state").arg(folder.path());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let directory = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        let socket = folder.path().join("directory.sock");
+        eventually("the directory to listen", || socket.exists().then_some(()));
+        let state = folder.path().display().to_string();
+        let own = ["--directory", "embedded", "--state", &state].map(str::to_owned);
+        let arguments = own.into_iter().chain(arguments.iter().map(ToString::to_string)).collect();
+        Self { folder, directory, arguments }
+    }
+
+    /// Starts a server.
+    #[must_use]
+    pub fn add(&self) -> Server {
+        let arguments: Vec<&str> = self.arguments.iter().map(String::as_str).collect();
+        Server::start(Options::new(Program::Aquifer).with(&arguments))
+    }
+
+    /// Runs a command such as `aquifer cache status`.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    #[must_use]
+    pub fn operate(&self, arguments: &[&str]) -> Output {
+        let mut command = Command::new(build::binary());
+        command.arg("cache").args(arguments).args(["--directory", "embedded", "--state"]);
+        command.arg(self.folder.path()).output().expect("the binary can be started")
+    }
+
+    /// Waits until each partition has a server.
+    ///
+    /// # Panics
+    /// If that does not happen.
+    pub fn wait_for_partitions(&self) {
+        eventually("each partition has a server", || {
+            let output = self.operate(&["status"]);
+            let text = String::from_utf8_lossy(&output.stdout).into_owned();
+            (output.status.success() && text.contains("128 partitions")).then_some(())
+        });
+    }
+
+    /// The folder of the directory and the key.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        // Fails if it has ended.
+        let _ = self.directory.kill();
+        let _ = self.directory.wait();
+    }
+}
