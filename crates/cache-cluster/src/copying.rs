@@ -255,7 +255,7 @@ mod tests {
     }
 
     fn store(limit: u64) -> Store {
-        let options = StoreOptions { limit, partitions: 2, threads: 3, has_cas: true, evicts: true };
+        let options = StoreOptions { limit, partitions: 2, threads: 3, has_cas: true, evicts: true, pool: 0 };
         Store::new(&options).unwrap()
     }
 

@@ -197,8 +197,10 @@ impl<'p> Access<'p> {
     #[inline]
     pub fn get(&self, key: Key<'_>) -> Result<Option<Item<'p>>, Refusal> {
         let found = self.store.look_up(self.pin, key, self.now_s, true);
-        if let Err(Absent::Elsewhere(partition)) = found {
-            return Err(Refusal::Elsewhere(partition));
+        match found {
+            Err(Absent::Elsewhere(partition)) => return Err(Refusal::Elsewhere(partition)),
+            Err(Absent::Fetching) => return Err(Refusal::Fetching),
+            _ => {}
         }
         self.count_request(key);
         self.count_get(&found);
@@ -217,7 +219,7 @@ impl<'p> Access<'p> {
         let Err(absent) = found else { return self.counters.get_hits.add(1) };
         self.counters.get_misses.add(1);
         match absent {
-            Absent::Missing | Absent::Elsewhere(_) => {}
+            Absent::Missing | Absent::Elsewhere(_) | Absent::Fetching => {}
             Absent::Expired => self.counters.get_expired.add(1),
             Absent::Flushed => self.counters.get_flushed.add(1),
         }
@@ -246,7 +248,8 @@ impl<'p> Access<'p> {
     /// If there is no memory for it.
     pub fn store(&self, mode: StoreMode, key: Key<'_>, new: &NewValue<'p>) -> Result<Stored, Refusal> {
         let mut outcome = Stored::NotStored;
-        let cas = self.store.update(self.pin, key, self.now_s, |item| {
+        let replaces = mode == StoreMode::Set;
+        let cas = self.store.update_or_replace(self.pin, key, self.now_s, replaces, |item| {
             let (decided, change) = match item {
                 Some(item) => self.store_over(mode, item, new),
                 None => store_first(mode, new),
@@ -381,7 +384,7 @@ impl<'p> Access<'p> {
     /// # Errors
     /// If its partition is not here.
     pub fn delete_outdated(&self, key: Key<'_>) -> Result<(), Refusal> {
-        self.store.update(self.pin, key, self.now_s, |_| Change::Remove).map(drop)
+        self.store.update_or_replace(self.pin, key, self.now_s, true, |_| Change::Remove).map(drop)
     }
 }
 

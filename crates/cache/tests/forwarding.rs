@@ -87,6 +87,7 @@ fn options(listener: Listener, connector: Arc<dyn Connector>) -> ServerOptions {
             partitions: PARTITIONS,
             threads: 2,
             has_cas: true,
+            pool: 0,
             evicts: true,
         },
         memory_file: None,
@@ -101,6 +102,7 @@ fn options(listener: Listener, connector: Arc<dyn Connector>) -> ServerOptions {
         dump_is_enabled: true,
         shutdown_is_enabled: false,
         verbosity: 0,
+        pool: None,
         connector: Some(connector),
         version: "test",
     }

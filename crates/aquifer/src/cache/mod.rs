@@ -125,6 +125,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             threads: usize::from(arguments.threads),
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
+            pool: 0,
         },
         memory_file: arguments.memory_file.clone(),
         connections_max: arguments.conn_limit as usize,
@@ -138,6 +139,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         dump_is_enabled: !arguments.disable_dumping,
         shutdown_is_enabled: arguments.enable_shutdown,
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
+        pool: None,
         connector: None,
         version: env!("CARGO_PKG_VERSION"),
     })

@@ -154,6 +154,7 @@ fn options(kind: Kind) -> ServerOptions {
             partitions: PARTITIONS,
             threads: 2,
             has_cas: true,
+            pool: 0,
             evicts: kind.evicts,
         },
         memory_file: None,
@@ -168,6 +169,7 @@ fn options(kind: Kind) -> ServerOptions {
         dump_is_enabled: true,
         shutdown_is_enabled: false,
         verbosity: 0,
+        pool: None,
         connector: None,
         version: "test",
     }

@@ -77,6 +77,7 @@ impl Session {
         match request.run(context, out) {
             Outcome::Done => Step::Used(end),
             Outcome::Refused(Refusal::Later) => Step::NoRoom,
+            Outcome::Refused(Refusal::Fetching) => Step::Fetches,
             Outcome::Refused(Refusal::Elsewhere(partition)) => Step::Elsewhere { partition, len: end },
             Outcome::Scatter(entries) => {
                 let mut reply = Replies::new(Vec::new());

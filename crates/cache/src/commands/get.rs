@@ -62,7 +62,8 @@ impl Session {
                     return self.scatter_get(text, words::trim(command), at, context);
                 }
                 Err(refusal) => {
-                    self.get_at = if refusal == Refusal::Later { at } else { 0 };
+                    let is_tried_again = matches!(refusal, Refusal::Later | Refusal::Fetching);
+                    self.get_at = if is_tried_again { at } else { 0 };
                     return refused(refusal, context, out, false, 0);
                 }
             }
@@ -73,7 +74,7 @@ impl Session {
         Step::Used(0)
     }
 
-    /// Refuses a command with a key that is too long. The keys before it count as read nevertheless.
+    /// Refuses a command with a key that is too long. The keys before it count as read.
     fn refuse_get<'p>(
         &mut self,
         text: &[u8],

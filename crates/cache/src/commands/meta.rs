@@ -171,6 +171,9 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
         return refuse_opaque(words, &parsed, flags, context, out);
     }
     let look_up = access.store.look_up(access.pin, key, access.now_s, !parsed.is_uncounted);
+    if let Err(Absent::Fetching) = look_up {
+        return Step::Fetches;
+    }
     let found = look_up.ok();
     let mut fetch = plan(found.as_ref(), &parsed, flags, context);
     if fetch.is_some_and(|fetch| fetch.put.is_some()) {
@@ -491,6 +494,7 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
         Err(Absent::Elsewhere(partition)) => {
             return refused(Refusal::Elsewhere(partition), context, out, false, 0);
         }
+        Err(Absent::Fetching) => return Step::Fetches,
         Err(_) => {
             out.push_line("EN");
             return Step::Used(0);

@@ -65,6 +65,9 @@ pub enum Step {
         /// Bytes of the request.
         len: usize,
     },
+    /// The request waits for an item that is being fetched from the pool; it is to be tried again
+    /// when the worker is woken.
+    Fetches,
     /// The request concerns other servers, too: see [`Session::pop_scatter`].
     Scatter,
     /// The connection is to be closed when its replies are sent.

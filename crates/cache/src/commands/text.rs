@@ -255,6 +255,7 @@ pub(super) fn refused(
     match refusal {
         Refusal::Later => return Step::NoRoom,
         Refusal::Elsewhere(partition) => return Step::Elsewhere { partition, len: used },
+        Refusal::Fetching => return Step::Fetches,
         Refusal::Full => {}
     }
     context.access.counters.store_no_memory.add(1);

@@ -226,6 +226,10 @@ impl Connection {
                     self.needs = needs;
                     break;
                 }
+                Step::Fetches => {
+                    self.elsewhere.wait_for_fetch();
+                    break;
+                }
                 Step::Full | Step::NoRoom => {
                     self.is_runnable = true;
                     break;

@@ -7,6 +7,7 @@ mod acceptor;
 mod connection;
 mod dealing;
 mod listeners;
+mod overflow;
 pub mod peers;
 mod report;
 mod stream;
@@ -26,6 +27,7 @@ use std::time::Instant;
 
 pub use dealing::WorkerHandle;
 pub use listeners::{Listener, ListenerAddress};
+pub use overflow::{RemoteError, RemoteMemory, RemoteRead};
 pub use tls::{TlsFiles, TlsSettings};
 
 use rustix::fs::FlockOperation;
@@ -36,6 +38,7 @@ use crate::commands::{Protocol, Service, Tokens};
 use crate::counters::{Counters, Sums};
 use crate::store::{Store, StoreOptions};
 use acceptor::Acceptor;
+use overflow::Overflow;
 use peers::{Connector, NoConnector};
 use report::Report;
 use worker::Worker;
@@ -74,6 +77,8 @@ pub struct ServerOptions {
     pub shutdown_is_enabled: bool,
     /// How much is logged, from 0 to 2.
     pub verbosity: u32,
+    /// The pool, for items that have no room here, if the store's options have one.
+    pub pool: Option<Box<dyn RemoteMemory>>,
     /// How other servers are reached, in a cluster. All partitions are absent at first then.
     pub connector: Option<Arc<dyn Connector>>,
     /// The version of the program.
@@ -122,6 +127,7 @@ pub struct Server {
     acceptor: JoinHandle<()>,
     wake_acceptor: acceptor::Waker,
     workers: Vec<(Arc<WorkerHandle>, JoinHandle<()>)>,
+    overflow: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -182,10 +188,15 @@ impl Server {
             let worker = Worker::new(thread, Arc::clone(handle), Arc::clone(&common), Arc::clone(&service))?;
             workers.push((Arc::clone(handle), spawn(&format!("cache-{thread}"), move || worker.run())?));
         }
+        let overflow = options.pool.map(|memory| {
+            let overflow = Overflow::new(memory, Arc::clone(&common), handles.clone(), options.store.pool);
+            spawn("cache-pool", move || overflow.run())
+        });
+        let overflow = overflow.transpose()?;
         let acceptor = Acceptor::new(options.listeners, handles, Arc::clone(&common), service)?;
         let wake_acceptor = acceptor.waker();
         let acceptor = spawn("cache-accept", move || acceptor.run())?;
-        Ok(Self { common, acceptor, wake_acceptor, workers })
+        Ok(Self { common, acceptor, wake_acceptor, workers, overflow })
     }
 
     /// What other threads of the process use of the server.
@@ -209,7 +220,9 @@ impl Server {
         for (handle, _) in &self.workers {
             handle.wake();
         }
+        self.common.store.pool().stop();
         let threads = self.workers.into_iter().map(|(_, thread)| thread).chain([self.acceptor]);
+        let threads = threads.chain(self.overflow);
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a thread of the cache ended with a panic");

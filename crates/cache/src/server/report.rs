@@ -1,7 +1,7 @@
 //! The statistics of a server, with memcached's names.
 
 use std::fmt::Display;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::process::Signal;
@@ -10,7 +10,7 @@ use super::dealing::WorkerHandle;
 use super::{Common, ListenerAddress, Peer};
 use crate::commands::{Context, PROTOCOL_VERSION, ServerReport};
 use crate::counters::Sums;
-use crate::store::Removed;
+use crate::store::{Removed, Store};
 
 /// Answers questions about the server.
 #[derive(Debug)]
@@ -38,6 +38,23 @@ impl Report {
     fn base(&self) -> MutexGuard<'_, Base> {
         self.base.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Statistics of the pool, if there is one.
+fn add_pool(store: &Store, add: &mut dyn FnMut(&str, &dyn Display)) {
+    if !store.has_pool() {
+        return;
+    }
+    let pool = store.pool();
+    let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let (hits, fetch_us) = (load(&pool.hits), load(&pool.fetch_us));
+    add("pool_items", &store.items_away());
+    add("pool_runs", &load(&pool.runs));
+    add("pool_bytes", &load(&pool.bytes));
+    add("pool_hits", &hits);
+    add("pool_losses", &load(&pool.losses));
+    add("pool_fetch_mean_us", &fetch_us.checked_div(hits).unwrap_or(0));
+    add("pool_fetch_longest_us", &load(&pool.longest_us));
 }
 
 impl ServerReport for Report {
@@ -110,6 +127,7 @@ impl ServerReport for Report {
         add("expired_unfetched", &removed.expired_unfetched);
         add("evicted_unfetched", &removed.evicted_unfetched);
         add("evictions", &removed.evicted);
+        add_pool(&common.store, add);
         add("reclaimed", &removed.expired);
     }
 

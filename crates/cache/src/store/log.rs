@@ -2,8 +2,10 @@
 //! evicted.
 
 mod adopting;
+mod overflow;
 
 pub use adopting::{Damaged, Origin};
+pub use overflow::{Kept, OverflowRuns};
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
@@ -68,13 +70,24 @@ impl Target {
     }
 }
 
-/// A run that no slot points to, and that a thread may still see.
+/// A run whose bytes are not needed any more, and that a thread may still see.
 #[derive(Debug)]
 struct Retired {
     epoch: u64,
     run: u32,
     runs: u32,
-    keeps_pages: bool,
+    then: RetiredUse,
+}
+
+/// What becomes of a retired run when no thread can see it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum RetiredUse {
+    /// It is free, and its memory returns to the system.
+    Free,
+    /// It is free, and keeps its pages.
+    Spare,
+    /// Its items are in the pool; its memory returns to the system.
+    Remote,
 }
 
 /// What to append.
@@ -117,6 +130,8 @@ pub struct Log {
     /// Free runs that have their pages.
     spare: Vec<u32>,
     retired: VecDeque<Retired>,
+    /// Runs whose items are in the pool, or are on their way there.
+    overflow: OverflowRuns,
     /// Runs opened since this was last set to 0.
     pub opened: u32,
     /// Bytes of items that the index points to.
@@ -141,6 +156,7 @@ impl Log {
             expiring: BinaryHeap::new(),
             spare: Vec::new(),
             retired: VecDeque::new(),
+            overflow: OverflowRuns::default(),
             opened: 0,
             live_bytes: 0,
             filled_bytes: 0,
@@ -431,10 +447,14 @@ impl Log {
         self.cleanable.remove(&noted);
         self.live_bytes -= live as u64;
         self.filled_bytes -= fill as u64;
+        self.retire_as(shared, run, runs, if keeps_pages { RetiredUse::Spare } else { RetiredUse::Free });
+    }
+
+    fn retire_as(&mut self, shared: &Shared, run: u32, runs: u32, then: RetiredUse) {
         if self.retired.is_empty() {
             shared.retired_in.note(self.number);
         }
-        self.retired.push_back(Retired { epoch: shared.epochs.retire(), run, runs, keeps_pages });
+        self.retired.push_back(Retired { epoch: shared.epochs.retire(), run, runs, then });
     }
 
     /// Frees retired runs that no thread can see any more; returns whether some are left.
@@ -444,7 +464,7 @@ impl Log {
         }
         let oldest = shared.epochs.oldest();
         while let Some(retired) = self.retired.pop_front_if(|retired| retired.epoch < oldest) {
-            if retired.keeps_pages {
+            if retired.then == RetiredUse::Spare {
                 self.spare.push(retired.run);
                 continue;
             }
@@ -453,7 +473,9 @@ impl Log {
             self.memory.discard(self.layout.run(retired.run), charged);
             entry.set_charged(0);
             shared.budget.free_retired(charged as u64);
-            self.gaps.free(retired.run, retired.runs);
+            if retired.then == RetiredUse::Free {
+                self.gaps.free(retired.run, retired.runs);
+            }
         }
         !self.retired.is_empty()
     }
@@ -503,6 +525,7 @@ impl Log {
         for run in self.queues.iter().flat_map(BTreeMap::values) {
             self.entry(*run).set_state(RunState::Flushed);
         }
+        self.flush_overflow();
     }
 
     fn link(&mut self, run: u32) {
@@ -525,7 +548,7 @@ fn unused_parts(entry: &RunEntry<'_>) -> usize {
     let is_unused = match entry.state() {
         RunState::Open => parts >= OPEN_UNUSED_MIN && fill - live >= OPEN_UNUSED_BYTES,
         RunState::Sealed => parts >= SEALED_UNUSED_MIN,
-        RunState::Free | RunState::Flushed => false,
+        RunState::Free | RunState::Flushed | RunState::Remote | RunState::Lost => false,
     };
     if is_unused && entry.runs() == 1 { parts } else { 0 }
 }

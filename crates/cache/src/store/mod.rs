@@ -6,7 +6,7 @@
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
 //! - [`presence`]: where a part is. `moving`: how it leaves and comes. `shift`: its seconds.
-//! - `cas`: the numbers of items.
+//! - `cas`: the numbers of items. [`pool`] and `overflow`: items that have no room here.
 //!
 //! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
 //! over all partitions in the order of S3-FIFO (SOSP 2023).
@@ -22,7 +22,9 @@ pub mod layout;
 pub mod log;
 pub mod memory;
 mod moving;
+mod overflow;
 pub mod partition;
+pub mod pool;
 pub mod presence;
 pub mod runs;
 mod shared;
@@ -44,7 +46,7 @@ use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
 use self::memory::Memory;
-use self::partition::{Absent, Change, Content, Partition};
+use self::partition::{Absent, Change, Content, NotNow, Partition};
 use self::runs::Queue;
 use self::shared::Shared;
 use self::slot::Location;
@@ -106,6 +108,8 @@ pub struct StoreOptions {
     pub has_cas: bool,
     /// Whether items are evicted if the memory is full.
     pub evicts: bool,
+    /// Bytes of the pool for items that have no room here, or 0.
+    pub pool: u64,
 }
 
 /// The items of a server.
@@ -117,10 +121,16 @@ pub struct Store {
     evicts: bool,
     /// The first second in which a partition is to be flushed, or `u32::MAX`.
     next_flush_s: AtomicU32,
+    has_pool: bool,
+}
+
+/// The layout of each partition.
+fn layout_of(options: &StoreOptions) -> Layout {
+    Layout::for_limit(options.limit.max(LIMIT_MIN).saturating_add(options.pool))
 }
 
 fn identity(options: &StoreOptions, partition: usize) -> Identity {
-    let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
+    let layout = layout_of(options);
     Identity { layout, partition, partitions: options.partitions, has_cas: options.has_cas }
 }
 
@@ -130,9 +140,9 @@ impl Store {
     /// # Errors
     /// If the system has no memory or descriptors for it.
     pub fn new(options: &StoreOptions) -> io::Result<Self> {
-        let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
+        let layout = layout_of(options);
         let partitions = (0..options.partitions)
-            .map(|number| Partition::create(number, layout, cas::before_first(number, 0)))
+            .map(|number| Partition::create(number, layout, cas::before_first(number, 0), options.pool > 0))
             .collect::<io::Result<_>>()?;
         Ok(Self::with_partitions(options, partitions, Shared::new(options)))
     }
@@ -145,7 +155,7 @@ impl Store {
     /// If the file cannot be mapped, or if it is damaged.
     pub fn open(options: &StoreOptions, file: OwnedFd) -> io::Result<(Self, Option<(u32, i64)>)> {
         let shared = Shared::new(options);
-        let layout = Layout::for_limit(options.limit.max(LIMIT_MIN));
+        let layout = layout_of(options);
         let file = Arc::new(file);
         let mut seconds = None;
         let mut partitions = Vec::new();
@@ -153,7 +163,13 @@ impl Store {
             let offset = number as u64 * layout.bytes() as u64;
             let memory = Memory::map(Arc::clone(&file), offset, layout.bytes())?;
             let (partition, completed) =
-                Partition::adopt(&shared, memory, &identity(options, number), cas::before_first(number, 0))?;
+                Partition::adopt(
+                    &shared,
+                    memory,
+                    &identity(options, number),
+                    cas::before_first(number, 0),
+                    options.pool > 0,
+                )?;
             partitions.push(partition);
             seconds = completed.map_or(seconds, |completed| Some((completed.now_s, completed.unix_s)));
         }
@@ -163,7 +179,7 @@ impl Store {
     /// Bytes of the file of a store with these options. Most of them are never written.
     #[must_use]
     pub fn file_bytes(options: &StoreOptions) -> u64 {
-        options.partitions as u64 * Layout::for_limit(options.limit.max(LIMIT_MIN)).bytes() as u64
+        options.partitions as u64 * layout_of(options).bytes() as u64
     }
 
     /// Marks the memory as complete, so that another store with the same options can adopt it. No
@@ -177,7 +193,8 @@ impl Store {
     fn with_partitions(options: &StoreOptions, partitions: Box<[Partition]>, shared: Shared) -> Self {
         let first_limit = options.limit.max(LIMIT_MIN);
         let next_flush_s = AtomicU32::new(u32::MAX);
-        Self { partitions, shared, first_limit, evicts: options.evicts, next_flush_s }
+        let (evicts, has_pool) = (options.evicts, options.pool > 0);
+        Self { partitions, shared, first_limit, evicts, next_flush_s, has_pool }
     }
 
     /// Begins a turn of a thread: items that it sees stay valid until the pin is dropped.
@@ -225,7 +242,7 @@ impl Store {
         now_s: u32,
         counts: bool,
     ) -> Result<Item<'p>, Absent> {
-        self.partition(key).look_up(pin, key, now_s, counts)
+        self.partition(key).look_up(&self.shared, pin, key, now_s, counts)
     }
 
     /// The second in which an item was stored, by the hash of its key and its place.
@@ -256,10 +273,28 @@ impl Store {
         pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
+        decide: impl FnMut(Option<&Item<'p>>) -> Change<'p>,
+    ) -> Result<u64, Refusal> {
+        self.update_or_replace(pin, key, now_s, false, decide)
+    }
+
+    /// As [`Self::update`]. If it `replaces` the item, whatever that is, one in the pool is not
+    /// fetched: `decide` may be told of none then.
+    ///
+    /// # Errors
+    /// If there is no memory for it, now or ever.
+    pub fn update_or_replace<'p>(
+        &'p self,
+        pin: &'p Pin<'_>,
+        key: Key<'_>,
+        now_s: u32,
+        replaces: bool,
         mut decide: impl FnMut(Option<&Item<'p>>) -> Change<'p>,
     ) -> Result<u64, Refusal> {
         let partition = self.partition(key);
-        self.with_room(partition, now_s, || partition.update(&self.shared, pin, key, now_s, &mut decide))
+        self.with_room(partition, now_s, || {
+            partition.update(&self.shared, pin, key, now_s, replaces, &mut decide)
+        })
     }
 
     /// As [`Self::update`], with a buffer for a short value.
@@ -277,7 +312,7 @@ impl Store {
         self.with_room(partition, now_s, || {
             let mut buffer = ShortValue::default();
             let (buffer, decide) = (&mut buffer, &mut decide);
-            partition.update(&self.shared, pin, key, now_s, move |item| decide(item, buffer))
+            partition.update(&self.shared, pin, key, now_s, false, move |item| decide(item, buffer))
         })
     }
 
@@ -286,13 +321,14 @@ impl Store {
         &self,
         partition: &Partition,
         now_s: u32,
-        mut write: impl FnMut() -> Result<u64, NoRoom>,
+        mut write: impl FnMut() -> Result<u64, NotNow>,
     ) -> Result<u64, Refusal> {
         if !partition.is_here() {
             return Err(Refusal::Elsewhere(partition.number()));
         }
-        let outcome = write().or_else(|no_room| {
-            if !self.evicts || !self.make_room(partition, no_room.bytes, now_s) {
+        let outcome = write().or_else(|not_now| {
+            let NotNow::NoRoom(NoRoom { bytes }) = not_now else { return Err(Refusal::Fetching) };
+            if !self.evicts || !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
             write().map_err(|_| Refusal::Later)
@@ -346,6 +382,7 @@ impl Store {
     /// Evicts as much as was written, so that the next writes find memory.
     fn replenish(&self, written: &Partition, now_s: u32) {
         let shared = &self.shared;
+        self.note_if_short();
         for _ in 0..EVICTIONS_MAX {
             written.clear_opened();
             if !self.evicts || shared.budget.available() >= self.reserve() {

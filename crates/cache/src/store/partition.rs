@@ -2,8 +2,10 @@
 
 mod eviction;
 mod moving;
+mod overflow;
 
 pub use moving::Departure;
+pub use overflow::Spilled;
 
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -17,6 +19,7 @@ use super::layout::Layout;
 use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Origin, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::presence::PresenceCell;
+use self::overflow::Candidates;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
@@ -71,14 +74,33 @@ pub enum Absent {
     Expired,
     /// It was flushed.
     Flushed,
+    /// It may be in the pool, and is being fetched.
+    Fetching,
     /// The partition with this number is not here.
     Elsewhere(usize),
+}
+
+/// Why an update cannot be done now.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum NotNow {
+    /// Memory must be freed first.
+    NoRoom(NoRoom),
+    /// An item in the pool may be the one, and is being fetched.
+    Fetching,
+}
+
+impl From<NoRoom> for NotNow {
+    fn from(no_room: NoRoom) -> Self {
+        Self::NoRoom(no_room)
+    }
 }
 
 /// The items of a part of all keys.
 #[derive(Debug)]
 pub struct Partition {
     number: usize,
+    /// Whether items may be in the pool.
+    has_pool: bool,
     presence: PresenceCell,
     shift: Shift,
     memory: SharedMemory,
@@ -119,10 +141,10 @@ impl Partition {
     ///
     /// # Errors
     /// If the system has no memory or descriptor for it.
-    pub fn create(number: usize, layout: Layout, cas: u64) -> io::Result<Self> {
+    pub fn create(number: usize, layout: Layout, cas: u64, has_pool: bool) -> io::Result<Self> {
         let memory = Arc::new(Memory::create(&format!("aquifer-cache-{number}"), layout.bytes())?);
         let log = Log::new(number, Arc::clone(&memory), layout, cas);
-        Ok(Self::with_log(number, memory, layout, log, 0))
+        Ok(Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) })
     }
 
     /// The partition in memory that another store has completed, if that was a store with the same
@@ -136,6 +158,7 @@ impl Partition {
         memory: Memory,
         identity: &Identity,
         cas: u64,
+        has_pool: bool,
     ) -> io::Result<(Self, Option<Completed>)> {
         let (number, layout) = (identity.partition, identity.layout);
         let memory = Arc::new(memory);
@@ -143,7 +166,8 @@ impl Partition {
         if let Some(completed) = completed {
             match Log::adopt(number, Arc::clone(&memory), layout, shared, completed.cas, Origin::Restart) {
                 Ok(log) => {
-                    let partition = Self::with_log(number, memory, layout, log, completed.items);
+                    let partition =
+                        Self { has_pool, ..Self::with_log(number, memory, layout, log, completed.items) };
                     let mut inner = partition.lock();
                     partition.charge_index(shared, &mut inner);
                     partition.publish_oldest(&mut inner);
@@ -157,12 +181,13 @@ impl Partition {
         }
         memory.clear()?;
         let log = Log::new(number, Arc::clone(&memory), layout, cas);
-        Ok((Self::with_log(number, memory, layout, log, 0), None))
+        Ok((Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) }, None))
     }
 
     fn with_log(number: usize, memory: SharedMemory, layout: Layout, log: Log, items: u64) -> Self {
         Self {
             number,
+            has_pool: false,
             presence: PresenceCell::here(),
             shift: Shift::default(),
             flush_s: AtomicU32::new(0),
@@ -179,6 +204,7 @@ impl Partition {
     /// partition any more.
     pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
         let mut inner = self.lock();
+        self.drop_all_away(shared, &mut inner);
         inner.log.complete(shared);
         let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
         completed.write(&self.memory, identity);
@@ -191,6 +217,7 @@ impl Partition {
     #[inline]
     pub fn look_up<'p>(
         &'p self,
+        shared: &Shared,
         _pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
@@ -200,14 +227,14 @@ impl Partition {
             return Err(Absent::Elsewhere(self.number));
         }
         let now_s = self.shift.to_partition(now_s);
-        let found = match self.index.search(key.hash, |location| self.has_key(location, key.bytes)) {
+        let candidates = Candidates::default();
+        let found = match self.index.search(key.hash, |at| self.is_key(at, key.bytes, &candidates)) {
             Search::Found(found) => found,
-            Search::Missing => return Err(Absent::Missing),
+            Search::Missing => return Err(self.absent(shared, key, &candidates)),
             Search::Unsettled => {
                 let _lock = self.lock();
-                self.index
-                    .search_locked(key.hash, |location| self.has_key(location, key.bytes))
-                    .ok_or(Absent::Missing)?
+                let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
+                found.ok_or_else(|| self.absent(shared, key, &candidates))?
             }
         };
         let item = self.usable(found, now_s)?;
@@ -227,7 +254,7 @@ impl Partition {
     #[inline]
     pub fn preload_item(&self, _pin: &Pin<'_>, hash: u64) -> u8 {
         let guess = if self.is_here() { self.index.guess(hash) } else { None };
-        guess.map_or(0, |location| {
+        guess.filter(|at| !self.has_pool || !self.entry(at.run).state().is_away()).map_or(0, |location| {
             let start = self.layout.run(location.run) + location.offset as usize;
             // SAFETY: the location was published a moment ago, so it is that of an item, which is
             // not changed, and whose run is not freed while an epoch is pinned.
@@ -247,11 +274,20 @@ impl Partition {
         _pin: &'p Pin<'_>,
         key: Key<'_>,
         now_s: u32,
+        replaces: bool,
         decide: impl FnOnce(Option<&Item<'p>>) -> Change<'c>,
-    ) -> Result<u64, NoRoom> {
+    ) -> Result<u64, NotNow> {
         let now_s = self.shift.to_partition(now_s);
         let mut inner = self.lock();
-        let found = self.index.search_locked(key.hash, |location| self.has_key(location, key.bytes));
+        let candidates = Candidates::default();
+        let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
+        if found.is_none() && !candidates.borrow().is_empty() {
+            if !replaces {
+                self.fetches(key.hash, &candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
+                return Err(NotNow::Fetching);
+            }
+            self.remove_candidates(shared, &mut inner, key.hash, &candidates);
+        }
         let item = found.and_then(|found| self.usable(found, now_s).ok());
         let item = item.map(|item| self.for_server(item));
         match decide(item.as_ref()) {
@@ -262,8 +298,18 @@ impl Partition {
                 }
                 Ok(0)
             }
-            Change::Put(put) => self.put(shared, &mut inner, key, now_s, found, &put),
+            Change::Put(put) => Ok(self.put(shared, &mut inner, key, now_s, found, &put)?),
         }
+    }
+
+    /// Why a key has no item here. If one in the pool may have it, that is fetched.
+    #[cold]
+    fn absent(&self, shared: &Shared, key: Key<'_>, candidates: &Candidates) -> Absent {
+        if candidates.borrow().is_empty() {
+            return Absent::Missing;
+        }
+        self.fetches(key.hash, candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
+        Absent::Fetching
     }
 
     fn put(
@@ -335,6 +381,9 @@ impl Partition {
     }
 
     fn release(&self, shared: &Shared, inner: &mut Inner, location: Location) {
+        if inner.log.is_away(location.run) {
+            return inner.log.release_away(shared, location.run);
+        }
         inner.log.release(shared, location.run, self.item_len(location));
     }
 
@@ -377,6 +426,11 @@ impl Partition {
     /// Whether a run should be cleaned.
     pub fn has_cleanable(&self) -> bool {
         self.lock_here().is_some_and(|inner| inner.log.has_cleanable())
+    }
+
+    /// Items in the pool.
+    pub fn items_away(&self) -> u64 {
+        self.lock().log.items_away()
     }
 
     /// What is in the partition.
@@ -436,8 +490,10 @@ impl Partition {
     fn usable(&self, found: Found, now_s: u32) -> Result<Item<'_>, Absent> {
         let location = found.slot.location();
         let entry = self.entry(location.run);
-        if entry.state() == RunState::Flushed {
-            return Err(Absent::Flushed);
+        match entry.state() {
+            RunState::Flushed => return Err(Absent::Flushed),
+            state if state.is_away() => return Err(Absent::Missing),
+            _ => {}
         }
         let mut item = item::decode(self.item_bytes(location), entry.cas_base());
         item.is_fetched = found.slot.is_fetched();

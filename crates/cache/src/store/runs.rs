@@ -19,6 +19,19 @@ pub enum RunState {
     Sealed = 2,
     /// All of its items were flushed.
     Flushed = 3,
+    /// Its items are in the pool, not here.
+    Remote = 4,
+    /// Its items were in the pool, and are gone.
+    Lost = 5,
+}
+
+impl RunState {
+    /// Whether the bytes of the items are not here.
+    #[inline]
+    #[must_use]
+    pub fn is_away(self) -> bool {
+        matches!(self, Self::Remote | Self::Lost)
+    }
 }
 
 /// Which items a run has (S3-FIFO, SOSP 2023).
@@ -74,6 +87,8 @@ impl<'a> RunEntry<'a> {
             1 => RunState::Open,
             2 => RunState::Sealed,
             3 => RunState::Flushed,
+            4 => RunState::Remote,
+            5 => RunState::Lost,
             _ => RunState::Free,
         }
     }

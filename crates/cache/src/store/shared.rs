@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::budget::Budget;
 use super::epochs::Epochs;
+use super::pool::PoolQueue;
 use super::runs::Queue;
 use super::slot::RUN_BYTES;
 use super::{LIMIT_MIN, StoreOptions};
@@ -77,6 +78,8 @@ pub enum Refusal {
     Full,
     /// The partition with this number is not here.
     Elsewhere(usize),
+    /// An item in the pool may be the one, and is being fetched.
+    Fetching,
 }
 
 /// What the partitions of a store share.
@@ -93,6 +96,8 @@ pub struct Shared {
     /// other remainders, so that no two items have the same number.
     pub(super) cas_step: u64,
     pub(super) sequence: AtomicU64,
+    /// What is asked of the pool.
+    pub(super) pool: PoolQueue,
     /// Partitions that have retired runs.
     pub(super) retired_in: Noted,
     /// Partitions that have runs to be cleaned.
@@ -116,6 +121,7 @@ impl Shared {
             queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
             cas_step: options.partitions as u64,
             sequence: AtomicU64::new(SEQUENCE_FIRST),
+            pool: PoolQueue::default(),
             retired_in: Noted::default(),
             cleanable_in: Noted::default(),
             evicted_age_s: AtomicU64::new(0),

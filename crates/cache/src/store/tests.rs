@@ -9,7 +9,7 @@ use super::slot::RUN_BYTES;
 use super::*;
 
 fn store(limit: u64, partitions: usize) -> Store {
-    Store::new(&StoreOptions { limit, partitions, threads: 1, has_cas: true, evicts: true }).unwrap()
+    Store::new(&StoreOptions { limit, partitions, threads: 1, has_cas: true, evicts: true, pool: 0 }).unwrap()
 }
 
 fn put(value: &[u8], expires_s: u32) -> Put<'_> {
@@ -166,7 +166,7 @@ fn the_memory_of_expired_items_is_used_again() {
 fn an_item_of_120_bytes_takes_less_than_20_more() {
     for (has_cas, most) in [(false, 20), (true, 26)] {
         let options =
-            StoreOptions { limit: 256 << 20, partitions: PARTITIONS, threads: 1, has_cas, evicts: true };
+            StoreOptions { limit: 256 << 20, partitions: PARTITIONS, threads: 1, has_cas, evicts: true, pool: 0 };
         let store = Store::new(&options).unwrap();
         for number in 0..400_000u32 {
             set(&store, format!("{number:020}").as_bytes(), &[2; 100], 0, 1);
@@ -196,7 +196,7 @@ fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
 
 #[test]
 fn a_store_adopts_what_another_one_has_completed() {
-    let options = StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true };
+    let options = StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true, pool: 0 };
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(Store::file_bytes(&options)).unwrap();
     let open = || Store::open(&options, file.try_clone().unwrap().into()).unwrap();
@@ -256,7 +256,7 @@ fn threads_see_whole_values_while_others_are_evicted() {
     const THREADS: usize = 4;
     const KEYS: u64 = 20_000;
     let options =
-        StoreOptions { limit: 3 << 20, partitions: 3, threads: THREADS, has_cas: true, evicts: true };
+        StoreOptions { limit: 3 << 20, partitions: 3, threads: THREADS, has_cas: true, evicts: true, pool: 0 };
     let store = Store::new(&options).unwrap();
     let run = |thread: usize| {
         let mut random = Random(77 + thread as u64);

@@ -122,6 +122,11 @@ impl Elsewhere {
         }
     }
 
+    /// Has the connection wait until an item has come from the pool.
+    pub fn wait_for_fetch(&mut self) {
+        self.waiting = Some(Waiting::Parked);
+    }
+
     /// Has the connection wait until the partition comes or is known to be elsewhere.
     fn park(&mut self, context: &Context<'_>) -> Resumed {
         self.parked_s.get_or_insert(context.access.now_s);

@@ -10,7 +10,7 @@ use super::super::layout::Layout;
 use super::super::memory::PAGE_BYTES;
 use super::super::runs::{RunEntry, RunState, SharedMemory};
 use super::super::slot::RUN_BYTES;
-use super::Log;
+use super::{Log, RetiredUse};
 
 /// The memory of a partition has a table that no store has written.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -110,12 +110,13 @@ impl Log {
         }
         for retired in self.retired.drain(..) {
             let charged = RunEntry::new(&self.memory, &self.layout, retired.run).charged() as u64;
-            if retired.keeps_pages {
+            if retired.then == RetiredUse::Spare {
                 shared.budget.free(charged);
             } else {
                 shared.budget.free_retired(charged);
             }
         }
+        self.release_overflow(shared);
     }
 
     /// Bytes of the budget that runs in use have.

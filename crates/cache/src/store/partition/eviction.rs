@@ -143,6 +143,10 @@ impl Partition {
                 self.evict_run(shared, &mut inner, run, now_s, false);
                 continue;
             }
+            if let Some(run) = inner.log.useless_away(now_s) {
+                self.drop_away(shared, &mut inner, run);
+                continue;
+            }
             let flushed = Queue::ALL.into_iter().find(|queue| {
                 inner.log.oldest(*queue).is_some_and(|(_, run)| self.entry(run).state() == RunState::Flushed)
             });

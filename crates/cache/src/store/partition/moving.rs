@@ -108,6 +108,8 @@ impl Partition {
     /// What goes with the memory. No thread may serve requests for the partition any more.
     pub(in super::super) fn depart(&self, shared: &Shared, now_s: u32) -> Departure {
         let mut inner = self.lock();
+        // What the pool has is this server's.
+        self.drop_all_away(shared, &mut inner);
         inner.log.seal_all(shared);
         let flush_s = self.flush_s.load(Ordering::Relaxed);
         Departure {

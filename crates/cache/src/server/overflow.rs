@@ -1,0 +1,262 @@
+//! The thread that uses the pool: copies runs there that have no room here, and fetches items that
+//! are read.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::Common;
+use super::dealing::WorkerHandle;
+use crate::store::item;
+use crate::store::pool::{Fetch, Spill};
+
+/// Longest pause without work.
+const IDLE: Duration = Duration::from_millis(100);
+/// After a failure no run is copied to the pool for so long; runs are evicted instead.
+const FAILURE_PAUSE: Duration = Duration::from_secs(1);
+/// Runs that are copied at a time.
+const SPILLS_MAX: usize = 16;
+/// Bytes of an item that are fetched at first.
+const FETCH_BYTES: usize = 4096;
+/// Items that are fetched at a time.
+const FETCHES_MAX: usize = 64;
+
+/// Memory elsewhere that outlives nothing: what is lost is a missing item.
+pub trait RemoteMemory: fmt::Debug + Send {
+    /// Stores bytes; returns the places where they are.
+    ///
+    /// # Errors
+    /// If there is no room for all of them. None is stored then.
+    fn store(&mut self, runs: &[&[u8]]) -> Result<Vec<u64>, RemoteError>;
+
+    /// Reads bytes that were stored. Each read says by itself whether it was done.
+    fn read(&mut self, reads: &mut [RemoteRead<'_>]);
+
+    /// Frees places.
+    fn free(&mut self, places: &[u64]);
+
+    /// Bytes of memory that something of this length has there.
+    fn bytes_of(&self, len: usize) -> u64;
+}
+
+/// Bytes that are to be read.
+#[derive(Debug)]
+pub struct RemoteRead<'a> {
+    /// The place.
+    pub place: u64,
+    /// The offset in it.
+    pub offset: usize,
+    /// Where the bytes go.
+    pub out: &'a mut [u8],
+    /// Whether they were read.
+    pub is_done: bool,
+}
+
+/// Why bytes cannot be stored.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct RemoteError(pub String);
+
+/// The thread's state.
+#[derive(Debug)]
+pub(super) struct Overflow {
+    memory: Box<dyn RemoteMemory>,
+    common: Arc<Common>,
+    workers: Vec<Arc<WorkerHandle>>,
+    bytes_max: u64,
+    bytes: u64,
+    /// Bytes of each place.
+    places: HashMap<u64, u64>,
+    failed: Option<Instant>,
+}
+
+impl Overflow {
+    pub fn new(
+        memory: Box<dyn RemoteMemory>,
+        common: Arc<Common>,
+        workers: Vec<Arc<WorkerHandle>>,
+        bytes_max: u64,
+    ) -> Self {
+        Self { memory, common, workers, bytes_max, bytes: 0, places: HashMap::new(), failed: None }
+    }
+
+    /// Works until the server stops.
+    pub fn run(mut self) {
+        loop {
+            let work = self.common.store.pool().next(IDLE);
+            self.free(&work.freed);
+            if work.stops {
+                return;
+            }
+            for fetches in work.fetches.chunks(FETCHES_MAX) {
+                self.fetch(fetches);
+            }
+            if work.is_short {
+                self.spill();
+            }
+        }
+    }
+
+    fn free(&mut self, places: &[u64]) {
+        for place in places {
+            self.bytes -= self.places.remove(place).unwrap_or(0);
+        }
+        if !places.is_empty() {
+            self.memory.free(places);
+            self.report();
+        }
+    }
+
+    fn report(&self) {
+        let pool = self.common.store.pool();
+        pool.runs.store(self.places.len() as u64, Ordering::Relaxed);
+        pool.bytes.store(self.bytes, Ordering::Relaxed);
+    }
+
+    /// Copies runs to the pool until there is enough memory, or others wait for the thread.
+    fn spill(&mut self) {
+        if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_PAUSE) {
+            return;
+        }
+        let store = &self.common.store;
+        let now_s = self.common.clock.now_s();
+        let mut spills = Vec::new();
+        while spills.len() < SPILLS_MAX
+            && let Some(spill) = store.next_spill(now_s)
+        {
+            spills.push(spill);
+        }
+        if spills.is_empty() {
+            return;
+        }
+        let stored = self.make_room(&spills).and_then(|()| {
+            let runs: Vec<&[u8]> = spills.iter().map(|spill| &spill.bytes[..]).collect();
+            self.memory.store(&runs)
+        });
+        let places = match stored {
+            Ok(places) => places,
+            Err(error) => {
+                if self.failed.is_none() {
+                    tracing::warn!(%error, "the pool takes no items; they are evicted instead");
+                }
+                self.failed = Some(Instant::now());
+                spills.iter().for_each(|spill| self.common.store.cancel_spill(spill));
+                return;
+            }
+        };
+        if self.failed.take().is_some() {
+            tracing::info!("the pool takes items again");
+        }
+        let mut unneeded = Vec::new();
+        for (spill, place) in spills.into_iter().zip(places) {
+            let bytes = self.memory.bytes_of(spill.bytes.len());
+            self.bytes += bytes;
+            self.places.insert(place, bytes);
+            if !self.common.store.finish_spill(spill, place) {
+                unneeded.push(place);
+            }
+        }
+        self.free(&unneeded);
+        self.report();
+        // There may be more; what waits to be fetched comes first.
+        self.common.store.pool().note_short();
+    }
+
+    /// Gives up old runs in the pool until there is room for these.
+    fn make_room(&mut self, spills: &[Spill]) -> Result<(), RemoteError> {
+        let wanted: u64 = spills.iter().map(|spill| self.memory.bytes_of(spill.bytes.len())).sum();
+        while self.bytes + wanted > self.bytes_max {
+            if !self.common.store.evict_from_pool() {
+                return Err(RemoteError("the pool's size is too small for a few runs of items".to_owned()));
+            }
+            let freed = self.common.store.pool().freed();
+            self.free(&freed);
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self, fetches: &[Fetch]) {
+        let began = Instant::now();
+        let store = &self.common.store;
+        let places: Vec<Option<u64>> = fetches.iter().map(|fetch| store.place_in_pool(fetch)).collect();
+        let mut buffers: Vec<Vec<u8>> = fetches
+            .iter()
+            .map(|fetch| vec![0; FETCH_BYTES.min(fetch.fill - fetch.location.offset as usize)])
+            .collect();
+        let are_done = self.read(fetches, &places, &mut buffers, 0);
+        let mut long = Vec::new();
+        for ((at, buffer), is_done) in buffers.iter_mut().enumerate().zip(&are_done) {
+            let len = if *is_done { item_len(buffer) } else { None };
+            match len {
+                Some(len) if len <= buffer.len() => buffer.truncate(len),
+                Some(len) if len <= fetches[at].fill - fetches[at].location.offset as usize => {
+                    buffer.resize(len, 0);
+                    long.push(at);
+                }
+                _ => buffer.clear(),
+            }
+        }
+        for at in long {
+            let is_done =
+                self.read(&fetches[at..=at], &places[at..=at], &mut buffers[at..=at], FETCH_BYTES)[0];
+            if !is_done {
+                buffers[at].clear();
+            }
+        }
+        let store = &self.common.store;
+        let now_s = self.common.clock.now_s();
+        for ((fetch, place), buffer) in fetches.iter().zip(places).zip(&buffers) {
+            match (place, buffer.is_empty()) {
+                (Some(_), false) => {
+                    store.bring_back(fetch, buffer, now_s);
+                    store.pool().hits.fetch_add(1, Ordering::Relaxed);
+                }
+                (Some(_), true) => {
+                    store.lose(fetch);
+                    store.pool().losses.fetch_add(1, Ordering::Relaxed);
+                }
+                // It was removed meanwhile.
+                (None, _) => {}
+            }
+            store.pool().fetched(fetch);
+            store.pool().note_fetch_time(began.elapsed());
+        }
+        self.workers.iter().for_each(|worker| worker.wake());
+    }
+
+    /// Reads the rest of the buffers from this byte on. Returns which were read.
+    fn read(
+        &mut self,
+        fetches: &[Fetch],
+        places: &[Option<u64>],
+        buffers: &mut [Vec<u8>],
+        from: usize,
+    ) -> Vec<bool> {
+        let mut ats = Vec::new();
+        let mut reads = Vec::new();
+        for ((at, place), buffer) in places.iter().enumerate().zip(buffers) {
+            if let Some(place) = place {
+                let offset = fetches[at].location.offset as usize + from;
+                reads.push(RemoteRead { place: *place, offset, out: &mut buffer[from..], is_done: false });
+                ats.push(at);
+            }
+        }
+        self.memory.read(&mut reads);
+        let mut are_done = vec![false; fetches.len()];
+        for (at, read) in ats.into_iter().zip(reads) {
+            are_done[at] = read.is_done;
+        }
+        are_done
+    }
+}
+
+/// The length of the item that begins with these bytes, if they are enough to tell.
+fn item_len(bytes: &[u8]) -> Option<usize> {
+    let prefix = bytes.get(..item::PREFIX_BYTES)?;
+    if !item::has_long_value(prefix) {
+        return Some(item::len(prefix));
+    }
+    bytes.get(..item::LONG_PREFIX_BYTES).map(item::len)
+}

@@ -1,0 +1,198 @@
+//! The runs of a log whose items are in the pool, or are on their way there.
+
+use std::collections::BTreeMap;
+
+use super::super::Shared;
+use super::super::runs::RunState;
+use super::{Log, RetiredUse};
+
+/// An item of a run in the pool: the hash of its key, as far as the index looks at it, and where it
+/// is in the run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Kept {
+    /// The lower half of the hash.
+    pub hash: u32,
+    /// The offset in the run.
+    pub offset: u16,
+}
+
+/// Bytes of the budget for each item in the pool.
+const KEPT_BYTES: usize = std::mem::size_of::<Kept>();
+
+/// A run in the pool.
+#[derive(Debug)]
+struct RemoteRun {
+    /// Where the pool has it.
+    place: u64,
+    /// Its items when it left.
+    kept: Box<[Kept]>,
+    /// How many of these the index still points to.
+    items: usize,
+    /// Its place in the order in which runs were opened.
+    sequence: u64,
+}
+
+/// Runs in the pool, and on their way there.
+#[derive(Debug, Default)]
+pub struct OverflowRuns {
+    remote: BTreeMap<u32, RemoteRun>,
+    /// The serial numbers of runs that are being copied to the pool.
+    leaving: BTreeMap<u32, u32>,
+}
+
+impl Log {
+    /// Whether a run's items are in the pool, or were.
+    pub fn is_away(&self, run: u32) -> bool {
+        !self.overflow.remote.is_empty() && self.overflow.remote.contains_key(&run)
+    }
+
+    /// Notes that a run, which is in no queue, is being copied to the pool. `live` of its bytes are
+    /// still in use.
+    pub fn begin_leaving(&mut self, run: u32, live: usize) {
+        let entry = self.entry(run);
+        let (serial, _) = entry.serial_and_fill();
+        let before = entry.live();
+        entry.set_live(live);
+        self.live_bytes -= (before - live) as u64;
+        self.overflow.leaving.insert(run, serial);
+    }
+
+    /// Whether a run is still the one that was copied to the pool.
+    pub fn is_leaving(&self, run: u32, serial: u32) -> bool {
+        self.overflow.leaving.get(&run) == Some(&serial)
+            && self.entry(run).serial_and_fill().0 == serial
+            && self.entry(run).state() == RunState::Sealed
+    }
+
+    /// Makes a run that was not copied after all the oldest one of its queue again; returns whether
+    /// it is still in use.
+    pub fn stop_leaving(&mut self, run: u32, serial: u32) -> bool {
+        let is_leaving = self.is_leaving(run, serial);
+        if self.overflow.leaving.get(&run) == Some(&serial) {
+            self.overflow.leaving.remove(&run);
+        }
+        if is_leaving {
+            self.link(run);
+        }
+        is_leaving
+    }
+
+    /// The items of a run are in the pool from now on, at this place. `items` of those that were
+    /// kept are in the index.
+    pub fn leave(&mut self, shared: &Shared, run: u32, place: u64, kept: Box<[Kept]>, items: usize) {
+        let entry = self.entry(run);
+        let (live, fill, charged) = (entry.live(), entry.fill(), entry.charged());
+        let (sequence, runs, queue) = (entry.sequence(), entry.runs(), entry.queue());
+        entry.set_live(0);
+        entry.set_state(RunState::Remote);
+        self.overflow.leaving.remove(&run);
+        shared.free_queue(queue, charged);
+        shared.budget.retire(charged as u64);
+        shared.budget.charge_always((kept.len() * KEPT_BYTES) as u64);
+        self.live_bytes -= live as u64;
+        self.filled_bytes -= fill as u64;
+        self.overflow.remote.insert(run, RemoteRun { place, kept, items, sequence });
+        self.retire_as(shared, run, runs, RetiredUse::Remote);
+    }
+
+    /// Where the pool has a run, if it is still the one with this serial number.
+    pub fn place_in_pool(&self, run: u32, serial: u32) -> Option<u64> {
+        let entry = self.entry(run);
+        let is_same = entry.state() == RunState::Remote && entry.serial_and_fill().0 == serial;
+        if is_same { self.overflow.remote.get(&run).map(|remote| remote.place) } else { None }
+    }
+
+    /// Notes that a slot no longer points to an item of a run in the pool. The run is free when
+    /// that was the last one.
+    pub fn release_away(&mut self, shared: &Shared, run: u32) {
+        let Some(remote) = self.overflow.remote.get_mut(&run) else { return };
+        remote.items = remote.items.saturating_sub(1);
+        if remote.items == 0 {
+            self.forget_away(shared, run);
+        }
+    }
+
+    /// Frees a run to whose items no slot points any more.
+    pub fn forget_away(&mut self, shared: &Shared, run: u32) {
+        let Some(remote) = self.overflow.remote.remove(&run) else { return };
+        shared.budget.free((remote.kept.len() * KEPT_BYTES) as u64);
+        shared.pool.free(remote.place);
+        let entry = self.entry(run);
+        let runs = entry.runs();
+        entry.set_state(RunState::Free);
+        // A thread may still be about to look at its state.
+        self.retire_as(shared, run, runs, RetiredUse::Free);
+    }
+
+    /// The run in the pool that was opened first, and its place in that order.
+    pub fn oldest_away(&self) -> Option<(u64, u32)> {
+        self.overflow.remote.iter().map(|(run, remote)| (remote.sequence, *run)).min()
+    }
+
+    /// A run in the pool whose items are gone or have expired, and which slots still point to.
+    pub fn useless_away(&self, now_s: u32) -> Option<u32> {
+        let is_useless = |run: &&u32| {
+            let entry = self.entry(**run);
+            entry.state() == RunState::Lost || entry.class() != 0 && entry.times().1 <= now_s
+        };
+        self.overflow.remote.keys().find(is_useless).copied()
+    }
+
+    /// Runs in the pool.
+    pub fn away(&self) -> Vec<u32> {
+        self.overflow.remote.keys().copied().collect()
+    }
+
+    /// Items in the pool.
+    pub fn items_away(&self) -> u64 {
+        self.overflow.remote.values().map(|remote| remote.items as u64).sum()
+    }
+
+    /// The items that a run had when it left.
+    pub fn kept_of(&self, run: u32) -> Box<[Kept]> {
+        self.overflow.remote.get(&run).map_or(Box::default(), |remote| remote.kept.clone())
+    }
+
+    /// Notes that the items of a run in the pool are gone.
+    pub fn lose_away(&mut self, run: u32) {
+        if self.overflow.remote.contains_key(&run) {
+            self.entry(run).set_state(RunState::Lost);
+        }
+    }
+
+    /// Makes runs that are on their way to the pool stay.
+    pub fn stop_all_leaving(&mut self) {
+        let leaving: Vec<(u32, u32)> = self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
+        for (run, serial) in leaving {
+            self.stop_leaving(run, serial);
+        }
+    }
+
+    /// Marks all items in the pool as gone, and those on their way there as flushed.
+    pub(super) fn flush_overflow(&mut self) {
+        for run in self.overflow.remote.keys() {
+            self.entry(*run).set_state(RunState::Lost);
+        }
+        let leaving: Vec<(u32, u32)> = self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
+        for (run, serial) in leaving {
+            if self.stop_leaving(run, serial) {
+                self.entry(run).set_state(RunState::Flushed);
+            }
+        }
+    }
+
+    /// Frees what the pool has of this log, which is not to be used again.
+    pub(super) fn release_overflow(&mut self, shared: &Shared) {
+        for remote in std::mem::take(&mut self.overflow.remote).into_values() {
+            shared.budget.free((remote.kept.len() * KEPT_BYTES) as u64);
+            shared.pool.free(remote.place);
+        }
+        for run in std::mem::take(&mut self.overflow.leaving).into_keys() {
+            let entry = self.entry(run);
+            if entry.state() != RunState::Free {
+                shared.free_queue(entry.queue(), entry.charged());
+                shared.budget.free(entry.charged() as u64);
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! What the thread that uses the pool does in a store.
+
+use super::pool::{Fetch, PoolQueue, Spill};
+use super::partition::Spilled;
+use super::{RESERVE_PARTS, Store};
+
+/// Runs are copied to the pool if less than one part in so many of the memory is free.
+const SPARE_PARTS: u64 = 32;
+/// Runs that are given up in a row, because little of them was in use, before others are served.
+const EVICTED_MAX: usize = 64;
+const _: () = assert!(SPARE_PARTS < RESERVE_PARTS);
+
+impl Store {
+    /// What threads ask of the pool.
+    #[must_use]
+    pub fn pool(&self) -> &PoolQueue {
+        &self.shared.pool
+    }
+
+    /// Whether items that have no room here go to the pool.
+    #[must_use]
+    pub fn has_pool(&self) -> bool {
+        self.has_pool
+    }
+
+    fn is_short(&self) -> bool {
+        self.shared.budget.available() < self.shared.budget.limit() / SPARE_PARTS
+    }
+
+    /// Has runs copied to the pool if memory is short.
+    pub(super) fn note_if_short(&self) {
+        if self.has_pool && self.is_short() {
+            self.shared.pool.note_short();
+        }
+    }
+
+    /// The next run that is to be copied to the pool; `None` if there is enough memory.
+    pub fn next_spill(&self, now_s: u32) -> Option<Spill> {
+        for _ in 0..EVICTED_MAX {
+            if !self.is_short() {
+                return None;
+            }
+            let (queue, coldest) = self.coldest();
+            match coldest.begin_spill(&self.shared, queue, now_s) {
+                Spilled::Begun(spill) => return Some(spill),
+                Spilled::Evicted => {}
+                Spilled::None => return None,
+            }
+        }
+        None
+    }
+
+    /// The pool has a run at this place. Returns false if the run was needed no more: the place is
+    /// to be freed.
+    pub fn finish_spill(&self, spill: Spill, place: u64) -> bool {
+        self.partitions[spill.partition].finish_spill(&self.shared, spill, place)
+    }
+
+    /// The pool has no room for a run: it stays, and is evicted if there is no memory.
+    pub fn cancel_spill(&self, spill: &Spill) {
+        self.partitions[spill.partition].cancel_spill(&self.shared, spill);
+    }
+
+    /// Where the pool has an item that is to be fetched; `None` if it is not there any more.
+    #[must_use]
+    pub fn place_in_pool(&self, fetch: &Fetch) -> Option<u64> {
+        self.partitions.get(fetch.partition)?.place_in_pool(fetch)
+    }
+
+    /// An item has come back from the pool.
+    pub fn bring_back(&self, fetch: &Fetch, bytes: &[u8], now_s: u32) {
+        let partition = &self.partitions[fetch.partition];
+        if let Err(no_room) = partition.bring_back(&self.shared, fetch, bytes, now_s) {
+            self.make_room(partition, no_room.bytes, now_s);
+            if partition.bring_back(&self.shared, fetch, bytes, now_s).is_err() {
+                // It cannot be read: it is gone, with what left together with it.
+                partition.lose_away(&self.shared, fetch.location.run);
+            }
+        }
+    }
+
+    /// The pool has lost the run of an item.
+    pub fn lose(&self, fetch: &Fetch) {
+        self.partitions[fetch.partition].lose_away(&self.shared, fetch.location.run);
+    }
+
+    /// Gives up the run in the pool that was opened first; returns whether there was one.
+    pub fn evict_from_pool(&self) -> bool {
+        let oldest = self
+            .partitions
+            .iter()
+            .filter_map(|partition| partition.oldest_away().map(|(sequence, run)| (sequence, run, partition)))
+            .min_by_key(|(sequence, ..)| *sequence);
+        let Some((_, run, partition)) = oldest else { return false };
+        partition.lose_away(&self.shared, run);
+        true
+    }
+
+    /// Items in the pool.
+    #[must_use]
+    pub fn items_away(&self) -> u64 {
+        self.partitions.iter().map(super::partition::Partition::items_away).sum()
+    }
+}

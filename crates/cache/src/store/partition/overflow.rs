@@ -1,0 +1,272 @@
+//! Items that leave a partition for the pool, and come back.
+
+use std::cell::RefCell;
+
+use smallvec::SmallVec;
+
+use super::super::index::Found;
+use super::super::item::{self, Item};
+use super::super::log::{Charge, Kept, NewItem, NoRoom, Target};
+use super::super::pool::{Fetch, Spill};
+use super::super::runs::{Queue, RunState};
+use super::super::slot::{Location, Slot};
+use super::super::{Shared, hash_of};
+use super::{Inner, Partition};
+
+/// Items that come back from the pool keep the second in which they were stored as exactly as this.
+const RETURNED_TOLERANCE_S: u32 = 60;
+/// A run of which less than one part in so many is in use is evicted, not copied to the pool.
+const SPILLED_PARTS: usize = 8;
+
+/// Places of items in the pool whose keys may be the one that is searched.
+pub(super) type Candidates = RefCell<SmallVec<[Location; 2]>>;
+
+/// What became of an attempt to free the oldest run of a queue.
+#[derive(Debug)]
+pub enum Spilled {
+    /// There is no run.
+    None,
+    /// It was freed: nothing of it was worth the pool.
+    Evicted,
+    /// It is to be copied to the pool.
+    Begun(Spill),
+}
+
+impl Partition {
+    /// Whether the item at a location has this key. Notes the location if that is unknown, because
+    /// the item is in the pool.
+    #[inline]
+    pub(super) fn is_key(&self, location: Location, key: &[u8], candidates: &Candidates) -> bool {
+        if self.has_pool {
+            match self.entry(location.run).state() {
+                RunState::Remote => {
+                    candidates.borrow_mut().push(location);
+                    return false;
+                }
+                RunState::Lost => return false,
+                _ => {}
+            }
+        }
+        self.has_key(location, key)
+    }
+
+    /// What is to be fetched from the pool to know whether it has a key.
+    pub(super) fn fetches(&self, hash: u64, candidates: &Candidates) -> SmallVec<[Fetch; 2]> {
+        let fetch = |location: &Location| {
+            let (serial, fill) = self.entry(location.run).serial_and_fill();
+            Fetch { partition: self.number, location: *location, serial, fill, hash }
+        };
+        candidates.borrow().iter().map(fetch).collect()
+    }
+
+    /// Removes items that may have the key of an item which is being stored. One with another key
+    /// is evicted.
+    pub(super) fn remove_candidates(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        hash: u64,
+        candidates: &Candidates,
+    ) {
+        for location in candidates.borrow_mut().drain(..) {
+            if let Some(found) = self.index.search_locked(hash, |other| other == location) {
+                self.remove(shared, inner, found);
+            }
+        }
+    }
+
+    /// Has the oldest run of a queue leave for the pool. Items of it that were read stay here.
+    pub fn begin_spill(&self, shared: &Shared, queue: Queue, now_s: u32) -> Spilled {
+        let Some(mut inner) = self.lock_here() else { return Spilled::None };
+        let now_s = self.shift.to_partition(now_s);
+        inner.log.collect(shared);
+        let Some(run) = inner.log.pop_oldest(shared, queue) else { return Spilled::None };
+        let (kept, live) = self.keep_unread(shared, &mut inner, run, now_s);
+        let entry = self.entry(run);
+        let is_flushed = entry.state() == RunState::Flushed;
+        let (serial, fill) = entry.serial_and_fill();
+        if kept.is_empty() || is_flushed || live * SPILLED_PARTS < fill {
+            self.drop_kept(shared, &mut inner, run, &kept);
+            inner.log.retire(shared, run, false);
+            self.publish_oldest(&mut inner);
+            return Spilled::Evicted;
+        }
+        inner.log.begin_leaving(run, live);
+        self.publish_oldest(&mut inner);
+        let start = self.layout.run(run);
+        // SAFETY: the run is sealed, and not freed while the lock is held.
+        let bytes = unsafe { self.memory.bytes(start, fill) }.to_vec();
+        Spilled::Begun(Spill { partition: self.number, run, serial, bytes, kept: kept.into() })
+    }
+
+    /// Goes through the items of a run that are in the index. Those that were read become the
+    /// newest ones of the main queue, those that have expired are removed, and the others are
+    /// returned, with the sum of their lengths.
+    fn keep_unread(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> (Vec<Kept>, usize) {
+        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
+        let is_main = self.entry(run).queue() == Queue::Main;
+        let (mut kept, mut live, mut offset) = (Vec::new(), 0, 0);
+        while offset < fill {
+            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
+            if let Some(second) = item::marked_s(self.prefix(location)) {
+                stored_s = second;
+                offset += item::MARK_BYTES;
+                continue;
+            }
+            let (key, len) = item::key_and_len(self.item_bytes(location));
+            let at = offset;
+            offset += len;
+            let hash = hash_of(key);
+            let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
+            let Ok(item) = self.usable(found, now_s) else {
+                shared.count_expired(found.slot.is_fetched());
+                self.index.remove(found);
+                inner.items -= 1;
+                continue;
+            };
+            let reads = found.slot.reads();
+            if reads > 0 {
+                let slot = found.slot.with_reads(if is_main { reads - 1 } else { 0 });
+                let source = Returned { item, stored_s, tolerance_s: RETURNED_TOLERANCE_S };
+                if self.move_to_main(shared, inner, now_s, found, slot, &source).is_ok() {
+                    continue;
+                }
+            }
+            live += len;
+            let offset = u16::try_from(at).expect("below the length of a run");
+            kept.push(Kept { hash: low_half(hash), offset });
+        }
+        (kept, live)
+    }
+
+    fn move_to_main(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        now_s: u32,
+        found: Found,
+        slot: Slot,
+        source: &Returned<'_>,
+    ) -> Result<(), NoRoom> {
+        let Returned { item, stored_s, tolerance_s } = *source;
+        let value = [item.value, &[][..]];
+        let new = NewItem { header: item.header, key: item.key, value, stored_s, tolerance_s };
+        let location = inner.log.append(shared, now_s, &new, Target::Newest(Queue::Main), Charge::Always)?;
+        self.index.replace(found, slot.with_location(location));
+        Ok(())
+    }
+
+    /// Removes the slots of items that were kept.
+    fn drop_kept(&self, shared: &Shared, inner: &mut Inner, run: u32, kept: &[Kept]) {
+        for Kept { hash, offset } in kept {
+            let location = Location { run, offset: u32::from(*offset) };
+            if let Some(found) = self.index.search_locked(u64::from(*hash), |other| other == location) {
+                shared.count_evicted(found.slot.is_fetched());
+                self.index.remove(found);
+                inner.items -= 1;
+            }
+        }
+    }
+
+    /// The pool has a run at this place. Returns false if the run was needed no more: the place is
+    /// to be freed.
+    pub fn finish_spill(&self, shared: &Shared, spill: Spill, place: u64) -> bool {
+        let Some(mut inner) = self.lock_here() else { return false };
+        let Spill { run, serial, kept, .. } = spill;
+        if !inner.log.is_leaving(run, serial) {
+            inner.log.stop_leaving(run, serial);
+            return false;
+        }
+        let is_there = |Kept { hash, offset }: &&Kept| {
+            let location = Location { run, offset: u32::from(*offset) };
+            self.index.search_locked(u64::from(*hash), |other| other == location).is_some()
+        };
+        let items = kept.iter().filter(is_there).count();
+        if items == 0 {
+            inner.log.stop_leaving(run, serial);
+            return false;
+        }
+        inner.log.leave(shared, run, place, kept, items);
+        true
+    }
+
+    /// The pool has no room for a run: it is evicted. An earlier one may still be readable there.
+    pub fn cancel_spill(&self, shared: &Shared, spill: &Spill) {
+        let Some(mut inner) = self.lock_here() else { return };
+        if inner.log.stop_leaving(spill.run, spill.serial) {
+            // It is the oldest one again, and goes next if there is no memory.
+            self.publish_oldest(&mut inner);
+        }
+        let _ = shared;
+    }
+
+    /// Where the pool has an item that is to be fetched; `None` if it is not there any more.
+    pub fn place_in_pool(&self, fetch: &Fetch) -> Option<u64> {
+        self.lock_here()?.log.place_in_pool(fetch.location.run, fetch.serial)
+    }
+
+    /// An item has come back from the pool: it is the newest one of the main queue.
+    ///
+    /// # Errors
+    /// If memory must be freed first.
+    pub fn bring_back(&self, shared: &Shared, fetch: &Fetch, bytes: &[u8], now_s: u32) -> Result<(), NoRoom> {
+        let Some(mut inner) = self.lock_here() else { return Ok(()) };
+        if inner.log.place_in_pool(fetch.location.run, fetch.serial).is_none() {
+            return Ok(());
+        }
+        let now_s = self.shift.to_partition(now_s);
+        let entry = self.entry(fetch.location.run);
+        let item = item::decode(bytes, entry.cas_base());
+        let hash = hash_of(item.key);
+        let Some(found) = self.index.search_locked(hash, |other| other == fetch.location) else {
+            // Another key has the same place in the index: it is looked for no more.
+            return Ok(());
+        };
+        let source =
+            Returned { item, stored_s: entry.times().0, tolerance_s: RETURNED_TOLERANCE_S };
+        let slot = found.slot.with_reads(0);
+        self.move_to_main(shared, &mut inner, now_s, found, slot, &source)?;
+        inner.log.release_away(shared, fetch.location.run);
+        self.publish_oldest(&mut inner);
+        Ok(())
+    }
+
+    /// The pool has lost a run, or gives it up.
+    pub fn lose_away(&self, shared: &Shared, run: u32) {
+        let Some(mut inner) = self.lock_here() else { return };
+        inner.log.lose_away(run);
+        self.drop_away(shared, &mut inner, run);
+    }
+
+    /// The oldest run in the pool, and its place in the order in which runs were opened.
+    pub fn oldest_away(&self) -> Option<(u64, u32)> {
+        self.lock_here()?.log.oldest_away()
+    }
+
+    /// Removes the items of a run in the pool.
+    pub(super) fn drop_away(&self, shared: &Shared, inner: &mut Inner, run: u32) {
+        let kept = inner.log.kept_of(run);
+        self.drop_kept(shared, inner, run, &kept);
+        inner.log.forget_away(shared, run);
+    }
+
+    /// Removes all items in the pool, and keeps here what is on its way there.
+    pub(super) fn drop_all_away(&self, shared: &Shared, inner: &mut Inner) {
+        inner.log.stop_all_leaving();
+        for run in inner.log.away() {
+            self.drop_away(shared, inner, run);
+        }
+    }
+}
+
+/// An item that becomes the newest one of the main queue.
+#[derive(Clone, Copy)]
+struct Returned<'a> {
+    item: Item<'a>,
+    stored_s: u32,
+    tolerance_s: u32,
+}
+
+fn low_half(hash: u64) -> u32 {
+    u32::try_from(hash & u64::from(u32::MAX)).expect("32 bits")
+}

@@ -1,0 +1,148 @@
+//! What a store has in the pool: runs that had no room here. A thread copies them there, and
+//! fetches items that are read.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::log::Kept;
+use super::slot::Location;
+
+/// A run that is to be copied to the pool.
+#[derive(Debug)]
+pub struct Spill {
+    /// The partition.
+    pub partition: usize,
+    /// The run.
+    pub run: u32,
+    /// Its serial number.
+    pub serial: u32,
+    /// Its bytes.
+    pub bytes: Vec<u8>,
+    /// The items of it that are in use.
+    pub kept: Box<[Kept]>,
+}
+
+/// An item that is to be fetched from the pool.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Fetch {
+    /// The partition.
+    pub partition: usize,
+    /// Where the item was.
+    pub location: Location,
+    /// The serial number of the run.
+    pub serial: u32,
+    /// Bytes of the run.
+    pub fill: usize,
+    /// The hash of the key for which it is fetched.
+    pub hash: u64,
+}
+
+/// What threads ask of the pool.
+#[derive(Debug, Default)]
+pub struct PoolQueue {
+    state: Mutex<PoolState>,
+    has_work: Condvar,
+    /// Runs in the pool.
+    pub runs: AtomicU64,
+    /// Bytes that the pool has for them.
+    pub bytes: AtomicU64,
+    /// Items that were fetched.
+    pub hits: AtomicU64,
+    /// Items that the pool has lost.
+    pub losses: AtomicU64,
+    /// Time of all fetches, in microseconds, and the longest.
+    pub fetch_us: AtomicU64,
+    /// See [`Self::fetch_us`].
+    pub longest_us: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct PoolState {
+    fetches: Vec<Fetch>,
+    /// What is queued or being fetched.
+    wanted: BTreeSet<(usize, u32, u32)>,
+    freed: Vec<u64>,
+    is_short: bool,
+    stops: bool,
+}
+
+/// Work for the thread that uses the pool.
+#[derive(Debug, Default)]
+pub struct PoolWork {
+    /// Items to fetch.
+    pub fetches: Vec<Fetch>,
+    /// Places that are free.
+    pub freed: Vec<u64>,
+    /// Whether memory is short, so that runs are to be copied to the pool.
+    pub is_short: bool,
+    /// Whether the thread is to end.
+    pub stops: bool,
+}
+
+impl PoolQueue {
+    /// Has an item fetched, unless it is being fetched.
+    pub fn fetch(&self, fetch: Fetch) {
+        let mut state = self.lock();
+        if state.wanted.insert(key_of(&fetch)) {
+            state.fetches.push(fetch);
+            self.has_work.notify_one();
+        }
+    }
+
+    /// Notes that an item was fetched, or cannot be.
+    pub fn fetched(&self, fetch: &Fetch) {
+        self.lock().wanted.remove(&key_of(fetch));
+    }
+
+    /// Frees a place in the pool.
+    pub fn free(&self, place: u64) {
+        self.lock().freed.push(place);
+    }
+
+    /// Places that were freed since they were last asked for.
+    pub fn freed(&self) -> Vec<u64> {
+        std::mem::take(&mut self.lock().freed)
+    }
+
+    /// Says that memory is short.
+    pub fn note_short(&self) {
+        let mut state = self.lock();
+        if !state.is_short {
+            state.is_short = true;
+            self.has_work.notify_one();
+        }
+    }
+
+    /// Ends the thread.
+    pub fn stop(&self) {
+        self.lock().stops = true;
+        self.has_work.notify_one();
+    }
+
+    /// The next work; waits for it for at most this time.
+    pub fn next(&self, time: Duration) -> PoolWork {
+        let is_idle = |state: &mut PoolState| state.fetches.is_empty() && !state.is_short && !state.stops;
+        let waited = self.has_work.wait_timeout_while(self.lock(), time, is_idle);
+        let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let (fetches, freed) = (std::mem::take(&mut state.fetches), std::mem::take(&mut state.freed));
+        let is_short = std::mem::take(&mut state.is_short);
+        PoolWork { fetches, freed, is_short, stops: state.stops }
+    }
+
+    /// Notes how long a fetch has lasted.
+    pub fn note_fetch_time(&self, time: Duration) {
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.fetch_us.fetch_add(us, Ordering::Relaxed);
+        self.longest_us.fetch_max(us, Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn key_of(fetch: &Fetch) -> (usize, u32, u32) {
+    (fetch.partition, fetch.location.run, fetch.location.offset)
+}

@@ -1,0 +1,343 @@
+//! A server whose items overflow into a pool, which is memory of the test.
+
+use std::collections::{BTreeMap, HashMap};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use aquifer_cache::server::{
+    Listener, ListenerAddress, RemoteError, RemoteMemory, RemoteRead, Server, ServerOptions,
+};
+use aquifer_cache::store::StoreOptions;
+
+/// What the pool has, and whether it fails.
+#[derive(Debug, Default)]
+struct State {
+    runs: HashMap<u64, Vec<u8>>,
+    last: u64,
+    is_full: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Pool(Arc<Mutex<State>>);
+
+impl RemoteMemory for Pool {
+    fn store(&mut self, runs: &[&[u8]]) -> Result<Vec<u64>, RemoteError> {
+        let mut state = self.0.lock().unwrap();
+        if state.is_full {
+            return Err(RemoteError("the test says so".to_owned()));
+        }
+        let mut places = Vec::new();
+        for run in runs {
+            state.last += 1;
+            let place = state.last;
+            state.runs.insert(place, run.to_vec());
+            places.push(place);
+        }
+        Ok(places)
+    }
+
+    fn read(&mut self, reads: &mut [RemoteRead<'_>]) {
+        let state = self.0.lock().unwrap();
+        for read in reads {
+            if let Some(run) = state.runs.get(&read.place) {
+                read.out.copy_from_slice(&run[read.offset..read.offset + read.out.len()]);
+                read.is_done = true;
+            }
+        }
+    }
+
+    fn free(&mut self, places: &[u64]) {
+        let mut state = self.0.lock().unwrap();
+        for place in places {
+            // What the test has dropped is not there.
+            state.runs.remove(place);
+        }
+    }
+
+    fn bytes_of(&self, len: usize) -> u64 {
+        len.next_power_of_two().max(4096) as u64
+    }
+}
+
+struct Cache {
+    server: Server,
+    pool: Pool,
+    client: BufReader<TcpStream>,
+}
+
+impl Cache {
+    fn start(memory: u64, pool_bytes: u64) -> Self {
+        let pool = Pool::default();
+        let options = ServerOptions {
+            listeners: vec![Listener::tcp((Ipv4Addr::LOCALHOST, 0).into(), 16).unwrap()],
+            store: StoreOptions {
+                limit: memory,
+                partitions: 4,
+                threads: 2,
+                has_cas: true,
+                evicts: true,
+                pool: pool_bytes,
+            },
+            memory_file: None,
+            connections_max: 16,
+            item_size_max: 1 << 20,
+            requests_per_turn: 0,
+            idle_timeout_s: 0,
+            tokens: None,
+            tls: None,
+            protocol: None,
+            flush_is_enabled: true,
+            dump_is_enabled: true,
+            shutdown_is_enabled: false,
+            verbosity: 0,
+            pool: Some(Box::new(pool.clone())),
+            connector: None,
+            version: "test",
+        };
+        let server = Server::start(options).unwrap();
+        let ListenerAddress::Tcp(address) = server.addresses()[0] else { unreachable!() };
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_nodelay(true).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+        Self { server, pool, client: BufReader::new(stream) }
+    }
+
+    fn send(&mut self, text: &str) {
+        self.client.get_mut().write_all(text.as_bytes()).unwrap();
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.client.read_line(&mut line).unwrap();
+        line
+    }
+
+    fn ask(&mut self, text: &str) -> String {
+        self.send(text);
+        self.line()
+    }
+
+    fn set(&mut self, key: &str, value: &str) {
+        let reply = self.ask(&format!("set {key} 0 0 {}\r\n{value}\r\n", value.len()));
+        assert_eq!(reply, "STORED\r\n", "{key}");
+    }
+
+    /// Reads a reply to `get` of one key.
+    fn value(&mut self, key: &str) -> Option<String> {
+        let line = self.line();
+        if line == "END\r\n" {
+            return None;
+        }
+        let len = line.strip_prefix(&format!("VALUE {key} 0 ")).unwrap_or_else(|| panic!("{line}"));
+        let mut value = vec![0; len.trim().parse::<usize>().unwrap() + 7];
+        self.client.read_exact(&mut value).unwrap();
+        assert!(value.ends_with(b"\r\nEND\r\n"));
+        value.truncate(value.len() - 7);
+        Some(String::from_utf8(value).unwrap())
+    }
+
+    fn get(&mut self, key: &str) -> Option<String> {
+        self.send(&format!("get {key}\r\n"));
+        self.value(key)
+    }
+
+    fn statistic(&mut self, name: &str) -> u64 {
+        self.send("stats\r\n");
+        let mut found = None;
+        loop {
+            let line = self.line();
+            if line == "END\r\n" {
+                return found.unwrap_or_else(|| panic!("no {name}"));
+            }
+            if let Some(value) = line.strip_prefix(&format!("STAT {name} ")) {
+                found = Some(value.trim().parse().unwrap());
+            }
+        }
+    }
+}
+
+fn value_of(key: usize, version: usize) -> String {
+    format!("{key}:{version}:{}", "v".repeat(key * 31 % 400))
+}
+
+/// Sets so many keys that only a part of them has room; the pool has the rest.
+fn fill(cache: &mut Cache, keys: usize) {
+    for key in 0..keys {
+        cache.set(&format!("key{key}"), &value_of(key, 0));
+    }
+}
+
+#[test]
+fn what_has_no_room_is_in_the_pool_and_comes_back() {
+    let mut cache = Cache::start(4 << 20, 256 << 20);
+    fill(&mut cache, 60_000);
+    assert!(cache.statistic("pool_items") > 20_000);
+    let mut missing = 0;
+    for key in (0..60_000).step_by(7) {
+        match cache.get(&format!("key{key}")) {
+            Some(value) => assert_eq!(value, value_of(key, 0)),
+            None => missing += 1,
+        }
+    }
+    // Writes do not wait for the pool: if it is slow, some runs are evicted.
+    assert!(missing < 60_000 / 7 / 2, "{missing} are missing");
+    assert!(cache.statistic("pool_hits") > 1000);
+    assert!(cache.statistic("pool_fetch_mean_us") > 0);
+    cache.server.stop();
+}
+
+#[test]
+fn what_was_changed_is_never_read_as_it_was() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    let mut known: BTreeMap<usize, Option<usize>> = BTreeMap::new();
+    let mut random = 12345_u64;
+    let mut next = |below: usize| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        usize::try_from(random % below as u64).unwrap()
+    };
+    let (mut found, mut missing) = (0, 0);
+    for version in 1..60_000 {
+        let key = next(20_000);
+        let name = format!("key{key}");
+        match next(10) {
+            0..=4 => {
+                cache.set(&name, &value_of(key, version));
+                known.insert(key, Some(version));
+            }
+            5 => {
+                let reply = cache.ask(&format!("delete {name}\r\n"));
+                if reply == "DELETED\r\n" {
+                    assert!(known.get(&key).is_some_and(Option::is_some), "{name} was not there");
+                } else {
+                    assert_eq!(reply, "NOT_FOUND\r\n");
+                }
+                known.insert(key, None);
+            }
+            6 => {
+                let value = value_of(key, version);
+                let reply = cache.ask(&format!("add {name} 0 0 {}\r\n{value}\r\n", value.len()));
+                match reply.as_str() {
+                    "STORED\r\n" => drop(known.insert(key, Some(version))),
+                    "NOT_STORED\r\n" => assert!(known.get(&key).is_some_and(Option::is_some), "{name}"),
+                    other => panic!("{other}"),
+                }
+            }
+            _ => match cache.get(&name) {
+                Some(value) => {
+                    found += 1;
+                    let version = known.get(&key).copied().flatten();
+                    assert_eq!(Some(value), version.map(|version| value_of(key, version)), "{name}");
+                }
+                None => missing += usize::from(known.get(&key).is_some_and(Option::is_some)),
+            },
+        }
+    }
+    assert!(found > 3000 && missing < found, "{found} found, {missing} missing");
+    assert!(cache.statistic("pool_hits") > 100);
+    cache.server.stop();
+}
+
+#[test]
+fn commands_that_look_at_an_item_fetch_it() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    for key in 0..200 {
+        cache.set(&format!("n{key}"), "5");
+        cache.set(&format!("a{key}"), "begin");
+    }
+    fill(&mut cache, 20_000);
+    let (mut counted, mut appended, mut touched) = (0, 0, 0);
+    for key in 0..200 {
+        let reply = cache.ask(&format!("incr n{key} 2\r\n"));
+        assert!(["7\r\n", "NOT_FOUND\r\n"].contains(&reply.as_str()), "{reply}");
+        counted += usize::from(reply == "7\r\n");
+        let reply = cache.ask(&format!("append a{key} 0 0 4\r\n-end\r\n"));
+        if reply == "STORED\r\n" {
+            appended += 1;
+            assert_eq!(cache.get(&format!("a{key}")).unwrap(), "begin-end");
+        }
+        touched += usize::from(cache.ask(&format!("touch a{key} 0\r\n")) == "TOUCHED\r\n");
+    }
+    assert!(counted > 50 && appended > 50 && touched > 50, "{counted} {appended} {touched}");
+    // A pipeline, and many keys at once.
+    let keys: Vec<String> = (0..200).map(|key| format!("key{key}")).collect();
+    cache.send(&format!("get {}\r\n", keys.join(" ")));
+    let mut values = 0;
+    loop {
+        let line = cache.line();
+        if line == "END\r\n" {
+            break;
+        }
+        values += 1;
+        let key: usize = line.split(' ').nth(1).unwrap()[3..].parse().unwrap();
+        assert_eq!(cache.line(), format!("{}\r\n", value_of(key, 0)));
+    }
+    assert!(values > 50, "{values}");
+    cache.server.stop();
+}
+
+#[test]
+fn long_items_come_back() {
+    let mut cache = Cache::start(4 << 20, 256 << 20);
+    let value = |key: usize| format!("{key}:{}", "x".repeat(100_000));
+    for key in 0..100 {
+        cache.set(&format!("long{key}"), &value(key));
+    }
+    let mut found = 0;
+    for key in 0..100 {
+        if let Some(got) = cache.get(&format!("long{key}")) {
+            assert!(got == value(key));
+            found += 1;
+        }
+    }
+    assert!(found > 60, "{found}");
+    cache.server.stop();
+}
+
+#[test]
+fn a_small_pool_keeps_the_newest_and_a_full_one_is_not_needed() {
+    let mut cache = Cache::start(2 << 20, 4 << 20);
+    fill(&mut cache, 60_000);
+    assert!(cache.statistic("pool_bytes") <= 4 << 20);
+    let runs: u64 = cache.pool.0.lock().unwrap().runs.values().map(|run| run.len() as u64).sum();
+    assert!(runs <= 4 << 20, "{runs}");
+    cache.pool.0.lock().unwrap().is_full = true;
+    for key in 0..20_000 {
+        cache.set(&format!("more{key}"), &value_of(key, 1));
+    }
+    assert_eq!(cache.get("more19999").unwrap(), value_of(19_999, 1));
+    cache.server.stop();
+}
+
+#[test]
+fn what_the_pool_loses_is_missing() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    fill(&mut cache, 30_000);
+    assert!(cache.statistic("pool_items") > 1000);
+    cache.pool.0.lock().unwrap().runs.clear();
+    for key in 0..30_000 {
+        if let Some(value) = cache.get(&format!("key{key}")) {
+            assert_eq!(value, value_of(key, 0));
+        }
+    }
+    assert!(cache.statistic("pool_losses") > 0);
+    cache.set("key1", "again");
+    assert_eq!(cache.get("key1").unwrap(), "again");
+    cache.server.stop();
+}
+
+#[test]
+fn all_is_flushed() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    fill(&mut cache, 30_000);
+    assert_eq!(cache.ask("flush_all\r\n"), "OK\r\n");
+    for key in (0..30_000).step_by(11) {
+        assert_eq!(cache.get(&format!("key{key}")), None);
+    }
+    cache.set("key1", "again");
+    assert_eq!(cache.get("key1").unwrap(), "again");
+    cache.server.stop();
+}
