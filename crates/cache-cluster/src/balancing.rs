@@ -11,7 +11,6 @@ use aquifer_segments::ownership::{Holding, Stage};
 
 use crate::member::Member;
 use crate::placement::{Move, PartitionLoad, ServerLoad, plan};
-use crate::records::ServerRecord;
 use crate::wire::{Answer, Ask, PartitionStatus, ServerStatus};
 
 /// Interval at which loads are measured and balanced.
@@ -65,8 +64,11 @@ impl Member {
     /// Has the server drain, or have partitions again.
     pub(crate) fn set_drains(&self, drains: bool) -> Result<(), DirectoryError> {
         self.drains.store(drains, Ordering::Relaxed);
-        let record = ServerRecord { drains, ..self.own_record() };
-        *self.own.write().unwrap_or_else(PoisonError::into_inner) = record.clone();
+        let record = {
+            let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
+            own.drains = drains;
+            own.clone()
+        };
         self.registry.update_server(&record)
     }
 

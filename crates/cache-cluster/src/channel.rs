@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_cache::server::peers::PeerSocket;
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::handshake::secure::{RecordCipher, SecureError, initiate, respond};
 use aquifer_fabric::tcp::connect_unpaced;
 use aquifer_segments::ownership::Life;
+use rustix::net::sockopt;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -20,9 +21,13 @@ use crate::wire::{Answer, Ask, Hello, Purpose, VERSION, Welcome};
 /// Longest message, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4 << 20;
 /// Longest time for connecting and for the handshake.
-const CONNECT_TIME: Duration = Duration::from_secs(2);
+const CONNECT_TIME: Duration = Duration::from_secs(1);
 /// Longest wait for an answer.
-const ANSWER_TIME: Duration = Duration::from_secs(5);
+const ANSWER_TIME: Duration = Duration::from_secs(2);
+/// An open connection that was not used for so long is closed, before the other end closes it.
+const KEPT_TIME: Duration = Duration::from_secs(20);
+/// After so long without an acknowledgement a connection has failed.
+const USER_TIMEOUT_MS: u32 = 3000;
 /// Longest wait for a question on an open connection.
 pub const IDLE_TIME: Duration = Duration::from_secs(60);
 
@@ -143,11 +148,21 @@ pub struct Access {
     pub encrypt: bool,
 }
 
+/// Has a connection fail soon whose other end has vanished.
+fn watch(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, Duration::from_secs(1))?;
+    sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
+    sockopt::set_tcp_keepcnt(stream, 3)?;
+    Ok(sockopt::set_tcp_user_timeout(stream, USER_TIMEOUT_MS)?)
+}
+
 /// Connects with a server.
 fn connect(address: SocketAddr, access: &Access, purpose: Purpose) -> Result<(Channel, bool), ChannelError> {
     let system = |source| ChannelError::System { address, source };
     let stream = connect_unpaced(address, CONNECT_TIME).map_err(system)?;
-    stream.set_nodelay(true).map_err(system)?;
+    watch(&stream).map_err(system)?;
     stream.set_read_timeout(Some(CONNECT_TIME)).map_err(system)?;
     stream.set_write_timeout(Some(CONNECT_TIME)).map_err(system)?;
     let secured = initiate(stream, &access.key);
@@ -186,7 +201,7 @@ pub enum Accepted {
 /// If it fails, or the other end is refused.
 pub fn accept(stream: TcpStream, access: &Access) -> io::Result<Accepted> {
     stream.set_nonblocking(false)?;
-    stream.set_nodelay(true)?;
+    watch(&stream)?;
     stream.set_read_timeout(Some(CONNECT_TIME))?;
     stream.set_write_timeout(Some(CONNECT_TIME))?;
     let (stream, cipher) = respond(stream, &access.key).map_err(io::Error::other)?.into_parts();
@@ -227,7 +242,7 @@ pub fn ask_at(address: SocketAddr, access: &Access, ask: &Ask) -> Result<Answer,
 #[derive(Debug)]
 pub struct Channels {
     access: Access,
-    free: Mutex<BTreeMap<Life, Vec<Channel>>>,
+    free: Mutex<BTreeMap<Life, Vec<(Instant, Channel)>>>,
 }
 
 impl Channels {
@@ -258,8 +273,8 @@ impl Channels {
     pub fn ask(&self, server: &ServerRecord, ask: &Ask) -> Result<Answer, ChannelError> {
         let system = |source| ChannelError::System { address: server.address, source };
         let kept = self.lock().get_mut(&server.life()).and_then(Vec::pop);
-        let mut channel = match kept {
-            Some(channel) => channel,
+        let mut channel = match kept.filter(|(used, _)| used.elapsed() < KEPT_TIME) {
+            Some((_, channel)) => channel,
             None => {
                 let (channel, _) = connect(server.address, &self.access, Purpose::Questions)?;
                 channel.set_patience(ANSWER_TIME).map_err(system)?;
@@ -268,7 +283,7 @@ impl Channels {
         };
         channel.send(ask).map_err(system)?;
         let answer = channel.receive().map_err(system)?;
-        self.lock().entry(server.life()).or_default().push(channel);
+        self.lock().entry(server.life()).or_default().push((Instant::now(), channel));
         Ok(answer)
     }
 
@@ -277,7 +292,7 @@ impl Channels {
         self.lock().retain(|life, _| is_alive(*life));
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Life, Vec<Channel>>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Life, Vec<(Instant, Channel)>>> {
         self.free.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

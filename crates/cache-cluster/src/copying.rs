@@ -55,8 +55,10 @@ pub trait Source {
 pub struct Copy<'a> {
     partition: &'a Partition,
     from: Layout,
-    /// What was copied of each run: the serial number, bytes, and pages that have bytes.
+    /// What was copied of each run that has an entry.
     copied: BTreeMap<u32, Copied>,
+    /// How many bytes at the start of each 64 KiB were ever copied to.
+    touched: BTreeMap<u32, usize>,
     /// The end of the runs of which the table was copied.
     table_end: u32,
 }
@@ -65,21 +67,19 @@ pub struct Copy<'a> {
 struct Copied {
     serial: u32,
     bytes: usize,
-    /// The most bytes that were ever copied to it.
-    touched: usize,
 }
 
 impl<'a> Copy<'a> {
     /// Nothing is copied yet. `from` is the layout of the source's memory.
     #[must_use]
     pub fn new(partition: &'a Partition, from: Layout) -> Self {
-        Self { partition, from, copied: BTreeMap::new(), table_end: 1 }
+        Self { partition, from, copied: BTreeMap::new(), touched: BTreeMap::new(), table_end: 1 }
     }
 
     /// Bytes of memory that the copy has by now, without the index.
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.copied.values().map(|copied| copied.touched.next_multiple_of(PAGE_BYTES) as u64).sum()
+        self.touched.values().map(|touched| touched.next_multiple_of(PAGE_BYTES) as u64).sum()
     }
 
     /// Copies what was written since the last round, up to this end of the runs. `reserve` is told
@@ -159,13 +159,16 @@ impl<'a> Copy<'a> {
             }
             let copied = self.copied.entry(run).or_default();
             if copied.serial != serial {
-                *copied = Copied { serial, bytes: 0, touched: copied.touched };
+                *copied = Copied { serial, bytes: 0 };
             }
             if fill > copied.bytes {
                 let (from, to) = (self.from.run(run), self.partition.layout().run(run));
                 push_pieces(&mut pieces, from + copied.bytes, to + copied.bytes, fill - copied.bytes);
                 copied.bytes = fill;
-                copied.touched = copied.touched.max(fill);
+                for (part, bytes) in parts_of(run, fill) {
+                    let touched = self.touched.entry(part).or_default();
+                    *touched = bytes.max(*touched);
+                }
             }
             run += runs;
         }
@@ -183,28 +186,34 @@ impl<'a> Copy<'a> {
         pieces
     }
 
-    /// Returns the memory of runs that are free by now, or that have less than was copied.
+    /// Returns the memory that was copied for what is in use no more.
     fn discard_unneeded(&mut self, runs_end: u32) {
         let layout = *self.partition.layout();
-        let mut used = 0;
-        for (run, copied) in &self.copied {
-            let entry = self.partition.run_entry(*run);
-            let is_in_use = *run < runs_end && *run >= used && entry.state() != RunState::Free;
-            let needed = if is_in_use {
-                used = run + entry.runs();
-                copied.bytes.next_multiple_of(PAGE_BYTES)
-            } else if *run < used {
-                // It is a part of a long run by now.
+        let mut needed: BTreeMap<u32, usize> = BTreeMap::new();
+        let mut run = 1;
+        while run < runs_end {
+            let entry = self.partition.run_entry(run);
+            if entry.state() == RunState::Free {
+                run += 1;
                 continue;
-            } else {
-                0
-            };
-            let touched = copied.touched.next_multiple_of(PAGE_BYTES);
+            }
+            needed.extend(parts_of(run, entry.fill()));
+            run += entry.runs().max(1);
+        }
+        for (part, touched) in &self.touched {
+            let needed = needed.get(part).copied().unwrap_or(0).next_multiple_of(PAGE_BYTES);
+            let touched = touched.next_multiple_of(PAGE_BYTES);
             if touched > needed {
-                self.partition.discard(layout.run(*run) + needed, touched - needed);
+                self.partition.discard(layout.run(*part) + needed, touched - needed);
             }
         }
     }
+}
+
+/// Each 64 KiB of a run with so many bytes, and how many bytes it has.
+fn parts_of(run: u32, fill: usize) -> impl Iterator<Item = (u32, usize)> {
+    let count = u32::try_from(fill.div_ceil(RUN_BYTES)).expect("runs have 32 bits");
+    (0..count).map(move |part| (run + part, (fill - part as usize * RUN_BYTES).min(RUN_BYTES)))
 }
 
 fn push_pieces(pieces: &mut Vec<Piece>, from: usize, to: usize, bytes: usize) {
@@ -298,7 +307,9 @@ mod tests {
                         for count in 0.. {
                             let number = count * 7919 % 5000 * 2 + thread;
                             let Some(key) = key_in(1, from, number) else { continue };
-                            let value = format!("{number}-{count}-{}", "x".repeat(count % 300));
+                            // Some are longer than a run, and are replaced by short ones.
+                            let len = if count % 97 == 0 { 150_000 } else { count % 300 };
+                            let value = format!("{number}-{count}-{}", "x".repeat(len));
                             if !put(from, thread, &key, &value, 100, 0) {
                                 assert_eq!(from.partitions()[1].presence(), Presence::Leaving);
                                 return last;
@@ -315,7 +326,7 @@ mod tests {
             let mut copy = Copy::new(target, *source.layout());
             let mut reservation = to.reservation();
             let mut rounds = 0;
-            while rounds < 20 || written.load(Ordering::Relaxed) < 100_000 {
+            while rounds < 20 || written.load(Ordering::Relaxed) < 50_000 {
                 rounds += 1;
                 let runs_end = source.runs_end();
                 copy.round(runs_end, &mut local, &mut |bytes| reservation.resize(bytes, 5)).unwrap();

@@ -26,7 +26,7 @@ impl Member {
         let handover = self.begin_giving(partition, own, target.life())?;
         let offered = self.prepare(partition, handover, &target);
         if let Err(why) = offered {
-            self.cancel(partition, why.clone());
+            self.cancel(handover, why.clone());
             return Err(why);
         }
         self.wait_for_end(partition, handover)
@@ -83,10 +83,12 @@ impl Member {
     }
 
     /// Takes back a hand-over for which nothing was written yet.
-    fn cancel(&self, partition: usize, why: String) {
+    fn cancel(&self, handover: Handover, why: String) {
+        let partition = handover.partition;
         {
             let mut state = self.seats[partition].lock();
-            let Some(giving) = state.giving.take() else { return };
+            let giving = state.giving.take_if(|giving| giving.handover == handover);
+            let Some(giving) = giving else { return };
             if let Some(offered) = &giving.offered {
                 self.memories.withdraw(offered);
             }

@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
+use rustix::time::ClockId;
 
 /// The time after which a server that says nothing is taken for dead. Its partitions begin anew
 /// elsewhere then.
@@ -19,35 +20,37 @@ const MARGIN: Duration = Duration::from_millis(300);
 /// Until when a server may serve.
 #[derive(Debug)]
 pub struct Fence {
-    began: Instant,
-    /// Milliseconds after `began`.
+    /// Milliseconds of [`now_ms`].
     until_ms: AtomicU64,
+}
+
+/// Milliseconds since the machine was started, with those in which it was suspended.
+fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(ClockId::Boottime);
+    let (seconds, nanoseconds) = (now.tv_sec.unsigned_abs(), now.tv_nsec.unsigned_abs());
+    seconds * 1000 + nanoseconds / 1_000_000
 }
 
 impl Fence {
     /// A server that may not serve yet.
     #[must_use]
     pub fn closed() -> Self {
-        Self { began: Instant::now(), until_ms: AtomicU64::new(0) }
+        Self { until_ms: AtomicU64::new(0) }
     }
 
     /// Whether the server may serve.
     #[must_use]
     pub fn is_open(&self) -> bool {
-        self.now_ms(Instant::now()) < self.until_ms.load(Ordering::Acquire)
+        now_ms() < self.until_ms.load(Ordering::Acquire)
     }
 
-    fn renew(&self, sent: Instant) {
+    fn renew(&self, sent_ms: u64) {
         let lasts_ms = u64::try_from((LEASE_TTL - MARGIN).as_millis()).expect("seconds");
-        self.until_ms.store(self.now_ms(sent) + lasts_ms, Ordering::Release);
+        self.until_ms.store(sent_ms + lasts_ms, Ordering::Release);
     }
 
     fn close(&self) {
         self.until_ms.store(0, Ordering::Release);
-    }
-
-    fn now_ms(&self, now: Instant) -> u64 {
-        u64::try_from((now - self.began).as_millis()).unwrap_or(u64::MAX)
     }
 }
 
@@ -67,9 +70,9 @@ impl KeptLease {
     /// # Errors
     /// Those of the directory, or if no thread can be started.
     pub fn grant(directory: &Arc<dyn Directory>, fence: &Arc<Fence>) -> Result<Self, DirectoryError> {
-        let sent = Instant::now();
+        let sent_ms = now_ms();
         let lease = directory.lease_grant(LEASE_TTL)?;
-        fence.renew(sent);
+        fence.renew(sent_ms);
         let (stops, is_lost) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let keeper = Keeper {
             directory: Arc::clone(directory),
@@ -126,9 +129,9 @@ impl Keeper {
         let mut failures = FailureLog::default();
         while !self.stops.load(Ordering::Acquire) {
             std::thread::park_timeout(KEEP_ALIVE_INTERVAL);
-            let sent = Instant::now();
+            let sent_ms = now_ms();
             match self.directory.lease_keep_alive(self.lease.id) {
-                Ok(()) => self.fence.renew(sent),
+                Ok(()) => self.fence.renew(sent_ms),
                 Err(DirectoryError::LeaseGone { .. }) => {
                     if !self.stops.load(Ordering::Acquire) {
                         tracing::error!("the lease of this server has ended; it begins anew, without items");

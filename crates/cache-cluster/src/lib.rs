@@ -159,11 +159,18 @@ impl ClusterServer {
             let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(run);
             spawned.map_err(system("cannot start a thread"))
         };
-        let watcher = Watcher { member: Arc::clone(&member), lease, lost_since: BTreeMap::new() };
+        let watcher = Watcher {
+            member: Arc::clone(&member),
+            lease,
+            lost_since: BTreeMap::new(),
+            lives: BTreeMap::new(),
+        };
         let (for_peers, for_balance) = (Arc::clone(&member), Arc::clone(&member));
+        let for_settling = Arc::clone(&member);
         let threads = vec![
             spawn("cache-watch", Box::new(move || watcher.run()))?,
             spawn("cache-peers", Box::new(move || peers::serve(&for_peers, &listener)))?,
+            spawn("cache-settle", Box::new(move || for_settling.settle_all()))?,
             spawn("cache-balance", Box::new(move || for_balance.balance()))?,
         ];
         Ok(Self { server, member, address, threads })

@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
+use std::time::Duration;
+
 use aquifer_cache::server::ServerHandle;
 use aquifer_cache::store::presence::{Place, Presence};
 use aquifer_directory::DirectoryError;
@@ -15,6 +17,9 @@ use crate::load::Loads;
 use crate::memories::{Memories, Offered};
 use crate::records::{Registry, ServerRecord};
 use crate::wire::{Answer, Ask, Handover};
+
+/// Interval at which hand-overs are looked after whose outcome is unknown.
+const TICK: Duration = Duration::from_millis(100);
 
 /// A server of the cluster.
 #[derive(Debug)]
@@ -119,10 +124,14 @@ impl Member {
     /// Handles an input, and all that follows from it.
     pub(crate) fn run(&self, partition: usize, input: Input) {
         let mut inputs = VecDeque::from([input]);
+        let mut has_observed = false;
         while let Some(input) = inputs.pop_front() {
             let mut outputs = Vec::new();
             self.seats[partition].lock().holder.step(&input, &mut outputs);
             self.settle(partition);
+            // If a transaction fails again, the next tick goes on: the lease may have ended.
+            outputs
+                .retain(|output| *output != Output::Observe || !std::mem::replace(&mut has_observed, true));
             inputs.extend(outputs.into_iter().filter_map(|output| self.carry_out(partition, output)));
         }
     }
@@ -205,8 +214,18 @@ impl Member {
         }
     }
 
-    /// Looks after hand-overs whose outcome is unknown.
-    pub(crate) fn tick(&self) {
+    /// Looks after hand-overs whose outcome is unknown, until the server stops.
+    pub(crate) fn settle_all(&self) {
+        while !self.stops.load(Ordering::Acquire) {
+            std::thread::park_timeout(TICK);
+            // When the lease has ended, nothing is to be settled.
+            if self.fence.is_open() {
+                self.tick();
+            }
+        }
+    }
+
+    fn tick(&self) {
         for (partition, seat) in self.seats.iter().enumerate() {
             let is_unsettled = {
                 let state = seat.lock();

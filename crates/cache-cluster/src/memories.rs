@@ -21,7 +21,7 @@ use crate::wire::Offer;
 /// READs that are posted at once, fewer than an endpoint accepts.
 const POSTED_MAX: usize = 64;
 /// Longest wait for a READ.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(2);
 const _: () = assert!(PIECE_BYTES <= 2 << 20);
 
 /// The memory that this server offers.

@@ -46,6 +46,9 @@ impl Member {
         let mut outputs = Vec::new();
         {
             let mut state = self.seats[partition].lock();
+            if state.holder.own() != handover.to {
+                return Answer::Declined("the lease of the other server has ended".to_owned());
+            }
             if state.receiving.is_some() || state.giving.is_some() {
                 return Answer::Declined("the other server is still moving it".to_owned());
             }
@@ -127,10 +130,10 @@ impl Member {
             asked += 1;
         };
         copy.finish(&departure, &mut memory, &mut reserve).map_err(|error| error.to_string())?;
+        drop(reservation);
         store
             .arrive(handover.partition, &departure, server.now_s())
             .map_err(|_| "what came contradicts itself".to_owned())?;
-        drop(reservation);
         match self.ask(source, &Ask::Give(handover))? {
             Answer::Given => Ok(()),
             other => Err(unexpected(other)),
@@ -150,15 +153,17 @@ impl Member {
             let message = Message::Transfer(handover.generation);
             state.holder.step(&Input::Message(handover.from, message), &mut outputs);
             let is_owner = state.holder.has_access();
-            state.receiving = None;
             if is_owner {
                 self.server().store().stay(partition);
+            } else {
+                // The lease has ended meanwhile.
+                self.forget(partition, Presence::Unknown);
             }
+            state.receiving = None;
             is_owner
         };
         if !is_owner {
-            // The lease has ended meanwhile.
-            return self.forget(partition, Presence::Unknown);
+            return;
         }
         self.server().wake();
         self.received.fetch_add(1, Ordering::Relaxed);
@@ -178,9 +183,9 @@ impl Member {
         }
         let message = Message::Query(handover.generation);
         state.holder.step(&Input::Message(handover.from, message), &mut Vec::new());
-        state.receiving = None;
         let presence = self.server().store().partitions()[handover.partition].presence();
         self.forget(handover.partition, presence);
+        state.receiving = None;
     }
 
     /// Tells the source, which also finds out by itself later.

@@ -31,6 +31,8 @@ pub(crate) struct Watcher {
     pub lease: KeptLease,
     /// Since when each partition that no server has is seen so.
     pub lost_since: BTreeMap<usize, Instant>,
+    /// The epochs of the servers that were seen last.
+    pub lives: BTreeMap<u16, u64>,
 }
 
 impl Watcher {
@@ -57,7 +59,6 @@ impl Watcher {
         self.note_listing(&entries)?;
         self.place_all();
         let mut watch = self.member.registry.watch(revision + 1)?;
-        let mut ticked = Instant::now();
         while !self.member.stops.load(Ordering::Acquire) && !self.lease.is_lost() {
             let mut has_changed = false;
             let mut event = watch.next(TICK)?;
@@ -69,10 +70,6 @@ impl Watcher {
                 self.place_all();
             }
             self.claim_lost()?;
-            if ticked.elapsed() >= TICK {
-                ticked = Instant::now();
-                self.member.tick();
-            }
         }
         Ok(())
     }
@@ -127,8 +124,8 @@ impl Watcher {
     }
 
     /// Notes where all partitions are that are not here.
-    fn place_all(&self) {
-        let member = &self.member;
+    fn place_all(&mut self) {
+        let member = Arc::clone(&self.member);
         let mut has_changed = false;
         for (partition, seat) in member.seats.iter().enumerate() {
             let state = seat.lock();
@@ -160,9 +157,24 @@ impl Watcher {
             }
         }
         member.channels.retain(|life| member.server_of(life).is_some());
+        self.end_links();
         if has_changed {
             member.server().wake();
         }
+    }
+
+    /// Has the workers give up their links with servers that have ended.
+    fn end_links(&mut self) {
+        let lives: BTreeMap<u16, u64> = {
+            let servers = self.member.servers.read().unwrap_or_else(PoisonError::into_inner);
+            servers.values().map(|server| (server.server, server.epoch)).collect()
+        };
+        for (server, epoch) in &self.lives {
+            if lives.get(server) != Some(epoch) {
+                self.member.server().workers().iter().for_each(|worker| worker.deal_link(*server, None));
+            }
+        }
+        self.lives = lives;
     }
 
     /// Claims partitions that no server has.
@@ -170,9 +182,10 @@ impl Watcher {
         let member = Arc::clone(&self.member);
         let own = member.life();
         let lives = |life: Life| member.server_of(life).is_some();
-        if member.drains.load(Ordering::Relaxed) || !lives(own) {
+        if !lives(own) {
             return Ok(());
         }
+        let drains = member.drains.load(Ordering::Relaxed);
         let servers: Vec<u16> = {
             let servers = member.servers.read().unwrap_or_else(PoisonError::into_inner);
             servers.values().filter(|server| !server.drains).map(|server| server.server).collect()
@@ -196,7 +209,8 @@ impl Watcher {
             let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
             let is_intended = state.record.as_ref().is_some_and(|record| record.intent == Some(own));
             let is_claimant = claimant(partition, servers.iter().copied()) == Some(own.host);
-            if is_intended || is_claimant || since.elapsed() > CLAIM_TIME {
+            // If this server drains, it claims only what no other can, and gives it away then.
+            if is_intended || !drains && (is_claimant || since.elapsed() > CLAIM_TIME) {
                 claims.push(Claim { partition, record: state.record.clone() });
             }
         }
@@ -263,7 +277,16 @@ impl Watcher {
                 let own = record.life();
                 *member.own.write().unwrap_or_else(PoisonError::into_inner) = record;
                 for seat in &member.seats {
-                    *seat.lock() = SeatState::new(own);
+                    // What was accepted in this moment for the ended lease ends by itself.
+                    loop {
+                        let mut state = seat.lock();
+                        if state.receiving.is_none() {
+                            *state = SeatState::new(own);
+                            break;
+                        }
+                        drop(state);
+                        std::thread::sleep(PAUSE);
+                    }
                 }
                 std::mem::replace(&mut self.lease, lease).end();
                 self.lost_since.clear();

@@ -70,7 +70,8 @@ fn serve_requests(bytes: &[u8]) -> bool {
 
 /// Serves requests that arrive in pieces; returns the replies, and whether the connection goes on.
 fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
-    let options = StoreOptions { limit: 4 << 20, partitions: 1, threads: 1, has_cas: true, evicts: true, pool: 0 };
+    let options =
+        StoreOptions { limit: 4 << 20, partitions: 1, threads: 1, has_cas: true, evicts: true, pool: 0 };
     let store = Store::new(&options).expect("there is memory for a small store");
     let service = Service {
         tokens: None,
@@ -115,7 +116,7 @@ fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
                     goes_on = false;
                 }
                 Step::Full | Step::NoRoom => {}
-                Step::Elsewhere { .. } | Step::Scatter => panic!("all partitions are here"),
+                Step::Elsewhere { .. } | Step::Scatter | Step::Fetches => panic!("all items are here"),
                 Step::Close => return (replies, false),
             }
         }

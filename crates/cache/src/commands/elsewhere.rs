@@ -10,7 +10,7 @@ use crate::protocol::words;
 use crate::store::{Key, Refusal};
 
 /// Keys of a `get` that are fetched at a time.
-const KEYS_MAX: usize = 64;
+const KEYS_MAX: usize = 32;
 
 /// What is to be done in a partition.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -108,17 +108,6 @@ impl Scatter {
     }
 }
 
-impl Scatter {
-    /// What is replied if the other servers cannot be reached, and how many bytes of the input were
-    /// used.
-    #[must_use]
-    pub fn fails(&self, error: &[u8]) -> (Vec<u8>, usize) {
-        match &self.end {
-            ScatterEnd::Get { used, .. } | ScatterEnd::Reply { used, .. } => (error.to_vec(), *used),
-        }
-    }
-}
-
 impl Session {
     /// Notes that bytes at the start of the input were used, which were forwarded.
     pub fn skip(&mut self) {
@@ -149,6 +138,20 @@ impl Session {
         let end = ScatterEnd::Get { resume_at, used: 0 };
         self.scatter = Some(Box::new(Scatter { entries, end }));
         Step::Scatter
+    }
+
+    /// Replies that the other servers cannot be reached. Returns how many bytes of the input were
+    /// used.
+    pub fn fail(&mut self, scatter: &Scatter, error: &[u8], out: &mut Replies<'_>) -> usize {
+        out.push(error);
+        self.skip();
+        match &scatter.end {
+            ScatterEnd::Get { used, .. } => *used,
+            ScatterEnd::Reply { used, swallows, .. } => {
+                self.swallows = *swallows;
+                *used
+            }
+        }
     }
 
     /// Puts the replies of the entries together. Returns how many bytes of the input were used.
@@ -194,8 +197,7 @@ pub fn execute<'p>(
         Task::Request(protocol, bytes) => execute_request(protocol, bytes, context, out),
         Task::Flush(0) => {
             store.flush_at(partition, 0);
-            store.flush(partition);
-            EntryEnd::Done
+            if store.flush(partition) { EntryEnd::Done } else { EntryEnd::Elsewhere }
         }
         Task::Flush(seconds) => {
             store.flush_at(partition, now_s.saturating_add(seconds));

@@ -171,8 +171,12 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
         return refuse_opaque(words, &parsed, flags, context, out);
     }
     let look_up = access.store.look_up(access.pin, key, access.now_s, !parsed.is_uncounted);
-    if let Err(Absent::Fetching) = look_up {
-        return Step::Fetches;
+    match look_up {
+        Err(Absent::Fetching) => return Step::Fetches,
+        Err(Absent::Elsewhere(partition)) => {
+            return refused(Refusal::Elsewhere(partition), context, out, false, 0);
+        }
+        _ => {}
     }
     let found = look_up.ok();
     let mut fetch = plan(found.as_ref(), &parsed, flags, context);

@@ -209,6 +209,7 @@ impl Connection {
                 Step::Used(used) => {
                     at += used;
                     requests += 1;
+                    self.elsewhere.note_served();
                 }
                 Step::Elsewhere { partition, len } => {
                     requests += 1;

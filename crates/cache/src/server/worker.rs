@@ -5,7 +5,7 @@ use std::mem;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll;
@@ -31,6 +31,7 @@ const BUFFERS_MAX: usize = 64;
 const REPLY_BUFFER_MAX: usize = 64 << 10;
 /// After so long a request is looked at again that waits for a partition, if nothing is said.
 const LOOK_AGAIN: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+const LOOK_AGAIN_TIME: Duration = Duration::from_millis(20);
 /// Pause of a server that may not serve at present.
 const FENCED_PAUSE: Duration = Duration::from_millis(20);
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -90,6 +91,9 @@ pub struct Worker {
     input_buffers: Vec<Vec<u8>>,
     reply_buffers: Vec<Vec<u8>>,
     idle_checked_s: u32,
+    looked_again: Instant,
+    /// The server may not serve at present.
+    is_fenced: bool,
 }
 
 /// A connection in a turn: how much of its input was used.
@@ -129,6 +133,8 @@ impl Worker {
             input_buffers: Vec::new(),
             reply_buffers: Vec::new(),
             idle_checked_s: 0,
+            looked_again: Instant::now(),
+            is_fenced: false,
         })
     }
 
@@ -138,7 +144,6 @@ impl Worker {
         while !self.common.stops.load(Ordering::Relaxed) {
             events.clear();
             match epoll::wait(&self.epoll, spare_capacity(&mut events), self.timeout().as_ref()) {
-                Ok(0) => self.look_again(),
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => {
                     tracing::error!(%error, "cannot wait for requests");
@@ -153,16 +158,23 @@ impl Worker {
                     Source::Waker => self.on_wake(),
                 }
             }
+            if self.looks_again() && self.looked_again.elapsed() >= LOOK_AGAIN_TIME {
+                self.look_again();
+            }
             self.turn();
         }
+    }
+
+    /// Whether requests wait for a partition, or for room.
+    fn looks_again(&self) -> bool {
+        !self.parked.is_empty() || self.peers.iter().flatten().any(PeerConnection::is_waiting)
     }
 
     fn timeout(&self) -> Option<Timespec> {
         if !self.ready.is_empty() || !self.ready_peers.is_empty() {
             return Some(AT_ONCE);
         }
-        let waits = !self.parked.is_empty() || self.peers.iter().flatten().any(PeerConnection::is_waiting);
-        waits.then_some(LOOK_AGAIN)
+        (self.is_fenced || self.looks_again()).then_some(LOOK_AGAIN)
     }
 
     fn on_client(&mut self, number: usize, flags: epoll::EventFlags) {
@@ -243,6 +255,7 @@ impl Worker {
 
     /// Looks again at where the partitions are for which requests wait.
     fn look_again(&mut self) {
+        self.looked_again = Instant::now();
         for number in mem::take(&mut self.parked) {
             if self.connections[number].as_ref().is_some_and(Connection::must_look_again) {
                 self.make_ready(number);
@@ -291,10 +304,8 @@ impl Worker {
     }
 
     fn open_link(&mut self, server: u16, socket: Option<PeerSocket>) {
-        let not_sent = self.links.connected(server, socket);
-        self.end_frames(
-            not_sent.into_iter().map(|(frame, waiter)| (frame, waiter, FrameEnd::NotSent)).collect(),
-        );
+        let ends = self.links.connected(server, socket);
+        self.end_frames(ends);
         if let Some(descriptor) = self.links.descriptor(server)
             && let Err(error) =
                 epoll::add(&self.epoll, descriptor, Source::Link(server).data(), epoll::EventFlags::IN)
@@ -327,7 +338,8 @@ impl Worker {
 
     /// Serves the connections that are ready, and sends their replies.
     fn turn(&mut self) {
-        if !self.common.connector.may_serve() {
+        self.is_fenced = !self.common.connector.may_serve();
+        if self.is_fenced {
             // What is ready stays so.
             std::thread::sleep(FENCED_PAUSE);
             return;

@@ -162,14 +162,13 @@ impl Store {
         for number in 0..options.partitions {
             let offset = number as u64 * layout.bytes() as u64;
             let memory = Memory::map(Arc::clone(&file), offset, layout.bytes())?;
-            let (partition, completed) =
-                Partition::adopt(
-                    &shared,
-                    memory,
-                    &identity(options, number),
-                    cas::before_first(number, 0),
-                    options.pool > 0,
-                )?;
+            let (partition, completed) = Partition::adopt(
+                &shared,
+                memory,
+                &identity(options, number),
+                cas::before_first(number, 0),
+                options.pool > 0,
+            )?;
             partitions.push(partition);
             seconds = completed.map_or(seconds, |completed| Some((completed.now_s, completed.unix_s)));
         }
@@ -434,9 +433,9 @@ impl Store {
         }
     }
 
-    /// Makes all items of a partition disappear, if it is here.
-    pub fn flush(&self, partition: usize) {
-        self.partitions[partition].flush(&self.shared);
+    /// Makes all items of a partition disappear; returns false if it is not here.
+    pub fn flush(&self, partition: usize) -> bool {
+        self.partitions[partition].flush(&self.shared)
     }
 
     /// Makes all items of a partition disappear in this second; 0 takes that back.
@@ -458,13 +457,10 @@ impl Store {
     #[cold]
     fn flush_all_due(&self, now_s: u32) {
         self.next_flush_s.store(u32::MAX, Ordering::Relaxed);
-        for (number, partition) in self.partitions.iter().enumerate() {
-            let flush_s = partition.flush_s();
-            if flush_s != 0 && flush_s <= now_s && partition.is_here() {
-                partition.set_flush_s(0);
-                partition.flush(&self.shared);
-            } else if flush_s != 0 {
-                self.flush_at(number, flush_s);
+        for partition in &self.partitions {
+            let later_s = partition.flush_if_due(&self.shared, now_s);
+            if later_s != 0 {
+                self.next_flush_s.fetch_min(later_s, Ordering::Relaxed);
             }
         }
     }

@@ -1,7 +1,7 @@
 //! What the thread that uses the pool does in a store.
 
-use super::pool::{Fetch, PoolQueue, Spill};
 use super::partition::Spilled;
+use super::pool::{Fetch, PoolQueue, Spill};
 use super::{RESERVE_PARTS, Store};
 
 /// Runs are copied to the pool if less than one part in so many of the memory is free.

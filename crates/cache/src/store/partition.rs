@@ -11,6 +11,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use self::overflow::Candidates;
 use super::completed::{Completed, Identity};
 use super::epochs::Pin;
 use super::index::{Found, Index, Search};
@@ -19,7 +20,6 @@ use super::layout::Layout;
 use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Origin, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::presence::PresenceCell;
-use self::overflow::Candidates;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
 use super::shift::Shift;
 use super::slot::{Location, READS_MAX, Slot};
@@ -411,11 +411,24 @@ impl Partition {
         self.lock_here().is_some_and(|mut inner| inner.log.collect(shared))
     }
 
-    /// Makes all items disappear. Their memory is freed later.
-    pub fn flush(&self, shared: &Shared) {
-        if let Some(mut inner) = self.lock_here() {
-            inner.log.flush(shared);
+    /// Makes all items disappear; returns false if the partition is not here. Their memory is freed
+    /// later.
+    pub fn flush(&self, shared: &Shared) -> bool {
+        let inner = self.lock_here();
+        inner.map(|mut inner| inner.log.flush(shared)).is_some()
+    }
+
+    /// Makes all items disappear if the second has come in which they are to. Returns that second
+    /// if it is later, or 0.
+    pub fn flush_if_due(&self, shared: &Shared, now_s: u32) -> u32 {
+        let Some(mut inner) = self.lock_here() else { return 0 };
+        let flush_s = self.flush_s.load(Ordering::Relaxed);
+        if flush_s == 0 || flush_s > now_s {
+            return flush_s;
         }
+        self.flush_s.store(0, Ordering::Relaxed);
+        inner.log.flush(shared);
+        0
     }
 
     /// Whether the log has a gap for this many bytes.
@@ -543,8 +556,11 @@ impl Partition {
     }
 
     fn publish_oldest(&self, inner: &mut Inner) {
+        let is_here = self.is_here();
         for queue in Queue::ALL {
-            let oldest = inner.log.oldest(queue).map_or(NO_SEQUENCE, |(sequence, _)| sequence);
+            // Nothing is evicted of a partition that is about to leave.
+            let oldest = inner.log.oldest(queue).filter(|_| is_here);
+            let oldest = oldest.map_or(NO_SEQUENCE, |(sequence, _)| sequence);
             self.oldest[queue as usize].store(oldest, Ordering::Relaxed);
         }
         self.has_opened.store(inner.log.opened != 0, Ordering::Relaxed);

@@ -81,7 +81,7 @@ fn a_store_without_evictions_is_a_map() {
         }
     }
     assert_eq!(store.removed().evicted, 0);
-    (0..store.partitions().len()).for_each(|partition| store.flush(partition));
+    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(partition)));
     assert!(expected.keys().all(|key| get(&store, key, now_s).is_none()));
     for _ in 0..20 {
         store.expire(now_s);
@@ -165,8 +165,14 @@ fn the_memory_of_expired_items_is_used_again() {
 #[test]
 fn an_item_of_120_bytes_takes_less_than_20_more() {
     for (has_cas, most) in [(false, 20), (true, 26)] {
-        let options =
-            StoreOptions { limit: 256 << 20, partitions: PARTITIONS, threads: 1, has_cas, evicts: true, pool: 0 };
+        let options = StoreOptions {
+            limit: 256 << 20,
+            partitions: PARTITIONS,
+            threads: 1,
+            has_cas,
+            evicts: true,
+            pool: 0,
+        };
         let store = Store::new(&options).unwrap();
         for number in 0..400_000u32 {
             set(&store, format!("{number:020}").as_bytes(), &[2; 100], 0, 1);
@@ -196,7 +202,8 @@ fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
 
 #[test]
 fn a_store_adopts_what_another_one_has_completed() {
-    let options = StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true, pool: 0 };
+    let options =
+        StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true, pool: 0 };
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(Store::file_bytes(&options)).unwrap();
     let open = || Store::open(&options, file.try_clone().unwrap().into()).unwrap();
@@ -255,8 +262,14 @@ fn checked_value(key: u64, version: u64, len: usize) -> Vec<u8> {
 fn threads_see_whole_values_while_others_are_evicted() {
     const THREADS: usize = 4;
     const KEYS: u64 = 20_000;
-    let options =
-        StoreOptions { limit: 3 << 20, partitions: 3, threads: THREADS, has_cas: true, evicts: true, pool: 0 };
+    let options = StoreOptions {
+        limit: 3 << 20,
+        partitions: 3,
+        threads: THREADS,
+        has_cas: true,
+        evicts: true,
+        pool: 0,
+    };
     let store = Store::new(&options).unwrap();
     let run = |thread: usize| {
         let mut random = Random(77 + thread as u64);
@@ -292,7 +305,7 @@ fn threads_see_whole_values_while_others_are_evicted() {
     assert!(hits.iter().all(|hits| *hits > 300), "{hits:?}");
     assert!(store.removed().evicted > 2000);
     let content = store.content();
-    (0..store.partitions().len()).for_each(|partition| store.flush(partition));
+    (0..store.partitions().len()).for_each(|partition| assert!(store.flush(partition)));
     for _ in 0..50 {
         store.expire(1);
         drop(store.pin(0));

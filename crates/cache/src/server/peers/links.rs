@@ -87,16 +87,16 @@ impl Links {
         Some(self.next_number)
     }
 
-    /// A server can be reached, or cannot. In that case, returns the frames that were not sent.
-    pub fn connected(&mut self, server: u16, socket: Option<PeerSocket>) -> Vec<(u64, Waiter)> {
+    /// A server can be reached, or cannot, or has ended. Returns the frames that end by that.
+    pub fn connected(&mut self, server: u16, socket: Option<PeerSocket>) -> Vec<(u64, Waiter, FrameEnd)> {
         let Some(link) = self.links.get_mut(&server) else { return Vec::new() };
-        match socket {
-            Some(socket) => {
-                link.stream = Some(socket.into_stream());
-                Vec::new()
-            }
-            None => self.links.remove(&server).map_or(Vec::new(), |link| link.flights.into_iter().collect()),
+        if let Some(socket) = socket {
+            link.stream = Some(socket.into_stream());
+            return Vec::new();
         }
+        let Some(link) = self.links.remove(&server) else { return Vec::new() };
+        let end = if link.stream.is_some() { FrameEnd::Lost } else { FrameEnd::NotSent };
+        link.flights.into_iter().map(|(number, waiter)| (number, waiter, end.clone())).collect()
     }
 
     /// The descriptor of a link.

@@ -151,9 +151,8 @@ fn serve_entries<'p>(
     context: &Context<'p>,
     out: &mut Replies<'p>,
 ) -> Progress {
-    let first = out.mark();
     for (at, entry) in entries.iter().enumerate().skip(*done) {
-        if out.len_since(first) >= REPLIES_MAX {
+        if out.len() >= REPLIES_MAX {
             return Progress::Ends(AnswerEnd::Again);
         }
         let mark = out.mark();

@@ -47,6 +47,8 @@ pub struct Parts {
     /// Partitions of which a server has said where they are.
     moved: Vec<(usize, Place)>,
     is_malformed: bool,
+    /// A server could not be reached.
+    is_not_sent: bool,
 }
 
 /// How a connection goes on.
@@ -102,6 +104,10 @@ impl Elsewhere {
     ) -> Resumed {
         match self.waiting.take() {
             None | Some(Waiting::Parked) => Resumed::Used(0),
+            // The client has gone, with its requests.
+            Some(Waiting::Run { lens, .. }) if lens.iter().sum::<usize>() > input.len() => {
+                Resumed::Used(input.len())
+            }
             Some(Waiting::Run { lens, end: Some(end), .. }) => {
                 let (used, is_malformed) = finish_run(input, &lens, &end, session, context, out);
                 if used > 0 {
@@ -120,6 +126,12 @@ impl Elsewhere {
                 Resumed::Waits
             }
         }
+    }
+
+    /// Notes that a request was served here.
+    #[inline]
+    pub fn note_served(&mut self) {
+        self.parked_s = None;
     }
 
     /// Has the connection wait until an item has come from the pool.
@@ -153,19 +165,17 @@ impl Elsewhere {
     ) -> Resumed {
         let protocol = session.protocol();
         let presence = context.access.store.partitions()[partition].presence();
+        // It may have come in this moment.
+        if presence != Presence::Here && self.has_waited_long(context) {
+            self.parked_s = None;
+            out.push(&error_reply(protocol, &input[..len], NO_SERVER));
+            session.skip();
+            return Resumed::Used(len);
+        }
         let place = match presence {
-            // It has come in this moment.
             Presence::Here => return Resumed::Used(0),
             Presence::Elsewhere(place) => place,
-            Presence::Leaving | Presence::Unknown => {
-                if self.has_waited_long(context) {
-                    self.parked_s = None;
-                    out.push(&error_reply(protocol, &input[..len], NO_SERVER));
-                    session.skip();
-                    return Resumed::Used(len);
-                }
-                return self.park(context);
-            }
+            Presence::Leaving | Presence::Unknown => return self.park(context),
         };
         let mut entries = vec![(partition, Task::Request(protocol, &input[..len]))];
         let mut lens = SmallVec::from_slice(&[len]);
@@ -206,7 +216,14 @@ impl Elsewhere {
         out: &mut Replies<'p>,
     ) -> Resumed {
         let replies = vec![None; scatter.entries.len()];
-        let parts = Parts { scatter, replies, frames: Vec::new(), moved: Vec::new(), is_malformed: false };
+        let parts = Parts {
+            scatter,
+            replies,
+            frames: Vec::new(),
+            moved: Vec::new(),
+            is_malformed: false,
+            is_not_sent: false,
+        };
         self.go_on(parts, session, context, links, waiter, out)
     }
 
@@ -222,18 +239,18 @@ impl Elsewhere {
         if parts.is_malformed {
             return Resumed::Closes;
         }
+        if std::mem::take(&mut parts.is_not_sent) {
+            self.parked_s.get_or_insert(context.access.now_s);
+        }
+        if self.has_waited_long(context) {
+            self.parked_s = None;
+            let error = format!("SERVER_ERROR {NO_SERVER}\r\n");
+            return Resumed::Used(session.fail(&parts.scatter, error.as_bytes(), out));
+        }
         if parts.dispatch(context, links, waiter) {
             self.parked_s = None;
             let replies: Vec<Vec<u8>> = parts.replies.into_iter().flatten().collect();
             return Resumed::Used(session.gather(&parts.scatter, &replies, out));
-        }
-        if self.has_waited_long(context) && parts.frames.is_empty() {
-            self.parked_s = None;
-            let error = format!("SERVER_ERROR {NO_SERVER}\r\n");
-            let (reply, used) = parts.scatter.fails(error.as_bytes());
-            out.push(&reply);
-            session.skip();
-            return Resumed::Used(used);
         }
         if parts.frames.is_empty() {
             self.parked_s.get_or_insert(context.access.now_s);
@@ -297,6 +314,7 @@ impl Parts {
     fn note_end(&mut self, number: u64, end: FrameEnd) {
         let Some(found) = self.frames.iter().position(|(frame, _)| *frame == number) else { return };
         let (_, ats) = self.frames.remove(found);
+        self.is_not_sent |= end == FrameEnd::NotSent;
         // Parts only read, flush or delete, so they can be done twice if an answer was lost.
         if let FrameEnd::Answered(replies, end) = end {
             self.is_malformed |= end == AnswerEnd::Malformed;
@@ -326,7 +344,7 @@ fn finish_run<'p>(
             if let AnswerEnd::Moved(partition, place) = end {
                 context.learn(*partition, *place);
             }
-            for reply in replies {
+            for reply in replies.iter().take(lens.len()) {
                 out.push(reply);
             }
             lens.iter().take(replies.len()).sum()

@@ -25,6 +25,8 @@ pub enum Origin {
     Move {
         /// The next sequence.
         sequence_end: u64,
+        /// The end of the runs in use.
+        runs_end: u32,
     },
 }
 
@@ -44,17 +46,25 @@ impl Log {
         let shift = match origin {
             Origin::Restart => 0,
             // What was written last elsewhere is taken for as young as what was written last here.
-            Origin::Move { sequence_end } => {
+            Origin::Move { sequence_end, .. } => {
                 shared.sequence.load(Ordering::Relaxed).wrapping_sub(sequence_end)
             }
         };
         let mut log = Self::new(number, Arc::clone(&memory), layout, cas);
-        let runs_end = u32::try_from(layout.runs).map_err(|_| Damaged)?;
+        let runs_end = match origin {
+            Origin::Restart => u32::try_from(layout.runs).map_err(|_| Damaged)?,
+            // The rest of the table was never written, and would have memory if it was read.
+            Origin::Move { runs_end, .. } => runs_end,
+        };
         let mut used = Vec::new();
         let mut run = 1;
         while run < runs_end {
             let entry = RunEntry::new(&memory, &layout, run);
             if entry.state() == RunState::Free {
+                if origin != Origin::Restart {
+                    // The pages that the source had for it were not copied.
+                    entry.set_charged(0);
+                }
                 run += 1;
                 continue;
             }
@@ -68,6 +78,9 @@ impl Log {
                 && log.gaps.allocate_at(run, runs);
             if !is_valid {
                 return Err(Damaged);
+            }
+            if origin != Origin::Restart {
+                (run + 1..run + runs).for_each(|inner| RunEntry::new(&memory, &layout, inner).set_charged(0));
             }
             used.push(run);
             run += runs;

@@ -162,7 +162,8 @@ impl Log {
 
     /// Makes runs that are on their way to the pool stay.
     pub fn stop_all_leaving(&mut self) {
-        let leaving: Vec<(u32, u32)> = self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
+        let leaving: Vec<(u32, u32)> =
+            self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
         for (run, serial) in leaving {
             self.stop_leaving(run, serial);
         }
@@ -173,7 +174,8 @@ impl Log {
         for run in self.overflow.remote.keys() {
             self.entry(*run).set_state(RunState::Lost);
         }
-        let leaving: Vec<(u32, u32)> = self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
+        let leaving: Vec<(u32, u32)> =
+            self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
         for (run, serial) in leaving {
             if self.stop_leaving(run, serial) {
                 self.entry(run).set_state(RunState::Flushed);

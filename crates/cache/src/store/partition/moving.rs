@@ -178,7 +178,8 @@ impl Partition {
             return Err(Damaged);
         }
         self.index.restore(departure.index);
-        let origin = Origin::Move { sequence_end: departure.sequence_end };
+        let Departure { sequence_end, runs_end, .. } = *departure;
+        let origin = Origin::Move { sequence_end, runs_end };
         let memory = Arc::clone(&self.memory);
         inner.log = Log::adopt(self.number, memory, self.layout, shared, departure.cas, origin)?;
         inner.items = departure.items;
@@ -192,7 +193,9 @@ impl Partition {
 
     /// Notes in the table that a run is free. The partition must not be here.
     pub fn clear_run_entry(&self, run: u32) {
-        self.entry(run).set_state(RunState::Free);
+        let entry = self.entry(run);
+        entry.set_state(RunState::Free);
+        entry.set_charged(0);
     }
 
     /// Returns memory to the system that is not needed. The partition must not be here.

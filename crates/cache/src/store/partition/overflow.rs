@@ -222,8 +222,7 @@ impl Partition {
             // Another key has the same place in the index: it is looked for no more.
             return Ok(());
         };
-        let source =
-            Returned { item, stored_s: entry.times().0, tolerance_s: RETURNED_TOLERANCE_S };
+        let source = Returned { item, stored_s: entry.times().0, tolerance_s: RETURNED_TOLERANCE_S };
         let slot = found.slot.with_reads(0);
         self.move_to_main(shared, &mut inner, now_s, found, slot, &source)?;
         inner.log.release_away(shared, fetch.location.run);
