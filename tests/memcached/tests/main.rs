@@ -8,6 +8,7 @@ mod cluster;
 mod differential;
 mod expiry;
 mod limits;
+mod pool;
 mod restart;
 mod room;
 mod statistics;

@@ -109,6 +109,14 @@ pub struct CacheArguments {
     /// Let core dumps be as large as they become
     #[arg(short = 'r', long)]
     pub enable_coredumps: bool,
+    /// Keep items that have no room in this much memory of the cluster, such as 4G, instead of
+    /// evicting them; the machine's agent must run (`aquifer up`)
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub pool: Option<u64>,
+    /// The agent's socket, for --pool [default: as for programs that use extents: AQUIFER_AGENT, or
+    /// the one of this user's cluster]
+    #[arg(long, value_name = "PATH", requires = "pool")]
+    pub agent: Option<PathBuf>,
     /// Log connections
     #[arg(short, long, action = clap::ArgAction::Count)]
     pub verbose: u8,

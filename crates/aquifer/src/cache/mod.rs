@@ -3,6 +3,7 @@
 mod arguments;
 mod cluster;
 mod operate;
+mod pool;
 mod process;
 
 use std::error::Error;
@@ -77,8 +78,11 @@ impl Running {
     fn start(
         state: Option<&Path>,
         arguments: &CacheArguments,
-        options: ServerOptions,
+        mut options: ServerOptions,
     ) -> Result<Self, Box<dyn Error>> {
+        if arguments.pool.is_some() {
+            options.pool = Some(pool::open(arguments.agent.as_deref())?);
+        }
         if arguments.cluster.directory.address.is_some() {
             return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));
         }
@@ -125,7 +129,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             threads: usize::from(arguments.threads),
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
-            pool: 0,
+            pool: arguments.pool.unwrap_or(0),
         },
         memory_file: arguments.memory_file.clone(),
         connections_max: arguments.conn_limit as usize,
@@ -139,6 +143,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         dump_is_enabled: !arguments.disable_dumping,
         shutdown_is_enabled: arguments.enable_shutdown,
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
+        // After the process has become a daemon, if it does.
         pool: None,
         connector: None,
         version: env!("CARGO_PKG_VERSION"),

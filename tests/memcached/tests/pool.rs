@@ -1,0 +1,104 @@
+//! Items that have no room on the server, and are in the memory of a cluster.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+use aquifer_tests_e2e::processes;
+use aquifer_tests_memcached::{Options, Program, Server};
+
+/// A client that knows the values of numbered keys.
+struct Client(BufReader<TcpStream>);
+
+impl Client {
+    fn connect(server: &Server) -> Self {
+        let stream = TcpStream::connect(("127.0.0.1", server.port())).expect("the server listens");
+        stream.set_read_timeout(Some(Duration::from_secs(120))).expect("a socket has it");
+        Self(BufReader::new(stream))
+    }
+
+    fn value(key: usize) -> String {
+        format!("{key}:{}", "v".repeat(key % 700))
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.0.read_line(&mut line).expect("the server answers");
+        line
+    }
+
+    /// Stores keys in pipelines.
+    fn set(&mut self, keys: std::ops::Range<usize>) {
+        for start in keys.clone().step_by(100) {
+            let batch = start..(start + 100).min(keys.end);
+            let requests: String = batch
+                .clone()
+                .map(|key| {
+                    let value = Self::value(key);
+                    format!("set key{key} 0 0 {}\r\n{value}\r\n", value.len())
+                })
+                .collect();
+            self.0.get_mut().write_all(requests.as_bytes()).expect("the server reads");
+            for _ in batch {
+                assert_eq!(self.line(), "STORED\r\n");
+            }
+        }
+    }
+
+    /// Reads keys, and returns how many are there. Those must have their values.
+    fn count(&mut self, keys: impl Iterator<Item = usize>) -> usize {
+        let mut found = 0;
+        for key in keys {
+            self.0.get_mut().write_all(format!("get key{key}\r\n").as_bytes()).expect("the server reads");
+            let line = self.line();
+            if line == "END\r\n" {
+                continue;
+            }
+            let value = Self::value(key);
+            assert_eq!(line, format!("VALUE key{key} 0 {}\r\n", value.len()));
+            let mut rest = vec![0; value.len() + 7];
+            self.0.read_exact(&mut rest).expect("the value follows");
+            assert_eq!(String::from_utf8(rest).expect("text"), format!("{value}\r\nEND\r\n"));
+            found += 1;
+        }
+        found
+    }
+
+    fn statistic(&mut self, name: &str) -> u64 {
+        self.0.get_mut().write_all(b"stats\r\n").expect("the server reads");
+        let mut found = 0;
+        loop {
+            let line = self.line();
+            if line == "END\r\n" {
+                return found;
+            }
+            if let Some(value) = line.strip_prefix(&format!("STAT {name} ")) {
+                found = value.trim().parse().expect("a number");
+            }
+        }
+    }
+}
+
+#[test]
+fn items_overflow_into_the_memory_of_nodes_and_come_back() {
+    let cluster = aquifer_tests_e2e::Cluster::up(1, "512M");
+    let agent = cluster.agent_socket().display().to_string();
+    let mut options = Options::new(Program::Aquifer).with(&["--pool", "256M", "--agent", &agent]);
+    options.memory_mib = 16;
+    let server = Server::start(options);
+    let mut client = Client::connect(&server);
+    let keys = 120_000;
+    client.set(0..keys);
+    assert!(client.statistic("pool_items") > 30_000, "three times as much as there is memory for");
+    let asked = keys / 13;
+    let found = client.count((0..keys).step_by(13).take(asked));
+    assert!(found > asked / 2, "{found} of {asked}");
+    assert!(client.statistic("pool_hits") > 1000);
+    // The node ends: what it had is missing, and nothing else.
+    processes::kill(cluster.daemon("node", Some(1)));
+    let found = client.count((0..keys).step_by(17));
+    assert!(found > 0, "what is on the server is still there");
+    client.set(0..100);
+    assert_eq!(client.count(0..100), 100);
+    drop(server);
+}
