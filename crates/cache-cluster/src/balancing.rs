@@ -10,13 +10,15 @@ use aquifer_directory::DirectoryError;
 use aquifer_segments::ownership::{Holding, Stage};
 
 use crate::member::Member;
-use crate::placement::{Move, PartitionLoad, ServerLoad, plan};
+use crate::placement::{Move, PartitionLoad, ServerLoad, claimant, plan};
 use crate::wire::{Answer, Ask, PartitionStatus, ServerStatus};
 
 /// Interval at which loads are measured and balanced.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Moves at a time.
 const MOVES_MAX: usize = 2;
+/// Pause before partitions are given again that could not be.
+const RETRY: Duration = Duration::from_millis(100);
 /// A partition that has moved stays for so long.
 const REST: Duration = Duration::from_secs(10);
 
@@ -70,6 +72,45 @@ impl Member {
             own.clone()
         };
         self.registry.update_server(&record)
+    }
+
+    /// Gives all partitions to other servers within this time. Returns how many are left.
+    pub(crate) fn give_all(&self, time: Duration) -> usize {
+        let deadline = Instant::now() + time;
+        let mut is_noted = false;
+        loop {
+            let own = self.life();
+            let owned: Vec<usize> =
+                (0..self.seats.len()).filter(|at| self.seats[*at].lock().holder.has_access()).collect();
+            let others: Vec<u16> = {
+                let servers = self.servers.read().unwrap_or_else(PoisonError::into_inner);
+                let others = servers.values().filter(|server| server.life() != own && !server.drains);
+                others.map(|server| server.server).collect()
+            };
+            if owned.is_empty() || others.is_empty() || Instant::now() >= deadline {
+                return owned.len();
+            }
+            if !std::mem::replace(&mut is_noted, true)
+                && let Err(error) = self.set_drains(true)
+            {
+                tracing::warn!(%error, "the other servers do not know that this one drains");
+            }
+            let mut given = 0;
+            for partition in owned {
+                let to = claimant(partition, others.iter().copied()).expect("there are others");
+                match self.give(partition, to) {
+                    Ok(()) => given += 1,
+                    // The balancer may be moving it.
+                    Err(why) => tracing::debug!(partition, to, why, "a partition is not given yet"),
+                }
+                if Instant::now() >= deadline {
+                    break;
+                }
+            }
+            if given == 0 {
+                std::thread::park_timeout(RETRY);
+            }
+        }
     }
 
     /// Measures and balances until the server stops.

@@ -36,6 +36,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, RwLock};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use aquifer_cache::server::{Server, ServerHandle, ServerOptions};
 use aquifer_cache::store::StoreOptions;
@@ -87,6 +88,17 @@ pub enum StartError {
     /// The memory of partitions cannot be offered.
     #[error("the memory of partitions cannot be offered: {0}")]
     Memory(#[from] TargetError),
+}
+
+/// The partitions of a server.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct ClusterCounts {
+    /// Partitions that are here.
+    pub here: usize,
+    /// Partitions that were given to other servers.
+    pub given: u64,
+    /// Partitions that were received from other servers.
+    pub received: u64,
 }
 
 /// A server of the cluster that runs.
@@ -194,7 +206,26 @@ impl ClusterServer {
         self.address
     }
 
-    /// Ends the server. Its partitions begin anew on other servers, unless it has drained.
+    /// Partitions that are on this server, those that were given to others, and those that were
+    /// received from others.
+    #[must_use]
+    pub fn partitions(&self) -> ClusterCounts {
+        let member = Arc::clone(&self.member);
+        let here = member.server().store().partitions().iter().filter(|items| items.is_here()).count();
+        ClusterCounts {
+            here,
+            given: member.given.load(Ordering::Relaxed),
+            received: member.received.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Gives all partitions to other servers, as far as there are such and as it is possible within
+    /// this time. Returns how many are left.
+    pub fn drain(&self, time: Duration) -> usize {
+        self.member.give_all(time)
+    }
+
+    /// Ends the server. Partitions that it still has begin anew on other servers.
     pub fn stop(self) {
         self.member.stops.store(true, Ordering::Release);
         // The thread that accepts looks at the flag when it has accepted.

@@ -66,10 +66,18 @@ impl Cluster {
     /// # Panics
     /// If that does not happen.
     pub fn wait_for_partitions(&self) {
-        eventually("each partition has a server", || {
+        self.wait_for("128 partitions");
+    }
+
+    /// Waits until all is well and `aquifer cache status` shows this.
+    ///
+    /// # Panics
+    /// If that does not happen.
+    pub fn wait_for(&self, shown: &str) {
+        eventually(shown, || {
             let output = self.operate(&["status"]);
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            (output.status.success() && text.contains("128 partitions")).then_some(())
+            (output.status.success() && text.contains(shown)).then_some(())
         });
     }
 

@@ -70,6 +70,64 @@ fn replies_of_a_cluster_are_equal_while_partitions_move() {
     compare_cluster(0..40);
 }
 
+#[test]
+fn a_server_that_is_stopped_in_order_loses_nothing() {
+    let cluster = Cluster::start(&[]);
+    let first = cluster.add();
+    cluster.wait_for_partitions();
+    let mut connection = first.connect();
+    for key in 0..500 {
+        assert_eq!(connection.request(format!("set key{key} 0 0 1\r\nx\r\n")), b"STORED\r\n");
+    }
+    let second = cluster.add();
+    cluster.wait_for("on 2 servers");
+    assert!(first.end_by(Signal::TERM), "it ends with success");
+    let mut connection = second.connect();
+    for key in 0..500 {
+        let expected = format!("VALUE key{key} 0 1\r\nx\r\nEND\r\n");
+        assert_eq!(String::from_utf8_lossy(&connection.request(format!("get key{key}\r\n"))), expected);
+    }
+    cluster.wait_for_partitions();
+}
+
+#[test]
+fn operators_see_and_move_partitions() {
+    let cluster = Cluster::start(&[]);
+    let servers: Vec<Server> = (0..2).map(|_| cluster.add()).collect();
+    cluster.wait_for_partitions();
+    let text = |arguments: &[&str]| {
+        let output = cluster.operate(arguments);
+        let text = if output.status.success() { output.stdout } else { output.stderr };
+        (output.status.success(), String::from_utf8(text).expect("text"))
+    };
+    let (is_well, status) = text(&["status"]);
+    assert!(is_well && status.contains("cache main: 128 partitions on 2 servers"), "{status}");
+    let (is_well, drained) = text(&["drain", "1"]);
+    assert!(is_well && drained.contains("server 1 has no partitions"), "{drained}");
+    let (is_well, moved) = text(&["move", "5", "2"]);
+    assert!(is_well && moved.contains("has partition 5 already"), "{moved}");
+    let (is_well, refused) = text(&["move", "5", "1"]);
+    assert!(!is_well && refused.contains("drains"), "{refused}");
+    let (is_well, undone) = text(&["drain", "1", "--undo"]);
+    assert!(is_well, "{undone}");
+    let (is_well, moved) = text(&["move", "5", "1"]);
+    // The balancer may have moved it first.
+    assert!(
+        is_well && (moved.contains("has moved from server 2 to 1") || moved.contains("already")),
+        "{moved}"
+    );
+    let (is_well, refused) = text(&["move", "128", "1"]);
+    assert!(!is_well && refused.contains("from 0 to 127"), "{refused}");
+    let (is_well, refused) = text(&["move", "5", "7"]);
+    assert!(!is_well && refused.contains("the servers are 1, 2"), "{refused}");
+    let (_, json) = text(&["status", "--json"]);
+    assert!(json.contains("\"requests_per_s\""), "{json}");
+    drop(servers);
+    // Another cache in the same directory has servers of its own.
+    let (is_well, refused) = text(&["status", "--name", "other"]);
+    assert!(!is_well && refused.contains("no server of a cache \"other\""), "{refused}");
+}
+
 /// What a client knows of a key of its own.
 #[derive(Clone, Debug, Default)]
 struct Known {

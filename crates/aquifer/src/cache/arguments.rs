@@ -8,6 +8,7 @@ use aquifer_cache::server::TlsFiles;
 use clap::{Args, Subcommand, ValueEnum};
 
 use aquifer_ipc::size;
+use aquifer_metrics::MetricsAddress;
 
 use crate::settings::DirectorySettings;
 
@@ -117,6 +118,10 @@ pub struct CacheArguments {
     /// the one of this user's cluster]
     #[arg(long, value_name = "PATH", requires = "pool")]
     pub agent: Option<PathBuf>,
+    /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7483, or at unix:PATH
+    /// [default: no metrics]
+    #[arg(long, value_name = "ADDRESS")]
+    pub metrics: Option<MetricsAddress>,
     /// Log connections
     #[arg(short, long, action = clap::ArgAction::Count)]
     pub verbose: u8,

@@ -2,6 +2,7 @@
 
 mod arguments;
 mod cluster;
+mod metrics;
 mod operate;
 mod pool;
 mod process;
@@ -9,11 +10,13 @@ mod process;
 use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use aquifer_cache::commands::Tokens;
-use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerOptions, TlsSettings};
+use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerHandle, ServerOptions, TlsSettings};
 use aquifer_cache::store::StoreOptions;
 use aquifer_cache_cluster::ClusterServer;
+use aquifer_metrics::MetricsListener;
 use rustix::net::SocketType;
 use rustix::process::Signal;
 
@@ -25,6 +28,8 @@ use crate::state::StateDir;
 
 pub use arguments::CacheArguments;
 
+/// Time in which a server of several gives its partitions to the others before it stops.
+const DRAIN_TIME: Duration = Duration::from_secs(30);
 /// The level from which on connections are logged.
 const LOGS_CONNECTIONS: u8 = 1;
 
@@ -53,6 +58,7 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     }
     log_to_stderr();
     warn_if_open(&options);
+    let metrics_listener = arguments.metrics.as_ref().map(MetricsListener::bind).transpose()?;
     let mut stop = StopSignal::install_with(&[Signal::USR1])?;
     let server = Running::start(state, arguments, options)?;
     if arguments.lock_memory {
@@ -62,7 +68,12 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     if let Err(error) = systemd::notify_ready() {
         tracing::warn!(%error, "readiness notification to systemd failed");
     }
+    let metrics = match metrics_listener {
+        Some(listener) => Some(metrics::serve(listener, server.handle())?),
+        None => None,
+    };
     stop.wait(None);
+    drop(metrics);
     server.stop();
     drop(pid_file);
     Ok(ExitCode::SUCCESS)
@@ -93,10 +104,23 @@ impl Running {
         Ok(Self::Alone(server))
     }
 
+    fn handle(&self) -> ServerHandle {
+        match self {
+            Self::Alone(server) => server.handle(),
+            Self::InCluster(server) => server.handle(),
+        }
+    }
+
     fn stop(self) {
         match self {
             Self::Alone(server) => server.stop(),
-            Self::InCluster(server) => server.stop(),
+            Self::InCluster(server) => {
+                let left = server.drain(DRAIN_TIME);
+                if left > 0 {
+                    tracing::warn!(left, "partitions end with this server; they begin anew without items");
+                }
+                server.stop();
+            }
         }
     }
 }

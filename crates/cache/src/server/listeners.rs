@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use aquifer_fabric::tcp::avoid_pacing;
 use rustix::net::sockopt;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
@@ -51,6 +52,8 @@ impl Listener {
             sockopt::set_ipv6_v6only(&socket, true)?;
         }
         rustix::net::bind(&socket, &address)?;
+        // Replies are short, and BBR would hold them back until it has measured the path.
+        avoid_pacing(&socket);
         rustix::net::listen(&socket, backlog)?;
         let bound = SocketAddr::try_from(rustix::net::getsockname(&socket)?)
             .map_err(|_| io::Error::other("the socket has another kind of address"))?;

@@ -256,6 +256,18 @@ impl ServerHandle {
         self.common.clock.now_s()
     }
 
+    /// What was counted since the server started.
+    #[must_use]
+    pub fn sums(&self) -> Sums {
+        self.common.sums()
+    }
+
+    /// Connections at this time.
+    #[must_use]
+    pub fn connections(&self) -> u64 {
+        self.common.connections.load(Ordering::Relaxed)
+    }
+
     /// How many requests each partition has had.
     #[must_use]
     pub fn partition_requests(&self) -> Vec<u64> {
