@@ -70,6 +70,7 @@ pub(super) struct Overflow {
     /// Bytes of each place.
     places: HashMap<u64, u64>,
     failed: Option<Instant>,
+    has_warned: bool,
 }
 
 impl Overflow {
@@ -79,11 +80,21 @@ impl Overflow {
         workers: Vec<Arc<WorkerHandle>>,
         bytes_max: u64,
     ) -> Self {
-        Self { memory, common, workers, bytes_max, bytes: 0, places: HashMap::new(), failed: None }
+        Self {
+            memory,
+            common,
+            workers,
+            bytes_max,
+            bytes: 0,
+            places: HashMap::new(),
+            failed: None,
+            has_warned: false,
+        }
     }
 
     /// Works until the server stops.
     pub fn run(mut self) {
+        self.common.store.pool().set_open(true);
         loop {
             let work = self.common.store.pool().next(IDLE);
             self.free(&work.freed);
@@ -120,6 +131,17 @@ impl Overflow {
         if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_PAUSE) {
             return;
         }
+        self.common.store.pool().set_copying(true);
+        self.spill_some();
+        let pool = self.common.store.pool();
+        pool.set_copying(false);
+        pool.set_open(self.failed.is_none());
+        self.common.store.collect_retired();
+        // Writes may wait for memory.
+        self.workers.iter().for_each(|worker| worker.wake());
+    }
+
+    fn spill_some(&mut self) {
         let store = &self.common.store;
         let now_s = self.common.clock.now_s();
         let mut spills = Vec::new();
@@ -129,6 +151,10 @@ impl Overflow {
             spills.push(spill);
         }
         if spills.is_empty() {
+            if store.is_short_of_runs() {
+                // There is nothing to copy: what is needed must be evicted.
+                self.failed = Some(Instant::now());
+            }
             return;
         }
         let stored = self.make_room(&spills).and_then(|()| {
@@ -138,16 +164,17 @@ impl Overflow {
         let places = match stored {
             Ok(places) => places,
             Err(error) => {
-                if self.failed.is_none() {
-                    tracing::warn!(%error, "the pool takes no items; they are evicted instead");
+                if !std::mem::replace(&mut self.has_warned, true) {
+                    tracing::warn!(%error, "the pool has no room for items; they are evicted instead");
                 }
                 self.failed = Some(Instant::now());
                 spills.iter().for_each(|spill| self.common.store.cancel_spill(spill));
                 return;
             }
         };
-        if self.failed.take().is_some() {
-            tracing::info!("the pool takes items again");
+        self.failed = None;
+        if std::mem::take(&mut self.has_warned) {
+            tracing::info!("the pool has room again");
         }
         let mut unneeded = Vec::new();
         for (spill, place) in spills.into_iter().zip(places) {

@@ -327,6 +327,9 @@ impl Store {
         }
         let outcome = write().or_else(|not_now| {
             let NotNow::NoRoom(NoRoom { bytes }) = not_now else { return Err(Refusal::Fetching) };
+            if self.waits_for_pool(bytes) {
+                return Err(Refusal::Fetching);
+            }
             if !self.evicts || !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
@@ -382,6 +385,12 @@ impl Store {
     fn replenish(&self, written: &Partition, now_s: u32) {
         let shared = &self.shared;
         self.note_if_short();
+        if self.has_pool && self.shared.pool.is_prompt() {
+            // Memory is freed by what leaves for the pool.
+            written.clear_opened();
+            written.clean_unused(shared, now_s);
+            return;
+        }
         for _ in 0..EVICTIONS_MAX {
             written.clear_opened();
             if !self.evicts || shared.budget.available() >= self.reserve() {

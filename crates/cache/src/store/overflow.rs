@@ -23,6 +23,13 @@ impl Store {
         self.has_pool
     }
 
+    /// Whether memory is short although nothing can be copied to the pool.
+    #[must_use]
+    pub fn is_short_of_runs(&self) -> bool {
+        let (queue, coldest) = self.coldest();
+        self.is_short() && coldest.oldest(queue) == u64::MAX
+    }
+
     fn is_short(&self) -> bool {
         self.shared.budget.available() < self.shared.budget.limit() / SPARE_PARTS
     }
@@ -32,6 +39,22 @@ impl Store {
         if self.has_pool && self.is_short() {
             self.shared.pool.note_short();
         }
+    }
+
+    /// Whether a write of so many bytes is to wait until runs have left for the pool.
+    pub(super) fn waits_for_pool(&self, bytes: usize) -> bool {
+        let waits = self.has_pool
+            && self.shared.pool.is_prompt()
+            && bytes as u64 + self.shared.fixed_bytes() <= self.shared.budget.limit();
+        if waits {
+            self.shared.pool.note_short();
+        }
+        waits
+    }
+
+    /// Frees what no thread can see any more.
+    pub fn collect_retired(&self) {
+        self.collect();
     }
 
     /// The next run that is to be copied to the pool; `None` if there is enough memory.

@@ -2,12 +2,17 @@
 //! fetches items that are read.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustix::time::ClockId;
+
 use super::log::Kept;
 use super::slot::Location;
+
+/// If copying takes longer, runs are evicted instead.
+const COPY_MS_MAX: u64 = 100;
 
 /// A run that is to be copied to the pool.
 #[derive(Debug)]
@@ -44,6 +49,10 @@ pub struct Fetch {
 pub struct PoolQueue {
     state: Mutex<PoolState>,
     has_work: Condvar,
+    /// Whether runs can be copied to the pool.
+    is_open: AtomicBool,
+    /// Since which millisecond of the system's clock a run is being copied, or 0.
+    copying_since_ms: AtomicU64,
     /// Runs in the pool.
     pub runs: AtomicU64,
     /// Bytes that the pool has for them.
@@ -101,6 +110,24 @@ impl PoolQueue {
         self.lock().freed.push(place);
     }
 
+    /// Whether memory will soon be free because runs are copied to the pool, so that nothing is to
+    /// be evicted.
+    pub fn is_prompt(&self) -> bool {
+        let since_ms = self.copying_since_ms.load(Ordering::Relaxed);
+        let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > COPY_MS_MAX;
+        self.is_open.load(Ordering::Relaxed) && !is_late
+    }
+
+    /// Says whether runs can be copied to the pool.
+    pub fn set_open(&self, is_open: bool) {
+        self.is_open.store(is_open, Ordering::Relaxed);
+    }
+
+    /// Says that runs are being copied, or no more.
+    pub fn set_copying(&self, is_copying: bool) {
+        self.copying_since_ms.store(if is_copying { now_ms().max(1) } else { 0 }, Ordering::Relaxed);
+    }
+
     /// Places that were freed since they were last asked for.
     pub fn freed(&self) -> Vec<u64> {
         std::mem::take(&mut self.lock().freed)
@@ -141,6 +168,11 @@ impl PoolQueue {
     fn lock(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn now_ms() -> u64 {
+    let now = rustix::time::clock_gettime(ClockId::MonotonicCoarse);
+    now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000
 }
 
 fn key_of(fetch: &Fetch) -> (usize, u32, u32) {

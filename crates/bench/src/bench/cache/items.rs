@@ -181,7 +181,7 @@ impl Items {
 }
 
 /// The text of a key: `key:` and 16 hexadecimal digits.
-fn key_text(key: u32) -> [u8; KEY_BYTES] {
+pub fn key_text(key: u32) -> [u8; KEY_BYTES] {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     let mut text = *b"key:0000000000000000";
     let number = Random(u64::from(key)).next().to_be_bytes();

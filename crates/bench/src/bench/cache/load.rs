@@ -54,6 +54,17 @@ pub struct Played {
     pub elapsed: Duration,
 }
 
+/// A batch that has all of its replies.
+#[derive(Clone, Copy, Debug)]
+pub struct Answered {
+    /// Number of the connection.
+    pub connection: usize,
+    /// When the batch was sent.
+    pub sent: Instant,
+    /// When its last reply was read.
+    pub ended: Instant,
+}
+
 /// What a connection does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Phase {
@@ -65,7 +76,7 @@ enum Phase {
     Done,
 }
 
-/// Connections to a server, and the items that it should have.
+/// Connections to a server, or to those of one cache, and the items that they should have.
 #[derive(Debug)]
 pub struct Load {
     server: &'static str,
@@ -87,7 +98,7 @@ struct Play<'a> {
     end: Option<Instant>,
     phases: Vec<Phase>,
     counts: Counts,
-    latency_ns: Histogram<u64>,
+    on_answer: &'a mut dyn FnMut(Answered),
 }
 
 impl Load {
@@ -96,22 +107,40 @@ impl Load {
     /// # Errors
     /// If the server accepts no connections.
     pub fn connect(server: &Server, connections: u32, items: Items) -> Result<Self, BenchError> {
-        let failed = |error: std::io::Error| server.error(format!("cannot connect: {error}"));
+        Self::connect_all(std::slice::from_ref(server), connections, items)
+    }
+
+    /// Connects to the servers of one cache, at least one: connection n to server n modulo their
+    /// number.
+    ///
+    /// # Errors
+    /// If a server accepts no connections.
+    pub fn connect_all(servers: &[Server], connections: u32, items: Items) -> Result<Self, BenchError> {
+        let name = servers[0].name;
+        let failed = |error: std::io::Error| BenchError::Server {
+            program: name.into(),
+            reason: format!("cannot connect: {error}"),
+        };
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|error| failed(error.into()))?;
-        let connect = |number| {
+        let connect = |(number, server): (u64, &Server)| {
             let stream = server.connect()?;
             stream.set_nonblocking(true)?;
             epoll::add(&epoll, &stream, epoll::EventData::new_u64(number), epoll::EventFlags::IN)?;
             Ok(Connection::over(stream))
         };
-        let connections = (0..u64::from(connections)).map(connect).collect::<Result<_, _>>();
-        let connections = connections.map_err(failed)?;
-        Ok(Self { server: server.name, epoll, connections, items, began: Instant::now() })
+        let numbered = (0..u64::from(connections)).zip(servers.iter().cycle());
+        let connections = numbered.map(connect).collect::<Result<_, _>>().map_err(failed)?;
+        Ok(Self { server: name, epoll, connections, items, began: Instant::now() })
     }
 
     /// The number of keys.
     pub fn keys(&self) -> u32 {
         self.items.keys()
+    }
+
+    /// Closes the connections. Returns the items, for other connections to the same cache.
+    pub fn into_items(self) -> Items {
+        self.items
     }
 
     /// Sets keys by their numbers.
@@ -135,8 +164,29 @@ impl Load {
         time: Option<Duration>,
         operations: &mut dyn Iterator<Item = Operation>,
     ) -> Result<Played, BenchError> {
+        let latency_ns = Histogram::<u64>::new_with_max(LATENCY_NS_MAX, 3);
+        let mut latency_ns = latency_ns.map_err(|error| self.failed(error.to_string()))?;
+        let mut record = |Answered { sent, ended, .. }: Answered| {
+            let latency = ended.saturating_duration_since(sent);
+            latency_ns.saturating_record(u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX));
+        };
+        let (counts, elapsed) = self.play_observed(pace, time, operations, &mut record)?;
+        Ok(Played { counts, latency_ns, elapsed })
+    }
+
+    /// Like [`Self::play`], but calls `on_answer` for each batch. Returns the replies by their
+    /// kind, and the time.
+    ///
+    /// # Errors
+    /// Those of [`Self::play`].
+    pub fn play_observed(
+        &mut self,
+        pace: Pace,
+        time: Option<Duration>,
+        operations: &mut dyn Iterator<Item = Operation>,
+        on_answer: &mut dyn FnMut(Answered),
+    ) -> Result<(Counts, Duration), BenchError> {
         let began = Instant::now();
-        let latency_ns = Histogram::new_with_max(LATENCY_NS_MAX, 3);
         let mut play = Play {
             pace,
             operations,
@@ -145,7 +195,7 @@ impl Load {
             end: time.map(|time| began + time),
             phases: vec![Phase::Idle; self.connections.len()],
             counts: Counts::default(),
-            latency_ns: latency_ns.map_err(|error| self.failed(error.to_string()))?,
+            on_answer,
         };
         (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
         let timeout = if pace.sleeps { SLEEP } else { NO_WAIT };
@@ -171,7 +221,7 @@ impl Load {
                 last_reply = Instant::now();
             }
         }
-        Ok(Played { counts: play.counts, latency_ns: play.latency_ns, elapsed: began.elapsed() })
+        Ok((play.counts, began.elapsed()))
     }
 
     /// Sends the next batch of an idle connection, if it is due.
@@ -229,8 +279,7 @@ impl Load {
             return Ok(());
         }
         if let Phase::InFlight(sent) = play.phases[at] {
-            let latency = Instant::now().saturating_duration_since(sent);
-            play.latency_ns.saturating_record(u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX));
+            (play.on_answer)(Answered { connection: at, sent, ended: Instant::now() });
         }
         play.phases[at] = Phase::Idle;
         self.start(at, play)

@@ -1,12 +1,14 @@
 //! `aquifer bench cache`: `aquifer cache` beside memcached.
 //!
-//! Each server runs on one processor and the load on another one. The load checks each reply.
+//! Each server runs on one processor and the load on another one, unless a part says otherwise. The
+//! load checks each reply.
 
 mod connection;
 mod hits;
 mod items;
 mod load;
 mod memory;
+mod moves;
 mod processors;
 mod replies;
 mod requests;
@@ -19,17 +21,18 @@ use std::time::Duration;
 use super::support::progress;
 use super::support::report::Report;
 use super::{BenchArgs, BenchError};
-use processors::Processors;
+use processors::{Place, Processors};
 use servers::{MEMCACHED, Programs};
 
 /// Targets, for `aquifer bench list`.
 pub const TARGETS: &str = "targets: ≥ 1.2× memcached's gets and sets for each CPU second, with a pipeline of \
     10 ≥ 5.2× and ≥ 1.7×; ≤ 26 bytes over key and value, ≤ 20 without cas; a hit ratio ≥ memcached's − 0.2 \
-    points";
+    points; while partitions move, ≥ 0.9 of the throughput, p99 of sets ≤ 1 ms, and all moves succeed under \
+    ≥ 200,000 sets/s";
 
 const CONGESTION_CONTROL: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 /// Parts of the bench, for `--only`.
-const PARTS: [&str; 4] = ["requests", "threads", "memory", "hits"];
+const PARTS: [&str; 5] = ["requests", "threads", "memory", "hits", "moves"];
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -37,6 +40,7 @@ struct Volume {
     requests: requests::Volume,
     memory_keys: u32,
     hits: hits::Volume,
+    moves: moves::Volume,
 }
 
 const FULL: Volume = Volume {
@@ -48,6 +52,14 @@ const FULL: Volume = Volume {
     },
     memory_keys: 1_000_000,
     hits: hits::Volume { memory_mib: 64, operations: 2_000_000 },
+    moves: moves::Volume {
+        keys: 400_000,
+        memory_mib: 256,
+        quiet: Duration::from_secs(3),
+        settle_max: Duration::from_secs(30),
+        stage: Duration::from_secs(3),
+        paused_moves: 10,
+    },
 };
 
 const QUICK: Volume = Volume {
@@ -59,6 +71,14 @@ const QUICK: Volume = Volume {
     },
     memory_keys: 100_000,
     hits: hits::Volume { memory_mib: 16, operations: 20_000 },
+    moves: moves::Volume {
+        keys: 20_000,
+        memory_mib: 64,
+        quiet: Duration::from_secs(1),
+        settle_max: Duration::from_secs(5),
+        stage: Duration::from_secs(1),
+        paused_moves: 2,
+    },
 };
 
 /// Runs the bench.
@@ -77,7 +97,7 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     processors.pin_load()?;
     report.notes = notes(&programs, processors, volume);
     let is_chosen = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
-    let bar = progress::bar(6 * volume.requests.rounds + 4 + hits::count());
+    let bar = progress::bar(6 * volume.requests.rounds + 4 + hits::count() + moves::STEPS);
     let show = |what: &str| {
         bar.set_message(what.to_owned());
         bar.inc(1);
@@ -97,6 +117,14 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
             report.tables.push(table);
             report.targets.extend(targets);
         }
+    }
+    if is_chosen(PARTS[4]) {
+        let measure = || moves::figures(&programs, volume.moves, &show);
+        let figures = processors.start_on(Place::All, measure)?;
+        report.tables.extend(figures.tables);
+        report.targets.extend(figures.targets);
+        // A picture has lines or bars; with all parts it has the bars of the others.
+        report.series.extend(figures.series.into_iter().filter(|_| args.only.is_some()));
     }
     bar.finish_and_clear();
     Ok(report)
@@ -122,6 +150,7 @@ fn notes(programs: &Programs, processors: Processors, volume: Volume) -> Vec<Str
             hits.memory_mib,
             (hits.memory_mib / 4).max(16)
         ),
+        moves::note(volume.moves),
     ];
     if !programs.has_memcached() {
         notes.push(format!("{MEMCACHED} is not installed, and left out"));

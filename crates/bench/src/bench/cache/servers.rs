@@ -1,6 +1,7 @@
 //! The servers: processes on free ports of this machine.
 
 use std::collections::HashMap;
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -24,6 +25,8 @@ pub const POGOCACHE: &str = "pogocache";
 /// Time within which a server must accept connections, and answer `stats`.
 const TIMEOUT: Duration = Duration::from_secs(30);
 const RETRY_PAUSE: Duration = Duration::from_millis(10);
+/// Lines of a server's log in an error.
+const LOG_LINES_MAX: usize = 10;
 
 /// A program that can be measured.
 #[derive(Clone, Debug)]
@@ -88,22 +91,36 @@ impl Programs {
     /// # Errors
     /// If it cannot be started, or does not accept connections in time.
     pub fn start(&self, program: &Program, settings: Settings) -> Result<Server, BenchError> {
+        self.start_with(program, settings, &[])
+    }
+
+    /// Like [`Self::start`], with more options.
+    ///
+    /// # Errors
+    /// Those of [`Self::start`].
+    pub fn start_with(
+        &self,
+        program: &Program,
+        settings: Settings,
+        options: &[OsString],
+    ) -> Result<Server, BenchError> {
         let port = free_port()?;
         let log = self.logs.path().join(format!("{port}.log"));
         let output = File::create(&log).map_err(BenchError::io("create", &log))?;
         let error = output.try_clone().map_err(BenchError::io("open", &log))?;
         let mut command = Command::new(&program.path);
-        command.args(arguments(program.name, settings, port)).current_dir(self.logs.path());
+        command.args(arguments(program.name, settings, port)).args(options).current_dir(self.logs.path());
+        // Sockets of servers go with the folder.
+        command.env("XDG_RUNTIME_DIR", self.logs.path());
         command.stdin(Stdio::null()).stdout(output).stderr(error);
         let spawn = || command.spawn().map_err(BenchError::io("start", &program.path));
         let child = self.processors.start_on(settings.place, spawn)?;
-        let mut server = Server { name: program.name, child, port };
+        let mut server = Server { name: program.name, child, port, log };
         match server.wait_until_it_accepts() {
             Ok(()) => Ok(server),
             Err(reason) => {
                 interrupt::check()?;
-                let message = std::fs::read_to_string(&log).unwrap_or_default();
-                Err(server.error(format!("{reason}: {}", message.trim())))
+                Err(server.error(format!("{reason}: {}", server.log_end())))
             }
         }
     }
@@ -139,6 +156,7 @@ pub struct Server {
     pub name: &'static str,
     child: Child,
     port: u16,
+    log: PathBuf,
 }
 
 impl Drop for Server {
@@ -172,6 +190,24 @@ impl Server {
         let stream = tcp::connect_unpaced(SocketAddr::from(([127, 0, 0, 1], self.port)), TIMEOUT)?;
         stream.set_nodelay(true)?;
         Ok(stream)
+    }
+
+    /// How it ended, and the end of its log; `None` if it runs.
+    pub fn ending(&mut self) -> Option<String> {
+        let status = self.child.try_wait().ok().flatten()?;
+        Some(format!("it ended ({status}): {}", self.log_end()))
+    }
+
+    /// The last lines of its log.
+    fn log_end(&self) -> String {
+        let log = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = log.trim().lines().collect();
+        lines[lines.len().saturating_sub(LOG_LINES_MAX)..].join("\n")
+    }
+
+    /// The TCP port of clients.
+    pub fn port(&self) -> u16 {
+        self.port
     }
 
     /// Processor time that it has used, in ns.
