@@ -1,9 +1,10 @@
 //! Connections on which servers ask each other, and operators ask servers. All is encrypted.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_cache::server::peers::PeerSocket;
@@ -238,18 +239,28 @@ pub fn ask_at(address: SocketAddr, access: &Access, ask: &Ask) -> Result<Answer,
     channel.receive().map_err(system)
 }
 
+/// Loses messages between servers, in tests.
+pub trait Interference: fmt::Debug + Send + Sync {
+    /// Whether this question is lost.
+    fn loses_question(&self, ask: &Ask) -> bool;
+
+    /// Whether the answer to this question is lost.
+    fn loses_answer(&self, ask: &Ask) -> bool;
+}
+
 /// Open connections with other servers.
 #[derive(Debug)]
 pub struct Channels {
     access: Access,
+    interference: Option<Arc<dyn Interference>>,
     free: Mutex<BTreeMap<Life, Vec<(Instant, Channel)>>>,
 }
 
 impl Channels {
     /// No connections.
     #[must_use]
-    pub fn new(access: Access) -> Self {
-        Self { access, free: Mutex::default() }
+    pub fn new(access: Access, interference: Option<Arc<dyn Interference>>) -> Self {
+        Self { access, interference, free: Mutex::default() }
     }
 
     /// What this server tells others.
@@ -272,6 +283,10 @@ impl Channels {
     /// If it does not answer.
     pub fn ask(&self, server: &ServerRecord, ask: &Ask) -> Result<Answer, ChannelError> {
         let system = |source| ChannelError::System { address: server.address, source };
+        let lost = || Err(system(io::ErrorKind::TimedOut.into()));
+        if self.interference.as_ref().is_some_and(|interference| interference.loses_question(ask)) {
+            return lost();
+        }
         let kept = self.lock().get_mut(&server.life()).and_then(Vec::pop);
         let mut channel = match kept.filter(|(used, _)| used.elapsed() < KEPT_TIME) {
             Some((_, channel)) => channel,
@@ -284,6 +299,9 @@ impl Channels {
         channel.send(ask).map_err(system)?;
         let answer = channel.receive().map_err(system)?;
         self.lock().entry(server.life()).or_default().push((Instant::now(), channel));
+        if self.interference.as_ref().is_some_and(|interference| interference.loses_answer(ask)) {
+            return lost();
+        }
         Ok(answer)
     }
 

@@ -43,7 +43,7 @@ use aquifer_cache::store::StoreOptions;
 use aquifer_directory::Directory;
 use aquifer_fabric::{ClusterKey, TargetError};
 
-use self::channel::{Access, Channels};
+use self::channel::{Access, Channels, Interference};
 use self::lease::{Fence, KeptLease};
 use self::load::Loads;
 use self::member::{Member, seats};
@@ -69,6 +69,8 @@ pub struct ClusterOptions {
     pub advertise: Option<IpAddr>,
     /// The path of the socket for servers of this machine.
     pub memory_socket: PathBuf,
+    /// What loses messages, in tests.
+    pub interference: Option<Arc<dyn Interference>>,
 }
 
 /// Why a server of the cluster cannot start.
@@ -154,7 +156,7 @@ impl ClusterServer {
         let member = Arc::new(Member {
             server: OnceLock::from(server.handle()),
             registry,
-            channels: Channels::new(access),
+            channels: Channels::new(access, cluster.interference),
             memories,
             fence,
             seats: seats(partitions, own.life()),

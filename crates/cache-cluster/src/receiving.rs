@@ -67,32 +67,34 @@ impl Member {
         match spawned {
             Ok(_) => Answer::Done,
             Err(error) => {
-                self.refuse(handover);
+                self.give_up(handover);
                 Answer::Declined(format!("the other server has no thread for it: {error}"))
             }
         }
     }
 
     fn receive(&self, handover: Handover, offer: &Offer, layout: Layout, source: &ServerRecord) {
-        match self.copy(handover, offer, layout, source) {
-            Ok(()) => {
-                self.loads.set(handover.partition, offer.requests_per_s);
-                self.own(handover, source);
-            }
-            Err(why) => {
-                tracing::warn!(
-                    partition = handover.partition,
-                    from = handover.from.host,
-                    why,
-                    "a partition was not received"
-                );
-                self.refuse(handover);
-                self.tell(source, &Ask::GiveUp(handover, why));
-            }
-        }
+        let why = match self.copy(handover, offer, layout, source) {
+            Ok(()) => match self.ask(source, &Ask::Give(handover)) {
+                Ok(Answer::Given) => {
+                    self.loads.set(handover.partition, offer.requests_per_s);
+                    return self.own(handover, source);
+                }
+                other => {
+                    // It may have been given, and the answer was lost.
+                    self.refuse(handover);
+                    other.map_or_else(|why| why, unexpected)
+                }
+            },
+            Err(why) => why,
+        };
+        let (partition, from) = (handover.partition, handover.from.host);
+        tracing::warn!(partition, from, why, "a partition was not received");
+        self.give_up(handover);
+        self.tell(source, &Ask::GiveUp(handover, why));
     }
 
-    /// Copies a partition; returns when the source has given it.
+    /// Copies a partition, and adopts it.
     fn copy(
         &self,
         handover: Handover,
@@ -133,11 +135,7 @@ impl Member {
         drop(reservation);
         store
             .arrive(handover.partition, &departure, server.now_s())
-            .map_err(|_| "what came contradicts itself".to_owned())?;
-        match self.ask(source, &Ask::Give(handover))? {
-            Answer::Given => Ok(()),
-            other => Err(unexpected(other)),
-        }
+            .map_err(|_| "what came contradicts itself".to_owned())
     }
 
     fn ask(&self, source: &ServerRecord, ask: &Ask) -> Result<Answer, String> {
@@ -175,14 +173,20 @@ impl Member {
         }
     }
 
-    /// Refuses a hand-over from now on, and gives up what was copied.
+    /// Refuses a hand-over from now on.
     fn refuse(&self, handover: Handover) {
+        let message = Message::Query(handover.generation);
+        let mut state = self.seats[handover.partition].lock();
+        state.holder.step(&Input::Message(handover.from, message), &mut Vec::new());
+    }
+
+    /// Gives up what was copied. A hand-over that was not asked for can be prepared again: its
+    /// number is not used up before the source has written its intent.
+    fn give_up(&self, handover: Handover) {
         let mut state = self.seats[handover.partition].lock();
         if state.receiving != Some(handover) {
             return;
         }
-        let message = Message::Query(handover.generation);
-        state.holder.step(&Input::Message(handover.from, message), &mut Vec::new());
         let presence = self.server().store().partitions()[handover.partition].presence();
         self.forget(handover.partition, presence);
         state.receiving = None;

@@ -58,6 +58,7 @@ pub fn start(
         listen,
         advertise: arguments.advertise,
         memory_socket: memory_socket(),
+        interference: None,
     };
     let server = ClusterServer::start(options, cluster)?;
     tracing::info!(

@@ -14,6 +14,8 @@ use aquifer_directory::Directory;
 use aquifer_directory::embedded::EmbeddedDirectory;
 use aquifer_fabric::ClusterKey;
 use aquifer_tests_support::eventually::eventually;
+
+use crate::faults::{Faults, FaultyDirectory};
 use tempfile::TempDir;
 
 /// Partitions of the cache.
@@ -47,14 +49,24 @@ pub struct Cluster {
     pub directory: Arc<dyn Directory>,
     folder: TempDir,
     count: usize,
+    /// What loses messages and answers of the directory.
+    faults: Option<Arc<Faults>>,
 }
 
 impl Cluster {
     pub fn start(kind: Kind, servers: usize) -> Self {
+        Self::start_with(kind, servers, None)
+    }
+
+    /// Starts servers that lose messages.
+    pub fn start_with(kind: Kind, servers: usize, faults: Option<Arc<Faults>>) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let directory: Arc<dyn Directory> =
-            Arc::new(EmbeddedDirectory::open(&folder.path().join("directory")).unwrap());
-        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0 };
+        let directory = EmbeddedDirectory::open(&folder.path().join("directory")).unwrap();
+        let directory: Arc<dyn Directory> = match &faults {
+            Some(faults) => Arc::new(FaultyDirectory { inner: directory, faults: Arc::clone(faults) }),
+            None => Arc::new(directory),
+        };
+        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0, faults };
         for _ in 0..servers {
             cluster.add(kind);
         }
@@ -80,6 +92,7 @@ impl Cluster {
             listen: (Ipv4Addr::LOCALHOST, 0).into(),
             advertise: None,
             memory_socket,
+            interference: self.faults.clone().map(|faults| faults as _),
         };
         self.servers.push(ClusterServer::start(options(kind), cluster).unwrap());
     }

@@ -1,6 +1,7 @@
 //! Servers of one cache in one process, with a real directory, real sockets and real memory.
 
 mod checker;
+mod faults;
 mod harness;
 mod moves;
 mod owners;

@@ -1,15 +1,21 @@
 //! Partitions that move while they are used.
 
+use std::io::Write;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use aquifer_tests_support::eventually::eventually;
 
 use crate::checker::Checker;
+use crate::faults::Faults;
 use crate::harness::{Cluster, Kind, PARTITIONS};
 
 /// Moves partitions while clients of all servers check all replies.
 fn move_under_load(kind: Kind, servers: usize, moves: usize) {
-    let cluster = Cluster::start(kind, servers);
+    move_in(&Cluster::start(kind, servers), servers, moves);
+}
+
+fn move_in(cluster: &Cluster, servers: usize, moves: usize) {
     let (stops, requests) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let checkers: Vec<_> = (0..4)
@@ -42,7 +48,31 @@ fn move_under_load(kind: Kind, servers: usize, moves: usize) {
     });
     let received: u64 = (0..servers).map(|server| cluster.status(server).received).sum();
     assert!(received >= moves as u64, "{received}");
+}
+
+/// The same, while messages between servers and answers of the directory are lost.
+fn move_with_losses(seed: u64, moves: usize) {
+    let faults = Arc::new(Faults::new(seed));
+    let cluster = Cluster::start_with(Kind::default(), 3, Some(Arc::clone(&faults)));
+    faults.set_active(true);
+    move_in(&cluster, 3, moves);
+    faults.set_active(false);
+    assert!(faults.lost.load(Ordering::SeqCst) > 10, "nothing was lost");
+    cluster
+        .wait_until("each partition has one server", |cluster| cluster.owners().iter().all(Option::is_some));
     cluster.stop();
+}
+
+#[test]
+fn nothing_is_lost_with_messages_between_servers() {
+    move_with_losses(1, 25);
+}
+
+mod long {
+    #[test]
+    fn nothing_is_lost_with_many_messages_between_servers() {
+        (2..30).for_each(|seed| super::move_with_losses(seed, 60));
+    }
 }
 
 #[test]
@@ -86,27 +116,33 @@ fn partitions_move_in_both_directions_at_once() {
 
 #[test]
 fn a_partition_stays_if_the_other_server_has_no_memory() {
-    let mut cluster = Cluster::start(Kind { evicts: false, ..Kind::default() }, 1);
-    let mut checker = Checker::new(cluster.connect(0), "c", 2000);
+    let kind = Kind { evicts: false, ..Kind::default() };
+    let mut cluster = Cluster::start(kind, 1);
+    // Each partition has more than the other server.
+    let mut stream = cluster.connect(0);
+    for key in 0..30_000 {
+        let request = format!("set fill{key} 0 0 1000 noreply\r\n{key:01000}\r\n");
+        stream.write_all(request.as_bytes()).unwrap();
+    }
+    let mut checker = Checker::new(cluster.connect(0), "c", 200);
     let (stops, requests) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let running = scope.spawn(|| {
             checker.run(50, &stops, &requests);
             checker
         });
-        eventually("much is written", || {
-            let is_much = requests.load(Ordering::Relaxed) >= 100_000;
-            (is_much || running.is_finished()).then_some(())
-        });
-        cluster.add(Kind { limit: 1 << 20, evicts: false, ..Kind::default() });
+        cluster.add(Kind { limit: 1 << 20, ..kind });
         cluster.wait_until("the servers know each other", |cluster| {
             cluster.move_to(99, 0, 1).is_err_and(|why| why.contains("99"))
         });
-        let mut failures = 0;
+        let items = |cluster: &Cluster| -> u64 {
+            cluster.status(0).partitions.iter().map(|partition| partition.items).sum()
+        };
+        cluster.wait_until("all is stored", |cluster| items(cluster) >= 30_000);
         for partition in 0..PARTITIONS {
-            failures += usize::from(cluster.move_to(partition, 0, 1).is_err());
+            assert!(cluster.move_to(partition, 0, 1).is_err(), "{partition} has no room there");
         }
-        assert!(failures > 0, "1 MiB has room for nothing like this");
+        assert_eq!(cluster.status(0).partitions.len(), PARTITIONS);
         stops.store(true, Ordering::Relaxed);
         running.join().unwrap();
     });

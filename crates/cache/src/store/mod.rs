@@ -330,7 +330,10 @@ impl Store {
             if self.waits_for_pool(bytes) {
                 return Err(Refusal::Fetching);
             }
-            if !self.evicts || !self.make_room(partition, bytes, now_s) {
+            if !self.evicts && !self.clean_for(bytes as u64, now_s) {
+                return Err(Refusal::Full);
+            }
+            if self.evicts && !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
             write().map_err(|_| Refusal::Later)
@@ -339,6 +342,17 @@ impl Store {
             self.replenish(partition, now_s);
         }
         outcome
+    }
+
+    /// Cleans runs until so many bytes are available; returns whether they are.
+    fn clean_for(&self, bytes: u64, now_s: u32) -> bool {
+        while self.shared.budget.available() < bytes {
+            if !self.clean(now_s) {
+                return false;
+            }
+        }
+        self.collect();
+        true
     }
 
     /// Evicts until so many bytes are available, beside the reserve. Returns whether they can be.
