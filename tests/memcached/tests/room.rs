@@ -91,3 +91,22 @@ fn each_command_is_refused_if_nothing_may_be_evicted() {
     assert_eq!(connection.request(long), b"STORED\r\n");
     assert_eq!(connection.request("incr n 1\r\n"), b"2\r\n");
 }
+
+#[test]
+fn without_evictions_what_is_overwritten_makes_room() {
+    let server = start_aquifer(&["-M"]);
+    let mut connection = server.connect();
+    for round in 0..4 {
+        for batch in (0..40_000_u32).step_by(200) {
+            // In another order each time, so that all runs have something in use.
+            let requests: String = (batch..batch + 200)
+                .map(|key| key.wrapping_mul(7919 + 2 * round) % 40_000)
+                .map(|key| format!("set key{key} 0 0 1000\r\n{round:01000}\r\n"))
+                .collect();
+            connection.send(requests.as_bytes());
+            let replies = connection.receive_exactly(200 * "STORED\r\n".len());
+            assert_eq!(String::from_utf8_lossy(&replies), "STORED\r\n".repeat(200), "round {round}");
+        }
+    }
+    assert_eq!(connection.request("get key0\r\n").len(), "VALUE key0 0 1000\r\n\r\nEND\r\n".len() + 1000);
+}

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use aquifer_cache::commands::Protocol;
 use aquifer_cache::server::TlsFiles;
+use aquifer_cache::store::PARTITIONS;
 use clap::{Args, Subcommand, ValueEnum};
 
 use aquifer_ipc::size;
@@ -12,6 +13,9 @@ use aquifer_metrics::MetricsAddress;
 
 use crate::settings::DirectorySettings;
 
+/// Least partitions of a server of its own, and for how many bytes it has one if memory is little.
+const PARTITIONS_MIN: usize = 4;
+const BYTES_PER_PARTITION: u64 = 2 << 20;
 /// memcached's port.
 const PORT: u16 = 11211;
 /// Smallest and largest limit of an item's size, in bytes.
@@ -84,10 +88,10 @@ pub struct CacheArguments {
     /// Refuse the command stats cachedump
     #[arg(short = 'X', long)]
     pub disable_dumping: bool,
-    /// Partitions of the items
-    #[arg(long, value_name = "COUNT", default_value_t = 128,
-        value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub partitions: u32,
+    /// Partitions of the items, the same on all servers of a cache [default: 128; fewer on a server
+    /// of its own with less than 256M]
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub partitions: Option<u32>,
     /// Encrypt TCP connections; the certificate and key are those of -o ssl_chain_cert and ssl_key
     #[arg(short = 'Z', long)]
     pub enable_ssl: bool,
@@ -290,6 +294,15 @@ impl CacheArguments {
             files.key.clone_from(&files.chain);
         }
         Ok(Some(files))
+    }
+
+    /// Partitions of the items.
+    pub fn partitions(&self) -> usize {
+        let is_alone = self.cluster.directory.address.is_none();
+        // A partition has several runs of its own, so that many of them need much memory.
+        let fitting = usize::try_from(self.memory_limit / BYTES_PER_PARTITION).unwrap_or(usize::MAX);
+        let own = if is_alone { fitting.clamp(PARTITIONS_MIN, PARTITIONS) } else { PARTITIONS };
+        self.partitions.map_or(own, |partitions| partitions as usize)
     }
 
     /// The addresses to listen on, and whether connections there are not encrypted even with `-Z`.

@@ -149,7 +149,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         listeners: listen(arguments)?,
         store: StoreOptions {
             limit: arguments.memory_limit,
-            partitions: arguments.partitions as usize,
+            partitions: arguments.partitions(),
             threads: usize::from(arguments.threads),
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,

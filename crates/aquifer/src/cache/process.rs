@@ -17,7 +17,7 @@ const OTHER_DESCRIPTORS: u64 = 64;
 /// If the hard limit of open files is too low.
 pub fn raise_descriptor_limit(arguments: &CacheArguments) -> Result<(), String> {
     let needed = u64::from(arguments.conn_limit)
-        + u64::from(arguments.partitions)
+        + arguments.partitions() as u64
         + 2 * u64::from(arguments.threads)
         + OTHER_DESCRIPTORS;
     let limit = rustix::process::getrlimit(Resource::Nofile);
