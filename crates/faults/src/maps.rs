@@ -96,6 +96,18 @@ pub fn room_to_grow(text: &[u8], areas: &[Area], bounds: &PagingBounds) -> Vec<P
     areas.iter().map(|area| room_of(area).unwrap_or(area.end)).collect()
 }
 
+/// The shared mappings of which a part is in a range of pages, in the text of `/proc/PID/maps`.
+#[must_use]
+pub fn shared_within(text: &[u8], range: Area) -> Vec<Area> {
+    let lines = text.split(|byte| *byte == b'\n').filter_map(parse);
+    let shared = lines.filter(|line| line.rights.ends_with(b"s"));
+    let parts = shared.map(|line| Area {
+        start: (line.start / PAGE).max(range.start),
+        end: (line.end / PAGE).min(range.end),
+    });
+    parts.filter(|area| area.start < area.end).collect()
+}
+
 /// Resident pages of areas that begin within a range, in the text of `/proc/PID/smaps`.
 ///
 /// Counts the proportional share (Pss) of shared pages, so that the sum over forked processes is
@@ -245,6 +257,13 @@ mod tests {
     #[test]
     fn private_anonymous_areas_except_stacks_are_pageable() {
         assert_eq!(starts(&PagingBounds::default()), [0x55d0_c000_0000, 0x7f00_0000_0000, 0x7f00_0500_0000]);
+    }
+
+    #[test]
+    fn shared_mappings_in_a_range_are_found() {
+        let range = Area { start: 0x7_f000_3000, end: 0x7_f000_4080 };
+        assert_eq!(shared_within(TEXT, range), [Area { start: 0x7_f000_4000, end: 0x7_f000_4080 }]);
+        assert_eq!(shared_within(TEXT, Area { start: 0, end: 0x7_f000_4000 }), []);
     }
 
     #[test]

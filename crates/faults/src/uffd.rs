@@ -16,6 +16,7 @@ const API: u64 = 0xaa;
 /// Write protection, the events fork, remap, remove and unmap, thread ids, poison, move.
 const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 6 | 1 << 8 | 1 << 14 | 1 << 16;
 const UFFDIO_REGISTER: u64 = 0xc020_aa00;
+const UFFDIO_UNREGISTER: u64 = 0x8010_aa01;
 const UFFDIO_WAKE: u64 = 0x8010_aa02;
 const UFFDIO_COPY: u64 = 0xc028_aa03;
 const UFFDIO_ZEROPAGE: u64 = 0xc020_aa04;
@@ -180,6 +181,15 @@ impl Userfaultfd {
             ioctls: 0,
         };
         self.request(UFFDIO_REGISTER, &raw mut argument)
+    }
+
+    /// Has the kernel not report faults in a range any more, and wakes the threads that wait there.
+    ///
+    /// # Errors
+    /// If something in the range cannot be registered at all.
+    pub fn unregister(&self, start: PageNumber, end: PageNumber) -> io::Result<()> {
+        let mut argument = range(start, end);
+        self.request(UFFDIO_UNREGISTER, &raw mut argument)
     }
 
     /// Makes reads return at once again.

@@ -56,6 +56,13 @@ impl ControlMemory {
         unsafe { &*self.0 }
     }
 
+    /// The worker's process, as it says itself: a number in its PID namespace. 0 before it runs,
+    /// and after it has ended by itself.
+    #[must_use]
+    pub fn process(&self) -> u32 {
+        self.control().worker.load(Acquire)
+    }
+
     /// The pages that the program has pinned so far, sorted. An entry that is not stored yet is 0.
     #[must_use]
     pub fn pins(&self) -> Vec<PageNumber> {
@@ -153,7 +160,7 @@ impl WorkerPort {
     /// and after it has ended by itself.
     #[must_use]
     pub fn process(&self) -> u32 {
-        self.control().worker.load(Acquire)
+        self.memory.process()
     }
 
     /// Whether the program may have memory that its forked children do not get, or get empty.

@@ -27,7 +27,7 @@ use crate::areas::{Area, Areas};
 use crate::edge::SenderEvent;
 use crate::journal::Journal;
 use crate::kernel::FillStop;
-use crate::maps::PagingBounds;
+use crate::maps::{self, PagingBounds};
 use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
@@ -178,13 +178,31 @@ impl Program {
     /// it has grown since it was found, up to `room`.
     ///
     /// A part of a mapping must not stay unregistered: the kernel moves no range of two mappings.
-    /// Anything else that was mapped in the room since is served, too, as if it had grown.
+    /// Anything private that was mapped in the room since is served, too, as if it had grown.
     pub(crate) fn register_early(&self, area: Area, room: PageNumber) {
         let Some(uffd) = self.uffd.get() else { return };
         let registered = uffd.register(area.start, room).or_else(|_| uffd.register(area.start, area.end));
         if let Err(error) = registered {
             tracing::debug!(%error, ?area, "cannot register an area: it has changed");
+            return;
         }
+        let text =
+            if room > area.end { self.process().and_then(|process| process.read_maps().ok()) } else { None };
+        // What is shared is not for paging.
+        for shared in
+            text.iter().flat_map(|text| maps::shared_within(text, Area { start: area.end, end: room }))
+        {
+            if let Err(error) = uffd.unregister(shared.start, shared.end) {
+                tracing::debug!(%error, ?shared, "a shared mapping stays registered");
+            }
+        }
+    }
+
+    /// Whether the program has mapped its control memory, in which its worker says so.
+    ///
+    /// Before that, the memory could be mapped in the room that an area has to grow.
+    pub(crate) fn has_mapped_control(&self) -> bool {
+        self.control.get().is_some_and(|control| control.process() != 0)
     }
 
     /// Gives other threads access to the userfaultfd, see [`Self::register_early`].

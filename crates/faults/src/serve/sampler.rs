@@ -298,8 +298,8 @@ impl SampledRun {
         let began = Instant::now();
         let uncontrolled = usage.counted.saturating_sub(program.held.load(Relaxed));
         let seen = self.sampled_program(program.id);
-        if !is_near || !seen.wants_scan(usage.size, uncontrolled, began) || !program.is_attached.load(SeqCst)
-        {
+        let is_ready = program.is_attached.load(SeqCst) && program.has_mapped_control();
+        if !is_near || !seen.wants_scan(usage.size, uncontrolled, began) || !is_ready {
             return;
         }
         let Some(text) = program.process().and_then(|process| process.read_maps().ok()) else {
