@@ -221,7 +221,7 @@ fn units_are_valid() {
         std::fs::write(&copy, text.replace("/usr/bin/aquifer", env!("CARGO_BIN_EXE_aquifer"))).unwrap();
         copies.push(copy);
     }
-    assert_eq!(copies.len(), 5);
+    assert_eq!(copies.len(), 6);
     match Command::new("systemd-analyze").arg("verify").arg("--man=no").args(&copies).output() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
         verified => {
@@ -242,7 +242,8 @@ fn units_start_commands_that_exist() {
         else {
             continue;
         };
-        let mut words = command.split(' ').collect::<Vec<_>>();
+        // A variable has options from a file that need not exist.
+        let mut words: Vec<_> = command.split(' ').filter(|word| !word.starts_with('$')).collect();
         words.push("--help");
         let helped = Command::new(env!("CARGO_BIN_EXE_aquifer")).args(words).output().unwrap();
         assert!(helped.status.success(), "{unit:?}");

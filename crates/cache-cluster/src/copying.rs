@@ -150,6 +150,11 @@ impl<'a> Copy<'a> {
                 run += 1;
                 continue;
             }
+            if entry.state().is_away() {
+                // Its bytes are in the pool, and do not move.
+                run += entry.runs().clamp(1, runs_end - run);
+                continue;
+            }
             let (serial, fill) = entry.serial_and_fill();
             let runs = entry.runs().max(1);
             if runs > runs_end - run || fill > runs as usize * RUN_BYTES {

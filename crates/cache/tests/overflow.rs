@@ -17,6 +17,8 @@ struct State {
     runs: HashMap<u64, Vec<u8>>,
     last: u64,
     is_full: bool,
+    /// What is read again and again instead of what was stored.
+    lie: Option<&'static [u8]>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -43,6 +45,9 @@ impl RemoteMemory for Pool {
         for read in reads {
             if let Some(run) = state.runs.get(&read.place) {
                 read.out.copy_from_slice(&run[read.offset..read.offset + read.out.len()]);
+                if let Some(lie) = state.lie {
+                    read.out.iter_mut().zip(lie.iter().cycle()).for_each(|(out, byte)| *out = *byte);
+                }
                 read.is_done = true;
             }
         }
@@ -350,5 +355,66 @@ fn all_is_flushed() {
     }
     cache.set("key1", "again");
     assert_eq!(cache.get("key1").unwrap(), "again");
+    cache.server.stop();
+}
+
+#[test]
+fn reads_alone_do_not_exceed_the_memory() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    fill(&mut cache, 30_000);
+    let is_there = |key: &usize| cache.get(&format!("key{key}")).is_some();
+    let found = (0..30_000).filter(is_there).count();
+    assert!(found > 20_000, "{found}");
+    let used = cache.server.handle().store().budget().used();
+    assert!(used <= 3 << 20, "{used} bytes");
+    cache.server.stop();
+}
+
+#[test]
+fn long_items_in_little_memory_do_not_wait_for_ever() {
+    let mut cache = Cache::start(16 << 20, 256 << 20);
+    let value = |key: usize| format!("{key}:{}", "x".repeat(900_000));
+    for key in 0..60 {
+        cache.set(&format!("long{key}"), &value(key));
+        cache.set(&format!("short{key}"), "short");
+    }
+    let found = (0..60).filter(|key| {
+        let got = cache.get(&format!("long{key}"));
+        got.inspect(|got| assert!(*got == value(*key), "{key}")).is_some()
+    });
+    let found = found.count();
+    assert!(found > 30, "{found}");
+    cache.server.stop();
+}
+
+#[test]
+fn many_short_items_in_the_pool_leave_room_for_others() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    for keys in 0..200 {
+        let sets: Vec<String> =
+            (0..1000).map(|key| format!("set k{} 0 0 1 noreply\r\nv\r\n", keys * 1000 + key)).collect();
+        cache.send(&sets.concat());
+        cache.set("last", "last");
+    }
+    assert_eq!(cache.get("last").unwrap(), "last");
+    let used = cache.server.handle().store().budget().used();
+    assert!(used <= 3 << 20, "{used} bytes");
+    cache.server.stop();
+}
+
+#[test]
+fn wrong_bytes_from_the_pool_are_missing_items() {
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    fill(&mut cache, 30_000);
+    // An item with another key, and one with a key that is too long.
+    for lie in [&b"\x00\x03\x00\x00\x00key"[..], b"\x00\xFF\x00\x00\x00"] {
+        cache.pool.0.lock().unwrap().lie = Some(lie);
+        for key in 0..10_000 {
+            if let Some(value) = cache.get(&format!("key{key}")) {
+                assert_eq!(value, value_of(key, 0));
+            }
+        }
+        fill(&mut cache, 30_000);
+    }
     cache.server.stop();
 }

@@ -116,7 +116,7 @@ pub struct CacheArguments {
     pub enable_coredumps: bool,
     /// Keep items that have no room in this much memory of the cluster, such as 4G, instead of
     /// evicting them; the machine's agent must run (`aquifer up`)
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "disable_evictions")]
     pub pool: Option<u64>,
     /// The agent's socket, for --pool [default: as for programs that use extents: AQUIFER_AGENT, or
     /// the one of this user's cluster]

@@ -16,8 +16,10 @@ use crate::store::pool::{Fetch, Spill};
 const IDLE: Duration = Duration::from_millis(100);
 /// After a failure no run is copied to the pool for so long; runs are evicted instead.
 const FAILURE_PAUSE: Duration = Duration::from_secs(1);
-/// Runs that are copied at a time.
-const SPILLS_MAX: usize = 16;
+/// Runs are copied at a time until they have so many bytes.
+const SPILL_BYTES: u64 = 1 << 20;
+/// At most one part in so many of the pool is copied at a time.
+const SPILL_PARTS: u64 = 4;
 /// Bytes of an item that are fetched at first.
 const FETCH_BYTES: usize = 4096;
 /// Items that are fetched at a time.
@@ -94,15 +96,16 @@ impl Overflow {
 
     /// Works until the server stops.
     pub fn run(mut self) {
+        let _closing = Closing(Arc::clone(&self.common));
         self.common.store.pool().set_open(true);
         loop {
-            let work = self.common.store.pool().next(IDLE);
+            let work = self.common.store.pool().next(IDLE, FETCHES_MAX);
             self.free(&work.freed);
             if work.stops {
                 return;
             }
-            for fetches in work.fetches.chunks(FETCHES_MAX) {
-                self.fetch(fetches);
+            if !work.fetches.is_empty() {
+                self.fetch(&work.fetches);
             }
             if work.is_short {
                 self.spill();
@@ -129,12 +132,14 @@ impl Overflow {
     /// Copies runs to the pool until there is enough memory, or others wait for the thread.
     fn spill(&mut self) {
         if self.failed.is_some_and(|failed| failed.elapsed() < FAILURE_PAUSE) {
+            let pool = self.common.store.pool();
+            pool.clear_wanted();
+            pool.set_copied();
             return;
         }
-        self.common.store.pool().set_copying(true);
         self.spill_some();
         let pool = self.common.store.pool();
-        pool.set_copying(false);
+        pool.set_copied();
         pool.set_open(self.failed.is_none());
         self.common.store.collect_retired();
         // Writes may wait for memory.
@@ -144,13 +149,19 @@ impl Overflow {
     fn spill_some(&mut self) {
         let store = &self.common.store;
         let now_s = self.common.clock.now_s();
-        let mut spills = Vec::new();
-        while spills.len() < SPILLS_MAX
+        while store.has_too_many_away() && store.evict_from_pool() {}
+        let bytes_max = SPILL_BYTES.min(self.bytes_max / SPILL_PARTS);
+        let (mut spills, mut bytes) = (Vec::new(), 0);
+        while bytes < bytes_max
             && let Some(spill) = store.next_spill(now_s)
         {
+            bytes += spill.bytes.len() as u64;
             spills.push(spill);
         }
         if spills.is_empty() {
+            if !store.is_short() {
+                store.pool().clear_wanted();
+            }
             if store.is_short_of_runs() {
                 // There is nothing to copy: what is needed must be evicted.
                 self.failed = Some(Instant::now());
@@ -194,9 +205,12 @@ impl Overflow {
     /// Gives up old runs in the pool until there is room for these.
     fn make_room(&mut self, spills: &[Spill]) -> Result<(), RemoteError> {
         let wanted: u64 = spills.iter().map(|spill| self.memory.bytes_of(spill.bytes.len())).sum();
+        if wanted > self.bytes_max {
+            return Err(RemoteError("the pool is smaller than an item, or a few runs of items".to_owned()));
+        }
         while self.bytes + wanted > self.bytes_max {
             if !self.common.store.evict_from_pool() {
-                return Err(RemoteError("the pool's size is too small for a few runs of items".to_owned()));
+                return Err(RemoteError("nothing in the pool can be given up".to_owned()));
             }
             let freed = self.common.store.pool().freed();
             self.free(&freed);
@@ -213,44 +227,41 @@ impl Overflow {
             .map(|fetch| vec![0; FETCH_BYTES.min(fetch.fill - fetch.location.offset as usize)])
             .collect();
         let are_done = self.read(fetches, &places, &mut buffers, 0);
-        let mut long = Vec::new();
-        for ((at, buffer), is_done) in buffers.iter_mut().enumerate().zip(&are_done) {
-            let len = if *is_done { item_len(buffer) } else { None };
-            match len {
-                Some(len) if len <= buffer.len() => buffer.truncate(len),
-                Some(len) if len <= fetches[at].fill - fetches[at].location.offset as usize => {
-                    buffer.resize(len, 0);
-                    long.push(at);
-                }
-                _ => buffer.clear(),
+        for (at, fetch) in fetches.iter().enumerate() {
+            let mut buffer = std::mem::take(&mut buffers[at]);
+            if places[at].is_some() {
+                let is_done = are_done[at] && self.complete(fetch, places[at], &mut buffer);
+                self.fetched(fetch, if is_done { Some(&buffer) } else { None }, began);
             }
-        }
-        for at in long {
-            let is_done =
-                self.read(&fetches[at..=at], &places[at..=at], &mut buffers[at..=at], FETCH_BYTES)[0];
-            if !is_done {
-                buffers[at].clear();
-            }
-        }
-        let store = &self.common.store;
-        let now_s = self.common.clock.now_s();
-        for ((fetch, place), buffer) in fetches.iter().zip(places).zip(&buffers) {
-            match (place, buffer.is_empty()) {
-                (Some(_), false) => {
-                    store.bring_back(fetch, buffer, now_s);
-                    store.pool().hits.fetch_add(1, Ordering::Relaxed);
-                }
-                (Some(_), true) => {
-                    store.lose(fetch);
-                    store.pool().losses.fetch_add(1, Ordering::Relaxed);
-                }
-                // It was removed meanwhile.
-                (None, _) => {}
-            }
-            store.pool().fetched(fetch);
-            store.pool().note_fetch_time(began.elapsed());
+            // Otherwise it was removed meanwhile.
+            self.common.store.pool().fetched(fetch);
         }
         self.workers.iter().for_each(|worker| worker.wake());
+    }
+
+    /// Cuts what was read to the length of the item, or reads the rest of it; returns whether the
+    /// buffer has an item.
+    fn complete(&mut self, fetch: &Fetch, place: Option<u64>, buffer: &mut Vec<u8>) -> bool {
+        let len = item_len(buffer).filter(|len| *len <= fetch.fill - fetch.location.offset as usize);
+        let Some(len) = len else { return false };
+        let read = buffer.len();
+        buffer.resize(len, 0);
+        len <= read || self.read(&[*fetch], &[place], std::slice::from_mut(buffer), read)[0]
+    }
+
+    fn fetched(&self, fetch: &Fetch, item: Option<&[u8]>, began: Instant) {
+        let store = &self.common.store;
+        match item {
+            Some(item) => {
+                store.bring_back(fetch, item, self.common.clock.now_s());
+                store.pool().hits.fetch_add(1, Ordering::Relaxed);
+                store.pool().note_fetch_time(began.elapsed());
+            }
+            None => {
+                store.lose(fetch);
+                store.pool().losses.fetch_add(1, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Reads the rest of the buffers from this byte on. Returns which were read.
@@ -279,9 +290,26 @@ impl Overflow {
     }
 }
 
+/// Has requests not wait for the thread when it has ended.
+struct Closing(Arc<Common>);
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        let store = &self.0.store;
+        store.pool().set_open(false);
+        if std::thread::panicking() {
+            // What is there cannot be fetched any more.
+            while store.evict_from_pool() {}
+        }
+    }
+}
+
 /// The length of the item that begins with these bytes, if they are enough to tell.
 fn item_len(bytes: &[u8]) -> Option<usize> {
     let prefix = bytes.get(..item::PREFIX_BYTES)?;
+    if !(1..=item::KEY_MAX).contains(&item::key_len(prefix)) {
+        return None;
+    }
     if !item::has_long_value(prefix) {
         return Some(item::len(prefix));
     }

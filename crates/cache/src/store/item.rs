@@ -220,6 +220,12 @@ pub fn has_long_value(prefix: &[u8]) -> bool {
     prefix[2] & prefix[3] & prefix[4] == 0xFF
 }
 
+/// The length of the key of an item with this prefix.
+#[must_use]
+pub fn key_len(prefix: &[u8]) -> usize {
+    usize::from(prefix[1])
+}
+
 /// The length of an item with this prefix.
 #[inline]
 #[must_use]

@@ -190,7 +190,7 @@ impl Log {
         let len_max = HEADER_ROOM + item.key.len() + item.value_len();
         let class = class_of(item.header.expires_s, now_s);
         if len_max > RUN_BYTES {
-            return self.append_long(shared, now_s, item, target.queue(), class);
+            return self.append_long(shared, now_s, item, (target.queue(), class), charge);
         }
         let mut run = self.open[target.list()][class];
         if run == 0 || self.entry(run).fill() + len_max > RUN_BYTES || self.is_old(run, now_s) {
@@ -206,18 +206,18 @@ impl Log {
         shared: &Shared,
         now_s: u32,
         item: &NewItem<'_>,
-        queue: Queue,
-        class: usize,
+        (queue, class): (Queue, usize),
+        charge: Charge,
     ) -> Result<Location, NoRoom> {
         self.collect(shared);
         let len_max = HEADER_ROOM + item.key.len() + item.value_len();
         let no_room = NoRoom { bytes: len_max.next_multiple_of(PAGE_BYTES) };
         let runs = u32::try_from(len_max.div_ceil(RUN_BYTES)).map_err(|_| no_room)?;
-        if shared.budget.available() < no_room.bytes as u64 {
+        if charge == Charge::IfFree && shared.budget.available() < no_room.bytes as u64 {
             return Err(no_room);
         }
         let run = self.open_run(shared, now_s, Target::Newest(queue), class, runs).ok_or(no_room)?;
-        match self.write(shared, run, item, Charge::IfFree) {
+        match self.write(shared, run, item, charge) {
             Ok(location) => {
                 self.set_sealed(shared, run);
                 Ok(location)
@@ -470,9 +470,11 @@ impl Log {
             }
             let entry = self.entry(retired.run);
             let charged = entry.charged();
-            self.memory.discard(self.layout.run(retired.run), charged);
-            entry.set_charged(0);
-            shared.budget.free_retired(charged as u64);
+            if charged != 0 {
+                self.memory.discard(self.layout.run(retired.run), charged);
+                entry.set_charged(0);
+                shared.budget.free_retired(charged as u64);
+            }
             if retired.then == RetiredUse::Free {
                 self.gaps.free(retired.run, retired.runs);
             }

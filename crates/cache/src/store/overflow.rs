@@ -1,13 +1,19 @@
 //! What the thread that uses the pool does in a store.
 
+use std::sync::atomic::Ordering;
+
 use super::partition::Spilled;
 use super::pool::{Fetch, PoolQueue, Spill};
 use super::{RESERVE_PARTS, Store};
 
 /// Runs are copied to the pool if less than one part in so many of the memory is free.
 const SPARE_PARTS: u64 = 32;
-/// Runs that are given up in a row, because little of them was in use, before others are served.
-const EVICTED_MAX: usize = 64;
+/// Runs that are freed in a row, because little of them was in use, before others are served.
+const FREED_MAX: usize = 64;
+/// Bytes of memory for each item in the pool: what is kept of it, and its slot in the index.
+const BYTES_PER_ITEM_AWAY: u64 = 24;
+/// These bytes are at most one part in so many of the memory.
+const AWAY_PARTS: u64 = 2;
 const _: () = assert!(SPARE_PARTS < RESERVE_PARTS);
 
 impl Store {
@@ -30,8 +36,21 @@ impl Store {
         self.is_short() && coldest.oldest(queue) == u64::MAX
     }
 
-    fn is_short(&self) -> bool {
-        self.shared.budget.available() < self.shared.budget.limit() / SPARE_PARTS
+    /// Whether there is less memory than writes wait for, or than is kept for the next ones.
+    #[must_use]
+    pub fn is_short(&self) -> bool {
+        self.lacks(self.shared.pool.wanted())
+    }
+
+    fn lacks(&self, bytes: u64) -> bool {
+        self.shared.budget.available() < bytes.max(self.shared.budget.limit() / SPARE_PARTS)
+    }
+
+    /// Whether what is kept here of the items in the pool needs too much of the memory.
+    #[must_use]
+    pub fn has_too_many_away(&self) -> bool {
+        let bytes = self.shared.pool.items.load(Ordering::Relaxed) * BYTES_PER_ITEM_AWAY;
+        bytes > self.shared.budget.limit() / AWAY_PARTS
     }
 
     /// Has runs copied to the pool if memory is short.
@@ -43,11 +62,14 @@ impl Store {
 
     /// Whether a write of so many bytes is to wait until runs have left for the pool.
     pub(super) fn waits_for_pool(&self, bytes: usize) -> bool {
+        // If there is enough memory, there are too few runs in a row, or the index is full: what
+        // leaves for the pool does not help.
         let waits = self.has_pool
+            && self.lacks(bytes as u64)
             && self.shared.pool.is_prompt()
             && bytes as u64 + self.shared.fixed_bytes() <= self.shared.budget.limit();
         if waits {
-            self.shared.pool.note_short();
+            self.shared.pool.note_wanted(bytes as u64);
         }
         waits
     }
@@ -59,15 +81,16 @@ impl Store {
 
     /// The next run that is to be copied to the pool; `None` if there is enough memory.
     pub fn next_spill(&self, now_s: u32) -> Option<Spill> {
-        for _ in 0..EVICTED_MAX {
+        for _ in 0..FREED_MAX {
             if !self.is_short() {
                 return None;
             }
             let (queue, coldest) = self.coldest();
-            match coldest.begin_spill(&self.shared, queue, now_s) {
-                Spilled::Begun(spill) => return Some(spill),
-                Spilled::Evicted => {}
-                Spilled::None => return None,
+            if coldest.oldest(queue) == u64::MAX {
+                return None;
+            }
+            if let Spilled::Begun(spill) = coldest.begin_spill(&self.shared, queue, now_s) {
+                return Some(spill);
             }
         }
         None
@@ -99,6 +122,11 @@ impl Store {
                 // It cannot be read: it is gone, with what left together with it.
                 partition.lose_away(&self.shared, fetch.location.run);
             }
+        }
+        self.note_if_short();
+        if self.is_short() && !self.shared.pool.is_prompt() && self.evicts {
+            self.evict_for(0, now_s);
+            self.collect();
         }
     }
 

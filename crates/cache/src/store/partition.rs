@@ -505,7 +505,9 @@ impl Partition {
         let entry = self.entry(location.run);
         match entry.state() {
             RunState::Flushed => return Err(Absent::Flushed),
-            state if state.is_away() => return Err(Absent::Missing),
+            // It has left since it was found: a request looks again.
+            RunState::Remote => return Err(Absent::Fetching),
+            RunState::Lost => return Err(Absent::Missing),
             _ => {}
         }
         let mut item = item::decode(self.item_bytes(location), entry.cas_base());

@@ -11,8 +11,8 @@ use rustix::time::ClockId;
 use super::log::Kept;
 use super::slot::Location;
 
-/// If copying takes longer, runs are evicted instead.
-const COPY_MS_MAX: u64 = 100;
+/// If memory is short for longer, runs are evicted.
+const SHORT_MS_MAX: u64 = 100;
 
 /// A run that is to be copied to the pool.
 #[derive(Debug)]
@@ -51,8 +51,12 @@ pub struct PoolQueue {
     has_work: Condvar,
     /// Whether runs can be copied to the pool.
     is_open: AtomicBool,
-    /// Since which millisecond of the system's clock a run is being copied, or 0.
-    copying_since_ms: AtomicU64,
+    /// Since which millisecond of the system's clock memory is short, or 0.
+    short_since_ms: AtomicU64,
+    /// The most bytes that a write waits for.
+    wanted: AtomicU64,
+    /// Items that the runs in the pool had when they left.
+    pub items: AtomicU64,
     /// Runs in the pool.
     pub runs: AtomicU64,
     /// Bytes that the pool has for them.
@@ -113,8 +117,8 @@ impl PoolQueue {
     /// Whether memory will soon be free because runs are copied to the pool, so that nothing is to
     /// be evicted.
     pub fn is_prompt(&self) -> bool {
-        let since_ms = self.copying_since_ms.load(Ordering::Relaxed);
-        let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > COPY_MS_MAX;
+        let since_ms = self.short_since_ms.load(Ordering::Relaxed);
+        let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > SHORT_MS_MAX;
         self.is_open.load(Ordering::Relaxed) && !is_late
     }
 
@@ -123,9 +127,25 @@ impl PoolQueue {
         self.is_open.store(is_open, Ordering::Relaxed);
     }
 
-    /// Says that runs are being copied, or no more.
-    pub fn set_copying(&self, is_copying: bool) {
-        self.copying_since_ms.store(if is_copying { now_ms().max(1) } else { 0 }, Ordering::Relaxed);
+    /// Says that so much as could be was copied.
+    pub fn set_copied(&self) {
+        self.short_since_ms.store(0, Ordering::Relaxed);
+    }
+
+    /// The most bytes for which a write waits.
+    pub fn wanted(&self) -> u64 {
+        self.wanted.load(Ordering::Relaxed)
+    }
+
+    /// Says that there is as much memory as writes wait for.
+    pub fn clear_wanted(&self) {
+        self.wanted.store(0, Ordering::Relaxed);
+    }
+
+    /// Says that a write waits for so many bytes.
+    pub fn note_wanted(&self, bytes: u64) {
+        self.wanted.fetch_max(bytes, Ordering::Relaxed);
+        self.note_short();
     }
 
     /// Places that were freed since they were last asked for.
@@ -138,6 +158,8 @@ impl PoolQueue {
         let mut state = self.lock();
         if !state.is_short {
             state.is_short = true;
+            let now_ms = now_ms().max(1);
+            let _ = self.short_since_ms.compare_exchange(0, now_ms, Ordering::Relaxed, Ordering::Relaxed);
             self.has_work.notify_one();
         }
     }
@@ -148,12 +170,14 @@ impl PoolQueue {
         self.has_work.notify_one();
     }
 
-    /// The next work; waits for it for at most this time.
-    pub fn next(&self, time: Duration) -> PoolWork {
+    /// The next work, with at most so many items to fetch; waits for it for at most this time.
+    pub fn next(&self, time: Duration, fetches_max: usize) -> PoolWork {
         let is_idle = |state: &mut PoolState| state.fetches.is_empty() && !state.is_short && !state.stops;
         let waited = self.has_work.wait_timeout_while(self.lock(), time, is_idle);
         let mut state = waited.unwrap_or_else(PoisonError::into_inner).0;
-        let (fetches, freed) = (std::mem::take(&mut state.fetches), std::mem::take(&mut state.freed));
+        let fetches = state.fetches.len().min(fetches_max);
+        let fetches = state.fetches.drain(..fetches).collect();
+        let freed = std::mem::take(&mut state.freed);
         let is_short = std::mem::take(&mut state.is_short);
         PoolWork { fetches, freed, is_short, stops: state.stops }
     }

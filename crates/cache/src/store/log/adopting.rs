@@ -122,7 +122,10 @@ impl Log {
             shared.budget.free(RunEntry::new(&self.memory, &self.layout, run).charged() as u64);
         }
         for retired in self.retired.drain(..) {
-            let charged = RunEntry::new(&self.memory, &self.layout, retired.run).charged() as u64;
+            let entry = RunEntry::new(&self.memory, &self.layout, retired.run);
+            let charged = entry.charged() as u64;
+            // A run that left for the pool and is not needed there any more is retired twice.
+            entry.set_charged(0);
             if retired.then == RetiredUse::Spare {
                 shared.budget.free(charged);
             } else {

@@ -1,6 +1,7 @@
 //! The runs of a log whose items are in the pool, or are on their way there.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 
 use super::super::Shared;
 use super::super::runs::RunState;
@@ -89,6 +90,7 @@ impl Log {
         shared.free_queue(queue, charged);
         shared.budget.retire(charged as u64);
         shared.budget.charge_always((kept.len() * KEPT_BYTES) as u64);
+        shared.pool.items.fetch_add(kept.len() as u64, Ordering::Relaxed);
         self.live_bytes -= live as u64;
         self.filled_bytes -= fill as u64;
         self.overflow.remote.insert(run, RemoteRun { place, kept, items, sequence });
@@ -115,7 +117,7 @@ impl Log {
     /// Frees a run to whose items no slot points any more.
     pub fn forget_away(&mut self, shared: &Shared, run: u32) {
         let Some(remote) = self.overflow.remote.remove(&run) else { return };
-        shared.budget.free((remote.kept.len() * KEPT_BYTES) as u64);
+        free_kept(shared, &remote.kept);
         shared.pool.free(remote.place);
         let entry = self.entry(run);
         let runs = entry.runs();
@@ -186,15 +188,21 @@ impl Log {
     /// Frees what the pool has of this log, which is not to be used again.
     pub(super) fn release_overflow(&mut self, shared: &Shared) {
         for remote in std::mem::take(&mut self.overflow.remote).into_values() {
-            shared.budget.free((remote.kept.len() * KEPT_BYTES) as u64);
+            free_kept(shared, &remote.kept);
             shared.pool.free(remote.place);
         }
-        for run in std::mem::take(&mut self.overflow.leaving).into_keys() {
-            let entry = self.entry(run);
-            if entry.state() != RunState::Free {
+        for (run, serial) in self.overflow.leaving.clone() {
+            if self.is_leaving(run, serial) {
+                let entry = self.entry(run);
                 shared.free_queue(entry.queue(), entry.charged());
                 shared.budget.free(entry.charged() as u64);
             }
         }
+        self.overflow.leaving.clear();
     }
+}
+
+fn free_kept(shared: &Shared, kept: &[Kept]) {
+    shared.budget.free((kept.len() * KEPT_BYTES) as u64);
+    shared.pool.items.fetch_sub(kept.len() as u64, Ordering::Relaxed);
 }

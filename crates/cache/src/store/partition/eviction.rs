@@ -20,7 +20,11 @@ impl Partition {
         let Some(mut inner) = self.lock_here() else { return false };
         let now_s = self.shift.to_partition(now_s);
         inner.log.collect(shared);
-        let Some(run) = inner.log.pop_oldest(shared, queue) else { return false };
+        let Some(run) = inner.log.pop_oldest(shared, queue) else {
+            // What was published was that of a run which is gone since.
+            self.publish_oldest(&mut inner);
+            return false;
+        };
         self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
         self.publish_oldest(&mut inner);
         true
@@ -69,7 +73,9 @@ impl Partition {
 
     /// Makes a long run the newest one if its item was read; returns whether it was.
     fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
-        let location = Location { run, offset: 0 };
+        let is_marked = item::marked_s(self.prefix(Location { run, offset: 0 })).is_some();
+        let offset = if is_marked { u32::try_from(item::MARK_BYTES).expect("a few bytes") } else { 0 };
+        let location = Location { run, offset };
         let hash = hash_of(item::key_and_len(self.item_bytes(location)).0);
         let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
         let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();

@@ -15,7 +15,7 @@ use super::{Inner, Partition};
 
 /// Items that come back from the pool keep the second in which they were stored as exactly as this.
 const RETURNED_TOLERANCE_S: u32 = 60;
-/// A run of which less than one part in so many is in use is evicted, not copied to the pool.
+/// The items of a run of which less than one part in so many is in use are not copied to the pool.
 const SPILLED_PARTS: usize = 8;
 
 /// Places of items in the pool whose keys may be the one that is searched.
@@ -26,8 +26,8 @@ pub(super) type Candidates = RefCell<SmallVec<[Location; 2]>>;
 pub enum Spilled {
     /// There is no run.
     None,
-    /// It was freed: nothing of it was worth the pool.
-    Evicted,
+    /// It was freed: too little of it was in use for the pool.
+    Freed,
     /// It is to be copied to the pool.
     Begun(Spill),
 }
@@ -39,7 +39,8 @@ impl Partition {
     pub(super) fn is_key(&self, location: Location, key: &[u8], candidates: &Candidates) -> bool {
         if self.has_pool {
             match self.entry(location.run).state() {
-                RunState::Remote => {
+                // A free run has left and come back since its place was found: its bytes are gone.
+                RunState::Remote | RunState::Free => {
                     candidates.borrow_mut().push(location);
                     return false;
                 }
@@ -80,16 +81,24 @@ impl Partition {
         let Some(mut inner) = self.lock_here() else { return Spilled::None };
         let now_s = self.shift.to_partition(now_s);
         inner.log.collect(shared);
-        let Some(run) = inner.log.pop_oldest(shared, queue) else { return Spilled::None };
+        let Some(run) = inner.log.pop_oldest(shared, queue) else {
+            // What was published was that of a run which is gone since.
+            self.publish_oldest(&mut inner);
+            return Spilled::None;
+        };
         let (kept, live) = self.keep_unread(shared, &mut inner, run, now_s);
         let entry = self.entry(run);
         let is_flushed = entry.state() == RunState::Flushed;
         let (serial, fill) = entry.serial_and_fill();
-        if kept.is_empty() || is_flushed || live * SPILLED_PARTS < fill {
+        let is_worth_it = !is_flushed && live * SPILLED_PARTS >= fill;
+        if kept.is_empty() || !is_worth_it {
+            if !is_flushed {
+                self.keep_here(shared, &mut inner, run, now_s, &kept);
+            }
             self.drop_kept(shared, &mut inner, run, &kept);
             inner.log.retire(shared, run, false);
             self.publish_oldest(&mut inner);
-            return Spilled::Evicted;
+            return Spilled::Freed;
         }
         inner.log.begin_leaving(run, live);
         self.publish_oldest(&mut inner);
@@ -137,6 +146,21 @@ impl Partition {
             kept.push(Kept { hash: low_half(hash), offset });
         }
         (kept, live)
+    }
+
+    /// Makes the few items of a run that are in use the newest ones of the main queue.
+    fn keep_here(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32, kept: &[Kept]) {
+        let stored_s = self.entry(run).times().0;
+        for Kept { hash, offset } in kept {
+            let location = Location { run, offset: u32::from(*offset) };
+            let found = self.index.search_locked(u64::from(*hash), |other| other == location);
+            let item = found.and_then(|found| Some((found, self.usable(found, now_s).ok()?)));
+            if let Some((found, item)) = item {
+                let source = Returned { item, stored_s, tolerance_s: RETURNED_TOLERANCE_S };
+                // One that cannot be moved is evicted.
+                let _ = self.move_to_main(shared, inner, now_s, found, found.slot, &source);
+            }
+        }
     }
 
     fn move_to_main(
@@ -219,7 +243,11 @@ impl Partition {
         let item = item::decode(bytes, entry.cas_base());
         let hash = hash_of(item.key);
         let Some(found) = self.index.search_locked(hash, |other| other == fetch.location) else {
-            // Another key has the same place in the index: it is looked for no more.
+            // It was removed, or the pool has given other bytes than it was given.
+            if self.index.search_locked(fetch.hash, |other| other == fetch.location).is_some() {
+                inner.log.lose_away(fetch.location.run);
+                self.drop_away(shared, &mut inner, fetch.location.run);
+            }
             return Ok(());
         };
         let source = Returned { item, stored_s: entry.times().0, tolerance_s: RETURNED_TOLERANCE_S };
