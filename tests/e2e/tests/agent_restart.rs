@@ -62,7 +62,6 @@ checks! {
     threads_survive_a_restart: "shm" "threads" [];
     the_heap_survives_a_restart: "shm" "brk" ["--bytes", "512M"];
     a_process_that_outlives_another_survives_a_restart: "shm" "outlive" ["--rounds", "4"];
-    a_child_of_a_parent_that_ends_survives_a_restart: "shm" "fork-exit" ["--rounds", "3"];
     a_child_that_inherits_less_survives_a_restart: "shm" "dont-fork" ["--rounds", "3"];
 }
 
@@ -70,6 +69,7 @@ mod long {
     use super::*;
 
     checks! {
+        a_child_of_a_parent_that_ends_survives_a_restart: "shm" "fork-exit" ["--rounds", "3"];
         a_process_alone_survives_a_restart: "shm" "alone" [];
         a_sandboxed_process_survives_a_restart: "shm" "sandboxed" ["--rounds", "4"];
         a_process_without_threads_survives_a_restart: "shm" "raw-exit" [];

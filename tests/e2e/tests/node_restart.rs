@@ -90,11 +90,8 @@ checks! {
     pages_outlive_a_nodes_process_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_node;
     copies_outlive_a_nodes_process: "tcp" ["--replicas", "2"], ["pages", "--rounds", "3"], restart_node;
     forks_outlive_a_nodes_process: "shm" [], ["fork"], restart_node;
-    forks_outlive_a_nodes_process_over_tcp: "tcp" [], ["fork"], restart_node;
     pages_outlive_a_nodes_upgrade: "shm" [], ["pages", "--rounds", "3"], stop_and_start;
-    pages_outlive_a_nodes_upgrade_over_tcp: "tcp" [], ["pages", "--rounds", "3"], stop_and_start;
     pages_outlive_node_and_agent: "shm" [], ["pages", "--rounds", "3"], restart_with_agent;
-    pages_outlive_node_and_agent_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_with_agent;
 }
 
 /// Uses sessions while nodes are restarted.
@@ -197,6 +194,12 @@ fn a_node_that_restarts_without_its_memory_ends_programs() {
 
 mod long {
     use super::*;
+
+    checks! {
+        forks_outlive_a_nodes_process_over_tcp: "tcp" [], ["fork"], restart_node;
+        pages_outlive_a_nodes_upgrade_over_tcp: "tcp" [], ["pages", "--rounds", "3"], stop_and_start;
+        pages_outlive_node_and_agent_over_tcp: "tcp" [], ["pages", "--rounds", "3"], restart_with_agent;
+    }
 
     #[test]
     fn a_node_that_does_not_restart_ends_programs() {
