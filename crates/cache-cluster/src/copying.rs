@@ -98,7 +98,7 @@ impl<'a> Copy<'a> {
             return Err(CopyError::NoRoom);
         }
         self.copy_table(runs_end, source)?;
-        let pieces = self.plan(runs_end)?;
+        let pieces = self.plan(runs_end);
         if !reserve(self.bytes()) {
             return Err(CopyError::NoRoom);
         }
@@ -141,27 +141,9 @@ impl<'a> Copy<'a> {
     }
 
     /// Notes what the table says, and returns what is to be copied for that.
-    fn plan(&mut self, runs_end: u32) -> Result<Vec<Piece>, CopyError> {
+    fn plan(&mut self, runs_end: u32) -> Vec<Piece> {
         let mut pieces = Vec::new();
-        let mut run = 1;
-        while run < runs_end {
-            let entry = self.partition.run_entry(run);
-            if entry.state() == RunState::Free {
-                run += 1;
-                continue;
-            }
-            if entry.state().is_away() {
-                // Its bytes are in the pool, and do not move.
-                run += entry.runs().clamp(1, runs_end - run);
-                continue;
-            }
-            let (serial, fill) = entry.serial_and_fill();
-            let runs = entry.runs().max(1);
-            if runs > runs_end - run || fill > runs as usize * RUN_BYTES {
-                // It was changed while it was read; the next round sees what has become of it.
-                run += 1;
-                continue;
-            }
+        for (run, serial, fill) in runs_with_bytes(self.partition, runs_end) {
             let copied = self.copied.entry(run).or_default();
             if copied.serial != serial {
                 *copied = Copied { serial, bytes: 0 };
@@ -175,9 +157,8 @@ impl<'a> Copy<'a> {
                     *touched = bytes.max(*touched);
                 }
             }
-            run += runs;
         }
-        Ok(pieces)
+        pieces
     }
 
     fn index_pieces(&self, index: IndexState) -> Vec<Piece> {
@@ -194,17 +175,8 @@ impl<'a> Copy<'a> {
     /// Returns the memory that was copied for what is in use no more.
     fn discard_unneeded(&mut self, runs_end: u32) {
         let layout = *self.partition.layout();
-        let mut needed: BTreeMap<u32, usize> = BTreeMap::new();
-        let mut run = 1;
-        while run < runs_end {
-            let entry = self.partition.run_entry(run);
-            if entry.state() == RunState::Free {
-                run += 1;
-                continue;
-            }
-            needed.extend(parts_of(run, entry.fill()));
-            run += entry.runs().max(1);
-        }
+        let runs = runs_with_bytes(self.partition, runs_end);
+        let needed: BTreeMap<u32, usize> = runs.flat_map(|(run, _, fill)| parts_of(run, fill)).collect();
         for (part, touched) in &self.touched {
             let needed = needed.get(part).copied().unwrap_or(0).next_multiple_of(PAGE_BYTES);
             let touched = touched.next_multiple_of(PAGE_BYTES);
@@ -213,6 +185,32 @@ impl<'a> Copy<'a> {
             }
         }
     }
+}
+
+/// The runs whose bytes are in the memory of a partition, by its table: their numbers, serial
+/// numbers and bytes.
+fn runs_with_bytes(partition: &Partition, runs_end: u32) -> impl Iterator<Item = (u32, u32, usize)> {
+    let mut next = 1;
+    std::iter::from_fn(move || {
+        while next < runs_end {
+            let run = next;
+            let entry = partition.run_entry(run);
+            let runs = entry.runs().max(1);
+            let (serial, fill) = entry.serial_and_fill();
+            let is_free = entry.state() == RunState::Free;
+            if is_free || runs > runs_end - run || fill > runs as usize * RUN_BYTES {
+                // Or it was changed while it was read; the next round sees what has become of it.
+                next = run + 1;
+                continue;
+            }
+            next = run + runs;
+            // What is in the pool does not move.
+            if !entry.state().is_away() {
+                return Some((run, serial, fill));
+            }
+        }
+        None
+    })
 }
 
 /// Each 64 KiB of a run with so many bytes, and how many bytes it has.

@@ -10,7 +10,8 @@ use aquifer_directory::names::{self, decode, encode};
 use aquifer_directory::{
     Compare, Directory, DirectoryEntry, DirectoryError, KeyOperation, Lease, Transaction, Watch,
 };
-use aquifer_segments::ownership::{Change, Life, Retraction, SegmentRecord};
+use aquifer_segments::host::registry::carry_out;
+use aquifer_segments::ownership::{Change, Life, SegmentRecord};
 use serde::{Deserialize, Serialize};
 
 /// Most servers of a cache.
@@ -267,30 +268,7 @@ impl Registry {
     /// Those of the directory. Then it may have been carried out.
     pub fn carry_out(&self, partition: usize, change: &Change) -> Result<bool, DirectoryError> {
         let key = self.partition_key(partition);
-        for _ in 0..ATTEMPTS_MAX {
-            let Some(entry) = self.directory.get(&key)? else { return Ok(false) };
-            let mut record: SegmentRecord = decode(&entry)?;
-            let mut compares = vec![Compare::version(&key, entry.version)];
-            let (author, fenced) = match *change {
-                Change::Intend { owner, .. } => (owner, None),
-                Change::Confirm { to, .. } => (to, None),
-                Change::Retract { owner, because: Retraction::Refused, .. } => (owner, None),
-                Change::Retract { owner, because: Retraction::Fenced, .. } => (owner, record.intent),
-            };
-            let mut lives = vec![(author, self.life_of(author, &mut compares)?)];
-            if let Some(target) = fenced {
-                lives.push((target, self.life_of(target, &mut compares)?));
-            }
-            let lives = |life: Life| lives.iter().any(|(other, lives)| *other == life && *lives);
-            if !record.apply(change, lives) {
-                return Ok(false);
-            }
-            let operations = vec![KeyOperation::put(&key, encode(&record), None)];
-            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+        carry_out(&*self.directory, &key, change, |life, compares| self.life_of(life, compares))
     }
 
     /// Claims partitions that no server has: those without a record, and those whose owner is dead

@@ -3,6 +3,7 @@
 mod eviction;
 mod moving;
 mod overflow;
+mod run_items;
 
 pub use moving::Departure;
 pub use overflow::Spilled;

@@ -265,30 +265,7 @@ impl Registry {
     /// # Errors
     /// Those of the directory. Then it may have been carried out.
     pub fn carry_out(&self, segment: SegmentKey, change: &Change) -> Result<bool, DirectoryError> {
-        for _ in 0..ATTEMPTS_MAX {
-            let Some(entry) = self.directory.get(&segment.name())? else { return Ok(false) };
-            let mut record: SegmentRecord = names::decode(&entry)?;
-            let mut compares = vec![Compare::version(segment.name(), entry.version)];
-            let (author, fenced) = match *change {
-                Change::Intend { owner, .. } => (owner, None),
-                Change::Confirm { to, .. } => (to, None),
-                Change::Retract { owner, because: Retraction::Refused, .. } => (owner, None),
-                Change::Retract { owner, because: Retraction::Fenced, .. } => (owner, record.intent),
-            };
-            let mut lives = vec![(author, self.life_of(author, &mut compares)?)];
-            if let Some(target) = fenced {
-                lives.push((target, self.life_of(target, &mut compares)?));
-            }
-            let lives = |life: Life| lives.iter().any(|(other, lives)| *other == life && *lives);
-            if !record.apply(change, lives) {
-                return Ok(false);
-            }
-            let operations = vec![KeyOperation::put(segment.name(), names::encode(&record), None)];
-            if self.directory.transaction(&Transaction { compares, operations })?.is_committed() {
-                return Ok(true);
-            }
-        }
-        Ok(false)
+        carry_out(&*self.directory, &segment.name(), change, |life, compares| self.life_of(life, compares))
     }
 
     /// Whether a life lasts. It ends when other hosts recover the host, which they do not before
@@ -339,4 +316,43 @@ impl Registry {
         let record: SegmentHostRecord = names::decode(&entry)?;
         Ok((record.epoch == life.epoch).then_some((record, entry.version)))
     }
+}
+
+/// Carries out a transaction of a hand-over whose record has this key. Returns whether it was
+/// carried out.
+///
+/// `life_of` says whether a life lasts, and adds what the transaction depends on for that.
+///
+/// # Errors
+/// Those of the directory. Then it may have been carried out.
+pub fn carry_out(
+    directory: &dyn Directory,
+    key: &str,
+    change: &Change,
+    life_of: impl Fn(Life, &mut Vec<Compare>) -> Result<bool, DirectoryError>,
+) -> Result<bool, DirectoryError> {
+    for _ in 0..ATTEMPTS_MAX {
+        let Some(entry) = directory.get(key)? else { return Ok(false) };
+        let mut record: SegmentRecord = names::decode(&entry)?;
+        let mut compares = vec![Compare::version(key, entry.version)];
+        let (author, fenced) = match *change {
+            Change::Intend { owner, .. } => (owner, None),
+            Change::Confirm { to, .. } => (to, None),
+            Change::Retract { owner, because: Retraction::Refused, .. } => (owner, None),
+            Change::Retract { owner, because: Retraction::Fenced, .. } => (owner, record.intent),
+        };
+        let mut lives = vec![(author, life_of(author, &mut compares)?)];
+        if let Some(target) = fenced {
+            lives.push((target, life_of(target, &mut compares)?));
+        }
+        let lives = |life: Life| lives.iter().any(|(other, lives)| *other == life && *lives);
+        if !record.apply(change, lives) {
+            return Ok(false);
+        }
+        let operations = vec![KeyOperation::put(key, names::encode(&record), None)];
+        if directory.transaction(&Transaction { compares, operations })?.is_committed() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }

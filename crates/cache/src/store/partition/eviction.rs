@@ -1,11 +1,12 @@
 //! What leaves a partition: items that are evicted or have expired, and runs that are cleaned.
 
+use super::super::Shared;
 use super::super::index::Found;
-use super::super::item::{self, Item};
+use super::super::item::Item;
 use super::super::log::{Charge, NewItem, Target};
 use super::super::runs::{Queue, RunState};
-use super::super::slot::{Location, Slot};
-use super::super::{Shared, hash_of};
+use super::super::slot::Slot;
+use super::run_items::RunItem;
 use super::{Inner, Partition};
 
 /// Items that the eviction moves keep the second in which they were stored as exactly as this.
@@ -73,10 +74,7 @@ impl Partition {
 
     /// Makes a long run the newest one if its item was read; returns whether it was.
     fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
-        let is_marked = item::marked_s(self.prefix(Location { run, offset: 0 })).is_some();
-        let offset = if is_marked { u32::try_from(item::MARK_BYTES).expect("a few bytes") } else { 0 };
-        let location = Location { run, offset };
-        let hash = hash_of(item::key_and_len(self.item_bytes(location)).0);
+        let Some(RunItem { location, hash, .. }) = self.run_items(run).next() else { return false };
         let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
         let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();
         if is_kept {
@@ -96,18 +94,7 @@ impl Partition {
         now_s: u32,
         choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
     ) {
-        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
-        let mut offset = 0;
-        while offset < fill {
-            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
-            if let Some(second) = item::marked_s(self.prefix(location)) {
-                stored_s = second;
-                offset += item::MARK_BYTES;
-                continue;
-            }
-            let (key, len) = item::key_and_len(self.item_bytes(location));
-            offset += len;
-            let hash = hash_of(key);
+        for RunItem { location, hash, stored_s, .. } in self.run_items(run) {
             let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
             let chosen = match self.usable(found, now_s) {
                 Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),

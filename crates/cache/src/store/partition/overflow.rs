@@ -11,6 +11,7 @@ use super::super::pool::{Fetch, Spill};
 use super::super::runs::{Queue, RunState};
 use super::super::slot::{Location, Slot};
 use super::super::{Shared, hash_of};
+use super::run_items::RunItem;
 use super::{Inner, Partition};
 
 /// Items that come back from the pool keep the second in which they were stored as exactly as this.
@@ -93,7 +94,7 @@ impl Partition {
         let is_worth_it = !is_flushed && live * SPILLED_PARTS >= fill;
         if kept.is_empty() || !is_worth_it {
             if !is_flushed {
-                self.keep_here(shared, &mut inner, run, now_s, &kept);
+                self.keep_here(shared, &mut inner, run, now_s);
             }
             self.drop_kept(shared, &mut inner, run, &kept);
             inner.log.retire(shared, run, false);
@@ -112,20 +113,9 @@ impl Partition {
     /// newest ones of the main queue, those that have expired are removed, and the others are
     /// returned, with the sum of their lengths.
     fn keep_unread(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> (Vec<Kept>, usize) {
-        let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
         let is_main = self.entry(run).queue() == Queue::Main;
-        let (mut kept, mut live, mut offset) = (Vec::new(), 0, 0);
-        while offset < fill {
-            let location = Location { run, offset: u32::try_from(offset).expect("one item in a long run") };
-            if let Some(second) = item::marked_s(self.prefix(location)) {
-                stored_s = second;
-                offset += item::MARK_BYTES;
-                continue;
-            }
-            let (key, len) = item::key_and_len(self.item_bytes(location));
-            let at = offset;
-            offset += len;
-            let hash = hash_of(key);
+        let (mut kept, mut live) = (Vec::new(), 0);
+        for RunItem { location, hash, len, stored_s } in self.run_items(run) {
             let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
             let Ok(item) = self.usable(found, now_s) else {
                 shared.count_expired(found.slot.is_fetched());
@@ -142,18 +132,16 @@ impl Partition {
                 }
             }
             live += len;
-            let offset = u16::try_from(at).expect("below the length of a run");
+            let offset = u16::try_from(location.offset).expect("below the length of a run");
             kept.push(Kept { hash: low_half(hash), offset });
         }
         (kept, live)
     }
 
     /// Makes the few items of a run that are in use the newest ones of the main queue.
-    fn keep_here(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32, kept: &[Kept]) {
-        let stored_s = self.entry(run).times().0;
-        for Kept { hash, offset } in kept {
-            let location = Location { run, offset: u32::from(*offset) };
-            let found = self.index.search_locked(u64::from(*hash), |other| other == location);
+    fn keep_here(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) {
+        for RunItem { location, hash, stored_s, .. } in self.run_items(run) {
+            let found = self.index.search_locked(hash, |other| other == location);
             let item = found.and_then(|found| Some((found, self.usable(found, now_s).ok()?)));
             if let Some((found, item)) = item {
                 let source = Returned { item, stored_s, tolerance_s: RETURNED_TOLERANCE_S };
