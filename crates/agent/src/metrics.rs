@@ -12,7 +12,7 @@ use aquifer_faults::serve::PagingService;
 use aquifer_host::membership::LeaseEvents;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_metrics::write::{
-    HistogramValue, Labels, MetricFamily, counters, gauges, histograms, info, label,
+    HistogramValue, LATENCY_BOUNDS_NS, Labels, MetricFamily, counters, gauges, histograms, info, label,
 };
 use aquifer_metrics::{
     Collector, DescriptorEncoder, MetricsAddress, MetricsError, MetricsListener, MetricsServer, Registry,
@@ -23,26 +23,6 @@ use aquifer_segments::host::statistics::TimesOf;
 use aquifer_segments::host::{SegmentHost, SegmentStatus};
 
 use crate::report::mempool_bytes;
-
-/// Upper bounds of the buckets for fault latencies.
-const BOUNDS_NS: [u64; 16] = [
-    5_000,
-    10_000,
-    20_000,
-    50_000,
-    100_000,
-    200_000,
-    500_000,
-    1_000_000,
-    2_000_000,
-    5_000_000,
-    10_000_000,
-    50_000_000,
-    100_000_000,
-    500_000_000,
-    1_000_000_000,
-    10_000_000_000,
-];
 
 /// Listens at the address for metrics, if there is one.
 ///
@@ -268,10 +248,8 @@ impl AgentCollector {
 
 /// The histogram of times of segments.
 fn times(times: &TimesOf) -> HistogramValue {
-    let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
-    let (sum_ns, counts) = times.between(&BOUNDS_NS);
-    let bounds = BOUNDS_NS.iter().map(|bound| seconds(*bound)).chain([f64::MAX]);
-    HistogramValue { sum: seconds(sum_ns), count: counts.iter().sum(), buckets: bounds.zip(counts).collect() }
+    let (sum_ns, counts) = times.between(&LATENCY_BOUNDS_NS);
+    HistogramValue::of_latencies(counts, sum_ns)
 }
 
 /// Encodes the metrics of runs.
@@ -306,14 +284,8 @@ fn encode_all<T>(
 
 /// The histogram of fault latencies.
 fn histogram(stats: &FaultStats) -> HistogramValue {
-    let seconds = |ns: u64| std::time::Duration::from_nanos(ns).as_secs_f64();
-    let counts = stats.latency.between(&BOUNDS_NS);
-    let bounds = BOUNDS_NS.iter().map(|bound| seconds(*bound)).chain([f64::MAX]);
-    HistogramValue {
-        sum: seconds(u64::try_from(stats.latency.sum()).unwrap_or(u64::MAX)),
-        count: counts.iter().sum(),
-        buckets: bounds.zip(counts).collect(),
-    }
+    let sum_ns = u64::try_from(stats.latency.sum()).unwrap_or(u64::MAX);
+    HistogramValue::of_latencies(stats.latency.between(&LATENCY_BOUNDS_NS), sum_ns)
 }
 
 /// A count as the value of a metric.

@@ -13,10 +13,10 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{
-    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, LatencyHistogram, Location, Mempool,
-    Mutation, PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch,
-    is_zero,
+    BlockId, Budget, Connector, FETCH_PAGES_MAX, FetchError, Fetcher, Location, Mempool, Mutation,
+    PAGE_BYTES, PageNumber, PageState, SealedBlock, SlabSet, TableError, Volume, WrittenBatch, is_zero,
 };
 use rustix::event::{EventfdFlags, eventfd};
 

@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use aquifer_latency::LatencyHistogram;
+
 /// A counter that one thread writes and others read.
 #[derive(Debug, Default)]
 pub struct Counter(AtomicU64);
@@ -28,6 +30,8 @@ macro_rules! counters {
             $($(#[$about])* pub $name: Counter,)*
             /// Requests for the keys of each partition.
             requests: Box<[Counter]>,
+            /// Times of hits that needed no item of the pool. Measured if there is a pool.
+            pub local_times: LatencyHistogram,
         }
 
         /// Sums of the counters of all threads.
@@ -77,6 +81,8 @@ impl Counters {
 counters! {
     /// Keys that clients asked for and got.
     get_hits,
+    /// Of these, keys whose request has waited for items of the pool.
+    fetched_hits,
     /// Keys that clients asked for and that are missing.
     get_misses,
     /// Of these, keys whose item had expired.

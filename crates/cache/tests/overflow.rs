@@ -193,6 +193,26 @@ fn what_has_no_room_is_in_the_pool_and_comes_back() {
 }
 
 #[test]
+fn hits_and_their_times_are_counted_by_where_the_items_were() {
+    let mut cache = Cache::start(4 << 20, 256 << 20);
+    fill(&mut cache, 60_000);
+    assert_eq!((cache.statistic("local_hits"), cache.statistic("pool_hits")), (0, 0));
+    assert_eq!((cache.statistic("local_hit_max_us"), cache.statistic("pool_hit_max_us")), (0, 0));
+    // The newest item is here; of the oldest ones some are in the pool.
+    let newest = cache.get("key59999");
+    assert_eq!(newest, Some(value_of(59_999, 0)));
+    assert_eq!((cache.statistic("local_hits"), cache.statistic("pool_hits")), (1, 0));
+    let found = (0..60_000).step_by(7).filter(|key| cache.get(&format!("key{key}")).is_some()).count();
+    let (of_pool, hits) = (cache.statistic("pool_hits"), found as u64 + 1);
+    assert_eq!((cache.statistic("get_hits"), cache.statistic("local_hits")), (hits, hits - of_pool));
+    for tier in ["local", "pool"] {
+        let times = ["p50", "p99", "max"].map(|name| cache.statistic(&format!("{tier}_hit_{name}_us")));
+        assert!(times.is_sorted() && times[2] > 0, "{tier}: {times:?}");
+    }
+    cache.server.stop();
+}
+
+#[test]
 fn what_was_changed_is_never_read_as_it_was() {
     let mut cache = Cache::start(2 << 20, 256 << 20);
     let mut known: BTreeMap<usize, Option<usize>> = BTreeMap::new();

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use aquifer_pager::LatencyHistogram;
+use aquifer_latency::LatencyHistogram;
 
 /// What has happened to one program so far.
 #[derive(Debug, Default)]

@@ -1,6 +1,7 @@
 //! Encodes families of metrics: a name, a help text, and a value for each set of labels.
 
 use std::fmt;
+use std::time::Duration;
 
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
 use prometheus_client::metrics::MetricType;
@@ -19,6 +20,37 @@ pub struct HistogramValue {
     /// Upper bounds in ascending order, the last of them [`f64::MAX`], and for each the number of
     /// observations between the previous bound and this one.
     pub buckets: Vec<(f64, u64)>,
+}
+
+/// Upper bounds of the buckets for latencies, in ns.
+pub const LATENCY_BOUNDS_NS: [u64; 16] = [
+    5_000,
+    10_000,
+    20_000,
+    50_000,
+    100_000,
+    200_000,
+    500_000,
+    1_000_000,
+    2_000_000,
+    5_000_000,
+    10_000_000,
+    50_000_000,
+    100_000_000,
+    500_000_000,
+    1_000_000_000,
+    10_000_000_000,
+];
+
+impl HistogramValue {
+    /// That of latencies: how many are in each bucket of [`LATENCY_BOUNDS_NS`], how many above all
+    /// bounds, and their sum in ns.
+    #[must_use]
+    pub fn of_latencies(counts: Vec<u64>, sum_ns: u64) -> Self {
+        let seconds = |ns| Duration::from_nanos(ns).as_secs_f64();
+        let bounds = LATENCY_BOUNDS_NS.map(seconds).into_iter().chain([f64::MAX]);
+        Self { sum: seconds(sum_ns), count: counts.iter().sum(), buckets: bounds.zip(counts).collect() }
+    }
 }
 
 /// The name, help text and unit of a family.

@@ -9,7 +9,6 @@
 //!   and the choice of the slab that is filled next.
 //! - `sender`, `fetch`: writing pages to memory nodes and reading them back, over `ports`.
 //! - `node_joiner`: adds memory nodes to a sender while a run continues.
-//! - `latency`: latency histograms for the statistics of front ends.
 //!
 //! This crate does not know how pages enter and leave a program. Its front ends do: the crates
 //! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
@@ -24,7 +23,6 @@ pub mod fuzz_target;
 #[cfg(test)]
 mod golden_tests;
 mod integrity;
-mod latency;
 mod mempool;
 mod mempool_share;
 mod mutation;
@@ -43,7 +41,6 @@ pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::{NoRoom, SlabSizing};
 pub use integrity::is_zero;
-pub use latency::LatencyHistogram;
 pub use mempool::{BLOCK_PAGES, BlockId, Mempool};
 pub use mutation::Mutation;
 pub use node_joiner::NodeJoiner;

@@ -4,7 +4,10 @@ use std::fmt;
 use std::sync::atomic::Ordering;
 
 use aquifer_cache::server::ServerHandle;
-use aquifer_metrics::write::{Labels, MetricFamily, counters, gauges, info, label};
+use aquifer_latency::LatencyHistogram;
+use aquifer_metrics::write::{
+    HistogramValue, LATENCY_BOUNDS_NS, Labels, MetricFamily, counters, gauges, histograms, info, label,
+};
 use aquifer_metrics::{
     Collector, DescriptorEncoder, MetricsError, MetricsListener, MetricsServer, Registry, Unit,
 };
@@ -91,7 +94,16 @@ impl CacheCollector {
         gauges(encoder, bytes("pool", "Memory in the pool."), load(&pool.bytes))?;
         counters(encoder, about("pool_hits", "Items that were fetched from the pool."), load(&pool.hits))?;
         counters(encoder, about("pool_losses", "Items that the pool had lost."), load(&pool.losses))?;
-        let time = about("pool_fetch_microseconds", "Time of all fetches together, in microseconds.");
-        counters(encoder, time, load(&pool.fetch_us))
+        let times = [("local", &self.0.local_times()), ("pool", &pool.times)];
+        let rows = times.map(|(tier, times)| (vec![label("tier", tier)], histogram(times)));
+        let help = "Time of hits: here, from the turn in which a request is read to its end; in the pool, \
+                    until the item is here.";
+        let about = MetricFamily { name: "hit", help, unit: Some(&Unit::Seconds) };
+        histograms(encoder, about, rows)
     }
+}
+
+fn histogram(times: &LatencyHistogram) -> HistogramValue {
+    let sum_ns = u64::try_from(times.sum()).unwrap_or(u64::MAX);
+    HistogramValue::of_latencies(times.between(&LATENCY_BOUNDS_NS), sum_ns)
 }

@@ -1,5 +1,6 @@
 //! A connection of a client: its socket, and the bytes that have arrived.
 
+use std::mem;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -85,6 +86,8 @@ pub struct Connection {
     needs: usize,
     /// The connection is closed when its replies are sent.
     closes: bool,
+    /// The next request waits for items of the pool, or has waited for them.
+    waits_for_items: bool,
     /// Requests are left that can be served in another turn.
     pub is_runnable: bool,
     /// The connection is one of those that are served in this turn.
@@ -129,6 +132,7 @@ impl Connection {
             input: Input::default(),
             needs: 0,
             closes: false,
+            waits_for_items: false,
             is_runnable: false,
             is_ready: false,
             waits_for: WaitsFor::Requests,
@@ -181,6 +185,7 @@ impl Connection {
         out: &mut Replies<'p>,
     ) -> usize {
         self.is_runnable = false;
+        let counters = context.access.counters;
         let bytes = input.unused();
         let waiter = Waiter { number, serial: self.serial };
         let (mut at, mut requests) = (0, 0);
@@ -197,7 +202,7 @@ impl Connection {
             }
             if requests == requests_max {
                 self.is_runnable = true;
-                context.access.counters.conn_yields.add(1);
+                counters.conn_yields.add(1);
                 break;
             }
             if requests > 0 && requests.is_multiple_of(REQUESTS_AHEAD) {
@@ -205,10 +210,14 @@ impl Connection {
                 lookahead::collect(&bytes[at..], &mut hashes);
                 lookahead::load(context.access.store, context.access.pin, &hashes);
             }
+            let hits_before = counters.get_hits.get();
             match self.session.step(&bytes[at..], context, out) {
                 Step::Used(used) => {
                     at += used;
                     requests += 1;
+                    if mem::take(&mut self.waits_for_items) {
+                        counters.fetched_hits.add(counters.get_hits.get() - hits_before);
+                    }
                     self.elsewhere.note_served();
                 }
                 Step::Elsewhere { partition, len } => {
@@ -229,6 +238,7 @@ impl Connection {
                 }
                 Step::Fetches => {
                     self.elsewhere.wait_for_fetch();
+                    self.waits_for_items = true;
                     break;
                 }
                 Step::Full | Step::NoRoom => {

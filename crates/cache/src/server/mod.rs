@@ -30,6 +30,7 @@ pub use listeners::{Listener, ListenerAddress};
 pub use overflow::{RemoteError, RemoteMemory, RemoteRead};
 pub use tls::{TlsFiles, TlsSettings};
 
+use aquifer_latency::LatencyHistogram;
 use rustix::fs::FlockOperation;
 use rustix::io::Errno;
 
@@ -111,6 +112,13 @@ struct Common {
 }
 
 impl Common {
+    /// Times of hits that needed no item of the pool.
+    fn local_times(&self) -> LatencyHistogram {
+        let times = LatencyHistogram::default();
+        self.counters.iter().for_each(|counters| times.merge(&counters.local_times));
+        times
+    }
+
     fn sums(&self) -> Sums {
         let mut sums = Sums::default();
         for counters in &self.counters {
@@ -260,6 +268,13 @@ impl ServerHandle {
     #[must_use]
     pub fn sums(&self) -> Sums {
         self.common.sums()
+    }
+
+    /// Times of hits that needed no item of the pool: from the turn of a thread in which a request
+    /// is read to its end. Empty without a pool.
+    #[must_use]
+    pub fn local_times(&self) -> LatencyHistogram {
+        self.common.local_times()
     }
 
     /// Connections at this time.

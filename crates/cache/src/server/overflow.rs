@@ -219,7 +219,6 @@ impl Overflow {
     }
 
     fn fetch(&mut self, fetches: &[Fetch]) {
-        let began = Instant::now();
         let store = &self.common.store;
         let places: Vec<Option<u64>> = fetches.iter().map(|fetch| store.place_in_pool(fetch)).collect();
         let mut buffers: Vec<Vec<u8>> = fetches
@@ -229,12 +228,14 @@ impl Overflow {
         let are_done = self.read(fetches, &places, &mut buffers, 0);
         for (at, fetch) in fetches.iter().enumerate() {
             let mut buffer = std::mem::take(&mut buffers[at]);
-            if places[at].is_some() {
-                let is_done = are_done[at] && self.complete(fetch, places[at], &mut buffer);
-                self.fetched(fetch, if is_done { Some(&buffer) } else { None }, began);
+            let is_done = are_done[at] && self.complete(fetch, places[at], &mut buffer);
+            // Without a place it was removed meanwhile.
+            let has_returned = places[at].is_some() && self.fetched(fetch, is_done.then_some(&buffer));
+            let pool = self.common.store.pool();
+            let time = pool.fetched(fetch);
+            if has_returned {
+                pool.count_hit(time);
             }
-            // Otherwise it was removed meanwhile.
-            self.common.store.pool().fetched(fetch);
         }
         self.workers.iter().for_each(|worker| worker.wake());
     }
@@ -249,19 +250,16 @@ impl Overflow {
         len <= read || self.read(&[*fetch], &[place], std::slice::from_mut(buffer), read)[0]
     }
 
-    fn fetched(&self, fetch: &Fetch, item: Option<&[u8]>, began: Instant) {
+    /// Uses an item that was read, or gives up one that could not be. Returns whether it was read.
+    fn fetched(&self, fetch: &Fetch, item: Option<&Vec<u8>>) -> bool {
         let store = &self.common.store;
-        match item {
-            Some(item) => {
-                store.bring_back(fetch, item, self.common.clock.now_s());
-                store.pool().hits.fetch_add(1, Ordering::Relaxed);
-                store.pool().note_fetch_time(began.elapsed());
-            }
-            None => {
-                store.lose(fetch);
-                store.pool().losses.fetch_add(1, Ordering::Relaxed);
-            }
+        if let Some(item) = item {
+            store.bring_back(fetch, item, self.common.clock.now_s());
+        } else {
+            store.lose(fetch);
+            store.pool().losses.fetch_add(1, Ordering::Relaxed);
         }
+        item.is_some()
     }
 
     /// Reads the rest of the buffers from this byte on. Returns which were read.

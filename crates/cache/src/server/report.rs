@@ -10,7 +10,7 @@ use super::dealing::WorkerHandle;
 use super::{Common, ListenerAddress, Peer};
 use crate::commands::{Context, PROTOCOL_VERSION, ServerReport};
 use crate::counters::Sums;
-use crate::store::{Removed, Store};
+use crate::store::Removed;
 
 /// Answers questions about the server.
 #[derive(Debug)]
@@ -41,20 +41,24 @@ impl Report {
 }
 
 /// Statistics of the pool, if there is one.
-fn add_pool(store: &Store, add: &mut dyn FnMut(&str, &dyn Display)) {
+fn add_pool(common: &Common, sums: &Sums, add: &mut dyn FnMut(&str, &dyn Display)) {
+    let store = &common.store;
     if !store.has_pool() {
         return;
     }
     let pool = store.pool();
     let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-    let (hits, fetch_us) = (load(&pool.hits), load(&pool.fetch_us));
     add("pool_items", &store.items_away());
     add("pool_runs", &load(&pool.runs));
     add("pool_bytes", &load(&pool.bytes));
-    add("pool_hits", &hits);
+    add("pool_hits", &load(&pool.hits));
     add("pool_losses", &load(&pool.losses));
-    add("pool_fetch_mean_us", &fetch_us.checked_div(hits).unwrap_or(0));
-    add("pool_fetch_longest_us", &load(&pool.longest_us));
+    add("local_hits", &(sums.get_hits - sums.fetched_hits));
+    for (tier, times) in [("local", &common.local_times()), ("pool", &pool.times)] {
+        for (name, share) in [("p50", 0.5), ("p99", 0.99), ("max", 1.0)] {
+            add(&format!("{tier}_hit_{name}_us"), &(times.quantile(share) / 1000));
+        }
+    }
 }
 
 impl ServerReport for Report {
@@ -127,7 +131,7 @@ impl ServerReport for Report {
         add("expired_unfetched", &removed.expired_unfetched);
         add("evicted_unfetched", &removed.evicted_unfetched);
         add("evictions", &removed.evicted);
-        add_pool(&common.store, add);
+        add_pool(common, &sums, add);
         add("reclaimed", &removed.expired);
     }
 

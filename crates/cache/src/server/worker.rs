@@ -150,6 +150,7 @@ impl Worker {
                     return;
                 }
             }
+            let hits = self.common.store.has_pool().then(|| (Instant::now(), self.local_hits()));
             for event in &events {
                 match Source::of(event.data.u64()) {
                     Source::Client(number) => self.on_client(number, event.flags),
@@ -162,7 +163,18 @@ impl Worker {
                 self.look_again();
             }
             self.turn();
+            if let Some((began, hits_before)) = hits {
+                let ns = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+                let hits = self.local_hits().saturating_sub(hits_before);
+                self.common.counters[self.thread].local_times.record_several(ns, hits);
+            }
         }
+    }
+
+    /// Hits of this thread that needed no item of the pool.
+    fn local_hits(&self) -> u64 {
+        let counters = &self.common.counters[self.thread];
+        counters.get_hits.get() - counters.fetched_hits.get()
     }
 
     /// Whether requests wait for a partition, or for room.

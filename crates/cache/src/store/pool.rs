@@ -1,11 +1,13 @@
 //! What a store has in the pool: runs that had no room here. A thread copies them there, and
 //! fetches items that are read.
 
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use aquifer_latency::LatencyHistogram;
 use rustix::time::ClockId;
 
 use super::log::Kept;
@@ -65,17 +67,15 @@ pub struct PoolQueue {
     pub hits: AtomicU64,
     /// Items that the pool has lost.
     pub losses: AtomicU64,
-    /// Time of all fetches, in microseconds, and the longest.
-    pub fetch_us: AtomicU64,
-    /// See [`Self::fetch_us`].
-    pub longest_us: AtomicU64,
+    /// Times from the first request for an item to its return. One thread writes them.
+    pub times: LatencyHistogram,
 }
 
 #[derive(Debug, Default)]
 struct PoolState {
     fetches: Vec<Fetch>,
-    /// What is queued or being fetched.
-    wanted: BTreeSet<(usize, u32, u32)>,
+    /// What is queued or being fetched, and since when.
+    wanted: BTreeMap<(usize, u32, u32), Instant>,
     freed: Vec<u64>,
     is_short: bool,
     stops: bool,
@@ -98,15 +98,17 @@ impl PoolQueue {
     /// Has an item fetched, unless it is being fetched.
     pub fn fetch(&self, fetch: Fetch) {
         let mut state = self.lock();
-        if state.wanted.insert(key_of(&fetch)) {
+        if let Entry::Vacant(wanted) = state.wanted.entry(key_of(&fetch)) {
+            wanted.insert(Instant::now());
             state.fetches.push(fetch);
             self.has_work.notify_one();
         }
     }
 
-    /// Notes that an item was fetched, or cannot be.
-    pub fn fetched(&self, fetch: &Fetch) {
-        self.lock().wanted.remove(&key_of(fetch));
+    /// Notes that an item was fetched, or cannot be. Returns how long that was waited for.
+    pub fn fetched(&self, fetch: &Fetch) -> Duration {
+        let began = self.lock().wanted.remove(&key_of(fetch));
+        began.map_or(Duration::ZERO, |began| began.elapsed())
     }
 
     /// Frees a place in the pool.
@@ -182,11 +184,11 @@ impl PoolQueue {
         PoolWork { fetches, freed, is_short, stops: state.stops }
     }
 
-    /// Notes how long a fetch has lasted.
-    pub fn note_fetch_time(&self, time: Duration) {
-        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
-        self.fetch_us.fetch_add(us, Ordering::Relaxed);
-        self.longest_us.fetch_max(us, Ordering::Relaxed);
+    /// Counts an item that came from the pool after this time. Only the thread that fetches may
+    /// call this.
+    pub fn count_hit(&self, time: Duration) {
+        self.hits.fetch_add(1, Ordering::Relaxed);
+        self.times.record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     }
 
     fn lock(&self) -> MutexGuard<'_, PoolState> {

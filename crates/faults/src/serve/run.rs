@@ -9,7 +9,8 @@ use aquifer_channel::HoldRefused;
 use aquifer_channel::kill::kill_all_as;
 use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
-use aquifer_pager::{Budget, LIMIT_BYTES_MIN, LatencyHistogram, PAGE_BYTES, SlabSet};
+use aquifer_latency::LatencyHistogram;
+use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics};
 use rustix::event::{EventfdFlags, eventfd};
 

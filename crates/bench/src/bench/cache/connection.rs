@@ -39,6 +39,14 @@ impl Counts {
     pub fn requests(&self) -> u64 {
         self.hits + self.misses + self.sets + self.refused
     }
+
+    /// Adds others.
+    pub fn add(&mut self, other: Self) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.sets += other.sets;
+        self.refused += other.refused;
+    }
 }
 
 /// A connection.
@@ -52,6 +60,8 @@ pub struct Connection {
     unparsed: std::ops::Range<usize>,
     batch: Vec<Sent>,
     answered: usize,
+    /// The replies to the batch.
+    counts: Counts,
     /// Keys of the last batch that the server did not have.
     missed: Vec<u32>,
     sent_ms: u32,
@@ -68,6 +78,7 @@ impl Connection {
             unparsed: 0..0,
             batch: Vec::new(),
             answered: 0,
+            counts: Counts::default(),
             missed: Vec::new(),
             sent_ms: 0,
         }
@@ -90,6 +101,7 @@ impl Connection {
         self.request.clear();
         self.batch.clear();
         (self.written, self.answered, self.sent_ms) = (0, 0, now_ms);
+        self.counts = Counts::default();
         let missed = self.missed.drain(..).map(Operation::Set);
         for operation in missed.chain(operations).take(depth) {
             let version = match operation {
@@ -121,13 +133,7 @@ impl Connection {
     ///
     /// # Errors
     /// If the connection breaks, or a reply is wrong.
-    pub fn read(
-        &mut self,
-        items: &mut Items,
-        counts: &mut Counts,
-        sets_missed: bool,
-        now_ms: u32,
-    ) -> Result<bool, String> {
+    pub fn read(&mut self, items: &mut Items, sets_missed: bool, now_ms: u32) -> Result<bool, String> {
         match self.stream.read(&mut self.buffer[self.unparsed.end..]) {
             Ok(0) => return Err("it has closed a connection".into()),
             Ok(bytes) => self.unparsed.end += bytes,
@@ -143,16 +149,17 @@ impl Connection {
             match (sent.operation, reply) {
                 (Operation::Get(key), Reply::Value { key: found, value }) => {
                     items.check(key, sent.version, self.sent_ms, (found, value))?;
-                    counts.hits += 1;
+                    self.counts.hits += 1;
                 }
                 (Operation::Get(key), Reply::Missing) => {
-                    counts.misses += 1;
+                    self.counts.misses += 1;
                     if sets_missed {
                         self.missed.push(key);
                     }
                 }
                 (Operation::Set(key), Reply::Stored | Reply::Refused) => {
                     items.end_set(key, sent.version, now_ms);
+                    let counts = &mut self.counts;
                     let count = if reply == Reply::Stored { &mut counts.sets } else { &mut counts.refused };
                     *count += 1;
                 }
@@ -166,6 +173,11 @@ impl Connection {
         }
         self.unparsed = 0..0;
         Ok(true)
+    }
+
+    /// The replies to the batch that were read.
+    pub fn counts(&self) -> Counts {
+        self.counts
     }
 
     /// Moves what is unparsed to the start of the buffer, and enlarges a full one.
@@ -206,12 +218,11 @@ mod tests {
         assert!(server.read(&mut [0; 4096]).unwrap() > 0);
         server.write_all(reply).unwrap();
         drop(server);
-        let mut counts = Counts::default();
         let mut read = Ok(false);
         while read == Ok(false) {
-            read = connection.read(&mut items, &mut counts, sets_missed, 0);
+            read = connection.read(&mut items, sets_missed, 0);
         }
-        (read, counts, connection)
+        (read, connection.counts(), connection)
     }
 
     #[test]

@@ -220,7 +220,7 @@ impl Cell {
 }
 
 /// All keys, so that frequent ones are spread over the order.
-fn scattered(keys: u32) -> impl Iterator<Item = u32> {
+pub fn scattered(keys: u32) -> impl Iterator<Item = u32> {
     /// A prime that divides no number of keys here.
     const STEP: u64 = 1_000_003;
     (0..u64::from(keys))

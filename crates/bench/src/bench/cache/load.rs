@@ -19,7 +19,7 @@ use crate::bench::support::interrupt;
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 /// Longest sleep of a load that sleeps.
-const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+const SLEEP_MAX: Duration = Duration::from_millis(100);
 /// Longest latency of a batch that is recorded as such.
 const LATENCY_NS_MAX: u64 = 10_000_000_000;
 const EVENTS_MAX: usize = 64;
@@ -31,6 +31,8 @@ pub struct Pace {
     pub depth: usize,
     /// Whether the next batch sets the keys that gets did not find.
     pub sets_missed: bool,
+    /// The time from a reply without a key to the batch that sets it: that of a database.
+    pub database: Duration,
     /// Operations a second, without sets of missed keys; as many as possible if `None`.
     pub operations_per_s: Option<u32>,
     /// Whether the load sleeps while there are no replies. Then the server has the work of waking
@@ -41,7 +43,7 @@ pub struct Pace {
 impl Pace {
     /// Batches of `depth` requests, one after the other, by a load that polls.
     pub const fn of_depth(depth: usize) -> Self {
-        Self { depth, sets_missed: false, operations_per_s: None, sleeps: false }
+        Self { depth, sets_missed: false, database: Duration::ZERO, operations_per_s: None, sleeps: false }
     }
 }
 
@@ -63,6 +65,8 @@ pub struct Answered {
     pub sent: Instant,
     /// When its last reply was read.
     pub ended: Instant,
+    /// Its replies.
+    pub counts: Counts,
 }
 
 /// What a connection does.
@@ -72,6 +76,8 @@ enum Phase {
     Idle,
     /// Its batch was sent at this time.
     InFlight(Instant),
+    /// It waits for the database until this time.
+    Waiting(Instant),
     /// There are no more operations.
     Done,
 }
@@ -198,11 +204,11 @@ impl Load {
             on_answer,
         };
         (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
-        let timeout = if pace.sleeps { SLEEP } else { NO_WAIT };
         let mut events = Vec::with_capacity(EVENTS_MAX);
         let mut last_reply = began;
         while play.phases.iter().any(|phase| *phase != Phase::Done) {
             events.clear();
+            let timeout = play.timeout();
             match epoll::wait(&self.epoll, spare_capacity(&mut events), Some(&timeout)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(self.failed(error.to_string())),
@@ -211,9 +217,11 @@ impl Load {
                 let at = usize::try_from(event.data.u64()).expect("the number of a connection");
                 self.progress(at, event.flags, &mut play)?;
             }
+            if events.is_empty() || !pace.database.is_zero() {
+                (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
+            }
             if events.is_empty() {
                 interrupt::check()?;
-                (0..self.connections.len()).try_for_each(|at| self.start(at, &mut play))?;
                 if last_reply.elapsed() > REPLY_TIMEOUT {
                     return Err(self.failed(format!("no reply within {} s", REPLY_TIMEOUT.as_secs())));
                 }
@@ -226,11 +234,13 @@ impl Load {
 
     /// Sends the next batch of an idle connection, if it is due.
     fn start(&mut self, at: usize, play: &mut Play<'_>) -> Result<(), BenchError> {
-        if play.phases[at] != Phase::Idle {
-            return Ok(());
-        }
+        let due = match play.phases[at] {
+            Phase::Idle => play.due(),
+            Phase::Waiting(until) => until,
+            Phase::InFlight(_) | Phase::Done => return Ok(()),
+        };
         let now = Instant::now();
-        if now < play.due() {
+        if now < due {
             return Ok(());
         }
         let depth = if play.end.is_some_and(|end| now >= end) { 0 } else { play.pace.depth };
@@ -272,16 +282,19 @@ impl Load {
         let now_ms = self.now_ms(now);
         let connection = &mut self.connections[at];
         let sets_missed = play.pace.sets_missed;
-        let is_complete = connection
-            .read(&mut self.items, &mut play.counts, sets_missed, now_ms)
-            .map_err(|reason| self.failed(reason))?;
+        let is_complete =
+            connection.read(&mut self.items, sets_missed, now_ms).map_err(|reason| self.failed(reason))?;
         if !is_complete {
             return Ok(());
         }
+        let (counts, ended) = (self.connections[at].counts(), Instant::now());
+        play.counts.add(counts);
         if let Phase::InFlight(sent) = play.phases[at] {
-            (play.on_answer)(Answered { connection: at, sent, ended: Instant::now() });
+            (play.on_answer)(Answered { connection: at, sent, ended, counts });
         }
-        play.phases[at] = Phase::Idle;
+        let asks_database = counts.misses > 0 && !play.pace.database.is_zero();
+        play.phases[at] =
+            if asks_database { Phase::Waiting(ended + play.pace.database) } else { Phase::Idle };
         self.start(at, play)
     }
 
@@ -295,6 +308,19 @@ impl Load {
 }
 
 impl Play<'_> {
+    /// How long to sleep if there is no reply.
+    fn timeout(&self) -> Timespec {
+        if !self.pace.sleeps {
+            return NO_WAIT;
+        }
+        let due = self.phases.iter().filter_map(|phase| match phase {
+            Phase::Waiting(until) => Some(until),
+            _ => None,
+        });
+        let left = due.min().map_or(SLEEP_MAX, |due| due.saturating_duration_since(Instant::now()));
+        Timespec::try_from(left.min(SLEEP_MAX)).expect("a part of a second")
+    }
+
     /// When the next batch is due.
     fn due(&self) -> Instant {
         match self.pace.operations_per_s {

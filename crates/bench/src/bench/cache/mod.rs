@@ -9,6 +9,7 @@ mod items;
 mod load;
 mod memory;
 mod moves;
+mod pool;
 mod processors;
 mod replies;
 mod requests;
@@ -28,11 +29,11 @@ use servers::{MEMCACHED, Programs};
 pub const TARGETS: &str = "targets: ≥ 1.2× memcached's gets and sets for each CPU second, with a pipeline of \
     10 ≥ 5.2× and ≥ 1.7×; ≤ 26 bytes over key and value, ≤ 20 without cas; a hit ratio ≥ memcached's − 0.2 \
     points; while partitions move, ≥ 0.9 of the throughput, p99 of sets ≤ 1 ms, and all moves succeed under \
-    ≥ 200,000 sets/s";
+    ≥ 200,000 sets/s; hits with a pool over tcp: p99 ≤ 1 ms";
 
 const CONGESTION_CONTROL: &str = "/proc/sys/net/ipv4/tcp_congestion_control";
 /// Parts of the bench, for `--only`.
-const PARTS: [&str; 5] = ["requests", "threads", "memory", "hits", "moves"];
+const PARTS: [&str; 6] = ["requests", "threads", "memory", "hits", "moves", "pool"];
 
 /// How much is done.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +42,7 @@ struct Volume {
     memory_keys: u32,
     hits: hits::Volume,
     moves: moves::Volume,
+    pool: pool::Volume,
 }
 
 const FULL: Volume = Volume {
@@ -60,6 +62,7 @@ const FULL: Volume = Volume {
         stage: Duration::from_secs(3),
         paused_moves: 10,
     },
+    pool: pool::Volume { memory_mib: 64, rounds: 3, window: Duration::from_secs(4) },
 };
 
 const QUICK: Volume = Volume {
@@ -79,6 +82,7 @@ const QUICK: Volume = Volume {
         stage: Duration::from_secs(1),
         paused_moves: 2,
     },
+    pool: pool::Volume { memory_mib: 16, rounds: 1, window: Duration::from_millis(300) },
 };
 
 /// Runs the bench.
@@ -97,7 +101,9 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     processors.pin_load()?;
     report.notes = notes(&programs, processors, volume);
     let is_chosen = |part: &str| args.only.as_ref().is_none_or(|only| only == part);
-    let bar = progress::bar(6 * volume.requests.rounds + 4 + hits::count() + moves::STEPS);
+    let bar = progress::bar(
+        6 * volume.requests.rounds + 4 + hits::count() + moves::STEPS + pool::count(volume.pool),
+    );
     let show = |what: &str| {
         bar.set_message(what.to_owned());
         bar.inc(1);
@@ -126,6 +132,12 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
         // A picture has lines or bars; with all parts it has the bars of the others.
         report.series.extend(figures.series.into_iter().filter(|_| args.only.is_some()));
     }
+    if is_chosen(PARTS[5]) {
+        let (tables, targets) =
+            processors.start_on(Place::All, || pool::tables(&programs, volume.pool, &show))?;
+        report.tables.extend(tables);
+        report.targets.extend(targets);
+    }
     bar.finish_and_clear();
     Ok(report)
 }
@@ -151,6 +163,7 @@ fn notes(programs: &Programs, processors: Processors, volume: Volume) -> Vec<Str
             (hits.memory_mib / 4).max(16)
         ),
         moves::note(volume.moves),
+        pool::note(volume.pool),
     ];
     if !programs.has_memcached() {
         notes.push(format!("{MEMCACHED} is not installed, and left out"));

@@ -64,7 +64,7 @@ fn record(
     operations: &mut dyn Iterator<Item = Operation>,
 ) -> Result<Vec<Sample>, BenchError> {
     let mut samples = Vec::new();
-    let mut push = |Answered { connection, sent, ended }: Answered| {
+    let mut push = |Answered { connection, sent, ended, .. }: Answered| {
         let since = |from| ended.saturating_duration_since(from);
         samples.push(Sample {
             server: connection % SERVERS,

@@ -19,8 +19,13 @@ impl Default for LatencyHistogram {
 impl LatencyHistogram {
     /// Counts one duration. Only one thread may call this.
     pub fn record(&self, nanoseconds: u64) {
+        self.record_several(nanoseconds, 1);
+    }
+
+    /// Counts several durations that are equal. Only one thread may call this.
+    pub fn record_several(&self, nanoseconds: u64, times: u64) {
         let count = &self.0[Self::bucket(nanoseconds)];
-        count.store(count.load(Relaxed) + 1, Relaxed);
+        count.store(count.load(Relaxed) + times, Relaxed);
     }
 
     fn bucket(nanoseconds: u64) -> usize {
