@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test loop.
 #
-#   scripts/test.sh check   formatting, rules, lints, documentation, unit tests, simulators; 5 minutes
+#   scripts/test.sh check   formatting, rules, lints, documents, unit tests, simulators; 5 minutes
 #   scripts/test.sh test    all tests except the long ones, as in CI; 15 minutes from a clean clone
 #   scripts/test.sh long    virtual machines, other languages, chaos, the release build
 #
@@ -89,7 +89,7 @@ build() {
 
 run_tests() { cargo nextest run --workspace --profile "$1"; }
 
-# Tests leave the processors idle some of the time, so lints run beside them, with what is left. The
+# Tests leave the processors idle half of the time, so lints run beside them, with what is left. The
 # tests are found before that: cargo locks the folder of the build.
 run_tests_beside_lints() {
     cargo metadata --format-version 1 >target/metadata.json
@@ -97,8 +97,8 @@ run_tests_beside_lints() {
     nice -n 19 bash -c "$(declare -f lint); set -e; lint" >target/lints.log 2>&1 &
     lints=$!
     tested=0
-    cargo nextest run --profile "$1" --test-threads $(($(nproc) + 1)) \
-        --cargo-metadata target/metadata.json --binaries-metadata target/binaries.json || tested=$?
+    cargo nextest run --profile "$1" --cargo-metadata target/metadata.json \
+        --binaries-metadata target/binaries.json || tested=$?
     if ! wait "$lints"; then
         cat target/lints.log
         echo "the lints have failed"

@@ -6,6 +6,7 @@ use aquifer_segments::ownership::{Life, SegmentRecord};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::keeping::{KeptRecord, item_number};
 use crate::records::{CacheSettings, ServerRecord};
 use crate::wire::{Answer, Ask, Handover, Hello, Offer, Purpose, Welcome};
 
@@ -26,6 +27,10 @@ fn golden_records() {
     let record = SegmentRecord { owner: FROM, generation: 6, intent: Some(TO) };
     let json = r#"{"owner":{"host":1,"epoch":10},"generation":6,"intent":{"host":2,"epoch":20}}"#;
     check(&record, json);
+    let kept = KeptRecord { cache: "main".to_owned(), partition: SegmentRecord::new(FROM, 6) };
+    let json = r#"{"cache":"main","owner":{"host":1,"epoch":10},"generation":6,"intent":null}"#;
+    check(&kept, json);
+    assert_eq!(item_number("main", 5), 0x49de_89cb_7af5_0005);
     let server = ServerRecord {
         server: 1,
         epoch: 10,

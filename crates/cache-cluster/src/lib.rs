@@ -8,6 +8,7 @@
 //! - `member`: what the threads of a server share. `giving`, `receiving`: the two sides of a
 //!   hand-over, whose decisions are those of [`aquifer_segments::ownership`].
 //! - `watching`: follows the directory, and claims partitions that no server has.
+//! - `keeping`: partitions that outlive a server, because the machine's keeper holds them.
 //! - [`placement`]: which server is to have a partition. `balancing`: has them moved.
 
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod copying;
 mod giving;
 #[cfg(test)]
 mod golden_tests;
+mod keeping;
 pub mod lease;
 mod load;
 mod member;
@@ -69,6 +71,9 @@ pub struct ClusterOptions {
     pub advertise: Option<IpAddr>,
     /// The path of the socket for servers of this machine.
     pub memory_socket: PathBuf,
+    /// The socket of the machine's keeper. It holds what this server cannot give to others when it
+    /// ends, for the next one.
+    pub keeper: Option<PathBuf>,
     /// What loses messages, in tests.
     pub interference: Option<Arc<dyn Interference>>,
 }
@@ -110,6 +115,7 @@ pub struct ClusterServer {
     member: Arc<Member>,
     address: SocketAddr,
     threads: Vec<JoinHandle<()>>,
+    keeper: Option<PathBuf>,
 }
 
 impl ClusterServer {
@@ -131,6 +137,9 @@ impl ClusterServer {
         let fence = Arc::new(Fence::closed());
         let connector = Arc::new(PeerConnector::new(Arc::clone(&fence)));
         options.connector = Some(Arc::clone(&connector) as _);
+        let restored = cluster.keeper.as_deref().map(|keeper| keeping::restore(keeper, &cluster.name));
+        let (kept, kept_records) = restored.unwrap_or_default();
+        options.kept = kept;
         let clients = options.listeners.iter().map(|listener| listener.address().to_string()).collect();
         let server = Server::start(options).map_err(system("cannot serve"))?;
         let at = |address: SocketAddr| match cluster.advertise {
@@ -169,6 +178,7 @@ impl ClusterServer {
             received: AtomicU64::new(0),
         });
         connector.set_member(&member);
+        member.resume(&kept_records);
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
             let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(run);
             spawned.map_err(system("cannot start a thread"))
@@ -187,7 +197,7 @@ impl ClusterServer {
             spawn("cache-settle", Box::new(move || for_settling.settle_all()))?,
             spawn("cache-balance", Box::new(move || for_balance.balance()))?,
         ];
-        Ok(Self { server, member, address, threads })
+        Ok(Self { server, member, address, threads, keeper: cluster.keeper })
     }
 
     /// What other threads of the process use of the server.
@@ -227,7 +237,8 @@ impl ClusterServer {
         self.member.give_all(time)
     }
 
-    /// Ends the server. Partitions that it still has begin anew on other servers.
+    /// Ends the server. Partitions that it still has begin anew on other servers, or go on here if
+    /// there are none and a keeper runs.
     pub fn stop(self) {
         self.member.stops.store(true, Ordering::Release);
         // The thread that accepts looks at the flag when it has accepted.
@@ -238,6 +249,10 @@ impl ClusterServer {
                 tracing::error!("a thread of the cluster has panicked");
             }
         }
-        self.server.stop();
+        let Some(keeper) = self.keeper else { return self.server.stop() };
+        let records = self.member.settled();
+        let settled: Vec<usize> = records.keys().copied().collect();
+        let kept = self.server.stop_and_keep(&settled);
+        keeping::keep(&keeper, self.member.registry.cache(), kept, &records);
     }
 }

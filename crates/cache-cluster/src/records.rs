@@ -124,6 +124,12 @@ impl Registry {
         Self { directory, name: name.to_owned() }
     }
 
+    /// The name of the cache.
+    #[must_use]
+    pub fn cache(&self) -> &str {
+        &self.name
+    }
+
     /// The directory.
     #[must_use]
     pub fn directory(&self) -> &Arc<dyn Directory> {

@@ -1,5 +1,6 @@
 //! Servers that forward requests to each other. Partitions are placed by hand.
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
@@ -91,6 +92,7 @@ fn options(listener: Listener, connector: Arc<dyn Connector>) -> ServerOptions {
             evicts: true,
         },
         memory_file: None,
+        kept: BTreeMap::new(),
         connections_max: 64,
         item_size_max: 1 << 20,
         requests_per_turn: 0,

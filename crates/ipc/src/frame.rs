@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 18;
+pub const VERSION: u16 = 19;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -105,6 +105,9 @@ pub enum HeldKind {
     Heap,
     /// A segment: its memory.
     Segment,
+    /// A partition of a cache: its memory. Its number is a part of the hash of the cache's name,
+    /// and in the lower 16 bits the partition's.
+    Partition,
 }
 
 /// A set of held items that belongs to one daemon. At most one process owns a share at a time.
@@ -116,10 +119,15 @@ pub enum KeeperShare {
     Node(u16),
     /// The share of the heaps on the node with this number.
     Heaps(u16),
+    /// The share of the cache servers of the host, each of which has it for a moment when it starts
+    /// and when it ends.
+    Caches,
 }
 
 /// The number of the share of the heaps on node 0.
 const HEAPS_FIRST: u32 = 1 + (1 << 16);
+/// The number of the share of cache servers.
+const CACHES: u32 = HEAPS_FIRST + (1 << 16);
 
 impl KeeperShare {
     /// The share that an item belongs to; `None` if `id` has no node number.
@@ -128,6 +136,7 @@ impl KeeperShare {
         match kind {
             HeldKind::Node => u16::try_from(id).ok().map(Self::Node),
             HeldKind::Heap => u16::try_from(id >> 16).ok().map(Self::Heaps),
+            HeldKind::Partition => Some(Self::Caches),
             _ => Some(Self::Agent),
         }
     }
@@ -137,6 +146,7 @@ impl KeeperShare {
             Self::Agent => 0,
             Self::Node(id) => 1 + id as u32,
             Self::Heaps(id) => HEAPS_FIRST + id as u32,
+            Self::Caches => CACHES,
         }
     }
 
@@ -145,6 +155,7 @@ impl KeeperShare {
         match number {
             0 => Ok(Self::Agent),
             1..HEAPS_FIRST => node_of(1).map(Self::Node),
+            CACHES => Ok(Self::Caches),
             _ => node_of(HEAPS_FIRST).map(Self::Heaps),
         }
     }
@@ -551,6 +562,7 @@ fn held_kind(number: u32) -> Result<HeldKind, FrameError> {
         6 => HeldKind::Node,
         7 => HeldKind::Heap,
         8 => HeldKind::Segment,
+        9 => HeldKind::Partition,
         _ => return Err(FrameError::BadField("kind")),
     })
 }
@@ -565,6 +577,7 @@ fn held_kind_number(kind: HeldKind) -> u32 {
         HeldKind::Node => 6,
         HeldKind::Heap => 7,
         HeldKind::Segment => 8,
+        HeldKind::Partition => 9,
     }
 }
 

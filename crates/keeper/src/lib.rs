@@ -315,6 +315,9 @@ impl KeeperServer {
                 KeeperShare::Heaps(id) => {
                     format!("the heaps on node {id} are already served by process {owner}")
                 }
+                KeeperShare::Caches => {
+                    format!("another cache server starts or ends, as process {owner}")
+                }
             };
             return send_frame(&connection.socket, &Frame::Refused(reason), &[]).is_ok();
         }
@@ -360,6 +363,9 @@ impl KeeperServer {
             }
             KeeperShare::Heaps(node) => {
                 tracing::warn!(node, ?grace, "a service of heaps has ended; holding them for the next one");
+            }
+            KeeperShare::Caches => {
+                tracing::info!(?grace, "a cache server has ended; holding its partitions for the next one");
             }
         }
         share.deadline = Some(Instant::now() + grace);

@@ -113,7 +113,8 @@ impl Entry {
             | HeldKind::Session
             | HeldKind::Node
             | HeldKind::Heap
-            | HeldKind::Segment => false,
+            | HeldKind::Segment
+            | HeldKind::Partition => false,
         }
     }
 

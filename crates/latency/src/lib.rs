@@ -1,5 +1,7 @@
 //! Latency histogram that one thread writes and any thread may read.
 
+#![forbid(unsafe_code)]
+
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Sub-buckets per power of two: quantiles are exact to 6 %.

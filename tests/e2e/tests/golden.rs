@@ -114,6 +114,7 @@ fn held(cluster: &Cluster, share: KeeperShare) -> Vec<String> {
             HeldKind::Node => "node",
             HeldKind::Heap => "heap",
             HeldKind::Segment => "segment",
+            HeldKind::Partition => "partition",
         };
         // The shadow of the dead agent sends orphans at any time.
         if put.kind != HeldKind::Orphan {

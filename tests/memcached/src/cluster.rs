@@ -15,7 +15,7 @@ use crate::server::{Options, Program, Server};
 #[derive(Debug)]
 pub struct Cluster {
     folder: TempDir,
-    directory: Child,
+    daemons: Vec<Child>,
     arguments: Vec<String>,
 }
 
@@ -31,16 +31,26 @@ impl Cluster {
         let key = folder.path().join("cluster.key");
         fs::write(&key, "5a".repeat(32)).expect("the folder is writable");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("it is this user's");
-        let mut command = Command::new(build::binary());
-        command.arg("directory").arg("--state").arg(folder.path());
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let directory = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
-        let socket = folder.path().join("directory.sock");
-        eventually("the directory to listen", || socket.exists().then_some(()));
         let state = folder.path().display().to_string();
         let own = ["--directory", "embedded", "--state", &state].map(str::to_owned);
         let arguments = own.into_iter().chain(arguments.iter().map(ToString::to_string)).collect();
-        Self { folder, directory, arguments }
+        let mut cluster = Self { folder, daemons: Vec::new(), arguments };
+        cluster.start_daemon("directory");
+        cluster
+    }
+
+    /// Starts a daemon of the cluster, such as the keeper, and waits until it listens.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn start_daemon(&mut self, name: &str) {
+        let mut command = Command::new(build::binary());
+        command.arg(name).arg("--state").arg(self.folder.path());
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let daemon = command.spawn().unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
+        self.daemons.push(daemon);
+        let socket = self.folder.path().join(format!("{name}.sock"));
+        eventually("a daemon to listen", || socket.exists().then_some(()));
     }
 
     /// Starts a server.
@@ -90,8 +100,10 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // Fails if it has ended.
-        let _ = self.directory.kill();
-        let _ = self.directory.wait();
+        for daemon in &mut self.daemons {
+            // Fails if it has ended.
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
     }
 }

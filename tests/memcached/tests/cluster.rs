@@ -91,6 +91,31 @@ fn a_server_that_is_stopped_in_order_loses_nothing() {
 }
 
 #[test]
+fn the_only_server_has_its_items_again_after_a_restart() {
+    let mut cluster = Cluster::start(&[]);
+    cluster.start_daemon("keeper");
+    for restart in 0..3 {
+        let server = cluster.add();
+        cluster.wait_for_partitions();
+        let mut connection = server.connect();
+        for key in 0..500 {
+            let expected = if restart == 0 { "EN\r\n" } else { "VA 1 t-1\r\nx\r\n" };
+            let found = connection.request(format!("mg key{key} t v\r\n"));
+            assert_eq!(String::from_utf8_lossy(&found), expected, "restart {restart}");
+            assert_eq!(connection.request(format!("set key{key} 0 0 1\r\nx\r\n")), b"STORED\r\n");
+        }
+        assert!(server.end_by(Signal::TERM), "it ends with success");
+    }
+    // Nothing is known of what a killed server had in the making.
+    let server = cluster.add();
+    cluster.wait_for_partitions();
+    let _killed = server.end_by(Signal::KILL);
+    let server = cluster.add();
+    cluster.wait_for_partitions();
+    assert_eq!(server.connect().request("mg key1 v\r\n".to_owned()), b"EN\r\n");
+}
+
+#[test]
 fn operators_see_and_move_partitions() {
     let cluster = Cluster::start(&[]);
     let servers: Vec<Server> = (0..2).map(|_| cluster.add()).collect();

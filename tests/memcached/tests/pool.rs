@@ -2,9 +2,11 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::process::Command;
 use std::time::Duration;
 
-use aquifer_tests_e2e::processes;
+use aquifer_tests_e2e::eventually::eventually;
+use aquifer_tests_e2e::{build, processes};
 use aquifer_tests_memcached::{Options, Program, Server};
 
 /// A client that knows the values of numbered keys.
@@ -101,4 +103,52 @@ fn items_overflow_into_the_memory_of_nodes_and_come_back() {
     client.set(0..100);
     assert_eq!(client.count(0..100), 100);
     drop(server);
+}
+
+#[test]
+fn partitions_with_items_in_the_pool_move() {
+    let cluster = aquifer_tests_e2e::Cluster::up(1, "512M");
+    let agent = cluster.agent_socket().display().to_string();
+    let state = cluster.state().display().to_string();
+    let start = || {
+        let of_cache = ["--directory", "embedded", "--state", &state];
+        let options = Options::new(Program::Aquifer).with(&["--pool", "128M", "--agent", &agent]);
+        let mut options = options.with(&of_cache);
+        options.memory_mib = 16;
+        Server::start(options)
+    };
+    let operate = |arguments: &[&str]| {
+        let mut command = Command::new(build::binary());
+        command.arg("cache").args(arguments).args(["--directory", "embedded", "--state", &state]);
+        command.output().expect("the binary can be started")
+    };
+    let has_servers = |count: usize| {
+        let shown = format!("128 partitions on {count} servers");
+        eventually("all partitions to have servers", || {
+            let output = operate(&["status"]);
+            let is_shown = String::from_utf8_lossy(&output.stdout).contains(&shown);
+            (output.status.success() && is_shown).then_some(())
+        });
+    };
+    let servers = [start(), start()];
+    has_servers(2);
+    let mut clients = servers.each_ref().map(Client::connect);
+    let keys = 100_000;
+    clients[0].set(0..keys);
+    let in_pool = |clients: &mut [Client; 2]| clients.each_mut().map(|client| client.statistic("pool_items"));
+    assert!(in_pool(&mut clients).iter().all(|items| *items > 5000));
+    // All partitions go to the second server, with what the first one has in its memory.
+    let drained = operate(&["drain", "1"]);
+    assert!(drained.status.success(), "{drained:?}");
+    let found = clients[0].count((0..keys).step_by(11));
+    assert!(found > keys / 11 / 10, "{found}");
+    assert_eq!(clients[0].statistic("pool_bytes"), 0, "places of the first server are not freed");
+    // They come back, and what is set meanwhile is what is read.
+    clients[1].set(0..keys / 2);
+    assert!(operate(&["drain", "1", "--undo"]).status.success());
+    let drained = operate(&["drain", "2"]);
+    assert!(drained.status.success(), "{drained:?}");
+    let found = clients[1].count((0..keys).step_by(11));
+    assert!(found > keys / 11 / 10, "{found}");
+    assert_eq!(clients[1].statistic("pool_bytes"), 0, "places of the second server are not freed");
 }

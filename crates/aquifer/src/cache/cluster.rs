@@ -10,6 +10,7 @@ use aquifer_fabric::ClusterKey;
 
 use super::CacheArguments;
 use super::arguments::ClusterChoice;
+use crate::cluster::daemon::Daemon;
 use crate::cluster::key;
 use crate::cluster::location::DirectoryLocation;
 use crate::state::StateDir;
@@ -58,6 +59,7 @@ pub fn start(
         listen,
         advertise: arguments.advertise,
         memory_socket: memory_socket(),
+        keeper: Some(state.socket(&Daemon::Keeper.to_string())),
         interference: None,
     };
     let server = ClusterServer::start(options, cluster)?;

@@ -7,6 +7,7 @@ mod operate;
 mod pool;
 mod process;
 
+use std::collections::BTreeMap;
 use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
@@ -156,6 +157,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             pool: arguments.pool.unwrap_or(0),
         },
         memory_file: arguments.memory_file.clone(),
+        kept: BTreeMap::new(),
         connections_max: arguments.conn_limit as usize,
         item_size_max: usize::try_from(arguments.max_item_size)?,
         requests_per_turn: arguments.max_reqs_per_event.unwrap_or(0) as usize,

@@ -3,7 +3,7 @@
 //! There is no supervisor: `aquifer up` finds the daemons that do not run, and starts them.
 
 mod config;
-mod daemon;
+pub(crate) mod daemon;
 mod down;
 #[cfg(test)]
 mod golden_tests;

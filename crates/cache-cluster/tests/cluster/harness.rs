@@ -1,7 +1,8 @@
 //! Starts servers and asks them.
 
+use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,6 +52,8 @@ pub struct Cluster {
     count: usize,
     /// What loses messages and answers of the directory.
     faults: Option<Arc<Faults>>,
+    /// The keeper of the machine, for servers that are added from now on.
+    pub keeper: Option<PathBuf>,
 }
 
 impl Cluster {
@@ -66,14 +69,19 @@ impl Cluster {
             Some(faults) => Arc::new(FaultyDirectory { inner: directory, faults: Arc::clone(faults) }),
             None => Arc::new(directory),
         };
-        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0, faults };
+        let mut cluster = Self { servers: Vec::new(), directory, folder, count: 0, faults, keeper: None };
         for _ in 0..servers {
             cluster.add(kind);
         }
         cluster.wait_until("all partitions have a server", |cluster| {
-            cluster.owners().iter().all(Option::is_some)
+            servers == 0 || cluster.owners().iter().all(Option::is_some)
         });
         cluster
+    }
+
+    /// The folder of the cluster.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// Starts another server.
@@ -92,6 +100,7 @@ impl Cluster {
             listen: (Ipv4Addr::LOCALHOST, 0).into(),
             advertise: None,
             memory_socket,
+            keeper: self.keeper.clone(),
             interference: self.faults.clone().map(|faults| faults as _),
         };
         self.servers.push(ClusterServer::start(options(kind), cluster).unwrap());
@@ -171,6 +180,7 @@ fn options(kind: Kind) -> ServerOptions {
             evicts: kind.evicts,
         },
         memory_file: None,
+        kept: BTreeMap::new(),
         connections_max: 256,
         item_size_max: 1 << 20,
         requests_per_turn: 0,

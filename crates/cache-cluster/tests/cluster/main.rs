@@ -3,5 +3,6 @@
 mod checker;
 mod faults;
 mod harness;
+mod keeping;
 mod moves;
 mod owners;

@@ -10,7 +10,7 @@ use aquifer_cache_cluster::wire::{Answer, Ask};
 use crate::checker::Checker;
 use crate::harness::{Cluster, Kind, PARTITIONS};
 
-fn ask(stream: &mut BufReader<TcpStream>, request: &str) -> String {
+pub fn ask(stream: &mut BufReader<TcpStream>, request: &str) -> String {
     stream.get_mut().write_all(request.as_bytes()).unwrap();
     let mut line = String::new();
     stream.read_line(&mut line).unwrap();
@@ -41,6 +41,7 @@ fn a_server_that_joins_gets_partitions_and_one_that_drains_gives_all() {
 #[test]
 fn the_partitions_of_a_server_that_ends_begin_anew() {
     let mut cluster = Cluster::start(Kind::default(), 3);
+    cluster.wait_until("the third server has partitions", |cluster| !cluster.status(2).partitions.is_empty());
     let mut stream = BufReader::new(cluster.connect(0));
     for key in 0..200 {
         assert_eq!(ask(&mut stream, &format!("set key{key} 0 0 1\r\nx\r\n")), "STORED\r\n");

@@ -14,6 +14,7 @@ mod stream;
 mod tls;
 mod worker;
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
@@ -80,6 +81,9 @@ pub struct ServerOptions {
     pub verbosity: u32,
     /// The pool, for items that have no room here, if the store's options have one.
     pub pool: Option<Box<dyn RemoteMemory>>,
+    /// Memory of partitions that an earlier server has kept, by their numbers. Unused with
+    /// [`Self::memory_file`].
+    pub kept: BTreeMap<usize, OwnedFd>,
     /// How other servers are reached, in a cluster. All partitions are absent at first then.
     pub connector: Option<Arc<dyn Connector>>,
     /// The version of the program.
@@ -93,8 +97,9 @@ struct Common {
     clock: Clock,
     /// When the server started. With items of an earlier one the clock goes on from there.
     started: Instant,
-    /// The options of a store that is completed in the end.
-    completes: Option<StoreOptions>,
+    options: StoreOptions,
+    /// The items are in a file, for a later server.
+    has_file: bool,
     counters: Box<[Counters]>,
     item_size_max: usize,
     requests_per_turn: usize,
@@ -149,18 +154,25 @@ impl Server {
     pub fn start(options: ServerOptions) -> io::Result<Self> {
         let threads = options.store.threads;
         assert!(threads > 0 && !options.listeners.is_empty());
-        let (store, seconds) = match &options.memory_file {
-            Some(path) => Store::open(&options.store, open_file(path, Store::file_bytes(&options.store))?)?,
-            None => (Store::new(&options.store)?, None),
+        let mut clock = Clock::start();
+        let store = if let Some(path) = &options.memory_file {
+            let file = open_file(path, Store::file_bytes(&options.store))?;
+            let (store, seconds) = Store::open(&options.store, file)?;
+            clock = seconds.map_or(clock, |(now_s, unix_s)| Clock::resume(now_s, unix_s));
+            store
+        } else {
+            let now_s = clock.now_s();
+            Store::with_kept(&options.store, options.kept, now_s, clock.unix_s(now_s))?
         };
         if options.connector.is_some() {
             store.begin_absent();
         }
         let common = Arc::new(Common {
             store,
-            clock: seconds.map_or_else(Clock::start, |(now_s, unix_s)| Clock::resume(now_s, unix_s)),
+            clock,
             started: Instant::now(),
-            completes: options.memory_file.is_some().then_some(options.store),
+            options: options.store,
+            has_file: options.memory_file.is_some(),
             counters: (0..threads).map(|_| Counters::new(options.store.partitions)).collect(),
             item_size_max: options.item_size_max,
             requests_per_turn: if options.requests_per_turn == 0 {
@@ -223,6 +235,31 @@ impl Server {
     /// Closes all connections and ends the threads. Completes the file of the items, if there is
     /// one.
     pub fn stop(self) {
+        if let Some(common) = self.end()
+            && common.has_file
+        {
+            let now_s = common.clock.now_s();
+            common.store.complete(&common.options, now_s, common.clock.unix_s(now_s));
+        }
+    }
+
+    /// Like [`Self::stop`]; also completes partitions for a later server with the same options, and
+    /// returns their memory, by their numbers.
+    #[must_use]
+    pub fn stop_and_keep(self, partitions: &[usize]) -> BTreeMap<usize, OwnedFd> {
+        let Some(common) = self.end() else { return BTreeMap::new() };
+        let now_s = common.clock.now_s();
+        let unix_s = common.clock.unix_s(now_s);
+        let keep = |partition: &usize| {
+            let kept = common.store.keep(&common.options, *partition, now_s, unix_s);
+            let kept = kept.inspect_err(|error| tracing::warn!(%error, partition, "a partition is not kept"));
+            Some((*partition, kept.ok()??))
+        };
+        partitions.iter().filter_map(keep).collect()
+    }
+
+    /// Closes all connections and ends the threads. `None` if one of them had panicked.
+    fn end(self) -> Option<Arc<Common>> {
         self.common.stops.store(true, Ordering::SeqCst);
         self.wake_acceptor.wake();
         for (handle, _) in &self.workers {
@@ -234,13 +271,10 @@ impl Server {
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a thread of the cache ended with a panic");
-                return;
+                return None;
             }
         }
-        if let Some(options) = &self.common.completes {
-            let now_s = self.common.clock.now_s();
-            self.common.store.complete(options, now_s, self.common.clock.unix_s(now_s));
-        }
+        Some(self.common)
     }
 }
 

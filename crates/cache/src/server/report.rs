@@ -177,7 +177,7 @@ impl ServerReport for Report {
         add("hash_algorithm", &"xxh3");
         add("idle_timeout", &common.idle_timeout_s);
         add("ssl_enabled", &yes(common.tls.is_some()));
-        add("memory_file", &if common.completes.is_some() { "yes" } else { "(null)" });
+        add("memory_file", &if common.has_file { "yes" } else { "(null)" });
         add("partitions", &common.store.partitions().len());
     }
 

@@ -6,6 +6,7 @@
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
 //! - [`partition`]: the operations on one part of the keys. `Shared`: what all parts share.
 //! - [`presence`]: where a part is. `moving`: how it leaves and comes. `shift`: its seconds.
+//!   `keeping`: how it gets from one store to a later one.
 //! - `cas`: the numbers of items. [`pool`] and `overflow`: items that have no room here.
 //!
 //! The design is that of Segcache (NSDI 2021), with exact expiry, an index that grows, and eviction
@@ -18,6 +19,7 @@ pub mod completed;
 pub mod epochs;
 pub mod index;
 pub mod item;
+mod keeping;
 pub mod layout;
 pub mod log;
 pub mod memory;

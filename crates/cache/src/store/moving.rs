@@ -102,7 +102,8 @@ impl Store {
 
     /// Serves a partition without items, in this generation.
     pub fn begin_empty(&self, partition: usize, generation: u64) {
-        self.partitions[partition].begin_empty(&self.shared, cas::before_first(partition, generation));
+        debug_assert_eq!(self.partitions[partition].items(), 0);
+        self.partitions[partition].begin(&self.shared, cas::before_first(partition, generation));
     }
 
     /// Memory for a partition that is about to come.

@@ -1,6 +1,7 @@
 //! A partition: the items of a part of all keys, in memory that any process can map anywhere.
 
 mod eviction;
+mod keeping;
 mod moving;
 mod overflow;
 mod run_items;
@@ -207,6 +208,7 @@ impl Partition {
         let mut inner = self.lock();
         self.drop_all_away(shared, &mut inner);
         inner.log.complete(shared);
+        let now_s = self.shift.to_partition(now_s);
         let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
         completed.write(&self.memory, identity);
     }

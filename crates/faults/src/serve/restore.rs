@@ -70,7 +70,12 @@ impl PagingService {
                 },
                 HeldKind::Program => programs.push(kept),
                 HeldKind::Orphan => orphans.extend(kept.fds.into_iter().next().map(|fd| (kept.item.id, fd))),
-                HeldKind::Host | HeldKind::Session | HeldKind::Node | HeldKind::Heap | HeldKind::Segment => {}
+                HeldKind::Host
+                | HeldKind::Session
+                | HeldKind::Node
+                | HeldKind::Heap
+                | HeldKind::Segment
+                | HeldKind::Partition => {}
             }
         }
         // Before anything else: the leak scan must know the slabs before it looks at a node.

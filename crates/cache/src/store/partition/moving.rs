@@ -157,8 +157,8 @@ impl Partition {
         cleared
     }
 
-    /// Serves requests, without items, and with cas numbers after this one.
-    pub(in super::super) fn begin_empty(&self, shared: &Shared, cas: u64) {
+    /// Serves requests, with cas numbers after this one for what is set from now on.
+    pub(in super::super) fn begin(&self, shared: &Shared, cas: u64) {
         self.lock().log.cas = cas;
         self.stay(shared);
     }
