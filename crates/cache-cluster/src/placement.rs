@@ -1,6 +1,10 @@
-//! Which server has a partition that none has, and which partitions are to move. Pure functions.
+//! Where a partition is, which server is to have one that none has, and which ones are to move. Pure
+//! functions.
 
 use std::collections::BTreeMap;
+
+use aquifer_cache::store::presence::{Place, Presence};
+use aquifer_segments::ownership::{Life, SegmentRecord};
 
 /// A server is too loaded if it has more than the mean by this part of it, and too idle if it has
 /// less.
@@ -59,6 +63,28 @@ pub fn claimant(partition: usize, servers: impl Iterator<Item = u16>) -> Option<
         let bytes = [&partition.to_le_bytes()[..], &server.to_le_bytes()].concat();
         (xxhash_rust::xxh3::xxh3_64(&bytes), *server)
     })
+}
+
+/// Where a partition is that is not on this server: what other servers have said may be newer than
+/// the record. `lives` is false for this server itself, and `is_server` tells known numbers.
+pub fn elsewhere(
+    record: Option<&SegmentRecord>,
+    known: Presence,
+    lives: impl Fn(Life) -> bool,
+    is_server: impl Fn(u16) -> bool,
+) -> Presence {
+    let Some(record) = record.filter(|record| lives(record.owner)) else { return Presence::Unknown };
+    match known {
+        Presence::Elsewhere(said) if said.generation > record.generation && is_server(said.server) => known,
+        _ => Presence::Elsewhere(Place { server: record.owner.host, generation: record.generation }),
+    }
+}
+
+/// Whether a server may claim a partition that it has not: no server has it. Only the target of a
+/// hand-over that has begun can tell that it has not received it.
+pub fn may_claim(record: Option<&SegmentRecord>, own: Life, lives: impl Fn(Life) -> bool) -> bool {
+    let is_free = |life| life == own || !lives(life);
+    record.is_none_or(|record| is_free(record.owner) && record.intent.is_none_or(is_free))
 }
 
 /// The next moves, at most so many at a time.

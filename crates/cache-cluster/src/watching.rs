@@ -7,14 +7,14 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use aquifer_cache::store::presence::{Place, Presence};
+use aquifer_cache::store::presence::Presence;
 use aquifer_directory::names::decode;
 use aquifer_directory::{DirectoryEntry, DirectoryError, FailureLog, WatchEvent, WatchEventKind};
 use aquifer_segments::ownership::{Holder, Holding, Life};
 
 use crate::lease::KeptLease;
 use crate::member::{Member, SeatState};
-use crate::placement::claimant;
+use crate::placement::{self, claimant};
 use crate::records::{CacheKey, Claim, ServerRecord};
 
 /// Longest wait for a change.
@@ -135,22 +135,9 @@ impl Watcher {
             if !is_absent || matches!(known, Presence::Here | Presence::Leaving) {
                 continue;
             }
-            let place = state.record.as_ref().and_then(|record| {
-                let lives = member.server_of(record.owner).is_some() && record.owner != state.holder.own();
-                let place = Place { server: record.owner.host, generation: record.generation };
-                lives.then_some(place)
-            });
-            let next = match (place, known) {
-                // What another server has said may be newer than the record.
-                (Some(place), Presence::Elsewhere(known))
-                    if known.generation > place.generation
-                        && member.server_record(known.server).is_some() =>
-                {
-                    Presence::Elsewhere(known)
-                }
-                (Some(place), _) => Presence::Elsewhere(place),
-                (None, _) => Presence::Unknown,
-            };
+            let lives = |life| life != state.holder.own() && member.server_of(life).is_some();
+            let is_server = |server| member.server_record(server).is_some();
+            let next = placement::elsewhere(state.record.as_ref(), known, lives, is_server);
             if next != known {
                 items.set_absent(next);
                 has_changed = true;
@@ -194,14 +181,7 @@ impl Watcher {
         for (partition, seat) in member.seats.iter().enumerate() {
             let state = seat.lock();
             let is_absent = matches!(state.holder.holding(), Holding::Absent | Holding::Prepared { .. });
-            let may_claim = match &state.record {
-                None => true,
-                Some(record) => {
-                    let is_dead = record.owner == own || !lives(record.owner);
-                    // Only the target of a hand-over can tell that it has not received it.
-                    is_dead && record.intent.is_none_or(|to| to == own || !lives(to))
-                }
-            };
+            let may_claim = placement::may_claim(state.record.as_ref(), own, lives);
             if !is_absent || state.receiving.is_some() || !may_claim {
                 self.lost_since.remove(&partition);
                 continue;

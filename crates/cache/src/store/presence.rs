@@ -30,20 +30,24 @@ pub enum Presence {
 
 /// A presence that threads look at while another one changes it.
 #[derive(Debug)]
-pub(super) struct PresenceCell(AtomicU64);
+pub struct PresenceCell(AtomicU64);
 
 impl PresenceCell {
-    pub(super) const fn here() -> Self {
+    /// [`Presence::Here`].
+    #[must_use]
+    pub const fn here() -> Self {
         Self(AtomicU64::new(0))
     }
 
+    /// Whether it is [`Presence::Here`].
     #[inline]
-    pub(super) fn is_here(&self) -> bool {
+    pub fn is_here(&self) -> bool {
         self.0.load(Ordering::Acquire) == 0
     }
 
+    /// The presence.
     #[inline]
-    pub(super) fn get(&self) -> Presence {
+    pub fn get(&self) -> Presence {
         let word = self.0.load(Ordering::Acquire);
         match word & KIND_MASK {
             0 => Presence::Here,
@@ -56,12 +60,13 @@ impl PresenceCell {
         }
     }
 
-    pub(super) fn set(&self, presence: Presence) {
+    /// Replaces the presence.
+    pub fn set(&self, presence: Presence) {
         self.0.store(word_of(presence), Ordering::Release);
     }
 
     /// Notes a place that is newer than what is known; returns whether it was.
-    pub(super) fn learn(&self, place: Place) -> bool {
+    pub fn learn(&self, place: Place) -> bool {
         loop {
             let known = self.get();
             let is_newer = match known {

@@ -1,0 +1,49 @@
+//! A seeded simulator of a whole cache: servers that forward requests, hand partitions over, balance
+//! them, and end, while messages and answers of the directory are lost.
+//!
+//! Real are the state machine of hand-overs, the transactions, the rules of claims and places, and
+//! the planning of moves. The steps between them are those of `giving` and `receiving`. Messages,
+//! time and items are simulated.
+
+mod clients;
+mod handover;
+mod server;
+mod world;
+
+use world::{Mutant, World};
+
+/// Steps of a seed with faults.
+const STEPS: usize = 4000;
+
+fn play(seed: u64, mutant: Option<Mutant>) -> Result<world::Totals, String> {
+    let mut world = World::new(seed, mutant);
+    for _ in 0..STEPS {
+        world.step();
+        if let Some(wrong) = world.wrong() {
+            return Err(wrong);
+        }
+    }
+    world.settle();
+    world.wrong().map_or_else(|| Ok(world.totals()), Err)
+}
+
+#[test]
+fn no_reply_is_wrong_and_all_comes_to_rest() {
+    let mut sums = world::Totals::default();
+    for seed in 0..150 {
+        let totals = play(seed, None).unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
+        sums.add(totals);
+    }
+    // The seeds have tested something.
+    assert!(sums.hits > 10_000 && sums.forwards > 10_000, "{sums:?}");
+    assert!(sums.moves > 500 && sums.taken_back > 100 && sums.claims > 500, "{sums:?}");
+    assert!(sums.moved_replies > 500, "{sums:?}");
+}
+
+#[test]
+fn mutants_are_noticed() {
+    for mutant in Mutant::ALL {
+        let noticed = (0..150).any(|seed| play(seed, Some(mutant)).is_err());
+        assert!(noticed, "{mutant:?}");
+    }
+}
