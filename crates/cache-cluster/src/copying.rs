@@ -13,6 +13,20 @@ use aquifer_cache::store::partition::{Departure, Partition};
 use aquifer_cache::store::runs::RunState;
 use aquifer_cache::store::slot::RUN_BYTES;
 
+aquifer_mutation::mutations! {
+    /// Steps of copying that its test leaves out, to see that it notices.
+    pub enum Mutation {
+        /// What was copied of a run counts although the run was opened again.
+        IgnoreSerial,
+        /// The entries of runs after the last one in use are kept.
+        KeepEntries,
+        /// What was written since the last round is not copied.
+        SkipRest,
+        /// The index is copied without its overflow buckets.
+        SkipOverflow,
+    }
+}
+
 /// Bytes that are copied by one READ.
 pub const PIECE_BYTES: usize = 256 << 10;
 
@@ -122,9 +136,15 @@ impl<'a> Copy<'a> {
             return Err(CopyError::NoRoom);
         }
         let before = self.table_end;
-        self.round(departure.runs_end, source, reserve)?;
+        if Mutation::SkipRest.is_active() {
+            self.copy_table(departure.runs_end, source)?;
+        } else {
+            self.round(departure.runs_end, source, reserve)?;
+        }
         source.read(&self.index_pieces(departure.index))?;
-        for run in departure.runs_end..before {
+        let after =
+            if Mutation::KeepEntries.is_active() { before..before } else { departure.runs_end..before };
+        for run in after {
             self.partition.clear_run_entry(run);
         }
         self.discard_unneeded(departure.runs_end);
@@ -145,7 +165,7 @@ impl<'a> Copy<'a> {
         let mut pieces = Vec::new();
         for (run, serial, fill) in runs_with_bytes(self.partition, runs_end) {
             let copied = self.copied.entry(run).or_default();
-            if copied.serial != serial {
+            if copied.serial != serial && !(Mutation::IgnoreSerial.is_active() && copied.serial != 0) {
                 *copied = Copied { serial, bytes: 0 };
             }
             if fill > copied.bytes {
@@ -163,7 +183,8 @@ impl<'a> Copy<'a> {
 
     fn index_pieces(&self, index: IndexState) -> Vec<Piece> {
         let mut pieces = Vec::new();
-        let counts = [index.buckets, index.overflow_buckets];
+        let skips_overflow = Mutation::SkipOverflow.is_active();
+        let counts = [index.buckets, if skips_overflow { 0 } else { index.overflow_buckets }];
         let places = self.from.index_starts().into_iter().zip(self.partition.layout().index_starts());
         for ((from, to), count) in places.zip(counts) {
             let bytes = usize::try_from(count).expect("64 bits") * BUCKET_BYTES;
@@ -238,6 +259,7 @@ mod tests {
     use aquifer_cache::store::partition::{Cas, Change, Put};
     use aquifer_cache::store::presence::{Place, Presence};
     use aquifer_cache::store::{Key, Store, StoreOptions};
+    use aquifer_mutation::Mutations;
 
     /// Reads the memory of a partition of the same process.
     pub struct Local {
@@ -354,6 +376,81 @@ mod tests {
             let pages = allocated(&to.partitions()[1]);
             assert!(to.budget().used().abs_diff(pages) <= 64 * PAGE_BYTES as u64, "{pages}");
         });
+    }
+
+    /// Copies a partition between random writes; says what is wrong with the copy.
+    fn copy_between_writes(seed: u64) -> Result<(), String> {
+        let (from, to) = (store(3 << 20), store(8 << 20));
+        to.begin_absent();
+        let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let mut next = |below: usize| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            usize::try_from(random % below as u64).unwrap()
+        };
+        let keys: Vec<String> = (0..3000).filter_map(|number| key_in(1, &from, number)).collect();
+        let (source, target) = (&from.partitions()[1], &to.partitions()[1]);
+        let (mut local, mut copy) = (Local::new(source, target), Copy::new(target, *source.layout()));
+        for count in 0..8000 {
+            // Some are longer than a run, and are replaced by short ones.
+            let len = if next(200) == 0 { 100_000 } else { next(2000) };
+            let (number, now_s) = (next(keys.len()), 10 + count / 100);
+            put(&from, 0, &keys[number], &format!("{count}:{}", "x".repeat(len)), now_s, 0);
+            if next(400) == 0 {
+                copy.round(source.runs_end(), &mut local, &mut |_| true)
+                    .map_err(|error| error.to_string())?;
+            }
+        }
+        let now_s = 100;
+        if seed % 2 == 1 {
+            // Most runs at the end are free when the partition rests.
+            for key in &keys[1..] {
+                let pin = from.pin(0);
+                from.update(&pin, Key::new(key.as_bytes()), now_s, |_| Change::Remove).unwrap();
+            }
+            from.collect_retired();
+        }
+        let expected: Vec<_> = keys.iter().map(|key| value(&from, key, now_s)).collect();
+        let departure = from.leave(1, now_s);
+        copy.finish(&departure, &mut local, &mut |_| true).map_err(|error| error.to_string())?;
+        to.arrive(1, &departure, now_s).map_err(|_| "damaged".to_owned())?;
+        to.stay(1);
+        for (key, expected) in keys.iter().zip(expected) {
+            if value(&to, key, now_s) != expected {
+                return Err(format!("{key} differs"));
+            }
+        }
+        if to.content().items != departure.items {
+            return Err(format!("{} items", departure.items));
+        }
+        // All runs are usable, also those that the source had once used.
+        for count in 0..4000 {
+            put(&to, 0, &keys[count % keys.len()], &format!("{count}:{}", "y".repeat(next(6000))), now_s, 0);
+            let (used, pages) = (to.budget().used(), allocated(target));
+            if used.abs_diff(pages) > 64 * PAGE_BYTES as u64 {
+                return Err(format!("{pages} bytes of memory, and {used} of the budget"));
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn copies_between_writes_are_equal() {
+        for seed in 0..12 {
+            copy_between_writes(seed).unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
+        }
+    }
+
+    #[test]
+    fn mutations_are_noticed() {
+        for mutation in Mutation::ALL {
+            let is_wrong = |seed| {
+                let copied = || mutation.while_active(|| copy_between_writes(seed));
+                std::panic::catch_unwind(copied).map_or(true, |copied| copied.is_err())
+            };
+            assert!((0..12).any(is_wrong), "{mutation:?}");
+        }
     }
 
     fn allocated(partition: &Partition) -> u64 {

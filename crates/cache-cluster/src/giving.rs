@@ -11,6 +11,8 @@ use crate::wire::{Answer, Ask, Handover};
 const LOOK: Duration = Duration::from_millis(100);
 /// A target that has let the partition rest must have copied the rest by then.
 const REST_MAX: Duration = Duration::from_secs(2);
+/// A target that copies asks so often at least.
+const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 const TAKEN_BACK: &str = "the hand-over was taken back";
 
@@ -49,7 +51,8 @@ impl Member {
         let mut outputs = Vec::new();
         state.holder.step(&Input::Connect(to), &mut outputs);
         debug_assert_eq!(outputs, [Output::Send(to, Message::Prepare(generation + 1))]);
-        state.giving = Some(Giving { handover, offered: None, rests: false, why: None });
+        let heard = Instant::now();
+        state.giving = Some(Giving { handover, offered: None, heard, rests: false, why: None });
         state.ended = None;
         Ok(handover)
     }
@@ -112,15 +115,16 @@ impl Member {
                 rests_since.get_or_insert_with(Instant::now);
             }
             let is_late = rests_since.is_some_and(|since| since.elapsed() > REST_MAX);
+            let is_silent = giving.heard.elapsed() > SILENCE_MAX;
             let is_alone = self.server_of(handover.to).is_none();
             let gives_up = giving.why.is_some();
-            if is_late && giving.why.is_none() {
+            if (is_late || is_silent) && giving.why.is_none() {
                 giving.why = Some("the other server has not copied it in time".to_owned());
             }
             if is_alone && giving.why.is_none() {
                 giving.why = Some("the other server has ended".to_owned());
             }
-            if is_late || is_alone || gives_up {
+            if is_late || is_silent || is_alone || gives_up {
                 drop(state);
                 // Nothing comes of it if the partition was given already: the tick finds out then.
                 self.run(partition, Input::Abort);
@@ -138,8 +142,9 @@ impl Member {
 
     /// Answers a target that asks how far the runs in use go.
     pub(crate) fn extent(&self, handover: Handover) -> Answer {
-        match &self.seats[handover.partition].lock().giving {
+        match &mut self.seats[handover.partition].lock().giving {
             Some(giving) if giving.handover == handover => {
+                giving.heard = Instant::now();
                 Answer::Extent(self.server().store().partitions()[handover.partition].runs_end())
             }
             _ => Answer::Declined(TAKEN_BACK.to_owned()),
@@ -154,6 +159,7 @@ impl Member {
         let Some(giving) = state.giving.as_mut().filter(|giving| giving.handover == handover) else {
             return Answer::Declined(TAKEN_BACK.to_owned());
         };
+        giving.heard = Instant::now();
         match stage {
             Holding::Owned { stage: Stage::Ready(to), .. } if to == handover.to => {}
             Holding::Owned { stage: Stage::Preparing(_) | Stage::Intending(_), .. } => {

@@ -47,7 +47,7 @@ fn connect(keeper: &Path) -> Option<(KeeperClient, Vec<aquifer_channel::Restored
     let connected = KeeperClient::connect(keeper, KeeperShare::Caches);
     let connected = connected.inspect_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
-            tracing::debug!(keeper = %keeper.display(), "no keeper runs: partitions do not outlive this server");
+            tracing::debug!(keeper = %keeper.display(), "no keeper: partitions do not outlive this server");
         }
         _ => {
             tracing::warn!(%error, keeper = %keeper.display(), "partitions do not outlive this server");

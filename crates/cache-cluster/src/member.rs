@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_cache::server::ServerHandle;
 use aquifer_cache::store::presence::{Place, Presence};
@@ -68,6 +68,8 @@ pub(crate) struct SeatState {
 pub(crate) struct Giving {
     pub handover: Handover,
     pub offered: Option<Offered>,
+    /// When the target was heard last.
+    pub heard: Instant,
     /// Requests wait, and no thread changes the partition.
     pub rests: bool,
     /// Why the target gives up.

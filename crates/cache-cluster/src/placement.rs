@@ -1,4 +1,4 @@
-//! Where a partition is, which server is to have one that none has, and which ones are to move. Pure
+//! Where a partition is, which server is to have one that none has, and which are to move. Pure
 //! functions.
 
 use std::collections::BTreeMap;

@@ -202,11 +202,8 @@ impl World {
             (Ask::Rest(handover), _) => self.give_up(at, handover),
             (Ask::Give(handover), _) => {
                 // It may have been given, and the answer was lost.
-                if !self.is(Mutant::ForgetToRefuse) {
-                    let message = Message::Query(handover.generation);
-                    let input = Input::Message(handover.from, message);
-                    self.servers[at].step(handover.partition, &input);
-                }
+                let message = Message::Query(handover.generation);
+                self.servers[at].step(handover.partition, &Input::Message(handover.from, message));
                 self.give_up(at, handover);
             }
             (Ask::Query(handover), Some(answer)) => {
@@ -253,6 +250,7 @@ impl World {
     /// A server looks after a partition that is given, or whose owner is not known.
     pub fn look_after(&mut self, at: usize, partition: usize) {
         let is_late = !self.is_calm && self.random.one_in(4) || self.random.one_in(40);
+        let is_silent = self.random.one_in(100);
         let (takes_given, server) = (self.mutant == Some(Mutant::TakeBackGiven), &mut self.servers[at]);
         let is_unsettled = match server.holders[partition].holding() {
             Holding::Absent | Holding::Prepared { .. } => false,
@@ -263,7 +261,7 @@ impl World {
         };
         if let Some(giving) = server.givings[partition] {
             let is_alone = !server.knows(giving.handover.to);
-            if giving.rests && is_late || is_alone || giving.gives_up {
+            if giving.rests && is_late || is_silent || is_alone || giving.gives_up {
                 server.givings[partition] = Some(Giving { gives_up: true, ..giving });
                 if takes_given && giving.rests {
                     server.presences[partition].set(Presence::Here);

@@ -16,7 +16,7 @@ use crate::handover::{Ask, Giving, Receiving};
 use crate::world::{Mutant, PARTITIONS, Packet, Reply, World};
 
 /// Longer than a seed lasts: leases end when the world says so.
-const TTL: Duration = Duration::from_secs(1 << 30);
+const TTL: Duration = Duration::from_hours(1);
 
 pub fn fault(has_effect: bool) -> CallFault {
     if has_effect { CallFault::AnswerLost } else { CallFault::Lost }
@@ -186,11 +186,14 @@ impl World {
     /// A server reads the directory, and claims what no server has.
     pub fn refresh(&mut self, at: usize) {
         let is_patient = !self.random.one_in(3);
+        let ignores_records = self.is(Mutant::IgnoreRecords);
         let server = &mut self.servers[at];
         if server.list().is_none() {
             return;
         }
-        server.place_all();
+        if !ignores_records {
+            server.place_all();
+        }
         if !server.knows(server.life) {
             return;
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use aquifer_cache_cluster::placement::{Move, PartitionLoad, ServerLoad, plan};
 use aquifer_directory::sim::DirectoryWorld;
-use aquifer_segments::ownership::{Holding, Life, Stage};
+use aquifer_segments::ownership::{Holder, Holding, Life, Stage};
 
 use crate::clients::Clients;
 use crate::handover::{Answer, Ask};
@@ -28,8 +28,8 @@ pub enum Mutant {
     ServeLeaving,
     /// A server serves although its lease may have ended.
     IgnoreFence,
-    /// A target that heard nothing of the source's answer does not refuse the hand-over.
-    ForgetToRefuse,
+    /// Places are learnt from other servers only.
+    IgnoreRecords,
     /// Older places replace newer ones.
     LearnAnything,
     /// A source that takes a hand-over back does not ask whether the target has it.
@@ -40,7 +40,7 @@ impl Mutant {
     pub const ALL: [Self; 5] = [
         Self::ServeLeaving,
         Self::IgnoreFence,
-        Self::ForgetToRefuse,
+        Self::IgnoreRecords,
         Self::LearnAnything,
         Self::TakeBackGiven,
     ];
@@ -217,7 +217,13 @@ impl World {
             }
         }
         if self.wrong.is_none() && !(self.clients.are_idle() && self.is_at_rest()) {
-            self.fail(format!("it does not come to rest: {:?}", self.owners()));
+            let state = |server: &Server| {
+                let holdings: Vec<_> = server.holders.iter().map(Holder::holding).collect();
+                (server.life, server.drains, holdings, server.givings.clone(), server.receivings.clone())
+            };
+            let states: Vec<_> = self.servers.iter().map(state).collect();
+            let (planned, packets) = (plan(&self.loads(), 1), &self.packets);
+            self.fail(format!("it does not come to rest: {planned:?}, {packets:?}, {states:#?}"));
         }
     }
 
@@ -320,16 +326,32 @@ impl World {
         }
     }
 
-    /// Ends a process. What it has sent is lost with its connections.
+    /// Ends a process.
     fn kill(&mut self, at: usize) {
         let server = self.servers.remove(at);
+        self.break_connections(server);
+    }
+
+    /// A server notices that its lease has ended, and begins anew.
+    fn begin_anew(&mut self, at: usize) {
+        let server = self.servers.remove(at);
+        self.break_connections(server);
+        self.add_server();
+    }
+
+    /// What a server has sent is lost with its connections, also where it waits.
+    fn break_connections(&mut self, mut server: Server) {
         let life = server.life;
-        let lost = |packet: &Packet| match packet {
+        let is_its = |packet: &Packet| match packet {
             Packet::Ask { from, .. } | Packet::Forward { from, .. } => *from == life,
             Packet::Answer { .. } | Packet::Reply { .. } => false,
         };
-        self.packets.retain(|packet| !lost(packet));
-        server.waiting.into_iter().for_each(|(request, from)| self.lose_request(request, from));
+        self.packets.retain(|packet| !is_its(packet));
+        for other in &mut self.servers {
+            other.waiting.retain(|(_, from)| *from != Some(life));
+        }
+        let waiting = std::mem::take(&mut server.waiting);
+        waiting.into_iter().for_each(|(request, from)| self.lose_request(request, from));
         // Its clients do not know what became of their requests.
         self.clients.disconnect(life);
         server.end_lease(&self.directory);
@@ -339,19 +361,6 @@ impl World {
         if let Some(to) = from {
             self.packets.push(Packet::Reply { to, request, reply: Reply::Lost });
         }
-    }
-
-    /// A server notices that its lease has ended, and begins anew.
-    fn begin_anew(&mut self, at: usize) {
-        let life = self.servers[at].life;
-        for (request, from) in std::mem::take(&mut self.servers[at].waiting) {
-            self.lose_request(request, from);
-        }
-        self.clients.disconnect(life);
-        self.packets.retain(|packet| !matches!(packet, Packet::Forward { from, .. } if *from == life));
-        let server = self.servers.remove(at);
-        server.end_lease(&self.directory);
-        self.add_server();
     }
 
     /// What the balancer sees.
