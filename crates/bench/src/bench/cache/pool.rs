@@ -121,10 +121,11 @@ pub fn tables(
 /// A note on the measurement.
 pub fn note(volume: Volume) -> String {
     format!(
-        "pool: servers with -m {}, keys and values of {DATA_PARTS} × as many bytes, a pool of {POOL_PARTS} × \
-         as many; {CONNECTIONS} connections get keys by Zipf's law ({SKEW}), one at a time. A key that \
-         the cache does not have comes from a database after 1 ms, and is set. The time of a key is that from \
-         its get to its value; servers, agent, node and load share all processors",
+        "pool: servers with -m {}, keys and values of {DATA_PARTS} × as many bytes, a pool of \
+         {POOL_PARTS} × as many; {CONNECTIONS} connections get keys by Zipf's law ({SKEW}), one at a \
+         time. A key that the cache does not have comes from a database after 1 ms, and is set. The \
+         time of a key is that from its get to its value; servers, agent, node and load share all \
+         processors",
         volume.memory_mib
     )
 }
