@@ -351,6 +351,7 @@ mod tests {
             crate::wire::Handover {
                 partition: 1,
                 generation: 2,
+                attempt: 3,
                 from: Life { host: 1, epoch: 1 },
                 to: Life { host: 2, epoch: 2 },
             },

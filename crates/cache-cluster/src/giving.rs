@@ -1,5 +1,6 @@
 //! How a server gives a partition to another one.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use aquifer_segments::ownership::{Holding, Input, Message, Output, Stage};
@@ -41,13 +42,17 @@ impl Member {
         to: aquifer_segments::ownership::Life,
     ) -> Result<Handover, String> {
         let mut state = self.seats[partition].lock();
+        if self.stops.load(Ordering::Acquire) {
+            return Err("the server ends".to_owned());
+        }
         if state.giving.is_some() || state.receiving.is_some() {
             return Err("it is moving already".to_owned());
         }
         let Holding::Owned { generation, stage: Stage::Settled } = state.holder.holding() else {
             return Err("it is not on this server".to_owned());
         };
-        let handover = Handover { partition, generation: generation + 1, from, to };
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed) + 1;
+        let handover = Handover { partition, generation: generation + 1, attempt, from, to };
         let mut outputs = Vec::new();
         state.holder.step(&Input::Connect(to), &mut outputs);
         debug_assert_eq!(outputs, [Output::Send(to, Message::Prepare(generation + 1))]);

@@ -17,20 +17,23 @@ fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(value: &
 
 const FROM: Life = Life { host: 1, epoch: 10 };
 const TO: Life = Life { host: 2, epoch: 20 };
-const HANDOVER: Handover = Handover { partition: 5, generation: 7, from: FROM, to: TO };
+const HANDOVER: Handover = Handover { partition: 5, generation: 7, attempt: 3, from: FROM, to: TO };
 const HANDOVER_JSON: &str =
-    r#"{"partition":5,"generation":7,"from":{"host":1,"epoch":10},"to":{"host":2,"epoch":20}}"#;
+    r#"{"partition":5,"generation":7,"attempt":3,"from":{"host":1,"epoch":10},"to":{"host":2,"epoch":20}}"#;
 
 #[test]
 fn golden_records() {
-    check(&CacheSettings { partitions: 128, has_cas: true }, r#"{"partitions":128,"has_cas":true}"#);
+    let settings = CacheSettings { partitions: 128, has_cas: true, id: 7 };
+    check(&settings, r#"{"partitions":128,"has_cas":true,"id":7}"#);
+    let earlier: CacheSettings = serde_json::from_str(r#"{"partitions":128,"has_cas":true}"#).unwrap();
+    assert_eq!(earlier, CacheSettings { id: 0, ..settings });
     let record = SegmentRecord { owner: FROM, generation: 6, intent: Some(TO) };
     let json = r#"{"owner":{"host":1,"epoch":10},"generation":6,"intent":{"host":2,"epoch":20}}"#;
     check(&record, json);
-    let kept = KeptRecord { cache: "main".to_owned(), partition: SegmentRecord::new(FROM, 6) };
-    let json = r#"{"cache":"main","owner":{"host":1,"epoch":10},"generation":6,"intent":null}"#;
+    let kept = KeptRecord { id: 0x0102_0304_0506_0708, partition: SegmentRecord::new(FROM, 6) };
+    let json = r#"{"id":72623859790382856,"owner":{"host":1,"epoch":10},"generation":6,"intent":null}"#;
     check(&kept, json);
-    assert_eq!(item_number("main", 5), 0x49de_89cb_7af5_0005);
+    assert_eq!(item_number(0x0102_0304_0506_0708, 5), 0x0102_0304_0506_0005);
     let server = ServerRecord {
         server: 1,
         epoch: 10,
@@ -51,8 +54,8 @@ fn golden_records() {
 
 #[test]
 fn golden_questions() {
-    let hello = Hello { version: 1, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
-    check(&hello, r#"{"version":1,"cache":"main","purpose":"questions","encrypt":true}"#);
+    let hello = Hello { version: 2, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
+    check(&hello, r#"{"version":2,"cache":"main","purpose":"questions","encrypt":true}"#);
     check(&Welcome::Accepted { encrypt: true }, r#"{"accepted":{"encrypt":true}}"#);
     check(&Welcome::Refused("no".to_owned()), r#"{"refused":"no"}"#);
     let offer = Offer {

@@ -1,51 +1,71 @@
 //! Partitions that outlive their server: the machine's keeper holds their memory until the next
-//! server starts.
+//! server of the cache starts there.
 //!
-//! That server adopts a partition only if the directory still has the record of the one that ended:
-//! then no server has had the partition since, and nothing in the memory is stale.
+//! That server adopts a partition only if the directory still has the record of the server that has
+//! ended: then no server has had the partition since, and nothing in the memory is stale.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use aquifer_cache::store::presence::Presence;
+use aquifer_channel::RestoredItem;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperClient;
 use aquifer_segments::ownership::{Holder, Holding, SegmentRecord, Stage};
 use serde::{Deserialize, Serialize};
 
-use crate::member::{Member, warn_of_directory};
+use crate::lease::LEASE_TTL;
+use crate::member::{Member, Seat, warn_of_directory};
 use crate::records::Claim;
 
-/// Bits of an item's number that are the partition's.
+/// Mask of the partition's number in the number of an item.
 const PARTITION_MASK: u64 = u16::MAX as u64;
+/// Partitions that are claimed at a time: another server may claim some of them, too.
+const CLAIMS: usize = 8;
+/// Pause before partitions are claimed again whose last owner still lives, as the directory says.
+const CLAIM_PAUSE: Duration = Duration::from_millis(100);
+/// Longest time for a partition that is still being received when the server ends.
+const RECEIVE_MAX: Duration = Duration::from_secs(10);
+/// Pause before that is looked at again.
+const RECEIVE_PAUSE: Duration = Duration::from_millis(10);
 
-/// The memory of partitions, by their numbers.
-pub(crate) type KeptMemories = BTreeMap<usize, OwnedFd>;
-/// The directory's records of kept partitions, by their numbers.
-pub(crate) type KeptRecords = BTreeMap<usize, SegmentRecord>;
+/// The directory's records of partitions, by their numbers.
+pub(crate) type Records = BTreeMap<usize, SegmentRecord>;
 
 /// The keeper's record of a partition.
 #[derive(PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct KeptRecord {
-    /// The name of the cache.
-    pub cache: String,
+    /// The identity of the cache.
+    pub id: u64,
     /// The directory's record of the partition.
     #[serde(flatten)]
     pub partition: SegmentRecord,
 }
 
 /// The number of the item of a partition.
-pub(crate) fn item_number(cache: &str, partition: usize) -> u64 {
-    let name = xxhash_rust::xxh3::xxh3_64(cache.as_bytes());
-    name & !PARTITION_MASK | partition as u64 & PARTITION_MASK
+pub(crate) const fn item_number(cache: u64, partition: usize) -> u64 {
+    cache & !PARTITION_MASK | partition as u64 & PARTITION_MASK
 }
 
-/// Connects to the keeper, if there is one.
-fn connect(keeper: &Path) -> Option<(KeeperClient, Vec<aquifer_channel::RestoredItem>)> {
-    let connected = KeeperClient::connect(keeper, KeeperShare::Caches);
-    let connected = connected.inspect_err(|error| match error.kind() {
+/// The partitions of a cache that the keeper holds when a server starts.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    client: KeeperClient,
+    cache: u64,
+    /// The records of the servers that have ended.
+    pub records: Records,
+}
+
+/// Connects to the keeper, if there is one and the cache has an identity.
+fn connect(keeper: &Path, cache: u64) -> Option<(KeeperClient, Vec<RestoredItem>)> {
+    if cache == 0 {
+        return None;
+    }
+    let share = KeeperShare::of(HeldKind::Partition, item_number(cache, 0))?;
+    let connected = KeeperClient::connect(keeper, share).inspect_err(|error| match error.kind() {
         ErrorKind::NotFound | ErrorKind::ConnectionRefused => {
             tracing::debug!(keeper = %keeper.display(), "no keeper: partitions do not outlive this server");
         }
@@ -56,36 +76,44 @@ fn connect(keeper: &Path) -> Option<(KeeperClient, Vec<aquifer_channel::Restored
     connected.ok()
 }
 
-/// What the last servers of a cache on this machine have kept. The keeper holds it no more.
-pub(crate) fn restore(keeper: &Path, cache: &str) -> (KeptMemories, KeptRecords) {
-    let (mut memories, mut records) = (KeptMemories::new(), KeptRecords::new());
-    let Some((client, items)) = connect(keeper) else { return (memories, records) };
-    for item in items {
-        let Ok(record) = serde_json::from_str::<KeptRecord>(&item.item.record) else { continue };
-        let partition = item.item.id & PARTITION_MASK;
-        let partition = usize::try_from(partition).expect("16 bits");
-        if record.cache != cache {
-            continue;
+impl Kept {
+    /// The partitions of a cache that the keeper holds, and their memory. It holds them until
+    /// [`Self::release`].
+    pub fn restore(keeper: &Path, cache: u64) -> Option<(Self, BTreeMap<usize, OwnedFd>)> {
+        let (client, items) = connect(keeper, cache)?;
+        let (mut memories, mut records) = (BTreeMap::new(), Records::new());
+        for RestoredItem { item, fds } in items {
+            let partition = usize::try_from(item.id & PARTITION_MASK).expect("16 bits");
+            if let Ok(record) = serde_json::from_str::<KeptRecord>(&item.record)
+                && record.id == cache
+                && let Some(memory) = fds.into_iter().next()
+            {
+                memories.insert(partition, memory);
+                records.insert(partition, record.partition);
+            }
         }
-        client.release(item.item.kind, item.item.id);
-        if let Some(memory) = item.fds.into_iter().next() {
-            memories.insert(partition, memory);
-            records.insert(partition, record.partition);
+        Some((Self { client, cache, records }, memories))
+    }
+
+    /// Has the keeper release all partitions of the cache.
+    pub fn release(self) {
+        for partition in self.records.keys() {
+            self.client.release(HeldKind::Partition, item_number(self.cache, *partition));
         }
     }
-    (memories, records)
 }
 
 /// Has the keeper hold partitions for the next server.
-pub(crate) fn keep(keeper: &Path, cache: &str, memories: KeptMemories, records: &KeptRecords) {
+pub(crate) fn hold(keeper: &Path, cache: u64, memories: BTreeMap<usize, OwnedFd>, records: &Records) {
     if memories.is_empty() {
         return;
     }
-    let Some((client, _)) = connect(keeper) else { return };
+    let Some((client, restored)) = connect(keeper, cache) else { return };
+    drop(restored);
     let mut count = 0;
     for (partition, memory) in memories {
         let Some(record) = records.get(&partition) else { continue };
-        let record = KeptRecord { cache: cache.to_owned(), partition: record.clone() };
+        let record = KeptRecord { id: cache, partition: record.clone() };
         let record = serde_json::to_string(&record).expect("plain structs are JSON");
         let id = item_number(cache, partition);
         let item = HeldItem { kind: HeldKind::Partition, id, pid: 0, uid: 0, record };
@@ -98,43 +126,101 @@ pub(crate) fn keep(keeper: &Path, cache: &str, memories: KeptMemories, records: 
 }
 
 impl Member {
-    /// The records of the partitions that this server owns, and of which no hand-over has begun.
-    pub(crate) fn settled(&self) -> KeptRecords {
-        let settled = |(partition, seat): (usize, &crate::member::Seat)| {
+    /// The records of the partitions that this server owns and does not hand over. Hand-overs no
+    /// longer begin when the server stops; this waits for those to this server to end. `None` if
+    /// one does not.
+    pub(crate) fn records_at_end(&self) -> Option<Records> {
+        let deadline = Instant::now() + RECEIVE_MAX;
+        while self.seats.iter().any(|seat| seat.lock().receiving.is_some()) {
+            if Instant::now() >= deadline {
+                tracing::warn!("a partition is still being received: the keeper holds none");
+                return None;
+            }
+            std::thread::sleep(RECEIVE_PAUSE);
+        }
+        let settled = |(partition, seat): (usize, &Seat)| {
             let state = seat.lock();
             match state.holder.holding() {
-                Holding::Owned { generation, stage: Stage::Settled } => {
+                Holding::Owned { generation, stage: Stage::Settled } if state.giving.is_none() => {
                     Some((partition, SegmentRecord::new(state.holder.own(), generation)))
                 }
                 _ => None,
             }
         };
-        self.seats.iter().enumerate().filter_map(settled).collect()
+        Some(self.seats.iter().enumerate().filter_map(settled).collect())
     }
 
-    /// Serves those of the kept partitions that no server has had since, and gives up the others.
-    pub(crate) fn resume(&self, kept: &KeptRecords) {
+    /// Serves the partitions of which the store has adopted the memory, if no server has had them
+    /// since. Forgets the others.
+    pub(crate) fn resume(&self, kept: &Records) {
+        let adopted = self.server().store().adopted();
+        let mut pending: Records = kept
+            .iter()
+            .filter(|(partition, _)| adopted.contains(partition))
+            .map(|(partition, record)| (*partition, record.clone()))
+            .collect();
+        if pending.is_empty() {
+            return;
+        }
+        let count = pending.len();
+        let mut resumed = 0;
+        let deadline = Instant::now() + LEASE_TTL;
+        loop {
+            resumed += self.claim_kept(&mut pending);
+            self.forget_lost(&mut pending);
+            if pending.is_empty() || Instant::now() >= deadline {
+                break;
+            }
+            // The lease of the last owner has not ended yet, or the directory does not answer.
+            std::thread::sleep(CLAIM_PAUSE);
+        }
+        pending.keys().for_each(|partition| self.forget(*partition, Presence::Unknown));
+        self.server().wake();
+        tracing::info!(resumed, of = count, "partitions continue with the items of an earlier server");
+    }
+
+    /// Claims kept partitions, and serves those that were claimed. Returns how many these are.
+    fn claim_kept(&self, pending: &mut Records) -> usize {
         let own = self.life();
-        let claim = |(partition, record): (&usize, &SegmentRecord)| Claim {
-            partition: *partition,
-            record: Some(record.clone()),
-        };
-        let claims: Vec<Claim> = kept.iter().map(claim).collect();
-        let claimed = self.registry.claim(own, &claims).inspect_err(warn_of_directory).unwrap_or_default();
-        let claimed: BTreeMap<usize, u64> = claimed.into_iter().collect();
-        for partition in kept.keys().filter(|partition| **partition < self.seats.len()) {
-            let mut state = self.seats[*partition].lock();
-            let Some(generation) = claimed.get(partition) else {
-                self.forget(*partition, Presence::Unknown);
-                continue;
-            };
-            state.holder = Holder::owner(own, *generation);
-            state.record = Some(SegmentRecord::new(own, *generation));
-            self.server().store().resume(*partition, *generation);
+        let claims: Vec<Claim> = pending
+            .iter()
+            .map(|(partition, record)| Claim { partition: *partition, record: Some(record.clone()) })
+            .collect();
+        let mut resumed = 0;
+        for claims in claims.chunks(CLAIMS) {
+            let claimed = self.registry.claim(own, claims).inspect_err(warn_of_directory);
+            for (partition, generation) in claimed.unwrap_or_default() {
+                self.serve_kept(pending, partition, generation);
+                resumed += 1;
+            }
         }
-        if !kept.is_empty() {
-            self.server().wake();
-            tracing::info!(count = claimed.len(), "partitions go on with the items of an earlier server");
+        resumed
+    }
+
+    /// Serves those of the pending partitions that were claimed although the answer was lost, and
+    /// forgets those that another server has had.
+    fn forget_lost(&self, pending: &mut Records) {
+        let own = self.life();
+        for (partition, expected) in pending.clone() {
+            match self.registry.observe(partition, None) {
+                Ok(Some((record, _))) if record == expected => {}
+                Ok(Some((record, _))) if record == SegmentRecord::new(own, expected.generation + 2) => {
+                    self.serve_kept(pending, partition, record.generation);
+                }
+                Ok(_) => {
+                    pending.remove(&partition);
+                    self.forget(partition, Presence::Unknown);
+                }
+                Err(error) => return warn_of_directory(&error),
+            }
         }
+    }
+
+    fn serve_kept(&self, pending: &mut Records, partition: usize, generation: u64) {
+        pending.remove(&partition);
+        let mut state = self.seats[partition].lock();
+        state.holder = Holder::owner(self.life(), generation);
+        state.record = Some(SegmentRecord::new(self.life(), generation));
+        self.server().store().resume(partition, generation);
     }
 }

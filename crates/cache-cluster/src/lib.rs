@@ -46,6 +46,7 @@ use aquifer_directory::Directory;
 use aquifer_fabric::{ClusterKey, TargetError};
 
 use self::channel::{Access, Channels, Interference};
+use self::keeping::Kept;
 use self::lease::{Fence, KeptLease};
 use self::load::Loads;
 use self::member::{Member, seats};
@@ -115,7 +116,8 @@ pub struct ClusterServer {
     member: Arc<Member>,
     address: SocketAddr,
     threads: Vec<JoinHandle<()>>,
-    keeper: Option<PathBuf>,
+    /// The keeper's socket, and the identity of the cache.
+    keeper: Option<(PathBuf, u64)>,
 }
 
 impl ClusterServer {
@@ -127,7 +129,8 @@ impl ClusterServer {
         let system = |what| move |source| StartError::System { what, source };
         let registry = Registry::new(Arc::clone(&cluster.directory), &cluster.name);
         let StoreOptions { partitions, has_cas, limit, .. } = options.store;
-        registry.join(&CacheSettings { partitions, has_cas })?;
+        let id = random_id().map_err(system("no random numbers"))?;
+        let settings = registry.join(&CacheSettings { partitions, has_cas, id })?;
         let listener =
             TcpListener::bind(cluster.listen).map_err(system("cannot listen for other servers"))?;
         let address = listener.local_addr().map_err(system("cannot listen for other servers"))?;
@@ -137,9 +140,11 @@ impl ClusterServer {
         let fence = Arc::new(Fence::closed());
         let connector = Arc::new(PeerConnector::new(Arc::clone(&fence)));
         options.connector = Some(Arc::clone(&connector) as _);
-        let restored = cluster.keeper.as_deref().map(|keeper| keeping::restore(keeper, &cluster.name));
-        let (kept, kept_records) = restored.unwrap_or_default();
-        options.kept = kept;
+        let restored = cluster.keeper.as_deref().and_then(|keeper| Kept::restore(keeper, settings.id));
+        let kept = restored.map(|(kept, memories)| {
+            options.kept = memories;
+            kept
+        });
         let clients = options.listeners.iter().map(|listener| listener.address().to_string()).collect();
         let server = Server::start(options).map_err(system("cannot serve"))?;
         let at = |address: SocketAddr| match cluster.advertise {
@@ -174,11 +179,15 @@ impl ClusterServer {
             loads: Loads::new(partitions),
             drains: AtomicBool::new(false),
             stops: AtomicBool::new(false),
+            attempts: AtomicU64::new(0),
             given: AtomicU64::new(0),
             received: AtomicU64::new(0),
         });
         connector.set_member(&member);
-        member.resume(&kept_records);
+        if let Some(kept) = kept {
+            member.resume(&kept.records);
+            kept.release();
+        }
         let spawn = |name: &str, run: Box<dyn FnOnce() + Send>| {
             let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(run);
             spawned.map_err(system("cannot start a thread"))
@@ -197,7 +206,8 @@ impl ClusterServer {
             spawn("cache-settle", Box::new(move || for_settling.settle_all()))?,
             spawn("cache-balance", Box::new(move || for_balance.balance()))?,
         ];
-        Ok(Self { server, member, address, threads, keeper: cluster.keeper })
+        let keeper = cluster.keeper.map(|keeper| (keeper, settings.id));
+        Ok(Self { server, member, address, threads, keeper })
     }
 
     /// What other threads of the process use of the server.
@@ -249,10 +259,19 @@ impl ClusterServer {
                 tracing::error!("a thread of the cluster has panicked");
             }
         }
-        let Some(keeper) = self.keeper else { return self.server.stop() };
-        let records = self.member.settled();
-        let settled: Vec<usize> = records.keys().copied().collect();
-        let kept = self.server.stop_and_keep(&settled);
-        keeping::keep(&keeper, self.member.registry.cache(), kept, &records);
+        let records = self.keeper.as_ref().and_then(|_| self.member.records_at_end());
+        let (Some((keeper, cache)), Some(records)) = (self.keeper, records) else {
+            return self.server.stop();
+        };
+        let partitions: Vec<usize> = records.keys().copied().collect();
+        let memories = self.server.stop_and_keep(&partitions);
+        keeping::hold(&keeper, cache, memories, &records);
     }
+}
+
+/// A random number other than 0.
+fn random_id() -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(u64::from_le_bytes(bytes).max(1))
 }

@@ -37,6 +37,8 @@ pub struct Member {
     pub(crate) loads: Loads,
     pub(crate) drains: AtomicBool,
     pub(crate) stops: AtomicBool,
+    /// Hand-overs from this server that have begun.
+    pub(crate) attempts: AtomicU64,
     pub(crate) given: AtomicU64,
     pub(crate) received: AtomicU64,
 }
@@ -143,7 +145,7 @@ impl Member {
         match output {
             // All other messages are answers, or have an offer with them.
             Output::Send(to, Message::Query(generation)) => {
-                let handover = Handover { partition, generation, from: self.life(), to };
+                let handover = Handover { partition, generation, attempt: 0, from: self.life(), to };
                 let server = self.server_of(to)?;
                 let message = match self.channels.ask(&server, &Ask::Query(handover)).ok()? {
                     Answer::Received => Message::Received(generation),

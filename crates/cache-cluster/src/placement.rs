@@ -87,6 +87,20 @@ pub fn may_claim(record: Option<&SegmentRecord>, own: Life, lives: impl Fn(Life)
     record.is_none_or(|record| is_free(record.owner) && record.intent.is_none_or(is_free))
 }
 
+/// Whether a server that may claim a partition is to do so: another one is, unless it has not for
+/// some time (`is_late`), or this server was to get the partition. One that drains claims only what
+/// no other can.
+pub fn is_to_claim(
+    (partition, record): (usize, Option<&SegmentRecord>),
+    own: Life,
+    drains: bool,
+    is_late: bool,
+    servers: impl Iterator<Item = u16>,
+) -> bool {
+    let is_intended = record.is_some_and(|record| record.intent == Some(own));
+    is_intended || !drains && (is_late || claimant(partition, servers) == Some(own.host))
+}
+
 /// The next moves, at most so many at a time.
 ///
 /// First all partitions leave servers that drain. Then the most loaded server gives one to the

@@ -46,6 +46,10 @@ impl Member {
         let mut outputs = Vec::new();
         {
             let mut state = self.seats[partition].lock();
+            // With the lock: a server that ends waits for what is being received.
+            if self.stops.load(Ordering::Acquire) {
+                return Answer::Declined("the other server ends".to_owned());
+            }
             if state.holder.own() != handover.to {
                 return Answer::Declined("the lease of the other server has ended".to_owned());
             }

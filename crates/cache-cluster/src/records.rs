@@ -28,6 +28,10 @@ pub struct CacheSettings {
     pub partitions: usize,
     /// Whether items have cas numbers.
     pub has_cas: bool,
+    /// What tells the cache from others of the same name, in other directories: a random number
+    /// that the first server writes. 0 for a cache that an earlier version has begun.
+    #[serde(default)]
+    pub id: u64,
 }
 
 /// A server, at `caches/NAME/servers/NUMBER` while its lease lasts.
@@ -124,12 +128,6 @@ impl Registry {
         Self { directory, name: name.to_owned() }
     }
 
-    /// The name of the cache.
-    #[must_use]
-    pub fn cache(&self) -> &str {
-        &self.name
-    }
-
     /// The directory.
     #[must_use]
     pub fn directory(&self) -> &Arc<dyn Directory> {
@@ -161,11 +159,12 @@ impl Registry {
         }
     }
 
-    /// Records the settings of the first server, or compares those of a later one.
+    /// Records the settings of the first server, or compares those of a later one. Returns those of
+    /// the cache.
     ///
     /// # Errors
     /// If other servers have others.
-    pub fn join(&self, own: &CacheSettings) -> Result<(), JoinError> {
+    pub fn join(&self, own: &CacheSettings) -> Result<CacheSettings, JoinError> {
         let key = format!("{}settings", self.prefix());
         let failed = |source| JoinError::Directory { name: self.name.clone(), source };
         let create = Transaction {
@@ -173,16 +172,18 @@ impl Registry {
             operations: vec![KeyOperation::put(&key, encode(own), None)],
         };
         if self.directory.transaction(&create).map_err(failed)?.is_committed() {
-            return Ok(());
+            return Ok(own.clone());
         }
         let entry = self.directory.get(&key).map_err(failed)?;
         let settings = entry.map(|entry| decode::<CacheSettings>(&entry)).transpose().map_err(failed)?;
-        match settings {
-            Some(settings) if settings != *own => {
-                Err(JoinError::Settings { name: self.name.clone(), settings })
-            }
-            _ => Ok(()),
+        let Some(settings) = settings else {
+            let source = DirectoryError::Taken { key };
+            return Err(failed(source));
+        };
+        if (settings.partitions, settings.has_cas) != (own.partitions, own.has_cas) {
+            return Err(JoinError::Settings { name: self.name.clone(), settings });
         }
+        Ok(settings)
     }
 
     /// Records a server under its lease, with the first number that is free.

@@ -14,7 +14,7 @@ use aquifer_segments::ownership::{Holder, Holding, Life};
 
 use crate::lease::KeptLease;
 use crate::member::{Member, SeatState};
-use crate::placement::{self, claimant};
+use crate::placement;
 use crate::records::{CacheKey, Claim, ServerRecord};
 
 /// Longest wait for a change.
@@ -187,10 +187,8 @@ impl Watcher {
                 continue;
             }
             let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
-            let is_intended = state.record.as_ref().is_some_and(|record| record.intent == Some(own));
-            let is_claimant = claimant(partition, servers.iter().copied()) == Some(own.host);
-            // If this server drains, it claims only what no other can, and gives it away then.
-            if is_intended || !drains && (is_claimant || since.elapsed() > CLAIM_TIME) {
+            let (is_late, lost) = (since.elapsed() > CLAIM_TIME, (partition, state.record.as_ref()));
+            if placement::is_to_claim(lost, own, drains, is_late, servers.iter().copied()) {
                 claims.push(Claim { partition, record: state.record.clone() });
             }
         }

@@ -7,7 +7,7 @@ use aquifer_segments::ownership::Life;
 use serde::{Deserialize, Serialize};
 
 /// The version of the protocol between servers.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The first message of a connection, after the handshake.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -93,6 +93,9 @@ pub struct Handover {
     pub partition: usize,
     /// The number of the hand-over.
     pub generation: u64,
+    /// Tells attempts of the source with the same number apart: a number is used again if no intent
+    /// was written. 0 in a query, which is about all of them.
+    pub attempt: u64,
     /// The source.
     pub from: Life,
     /// The target.

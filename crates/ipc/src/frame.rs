@@ -105,8 +105,8 @@ pub enum HeldKind {
     Heap,
     /// A segment: its memory.
     Segment,
-    /// A partition of a cache: its memory. Its number is a part of the hash of the cache's name,
-    /// and in the lower 16 bits the partition's.
+    /// A partition of a cache: its memory. Its number is that of the partition, and in the upper 48
+    /// bits a part of the cache's identity.
     Partition,
 }
 
@@ -119,15 +119,15 @@ pub enum KeeperShare {
     Node(u16),
     /// The share of the heaps on the node with this number.
     Heaps(u16),
-    /// The share of the cache servers of the host, each of which has it for a moment when it starts
-    /// and when it ends.
-    Caches,
+    /// The share of the servers of a cache, which is told from others by these bits of its
+    /// identity. A server has it for a moment when it starts and when it ends.
+    Cache(u16),
 }
 
 /// The number of the share of the heaps on node 0.
 const HEAPS_FIRST: u32 = 1 + (1 << 16);
-/// The number of the share of cache servers.
-const CACHES: u32 = HEAPS_FIRST + (1 << 16);
+/// The number of the share of the cache with identity 0.
+const CACHES_FIRST: u32 = HEAPS_FIRST + (1 << 16);
 
 impl KeeperShare {
     /// The share that an item belongs to; `None` if `id` has no node number.
@@ -136,7 +136,7 @@ impl KeeperShare {
         match kind {
             HeldKind::Node => u16::try_from(id).ok().map(Self::Node),
             HeldKind::Heap => u16::try_from(id >> 16).ok().map(Self::Heaps),
-            HeldKind::Partition => Some(Self::Caches),
+            HeldKind::Partition => u16::try_from(id >> 16 & u64::from(u16::MAX)).ok().map(Self::Cache),
             _ => Some(Self::Agent),
         }
     }
@@ -146,7 +146,7 @@ impl KeeperShare {
             Self::Agent => 0,
             Self::Node(id) => 1 + id as u32,
             Self::Heaps(id) => HEAPS_FIRST + id as u32,
-            Self::Caches => CACHES,
+            Self::Cache(id) => CACHES_FIRST + id as u32,
         }
     }
 
@@ -155,8 +155,8 @@ impl KeeperShare {
         match number {
             0 => Ok(Self::Agent),
             1..HEAPS_FIRST => node_of(1).map(Self::Node),
-            CACHES => Ok(Self::Caches),
-            _ => node_of(HEAPS_FIRST).map(Self::Heaps),
+            HEAPS_FIRST..CACHES_FIRST => node_of(HEAPS_FIRST).map(Self::Heaps),
+            _ => node_of(CACHES_FIRST).map(Self::Cache),
         }
     }
 }

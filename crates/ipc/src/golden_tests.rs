@@ -80,7 +80,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
         ("take of node 65535", Frame::Claim(KeeperShare::Node(u16::MAX))),
         ("take of heaps 0", Frame::Claim(KeeperShare::Heaps(0))),
         ("take of heaps 65535", Frame::Claim(KeeperShare::Heaps(u16::MAX))),
-        ("take of caches", Frame::Claim(KeeperShare::Caches)),
+        ("take of cache 513", Frame::Claim(KeeperShare::Cache(513))),
         ("taken", Frame::Sync),
         ("set limit", Frame::SetLimit(SetLimit { pid: 0x1112_1314, limit_bytes: 0x0102_0304_0506_0708 })),
         ("want device", Frame::DeviceRequest(TOKEN)),

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{HoldRefused, RestoredItem, connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
 /// How long to retry a claim: until the keeper has noticed that the last owner has ended.
 const CLAIM_TIMEOUT: Duration = Duration::from_secs(5);
@@ -54,7 +55,7 @@ impl KeeperClient {
     pub fn connect(path: &Path, share: KeeperShare) -> io::Result<(Self, Vec<RestoredItem>)> {
         let deadline = Instant::now() + CLAIM_TIMEOUT;
         loop {
-            let socket = connect(path)?;
+            let socket = connect_patiently(path)?;
             match claim(&socket, share) {
                 Ok(kept) => {
                     let state = State {
@@ -195,7 +196,7 @@ impl KeeperClient {
     }
 
     fn reconnect(&self, state: &mut State) {
-        match connect(&self.path).and_then(|socket| claim(&socket, self.share).map(|_| socket)) {
+        match connect_patiently(&self.path).and_then(|socket| claim(&socket, self.share).map(|_| socket)) {
             Ok(socket) => (state.socket, state.unanswered, state.is_stalled) = (socket, 0, false),
             Err(error) => {
                 if !std::mem::replace(&mut state.is_lost, true) {
@@ -236,6 +237,14 @@ impl KeeperClient {
 /// Logs that the keeper has refused an item whose user has been served before.
 fn log_refusal((kind, id): ItemKey, reason: &str) {
     tracing::error!(?kind, id, reason, "item not held: it is lost if this daemon dies");
+}
+
+/// Connects to a keeper. If it is stopped, calls end with an error.
+fn connect_patiently(path: &Path) -> io::Result<OwnedFd> {
+    let socket = connect(path)?;
+    set_socket_timeout(&socket, Timeout::Recv, Some(ANSWER_TIMEOUT))?;
+    set_socket_timeout(&socket, Timeout::Send, Some(ANSWER_TIMEOUT))?;
+    Ok(socket)
 }
 
 /// Claims a share, and receives the items in it.

@@ -6,8 +6,9 @@
 //! within the grace time, the keeper kills the programs, and closes each descriptor when the memory
 //! is gone, so that no program reads zeros.
 //!
-//! For a node, the keeper holds the memory that it lends. If no node of the same number comes
-//! within the grace time, the memory is freed.
+//! For a node, the keeper holds the memory that it lends, and for a cache server that has ended its
+//! partitions. If no node of the same number, or no server of the cache, comes within the grace
+//! time, the memory is freed.
 //!
 //! The keeper also logs how the daemons of a local cluster end, because a daemon that is killed
 //! cannot.
@@ -39,7 +40,7 @@ use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::{accept, listen_at, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
-use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
+use aquifer_ipc::{Frame, FrameError, HeldItem, HeldKind, KeeperShare};
 
 use self::exit_watcher::ExitWatcher;
 use self::orphans::OrphanWatch;
@@ -287,6 +288,11 @@ impl KeeperServer {
             Ok((frame, _)) => {
                 tracing::warn!(pid, ?frame, "ignored a frame that is not for a keeper or not from the owner");
             }
+            Err(ReceiveError::Frame(error @ FrameError::OtherVersion(_))) => {
+                // It would wait for an answer.
+                tracing::warn!(pid, %error, "closed the connection of a daemon of another version");
+                return false;
+            }
             Err(ReceiveError::Frame(error)) => {
                 tracing::warn!(pid, %error, "ignored a malformed frame");
             }
@@ -315,8 +321,8 @@ impl KeeperServer {
                 KeeperShare::Heaps(id) => {
                     format!("the heaps on node {id} are already served by process {owner}")
                 }
-                KeeperShare::Caches => {
-                    format!("another cache server starts or ends, as process {owner}")
+                KeeperShare::Cache(_) => {
+                    format!("another server of the cache starts or ends, as process {owner}")
                 }
             };
             return send_frame(&connection.socket, &Frame::Refused(reason), &[]).is_ok();
@@ -364,7 +370,7 @@ impl KeeperServer {
             KeeperShare::Heaps(node) => {
                 tracing::warn!(node, ?grace, "a service of heaps has ended; holding them for the next one");
             }
-            KeeperShare::Caches => {
+            KeeperShare::Cache(_) => {
                 tracing::info!(?grace, "a cache server has ended; holding its partitions for the next one");
             }
         }

@@ -245,3 +245,11 @@ fn a_full_next_keeper_refuses_what_the_last_one_held() {
     drop(keeper);
     drop(next);
 }
+
+#[test]
+fn a_daemon_does_not_wait_for_a_keeper_that_says_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keeper.sock");
+    let _silent = aquifer_channel::socket::listen_at(&path, 0o600).unwrap();
+    assert!(KeeperClient::connect(&path, KeeperShare::Agent).is_err());
+}

@@ -55,14 +55,12 @@ macro_rules! checks {
 
 checks! {
     pages_survive_a_restart: "shm" "pages" ["--rounds", "3"];
-    pages_survive_a_restart_over_tcp: "tcp" "pages" ["--rounds", "3"];
     forks_survive_a_restart: "shm" "fork" [];
     moved_pages_survive_a_restart: "shm" "mremap" [];
     discarded_pages_stay_discarded: "shm" "madvise" [];
     threads_survive_a_restart: "shm" "threads" [];
     the_heap_survives_a_restart: "shm" "brk" ["--bytes", "512M"];
     a_process_that_outlives_another_survives_a_restart: "shm" "outlive" ["--rounds", "4"];
-    a_child_that_inherits_less_survives_a_restart: "shm" "dont-fork" ["--rounds", "3"];
 }
 
 mod long {
@@ -70,6 +68,8 @@ mod long {
 
     checks! {
         a_child_of_a_parent_that_ends_survives_a_restart: "shm" "fork-exit" ["--rounds", "3"];
+        pages_survive_a_restart_over_tcp: "tcp" "pages" ["--rounds", "3"];
+        a_child_that_inherits_less_survives_a_restart: "shm" "dont-fork" ["--rounds", "3"];
         a_process_alone_survives_a_restart: "shm" "alone" [];
         a_sandboxed_process_survives_a_restart: "shm" "sandboxed" ["--rounds", "4"];
         a_process_without_threads_survives_a_restart: "shm" "raw-exit" [];

@@ -105,11 +105,6 @@ fn daemons_without_a_state_folder_end_after_their_last_program() {
 }
 
 #[test]
-fn daemons_without_a_state_folder_release_kept_memory() {
-    delete_state_under_a_program(&["--keep-memory", "--fabric", "tcp"]);
-}
-
-#[test]
 fn a_program_ends_when_its_run_is_killed() {
     let cluster = Cluster::up(3, "128M");
     let run = endless(&cluster, LIMIT, "128M");
@@ -290,6 +285,11 @@ fn clusters_live_side_by_side() {
 
 mod long {
     use super::*;
+
+    #[test]
+    fn daemons_without_a_state_folder_release_kept_memory() {
+        delete_state_under_a_program(&["--keep-memory", "--fabric", "tcp"]);
+    }
 
     /// Agent and keeper are dead, and only the nodes' logs record the host's memory. The next agent
     /// frees it from there once the lease has ended.

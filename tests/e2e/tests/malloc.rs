@@ -62,16 +62,6 @@ fn torture(cluster: &Cluster) -> Command {
 }
 
 #[test]
-fn the_arena_stays_within_the_limit_as_it_grows() {
-    let checker = build::programs().join("checker");
-    let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "192M", "--rounds", "1"];
-    let cluster = Cluster::up(2, "256M");
-    let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
-    assert_within_limit(&cluster, &mut command, LIMIT + BESIDE);
-    cluster.assert_all_free();
-}
-
-#[test]
 fn functions_do_what_the_manual_says() {
     let checker = checker();
     let program = [checker.to_str().expect("a plain path"), "functions"];
@@ -238,6 +228,16 @@ fn without_a_limit_it_is_an_ordinary_allocator() {
 
 mod long {
     use super::*;
+
+    #[test]
+    fn the_arena_stays_within_the_limit_as_it_grows() {
+        let checker = build::programs().join("checker");
+        let program = [checker.to_str().expect("a plain path"), "steps", "--bytes", "192M", "--rounds", "1"];
+        let cluster = Cluster::up(2, "256M");
+        let mut command = preloaded(cluster.agent_socket(), Some(&LIMIT.to_string()), &program);
+        assert_within_limit(&cluster, &mut command, LIMIT + BESIDE);
+        cluster.assert_all_free();
+    }
 
     #[test]
     fn nothing_is_lost_when_agents_die() {

@@ -380,29 +380,6 @@ fn has_segments(agent: &Path) -> bool {
     segments_at(agent).is_some_and(|all| !all.is_empty())
 }
 
-/// The pages that a host has not handed over are lost with it, and restored as they were synced.
-#[test]
-fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
-    let mut cluster = Cluster::up_with_grace("2s");
-    cluster.nodes.iter_mut().for_each(Node::start_heaps);
-    let programs = Programs::build();
-    let start = |host: &Host, words: &[&str]| {
-        let agent = host.state.path().join("agent.sock");
-        PipedProgram::with(programs.start_by(host.inside(&programs.path()), &agent, words))
-    };
-    let mut target = start(&cluster.hosts[1], &["lost", "target"]);
-    let mut source = start(&cluster.hosts[0], &["synced", "first", "2"]);
-    source.expect("synced");
-    let mut request = Command::new(build::binary());
-    request.arg("--state").arg(cluster.hosts[0].state.path()).args(["segment", "move", "9", "target"]);
-    assert!(request.status().expect("aquifer can be started").success());
-    target.expect("received");
-    source.expect("done");
-    cluster.hosts[0].die();
-    target.request();
-    target.expect("done");
-}
-
 /// A program with accounts on a host, and what it has confirmed.
 struct Ledger {
     program: PipedProgram,
@@ -472,6 +449,29 @@ fn outlive(deaths: usize) {
 
 mod long {
     use super::*;
+
+    /// The pages that a host has not handed over are lost with it, and restored as they were synced.
+    #[test]
+    fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
+        let mut cluster = Cluster::up_with_grace("2s");
+        cluster.nodes.iter_mut().for_each(Node::start_heaps);
+        let programs = Programs::build();
+        let start = |host: &Host, words: &[&str]| {
+            let agent = host.state.path().join("agent.sock");
+            PipedProgram::with(programs.start_by(host.inside(&programs.path()), &agent, words))
+        };
+        let mut target = start(&cluster.hosts[1], &["lost", "target"]);
+        let mut source = start(&cluster.hosts[0], &["synced", "first", "2"]);
+        source.expect("synced");
+        let mut request = Command::new(build::binary());
+        request.arg("--state").arg(cluster.hosts[0].state.path()).args(["segment", "move", "9", "target"]);
+        assert!(request.status().expect("aquifer can be started").success());
+        target.expect("received");
+        source.expect("done");
+        cluster.hosts[0].die();
+        target.request();
+        target.expect("done");
+    }
 
     #[test]
     fn what_was_synced_outlives_its_host() {

@@ -12,13 +12,13 @@ fn check_python(script: &str) {
     compare(&cluster, Case { program: &program, forks: false });
 }
 
-#[test]
-fn sqlite_in_memory() {
-    check_python("sqlite_check.py");
-}
-
 mod long {
     use super::*;
+
+    #[test]
+    fn sqlite_in_memory() {
+        check_python("sqlite_check.py");
+    }
 
     #[test]
     fn python_with_numpy() {

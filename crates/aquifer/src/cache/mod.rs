@@ -118,7 +118,7 @@ impl Running {
             Self::InCluster(server) => {
                 let left = server.drain(DRAIN_TIME);
                 if left > 0 {
-                    tracing::warn!(left, "partitions end with this server; they begin anew without items");
+                    tracing::warn!(left, "partitions could not be given to other servers");
                 }
                 server.stop();
             }

@@ -8,6 +8,8 @@ use rustix::process::{Resource, Rlimit};
 
 use super::CacheArguments;
 
+/// Descriptors of each partition: of its memory, and two more while a keeper holds it.
+const PARTITION_DESCRIPTORS: u64 = 3;
 /// Descriptors beside those of connections and partitions.
 const OTHER_DESCRIPTORS: u64 = 64;
 
@@ -17,7 +19,7 @@ const OTHER_DESCRIPTORS: u64 = 64;
 /// If the hard limit of open files is too low.
 pub fn raise_descriptor_limit(arguments: &CacheArguments) -> Result<(), String> {
     let needed = u64::from(arguments.conn_limit)
-        + arguments.partitions() as u64
+        + PARTITION_DESCRIPTORS * arguments.partitions() as u64
         + 2 * u64::from(arguments.threads)
         + OTHER_DESCRIPTORS;
     let limit = rustix::process::getrlimit(Resource::Nofile);

@@ -167,6 +167,55 @@ fn flushed_items_stay_flushed() {
 }
 
 #[test]
+fn two_caches_on_one_keeper_have_their_own_items() {
+    let (mut cluster, _keeper) = start();
+    let mut stream = BufReader::new(cluster.connect(0));
+    set_all(&mut stream);
+    let before = read_all(&mut stream);
+    // A cache of the same name in another directory, with the same history.
+    let mut other = Cluster::start(Kind::default(), 0);
+    other.keeper.clone_from(&cluster.keeper);
+    let mut other = add(other);
+    let mut stream = BufReader::new(other.connect(0));
+    assert_eq!(ask(&mut stream, "set key1 0 0 5\r\nother\r\n"), "STORED\r\n");
+    end(&mut cluster);
+    end(&mut other);
+    let (cluster, other) = (add(cluster), add(other));
+    let mut stream = BufReader::new(other.connect(0));
+    let found = read_all(&mut stream);
+    assert_eq!(found.iter().filter(|line| line.starts_with("VA")).count(), 1);
+    assert!(found[1].ends_with("other\r\n"), "{}", found[1]);
+    assert_eq!(read_all(&mut BufReader::new(cluster.connect(0))), before);
+    cluster.stop();
+    other.stop();
+}
+
+#[test]
+fn two_servers_that_end_at_once_leave_what_has_room() {
+    let (mut cluster, _keeper) = start();
+    cluster.add(Kind::default());
+    cluster.wait_until("the second server has partitions", |cluster| {
+        !cluster.status(1).partitions.is_empty() && cluster.owners().iter().all(Option::is_some)
+    });
+    set_all(&mut BufReader::new(cluster.connect(0)));
+    std::thread::scope(|scope| {
+        for server in cluster.servers.drain(..) {
+            scope.spawn(|| server.stop());
+        }
+    });
+    let cluster = add(cluster);
+    // The server that ended last may have claimed partitions of the first, without items.
+    let mut stream = BufReader::new(cluster.connect(0));
+    let found = read_all(&mut stream);
+    assert!(found.iter().all(|line| line.starts_with("VA 6")
+        || line.starts_with("VA 7")
+        || line.starts_with("VA 8")
+        || line == "EN\r\n"));
+    assert!(found.iter().any(|line| line.starts_with("VA")));
+    cluster.stop();
+}
+
+#[test]
 fn a_server_with_other_memory_begins_empty() {
     let (mut cluster, _keeper) = start();
     set_all(&mut BufReader::new(cluster.connect(0)));

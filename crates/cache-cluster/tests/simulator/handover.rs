@@ -13,6 +13,7 @@ use crate::world::{Mutant, Packet, World};
 pub struct Handover {
     pub partition: usize,
     pub generation: u64,
+    pub attempt: u64,
     pub from: Life,
     pub to: Life,
 }
@@ -78,6 +79,7 @@ impl World {
 
     /// A server begins to give a partition to another one, if it is here and at rest.
     pub fn begin_giving(&mut self, at: usize, partition: usize, to: u16) {
+        let forgets_attempts = self.is(Mutant::ForgetAttempts);
         let server = &mut self.servers[at];
         let target = server.known.get(&to).map(aquifer_cache_cluster::records::ServerRecord::life);
         let Some(to) = target.filter(|to| *to != server.life) else { return };
@@ -89,7 +91,9 @@ impl World {
             return;
         }
         server.step(partition, &Input::Connect(to));
-        let handover = Handover { partition, generation: generation + 1, from: server.life, to };
+        self.attempts += 1;
+        let attempt = if forgets_attempts { 0 } else { self.attempts };
+        let handover = Handover { partition, generation: generation + 1, attempt, from: server.life, to };
         server.givings[partition] = Some(Giving { handover, rests: false, gives_up: false });
         self.ask(at, to, Ask::Prepare(handover));
     }
@@ -294,7 +298,7 @@ impl World {
         match output {
             Output::Send(to, Message::Query(generation)) => {
                 if server.knows(to) {
-                    let handover = Handover { partition, generation, from: server.life, to };
+                    let handover = Handover { partition, generation, attempt: 0, from: server.life, to };
                     self.ask(at, to, Ask::Query(handover));
                 }
                 None

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use aquifer_cache::store::presence::{Presence, PresenceCell};
-use aquifer_cache_cluster::placement::{self, claimant};
+use aquifer_cache_cluster::placement;
 use aquifer_cache_cluster::records::{CacheKey, Claim, Registry, ServerRecord};
 use aquifer_directory::names::decode;
 use aquifer_directory::sim::{CallFault, DirectoryWorld, SimDirectory};
 use aquifer_directory::{Directory, Lease};
-use aquifer_segments::ownership::{Holder, Holding, Life, SegmentRecord};
+use aquifer_segments::ownership::{Holder, Holding, Life, SegmentRecord, Stage};
 
 use crate::handover::{Ask, Giving, Receiving};
 use crate::world::{Mutant, PARTITIONS, Packet, Reply, World};
@@ -20,6 +20,13 @@ const TTL: Duration = Duration::from_hours(1);
 
 pub fn fault(has_effect: bool) -> CallFault {
     if has_effect { CallFault::AnswerLost } else { CallFault::Lost }
+}
+
+/// A partition that the keeper holds.
+#[derive(Clone, Debug)]
+pub struct KeptPartition {
+    pub record: SegmentRecord,
+    pub items: BTreeMap<usize, u64>,
 }
 
 /// What a client asks.
@@ -130,6 +137,26 @@ impl Server {
         self.known.get(&life.host).is_some_and(|record| record.epoch == life.epoch)
     }
 
+    pub fn set_drains(&mut self, drains: bool) {
+        self.drains = drains;
+        if let Some(record) = self.known.get(&self.life.host) {
+            // Without an answer the others do not know it.
+            let _ = self.registry.update_server(&ServerRecord { drains, ..record.clone() });
+        }
+    }
+
+    /// The partitions that the keeper is to hold: those that the server owns and does not hand over.
+    pub fn kept(&self) -> impl Iterator<Item = (usize, KeptPartition)> {
+        let settled = |partition: usize| match self.holders[partition].holding() {
+            Holding::Owned { generation, stage: Stage::Settled } if self.givings[partition].is_none() => {
+                let record = SegmentRecord::new(self.life, generation);
+                Some((partition, KeptPartition { record, items: self.items[partition].clone() }))
+            }
+            _ => None,
+        };
+        (0..PARTITIONS).filter_map(settled)
+    }
+
     pub fn end_lease(&self, world: &DirectoryWorld) {
         // Fails if it has ended.
         let _ = world.expire(self.lease.id);
@@ -166,16 +193,14 @@ impl Server {
     }
 
     /// The partitions that this server is to claim.
-    fn claims(&self, is_patient: bool) -> Vec<Claim> {
-        let servers = || self.known.keys().copied();
+    fn claims(&self, is_late: bool) -> Vec<Claim> {
         let claim = |partition: &usize| {
             let record = self.records[*partition].as_ref();
-            let is_intended = record.is_some_and(|record| record.intent == Some(self.life));
-            let is_claimant = claimant(*partition, servers()) == Some(self.life.host);
+            let servers = self.known.values().filter(|server| !server.drains).map(|server| server.server);
             self.is_absent(*partition)
                 && self.receivings[*partition].is_none()
                 && placement::may_claim(record, self.life, |life| self.knows(life))
-                && (is_intended || is_claimant || !is_patient)
+                && placement::is_to_claim((*partition, record), self.life, self.drains, is_late, servers)
         };
         let claimed = (0..PARTITIONS).filter(claim);
         claimed.map(|partition| Claim { partition, record: self.records[partition].clone() }).collect()
@@ -185,7 +210,7 @@ impl Server {
 impl World {
     /// A server reads the directory, and claims what no server has.
     pub fn refresh(&mut self, at: usize) {
-        let is_patient = !self.random.one_in(3);
+        let is_late = self.random.one_in(3);
         let ignores_records = self.is(Mutant::IgnoreRecords);
         let server = &mut self.servers[at];
         if server.list().is_none() {
@@ -197,7 +222,7 @@ impl World {
         if !server.knows(server.life) {
             return;
         }
-        let claims = server.claims(is_patient);
+        let claims = server.claims(is_late);
         let Ok(claimed) = server.registry.claim(server.life, &claims) else { return };
         for (partition, generation) in claimed {
             let server = &mut self.servers[at];
@@ -207,6 +232,29 @@ impl World {
             self.losses[partition] += 1;
             self.changes[partition] += 1;
             self.totals.claims += 1;
+        }
+    }
+
+    /// A server that starts serves what the keeper holds, if no server has had it since.
+    pub fn resume(&mut self, at: usize) {
+        let adopts_anything = self.is(Mutant::AdoptAnything);
+        for (partition, kept) in std::mem::take(&mut self.kept) {
+            let server = &self.servers[at];
+            let record = if adopts_anything {
+                server.registry.observe(partition, None).ok().flatten().map(|(record, _)| record)
+            } else {
+                Some(kept.record)
+            };
+            let claimed = server.registry.claim(server.life, &[Claim { partition, record }]);
+            let Some(&(_, generation)) = claimed.ok().as_ref().and_then(|claimed| claimed.first()) else {
+                continue;
+            };
+            let server = &mut self.servers[at];
+            server.holders[partition] = Holder::owner(server.life, generation);
+            server.items[partition] = kept.items;
+            server.presences[partition].set(Presence::Here);
+            self.changes[partition] += 1;
+            self.totals.resumed += 1;
         }
     }
 

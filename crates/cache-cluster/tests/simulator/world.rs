@@ -8,7 +8,7 @@ use aquifer_segments::ownership::{Holder, Holding, Life, Stage};
 
 use crate::clients::Clients;
 use crate::handover::{Answer, Ask};
-use crate::server::{Request, Server};
+use crate::server::{KeptPartition, Request, Server};
 
 /// Partitions of the cache.
 pub const PARTITIONS: usize = 4;
@@ -30,6 +30,10 @@ pub enum Mutant {
     IgnoreFence,
     /// Places are learnt from other servers only.
     IgnoreRecords,
+    /// Attempts to hand a partition over that have the same number are taken for one.
+    ForgetAttempts,
+    /// A server that starts serves what the keeper holds, whoever has had it since.
+    AdoptAnything,
     /// Older places replace newer ones.
     LearnAnything,
     /// A source that takes a hand-over back does not ask whether the target has it.
@@ -37,10 +41,12 @@ pub enum Mutant {
 }
 
 impl Mutant {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 7] = [
         Self::ServeLeaving,
         Self::IgnoreFence,
         Self::IgnoreRecords,
+        Self::AdoptAnything,
+        Self::ForgetAttempts,
         Self::LearnAnything,
         Self::TakeBackGiven,
     ];
@@ -55,6 +61,7 @@ pub struct Totals {
     pub taken_back: u64,
     pub claims: u64,
     pub moved_replies: u64,
+    pub resumed: u64,
 }
 
 impl Totals {
@@ -65,6 +72,7 @@ impl Totals {
         self.taken_back += other.taken_back;
         self.claims += other.claims;
         self.moved_replies += other.moved_replies;
+        self.resumed += other.resumed;
     }
 }
 
@@ -120,9 +128,13 @@ pub struct World {
     /// How often each partition has changed its server, or may have.
     pub changes: [u64; PARTITIONS],
     pub wrong: Option<String>,
+    /// What the keeper holds.
+    pub kept: BTreeMap<usize, KeptPartition>,
     /// Whether nothing fails any more.
     pub is_calm: bool,
     started: u64,
+    /// Hand-overs that have begun.
+    pub attempts: u64,
 }
 
 impl World {
@@ -138,8 +150,10 @@ impl World {
             losses: [0; PARTITIONS],
             changes: [0; PARTITIONS],
             wrong: None,
+            kept: BTreeMap::new(),
             is_calm: false,
             started: 0,
+            attempts: 0,
         };
         (0..3).for_each(|_| world.add_server());
         world
@@ -166,6 +180,7 @@ impl World {
         self.started += 1;
         if let Some(server) = Server::start(&self.directory, self.started) {
             self.servers.push(server);
+            self.resume(self.servers.len() - 1);
         }
     }
 
@@ -197,8 +212,9 @@ impl World {
     /// Lets everything end that has begun, without faults.
     pub fn settle(&mut self) {
         self.is_calm = true;
-        for server in &self.servers {
+        for server in &mut self.servers {
             server.directory.set_disconnected(false);
+            server.set_drains(false);
         }
         while let Some(at) = self.servers.iter().position(|server| server.is_fenced) {
             self.begin_anew(at);
@@ -307,8 +323,9 @@ impl World {
     }
 
     fn fault(&mut self, at: usize) {
-        match self.random.below(8) {
+        match self.random.below(9) {
             0 if self.servers.len() > 1 => self.kill(at),
+            7 if self.servers.len() > 1 || self.random.one_in(4) => self.stop(at),
             1 | 2 if self.servers.len() < SERVERS_MAX => self.add_server(),
             3 => self.servers[at].is_fenced = true,
             4 if self.servers[at].is_fenced && self.random.one_in(2) => self.begin_anew(at),
@@ -322,7 +339,21 @@ impl World {
                 let is_disconnected = self.random.one_in(3);
                 self.servers[at].directory.set_disconnected(is_disconnected);
             }
-            _ => self.servers[at].drains = self.random.one_in(3),
+            _ => {
+                let drains = self.random.one_in(3);
+                self.servers[at].set_drains(drains);
+            }
+        }
+    }
+
+    /// Ends a process in order: the keeper holds its partitions. If it was the only one, the next one
+    /// starts.
+    fn stop(&mut self, at: usize) {
+        let server = self.servers.remove(at);
+        self.kept.extend(server.kept());
+        self.break_connections(server);
+        if self.servers.is_empty() {
+            self.add_server();
         }
     }
 

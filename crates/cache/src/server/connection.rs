@@ -222,12 +222,14 @@ impl Connection {
                 }
                 Step::Elsewhere { partition, len } => {
                     requests += 1;
+                    self.waits_for_items = false;
                     let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
                     let request = (partition, len);
                     resumed = elsewhere.forward(request, &bytes[at..], session, context, links, waiter, out);
                 }
                 Step::Scatter => {
                     requests += 1;
+                    self.waits_for_items = false;
                     let Some(scatter) = self.session.pop_scatter() else { break };
                     let (elsewhere, session) = (&mut self.elsewhere, &mut self.session);
                     resumed = elsewhere.scatter(scatter, session, context, links, waiter, out);

@@ -53,7 +53,7 @@ fn add_pool(common: &Common, sums: &Sums, add: &mut dyn FnMut(&str, &dyn Display
     add("pool_bytes", &load(&pool.bytes));
     add("pool_hits", &load(&pool.hits));
     add("pool_losses", &load(&pool.losses));
-    add("local_hits", &(sums.get_hits - sums.fetched_hits));
+    add("local_hits", &sums.get_hits.saturating_sub(sums.fetched_hits));
     for (tier, times) in [("local", &common.local_times()), ("pool", &pool.times)] {
         for (name, share) in [("p50", 0.5), ("p99", 0.99), ("max", 1.0)] {
             add(&format!("{tier}_hit_{name}_us"), &(times.quantile(share) / 1000));

@@ -8,9 +8,9 @@ use super::partition::Partition;
 use super::{Shared, Store, StoreOptions, cas, identity, layout_of};
 
 impl Store {
-    /// A store with memory of partitions that an earlier store with the same options has kept, by
-    /// their numbers. A partition whose memory cannot be used is empty. `now_s` is the second of
-    /// this store's clock, and `unix_s` the same second since 1970.
+    /// A store with memory of partitions that an earlier store with the same options has completed,
+    /// by their numbers. A partition whose memory cannot be used, or has no room in the limit, is
+    /// empty. `now_s` is the second of this store's clock, and `unix_s` the same second since 1970.
     ///
     /// # Errors
     /// If the system has no memory or descriptors for it.
@@ -22,11 +22,15 @@ impl Store {
     ) -> io::Result<Self> {
         let shared = Shared::new(options);
         let has_pool = options.pool > 0;
+        let mut adopted = Vec::new();
         let partition = |number: usize| {
             let identity = identity(options, number);
             let adopt = |memory| Partition::adopt_kept(&shared, memory, &identity, has_pool, now_s, unix_s);
             match kept.remove(&number).map(adopt) {
-                Some(Ok(partition)) => return Ok(partition),
+                Some(Ok(partition)) => {
+                    adopted.push(number);
+                    return Ok(partition);
+                }
                 Some(Err(error)) => {
                     tracing::warn!(%error, partition = number, "kept memory of a partition is not used");
                 }
@@ -35,7 +39,14 @@ impl Store {
             Partition::create(number, layout_of(options), cas::before_first(number, 0), has_pool)
         };
         let partitions = (0..options.partitions).map(partition).collect::<io::Result<_>>()?;
-        Ok(Self::with_partitions(options, partitions, shared))
+        let adopted = adopted.into();
+        Ok(Self { adopted, ..Self::with_partitions(options, partitions, shared) })
+    }
+
+    /// The partitions whose memory was that of an earlier store.
+    #[must_use]
+    pub fn adopted(&self) -> &[usize] {
+        &self.adopted
     }
 
     /// Completes a partition, for a later store with the same options; returns its memory. No
@@ -58,7 +69,7 @@ impl Store {
         kept.descriptor().map(Some)
     }
 
-    /// Serves a partition with the items of kept memory, in this generation.
+    /// Serves a partition with the items of adopted memory, in this generation.
     pub fn resume(&self, partition: usize, generation: u64) {
         self.partitions[partition].begin(&self.shared, cas::before_first(partition, generation));
     }

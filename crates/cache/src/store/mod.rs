@@ -124,6 +124,8 @@ pub struct Store {
     /// The first second in which a partition is to be flushed, or `u32::MAX`.
     next_flush_s: AtomicU32,
     has_pool: bool,
+    /// The partitions whose memory was that of an earlier store.
+    adopted: Box<[usize]>,
 }
 
 /// The layout of each partition.
@@ -195,7 +197,7 @@ impl Store {
         let first_limit = options.limit.max(LIMIT_MIN);
         let next_flush_s = AtomicU32::new(u32::MAX);
         let (evicts, has_pool) = (options.evicts, options.pool > 0);
-        Self { partitions, shared, first_limit, evicts, next_flush_s, has_pool }
+        Self { partitions, shared, first_limit, evicts, next_flush_s, has_pool, adopted: Box::default() }
     }
 
     /// Begins a turn of a thread: items that it sees stay valid until the pin is dropped.

@@ -14,12 +14,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::overflow::Candidates;
-use super::completed::{Completed, Identity};
 use super::epochs::Pin;
 use super::index::{Found, Index, Search};
 use super::item::{self, Header, Item, States};
 use super::layout::Layout;
-use super::log::{Charge, Damaged, Log, NewItem, NoRoom, Origin, Target};
+use super::log::{Charge, Log, NewItem, NoRoom, Target};
 use super::memory::{Memory, PAGE_BYTES};
 use super::presence::PresenceCell;
 use super::runs::{Queue, RunEntry, RunState, SharedMemory};
@@ -149,43 +148,6 @@ impl Partition {
         Ok(Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) })
     }
 
-    /// The partition in memory that another store has completed, if that was a store with the same
-    /// options and if the memory is not damaged. Otherwise an empty partition in the same memory,
-    /// whose cas numbers begin after `cas`.
-    ///
-    /// # Errors
-    /// If the memory cannot be emptied.
-    pub fn adopt(
-        shared: &Shared,
-        memory: Memory,
-        identity: &Identity,
-        cas: u64,
-        has_pool: bool,
-    ) -> io::Result<(Self, Option<Completed>)> {
-        let (number, layout) = (identity.partition, identity.layout);
-        let memory = Arc::new(memory);
-        let completed = Completed::adopt(&memory, identity);
-        if let Some(completed) = completed {
-            match Log::adopt(number, Arc::clone(&memory), layout, shared, completed.cas, Origin::Restart) {
-                Ok(log) => {
-                    let partition =
-                        Self { has_pool, ..Self::with_log(number, memory, layout, log, completed.items) };
-                    let mut inner = partition.lock();
-                    partition.charge_index(shared, &mut inner);
-                    partition.publish_oldest(&mut inner);
-                    drop(inner);
-                    return Ok((partition, Some(completed)));
-                }
-                Err(Damaged) => {
-                    return Err(io::Error::other(format!("the memory of partition {number} is damaged")));
-                }
-            }
-        }
-        memory.clear()?;
-        let log = Log::new(number, Arc::clone(&memory), layout, cas);
-        Ok((Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) }, None))
-    }
-
     fn with_log(number: usize, memory: SharedMemory, layout: Layout, log: Log, items: u64) -> Self {
         Self {
             number,
@@ -200,17 +162,6 @@ impl Partition {
             oldest: [AtomicU64::new(NO_SEQUENCE), AtomicU64::new(NO_SEQUENCE)],
             has_opened: AtomicBool::new(false),
         }
-    }
-
-    /// Marks the memory as complete, so that another store can adopt it. No thread may use the
-    /// partition any more.
-    pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
-        let mut inner = self.lock();
-        self.drop_all_away(shared, &mut inner);
-        inner.log.complete(shared);
-        let now_s = self.shift.to_partition(now_s);
-        let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
-        completed.write(&self.memory, identity);
     }
 
     /// Reads the item of a key; the read is counted if `counts`.

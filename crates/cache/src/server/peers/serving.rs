@@ -33,14 +33,16 @@ struct WaitingFrame {
     lens: Vec<u32>,
     done: usize,
     replies: Vec<u8>,
+    /// The first entry that is not done waits for an item of the pool, or for room.
+    fetches: bool,
 }
 
 /// How far a frame was served.
 enum Progress {
     /// It is to be answered.
     Ends(AnswerEnd),
-    /// It waits.
-    Waits,
+    /// It waits: for a partition, or for an item of the pool or room.
+    Waits { fetches: bool },
 }
 
 impl AsFd for PeerConnection {
@@ -103,29 +105,36 @@ impl PeerConnection {
         buffer.resize(buffer.len() + head_len, 0);
         let mut lens = vec![0; frame.entries.len()];
         let mut done = 0;
-        match serve_entries(&frame.entries, &mut done, &mut lens, context, out) {
+        match serve_entries(&frame.entries, &mut done, &mut lens, false, context, out) {
             Progress::Ends(end) => {
                 let replies = out.len_since(start) - head_len;
                 out.overwrite(start, &frame::answer_head(frame.number, done, end, &lens, replies));
             }
-            Progress::Waits => {
+            Progress::Waits { fetches } => {
                 // The frame is kept with what it was replied so far.
                 let replies = out.bytes_since(start).split_off(head_len);
                 out.truncate(start);
-                self.waiting.push(WaitingFrame { bytes: bytes.to_vec(), lens, done, replies });
+                let bytes = bytes.to_vec();
+                self.waiting.push(WaitingFrame { bytes, lens, done, replies, fetches });
             }
         }
     }
 
     fn serve_waiting<'p>(&mut self, context: &Context<'p>, out: &mut Replies<'p>) {
-        self.waiting.retain_mut(|WaitingFrame { bytes, lens, done, replies }| {
+        self.waiting.retain_mut(|WaitingFrame { bytes, lens, done, replies, fetches }| {
             let Ok(frame) = Frame::read(bytes) else { return false };
             let mut more = Replies::new(Vec::new());
-            let progress = serve_entries(&frame.entries, done, lens, context, &mut more);
+            let progress = serve_entries(&frame.entries, done, lens, *fetches, context, &mut more);
             for part in more.parts() {
                 replies.extend_from_slice(part);
             }
-            let Progress::Ends(end) = progress else { return true };
+            let end = match progress {
+                Progress::Ends(end) => end,
+                Progress::Waits { fetches: now } => {
+                    *fetches = now;
+                    return true;
+                }
+            };
             out.push(&frame::answer_head(frame.number, *done, end, lens, replies.len()));
             out.push(replies);
             false
@@ -143,21 +152,28 @@ impl PeerConnection {
     }
 }
 
-/// Serves entries from the first one that is not done on.
+/// Serves entries from the first one that is not done on, which has fetched an item of the pool if
+/// `fetched`.
 fn serve_entries<'p>(
     entries: &[(usize, Task<'p>)],
     done: &mut usize,
     lens: &mut [u32],
+    fetched: bool,
     context: &Context<'p>,
     out: &mut Replies<'p>,
 ) -> Progress {
-    for (at, entry) in entries.iter().enumerate().skip(*done) {
+    let counters = context.access.counters;
+    let first = *done;
+    for (at, entry) in entries.iter().enumerate().skip(first) {
         if out.len() >= REPLIES_MAX {
             return Progress::Ends(AnswerEnd::Again);
         }
-        let mark = out.mark();
+        let (mark, hits_before) = (out.mark(), counters.get_hits.get());
         match elsewhere::execute(*entry, context, out) {
             EntryEnd::Done => {
+                if fetched && at == first {
+                    counters.fetched_hits.add(counters.get_hits.get() - hits_before);
+                }
                 lens[at] = u32::try_from(out.len_since(mark)).expect("replies are shorter");
                 *done += 1;
             }
@@ -168,12 +184,14 @@ fn serve_entries<'p>(
                 };
                 return match partition.presence() {
                     Presence::Elsewhere(place) => Progress::Ends(AnswerEnd::Moved(entry.0, place)),
-                    Presence::Here | Presence::Leaving | Presence::Unknown => Progress::Waits,
+                    Presence::Here | Presence::Leaving | Presence::Unknown => {
+                        Progress::Waits { fetches: false }
+                    }
                 };
             }
             EntryEnd::NoRoom => {
                 out.truncate(mark);
-                return Progress::Waits;
+                return Progress::Waits { fetches: true };
             }
             EntryEnd::Malformed => {
                 out.truncate(mark);

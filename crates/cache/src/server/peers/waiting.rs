@@ -46,6 +46,8 @@ pub struct Parts {
     frames: Vec<(u64, Vec<usize>)>,
     /// Partitions of which a server has said where they are.
     moved: Vec<(usize, Place)>,
+    /// Parts that have waited for items of the pool.
+    fetching: Vec<usize>,
     is_malformed: bool,
     /// A server could not be reached.
     is_not_sent: bool,
@@ -221,6 +223,7 @@ impl Elsewhere {
             replies,
             frames: Vec::new(),
             moved: Vec::new(),
+            fetching: Vec::new(),
             is_malformed: false,
             is_not_sent: false,
         };
@@ -281,8 +284,16 @@ impl Parts {
             match context.access.store.partitions()[entry.partition].presence() {
                 Presence::Here => {
                     let mut reply = Replies::new(Vec::new());
+                    let (counters, is_fetched) = (context.access.counters, self.fetching.contains(&at));
+                    let hits_before = counters.get_hits.get();
                     match elsewhere::execute((entry.partition, entry.task()), context, &mut reply) {
-                        EntryEnd::Done => self.replies[at] = Some(reply.parts().concat()),
+                        EntryEnd::Done => {
+                            if is_fetched {
+                                counters.fetched_hits.add(counters.get_hits.get() - hits_before);
+                            }
+                            self.replies[at] = Some(reply.parts().concat());
+                        }
+                        EntryEnd::NoRoom if !is_fetched => self.fetching.push(at),
                         EntryEnd::Elsewhere | EntryEnd::NoRoom => {}
                         EntryEnd::Malformed => self.is_malformed = true,
                     }

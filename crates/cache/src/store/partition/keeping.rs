@@ -1,4 +1,4 @@
-//! A partition in memory that an earlier store has kept.
+//! A partition whose memory outlives the store: completed by one, and adopted by a later one.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -7,10 +7,74 @@ use std::sync::Arc;
 use rustix::fs::SealFlags;
 
 use super::super::completed::{Completed, Identity};
+use super::super::log::{Damaged, Log, Origin};
 use super::super::memory::Memory;
+use super::super::presence::Presence;
+use super::super::runs::SharedMemory;
 use super::{Partition, Shared};
 
 impl Partition {
+    /// Marks the memory as complete, so that another store can adopt it. No thread may use the
+    /// partition any more.
+    pub fn complete(&self, shared: &Shared, identity: &Identity, now_s: u32, unix_s: i64) {
+        let mut inner = self.lock();
+        // Nothing is evicted, cleaned or freed from now on.
+        self.begin_leaving();
+        self.drop_all_away(shared, &mut inner);
+        inner.log.complete(shared);
+        let now_s = self.shift.to_partition(now_s);
+        let completed = Completed { cas: inner.log.cas, items: inner.items, now_s, unix_s };
+        completed.write(&self.memory, identity);
+    }
+
+    /// The partition in memory that another store has completed, if that was a store with the same
+    /// options and if the memory is not damaged. Otherwise an empty partition in the same memory,
+    /// whose cas numbers begin after `cas`.
+    ///
+    /// # Errors
+    /// If the memory cannot be emptied.
+    pub fn adopt(
+        shared: &Shared,
+        memory: Memory,
+        identity: &Identity,
+        cas: u64,
+        has_pool: bool,
+    ) -> io::Result<(Self, Option<Completed>)> {
+        let (number, layout) = (identity.partition, identity.layout);
+        let memory = Arc::new(memory);
+        if let Some(adopted) = Self::adopt_completed(shared, &memory, identity, has_pool)? {
+            return Ok((adopted.0, Some(adopted.1)));
+        }
+        memory.clear()?;
+        let log = Log::new(number, Arc::clone(&memory), layout, cas);
+        Ok((Self { has_pool, ..Self::with_log(number, memory, layout, log, 0) }, None))
+    }
+
+    /// The partition in memory that another store has completed; `None`, and nothing is changed, if
+    /// that was a store with other options, or the memory is not complete.
+    ///
+    /// # Errors
+    /// If the memory is damaged.
+    fn adopt_completed(
+        shared: &Shared,
+        memory: &SharedMemory,
+        identity: &Identity,
+        has_pool: bool,
+    ) -> io::Result<Option<(Self, Completed)>> {
+        let (number, layout) = (identity.partition, identity.layout);
+        let Some(completed) = Completed::adopt(memory, identity) else { return Ok(None) };
+        let log = Log::adopt(number, Arc::clone(memory), layout, shared, completed.cas, Origin::Restart);
+        let damaged = |Damaged| io::Error::other(format!("the memory of partition {number} is damaged"));
+        let log = log.map_err(damaged)?;
+        let memory = Arc::clone(memory);
+        let partition = Self { has_pool, ..Self::with_log(number, memory, layout, log, completed.items) };
+        let mut inner = partition.lock();
+        partition.charge_index(shared, &mut inner);
+        partition.publish_oldest(&mut inner);
+        drop(inner);
+        Ok(Some((partition, completed)))
+    }
+
     /// The partition in memory that an earlier store with the same options has completed. Its
     /// seconds go on, while the clock of this store shows `now_s`, which is `unix_s` since 1970.
     ///
@@ -30,13 +94,17 @@ impl Partition {
         if !seals.contains(SealFlags::SHRINK) || len != bytes as u64 {
             return Err(io::Error::other("it has another size, as with other options"));
         }
-        let memory = Memory::map(Arc::new(memory), 0, bytes)?;
-        let (partition, completed) = Self::adopt(shared, memory, identity, 0, has_pool)?;
-        let Some(Completed { now_s: second, unix_s: then_s, .. }) = completed else {
+        let memory = Arc::new(Memory::map(Arc::new(memory), 0, bytes)?);
+        let Some((partition, completed)) = Self::adopt_completed(shared, &memory, identity, has_pool)? else {
             return Err(io::Error::other("it is not complete, or that of a server with other options"));
         };
+        if shared.budget.used() > shared.budget.limit() {
+            partition.forget(shared, Presence::Unknown)?;
+            return Err(io::Error::other("it has no room in the memory of this server"));
+        }
+        let Completed { now_s: second, unix_s: then_s, .. } = completed;
         // The time in between has passed for items, too, unless the system's clock was set back.
-        let second = i64::from(second) + (unix_s - then_s).max(0);
+        let second = i64::from(second).saturating_add(unix_s.saturating_sub(then_s).max(0));
         partition.shift.set(i32::try_from(second - i64::from(now_s)).unwrap_or(i32::MAX));
         Ok(partition)
     }
