@@ -281,6 +281,10 @@ impl World {
                 self.reply(request, from, Reply::Served(found));
             }
             Presence::Elsewhere(place) if from.is_some() => self.reply(request, from, Reply::Moved(place)),
+            // It has claimed the partition, and does not know that yet.
+            Presence::Elsewhere(place) if place.server == server.life.host => {
+                server.waiting.push((request, from));
+            }
             Presence::Elsewhere(place) => self.forward(at, place.server, request),
             Presence::Leaving | Presence::Unknown => server.waiting.push((request, from)),
         }

@@ -18,8 +18,9 @@ const SERVERS_MAX: usize = 4;
 const RATES: [f64; PARTITIONS] = [900.0, 300.0, 250.0, 200.0];
 /// Steps within which everything must come to rest when nothing fails.
 const REST_STEPS: usize = 60_000;
-/// Most forwards of a request while nothing moves: each server may know of an older place.
-const FORWARDS_MAX: u32 = 3;
+/// Most forwards of a request while nothing moves: usually two, but each server may know of an older
+/// place, and a number may have been used again.
+const FORWARDS_MAX: u32 = 8;
 
 /// A rule that is broken on purpose.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -435,7 +436,13 @@ impl World {
         request.forwards += 1;
         let changes = self.changes[request.partition()] - request.changes;
         if request.is_calm && changes == 0 && request.forwards > FORWARDS_MAX {
-            self.fail(format!("{request:?} is forwarded again"));
+            let partition = request.partition();
+            let state = |server: &Server| {
+                let holding = server.holders[partition].holding();
+                (server.life, server.presences[partition].get(), holding)
+            };
+            let states: Vec<_> = self.servers.iter().map(state).collect();
+            self.fail(format!("{request:?} is forwarded again by {from:?}: {states:#?}"));
         }
         self.packets.push(Packet::Forward { from, to, request });
     }
