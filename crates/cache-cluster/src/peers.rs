@@ -68,7 +68,7 @@ impl Connector for PeerConnector {
 }
 
 fn connect_to(member: &Member, server: u16) -> Option<PeerSocket> {
-    // Others say that this server has a partition when it has claimed it and does not know that yet.
+    // Others may say that this server has a partition that it has claimed without knowing it.
     let record = member.server_record(server).filter(|record| record.life() != member.life())?;
     connect_for_requests(record.address, member.channels.access())
         .inspect_err(|error| tracing::debug!(%error, server, "a server cannot be reached"))

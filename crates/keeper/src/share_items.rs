@@ -57,12 +57,8 @@ impl ShareItems {
     }
 
     /// Removes an item and closes its descriptors.
-    ///
-    /// In a thread, because the last close of a userfaultfd waits for the lock of the memory.
     pub fn remove(&mut self, kind: HeldKind, id: u64) {
-        let Some(entry) = self.entries.remove(&(kind, id)) else { return };
-        // If there is no thread, the entry is dropped here.
-        let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(entry));
+        close(self.entries.remove(&(kind, id)).into_iter().collect());
     }
 
     /// The orphans, with their userfaultfds.
@@ -89,7 +85,18 @@ impl ShareItems {
     /// Closes the descriptors of all items but of programs that have not ended, or whose memory
     /// another process has.
     pub fn release_ended(&mut self) {
-        self.entries.retain(|_, entry| entry.is_alive());
+        let is_ended = |(key, entry): (&(HeldKind, u64), &Entry)| (!entry.is_alive()).then_some(*key);
+        let ended: Vec<_> = self.entries.iter().filter_map(is_ended).collect();
+        close(ended.iter().filter_map(|key| self.entries.remove(key)).collect());
+    }
+}
+
+/// Closes the descriptors of items in a thread: the last close of a userfaultfd waits for the lock of
+/// the memory, and that of a large memory takes seconds.
+fn close(entries: Vec<Entry>) {
+    if !entries.is_empty() {
+        // If there is no thread, they are dropped here.
+        let _ = std::thread::Builder::new().name("close".into()).spawn(move || drop(entries));
     }
 }
 

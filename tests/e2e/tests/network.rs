@@ -450,7 +450,7 @@ fn outlive(deaths: usize) {
 mod long {
     use super::*;
 
-    /// The pages that a host has not handed over are lost with it, and restored as they were synced.
+    /// Pages that a host has not handed over are lost with it, and restored as they were synced.
     #[test]
     fn what_was_synced_outlives_the_host_that_has_handed_it_over() {
         let mut cluster = Cluster::up_with_grace("2s");

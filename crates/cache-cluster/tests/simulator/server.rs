@@ -145,7 +145,7 @@ impl Server {
         }
     }
 
-    /// The partitions that the keeper is to hold: those that the server owns and does not hand over.
+    /// What the keeper is to hold: the partitions that the server owns and does not hand over.
     pub fn kept(&self) -> impl Iterator<Item = (usize, KeptPartition)> {
         let settled = |partition: usize| match self.holders[partition].holding() {
             Holding::Owned { generation, stage: Stage::Settled } if self.givings[partition].is_none() => {

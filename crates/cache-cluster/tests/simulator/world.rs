@@ -18,8 +18,8 @@ const SERVERS_MAX: usize = 4;
 const RATES: [f64; PARTITIONS] = [900.0, 300.0, 250.0, 200.0];
 /// Steps within which everything must come to rest when nothing fails.
 const REST_STEPS: usize = 60_000;
-/// Most forwards of a request while nothing moves: usually two, but each server may know of an older
-/// place, and a number may have been used again.
+/// Most forwards of a request while nothing moves: usually two, but each server may know of an
+/// older place.
 const FORWARDS_MAX: u32 = 8;
 
 /// A rule that is broken on purpose.
@@ -33,7 +33,7 @@ pub enum Mutant {
     IgnoreRecords,
     /// Attempts to hand a partition over that have the same number are taken for one.
     ForgetAttempts,
-    /// A server that starts serves what the keeper holds, whoever has had it since.
+    /// A server that starts serves what the keeper holds, also if another one has had it since.
     AdoptAnything,
     /// Older places replace newer ones.
     LearnAnything,
@@ -347,8 +347,8 @@ impl World {
         }
     }
 
-    /// Ends a process in order: the keeper holds its partitions. If it was the only one, the next one
-    /// starts.
+    /// Ends a process in order: the keeper holds its partitions. If it was the only one, the next
+    /// one starts.
     fn stop(&mut self, at: usize) {
         let server = self.servers.remove(at);
         self.kept.extend(server.kept());

@@ -24,7 +24,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 pub use dealing::WorkerHandle;
 pub use listeners::{Listener, ListenerAddress};
@@ -89,6 +89,10 @@ pub struct ServerOptions {
     /// The version of the program.
     pub version: &'static str,
 }
+
+/// A server that ends waits so long for the thread that uses the pool.
+const OVERFLOW_PATIENCE: Duration = Duration::from_secs(2);
+const OVERFLOW_PAUSE: Duration = Duration::from_millis(1);
 
 /// What the threads of a server share.
 #[derive(Debug)]
@@ -267,7 +271,13 @@ impl Server {
         }
         self.common.store.pool().stop();
         let threads = self.workers.into_iter().map(|(_, thread)| thread).chain([self.acceptor]);
-        let threads = threads.chain(self.overflow);
+        // A read of the pool may wait for the agent. It ends with the process.
+        let deadline = Instant::now() + OVERFLOW_PATIENCE;
+        let overflow = self.overflow;
+        while overflow.as_ref().is_some_and(|thread| !thread.is_finished()) && Instant::now() < deadline {
+            std::thread::sleep(OVERFLOW_PAUSE);
+        }
+        let threads = threads.chain(overflow.filter(JoinHandle::is_finished));
         for thread in threads {
             if thread.join().is_err() {
                 tracing::error!("a thread of the cache ended with a panic");

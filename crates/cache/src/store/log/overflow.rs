@@ -1,6 +1,6 @@
 //! The runs of a log whose items are in the pool, or are on their way there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::Ordering;
 
 use super::super::Shared;
@@ -37,6 +37,8 @@ struct RemoteRun {
 #[derive(Debug, Default)]
 pub struct OverflowRuns {
     remote: BTreeMap<u32, RemoteRun>,
+    /// Their sequences and numbers, in the order in which they were opened.
+    order: BTreeSet<(u64, u32)>,
     /// The serial numbers of runs that are being copied to the pool.
     leaving: BTreeMap<u32, u32>,
 }
@@ -94,6 +96,7 @@ impl Log {
         self.live_bytes -= live as u64;
         self.filled_bytes -= fill as u64;
         self.overflow.remote.insert(run, RemoteRun { place, kept, items, sequence });
+        self.overflow.order.insert((sequence, run));
         self.retire_as(shared, run, runs, RetiredUse::Remote);
     }
 
@@ -117,6 +120,7 @@ impl Log {
     /// Frees a run to whose items no slot points any more.
     pub fn forget_away(&mut self, shared: &Shared, run: u32) {
         let Some(remote) = self.overflow.remote.remove(&run) else { return };
+        self.overflow.order.remove(&(remote.sequence, run));
         free_kept(shared, &remote.kept);
         shared.pool.free(remote.place);
         let entry = self.entry(run);
@@ -128,7 +132,7 @@ impl Log {
 
     /// The run in the pool that was opened first, and its place in that order.
     pub fn oldest_away(&self) -> Option<(u64, u32)> {
-        self.overflow.remote.iter().map(|(run, remote)| (remote.sequence, *run)).min()
+        self.overflow.order.first().copied()
     }
 
     /// A run in the pool whose items are gone or have expired, and which slots still point to.
@@ -187,6 +191,7 @@ impl Log {
 
     /// Frees what the pool has of this log, which is not to be used again.
     pub(super) fn release_overflow(&mut self, shared: &Shared) {
+        self.overflow.order.clear();
         for remote in std::mem::take(&mut self.overflow.remote).into_values() {
             free_kept(shared, &remote.kept);
             shared.pool.free(remote.place);
