@@ -18,6 +18,10 @@ const IDLE: Duration = Duration::from_millis(100);
 const FAILURE_PAUSE: Duration = Duration::from_secs(1);
 /// Runs are copied at a time until they have so many bytes.
 const SPILL_BYTES: u64 = 1 << 20;
+/// Fewer are copied while items are fetched, which wait meanwhile.
+const SPILL_BESIDE_FETCHES_BYTES: u64 = 128 << 10;
+/// Fetches are likely to come so soon after others.
+const FETCHES_LAST: Duration = Duration::from_millis(10);
 /// At most one part in so many of the pool is copied at a time.
 const SPILL_PARTS: u64 = 4;
 /// Bytes of an item that are fetched at first.
@@ -72,6 +76,8 @@ pub(super) struct Overflow {
     /// Bytes of each place.
     places: HashMap<u64, u64>,
     failed: Option<Instant>,
+    /// When items were fetched last.
+    fetched: Option<Instant>,
     has_warned: bool,
 }
 
@@ -90,6 +96,7 @@ impl Overflow {
             bytes: 0,
             places: HashMap::new(),
             failed: None,
+            fetched: None,
             has_warned: false,
         }
     }
@@ -106,6 +113,7 @@ impl Overflow {
             }
             if !work.fetches.is_empty() {
                 self.fetch(&work.fetches);
+                self.fetched = Some(Instant::now());
             }
             if work.is_short {
                 self.spill();
@@ -150,7 +158,9 @@ impl Overflow {
         let store = &self.common.store;
         let now_s = self.common.clock.now_s();
         while store.has_too_many_away() && store.evict_from_pool() {}
-        let bytes_max = SPILL_BYTES.min(self.bytes_max / SPILL_PARTS);
+        let fetches = self.fetched.is_some_and(|fetched| fetched.elapsed() < FETCHES_LAST);
+        let bytes_max = if fetches { SPILL_BESIDE_FETCHES_BYTES } else { SPILL_BYTES };
+        let bytes_max = bytes_max.min(self.bytes_max / SPILL_PARTS);
         let (mut spills, mut bytes) = (Vec::new(), 0);
         while bytes < bytes_max
             && let Some(spill) = store.next_spill(now_s)

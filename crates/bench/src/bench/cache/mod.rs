@@ -62,7 +62,7 @@ const FULL: Volume = Volume {
         stage: Duration::from_secs(3),
         paused_moves: 10,
     },
-    pool: pool::Volume { memory_mib: 64, rounds: 3, window: Duration::from_secs(4) },
+    pool: pool::Volume { memory_mib: 64, rounds: 3, window: Duration::from_secs(3) },
 };
 
 const QUICK: Volume = Volume {

@@ -160,7 +160,11 @@ impl Way<'_> {
         let keys = u32::try_from(keys).expect("a few million");
         let (server, _cluster) = self.start(programs, volume)?;
         let mut load = Load::connect(&server, CONNECTIONS, Items::new(keys, lengths, Lifetime::Unlimited))?;
-        load.set_all(scattered(keys))?;
+        // memcached refuses some sets if lengths are mixed.
+        let set = load.play(Pace::of_depth(32), None, &mut scattered(keys).map(Operation::Set))?;
+        if self.program.name == AQUIFER && set.counts.refused > 0 {
+            return Err(server.error(format!("{} sets were refused", set.counts.refused)));
+        }
         let mut zipf = Zipf::new(keys, SKEW, 9);
         let mut gets = std::iter::repeat_with(|| Operation::Get(zipf.rank()));
         let pace = Pace { sets_missed: true, database: DATABASE, sleeps: true, ..Pace::of_depth(1) };
