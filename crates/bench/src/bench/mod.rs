@@ -55,7 +55,7 @@ pub struct BenchArgs {
     /// For `bench apps`, measure only programs with this in their names, such as postgres; for
     /// `bench dilemma`, only this block size and the largest, such as "4 KiB"; for `bench objects`,
     /// only this figure, such as 17; for `bench cache`, only this part: requests, threads, memory,
-    /// hits, or moves
+    /// hits, moves, or pool
     #[arg(long, value_name = "NAME")]
     pub only: Option<String>,
     /// For `bench apps`, measure only with this percentage of a program's memory
