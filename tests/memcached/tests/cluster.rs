@@ -112,7 +112,7 @@ fn the_only_server_has_its_items_again_after_a_restart() {
     let _killed = server.end_by(Signal::KILL);
     let server = cluster.add();
     cluster.wait_for_partitions();
-    assert_eq!(server.connect().request("mg key1 v\r\n".to_owned()), b"EN\r\n");
+    assert_eq!(server.connect().request("mg key1 v\r\n"), b"EN\r\n");
 }
 
 #[test]
