@@ -91,8 +91,8 @@ impl ShareItems {
     }
 }
 
-/// Closes the descriptors of items in a thread: the last close of a userfaultfd waits for the lock of
-/// the memory, and that of a large memory takes seconds.
+/// Closes the descriptors of items in a thread: the last close of a userfaultfd waits for the lock
+/// of the memory, and that of a large memory takes seconds.
 fn close(entries: Vec<Entry>) {
     if !entries.is_empty() {
         // If there is no thread, they are dropped here.
