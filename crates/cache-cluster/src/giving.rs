@@ -12,7 +12,7 @@ use crate::wire::{Answer, Ask, Handover};
 const LOOK: Duration = Duration::from_millis(100);
 /// A target that has let the partition rest must have copied the rest by then.
 const REST_MAX: Duration = Duration::from_secs(2);
-/// A target that copies asks so often at least.
+/// A target that copies asks several times in so long.
 const SILENCE_MAX: Duration = Duration::from_secs(60);
 
 const TAKEN_BACK: &str = "the hand-over was taken back";

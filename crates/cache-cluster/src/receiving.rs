@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use aquifer_cache::store::layout::Layout;
 use aquifer_cache::store::presence::Presence;
 use aquifer_segments::ownership::{Input, Message, Output};
 
-use crate::copying::Copy;
+use crate::copying::{Copy, CopyError, Piece, Source};
 use crate::member::Member;
 use crate::memories::RemoteMemory;
 use crate::records::ServerRecord;
@@ -22,6 +22,9 @@ const ROUNDS_MAX: u32 = 16;
 const PAUSE: Duration = Duration::from_millis(1);
 /// How often it is asked.
 const ASKS_MAX: u32 = 5000;
+/// A round of copying tells the source in this interval that it goes on, after so many pieces.
+const SAY_INTERVAL: Duration = Duration::from_secs(10);
+const PIECES_BETWEEN: usize = 64;
 /// How often the source is told of the end of a hand-over.
 const TELLS_MAX: u32 = 3;
 
@@ -110,8 +113,11 @@ impl Member {
         let store = server.store();
         let partition = &store.partitions()[handover.partition];
         let access = self.channels.access();
-        let mut memory = RemoteMemory::connect(offer, partition, handover.to, &access.key, access.encrypt)
+        let memory = RemoteMemory::connect(offer, partition, handover.to, &access.key, access.encrypt)
             .map_err(|error| format!("its memory cannot be reached: {error}"))?;
+        // The source takes a partition back if it hears nothing of it.
+        let say = || drop(self.ask(source, &Ask::Extent(handover)));
+        let mut memory = Audible { memory, say, said: Instant::now() };
         let mut copy = Copy::new(partition, layout);
         let mut reservation = store.reservation();
         let mut reserve = |bytes| reservation.resize(bytes, server.now_s());
@@ -216,6 +222,26 @@ impl Member {
             [Output::Send(_, Message::Received(_))] => Answer::Received,
             _ => Answer::NotReceived,
         }
+    }
+}
+
+/// A source that is told regularly that it is still being read.
+struct Audible<S, F> {
+    memory: S,
+    say: F,
+    said: Instant,
+}
+
+impl<S: Source, F: Fn()> Source for Audible<S, F> {
+    fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError> {
+        for pieces in pieces.chunks(PIECES_BETWEEN) {
+            self.memory.read(pieces)?;
+            if self.said.elapsed() > SAY_INTERVAL {
+                (self.say)();
+                self.said = Instant::now();
+            }
+        }
+        Ok(())
     }
 }
 

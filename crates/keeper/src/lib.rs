@@ -289,8 +289,9 @@ impl KeeperServer {
                 tracing::warn!(pid, ?frame, "ignored a frame that is not for a keeper or not from the owner");
             }
             Err(ReceiveError::Frame(error @ FrameError::OtherVersion(_))) => {
-                // It would wait for an answer.
-                tracing::warn!(pid, %error, "closed the connection of a daemon of another version");
+                tracing::warn!(pid, %error, "refused a daemon of another version");
+                // It would wait for an answer. Fails if it has gone.
+                let _ = send_frame(socket, &Frame::Refused(error.to_string()), &[]);
                 return false;
             }
             Err(ReceiveError::Frame(error)) => {

@@ -3,20 +3,11 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use aquifer_cache::store::presence::{Place, Presence};
+use aquifer_cache_cluster::wire::Handover;
 use aquifer_segments::ownership::{Holding, Input, Life, Message, Output, Stage};
 
 use crate::server::Server;
 use crate::world::{Mutant, Packet, World};
-
-/// A hand-over of a partition.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Handover {
-    pub partition: usize,
-    pub generation: u64,
-    pub attempt: u64,
-    pub from: Life,
-    pub to: Life,
-}
 
 /// A hand-over from a server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
