@@ -117,7 +117,7 @@ impl Member {
             .map_err(|error| format!("its memory cannot be reached: {error}"))?;
         // The source takes a partition back if it hears nothing of it.
         let say = || drop(self.ask(source, &Ask::Extent(handover)));
-        let mut memory = Audible { memory, say, said: Instant::now() };
+        let mut memory = Audible { memory, say, interval: SAY_INTERVAL, said: Instant::now() };
         let mut copy = Copy::new(partition, layout);
         let mut reservation = store.reservation();
         let mut reserve = |bytes| reservation.resize(bytes, server.now_s());
@@ -229,6 +229,7 @@ impl Member {
 struct Audible<S, F> {
     memory: S,
     say: F,
+    interval: Duration,
     said: Instant,
 }
 
@@ -236,7 +237,7 @@ impl<S: Source, F: Fn()> Source for Audible<S, F> {
     fn read(&mut self, pieces: &[Piece]) -> Result<(), CopyError> {
         for pieces in pieces.chunks(PIECES_BETWEEN) {
             self.memory.read(pieces)?;
-            if self.said.elapsed() > SAY_INTERVAL {
+            if self.said.elapsed() >= self.interval {
                 (self.say)();
                 self.said = Instant::now();
             }
@@ -249,5 +250,31 @@ fn unexpected(answer: Answer) -> String {
     match answer {
         Answer::Declined(why) => why,
         _ => "the other server has answered something else".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    struct Nothing;
+
+    impl Source for Nothing {
+        fn read(&mut self, _: &[Piece]) -> Result<(), CopyError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_long_round_is_heard_at_the_source() {
+        let pieces = vec![Piece { from: 0, to: 0, len: 1 }; 3 * PIECES_BETWEEN];
+        for (interval, expected) in [(Duration::ZERO, 3), (Duration::MAX, 0)] {
+            let count = Cell::new(0);
+            let say = || count.set(count.get() + 1);
+            Audible { memory: Nothing, say, interval, said: Instant::now() }.read(&pieces).unwrap();
+            assert_eq!(count.get(), expected);
+        }
     }
 }

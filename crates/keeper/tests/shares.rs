@@ -253,3 +253,15 @@ fn a_daemon_does_not_wait_for_a_keeper_that_says_nothing() {
     let _silent = aquifer_channel::socket::listen_at(&path, 0o600).unwrap();
     assert!(KeeperClient::connect(&path, KeeperShare::Agent).is_err());
 }
+
+#[test]
+fn a_daemon_of_another_version_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let keeper = TestKeeper::start(folder.path(), LONG);
+    let socket = connect(&keeper.socket).unwrap();
+    let frame = include_bytes!("../../ipc/corpus/frame/version-1");
+    rustix::net::send(&socket, frame, rustix::net::SendFlags::empty()).unwrap();
+    let (answer, _) = receive_frame(&socket).unwrap();
+    assert!(matches!(&answer, Frame::Refused(reason) if reason.contains("version 1")), "{answer:?}");
+    assert!(receive_frame(&socket).is_err(), "the connection is closed");
+}
