@@ -13,8 +13,8 @@ pub const REQUESTS_AHEAD: usize = 16;
 /// Keys after which no more requests are looked at ahead. One more request may follow.
 pub const KEYS_AHEAD: usize = 16;
 
-/// The hashes of keys.
-pub type Hashes = SmallVec<[u64; 2 * KEYS_AHEAD]>;
+/// The hashes of keys, and whether an item is stored for each.
+pub type Hashes = SmallVec<[(u64, bool); 2 * KEYS_AHEAD]>;
 
 /// Collects the hashes of the keys of the first text requests in `input`.
 ///
@@ -31,7 +31,7 @@ pub fn collect(input: &[u8], hashes: &mut Hashes) {
                 while hashes.len() < 2 * KEYS_AHEAD
                     && let Some((key, next)) = words::next(line, end)
                 {
-                    hashes.push(hash_of(key));
+                    hashes.push((hash_of(key), false));
                     end = next;
                 }
                 continue;
@@ -44,7 +44,7 @@ pub fn collect(input: &[u8], hashes: &mut Hashes) {
         if hashes.len() >= 2 * KEYS_AHEAD {
             return;
         }
-        hashes.push(hash_of(key));
+        hashes.push((hash_of(key), value_word != usize::MAX));
         if value_word == usize::MAX {
             continue;
         }
@@ -59,10 +59,10 @@ pub fn collect(input: &[u8], hashes: &mut Hashes) {
     }
 }
 
-/// Loads the memory that searches for these keys need.
-pub fn load(store: &Store, pin: &crate::store::epochs::Pin<'_>, hashes: &Hashes) {
+/// Has the processor load the memory that operations on these keys need.
+pub fn load(store: &Store, hashes: &Hashes) {
     // With one key there is nothing to do side by side.
     if hashes.len() > 1 {
-        store.preload(pin, hashes);
+        store.prefetch(hashes);
     }
 }

@@ -208,7 +208,7 @@ impl Connection {
             if requests > 0 && requests.is_multiple_of(REQUESTS_AHEAD) {
                 let mut hashes = Hashes::new();
                 lookahead::collect(&bytes[at..], &mut hashes);
-                lookahead::load(context.access.store, context.access.pin, &hashes);
+                lookahead::load(context.access.store, &hashes);
             }
             let hits_before = counters.get_hits.get();
             match self.session.step(&bytes[at..], context, out) {

@@ -19,7 +19,7 @@ const FAILURE_PAUSE: Duration = Duration::from_secs(1);
 /// Runs are copied at a time until they have so many bytes.
 const SPILL_BYTES: u64 = 1 << 20;
 /// Fewer are copied while items are fetched, which wait meanwhile.
-const SPILL_BESIDE_FETCHES_BYTES: u64 = 128 << 10;
+const SPILL_BESIDE_FETCHES_BYTES: u64 = 64 << 10;
 /// Fetches are likely to come so soon after others.
 const FETCHES_LAST: Duration = Duration::from_millis(10);
 /// At most one part in so many of the pool is copied at a time.

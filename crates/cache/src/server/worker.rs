@@ -584,6 +584,6 @@ fn look_ahead(inputs: &[Input], context: &Context<'_>) -> usize {
             break;
         }
     }
-    lookahead::load(context.access.store, context.access.pin, &hashes);
+    lookahead::load(context.access.store, &hashes);
     connections
 }

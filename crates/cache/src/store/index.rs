@@ -52,6 +52,8 @@ pub trait Words {
     fn store(&self, at: usize, value: u64);
     /// Replaces a word if it has the expected value; returns whether it had.
     fn replace(&self, at: usize, expected: u64, value: u64) -> bool;
+    /// Has the processor load a word that is soon needed. Only speed depends on it.
+    fn prefetch(&self, at: usize);
 }
 
 /// Where the parts of an index are in its words.
@@ -113,6 +115,17 @@ pub enum Search {
     Missing,
     /// A writer is changing the chain: search again with the partition's lock held.
     Unsettled,
+}
+
+/// Where the item of a key probably is.
+#[derive(Clone, Copy, Debug)]
+pub enum Guess {
+    /// At this place.
+    At(Location),
+    /// In this overflow bucket, which begins at this word, or in one after it.
+    After(usize),
+    /// Nowhere.
+    None,
 }
 
 /// The index has no memory for another overflow bucket.
@@ -190,16 +203,32 @@ impl<W: Words> Index<W> {
         Search::Unsettled
     }
 
-    /// Loads the bucket of a key. The result means nothing, but the load must not be left out.
+    /// Has the processor load the bucket of a key, which is soon needed.
     #[inline]
-    pub fn preload(&self, hash: u64) -> u64 {
-        self.words.load(self.bucket(bucket_of(hash, self.words.load(self.layout.count))))
+    pub fn prefetch(&self, hash: u64) {
+        self.prefetch_bucket(self.bucket(bucket_of(hash, self.words.load(self.layout.count))));
     }
 
-    /// The place of the first item in a bucket whose key may have this hash.
+    /// Has the processor load the bucket that begins at this word.
     #[inline]
-    pub fn guess(&self, hash: u64) -> Option<Location> {
+    pub fn prefetch_bucket(&self, bucket: usize) {
+        self.words.prefetch(bucket);
+    }
+
+    /// Where the item of a key probably is, as far as its first bucket says.
+    #[inline]
+    pub fn guess(&self, hash: u64) -> Guess {
         let bucket = self.bucket(bucket_of(hash, self.words.load(self.layout.count)));
+        match (self.guess_in(bucket, hash), self.next(bucket)) {
+            (Some(location), _) => Guess::At(location),
+            (None, Some(next)) => Guess::After(next),
+            (None, None) => Guess::None,
+        }
+    }
+
+    /// The place of the first item in this bucket whose key may have this hash.
+    #[inline]
+    pub fn guess_in(&self, bucket: usize, hash: u64) -> Option<Location> {
         let slots = (bucket + 1..bucket + BUCKET_WORDS).map(|at| Slot(self.words.load(at)));
         slots.into_iter().find(|slot| slot.may_be(hash)).map(Slot::location)
     }

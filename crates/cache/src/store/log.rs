@@ -376,11 +376,12 @@ impl Log {
         let live = entry.live() - len;
         entry.set_live(live);
         let is_unused = live == 0 && entry.state() != RunState::Open;
+        let has_changed = unused_parts(&entry) != before;
         self.live_bytes -= len as u64;
         if is_unused {
             self.unlink(run);
             self.retire(shared, run, shared.keeps_pages && self.spare.is_empty());
-        } else {
+        } else if has_changed {
             self.note_cleanable(shared, run, before);
         }
     }
@@ -408,7 +409,7 @@ impl Log {
     /// Whether so much of the log is no longer in use that it should be cleaned although there is
     /// memory.
     pub fn is_mostly_unused(&self) -> bool {
-        self.filled_bytes > 2 * self.live_bytes + 4 * RUN_BYTES as u64
+        self.filled_bytes > 2 * self.live_bytes + 2 * RUN_BYTES as u64
     }
 
     /// Whether a run should be cleaned.
@@ -527,7 +528,7 @@ impl Log {
         for run in self.queues.iter().flat_map(BTreeMap::values) {
             self.entry(*run).set_state(RunState::Flushed);
         }
-        self.flush_overflow();
+        self.flush_overflow(shared);
     }
 
     fn link(&mut self, run: u32) {

@@ -103,6 +103,20 @@ impl Memory {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(offset), bytes.len()) }
     }
 
+    /// Has the processor load the cache line at this offset, to be read or written soon. Nothing
+    /// depends on it but speed, and on some processors it does nothing.
+    #[inline]
+    pub fn prefetch(&self, offset: usize) {
+        if offset < self.bytes {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the address is in the mapping; a prefetch neither faults nor changes memory.
+            unsafe {
+                use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+                _mm_prefetch::<_MM_HINT_T0>(self.base.as_ptr().add(offset).cast());
+            }
+        }
+    }
+
     /// A descriptor of the memory, which begins at offset 0 if it has a memfd of its own.
     ///
     /// # Errors
@@ -163,6 +177,11 @@ impl Words for Arc<Memory> {
     #[inline]
     fn replace(&self, at: usize, expected: u64, value: u64) -> bool {
         self.word(at * 8).compare_exchange(expected, value, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    #[inline]
+    fn prefetch(&self, at: usize) {
+        Memory::prefetch(self, at * 8);
     }
 }
 

@@ -41,6 +41,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use smallvec::SmallVec;
+
 use self::budget::Budget;
 use self::completed::Identity;
 use self::epochs::Pin;
@@ -254,16 +256,23 @@ impl Store {
         self.partition_of(hash).stored_s(pin, place)
     }
 
-    /// Loads the memory that the next operations on these keys need, for all keys side by side.
-    pub fn preload(&self, pin: &Pin<'_>, hashes: &[u64]) {
-        let mut loaded = 0;
-        for hash in hashes {
-            loaded ^= self.partition_of(*hash).preload_bucket(*hash);
+    /// Has the processor load the memory that the next operations on these keys need, for all keys
+    /// side by side. Each key comes with whether an item is stored for it.
+    pub fn prefetch(&self, keys: &[(u64, bool)]) {
+        for (hash, is_stored) in keys {
+            let partition = self.partition_of(*hash);
+            partition.prefetch_bucket(*hash);
+            if *is_stored {
+                partition.prefetch_append();
+            }
         }
-        for hash in hashes {
-            loaded ^= u64::from(self.partition_of(*hash).preload_item(pin, *hash));
+        let mut after: SmallVec<[(u64, usize); 32]> = SmallVec::new();
+        for (hash, _) in keys {
+            after.extend(self.partition_of(*hash).prefetch_item(*hash).map(|bucket| (*hash, bucket)));
         }
-        std::hint::black_box(loaded);
+        for (hash, bucket) in after {
+            self.partition_of(hash).prefetch_item_after(bucket, hash);
+        }
     }
 
     /// Decides atomically what happens to the item of a key; returns the cas number of what was

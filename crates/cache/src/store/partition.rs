@@ -10,12 +10,12 @@ pub use moving::Departure;
 pub use overflow::Spilled;
 
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use self::overflow::Candidates;
 use super::epochs::Pin;
-use super::index::{Found, Index, Search};
+use super::index::{Found, Guess, Index, Search};
 use super::item::{self, Header, Item, States};
 use super::layout::Layout;
 use super::log::{Charge, Log, NewItem, NoRoom, Target};
@@ -28,6 +28,11 @@ use super::{Key, Shared};
 
 /// No run.
 const NO_SEQUENCE: u64 = u64::MAX;
+
+/// Bytes that the processor loads at a time.
+const CACHE_LINE_BYTES: usize = 64;
+/// Lines after the last item that are loaded before the next one is written.
+const APPEND_LINES: usize = 3;
 
 /// What an update does with the item of a key.
 #[derive(Debug)]
@@ -111,6 +116,8 @@ pub struct Partition {
     /// The sequences of the oldest runs.
     oldest: [AtomicU64; 2],
     has_opened: AtomicBool,
+    /// Where the last item ends.
+    appended: AtomicUsize,
     /// The second of this server in which all items are to be flushed, or 0.
     flush_s: AtomicU32,
 }
@@ -161,6 +168,7 @@ impl Partition {
             log: Mutex::new(Inner { log, items, index_charged: 0 }),
             oldest: [AtomicU64::new(NO_SEQUENCE), AtomicU64::new(NO_SEQUENCE)],
             has_opened: AtomicBool::new(false),
+            appended: AtomicUsize::new(0),
         }
     }
 
@@ -198,23 +206,56 @@ impl Partition {
         Ok(self.for_server(item))
     }
 
-    /// Loads the bucket of a key.
+    /// Has the processor load the bucket of a key.
     #[inline]
-    pub fn preload_bucket(&self, hash: u64) -> u64 {
-        if self.is_here() { self.index.preload(hash) } else { 0 }
+    pub fn prefetch_bucket(&self, hash: u64) {
+        if self.is_here() {
+            self.index.prefetch(hash);
+        }
     }
 
-    /// Loads the start of the item that a key probably has.
+    /// Has the processor load the start of the item that a key probably has. If only an overflow
+    /// bucket can tell where that is, it is loaded instead, and returned for
+    /// [`Self::prefetch_item_after`].
     #[inline]
-    pub fn preload_item(&self, _pin: &Pin<'_>, hash: u64) -> u8 {
-        let guess = if self.is_here() { self.index.guess(hash) } else { None };
-        guess.filter(|at| !self.has_pool || !self.entry(at.run).state().is_away()).map_or(0, |location| {
-            let start = self.layout.run(location.run) + location.offset as usize;
-            // SAFETY: the location was published a moment ago, so it is that of an item, which is
-            // not changed, and whose run is not freed while an epoch is pinned.
-            let prefix = unsafe { self.memory.bytes(start, item::PREFIX_BYTES) };
-            prefix[0]
-        })
+    pub fn prefetch_item(&self, hash: u64) -> Option<usize> {
+        if !self.is_here() {
+            return None;
+        }
+        match self.index.guess(hash) {
+            Guess::At(location) => self.prefetch_at(location),
+            Guess::After(bucket) => {
+                self.index.prefetch_bucket(bucket);
+                return Some(bucket);
+            }
+            Guess::None => {}
+        }
+        None
+    }
+
+    /// Has the processor load the start of the item that a key probably has in an overflow bucket.
+    #[inline]
+    pub fn prefetch_item_after(&self, bucket: usize, hash: u64) {
+        if let Some(location) = self.index.guess_in(bucket, hash) {
+            self.prefetch_at(location);
+        }
+    }
+
+    #[inline]
+    fn prefetch_at(&self, location: Location) {
+        let start = self.layout.run(location.run) + location.offset as usize;
+        self.memory.prefetch(start);
+        // Where the key ends, if that is in the next line.
+        self.memory.prefetch(start + CACHE_LINE_BYTES / 2);
+    }
+
+    /// Has the processor load the memory to which the next item is probably written.
+    #[inline]
+    pub fn prefetch_append(&self) {
+        let at = self.appended.load(Ordering::Relaxed);
+        for line in 0..APPEND_LINES {
+            self.memory.prefetch(at + line * CACHE_LINE_BYTES);
+        }
     }
 
     /// Decides under the partition's lock what happens to the item of a key; returns the cas number
@@ -287,6 +328,8 @@ impl Partition {
         let known = found.filter(|found| self.usable(*found, now_s).is_ok());
         let queue = known.map_or(Queue::Probation, |found| self.entry(found.slot.location().run).queue());
         let location = inner.log.append(shared, now_s, &new, Target::Newest(queue), Charge::IfFree)?;
+        let end = self.layout.run(location.run) + self.entry(location.run).fill();
+        self.appended.store(end, Ordering::Relaxed);
         if put.cas == Cas::Next {
             inner.log.cas = inner.log.next_cas(shared);
         }

@@ -38,6 +38,8 @@ impl Words for ModelWords {
     fn replace(&self, at: usize, expected: u64, value: u64) -> bool {
         self.0[at].compare_exchange(expected, value, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
+
+    fn prefetch(&self, _at: usize) {}
 }
 
 /// The hash of an item of bucket 0: odd items move when it is split.

@@ -69,13 +69,14 @@ impl Log {
 
     /// Makes a run that was not copied after all the oldest one of its queue again; returns whether
     /// it is still in use.
-    pub fn stop_leaving(&mut self, run: u32, serial: u32) -> bool {
+    pub fn stop_leaving(&mut self, shared: &Shared, run: u32, serial: u32) -> bool {
         let is_leaving = self.is_leaving(run, serial);
         if self.overflow.leaving.get(&run) == Some(&serial) {
             self.overflow.leaving.remove(&run);
         }
         if is_leaving {
             self.link(run);
+            self.note_cleanable(shared, run, 0);
         }
         is_leaving
     }
@@ -167,23 +168,23 @@ impl Log {
     }
 
     /// Makes runs that are on their way to the pool stay.
-    pub fn stop_all_leaving(&mut self) {
+    pub fn stop_all_leaving(&mut self, shared: &Shared) {
         let leaving: Vec<(u32, u32)> =
             self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
         for (run, serial) in leaving {
-            self.stop_leaving(run, serial);
+            self.stop_leaving(shared, run, serial);
         }
     }
 
     /// Marks all items in the pool as gone, and those on their way there as flushed.
-    pub(super) fn flush_overflow(&mut self) {
+    pub(super) fn flush_overflow(&mut self, shared: &Shared) {
         for run in self.overflow.remote.keys() {
             self.entry(*run).set_state(RunState::Lost);
         }
         let leaving: Vec<(u32, u32)> =
             self.overflow.leaving.iter().map(|(run, serial)| (*run, *serial)).collect();
         for (run, serial) in leaving {
-            if self.stop_leaving(run, serial) {
+            if self.stop_leaving(shared, run, serial) {
                 self.entry(run).set_state(RunState::Flushed);
             }
         }

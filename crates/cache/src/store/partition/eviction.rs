@@ -1,5 +1,7 @@
 //! What leaves a partition: items that are evicted or have expired, and runs that are cleaned.
 
+use smallvec::SmallVec;
+
 use super::super::Shared;
 use super::super::index::Found;
 use super::super::item::Item;
@@ -11,6 +13,8 @@ use super::{Inner, Partition};
 
 /// Items that the eviction moves keep the second in which they were stored as exactly as this.
 const MOVED_TOLERANCE_S: u32 = 60;
+/// Items of a run whose buckets are loaded side by side.
+const ITEMS_AHEAD: usize = 16;
 
 impl Partition {
     /// Evicts the oldest run of a queue: keeps the items that were read, as the newest ones of the
@@ -94,32 +98,51 @@ impl Partition {
         now_s: u32,
         choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
     ) {
-        for RunItem { location, hash, stored_s, .. } in self.run_items(run) {
-            let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
-            let chosen = match self.usable(found, now_s) {
-                Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),
-                Err(_) => {
-                    shared.count_expired(found.slot.is_fetched());
-                    None
-                }
+        let mut items = self.run_items(run).fuse();
+        loop {
+            let next: SmallVec<[RunItem; ITEMS_AHEAD]> = items.by_ref().take(ITEMS_AHEAD).collect();
+            if next.is_empty() {
+                return;
+            }
+            next.iter().for_each(|item| self.index.prefetch(item.hash));
+            for item in next {
+                self.move_item(shared, inner, item, now_s, &choose);
+            }
+        }
+    }
+
+    fn move_item(
+        &self,
+        shared: &Shared,
+        inner: &mut Inner,
+        RunItem { location, hash, stored_s, .. }: RunItem,
+        now_s: u32,
+        choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
+    ) {
+        let Some(found) = self.index.search_locked(hash, |other| other == location) else { return };
+        let chosen = match self.usable(found, now_s) {
+            Ok(item) => choose(&found, &item).map(|(target, slot)| (item, target, slot)),
+            Err(_) => {
+                shared.count_expired(found.slot.is_fetched());
+                None
+            }
+        };
+        let moved = chosen.and_then(|(item, target, slot)| {
+            let new = NewItem {
+                header: item.header,
+                key: item.key,
+                value: [item.value, &[]],
+                stored_s,
+                tolerance_s: MOVED_TOLERANCE_S,
             };
-            let moved = chosen.and_then(|(item, target, slot)| {
-                let new = NewItem {
-                    header: item.header,
-                    key: item.key,
-                    value: [item.value, &[]],
-                    stored_s,
-                    tolerance_s: MOVED_TOLERANCE_S,
-                };
-                let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
-                Some(slot.with_location(moved))
-            });
-            match moved {
-                Some(slot) => self.index.replace(found, slot),
-                None => {
-                    self.index.remove(found);
-                    inner.items -= 1;
-                }
+            let moved = inner.log.append(shared, now_s, &new, target, Charge::Always).ok()?;
+            Some(slot.with_location(moved))
+        });
+        match moved {
+            Some(slot) => self.index.replace(found, slot),
+            None => {
+                self.index.remove(found);
+                inner.items -= 1;
             }
         }
     }

@@ -186,7 +186,7 @@ impl Partition {
         let Some(mut inner) = self.lock_here() else { return false };
         let Spill { run, serial, kept, .. } = spill;
         if !inner.log.is_leaving(run, serial) {
-            inner.log.stop_leaving(run, serial);
+            inner.log.stop_leaving(shared, run, serial);
             return false;
         }
         let is_there = |Kept { hash, offset }: &&Kept| {
@@ -195,7 +195,7 @@ impl Partition {
         };
         let items = kept.iter().filter(is_there).count();
         if items == 0 {
-            inner.log.stop_leaving(run, serial);
+            inner.log.stop_leaving(shared, run, serial);
             return false;
         }
         inner.log.leave(shared, run, place, kept, items);
@@ -205,7 +205,7 @@ impl Partition {
     /// The pool has no room for a run: it is evicted. An earlier one may still be readable there.
     pub fn cancel_spill(&self, shared: &Shared, spill: &Spill) {
         let Some(mut inner) = self.lock_here() else { return };
-        if inner.log.stop_leaving(spill.run, spill.serial) {
+        if inner.log.stop_leaving(shared, spill.run, spill.serial) {
             // It is the oldest one again, and goes next if there is no memory.
             self.publish_oldest(&mut inner);
         }
@@ -267,7 +267,7 @@ impl Partition {
 
     /// Removes all items in the pool, and keeps here what is on its way there.
     pub(super) fn drop_all_away(&self, shared: &Shared, inner: &mut Inner) {
-        inner.log.stop_all_leaving();
+        inner.log.stop_all_leaving(shared);
         for run in inner.log.away() {
             self.drop_away(shared, inner, run);
         }

@@ -3,7 +3,10 @@
 use super::super::hash_of;
 use super::super::item;
 use super::super::slot::Location;
-use super::Partition;
+use super::{CACHE_LINE_BYTES, Partition};
+
+/// Memory that is loaded before the walk comes to it: each item says only where the next one is.
+const AHEAD_BYTES: usize = 1024;
 
 /// An item of a run, which the index may not point to any more.
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +35,9 @@ impl Partition {
                     offset += item::MARK_BYTES;
                     continue;
                 }
+                let ahead = self.layout.run(run) + location.offset as usize + AHEAD_BYTES;
                 let (key, len) = item::key_and_len(self.item_bytes(location));
+                (0..len).step_by(CACHE_LINE_BYTES).for_each(|at| self.memory.prefetch(ahead + at));
                 offset += len;
                 return Some(RunItem { location, hash: hash_of(key), len, stored_s });
             }
