@@ -118,7 +118,7 @@ impl Session {
 }
 
 /// The command without its variant that has no reply, and whether it was that.
-fn without_quiet(code: u8) -> (u8, bool) {
+pub(super) fn without_quiet(code: u8) -> (u8, bool) {
     use opcode::*;
     match code {
         SET_QUIET..=DECREMENT_QUIET => (code - SET_QUIET + SET, true),
@@ -135,7 +135,7 @@ fn without_quiet(code: u8) -> (u8, bool) {
 }
 
 /// Why a request is refused from its lengths alone.
-fn refused(header: &RequestHeader, plain: u8) -> Option<Status> {
+pub(super) fn refused(header: &RequestHeader, plain: u8) -> Option<Status> {
     use opcode::*;
     let RequestHeader { key_len, extras_len, body_len, .. } = *header;
     let has_key = (1..=KEY_MAX).contains(&key_len);

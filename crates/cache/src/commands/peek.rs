@@ -4,6 +4,7 @@
 //! answered, and is looked at by its session then.
 
 use super::Protocol;
+use super::binary::{refused, without_quiet};
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, opcode};
 use crate::protocol::meta::META_WORDS_MAX;
 use crate::protocol::{number, words};
@@ -77,20 +78,15 @@ fn has_numbers(words: &words::Words<'_>) -> bool {
 
 fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked> {
     let header = RequestHeader::read(input.first_chunk::<HEADER_BYTES>()?)?;
-    let is_single = !matches!(
-        header.opcode,
-        opcode::QUIT
-            | opcode::QUIT_QUIET
-            | opcode::FLUSH
-            | opcode::FLUSH_QUIET
-            | opcode::NOOP
-            | opcode::VERSION
-            | opcode::STATS
-            | opcode::VERBOSITY
-    ) && header.opcode <= opcode::GET_KEY_TOUCH_QUIET;
+    let (plain, _) = without_quiet(header.opcode);
+    let is_single = plain <= opcode::DECREMENT
+        || matches!(plain, opcode::GET_KEY | opcode::APPEND | opcode::PREPEND | opcode::TOUCH)
+        || matches!(plain, opcode::GET_TOUCH | opcode::GET_KEY_TOUCH);
+    if !is_single || refused(&header, plain).is_some() {
+        return None;
+    }
     let start = HEADER_BYTES + header.extras_len;
-    let value_len = header.body_len.checked_sub(header.key_len + header.extras_len)?;
-    if !is_single || !(1..=KEY_MAX).contains(&header.key_len) || value_len > value_max {
+    if header.body_len.checked_sub(header.key_len + header.extras_len)? > value_max {
         return None;
     }
     let len = HEADER_BYTES + header.body_len;
@@ -184,7 +180,9 @@ mod tests {
         assert_eq!((peeked.len, peeked.hash), (request.len(), hash_of(b"key")));
         assert_eq!(peek(Protocol::Binary, &request, 1), None);
         assert_eq!(peek(Protocol::Binary, &request[..request.len() - 1], 2), None);
-        request[1] = opcode::STATS;
-        assert_eq!(peek(Protocol::Binary, &request, 2), None);
+        for other in [opcode::STATS, opcode::INCREMENT, opcode::GET_QUIET, opcode::QUIT, 0x7f] {
+            request[1] = other;
+            assert_eq!(peek(Protocol::Binary, &request, 2), None, "{other:#x}");
+        }
     }
 }

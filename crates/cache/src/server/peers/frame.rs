@@ -133,7 +133,7 @@ impl<'a> Frame<'a> {
                 KIND_TEXT => Task::Request(Protocol::Text, bytes),
                 KIND_BINARY => Task::Request(Protocol::Binary, bytes),
                 KIND_FLUSH => Task::Flush(u32::from_le_bytes(bytes.try_into().map_err(|_| Malformed)?)),
-                KIND_CANCEL_FLUSH => Task::CancelFlush,
+                KIND_CANCEL_FLUSH if bytes.is_empty() => Task::CancelFlush,
                 KIND_DELETE => Task::Delete(bytes),
                 _ => return Err(Malformed),
             };
@@ -287,6 +287,9 @@ mod tests {
         for len in 0..bytes.len() {
             assert!(Frame::read(&bytes[..len]).is_err());
         }
+        // A task without bytes has none: the key of the last entry becomes its own.
+        (bytes[37], bytes[46]) = (1, 0);
+        assert!(Frame::read(&bytes).is_err());
     }
 
     #[test]
