@@ -22,6 +22,8 @@ mod attach;
 pub mod batch;
 mod children;
 pub mod fatal;
+mod helper;
+mod knock;
 mod memory;
 mod moves;
 mod next;
