@@ -1,7 +1,7 @@
 //! `aquifer run PROGRAM` behaves as the program: exit codes, signals, input, output and
 //! environment.
 
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
@@ -64,6 +64,87 @@ fn signals_to_the_run_reach_the_program() {
     processes::signal(child.id(), Signal::TERM);
     let status = child.wait().expect("our own child can be waited for");
     assert_eq!(status.code(), Some(42), "{status}");
+}
+
+/// Says which signals it gets.
+const LISTENER: &str = "import signal, sys\n\
+    own = {signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}\n\
+    def got(number, frame):\n\
+    \x20   print(number, flush=True)\n\
+    for number in signal.valid_signals() - own:\n\
+    \x20   signal.signal(number, got)\n\
+    print('ready', flush=True)\n\
+    while True: signal.pause()";
+
+/// Signals that a program can be told by, in groups: job control, what a terminal or the kernel
+/// sends, and real-time signals.
+const TOLD: [i32; 26] =
+    [1, 2, 3, 5, 6, 10, 12, 13, 14, 15, 16, 17, 18, 23, 24, 25, 26, 27, 28, 29, 30, 31, 34, 40, 50, 64];
+
+/// A shell that executes a script, in which a command is `"$@"`.
+fn in_shell(script: &str, command: &Command) -> Command {
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", script, "sh"]).arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
+/// Sends signals to a run, one after the other, and reads from its program which it gets.
+fn assert_told(command: &mut Command, run_of: impl Fn(u32) -> u32) {
+    let mut child = command.stdout(Stdio::piped()).spawn().expect("it can be started");
+    let mut lines = BufReader::new(child.stdout.take().expect("it was asked for")).lines();
+    let mut next = || lines.next().expect("the program runs").expect("it writes text");
+    assert_eq!(next(), "ready");
+    let run = run_of(child.id());
+    let send = |signal: i32| {
+        let sent = Command::new("/bin/sh").args(["-c", &format!("kill -{signal} {run}")]).status();
+        assert!(sent.expect("there is a shell").success());
+    };
+    for signal in TOLD {
+        send(signal);
+        assert_eq!(next(), signal.to_string());
+    }
+    // The first one stops the run when it has reached the program.
+    for signal in [Signal::TSTP, Signal::CONT] {
+        send(signal.as_raw());
+        assert_eq!(next(), signal.as_raw().to_string());
+    }
+    processes::signal(run, Signal::KILL);
+    child.wait().expect("our own child can be waited for");
+}
+
+#[test]
+fn every_signal_reaches_the_program() {
+    let cluster = Cluster::up(1, "64M");
+    assert_told(&mut cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]), |run| run);
+}
+
+#[test]
+fn signals_reach_a_program_that_a_script_has_started_in_the_background() {
+    let cluster = Cluster::up(1, "64M");
+    let run = cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]);
+    // A shell starts background jobs with SIGINT and SIGQUIT ignored.
+    let mut shell = in_shell("\"$@\" & wait", &run);
+    assert_told(&mut shell, |shell| {
+        let children = std::fs::read_to_string(format!("/proc/{shell}/task/{shell}/children"));
+        children.expect("the shell runs").trim().parse().expect("it has one child")
+    });
+}
+
+#[test]
+fn what_the_run_ignores_the_program_ignores() {
+    let cluster = Cluster::up(1, "64M");
+    let script = "trap '' INT HUP USR1; exec \"$@\"";
+    let read = ["grep", "SigIgn", "/proc/self/status"];
+    let output = |command: &Command| in_shell(script, command).output().expect("there is a shell");
+    let paged = output(&cluster.run_command(LIMIT, &read));
+    let plain = output(Command::new(read[0]).args(&read[1..]));
+    assert_eq!(text(&paged.stdout), text(&plain.stdout));
 }
 
 #[test]

@@ -193,6 +193,7 @@ fn run_to_exit(
     connection: &mut RunConnection,
     on_gone: impl FnOnce() -> String + Send + 'static,
 ) -> Result<ExitStatus, RunError> {
+    signals::inherit(&mut command);
     let started = command.arg0(&options.command[0]).args(&options.command[1..]).spawn();
     let mut child = started.map_err(|source| RunError::Start { program: program.to_owned(), source })?;
     signals::forward_to(child.id());

@@ -1,51 +1,123 @@
 //! Forwarding of signals from `aquifer run` to the program.
+//!
+//! Whatever is sent to `aquifer run` reaches the program. What the kernel sends to both because
+//! they share a terminal, or to this process alone because of what it does itself, is not
+//! forwarded.
 
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
 
 /// Process number of the program; 0 before its start and after its end.
-static CHILD: AtomicU32 = AtomicU32::new(0);
+static CHILD: AtomicI32 = AtomicI32::new(0);
+/// Signals that came before the program was started, a bit for each.
+static EARLY: AtomicU64 = AtomicU64::new(0);
+/// Signals that were ignored when this process was started: the program ignores them, too.
+static IGNORED: AtomicU64 = AtomicU64::new(0);
 
-/// Signals that are forwarded: those that a user or a service manager sends.
-///
-/// The terminal sends INT, QUIT and TSTP to the program as well, so those from it are not
-/// forwarded.
-const FORWARDED: [i32; 7] =
-    [libc::SIGTERM, libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGUSR1, libc::SIGUSR2, libc::SIGALRM];
+/// Signals that a process gets for a fault of its own.
+const FAULTS: [i32; 6] =
+    [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS];
+/// Signals that stop a process.
+const STOPS: [i32; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+
+/// All signals that a handler can be set for. The first two real-time signals are libc's.
+fn all() -> impl Iterator<Item = i32> {
+    (1..libc::SIGSYS + 1).chain(libc::SIGRTMIN()..=libc::SIGRTMAX()).filter(is_catchable)
+}
+
+fn is_catchable(signal: &i32) -> bool {
+    *signal != libc::SIGKILL && *signal != libc::SIGSTOP
+}
+
+fn bit(signal: i32) -> u64 {
+    1 << (signal - 1)
+}
 
 extern "C" fn forward(signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
-    let child = CHILD.load(Relaxed);
-    // SAFETY: the kernel passes a valid siginfo; kill is async-signal-safe.
+    // SAFETY: the kernel passes a valid siginfo; all functions are async-signal-safe, and errno is
+    // restored.
     unsafe {
-        let is_from_terminal = (*info).si_code == libc::SI_KERNEL;
-        if child != 0 && !is_from_terminal {
-            libc::kill(libc::pid_t::try_from(child).unwrap_or(0), signal);
+        let errno = *libc::__errno_location();
+        let code = (*info).si_code;
+        // A write to a closed pipe is reported as sent by this process.
+        let is_sent = code <= 0 && !(signal == libc::SIGPIPE && (*info).si_pid() == libc::getpid());
+        if is_sent {
+            send((code == libc::SI_QUEUE).then(|| (*info).si_value()), signal);
+        } else if FAULTS.contains(&signal) {
+            // It happens again when the handler returns.
+            libc::signal(signal, libc::SIG_DFL);
         }
+        if STOPS.contains(&signal) {
+            // The shell sees that the job has stopped.
+            libc::raise(libc::SIGSTOP);
+        }
+        *libc::__errno_location() = errno;
     }
 }
 
-/// Installs the handlers. A signal that is already ignored (`nohup`) stays ignored.
+/// Sends a signal to the program, with its value if it has one.
 ///
-/// The program does not inherit handlers.
+/// # Safety
+/// None beside what a signal handler may call.
+unsafe fn send(value: Option<libc::sigval>, signal: i32) {
+    let child = CHILD.load(SeqCst);
+    if child == 0 {
+        EARLY.fetch_or(bit(signal), SeqCst);
+        return;
+    }
+    // SAFETY: both only send a signal.
+    unsafe {
+        match value {
+            Some(value) => libc::sigqueue(child, signal, value),
+            None => libc::kill(child, signal),
+        };
+    }
+}
+
+/// Installs the handlers. The program does not inherit them.
 pub(super) fn install() {
-    for signal in FORWARDED {
+    for signal in all() {
         // SAFETY: the handler does only what a signal handler may; the structures are initialised.
         unsafe {
-            let mut old: libc::sigaction = std::mem::zeroed();
-            libc::sigaction(signal, std::ptr::null(), &raw mut old);
-            if old.sa_sigaction == libc::SIG_IGN {
-                continue;
-            }
             let mut action: libc::sigaction = std::mem::zeroed();
+            let mut old: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = forward as *const () as usize;
-            action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART;
-            libc::sigaction(signal, &raw const action, std::ptr::null_mut());
+            action.sa_flags = libc::SA_SIGINFO | libc::SA_RESTART | libc::SA_NOCLDSTOP;
+            libc::sigaction(signal, &raw const action, &raw mut old);
+            // The standard library ignores SIGPIPE, and lets the program not inherit that.
+            if old.sa_sigaction == libc::SIG_IGN && signal != libc::SIGPIPE {
+                IGNORED.fetch_or(bit(signal), SeqCst);
+            }
         }
     }
 }
 
-/// Sets the process that gets the signals; 0 for none.
+/// Lets the program ignore what this process has ignored at its start (`nohup`, or `&` in a
+/// script): a handler is forgotten when a program is executed, and what is ignored is not.
+pub(super) fn inherit(command: &mut Command) {
+    let ignore = || {
+        for signal in all().filter(|signal| IGNORED.load(SeqCst) & bit(*signal) != 0) {
+            // SAFETY: changes the disposition of a signal.
+            if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure makes system calls only, and allocates nothing unless one fails.
+    unsafe { command.pre_exec(ignore) };
+}
+
+/// Sets the process that gets the signals, 0 for none, and sends it those that came before.
 pub(super) fn forward_to(child: u32) {
-    CHILD.store(child, Relaxed);
+    CHILD.store(i32::try_from(child).unwrap_or(0), SeqCst);
+    let early = if child == 0 { 0 } else { EARLY.swap(0, SeqCst) };
+    for signal in all().filter(|signal| early & bit(*signal) != 0) {
+        // SAFETY: this is no signal handler, and may call anything.
+        unsafe { send(None, signal) };
+    }
 }
 
 /// Ends this process by a signal, without a core dump.
