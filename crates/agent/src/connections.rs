@@ -14,13 +14,14 @@ use aquifer_channel::socket::{accept, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{OpenRunError, PagingService, Run, send_device};
+use aquifer_faults::serve::{OpenRunError, PagingService, Run};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
 use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use aquifer_segments::host::{SegmentHost, programs};
+use rustix::fs::{Mode, OFlags};
 
 use crate::heap_tickets::HeapTickets;
 use crate::node_watch::NodeWatch;
@@ -282,6 +283,25 @@ fn is_trusted(uid: u32) -> bool {
 
 fn is_own_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
+}
+
+/// Sends `/dev/userfaultfd` to a program that may not create a userfaultfd of its own memory.
+fn send_device(socket: &OwnedFd) {
+    match rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
+        Ok(device) => {
+            if let Err(error) = send_frame(socket, &Frame::Device, &[device.as_fd()]) {
+                tracing::debug!(%error, "a program closed its connection before the device was sent");
+            }
+        }
+        Err(error) => refuse(
+            socket,
+            &format!(
+                "this user may not use userfaultfd, nor may the agent ({error}): give access to \
+                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
+                 runs as root"
+            ),
+        ),
+    }
 }
 
 fn refuse(socket: &OwnedFd, reason: &str) {

@@ -5,18 +5,15 @@ use core::ptr::{self, null, null_mut};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{
-    BATCH_PAGES_MAX, CANARY_BYTES, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl,
-    control::CONTROL_BYTES,
+    BATCH_PAGES_MAX, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl, control::CONTROL_BYTES,
 };
 
 use crate::children;
 use crate::fatal;
-use crate::helper;
-use crate::knock::{self, Knocking};
 use crate::memory;
 use crate::raw::close;
 use crate::uffd;
-use crate::worker::{STACK_BYTES, Worker, last_process, start};
+use crate::worker::{STACK_BYTES, Worker, start};
 
 const PAGE: usize = 4096;
 const BOUNCE_BUFFER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
@@ -115,14 +112,14 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
         fatal::exit("the path of the agent's socket is too long", 0);
     }
     children::look_up_next_symbols();
-    let canary = map_wiped_on_fork(CANARY_BYTES);
+    let canary = map_wiped_on_fork();
     store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {
         PARAMETERS.only[0].store(start, Ordering::Relaxed);
         PARAMETERS.only[1].store(end, Ordering::Relaxed);
     }
-    attach(create_uffd(false), 0);
-    let is_attached = map_wiped_on_fork(PAGE) as *mut AtomicU32;
+    attach(create_uffd(), 0);
+    let is_attached = map_wiped_on_fork() as *mut AtomicU32;
     // SAFETY: a page of this library that is never unmapped.
     unsafe { &*is_attached }.store(1, Ordering::Relaxed);
     IS_ATTACHED.store(is_attached, Ordering::Release);
@@ -132,15 +129,15 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
     }
 }
 
-/// Maps memory that is empty in each forked child.
-fn map_wiped_on_fork(bytes: usize) -> usize {
-    let address = map(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
-    advise(address, bytes, libc::MADV_WIPEONFORK);
-    address
+/// Maps a page that is empty in each forked child.
+fn map_wiped_on_fork() -> usize {
+    let page = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    advise(page, PAGE, libc::MADV_WIPEONFORK);
+    page
 }
 
 /// Gives the kernel an advice about a mapping of this library, which the agent does not page.
-pub fn advise(address: usize, length: usize, advice: i32) {
+fn advise(address: usize, length: usize, advice: i32) {
     // SAFETY: the advice changes only what a forked child gets.
     unsafe {
         crate::raw::syscall(libc::SYS_madvise, [address, length, advice as usize, 0, 0, 0]);
@@ -177,7 +174,6 @@ fn attach_child() {
     let canary = PARAMETERS.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
-    knock::begin();
     attach(-1, number);
 }
 
@@ -206,13 +202,8 @@ fn stored_token() -> RunToken {
 /// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
 /// child.
 fn attach(own_uffd: i32, number: u64) {
-    let thread_word = last_process::thread_word();
     let descriptors = DescriptorLimit::raise();
-    if own_uffd < 0 && !descriptors.has_room {
-        helper::run(number, thread_word);
-    } else {
-        attach_here(own_uffd, number, thread_word);
-    }
+    attach_within(own_uffd, number);
     descriptors.restore();
 }
 
@@ -221,12 +212,7 @@ const DESCRIPTORS_OF_CHILD: u64 = 16;
 
 /// The limit of open files, which a program may have used up: what a child needs for a moment is
 /// above it.
-struct DescriptorLimit {
-    /// The limit before, if it was raised.
-    before: Option<libc::rlimit64>,
-    /// Whether there is room for what a child needs.
-    has_room: bool,
-}
+struct DescriptorLimit(Option<libc::rlimit64>);
 
 impl DescriptorLimit {
     /// Raises the limit as far as this process may.
@@ -239,20 +225,15 @@ impl DescriptorLimit {
         // Only with the rights of root.
         let beyond = libc::rlimit64 { rlim_cur: enough, rlim_max: limit.rlim_max.max(enough) };
         // SAFETY: the call reads one struct.
-        let set = |limit: &libc::rlimit64| unsafe {
-            libc::prlimit64(0, libc::RLIMIT_NOFILE, limit, null_mut()) == 0
-        };
-        let is_beyond = is_known && set(&beyond);
-        let is_at_maximum = !is_beyond && is_known && set(&to_maximum);
-        Self {
-            before: (is_beyond || is_at_maximum).then_some(limit),
-            has_room: is_beyond || is_at_maximum && limit.rlim_max >= enough,
-        }
+        let set =
+            |limit: &libc::rlimit64| unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, limit, null_mut()) };
+        let has_changed = is_known && (set(&beyond) == 0 || set(&to_maximum) == 0);
+        Self(has_changed.then_some(limit))
     }
 
     /// Restores the limit. What is open stays open.
     fn restore(self) {
-        if let Some(limit) = self.before {
+        if let Some(limit) = self.0 {
             // SAFETY: the call reads one struct.
             unsafe {
                 libc::prlimit64(0, libc::RLIMIT_NOFILE, &raw const limit, null_mut());
@@ -261,12 +242,9 @@ impl DescriptorLimit {
     }
 }
 
-/// Attaches the program to which this process belongs. Its own descriptors are used for that.
-///
-/// `thread_word`: see [`last_process::thread_word`].
-pub fn attach_here(own_uffd: i32, number: u64, thread_word: *const AtomicU32) {
+fn attach_within(own_uffd: i32, number: u64) {
     let is_child = own_uffd < 0;
-    let staging_uffd = create_uffd(is_child);
+    let staging_uffd = create_uffd();
     let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
     if result < 0 {
         fatal::exit("this kernel's userfaultfd cannot move pages: use Linux 6.8 or newer", -result);
@@ -286,8 +264,7 @@ pub fn attach_here(own_uffd: i32, number: u64, thread_word: *const AtomicU32) {
     }
     pin_thread_control_block();
     let (bounce_buffer, staging) = (hello.bounce_buffer as usize, hello.staging as usize);
-    let worker =
-        Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control, thread_word);
+    let worker = Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control);
     start::start(hello.private_start as usize, worker);
     // The worker has its own copies.
     for fd in [socket, program_uffd, staging_uffd] {
@@ -313,7 +290,7 @@ pub fn pin_thread_control_block() {
     pin(block + CONTROL_BLOCK_BYTES - 4);
 }
 
-pub fn map(bytes: usize, flags: i32, fd: i32) -> usize {
+fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     // SAFETY: a new mapping, at an address that the kernel chooses.
     let address = unsafe { libc::mmap(null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
     if address == libc::MAP_FAILED {
@@ -330,17 +307,17 @@ pub fn map(bytes: usize, flags: i32, fd: i32) -> usize {
 fn introduce(staging_uffd: i32, own_uffd: i32, number: u64) -> (ProgramHello, i32, i32, i32) {
     for attempt in 0..CONNECTIONS_MAX {
         if own_uffd >= 0 && attempt > 0 {
-            PARAMETERS.canary.store(map_wiped_on_fork(CANARY_BYTES), Ordering::Relaxed);
+            PARAMETERS.canary.store(map_wiped_on_fork(), Ordering::Relaxed);
         }
         let hello = map_private_memory(staging_uffd, own_uffd, number);
-        let socket = connect(hello.is_child);
-        if send(socket.fd, &Frame::Hello(hello), own_uffd)
+        let socket = connect();
+        if send(socket, &Frame::Hello(hello), own_uffd)
             && let Some([control, child_uffd]) =
-                receive(&socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
+                receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
         {
-            return (hello, socket.fd, control, child_uffd);
+            return (hello, socket, control, child_uffd);
         }
-        close(socket.fd);
+        close(socket);
     }
     fatal::exit("the agent closes every connection", 0)
 }
@@ -371,53 +348,11 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     }
 }
 
-/// A connection to the agent.
-struct AgentSocket {
-    fd: i32,
-    /// The other end, if the agent has to take it.
-    knock: Option<Knocking>,
-}
-
-/// Connects to the agent. A forked child that cannot reach the agent's socket knocks.
-fn connect(is_child: bool) -> AgentSocket {
-    // The agent takes the process at the other end of its socket for the program's.
-    let reached = if helper::is_used() { Err(Unreachable::OtherProcess) } else { connect_by_path() };
-    match reached {
-        Ok(fd) => AgentSocket { fd, knock: None },
-        Err(_) if is_child => {
-            let canary = PARAMETERS.canary.load(Ordering::Relaxed);
-            let (fd, knock) = knock::prepare(canary)
-                .unwrap_or_else(|error| fatal::exit("no socket can be opened for the agent", error));
-            AgentSocket { fd, knock: Some(knock) }
-        }
-        Err(Unreachable::Failed(errno)) => {
-            fatal::exit("connection to the agent failed: is the cluster up?", errno)
-        }
-        Err(Unreachable::OtherUser | Unreachable::OtherProcess) => fatal::exit(
-            "another user listens at the agent's socket, and could read the memory of this program",
-            0,
-        ),
-    }
-}
-
-/// Why the agent cannot be reached by its path.
-enum Unreachable {
-    /// A system call failed with this errno.
-    Failed(isize),
-    /// Neither its own user nor root listens there: the listener would get all memory of the
-    /// program.
-    OtherUser,
-    /// Another process than the program's attaches it.
-    OtherProcess,
-}
-
-fn connect_by_path() -> Result<i32, Unreachable> {
+/// Connects to the agent.
+fn connect() -> i32 {
     // SAFETY: socket calls with a zeroed address of the right type.
     unsafe {
         let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
-        if socket < 0 {
-            return Err(Unreachable::Failed(errno()));
-        }
         let mut address: libc::sockaddr_un = zeroed();
         address.sun_family = libc::AF_UNIX as u16;
         let length = PARAMETERS.path_len.load(Ordering::Relaxed);
@@ -425,22 +360,17 @@ fn connect_by_path() -> Result<i32, Unreachable> {
             *to = from.load(Ordering::Relaxed) as libc::c_char;
         }
         let size = (offset_of!(libc::sockaddr_un, sun_path) + length + 1) as libc::socklen_t;
-        let result = if libc::connect(socket, (&raw const address).cast(), size) < 0 {
-            Err(Unreachable::Failed(errno()))
-        } else if is_trusted(socket) {
-            Ok(socket)
-        } else {
-            Err(Unreachable::OtherUser)
-        };
-        if result.is_err() {
-            close(socket);
+        if socket < 0 || libc::connect(socket, (&raw const address).cast(), size) < 0 {
+            fatal::exit("connection to the agent failed: is the cluster up?", errno());
         }
-        result
+        check_owner(socket);
+        socket
     }
 }
 
-/// Whether the program's own user or root listens.
-fn is_trusted(socket: i32) -> bool {
+/// Ends the program unless its own user or root listens: the listener would get all memory of the
+/// program.
+fn check_owner(socket: i32) {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes to a struct of integers.
@@ -449,7 +379,12 @@ fn is_trusted(socket: i32) -> bool {
         let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, peer_at, &raw mut length);
         (result, libc::geteuid())
     };
-    result >= 0 && (peer.uid == 0 || peer.uid == own)
+    if result < 0 || peer.uid != 0 && peer.uid != own {
+        fatal::exit(
+            "another user listens at the agent's socket, and could read the memory of this program",
+            0,
+        );
+    }
 }
 
 /// Sends a frame, with the descriptor `fd` unless it is negative. Returns false if the agent has
@@ -490,10 +425,7 @@ fn is_connection_closed(error: isize) -> bool {
 
 /// Receives an answer with `wanted` descriptors, at most 2, and returns the descriptors. Returns
 /// `None` if the agent has closed the connection. Ends the program after any other answer.
-fn receive(socket: &AgentSocket, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
-    if let Some(knock) = &socket.knock {
-        knock.knock();
-    }
+fn receive(socket: i32, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
     let mut bytes = [0u8; 1024];
     let mut fds = [-1i32; 2];
     let mut count = 0;
@@ -508,7 +440,7 @@ fn receive(socket: &AgentSocket, answer: &Frame, wanted: usize) -> Option<[i32; 
         message.msg_control = ancillary.as_mut_ptr().cast();
         message.msg_controllen = size_of_val(&ancillary);
         let length = loop {
-            let length = libc::recvmsg(socket.fd, &raw mut message, libc::MSG_CMSG_CLOEXEC);
+            let length = libc::recvmsg(socket, &raw mut message, libc::MSG_CMSG_CLOEXEC);
             if length >= 0 || errno() != libc::EINTR as isize {
                 break length;
             }
@@ -538,12 +470,12 @@ fn receive(socket: &AgentSocket, answer: &Frame, wanted: usize) -> Option<[i32; 
 }
 
 /// Opens a userfaultfd with the rights of this user, or else with those of the agent.
-fn create_uffd(is_child: bool) -> i32 {
+fn create_uffd() -> i32 {
     let own = uffd::create();
     if own >= 0 {
         return own;
     }
-    let fd = uffd::create_from(request_device(is_child));
+    let fd = uffd::create_from(request_device());
     if fd < 0 {
         fatal::exit("a userfaultfd cannot be opened by the agent's /dev/userfaultfd", -fd as isize);
     }
@@ -551,15 +483,15 @@ fn create_uffd(is_child: bool) -> i32 {
 }
 
 /// Requests `/dev/userfaultfd` from the agent, opened with the agent's rights.
-fn request_device(is_child: bool) -> i32 {
+fn request_device() -> i32 {
     for _ in 0..CONNECTIONS_MAX {
-        let socket = connect(is_child);
-        let answer = if send(socket.fd, &Frame::DeviceRequest(stored_token()), -1) {
-            receive(&socket, &Frame::Device, 1)
+        let socket = connect();
+        let answer = if send(socket, &Frame::DeviceRequest(stored_token()), -1) {
+            receive(socket, &Frame::Device, 1)
         } else {
             None
         };
-        close(socket.fd);
+        close(socket);
         if let Some([device, _]) = answer {
             return device;
         }

@@ -22,8 +22,6 @@ mod attach;
 pub mod batch;
 mod children;
 pub mod fatal;
-mod helper;
-mod knock;
 mod memory;
 mod moves;
 mod next;

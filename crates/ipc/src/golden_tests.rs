@@ -9,7 +9,7 @@ use crate::control::{
 use crate::frame::{
     FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken, SetLimit,
 };
-use crate::hello::{CANARY_BYTES, KNOCK_OFFSET, Knock, ProgramHello};
+use crate::hello::ProgramHello;
 use crate::ring::tests::HeapWords;
 use crate::ring::{
     DATA_AT, DATA_BYTES, ExtentName, MAGIC, RING_BYTES, RingAnswer, RingRequest, RingStatus, SLOTS,
@@ -156,13 +156,6 @@ fn golden_control_memory() {
     golden.text("pins", &PINS_MAX.to_string());
     golden.text("magic", &format!("{CONTROL_MAGIC:#x}"));
     golden.text("version", &crate::VERSION.to_string());
-    golden.bytes("knock with descriptor 0x01020304 by the child", &[4, 3, 2, 1, 1, 0, 0, 0]);
-    let knock = Knock::read([4, 3, 2, 1, 1, 0, 0, 0]);
-    assert_eq!(knock, Knock { socket: 0x0102_0304, is_child: 1 });
-    golden.text(
-        "knocks",
-        &format!("{KNOCK_OFFSET} {:?} {:?} {CANARY_BYTES}", Knock::pages(0), Knock::pages(1)),
-    );
     golden.text("status of a page that was moved", &STATUS_MOVED.to_string());
     golden.text("status of a page that is to be moved", &STATUS_PENDING.to_string());
     golden.check();

@@ -5,47 +5,6 @@ use crate::frame::{FrameError, Reader, RunToken};
 /// Lowest address that no user mapping on x86-64 reaches.
 const USER_ADDRESS_END: u64 = 1 << 47;
 
-/// Bytes of a page.
-const PAGE: usize = 4096;
-/// How often a process can knock.
-pub const KNOCKS_MAX: usize = 64;
-/// Bytes from [`ProgramHello::canary`] that are empty in each forked child: the canary, and two
-/// pages for each knock.
-pub const CANARY_BYTES: usize = PAGE * (1 + 2 * KNOCKS_MAX);
-/// Where a child that knocks has written its [`Knock`], from the canary on.
-pub const KNOCK_OFFSET: usize = 64;
-
-/// A forked child knocks if it cannot reach the agent's socket by its path. It has a pair of
-/// connected sockets, and writes here which of its descriptors is the agent's end. Then it reads
-/// the first page of the next knock, and then the second one. The agent finds out by the fault on
-/// the first one which process knocks, and takes that descriptor before it fills the second one.
-#[repr(C)]
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Knock {
-    /// The descriptor of the agent's end.
-    pub socket: u32,
-    /// 1 if the process that knocks is the child itself, and 0 if it shares the child's memory.
-    pub is_child: u32,
-}
-
-impl Knock {
-    /// Bytes of a knock.
-    pub const BYTES: usize = 8;
-
-    /// The knock in these bytes.
-    #[must_use]
-    pub fn read(bytes: [u8; Self::BYTES]) -> Self {
-        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-        Self { socket: word(0), is_child: word(4) }
-    }
-
-    /// The two pages of a knock, as offsets from the canary.
-    #[must_use]
-    pub fn pages(number: usize) -> [usize; 2] {
-        [PAGE * (1 + 2 * number), PAGE * (2 + 2 * number)]
-    }
-}
-
 /// Body of [`crate::Frame::Hello`]: addresses in the program that the agent uses to page it.
 ///
 /// All addresses are page-aligned.
@@ -66,8 +25,7 @@ pub struct ProgramHello {
     /// [`crate::STAGING_BUFFERS`] buffers under a userfaultfd without events.
     pub staging: u64,
     /// The canary, a page that is empty in each forked child. The agent writes the child's number
-    /// there, and so learns which process a fork event was about. The rest of [`CANARY_BYTES`] is
-    /// for knocks.
+    /// there, and so learns which process a fork event was about.
     pub canary: u64,
     /// Start of the shim's own memory, which is never registered.
     pub private_start: u64,

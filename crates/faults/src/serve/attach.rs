@@ -1,13 +1,12 @@
 //! Attaches programs that have said hello. All that a program says is checked.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{Frame, ProgramHello};
-use rustix::fs::{Mode, OFlags};
 
 use super::PagingService;
 use super::attachment::Attachment;
@@ -107,31 +106,10 @@ fn attach_child(run: &Run, process: UnprovenProcess, attachment: Attachment) -> 
     let number = attachment.hello.child_number;
     let is_this_child = |program: &Arc<Program>| program.id == number && program.is_forked.load(Relaxed);
     let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
-    if !program.request(MonitorRequest::Attach(Box::new(attachment), Some(process))) {
+    if !program.request(MonitorRequest::Attach(Box::new(attachment), process)) {
         return Err(AttachError::TooManyHellos(1));
     }
     Ok(())
-}
-
-/// Sends `/dev/userfaultfd` to a program that may not create a userfaultfd of its own memory.
-pub fn send_device(socket: &OwnedFd) {
-    match rustix::fs::open("/dev/userfaultfd", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()) {
-        Ok(device) => {
-            if let Err(error) = send_frame(socket, &Frame::Device, &[device.as_fd()]) {
-                tracing::debug!(%error, "a program closed its connection before the device was sent");
-            }
-        }
-        Err(error) => {
-            let refusal = Frame::Refused(format!(
-                "this user may not use userfaultfd, nor may the agent ({error}): give access to \
-                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
-                 runs as root"
-            ));
-            if let Err(error) = send_frame(socket, &refusal, &[]) {
-                tracing::debug!(%error, "cannot send the refusal: the program has ended");
-            }
-        }
-    }
 }
 
 /// Whether a descriptor is a non-blocking userfaultfd. Any other could block the monitor.

@@ -3,7 +3,6 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use aquifer_ipc::{CANARY_BYTES, KNOCKS_MAX, Knock};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use crate::kernel::FillOutcome;
@@ -20,15 +19,6 @@ pub(crate) fn new_nonce() -> io::Result<Nonce> {
     let mut nonce = [0; 16];
     rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
     Ok(nonce)
-}
-
-/// What a forked child asks by a fault on a page behind its canary: see [`Knock`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum KnockStep {
-    /// Find out which process knocks.
-    Prove,
-    /// Take its descriptor.
-    Take,
 }
 
 /// The canary of one program.
@@ -51,21 +41,6 @@ impl Canary {
         bytes[..8].copy_from_slice(&self.number.to_ne_bytes());
         bytes[8..].copy_from_slice(&self.nonce);
         bytes
-    }
-
-    /// The canary and the pages for knocks.
-    pub fn pages(self) -> std::ops::Range<PageNumber> {
-        self.page..self.page + (CANARY_BYTES / PAGE_BYTES) as u64
-    }
-
-    /// What a fault on this page asks for, if it is a knock.
-    pub fn knock_step(self, page: PageNumber) -> Option<KnockStep> {
-        let offset = usize::try_from(page.checked_sub(self.page)?).ok()?.checked_mul(PAGE_BYTES)?;
-        (0..KNOCKS_MAX).find_map(|number| match Knock::pages(number) {
-            [prove, _] if offset == prove => Some(KnockStep::Prove),
-            [_, take] if offset == take => Some(KnockStep::Take),
-            _ => None,
-        })
     }
 
     /// Fills the canary, if it is missing.

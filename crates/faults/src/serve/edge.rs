@@ -1,6 +1,5 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
-mod knocking;
 mod pool;
 
 use std::io;
@@ -19,9 +18,7 @@ use super::backoff::Backoff;
 use super::canary::{Canary, new_nonce};
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
-use super::process::{
-    ProgramProcess, ProofError, UnprovenProcess, has_ended, processes_with_thread, prove_one_of,
-};
+use super::process::{ProgramProcess, ProofError, UnprovenProcess, has_ended};
 use super::program::Program;
 use super::records::{HelloRecord, ProgramRecord};
 use super::run::Run;
@@ -65,8 +62,6 @@ pub(crate) struct ProcessEdge {
     /// See [`Kernel::inherited_areas`].
     inherited: Option<Areas>,
     backoff: Backoff,
-    /// The last knock.
-    knock: Option<knocking::Knocking>,
 }
 
 impl ProcessEdge {
@@ -96,7 +91,6 @@ impl ProcessEdge {
             unapplied: Vec::new(),
             inherited: None,
             backoff: Backoff::new(),
-            knock: None,
         })
     }
 
@@ -108,10 +102,9 @@ impl ProcessEdge {
         &self.run
     }
 
-    /// Registers the canary, which a forked child touches first, and the pages for knocks.
-    pub(crate) fn register_canary(&self) {
-        let pages = self.canary().pages();
-        if let Err(error) = self.uffd.register(pages.start, pages.end) {
+    /// Registers the canary page, which a forked child touches first.
+    pub(crate) fn register_canary(&self, canary: u64) {
+        if let Err(error) = self.uffd.register(canary / PAGE, canary / PAGE + 1) {
             tracing::warn!(%error, "cannot register the canary: forked children will be identified late");
         }
     }
@@ -119,11 +112,6 @@ impl ProcessEdge {
     /// Proves by a canary that a process has the memory that is served, and sets it.
     pub(crate) fn identify_by(&mut self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
         let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
-        self.set_process(process)
-    }
-
-    /// Sets the process of a program, which has proved to have its memory.
-    fn set_process(&mut self, process: ProgramProcess) -> Result<(), ProofError> {
         self.program.set_process(process, &*self.exit_watcher()?);
         // A new program that the keeper refuses is refused when its worker is attached.
         let _held = self.keep();
@@ -256,10 +244,9 @@ impl ProcessEdge {
     pub(crate) fn registered(&self) -> Areas {
         let text = self.program.process().and_then(|process| process.read("smaps"));
         let mut areas = text.map_or_else(Areas::default, |text| maps::registered_areas(&text));
-        let PagingBounds { shim_range, .. } = self.program.bounds();
+        let PagingBounds { shim_range, canary, .. } = self.program.bounds();
         areas.remove(Area { start: shim_range.start / PAGE, end: shim_range.end / PAGE });
-        let canary = self.canary().pages();
-        areas.remove(Area { start: canary.start, end: canary.end });
+        areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
         areas
     }
 
@@ -289,21 +276,13 @@ impl ProcessEdge {
 
     /// Identifies the process of a forked child by the thread of its first fault.
     ///
-    /// The number of the thread comes from its own PID namespace.
+    /// The number of the thread comes from its own PID namespace. Here it may name another process.
     fn identify_by_thread(&mut self, thread: u32) {
-        let canary = self.canary();
-        let processes = self.processes_with_thread(thread);
-        let process = prove_one_of(processes, canary, || canary.fill(&self.uffd).pages == 1);
-        if let Err(error) = process.and_then(|process| self.set_process(process)) {
+        let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));
+        if let Err(error) = identified {
             // If the kernel has refused the fill, the next fault tries again. Else the hello does.
             tracing::debug!(%error, thread, "a fault does not identify its process");
         }
-    }
-
-    /// Processes that may be the one of a thread with this number in its own PID namespace.
-    fn processes_with_thread(&self, thread: u32) -> Vec<UnprovenProcess> {
-        let relatives: Vec<u32> = self.run.programs().iter().map(|program| program.pid()).collect();
-        processes_with_thread(thread, |parent| parent != 0 && relatives.contains(&parent))
     }
 
     /// Whether the worker runs. Looks for its process, which has statistics of the memory after the
@@ -371,11 +350,6 @@ impl ProcessEdge {
         {
             self.identify_by_thread(thread);
         }
-        for message in out.iter() {
-            if let UffdMessage::Fault(fault) = message {
-                self.answer_knock(*fault);
-            }
-        }
     }
 }
 
@@ -441,8 +415,6 @@ impl Kernel for ProcessEdge {
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
-        // Each fault there means something.
-        let pages = if self.canary().pages().contains(&page) { 1 } else { pages };
         let bytes = match source {
             FillSource::Zeros { .. } if page == self.canary().page => return self.canary().fill(&self.uffd),
             FillSource::Zeros { is_private: false } => {
@@ -579,7 +551,7 @@ impl Kernel for ProcessEdge {
 
     fn is_pinned(&self, page: PageNumber) -> bool {
         let shim = self.program.bounds().shim_range;
-        self.canary().pages().contains(&page)
+        page == self.canary().page
             || (shim.start / PAGE..shim.end.div_ceil(PAGE)).contains(&page)
             || self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_pinned(page))
     }

@@ -54,7 +54,7 @@ use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
 
-pub use attach::{AttachError, send_device};
+pub use attach::AttachError;
 pub use program::Program;
 pub use restore::RestoredRun;
 pub use run::Run;

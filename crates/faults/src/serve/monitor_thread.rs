@@ -104,9 +104,8 @@ impl MonitorLoop {
     }
 
     /// Attaches the worker of a forked child, or refuses the child, so that it ends.
-    fn attach(&mut self, attachment: Attachment, process: Option<UnprovenProcess>) {
-        let reply_to = attachment.socket.try_clone();
-        let pid = process.as_ref().map_or(self.program.pid(), UnprovenProcess::pid);
+    fn attach(&mut self, attachment: Attachment, process: UnprovenProcess) {
+        let (reply_to, pid) = (attachment.socket.try_clone(), process.pid());
         let Err(error) = self.try_attach(attachment, process) else { return };
         tracing::warn!(%error, pid, "cannot attach a forked program");
         let refusal = Frame::Refused(format!("the agent cannot attach a forked process: {error}"));
@@ -115,20 +114,15 @@ impl MonitorLoop {
         }
     }
 
-    fn try_attach(
-        &mut self,
-        attachment: Attachment,
-        process: Option<UnprovenProcess>,
-    ) -> Result<(), AttachError> {
+    fn try_attach(&mut self, attachment: Attachment, process: UnprovenProcess) -> Result<(), AttachError> {
         let program = &self.program;
         if program.is_attached.load(SeqCst) && self.monitor.edge().is_attached() {
             return Err(AttachError::UnknownChild);
         }
-        match (program.process(), process) {
-            (None, Some(process)) => self.monitor.edge().identify_child(&attachment.hello, process)?,
-            (Some(known), Some(process)) if known.pid() == process.pid() => {}
-            (Some(_), None) => {}
-            _ => return Err(AttachError::UnknownChild),
+        match program.process() {
+            None => self.monitor.edge().identify_child(&attachment.hello, process)?,
+            Some(known) if known.pid() == process.pid() => {}
+            Some(_) => return Err(AttachError::UnknownChild),
         }
         self.program.attached(&attachment.hello);
         self.monitor.edge().attach(attachment)

@@ -71,10 +71,6 @@ impl UnprovenProcess {
     /// May wait as long as the program wants, if it is hostile: it can map a file of its own
     /// making. So only a thread that serves no other program may call this.
     pub fn prove(self, canary: Canary, fill: impl FnOnce() -> bool) -> Result<ProgramProcess, ProofError> {
-        prove_one_of(vec![self], canary, fill)
-    }
-
-    fn open(self) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // A process keeps its number until it has ended, so the folder is its own.
@@ -82,6 +78,9 @@ impl UnprovenProcess {
             return Err(ProofError::Ended);
         }
         let files = MemoryFiles::open(&folder)?;
+        if !fill() || !canary.is_in(&files.memory) {
+            return Err(ProofError::OtherMemory);
+        }
         Ok(ProgramProcess {
             pid,
             pidfd: Arc::new(pidfd),
@@ -90,60 +89,6 @@ impl UnprovenProcess {
             worker: OnceLock::new(),
         })
     }
-}
-
-/// The first of these processes that has the memory: see [`UnprovenProcess::prove`].
-pub(crate) fn prove_one_of(
-    processes: Vec<UnprovenProcess>,
-    canary: Canary,
-    fill: impl FnOnce() -> bool,
-) -> Result<ProgramProcess, ProofError> {
-    let (mut opened, mut error) = (Vec::new(), ProofError::Ended);
-    for process in processes {
-        match process.open() {
-            Ok(process) => opened.push(process),
-            Err(not_opened) => error = not_opened,
-        }
-    }
-    if opened.is_empty() {
-        return Err(error);
-    }
-    if !fill() {
-        return Err(ProofError::OtherMemory);
-    }
-    let proved = opened.into_iter().find(|process| canary.is_in(&process.files.memory));
-    proved.ok_or(ProofError::OtherMemory)
-}
-
-/// Processes one of whose threads has this number in its own PID namespace.
-///
-/// `is_relative`: whether a process has the number of one whose child is looked for. All processes
-/// are looked at only if the one with this number here is no child of such a process.
-pub(crate) fn processes_with_thread(thread: u32, is_relative: impl Fn(u32) -> bool) -> Vec<UnprovenProcess> {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let number = |name| status_numbers(&status, name).and_then(|numbers| numbers.first().copied());
-    let here = number("Tgid:").and_then(|process| UnprovenProcess::numbered(process).ok());
-    let is_child = number("PPid:").is_some_and(is_relative);
-    let elsewhere = if is_child { Vec::new() } else { processes_of_other_namespaces(thread) };
-    here.into_iter().chain(elsewhere).collect()
-}
-
-/// Processes of other PID namespaces that have this number there.
-fn processes_of_other_namespaces(number: u32) -> Vec<UnprovenProcess> {
-    let Ok(folders) = std::fs::read_dir("/proc") else { return Vec::new() };
-    let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse::<u32>().ok());
-    let is_it = |process: &u32| {
-        let text = std::fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
-        let numbers = status_numbers(&text, "NSpid:").unwrap_or_default();
-        numbers.len() > 1 && numbers.last() == Some(&number)
-    };
-    numbers.filter(is_it).filter_map(|process| UnprovenProcess::numbered(process).ok()).collect()
-}
-
-/// The numbers in a line of `/proc/PID/status`.
-fn status_numbers(text: &str, name: &str) -> Option<Vec<u32>> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    Some(line.split_whitespace().filter_map(|number| number.parse().ok()).collect())
 }
 
 /// Files in `/proc` that stay with the memory for which they were opened, whatever the process

@@ -41,9 +41,8 @@ const DESCRIPTORS: usize = 12;
 pub(crate) enum MonitorRequest {
     /// Adopt these areas.
     Areas(Vec<Area>),
-    /// Attach this forked child, which has said hello. Its process, unless it has knocked and is
-    /// known.
-    Attach(Box<Attachment>, Option<UnprovenProcess>),
+    /// Attach this forked child, which has said hello.
+    Attach(Box<Attachment>, UnprovenProcess),
 }
 
 /// One process that the agent pages.
@@ -391,7 +390,7 @@ pub(crate) fn serve_root(
             .map_err(io::Error::other)?;
         program.share_uffd(&uffd);
         let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
-        edge.register_canary();
+        edge.register_canary(attachment.hello.canary);
         edge.identify(process)?;
         edge.attach(attachment)?;
         Ok(spawn(run, &program, edge, |run, program, edge| {

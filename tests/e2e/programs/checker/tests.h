@@ -13,7 +13,6 @@ void test_joined(void);    // moves.c
 void test_move_several(void); // moves.c
 void test_cleared_word(void); // limits.c
 void test_full_fork(void);    // limits.c
-void test_fullest_fork(void); // limits.c
 void test_guarded_blocks(void); // limits.c
 void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
@@ -35,10 +34,6 @@ void test_populate(void);
 void test_direct(void);
 void test_signal_stack(void);
 void test_robust(void);
-
-// Children in places where the agent's socket has no name: places.c
-void test_chroot(void);
-void test_namespaces(void);
 
 // Threads, children and rights: alone.c
 void test_alone(void);

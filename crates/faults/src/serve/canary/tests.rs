@@ -77,15 +77,3 @@ fn registered_pages_are_told_from_others_and_not_changed() {
     assert_eq!(uffd.is_registered(local.as_ptr() as u64 / PAGE_BYTES as u64), Some(false), "a stack");
     assert_eq!(uffd.is_registered(1 << 22), Some(false), "nothing is mapped there");
 }
-
-#[test]
-fn knocks_are_the_pages_behind_the_canary() {
-    let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
-    assert_eq!(canary.knock_step(99), None);
-    assert_eq!(canary.knock_step(100), None);
-    let steps: Vec<KnockStep> = canary.pages().skip(1).filter_map(|page| canary.knock_step(page)).collect();
-    assert_eq!(steps.len(), 2 * KNOCKS_MAX);
-    assert!(steps.chunks(2).all(|steps| steps == [KnockStep::Prove, KnockStep::Take]));
-    assert_eq!(canary.knock_step(canary.pages().end), None);
-    assert_eq!(canary.knock_step(u64::MAX), None);
-}
