@@ -137,6 +137,26 @@ fn signals_reach_a_program_that_a_script_has_started_in_the_background() {
 }
 
 #[test]
+fn a_run_that_ignores_stops_goes_on() {
+    let cluster = Cluster::up(1, "64M");
+    let run = cluster.run_command(LIMIT, &["/usr/bin/python3", "-c", LISTENER]);
+    let mut child = in_shell("trap '' TSTP; exec \"$@\"", &run)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("it can be started");
+    let mut lines = BufReader::new(child.stdout.take().expect("it was asked for")).lines();
+    let mut next = || lines.next().expect("the program runs").expect("it writes text");
+    assert_eq!(next(), "ready");
+    // The second one reaches the program only if the first one has not stopped the run.
+    for signal in [Signal::TSTP, Signal::USR1] {
+        processes::signal(child.id(), signal);
+        assert_eq!(next(), signal.as_raw().to_string());
+    }
+    processes::signal(child.id(), Signal::KILL);
+    child.wait().expect("our own child can be waited for");
+}
+
+#[test]
 fn what_the_run_ignores_the_program_ignores() {
     let cluster = Cluster::up(1, "64M");
     let script = "trap '' INT HUP USR1; exec \"$@\"";

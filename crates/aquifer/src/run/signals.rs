@@ -41,15 +41,15 @@ extern "C" fn forward(signal: i32, info: *mut libc::siginfo_t, _context: *mut li
     unsafe {
         let errno = *libc::__errno_location();
         let code = (*info).si_code;
-        // A write to a closed pipe is reported as sent by this process.
-        let is_sent = code <= 0 && !(signal == libc::SIGPIPE && (*info).si_pid() == libc::getpid());
+        // What this process does itself, such as a write to a closed pipe, counts as sent by it.
+        let is_sent = code <= 0 && (*info).si_pid() != libc::getpid();
         if is_sent {
             send((code == libc::SI_QUEUE).then(|| (*info).si_value()), signal);
         } else if FAULTS.contains(&signal) {
             // It happens again when the handler returns.
             libc::signal(signal, libc::SIG_DFL);
         }
-        if STOPS.contains(&signal) {
+        if STOPS.contains(&signal) && IGNORED.load(SeqCst) & bit(signal) == 0 {
             // The shell sees that the job has stopped.
             libc::raise(libc::SIGSTOP);
         }
