@@ -8,6 +8,7 @@ use crate::escape::escape;
 use crate::normalise::{NormalReply, Normaliser};
 use crate::script::{Batch, Cuts, Key, Script};
 use crate::server::Server;
+use crate::stream::meta::WRONG_BASE64;
 use crate::stream::words::ODD_KEYS;
 
 /// Times may differ by this much, and by the duration of the script.
@@ -63,16 +64,17 @@ fn prepare(server: &Server, script: &Script) {
     }
     // A delayed flush would make memcached return flushed items again that it has not freed yet. A
     // script may also name keys that only an earlier one had.
-    let odd = ODD_KEYS.iter().map(|word| Key::plain(*word));
-    let keys: Vec<Key> = script.keys.iter().cloned().chain(odd).collect();
-    reset.extend(keys.iter().flat_map(|key| key.meta_line("md", "q")));
+    let odd = ODD_KEYS.iter().chain(&WRONG_BASE64).map(|word| Key::plain(*word));
+    let keys = script.keys.iter().cloned().chain(odd);
+    let both = keys.flat_map(|key| [key.misread(), key]);
+    reset.extend(both.flat_map(|key| key.meta_line("md", "q")));
     server.connect().request(reset);
 }
 
 fn run(server: &Server, script: &Script) -> Run {
     let started = Instant::now();
     prepare(server, script);
-    let mut normaliser = Normaliser::default();
+    let mut normaliser = Normaliser::new(!server.has_cas());
     let mut connections: Vec<Option<Connection>> = Vec::new();
     let mut results = Vec::new();
     for batch in &script.batches {

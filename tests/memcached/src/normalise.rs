@@ -107,9 +107,17 @@ impl Display for NormalReply {
 pub struct Normaliser {
     /// The distinct cas values so far, in the order of their first appearance.
     seen_cas: Vec<u64>,
+    /// Ages are any number. An item that an earlier script has left is as old as it is.
+    ignores_ages: bool,
 }
 
 impl Normaliser {
+    /// A normaliser for a server whose items may be left from an earlier script, or not.
+    #[must_use]
+    pub fn new(has_old_items: bool) -> Self {
+        Self { ignores_ages: has_old_items, ..Self::default() }
+    }
+
     /// The distinct cas values so far, in the order of their first appearance.
     #[must_use]
     pub fn seen_cas(&self) -> &[u64] {
@@ -164,8 +172,15 @@ impl Normaliser {
                 Some(value) if value >= PAST_TIME => Word::PastTime,
                 _ => seconds("t", digits),
             },
-            [b'l', digits @ ..] => seconds("l", digits),
+            [b'l', digits @ ..] => self.age("l", digits),
             _ => Word::text(flag),
+        }
+    }
+
+    fn age(&self, name: &'static str, digits: &[u8]) -> Word {
+        match seconds(name, digits) {
+            Word::Seconds { name, .. } if self.ignores_ages => Word::AnyNumber { name },
+            word => word,
         }
     }
 
@@ -174,7 +189,7 @@ impl Normaliser {
         let (name, value) = field.split_at(at + 1);
         match name {
             b"exp=" if value != b"-1" => seconds("exp=", value),
-            b"la=" => seconds("la=", value),
+            b"la=" => self.age("la=", value),
             b"cas=" => self.cas("cas=", value),
             b"cls=" if number::<u64>(value).is_some() => Word::AnyNumber { name: "cls=" },
             b"size=" if number::<u64>(value).is_some() => Word::AnyNumber { name: "size=" },

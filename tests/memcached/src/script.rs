@@ -189,6 +189,12 @@ impl Key {
         Self { word: word.into(), is_base64: true }
     }
 
+    /// The key that the same word is with the flag `b`, if this one has none, or without it.
+    #[must_use]
+    pub fn misread(&self) -> Self {
+        Self { word: self.word.clone(), is_base64: !self.is_base64 }
+    }
+
     /// A meta command on the key, with flags.
     #[must_use]
     pub fn meta_line(&self, command: &str, flags: &str) -> Vec<u8> {

@@ -33,9 +33,28 @@ pub mod meta;
 pub mod text;
 pub mod words;
 
+use std::ops::Range;
+
 use crate::connection::End;
 use crate::random::Random;
 use crate::script::{Batch, Cuts, Key, Request, Script};
+
+/// Variable with the seeds to run instead of a test's own: one number, or `FIRST..END`.
+const SEEDS_VARIABLE: &str = "AQUIFER_CACHE_SEEDS";
+
+/// The seeds that the environment names, or else a test's own.
+///
+/// # Panics
+/// If the variable is not what it must be.
+#[must_use]
+pub fn chosen_seeds(own: Range<u64>) -> Range<u64> {
+    let Ok(given) = std::env::var(SEEDS_VARIABLE) else { return own };
+    let number = |text: &str| text.parse::<u64>().expect("AQUIFER_CACHE_SEEDS is FIRST or FIRST..END");
+    match given.split_once("..") {
+        Some((first, end)) => number(first)..number(end),
+        None => number(&given)..number(&given) + 1,
+    }
+}
 
 /// A kind of scripts.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use aquifer_tests_memcached::cluster::Cluster;
 use aquifer_tests_memcached::server::memcached_is_installed;
+use aquifer_tests_memcached::stream::chosen_seeds;
 use aquifer_tests_memcached::{Options, Pair, Program, Server, Stream, assert_equal};
 use rustix::process::Signal;
 
@@ -41,6 +42,7 @@ fn compare_cluster(seeds: Range<u64>) {
         let mover = scope.spawn(|| move_all_the_time(&cluster, 3, &stops));
         // The thread must end if a comparison fails.
         let compared = std::panic::catch_unwind(AssertUnwindSafe(|| {
+            let seeds = chosen_seeds(seeds);
             let large = seeds.start..seeds.start + (seeds.end - seeds.start) / 20;
             for (stream, seeds) in [
                 (Stream::Text, seeds.clone()),

@@ -4,24 +4,13 @@ use std::ops::Range;
 
 use aquifer_tests_memcached::compare::{find_difference, shrink};
 use aquifer_tests_memcached::server::memcached_is_installed;
+use aquifer_tests_memcached::stream::chosen_seeds;
 use aquifer_tests_memcached::{Options, Pair, Program, Script, Server, Stream, assert_equal};
 
 use crate::Servers;
 
-/// Variable with the seeds to run instead of a test's own: one number, or `FIRST..END`.
-const SEEDS_VARIABLE: &str = "AQUIFER_CACHE_SEEDS";
-
-fn seeds(own: Range<u64>) -> Range<u64> {
-    let Ok(given) = std::env::var(SEEDS_VARIABLE) else { return own };
-    let number = |text: &str| text.parse::<u64>().expect("AQUIFER_CACHE_SEEDS is FIRST or FIRST..END");
-    match given.split_once("..") {
-        Some((first, end)) => number(first)..number(end),
-        None => number(&given)..number(&given) + 1,
-    }
-}
-
 fn compare_seeds(pair: Pair<'_>, stream: Stream, own_seeds: Range<u64>) {
-    for seed in seeds(own_seeds) {
+    for seed in chosen_seeds(own_seeds) {
         let mut script = stream.script(seed);
         if !pair.reference.has_cas() {
             remove_flushes(&mut script);

@@ -14,6 +14,22 @@ const FLAGS_SAFE: usize = 12;
 /// Thresholds of recaching, far from all lifetimes.
 const THRESHOLDS: [&str; 8] = ["0", "30", "3000", "200000", "-1", "2100000000", "", "x"];
 
+/// Words with the flag `b` that are not a key in base64, or not as it should be.
+pub const WRONG_BASE64: [&[u8]; 12] = [
+    b"***",
+    b"Zm9",
+    b"Zg=",
+    b"====",
+    b"Z===",
+    b"Zm9v\xff",
+    b"Zh==",
+    b"Zm9=",
+    b"Zg==Zg==",
+    b"=Zg=",
+    b"Zm9v=",
+    b"A",
+];
+
 /// A flag of a meta command.
 enum Flag {
     Literal(Vec<u8>),
@@ -110,21 +126,7 @@ fn invalidation(random: &mut Random, key: &Key) -> Vec<Request> {
 /// A key with the flag `b` if it needs one; sometimes a wrong one.
 fn key_and_flag(random: &mut Random, keys: &[Key]) -> (Vec<u8>, Option<&'static [u8]>) {
     if random.once_in(40) {
-        let invalid: [&[u8]; 12] = [
-            b"***",
-            b"Zm9",
-            b"Zg=",
-            b"====",
-            b"Z===",
-            b"Zm9v\xff",
-            b"Zh==",
-            b"Zm9=",
-            b"Zg==Zg==",
-            b"=Zg=",
-            b"Zm9v=",
-            b"A",
-        ];
-        return (random.pick(&invalid).to_vec(), Some(b"b"));
+        return (random.pick(&WRONG_BASE64).to_vec(), Some(b"b"));
     }
     if random.once_in(40) {
         let lengths = [251, 252, 300, 1000];
@@ -169,11 +171,9 @@ fn flags_of(random: &mut Random, command: &str, base64: Option<&'static [u8]>) -
         all.push(candidate);
     }
     let is_invalidation = all.iter().any(|flag| flag.is_named(b'I'));
-    for flag in all.iter_mut().filter(|_| is_invalidation) {
-        // Whether a value of another key is lower than that of the item differs between servers.
-        if let Flag::Cas(cas) = flag {
-            *cas = Cas::Greatest;
-        }
+    // Whether another value is lower than that of the item differs between servers.
+    for flag in all.iter_mut().filter(|flag| is_invalidation && flag.is_named(b'C')) {
+        *flag = Flag::Cas(Cas::Greatest);
     }
     if let Some(base64) = base64 {
         all.insert(random.below(all.len() + 1), Flag::Literal(base64.to_vec()));

@@ -2,6 +2,7 @@
 
 use crate::random::Random;
 use crate::script::{Cas, Key, Request};
+use crate::stream::meta::WRONG_BASE64;
 use crate::stream::words::{
     TEXT, appended_value, delta, edge_number, flags, key_word, length_word, lifetime, line, line_end,
     no_number, numeric_value, refused_length, value, wrong_cas,
@@ -259,7 +260,11 @@ fn flush_all(random: &mut Random, keys: &[Key]) -> Request {
     let plain = keys.iter().filter(|key| !key.is_base64).map(|key| key.word.clone());
     let get: Vec<Vec<u8>> = [b"get".to_vec()].into_iter().chain(plain).collect();
     let mut bytes = line(random, &get);
-    bytes.extend(keys.iter().filter(|key| key.is_base64).flat_map(|key| key.meta_line("mg", "")));
+    if keys.iter().any(|key| key.is_base64) {
+        let wrong = WRONG_BASE64.iter().map(|word| Key::base64(*word));
+        let others = keys.iter().filter(|key| key.is_base64).cloned().chain(keys.iter().map(Key::misread));
+        bytes.extend(others.chain(wrong).flat_map(|key| key.meta_line("mg", "")));
+    }
     bytes.extend(line(random, &words));
     Request::literal(bytes)
 }
