@@ -54,6 +54,20 @@ fn assert_growth(server: &Server, resident_before: u64, most: u64) {
     assert!(grown <= most, "the server has grown by {} MiB", grown / MIB);
 }
 
+/// What follows `quit` is not read; without care the kernel would drop what was not yet received.
+#[test]
+fn replies_before_a_quit_arrive_whatever_follows_it() {
+    let server = start_aquifer(&[]);
+    let value = value(300_000);
+    set(&server, "large", &value);
+    for _ in 0..20 {
+        let mut client = server.connect_with_receive_buffer(SMALL_BUFFER);
+        client.send(&[&b"get large\r\nquit\r\n"[..], &b"get large\r\n".repeat(8000)].concat());
+        receive_value(&mut client, "large", &value);
+        assert_eq!(client.receive(1), b"", "the server closes the connection");
+    }
+}
+
 #[test]
 fn a_long_line_without_an_end_closes_the_connection() {
     let Some(servers) = Servers::start(&[]) else { return };

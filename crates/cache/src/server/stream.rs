@@ -16,6 +16,10 @@ const PARTS_MAX: usize = 1024;
 /// Encrypted bytes of a peer that are received at a time.
 const SEALED_BYTES: usize = 64 << 10;
 
+/// Bytes that are thrown away at a time when a connection is closed, and how often at most.
+const UNREAD_BYTES: usize = 64 << 10;
+const UNREAD_TIMES: usize = 128;
+
 /// How a connection is encrypted.
 #[derive(Debug)]
 pub enum Security {
@@ -216,6 +220,24 @@ impl Stream {
             Err(_) => {
                 self.fail();
                 0
+            }
+        }
+    }
+
+    /// Says that nothing more is sent, and has the other end receive what was.
+    ///
+    /// If bytes were unread when the socket is closed, the kernel would throw away what the other
+    /// end has not received yet.
+    pub fn end_sending(&mut self) {
+        if self.is_broken || self.is_ended {
+            return;
+        }
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
+        let mut unread = vec![0; UNREAD_BYTES];
+        for _ in 0..UNREAD_TIMES {
+            match rustix::net::recv(&self.socket, &mut unread[..], RecvFlags::empty()) {
+                Ok((_, 1..)) | Err(Errno::INTR) => {}
+                Ok((_, 0)) | Err(_) => return,
             }
         }
     }

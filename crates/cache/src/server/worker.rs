@@ -482,6 +482,7 @@ impl Worker {
         connection.is_ready = false;
         connection.put_input(input, used);
         if connection.is_over() {
+            connection.stream.end_sending();
             self.close(number);
             return;
         }
