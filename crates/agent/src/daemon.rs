@@ -35,6 +35,7 @@ use aquifer_segments::ownership::Life;
 use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::HostState;
+use crate::knock_sockets::KnockSockets;
 use crate::metrics;
 
 /// Longest time for which a request to stop goes unnoticed.
@@ -153,6 +154,7 @@ struct HostServices {
     nodes: Arc<NodeRegistry>,
     keeper: KeeperClient,
     lease: Arc<LeaseEvents>,
+    knock_sockets: KnockSockets,
 }
 
 impl AgentServices for HostServices {
@@ -178,6 +180,10 @@ impl AgentServices for HostServices {
 
     fn connection_failure(&self) -> Option<String> {
         self.nodes.connection_failure()
+    }
+
+    fn serve_knock_socket(&self, tenant: u32, listener: OwnedFd) {
+        self.knock_sockets.add(tenant, listener);
     }
 
     fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
@@ -290,7 +296,12 @@ impl Agent {
         })?;
         let lease = Arc::clone(membership.lease_events());
         let HostState { mempool, listener, shared_listener, .. } = state;
-        let host = Arc::new(HostServices { nodes: Arc::clone(&nodes), keeper, lease });
+        let host = Arc::new(HostServices {
+            nodes: Arc::clone(&nodes),
+            keeper,
+            lease,
+            knock_sockets: KnockSockets::new().map_err(AgentError::Threads)?,
+        });
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
@@ -338,15 +349,7 @@ impl Agent {
             if when_unused.load(Relaxed) && self.connections.is_unused() {
                 break;
             }
-            let listeners: Vec<&OwnedFd> =
-                [&self.listener].into_iter().chain(&self.shared_listener).collect();
-            if wait_readable(&listeners, TICK).unwrap_or(false) {
-                for (index, listener) in listeners.into_iter().enumerate() {
-                    if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
-                        self.connections.accept(listener, index > 0);
-                    }
-                }
-            }
+            self.accept_connections();
             if self.membership.is_lost() {
                 return Err(AgentError::LeaseLost);
             }
@@ -356,6 +359,25 @@ impl Agent {
             }
         }
         Ok(())
+    }
+
+    /// Accepts the connections that wait, after at most a moment.
+    fn accept_connections(&self) {
+        let sockets = self.host.knock_sockets.list();
+        let shared = self.shared_listener.iter();
+        let own = [&self.listener].into_iter().chain(sockets.iter().map(AsRef::as_ref));
+        let listeners: Vec<&OwnedFd> = shared.chain(own).collect();
+        let mut waited_for = listeners.clone();
+        waited_for.push(self.host.knock_sockets.news());
+        if !wait_readable(&waited_for, TICK).unwrap_or(false) {
+            return;
+        }
+        for (index, listener) in listeners.into_iter().enumerate() {
+            if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
+                let is_shared = self.shared_listener.is_some() && index == 0;
+                self.connections.accept(listener, is_shared);
+            }
+        }
     }
 
     /// Ends all runs, sessions and swap devices of this host.

@@ -11,6 +11,7 @@ mod connections;
 mod daemon;
 mod heap_tickets;
 mod host_state;
+mod knock_sockets;
 mod metrics;
 mod node_watch;
 mod report;

@@ -1,19 +1,22 @@
 //! Attaches a program, and each child that it forks, to the agent.
 
 use core::mem::{offset_of, zeroed};
-use core::ptr::{self, null, null_mut};
+use core::ptr::{self, null_mut};
 use core::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use aquifer_ipc::{
-    BATCH_PAGES_MAX, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl, control::CONTROL_BYTES,
+    BATCH_PAGES_MAX, CANARY_BYTES, Frame, ProgramHello, RunToken, STAGING_BUFFERS, WorkerControl,
+    control::CONTROL_BYTES,
 };
 
 use crate::children;
+use crate::descriptors;
 use crate::fatal;
+use crate::knock;
 use crate::memory;
 use crate::raw::close;
 use crate::uffd;
-use crate::worker::{STACK_BYTES, Worker, start};
+use crate::worker::{STACK_BYTES, Worker, last_process, start};
 
 const PAGE: usize = 4096;
 const BOUNCE_BUFFER_BYTES: usize = BATCH_PAGES_MAX * PAGE;
@@ -112,14 +115,14 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
         fatal::exit("the path of the agent's socket is too long", 0);
     }
     children::look_up_next_symbols();
-    let canary = map_wiped_on_fork();
+    let canary = map_wiped_on_fork(CANARY_BYTES);
     store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {
         PARAMETERS.only[0].store(start, Ordering::Relaxed);
         PARAMETERS.only[1].store(end, Ordering::Relaxed);
     }
-    attach(create_uffd(), 0);
-    let is_attached = map_wiped_on_fork() as *mut AtomicU32;
+    attach(create_uffd(false), 0);
+    let is_attached = map_wiped_on_fork(PAGE) as *mut AtomicU32;
     // SAFETY: a page of this library that is never unmapped.
     unsafe { &*is_attached }.store(1, Ordering::Relaxed);
     IS_ATTACHED.store(is_attached, Ordering::Release);
@@ -129,15 +132,15 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
     }
 }
 
-/// Maps a page that is empty in each forked child.
-fn map_wiped_on_fork() -> usize {
-    let page = map(PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
-    advise(page, PAGE, libc::MADV_WIPEONFORK);
-    page
+/// Maps memory that is empty in each forked child.
+fn map_wiped_on_fork(bytes: usize) -> usize {
+    let address = map(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    advise(address, bytes, libc::MADV_WIPEONFORK);
+    address
 }
 
 /// Gives the kernel an advice about a mapping of this library, which the agent does not page.
-fn advise(address: usize, length: usize, advice: i32) {
+pub fn advise(address: usize, length: usize, advice: i32) {
     // SAFETY: the advice changes only what a forked child gets.
     unsafe {
         crate::raw::syscall(libc::SYS_madvise, [address, length, advice as usize, 0, 0, 0]);
@@ -174,6 +177,7 @@ fn attach_child() {
     let canary = PARAMETERS.canary.load(Ordering::Relaxed) as *const u64;
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
+    knock::begin();
     attach(-1, number);
 }
 
@@ -202,49 +206,22 @@ fn stored_token() -> RunToken {
 /// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
 /// child.
 fn attach(own_uffd: i32, number: u64) {
-    let descriptors = DescriptorLimit::raise();
-    attach_within(own_uffd, number);
-    descriptors.restore();
+    let thread_word = last_process::thread_word();
+    let limit = descriptors::Limit::raise();
+    if own_uffd >= 0 || descriptors::are_available() {
+        attach_here(own_uffd, number, thread_word);
+    } else {
+        descriptors::attach_by_thread(number, thread_word);
+    }
+    limit.restore();
 }
 
-/// Descriptors that a child has for a moment while it is attached.
-const DESCRIPTORS_OF_CHILD: u64 = 16;
-
-/// The limit of open files, which a program may have used up: what a child needs for a moment is
-/// above it.
-struct DescriptorLimit(Option<libc::rlimit64>);
-
-impl DescriptorLimit {
-    /// Raises the limit as far as this process may.
-    fn raise() -> Self {
-        let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: the call writes one struct.
-        let is_known = unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, null(), &raw mut limit) } == 0;
-        let enough = limit.rlim_cur.saturating_add(DESCRIPTORS_OF_CHILD);
-        let to_maximum = libc::rlimit64 { rlim_cur: limit.rlim_max.min(enough), ..limit };
-        // Only with the rights of root.
-        let beyond = libc::rlimit64 { rlim_cur: enough, rlim_max: limit.rlim_max.max(enough) };
-        // SAFETY: the call reads one struct.
-        let set =
-            |limit: &libc::rlimit64| unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, limit, null_mut()) };
-        let has_changed = is_known && (set(&beyond) == 0 || set(&to_maximum) == 0);
-        Self(has_changed.then_some(limit))
-    }
-
-    /// Restores the limit. What is open stays open.
-    fn restore(self) {
-        if let Some(limit) = self.0 {
-            // SAFETY: the call reads one struct.
-            unsafe {
-                libc::prlimit64(0, libc::RLIMIT_NOFILE, &raw const limit, null_mut());
-            }
-        }
-    }
-}
-
-fn attach_within(own_uffd: i32, number: u64) {
+/// Attaches the program to which this thread belongs, with descriptors of this thread.
+///
+/// `thread_word`: see [`last_process::thread_word`].
+pub fn attach_here(own_uffd: i32, number: u64, thread_word: *const AtomicU32) {
     let is_child = own_uffd < 0;
-    let staging_uffd = create_uffd();
+    let staging_uffd = create_uffd(is_child);
     let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
     if result < 0 {
         fatal::exit("this kernel's userfaultfd cannot move pages: use Linux 6.8 or newer", -result);
@@ -264,7 +241,8 @@ fn attach_within(own_uffd: i32, number: u64) {
     }
     pin_thread_control_block();
     let (bounce_buffer, staging) = (hello.bounce_buffer as usize, hello.staging as usize);
-    let worker = Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control);
+    let worker =
+        Worker::new(socket, program_uffd, staging_uffd, bounce_buffer, staging, control, thread_word);
     start::start(hello.private_start as usize, worker);
     // The worker has its own copies.
     for fd in [socket, program_uffd, staging_uffd] {
@@ -290,7 +268,7 @@ pub fn pin_thread_control_block() {
     pin(block + CONTROL_BLOCK_BYTES - 4);
 }
 
-fn map(bytes: usize, flags: i32, fd: i32) -> usize {
+pub fn map(bytes: usize, flags: i32, fd: i32) -> usize {
     // SAFETY: a new mapping, at an address that the kernel chooses.
     let address = unsafe { libc::mmap(null_mut(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
     if address == libc::MAP_FAILED {
@@ -307,10 +285,10 @@ fn map(bytes: usize, flags: i32, fd: i32) -> usize {
 fn introduce(staging_uffd: i32, own_uffd: i32, number: u64) -> (ProgramHello, i32, i32, i32) {
     for attempt in 0..CONNECTIONS_MAX {
         if own_uffd >= 0 && attempt > 0 {
-            PARAMETERS.canary.store(map_wiped_on_fork(), Ordering::Relaxed);
+            PARAMETERS.canary.store(map_wiped_on_fork(CANARY_BYTES), Ordering::Relaxed);
         }
         let hello = map_private_memory(staging_uffd, own_uffd, number);
-        let socket = connect();
+        let socket = connect(hello.is_child);
         if send(socket, &Frame::Hello(hello), own_uffd)
             && let Some([control, child_uffd]) =
                 receive(socket, &Frame::Welcome, if hello.is_child { 2 } else { 1 })
@@ -348,11 +326,44 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     }
 }
 
-/// Connects to the agent.
-fn connect() -> i32 {
+/// Connects to the agent. A forked child that cannot reach the agent's socket knocks.
+fn connect(is_child: bool) -> i32 {
+    let unreachable = match connect_by_path() {
+        Ok(socket) => return socket,
+        Err(unreachable) => unreachable,
+    };
+    if is_child {
+        let canary = PARAMETERS.canary.load(Ordering::Relaxed);
+        return knock::connect(canary)
+            .unwrap_or_else(|errno| fatal::exit("connection to the agent failed", errno));
+    }
+    match unreachable {
+        Unreachable::Failed(errno) => {
+            fatal::exit("connection to the agent failed: is the cluster up?", errno)
+        }
+        Unreachable::OtherUser => fatal::exit(
+            "another user listens at the agent's socket, and could read the memory of this program",
+            0,
+        ),
+    }
+}
+
+/// Why the agent cannot be reached by its path.
+enum Unreachable {
+    /// A system call failed with this errno.
+    Failed(isize),
+    /// Neither its own user nor root listens there: the listener would get all memory of the
+    /// program.
+    OtherUser,
+}
+
+fn connect_by_path() -> Result<i32, Unreachable> {
     // SAFETY: socket calls with a zeroed address of the right type.
     unsafe {
         let socket = libc::socket(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0);
+        if socket < 0 {
+            return Err(Unreachable::Failed(errno()));
+        }
         let mut address: libc::sockaddr_un = zeroed();
         address.sun_family = libc::AF_UNIX as u16;
         let length = PARAMETERS.path_len.load(Ordering::Relaxed);
@@ -360,17 +371,22 @@ fn connect() -> i32 {
             *to = from.load(Ordering::Relaxed) as libc::c_char;
         }
         let size = (offset_of!(libc::sockaddr_un, sun_path) + length + 1) as libc::socklen_t;
-        if socket < 0 || libc::connect(socket, (&raw const address).cast(), size) < 0 {
-            fatal::exit("connection to the agent failed: is the cluster up?", errno());
+        let result = if libc::connect(socket, (&raw const address).cast(), size) < 0 {
+            Err(Unreachable::Failed(errno()))
+        } else if is_trusted(socket) {
+            Ok(socket)
+        } else {
+            Err(Unreachable::OtherUser)
+        };
+        if result.is_err() {
+            close(socket);
         }
-        check_owner(socket);
-        socket
+        result
     }
 }
 
-/// Ends the program unless its own user or root listens: the listener would get all memory of the
-/// program.
-fn check_owner(socket: i32) {
+/// Whether the program's own user or root listens.
+fn is_trusted(socket: i32) -> bool {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // SAFETY: the kernel writes at most `length` bytes to a struct of integers.
@@ -379,12 +395,7 @@ fn check_owner(socket: i32) {
         let result = libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, peer_at, &raw mut length);
         (result, libc::geteuid())
     };
-    if result < 0 || peer.uid != 0 && peer.uid != own {
-        fatal::exit(
-            "another user listens at the agent's socket, and could read the memory of this program",
-            0,
-        );
-    }
+    result >= 0 && (peer.uid == 0 || peer.uid == own)
 }
 
 /// Sends a frame, with the descriptor `fd` unless it is negative. Returns false if the agent has
@@ -470,12 +481,12 @@ fn receive(socket: i32, answer: &Frame, wanted: usize) -> Option<[i32; 2]> {
 }
 
 /// Opens a userfaultfd with the rights of this user, or else with those of the agent.
-fn create_uffd() -> i32 {
+fn create_uffd(is_child: bool) -> i32 {
     let own = uffd::create();
     if own >= 0 {
         return own;
     }
-    let fd = uffd::create_from(request_device());
+    let fd = uffd::create_from(request_device(is_child));
     if fd < 0 {
         fatal::exit("a userfaultfd cannot be opened by the agent's /dev/userfaultfd", -fd as isize);
     }
@@ -483,9 +494,9 @@ fn create_uffd() -> i32 {
 }
 
 /// Requests `/dev/userfaultfd` from the agent, opened with the agent's rights.
-fn request_device() -> i32 {
+fn request_device(is_child: bool) -> i32 {
     for _ in 0..CONNECTIONS_MAX {
-        let socket = connect();
+        let socket = connect(is_child);
         let answer = if send(socket, &Frame::DeviceRequest(stored_token()), -1) {
             receive(socket, &Frame::Device, 1)
         } else {

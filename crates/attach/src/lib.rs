@@ -21,7 +21,9 @@
 mod attach;
 pub mod batch;
 mod children;
+mod descriptors;
 pub mod fatal;
+mod knock;
 mod memory;
 mod moves;
 mod next;

@@ -12,7 +12,7 @@
 
 mod confine;
 mod cores;
-mod last_process;
+pub mod last_process;
 pub mod start;
 
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -48,8 +48,8 @@ pub struct Worker {
     /// Result of the intermediate process for the process that starts the worker: the worker's
     /// process number, or a negative errno.
     spawn_result: isize,
-    /// The word that the kernel clears when the thread that started the worker ends or executes
-    /// another program; null if there is none.
+    /// The word that the kernel clears when the thread that is attached ends or executes another
+    /// program; null if there is none.
     thread_word: *const AtomicU32,
     /// The socket to the agent. The worker keeps it open so that the agent notices the worker's
     /// end.
@@ -74,12 +74,13 @@ impl Worker {
         bounce_buffer: usize,
         staging: usize,
         control: *const WorkerControl,
+        thread_word: *const AtomicU32,
     ) -> Self {
         Self {
             state: AtomicU32::new(start::STARTING),
             pidfd: -1,
             spawn_result: 0,
-            thread_word: last_process::thread_word(),
+            thread_word,
             socket,
             program_uffd,
             staging_uffd,

@@ -31,6 +31,17 @@ pub fn listen_at(path: &Path, mode: u32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Listens at a name in the abstract namespace of this thread's network namespace.
+///
+/// # Errors
+/// If a system call fails, the name is too long, or another process listens there.
+pub fn listen_at_name(name: &[u8]) -> io::Result<OwnedFd> {
+    let socket = frame_socket()?;
+    bind(&socket, &SocketAddrUnix::new_abstract_name(name)?)?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
+
 /// Removes a socket at which no process listens.
 fn remove_dead_socket(path: &Path) -> io::Result<()> {
     let metadata = match std::fs::symlink_metadata(path) {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use aquifer_ipc::CANARY_BYTES;
 use aquifer_pager::{PAGE_BYTES, PAGES_MAX, PageNumber};
 
 use crate::areas::{Area, Areas};
@@ -32,7 +33,7 @@ struct MapsLine<'a> {
 pub struct PagingBounds {
     /// Memory of the shim itself, which is not paged.
     pub shim_range: Range<u64>,
-    /// Address of the canary page.
+    /// Address of the canary, and of the pages for knocks behind it.
     pub canary: u64,
     /// The only range that is paged and counted; empty if all areas can be paged.
     pub paged_range: Range<u64>,
@@ -48,7 +49,7 @@ impl PagingBounds {
         let mut parts = Areas::default();
         if !area.is_empty() {
             parts.insert(pages(&area));
-            parts.remove(pages(&(self.canary..self.canary + PAGE)));
+            parts.remove(pages(&(self.canary..self.canary + CANARY_BYTES as u64)));
             if !self.shim_range.is_empty() {
                 parts.remove(pages(&self.shim_range));
             }
@@ -299,7 +300,7 @@ mod tests {
         let shim_range = 0x7f00_0008_0000..0x7f00_000a_0000;
         let areas = pageable_areas(
             TEXT,
-            &PagingBounds { shim_range, canary: 0x7f00_000f_0000, paged_range: 0..0 },
+            &PagingBounds { shim_range, canary: 0x7f00_000b_0000, paged_range: 0..0 },
             &PINS,
         );
         let parts: Vec<_> = areas
@@ -308,7 +309,7 @@ mod tests {
             .map(|area| (area.start, area.end))
             .collect();
         let base = 0x7_f000_0000;
-        let expected = [(base, base + 0x80), (base + 0xa0, base + 0xf0), (base + 0xf1, base + 0x100)];
+        let expected = [(base, base + 0x80), (base + 0xa0, base + 0xb0), (base + 0xf1, base + 0x100)];
         assert_eq!(parts[1..], expected, "behind the heap: all but the memory of the shim and the canary");
     }
 

@@ -7,7 +7,7 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 19;
+pub const VERSION: u16 = 20;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.

@@ -9,7 +9,7 @@ use crate::control::{
 use crate::frame::{
     FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken, SetLimit,
 };
-use crate::hello::ProgramHello;
+use crate::hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, knock_page, socket_address};
 use crate::ring::tests::HeapWords;
 use crate::ring::{
     DATA_AT, DATA_BYTES, ExtentName, MAGIC, RING_BYTES, RingAnswer, RingRequest, RingStatus, SLOTS,
@@ -156,6 +156,9 @@ fn golden_control_memory() {
     golden.text("pins", &PINS_MAX.to_string());
     golden.text("magic", &format!("{CONTROL_MAGIC:#x}"));
     golden.text("version", &crate::VERSION.to_string());
+    golden.text("knocks", &format!("{KNOCKS_MAX} {} {} {CANARY_BYTES}", knock_page(0), knock_page(1)));
+    let socket = socket_address([0, 1, 0x2a, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
+    golden.text("socket", std::str::from_utf8(&socket).unwrap());
     golden.text("status of a page that was moved", &STATUS_MOVED.to_string());
     golden.text("status of a page that is to be moved", &STATUS_PENDING.to_string());
     golden.check();

@@ -5,6 +5,45 @@ use crate::frame::{FrameError, Reader, RunToken};
 /// Lowest address that no user mapping on x86-64 reaches.
 const USER_ADDRESS_END: u64 = 1 << 47;
 
+/// Bytes of a page.
+const PAGE: usize = 4096;
+/// How often a process can knock.
+pub const KNOCKS_MAX: usize = 64;
+/// Bytes from [`ProgramHello::canary`] that are empty in each forked child: the canary, and a page
+/// for each knock.
+pub const CANARY_BYTES: usize = PAGE * (1 + KNOCKS_MAX);
+/// Bytes of the name of a knock's socket.
+pub const SOCKET_NAME_BYTES: usize = 16;
+/// Bytes of the address of a knock's socket.
+pub const SOCKET_ADDRESS_BYTES: usize = SOCKET_ADDRESS_START.len() + 2 * SOCKET_NAME_BYTES;
+const SOCKET_ADDRESS_START: &[u8] = b"aquifer-";
+
+/// The page of a knock, as an offset from the canary.
+///
+/// A forked child *knocks* if it cannot reach the agent's socket by its path: it reads the page of
+/// its next knock. The agent then listens at a new socket in the child's network namespace, whose
+/// address has no path. It fills the page, which begins with the name of the socket, or with zeros
+/// if there is none.
+#[must_use]
+pub fn knock_page(number: usize) -> usize {
+    PAGE * (1 + number)
+}
+
+/// The address of a knock's socket in the abstract namespace of Unix sockets, without the zero
+/// before it.
+#[must_use]
+pub fn socket_address(name: [u8; SOCKET_NAME_BYTES]) -> [u8; SOCKET_ADDRESS_BYTES] {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut address = [0; SOCKET_ADDRESS_BYTES];
+    let (start, digits) = address.split_at_mut(SOCKET_ADDRESS_START.len());
+    start.copy_from_slice(SOCKET_ADDRESS_START);
+    for (byte, pair) in name.iter().zip(digits.chunks_exact_mut(2)) {
+        pair[0] = DIGITS[usize::from(byte >> 4)];
+        pair[1] = DIGITS[usize::from(byte & 15)];
+    }
+    address
+}
+
 /// Body of [`crate::Frame::Hello`]: addresses in the program that the agent uses to page it.
 ///
 /// All addresses are page-aligned.
@@ -25,7 +64,8 @@ pub struct ProgramHello {
     /// [`crate::STAGING_BUFFERS`] buffers under a userfaultfd without events.
     pub staging: u64,
     /// The canary, a page that is empty in each forked child. The agent writes the child's number
-    /// there, and so learns which process a fork event was about.
+    /// there, and so learns which process a fork event was about. The rest of [`CANARY_BYTES`] is
+    /// for knocks.
     pub canary: u64,
     /// Start of the shim's own memory, which is never registered.
     pub private_start: u64,

@@ -24,7 +24,7 @@ pub use frame::{
     FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken,
     SetLimit, VERSION,
 };
-pub use hello::ProgramHello;
+pub use hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, SOCKET_NAME_BYTES, knock_page, socket_address};
 pub use mutation::Mutation;
 
 /// Environment variable with the path of the agent's socket, for the shim.

@@ -7,6 +7,7 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::{await_time, figure, restart_agent};
 use aquifer_tests_e2e::run::{Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build};
+use aquifer_tests_support::skip;
 
 /// The checker's memory and its limit. At times three processes have that memory.
 const BYTES: &str = "32M";
@@ -18,6 +19,9 @@ const STORM_MAX: usize = 6;
 const FORKED: [&str; 5] = ["by-fork", "by-fork-alone", "by-clone", "by-raw-clone", "by-raw-clone3"];
 /// Ways to create a child that shares its parent's memory until it executes a program.
 const EXECUTED: [&str; 3] = ["by-vfork", "by-clone-vm", "by-spawn"];
+
+/// Places and limits in which a child cannot connect to the agent by itself.
+const HIDDEN: [&str; 3] = ["chroot", "namespaces", "fullest-fork"];
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum AgentDies {
@@ -95,6 +99,16 @@ mod long {
     fn children_are_created_while_agents_die() {
         check_all(&FORKED, AgentDies::AllTheTime);
         check_all(&EXECUTED, AgentDies::AllTheTime);
+    }
+
+    #[test]
+    fn hidden_children_are_created_while_agents_die() {
+        if !rustix::process::geteuid().is_root() {
+            return skip("only root can change its root");
+        }
+        check_all(&HIDDEN, AgentDies::AllTheTime);
+        check_all(&HIDDEN, AgentDies::AfterTheChild);
+        check_all(&HIDDEN, AgentDies::BeforeTheChild);
     }
 
     #[test]

@@ -87,6 +87,24 @@ fn a_process_without_free_descriptors_may_fork() {
 }
 
 #[test]
+fn a_process_that_can_have_no_more_descriptors_may_fork() {
+    check("fullest-fork");
+}
+
+#[test]
+fn a_process_under_another_root_may_fork() {
+    if !rustix::process::geteuid().is_root() {
+        return skip("only root can change its root");
+    }
+    check("chroot");
+}
+
+#[test]
+fn a_process_in_other_namespaces_may_fork() {
+    check("namespaces");
+}
+
+#[test]
 fn memory_may_be_populated_at_once() {
     check("populate");
 }

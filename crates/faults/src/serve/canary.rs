@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
+use aquifer_ipc::{CANARY_BYTES, KNOCKS_MAX, knock_page};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use crate::kernel::FillOutcome;
@@ -41,6 +42,17 @@ impl Canary {
         bytes[..8].copy_from_slice(&self.number.to_ne_bytes());
         bytes[8..].copy_from_slice(&self.nonce);
         bytes
+    }
+
+    /// The canary and the pages for knocks.
+    pub fn pages(self) -> std::ops::Range<PageNumber> {
+        self.page..self.page + (CANARY_BYTES / PAGE_BYTES) as u64
+    }
+
+    /// Whether a fault on this page is a knock.
+    pub fn is_knock(self, page: PageNumber) -> bool {
+        let first = self.page + (knock_page(0) / PAGE_BYTES) as u64;
+        (first..first + KNOCKS_MAX as u64).contains(&page)
     }
 
     /// Fills the canary, if it is missing.

@@ -1,5 +1,6 @@
 //! The edge of a real program: its userfaultfd, its worker, `/proc`, and the run's sender.
 
+mod knocking;
 mod pool;
 
 use std::io;
@@ -62,6 +63,8 @@ pub(crate) struct ProcessEdge {
     /// See [`Kernel::inherited_areas`].
     inherited: Option<Areas>,
     backoff: Backoff,
+    /// Knocks that were answered.
+    knocks: usize,
 }
 
 impl ProcessEdge {
@@ -91,6 +94,7 @@ impl ProcessEdge {
             unapplied: Vec::new(),
             inherited: None,
             backoff: Backoff::new(),
+            knocks: 0,
         })
     }
 
@@ -102,9 +106,10 @@ impl ProcessEdge {
         &self.run
     }
 
-    /// Registers the canary page, which a forked child touches first.
-    pub(crate) fn register_canary(&self, canary: u64) {
-        if let Err(error) = self.uffd.register(canary / PAGE, canary / PAGE + 1) {
+    /// Registers the canary, which a forked child touches first, and the pages for knocks.
+    pub(crate) fn register_canary(&self) {
+        let pages = self.canary().pages();
+        if let Err(error) = self.uffd.register(pages.start, pages.end) {
             tracing::warn!(%error, "cannot register the canary: forked children will be identified late");
         }
     }
@@ -244,9 +249,10 @@ impl ProcessEdge {
     pub(crate) fn registered(&self) -> Areas {
         let text = self.program.process().and_then(|process| process.read("smaps"));
         let mut areas = text.map_or_else(Areas::default, |text| maps::registered_areas(&text));
-        let PagingBounds { shim_range, canary, .. } = self.program.bounds();
+        let PagingBounds { shim_range, .. } = self.program.bounds();
         areas.remove(Area { start: shim_range.start / PAGE, end: shim_range.end / PAGE });
-        areas.remove(Area { start: canary / PAGE, end: canary / PAGE + 1 });
+        let canary = self.canary().pages();
+        areas.remove(Area { start: canary.start, end: canary.end });
         areas
     }
 
@@ -350,6 +356,13 @@ impl ProcessEdge {
         {
             self.identify_by_thread(thread);
         }
+        for message in out.iter() {
+            if let UffdMessage::Fault(fault) = message
+                && self.canary().is_knock(fault.page)
+            {
+                self.answer_knock(*fault);
+            }
+        }
     }
 }
 
@@ -415,6 +428,8 @@ impl Kernel for ProcessEdge {
     }
 
     fn fill(&mut self, page: PageNumber, pages: usize, source: FillSource) -> FillOutcome {
+        // Each fault there means something.
+        let pages = if self.canary().pages().contains(&page) { 1 } else { pages };
         let bytes = match source {
             FillSource::Zeros { .. } if page == self.canary().page => return self.canary().fill(&self.uffd),
             FillSource::Zeros { is_private: false } => {

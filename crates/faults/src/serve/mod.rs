@@ -40,6 +40,7 @@ mod sender;
 mod stat;
 mod tenant_threads;
 mod tenants;
+mod thread_search;
 mod unserved;
 
 use std::collections::HashMap;
@@ -116,6 +117,9 @@ pub trait AgentServices: Send + Sync + Debug {
 
     /// Why a node cannot be connected to; `None` if all can, as far as is known.
     fn connection_failure(&self) -> Option<String>;
+
+    /// Serves programs of a tenant that connect at this socket, for some time.
+    fn serve_knock_socket(&self, tenant: u32, listener: OwnedFd);
 
     /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
     /// number.

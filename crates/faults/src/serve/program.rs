@@ -390,7 +390,7 @@ pub(crate) fn serve_root(
             .map_err(io::Error::other)?;
         program.share_uffd(&uffd);
         let mut edge = ProcessEdge::new(run, &program, uffd, &volume, Journal::new()?, None)?;
-        edge.register_canary(attachment.hello.canary);
+        edge.register_canary();
         edge.identify(process)?;
         edge.attach(attachment)?;
         Ok(spawn(run, &program, edge, |run, program, edge| {

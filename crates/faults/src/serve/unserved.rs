@@ -138,6 +138,10 @@ impl UnservedMemory {
         }
         for message in self.uffd.read_messages() {
             match message {
+                // The child finds no socket, and ends.
+                UffdMessage::Fault(fault) if self.canary.is_knock(fault.page) => {
+                    self.uffd.zero(fault.page, 1);
+                }
                 UffdMessage::Fault(fault) => self.kill_if_own(fault.thread),
                 UffdMessage::Fork(fd) => {
                     let uffd = Userfaultfd::from(fd);

@@ -51,15 +51,25 @@ void test_cleared_word(void) {
     area_free(&kept);
 }
 
-void test_full_fork(void) {
-    struct numbers numbers = numbers_new(5400);
-    struct area kept = area_half("full-fork");
+// Opens as many files as this process may now, or ever.
+struct rlimit use_up_descriptors(bool is_hard) {
     struct rlimit limit;
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0) die("getrlimit");
     if (limit.rlim_max <= LIMIT) die("a higher limit of open files is needed");
     limit.rlim_cur = LIMIT;
+    if (is_hard) limit.rlim_max = LIMIT;
     if (setrlimit(RLIMIT_NOFILE, &limit) != 0) die("setrlimit");
-    while (open("/dev/null", O_RDONLY | O_CLOEXEC) >= 0) {}
+    while (fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 0) >= 0) {}
+    if (errno != EMFILE) die("fcntl");
+    return limit;
+}
+
+static void full_fork(const char *test, bool is_hard) {
+    struct numbers numbers = numbers_new(5400);
+    struct area kept = area_half(test);
+    // Root may raise the limit, but not from a user name space.
+    if (is_hard && unshare(CLONE_NEWUSER) != 0) die("unshare");
+    struct rlimit limit = use_up_descriptors(is_hard);
     for (unsigned round = 0; round < options.rounds + 1; round++) {
         modify_and_verify(&kept, &numbers);
         pid_t child = fork();
@@ -67,15 +77,22 @@ void test_full_fork(void) {
         if (child == 0) {
             modify_and_verify(&kept, &numbers);
             bool is_full = open("/dev/null", O_RDONLY) < 0 && errno == EMFILE;
-            _exit(is_full ? 0 : 3);
+            struct rlimit own;
+            bool is_same = getrlimit(RLIMIT_NOFILE, &own) == 0 && own.rlim_cur == limit.rlim_cur &&
+                           own.rlim_max == limit.rlim_max;
+            _exit(is_full && is_same && wait(NULL) < 0 && errno == ECHILD ? 0 : 3);
         }
         int status;
-        if (waitpid(child, &status, 0) != child || status != 0) fail("full-fork", "a child failed");
+        if (waitpid(child, &status, 0) != child || status != 0) fail(test, "a child failed");
         verify_all(&kept);
     }
     say(kept.test, kept.pages, digest(&kept));
     area_free(&kept);
 }
+
+void test_full_fork(void) { full_fork("full-fork", false); }
+
+void test_fullest_fork(void) { full_fork("fullest-fork", true); }
 
 // As allocators do that guard large blocks: each has an inaccessible page right below it.
 void test_guarded_blocks(void) {

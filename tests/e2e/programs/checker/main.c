@@ -47,8 +47,10 @@ static const struct test tests[] = {
     {"wipe-on-clone", test_wipe_on_clone, false}, {"lock-all", test_lock_all, false},
     {"guard", test_guard, false},               {"shm-remap", test_shm_remap, false},
     {"grow", test_grow, false},                 {"cleared-word", test_cleared_word, false},
-    {"full-fork", test_full_fork, false},       {"joined", test_joined, false},
-    {"move-several", test_move_several, false}, {"guarded-blocks", test_guarded_blocks, false},
+    {"full-fork", test_full_fork, false},       {"fullest-fork", test_fullest_fork, false},
+    {"chroot", test_chroot, false},             {"namespaces", test_namespaces, false},
+    {"joined", test_joined, false},             {"move-several", test_move_several, false},
+    {"guarded-blocks", test_guarded_blocks, false},
     // Ways to make a child; these change how malloc works.
     {"by-fork", test_by_fork, false},             {"by-fork-alone", test_by_fork_alone, false},
     {"by-clone", test_by_clone, false},           {"by-raw-clone", test_by_raw_clone, false},

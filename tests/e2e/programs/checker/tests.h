@@ -3,6 +3,8 @@
 #ifndef CHECKER_TESTS_H
 #define CHECKER_TESTS_H
 
+#include <stdbool.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 
 void test_pages(void);     // areas.c
@@ -13,6 +15,8 @@ void test_joined(void);    // moves.c
 void test_move_several(void); // moves.c
 void test_cleared_word(void); // limits.c
 void test_full_fork(void);    // limits.c
+void test_fullest_fork(void); // limits.c
+struct rlimit use_up_descriptors(bool is_hard); // limits.c
 void test_guarded_blocks(void); // limits.c
 void test_brk(void);       // moves.c
 void test_madvise(void);   // areas.c
@@ -34,6 +38,10 @@ void test_populate(void);
 void test_direct(void);
 void test_signal_stack(void);
 void test_robust(void);
+
+// Children in places where the agent's socket has no name: places.c
+void test_chroot(void);
+void test_namespaces(void);
 
 // Threads, children and rights: alone.c
 void test_alone(void);

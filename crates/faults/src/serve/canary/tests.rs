@@ -77,3 +77,11 @@ fn registered_pages_are_told_from_others_and_not_changed() {
     assert_eq!(uffd.is_registered(local.as_ptr() as u64 / PAGE_BYTES as u64), Some(false), "a stack");
     assert_eq!(uffd.is_registered(1 << 22), Some(false), "nothing is mapped there");
 }
+
+#[test]
+fn knocks_are_the_pages_behind_the_canary() {
+    let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
+    assert!(!canary.is_knock(99) && !canary.is_knock(100));
+    assert!(canary.pages().skip(1).all(|page| canary.is_knock(page)));
+    assert!(!canary.is_knock(canary.pages().end) && !canary.is_knock(u64::MAX));
+}

@@ -1,0 +1,110 @@
+//! Descriptors for a forked child whose program has as many open files as it may have.
+//!
+//! The limit is raised for a moment. If that is not permitted, a thread of its own attaches the
+//! child: it has a copy of the descriptors, and closes what is in it. The child waits for it.
+
+use core::mem::zeroed;
+use core::ptr::{null, null_mut};
+use core::sync::atomic::AtomicU32;
+
+use crate::attach::{advise, attach_here, map};
+use crate::fatal;
+use crate::raw::{close, spawn, syscall};
+
+/// Descriptors that a child has for a moment while it is attached.
+const NEEDED: usize = 10;
+const STACK_BYTES: usize = 32 * 4096;
+
+/// The limit of open files before it was raised, if it was.
+pub struct Limit(Option<libc::rlimit64>);
+
+impl Limit {
+    /// Raises the limit as far as this process may.
+    pub fn raise() -> Self {
+        let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the call writes one struct.
+        let is_known = unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, null(), &raw mut limit) } == 0;
+        let enough = limit.rlim_cur.saturating_add(NEEDED as u64);
+        let to_maximum = libc::rlimit64 { rlim_cur: limit.rlim_max.min(enough), ..limit };
+        // Only with the rights of root.
+        let beyond = libc::rlimit64 { rlim_cur: enough, rlim_max: limit.rlim_max.max(enough) };
+        // SAFETY: the call reads one struct.
+        let set =
+            |limit: &libc::rlimit64| unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, limit, null_mut()) };
+        let has_changed = is_known && (set(&beyond) == 0 || set(&to_maximum) == 0);
+        Self(has_changed.then_some(limit))
+    }
+
+    /// Restores the limit. What is open stays open.
+    pub fn restore(self) {
+        if let Some(limit) = self.0 {
+            // SAFETY: the call reads one struct.
+            unsafe {
+                libc::prlimit64(0, libc::RLIMIT_NOFILE, &raw const limit, null_mut());
+            }
+        }
+    }
+}
+
+/// Whether this process can have the descriptors that it needs to be attached.
+pub fn are_available() -> bool {
+    let mut opened = [-1isize; NEEDED];
+    let kind = (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as usize;
+    // SAFETY: descriptors that nothing else uses are opened.
+    let has_room = opened.iter_mut().all(|fd| unsafe {
+        *fd = syscall(libc::SYS_socket, [libc::AF_UNIX as usize, kind, 0, 0, 0, 0]);
+        *fd != -(libc::EMFILE as isize)
+    });
+    opened.iter().filter(|fd| **fd >= 0).for_each(|fd| close(*fd as i32));
+    has_room
+}
+
+/// What the thread needs to know, at the lower end of its stack.
+struct Attaching {
+    number: u64,
+    thread_word: *const AtomicU32,
+}
+
+/// Attaches this child by a thread with descriptors of its own.
+pub fn attach_by_thread(number: u64, thread_word: *const AtomicU32) {
+    let stack = map(STACK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    advise(stack, STACK_BYTES, libc::MADV_DONTFORK);
+    // As a thread, it is this process for the agent, and its children are this process's.
+    let flags = libc::CLONE_THREAD | libc::CLONE_SIGHAND | libc::CLONE_FS | libc::CLONE_VFORK;
+    // SAFETY: the lower end of the stack has room for an `Attaching`, and no other user. The thread
+    // uses the stack from its upper end, and the thread control block of this thread, which is
+    // suspended until it has ended.
+    let result = unsafe {
+        (stack as *mut Attaching).write(Attaching { number, thread_word });
+        // A handler of the program must not run in it.
+        let mut all: libc::sigset_t = zeroed();
+        let mut old: libc::sigset_t = zeroed();
+        libc::sigfillset(&raw mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut old);
+        let result = spawn(flags, stack + STACK_BYTES, main, stack, null_mut());
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const old, null_mut());
+        result
+    };
+    if result < 0 {
+        fatal::exit("no thread can be started that attaches this process", -result);
+    }
+    // SAFETY: the thread has ended, and nothing else uses its stack.
+    unsafe {
+        syscall(libc::SYS_munmap, [stack, STACK_BYTES, 0, 0, 0, 0]);
+    }
+}
+
+/// Entry of the thread.
+extern "C" fn main(stack: usize) -> ! {
+    // SAFETY: `attach_by_thread` has written an `Attaching` there. The descriptors are copies of
+    // the process's; the one for messages stays open.
+    unsafe {
+        let attaching = &*(stack as *const Attaching);
+        syscall(libc::SYS_close_range, [0, libc::STDOUT_FILENO as usize, 0, 0, 0, 0]);
+        syscall(libc::SYS_close_range, [libc::STDERR_FILENO as usize + 1, u32::MAX as usize, 0, 0, 0, 0]);
+        attach_here(-1, attaching.number, attaching.thread_word);
+        loop {
+            syscall(libc::SYS_exit, [0; 6]);
+        }
+    }
+}
