@@ -25,6 +25,7 @@ mod descriptors;
 pub mod fatal;
 mod knock;
 mod memory;
+mod memory_functions;
 mod moves;
 mod next;
 mod pieces;

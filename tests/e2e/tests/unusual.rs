@@ -41,6 +41,52 @@ fn check_with(test: &str, preload: Option<&str>, evictions_min: u64) {
     cluster.assert_all_free();
 }
 
+/// Functions that copy and set memory, and use other memory of the program for that.
+const MEMORY_FUNCTIONS: &str = r#"
+#include <stddef.h>
+#include <sys/mman.h>
+enum { TABLE_BYTES = 4 << 20 };
+static volatile unsigned char *table;
+static unsigned turn;
+__attribute__((constructor)) static void begin(void) {
+    table = mmap(NULL, TABLE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    for (size_t at = 0; at < TABLE_BYTES; at += 4096) table[at] = 1;
+}
+static void look_up(void) {
+    if (table != NULL) (void)table[(turn++ * 65537u * 4096u) % TABLE_BYTES];
+}
+void *memmove(void *to, const void *from, size_t length) {
+    volatile unsigned char *out = to;
+    const volatile unsigned char *in = from;
+    look_up();
+    if (out <= in) for (size_t at = 0; at < length; at++) out[at] = in[at];
+    else while (length-- > 0) out[length] = in[length];
+    return to;
+}
+void *memcpy(void *to, const void *from, size_t length) { return memmove(to, from, length); }
+void *memset(void *to, int byte, size_t length) {
+    volatile unsigned char *out = to;
+    look_up();
+    while (length-- > 0) out[length] = (unsigned char)byte;
+    return to;
+}
+int memcmp(const void *one, const void *other, size_t length) {
+    const volatile unsigned char *a = one, *b = other;
+    look_up();
+    for (size_t at = 0; at < length; at++) if (a[at] != b[at]) return a[at] < b[at] ? -1 : 1;
+    return 0;
+}
+int bcmp(const void *one, const void *other, size_t length) { return memcmp(one, other, length); }
+"#;
+
+#[test]
+fn a_program_may_have_its_own_functions_for_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let options = ["-shared", "-fPIC", "-fno-builtin"];
+    let library = build::compile(folder.path(), "memory.so", MEMORY_FUNCTIONS, &options);
+    check_with("pages", library.to_str(), 1);
+}
+
 #[test]
 fn a_daemon_that_closes_all_descriptors_stays_paged() {
     check("daemon");
