@@ -88,7 +88,7 @@ impl Drop for PageReference<'_> {
 
 impl BlockVolume {
     /// A volume of zeros. `budget` sets its share of the mempool. A write that finds no room for
-    /// `room_timeout` fails.
+    /// `room_timeout` fails. Only if that is zero, it does not wait for a node that is away.
     ///
     /// # Errors
     /// If there is no memory for its tables.

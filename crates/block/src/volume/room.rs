@@ -21,7 +21,7 @@ impl BlockVolume {
                 return Ok(state);
             }
             let now = Instant::now();
-            if state.is_awaiting_node {
+            if state.is_awaiting_node && !self.room_timeout.is_zero() {
                 deadline = None;
                 state = self.wait(state, self.room_timeout);
                 continue;
@@ -105,5 +105,40 @@ impl BlockVolume {
     pub(crate) fn set_awaiting_node(&self, is_awaiting_node: bool) {
         self.lock().is_awaiting_node = is_awaiting_node;
         self.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use aquifer_fabric::{Endpoint, EndpointError};
+    use aquifer_pager::{BLOCK_PAGES, Budget, Connector, Mempool, PAGE_BYTES};
+    use aquifer_pool::NodeId;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct NoNodes;
+
+    impl Connector for NoNodes {
+        fn connect(&self, node: NodeId) -> Result<Box<dyn Endpoint>, EndpointError> {
+            unreachable!("nothing was written to {node:?}")
+        }
+    }
+
+    #[test]
+    fn without_a_timeout_no_write_waits_for_a_node_that_is_away() {
+        let mempool = Arc::new(Mempool::new(BLOCK_PAGES * PAGE_BYTES).unwrap());
+        let budget = Arc::new(Budget::new(64 << 20));
+        let volume = BlockVolume::new(64 << 20, mempool, budget, Duration::ZERO).unwrap();
+        let mut reader = volume.reader(Arc::new(NoNodes)).unwrap();
+        volume.set_awaiting_node(true);
+        let page = [1; PAGE_BYTES];
+        let results: Vec<_> = (0..=BLOCK_PAGES as u64)
+            .map(|number| volume.write(&mut reader, number * PAGE_BYTES as u64, &page))
+            .collect();
+        assert!(results[..BLOCK_PAGES].iter().all(Result::is_ok));
+        assert!(matches!(results[BLOCK_PAGES], Err(BlockError::NoRoom { .. })));
     }
 }
