@@ -357,6 +357,9 @@ pub struct RunArguments {
     /// Let the program continue if this command is killed (SIGKILL); otherwise it ends, too
     #[arg(long)]
     pub detach: bool,
+    /// End the run, with exit code 125, when a process of it is not paged
+    #[arg(long)]
+    pub strict: bool,
     /// Write statistics as JSON to this file when the program ends
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,

@@ -108,6 +108,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
             bytes: arguments.swap_size,
         }),
         detach: arguments.detach,
+        strict: arguments.strict,
         stats: arguments.stats,
         command: arguments.command,
     };

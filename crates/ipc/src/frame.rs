@@ -5,6 +5,7 @@
 
 use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
+use crate::open_run::OpenRun;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
 pub const VERSION: u16 = 20;
@@ -52,20 +53,6 @@ impl RunToken {
         }
         Some(Self(token))
     }
-}
-
-/// Body of [`Frame::OpenRun`]: what a new run asks for.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct OpenRun {
-    /// Limit of the run's resident pages and its part of the mempool together.
-    pub limit_bytes: u64,
-    /// Memory nodes that hold a copy of each page, 1 to 3.
-    pub replicas: u32,
-    /// Whether the programs go on if the socket closes without [`Frame::CloseRun`], because the
-    /// process that opened the run was killed.
-    pub outlives_owner: bool,
-    /// Name of the program, for reports.
-    pub name: String,
 }
 
 /// Body of [`Frame::SetLimit`]: a new limit for a run.
@@ -333,7 +320,7 @@ impl<'a> Reader<'a> {
         self.array().map(u64::from_le_bytes)
     }
 
-    fn text(&mut self) -> Result<String, FrameError> {
+    pub(crate) fn text(&mut self) -> Result<String, FrameError> {
         let length = self.u32()? as usize;
         let bytes = self.bytes(length)?;
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| FrameError::BadField("text"))
@@ -367,17 +354,7 @@ impl Frame {
             1 => Self::Hello(hello::parse(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
-            4 => Self::OpenRun(OpenRun {
-                limit_bytes: reader.u64()?,
-                replicas: reader.u32()?,
-                outlives_owner: match reader.u32()? {
-                    0 => false,
-                    1 => true,
-                    _ if Mutation::AcceptAnyFlag.is_active() => true,
-                    _ => return Err(FrameError::BadField("outlives_owner")),
-                },
-                name: reader.text()?,
-            }),
+            4 => Self::OpenRun(OpenRun::parse(reader)?),
             5 => Self::RunOpened(RunToken(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
@@ -447,12 +424,7 @@ impl Frame {
             | Self::SegmentCall(text)
             | Self::SegmentAnswer(text)
             | Self::SwapOpened(text) => write_text(text, out),
-            Self::OpenRun(open) => {
-                out.extend_from_slice(&open.limit_bytes.to_le_bytes());
-                out.extend_from_slice(&open.replicas.to_le_bytes());
-                out.extend_from_slice(&u32::from(open.outlives_owner).to_le_bytes());
-                write_text(&open.name, out);
-            }
+            Self::OpenRun(open) => open.write(out),
             Self::RunOpened(token) | Self::DeviceRequest(token) => out.extend_from_slice(&token.0),
             Self::Hold(item) => {
                 out.extend_from_slice(&held_kind_number(item.kind).to_le_bytes());
@@ -581,7 +553,7 @@ fn held_kind_number(kind: HeldKind) -> u32 {
     }
 }
 
-fn write_text(text: &str, out: &mut Vec<u8>) {
+pub(crate) fn write_text(text: &str, out: &mut Vec<u8>) {
     let mut end = text.len().min(FRAME_BYTES_MAX - HEADER_BYTES - FIXED_FIELDS_BYTES_MAX);
     while !text.is_char_boundary(end) {
         end -= 1;

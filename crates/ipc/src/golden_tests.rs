@@ -6,10 +6,9 @@ use aquifer_tests_support::{golden, golden_layout};
 use crate::control::{
     BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, PINS_MAX, STATUS_MOVED, STATUS_PENDING, WorkerControl,
 };
-use crate::frame::{
-    FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken, SetLimit,
-};
+use crate::frame::{FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, RunToken, SetLimit};
 use crate::hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, knock_page, socket_address};
+use crate::open_run::OpenRun;
 use crate::ring::tests::HeapWords;
 use crate::ring::{
     DATA_AT, DATA_BYTES, ExtentName, MAGIC, RING_BYTES, RingAnswer, RingRequest, RingStatus, SLOTS,
@@ -55,6 +54,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
                 limit_bytes: 0x0102_0304_0506_0708,
                 replicas: 0x1112_1314,
                 outlives_owner: true,
+                is_strict: false,
                 name: "ls".into(),
             }),
         ),

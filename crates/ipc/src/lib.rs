@@ -16,16 +16,18 @@ pub mod frame;
 mod golden_tests;
 mod hello;
 mod mutation;
+mod open_run;
 pub mod ring;
 pub mod size;
 
 pub use control::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 pub use frame::{
-    FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, HoldSpans, KeeperShare, OpenRun, RunToken,
-    SetLimit, VERSION,
+    FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, HoldSpans, KeeperShare, RunToken, SetLimit,
+    VERSION,
 };
 pub use hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, SOCKET_NAME_BYTES, knock_page, socket_address};
 pub use mutation::Mutation;
+pub use open_run::OpenRun;
 
 /// Environment variable with the path of the agent's socket, for the shim.
 pub const SOCKET_VARIABLE: &str = "AQUIFER_SOCKET";

@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use crate::{
     AgentStatus, LatencyUs, NodeStatus, ProgramStatistics, RunStatistics, SessionStatistics,
-    TenantStatistics, UserStatistics,
+    TenantStatistics, UnpagedProcess, UserStatistics,
 };
 
 fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden, name: &str, value: &T) {
@@ -35,6 +35,11 @@ fn run() -> RunStatistics {
         unchanged_pages: 9,
         processes: 10,
         programs: vec![program],
+        unpaged: vec![UnpagedProcess {
+            pid: 9,
+            name: "sleep".into(),
+            reason: "it is statically linked".into(),
+        }],
         faults: 11,
         zero_pages: 12,
         mempool_hits: 13,

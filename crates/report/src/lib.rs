@@ -36,6 +36,17 @@ pub struct ProgramStatistics {
     pub lost_pages: u64,
 }
 
+/// A process of a run that is not paged.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct UnpagedProcess {
+    /// Process id.
+    pub pid: u32,
+    /// Its name.
+    pub name: String,
+    /// Why it is not paged.
+    pub reason: String,
+}
+
 /// Statistics of a run; `aquifer run --stats` writes them.
 #[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct RunStatistics {
@@ -63,6 +74,8 @@ pub struct RunStatistics {
     pub processes: usize,
     /// The run's processes.
     pub programs: Vec<ProgramStatistics>,
+    /// Processes of the run that are not paged now, at most 16.
+    pub unpaged: Vec<UnpagedProcess>,
     /// Faults served.
     pub faults: u64,
     /// Pages filled with zeros.

@@ -344,6 +344,7 @@ impl DeviceServer {
             unchanged_pages: 0,
             processes: 0,
             programs: Vec::new(),
+            unpaged: Vec::new(),
             faults: usage.major_faults,
             zero_pages: stats.zero_pages,
             mempool_hits: stats.mempool_hits,

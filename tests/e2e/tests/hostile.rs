@@ -82,6 +82,7 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
         limit_bytes: 1 << 30,
         replicas: 1,
         outlives_owner: true,
+        is_strict: false,
         name: "name".into(),
     }));
     for end in 1..open.len() {
@@ -160,6 +161,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
             limit_bytes: 64 << 20,
             replicas: 1,
             outlives_owner: true,
+            is_strict: false,
             name: "ours".into(),
         }))
         .expect("it is heard");

@@ -37,5 +37,6 @@ mod soak;
 mod sparse;
 mod swap;
 mod tenants;
+mod unpaged;
 mod unusual;
 mod users;

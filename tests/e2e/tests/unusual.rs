@@ -25,7 +25,8 @@ fn check_with(test: &str, preload: Option<&str>, evictions_min: u64) {
     let program = [checker.to_str().expect("a plain path"), test, "--bytes", BYTES];
     let plain = run_plainly(&program, true);
     plain.assert_success("the plain run");
-    let cluster = Cluster::up(2, "256M");
+    let mut cluster = Cluster::up(2, "256M");
+    cluster.set_run_options(&["--strict"]);
     let mut command = cluster.run_command(LIMIT, &program);
     if let Some(library) = preload {
         command.env("LD_PRELOAD", library);

@@ -64,7 +64,13 @@ fn frames() -> Vec<(&'static str, Frame)> {
         paged_start: 0,
         paged_end: 0,
     };
-    let open = OpenRun { limit_bytes: 1 << 30, replicas: 2, outlives_owner: true, name: "sort".to_owned() };
+    let open = OpenRun {
+        limit_bytes: 1 << 30,
+        replicas: 2,
+        outlives_owner: true,
+        is_strict: false,
+        name: "sort".to_owned(),
+    };
     let item = HeldItem { kind: HeldKind::Program, id: 3, pid: 77, uid: 88, record: "{}".to_owned() };
     vec![
         ("hello", Frame::Hello(hello)),

@@ -23,7 +23,13 @@ fn ask(socket: impl AsFd, frame: &Frame, fds: &[&OwnedFd]) -> (Frame, Vec<OwnedF
 /// Opens a run; it lasts as long as the socket.
 fn open_run(agent: &Path) -> (OwnedFd, RunToken) {
     let socket = connect(agent).expect("the agent listens");
-    let open = OpenRun { limit_bytes: 64 << 20, replicas: 1, outlives_owner: true, name: "attack".into() };
+    let open = OpenRun {
+        limit_bytes: 64 << 20,
+        replicas: 1,
+        outlives_owner: true,
+        is_strict: false,
+        name: "attack".into(),
+    };
     match ask(&socket, &Frame::OpenRun(open), &[]) {
         (Frame::RunOpened(token), _) => (socket, token),
         (other, _) => panic!("no run: {other:?}"),

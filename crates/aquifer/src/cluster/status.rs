@@ -339,6 +339,13 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
                 program.remote_reads,
             )?;
         }
+        for process in &run.unpaged {
+            writeln!(
+                text,
+                "    process {:<8} {} is not paged: {}",
+                process.pid, process.name, process.reason
+            )?;
+        }
         if run.replicas > 1 {
             match run.degraded_slabs {
                 0 => writeln!(text, "    each page has {} replicas", run.replicas)?,

@@ -9,6 +9,7 @@ mod swap;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
@@ -41,6 +42,8 @@ pub struct RunOptions {
     pub swap: Option<SwapOptions>,
     /// Whether the program goes on if this process is killed.
     pub detach: bool,
+    /// Whether the run ends when one of its processes is not paged.
+    pub strict: bool,
     /// File for the statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
@@ -76,6 +79,13 @@ pub enum RunError {
         /// The expected path.
         path: PathBuf,
     },
+    /// The shim has a path that LD_PRELOAD cannot have.
+    #[error("{path} cannot be loaded, because its path has a space or a colon: move the folder of the \
+        aquifer binary", path = path.display())]
+    ShimPath {
+        /// The path.
+        path: PathBuf,
+    },
     /// `--swap` without root.
     #[error(
         "--swap needs root, since it creates a cgroup and a swap device: run as root, or without --swap \
@@ -90,6 +100,9 @@ pub enum RunError {
     /// `--swap` with `--detach`.
     #[error("--swap ends with `aquifer run`: run without --detach, or without --swap")]
     SwapDetached,
+    /// `--swap` with `--strict`.
+    #[error("--swap pages all processes of a run: run without --strict, or without --swap")]
+    SwapStrict,
     /// The swap server cannot be started, or failed.
     #[error("swap server failed: {0}")]
     SwapServer(std::io::Error),
@@ -145,6 +158,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
         None => run_on_agent(options, program),
         Some(_) if options.replicas > 1 => Err(RunError::SwapWithReplicas),
         Some(_) if options.detach => Err(RunError::SwapDetached),
+        Some(_) if options.strict => Err(RunError::SwapStrict),
         Some(swap) => run_on_swap(options, swap, program),
     }
 }
@@ -158,6 +172,7 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
         limit_bytes: options.local_bytes,
         replicas: options.replicas,
         outlives_owner: options.detach,
+        is_strict: options.strict,
         name: name.clone(),
     };
     let mut connection = RunConnection::open(&options.agent_socket, &open)?;
@@ -234,7 +249,13 @@ fn name_of(program: &Path) -> String {
 fn shim_path() -> Result<PathBuf, RunError> {
     let own = std::env::current_exe().map_err(RunError::Agent)?;
     let path = own.with_file_name(SHIM);
-    if path.exists() { Ok(path) } else { Err(RunError::NoShim { path }) }
+    if !path.exists() {
+        return Err(RunError::NoShim { path });
+    }
+    // LD_PRELOAD is a list with these separators, and has no way to quote them.
+    let is_listable =
+        !path.as_os_str().as_bytes().iter().any(|byte| byte.is_ascii_whitespace() || *byte == b':');
+    if is_listable { Ok(path) } else { Err(RunError::ShimPath { path }) }
 }
 
 fn open_stats(path: &Path) -> Result<(File, PathBuf), RunError> {

@@ -208,6 +208,7 @@ pub fn record_seeds() -> Vec<(&'static str, Vec<u8>)> {
         tenant: 1000,
         replicas: 2,
         outlives_owner: true,
+        is_strict: true,
     };
     let hello = HelloRecord { is_child: false, bounce_buffer: 0x1000, staging: 0x2000 };
     let program = ProgramRecord {

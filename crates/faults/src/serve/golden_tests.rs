@@ -17,6 +17,7 @@ fn golden_records_of_runs_and_programs() {
         tenant: 2,
         replicas: 3,
         outlives_owner: true,
+        is_strict: true,
     };
     let put = run.put(7);
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);

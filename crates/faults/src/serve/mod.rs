@@ -41,6 +41,7 @@ mod stat;
 mod tenant_threads;
 mod tenants;
 mod thread_search;
+mod unpaged;
 mod unserved;
 
 use std::collections::HashMap;
@@ -149,6 +150,7 @@ pub struct PagingService {
     unserved_slabs: Mutex<Vec<Arc<SlabSet>>>,
     unserved: unserved::UnservedMemories,
     samplers: tenant_threads::TenantThreads,
+    unpaged_watches: tenant_threads::TenantThreads,
 }
 
 impl PagingService {
@@ -168,6 +170,7 @@ impl PagingService {
             unserved_slabs: Mutex::default(),
             unserved: unserved::UnservedMemories::default(),
             samplers: tenant_threads::TenantThreads::new("sampler"),
+            unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
         });
         Ok(service)
     }
@@ -199,6 +202,8 @@ impl PagingService {
         }
         let run = Run::open(self, open, owner, tenant)?;
         runs.insert(run.token(), Arc::clone(&run));
+        drop(runs);
+        unpaged::announce_run(self, tenant);
         Ok(run)
     }
 

@@ -25,6 +25,9 @@ pub(crate) struct RunRecord {
     pub replicas: usize,
     /// See [`aquifer_ipc::OpenRun::outlives_owner`].
     pub outlives_owner: bool,
+    /// See [`aquifer_ipc::OpenRun::is_strict`].
+    #[serde(default)]
+    pub is_strict: bool,
 }
 
 /// Record of a program.

@@ -140,6 +140,7 @@ impl PagingService {
             }
         };
         self.lock().insert(run.token(), Arc::clone(&run));
+        super::unpaged::announce_run(self, run.tenant());
         // The keeper has the run already.
         let _held = run.put_record_in_keeper();
         let mut end_reason = end_reason;

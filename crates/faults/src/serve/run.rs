@@ -11,7 +11,7 @@ use aquifer_channel::peer::peer_credentials;
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
-use aquifer_report::{LatencyUs, RunStatistics};
+use aquifer_report::{LatencyUs, RunStatistics, UnpagedProcess};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::process::ProgramProcess;
@@ -32,6 +32,7 @@ pub struct Run {
     name: String,
     tenant: u32,
     outlives_owner: bool,
+    is_strict: bool,
     limit_bytes: AtomicU64,
     /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
     /// paged, and the run is not ended for that.
@@ -47,6 +48,8 @@ pub struct Run {
     ended_programs: FaultStats,
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
+    /// Its processes that are not paged.
+    unpaged: Mutex<Vec<UnpagedProcess>>,
     /// Readable while there are notices or there is a reason of the end that the owner has not got.
     news: OwnedFd,
     programs_seen: AtomicU64,
@@ -62,7 +65,7 @@ impl Run {
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> Result<Arc<Self>, OpenRunError> {
-        let OpenRun { limit_bytes, outlives_owner, .. } = *open;
+        let OpenRun { limit_bytes, outlives_owner, is_strict, .. } = *open;
         let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
@@ -74,6 +77,7 @@ impl Run {
             tenant,
             replicas,
             outlives_owner,
+            is_strict,
         };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
@@ -90,6 +94,7 @@ impl Run {
             tenant: self.tenant,
             replicas: self.slabs.replicas_wanted(),
             outlives_owner: self.outlives_owner,
+            is_strict: self.is_strict,
         };
         self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)])
     }
@@ -112,6 +117,7 @@ impl Run {
             name: record.name.clone(),
             tenant: record.tenant,
             outlives_owner: record.outlives_owner,
+            is_strict: record.is_strict,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner: Arc::new(owner),
@@ -124,6 +130,7 @@ impl Run {
             ended_programs: FaultStats::default(),
             end_reason: Mutex::new(None),
             notices: Mutex::new(Vec::new()),
+            unpaged: Mutex::default(),
             news: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             programs_seen: AtomicU64::new(0),
             has_new_programs: AtomicBool::new(false),
@@ -140,6 +147,21 @@ impl Run {
     #[must_use]
     pub fn outlives_owner(&self) -> bool {
         self.outlives_owner
+    }
+
+    /// Whether the run ends when one of its processes is not paged.
+    pub(crate) fn is_strict(&self) -> bool {
+        self.is_strict
+    }
+
+    /// The process that opened the run, if the agent sees it.
+    pub(crate) fn owner_process(&self) -> Option<u32> {
+        peer_credentials(&self.owner).ok().map(|owner| owner.pid).filter(|pid| *pid != 0)
+    }
+
+    /// Sets which of its processes are not paged now.
+    pub(crate) fn set_unpaged(&self, unpaged: Vec<UnpagedProcess>) {
+        *self.unpaged.lock().unwrap_or_else(PoisonError::into_inner) = unpaged;
     }
 
     /// User that the run belongs to.
@@ -177,7 +199,7 @@ impl Run {
     /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        let is_owner = peer_credentials(&self.owner).is_ok_and(|owner| owner.pid == pid);
+        let is_owner = self.owner_process() == Some(pid);
         is_owner || self.lock().iter().any(|program| program.pid() == pid)
     }
 
@@ -326,6 +348,7 @@ impl Run {
             unchanged_pages: sent.unchanged_pages,
             processes: programs.len(),
             programs,
+            unpaged: self.unpaged.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),
             mempool_hits: load(&total.mempool_hits),

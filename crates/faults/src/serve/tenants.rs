@@ -82,6 +82,7 @@ mod tests {
             unchanged_pages: 0,
             processes: 2,
             programs: Vec::new(),
+            unpaged: Vec::new(),
             faults: 8,
             zero_pages: 9,
             mempool_hits: 10,

@@ -24,6 +24,7 @@ fn samples() -> Vec<Frame> {
             limit_bytes: 1 << 30,
             replicas: 2,
             outlives_owner: true,
+            is_strict: false,
             name: "sort".into(),
         }),
         Frame::RunOpened(RunToken([9; 16])),

@@ -1,0 +1,50 @@
+//! What `aquifer run` asks of the agent.
+
+use crate::frame::{FrameError, Reader, write_text};
+use crate::mutation::Mutation;
+
+/// Body of [`crate::Frame::OpenRun`]: what a new run asks for.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct OpenRun {
+    /// Limit of the run's resident pages and its part of the mempool together.
+    pub limit_bytes: u64,
+    /// Memory nodes that hold a copy of each page, 1 to 3.
+    pub replicas: u32,
+    /// Whether the programs go on if the socket closes without [`crate::Frame::CloseRun`], because
+    /// the process that opened the run was killed.
+    pub outlives_owner: bool,
+    /// Whether the run ends when one of its processes is not paged.
+    pub is_strict: bool,
+    /// Name of the program, for reports.
+    pub name: String,
+}
+
+impl OpenRun {
+    pub(crate) fn parse(reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+        Ok(Self {
+            limit_bytes: reader.u64()?,
+            replicas: reader.u32()?,
+            outlives_owner: flag(reader, "outlives_owner")?,
+            is_strict: flag(reader, "is_strict")?,
+            name: reader.text()?,
+        })
+    }
+
+    pub(crate) fn write(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.limit_bytes.to_le_bytes());
+        out.extend_from_slice(&self.replicas.to_le_bytes());
+        out.extend_from_slice(&u32::from(self.outlives_owner).to_le_bytes());
+        out.extend_from_slice(&u32::from(self.is_strict).to_le_bytes());
+        write_text(&self.name, out);
+    }
+}
+
+/// A field that is 0 or 1.
+fn flag(reader: &mut Reader<'_>, name: &'static str) -> Result<bool, FrameError> {
+    match reader.u32()? {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ if Mutation::AcceptAnyFlag.is_active() => Ok(true),
+        _ => Err(FrameError::BadField(name)),
+    }
+}
