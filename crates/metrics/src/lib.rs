@@ -1,4 +1,5 @@
-//! Serves a daemon's metrics in the OpenMetrics text format, which Prometheus reads, over HTTP.
+//! Serves a daemon's metrics over HTTP: in the OpenMetrics text format for collectors that ask for
+//! it, as Prometheus does, and in its older format for all others.
 //!
 //! - [`address`]: where the server listens; only this machine can connect, because the server has
 //!   no authentication.
@@ -12,6 +13,7 @@ pub mod address;
 #[doc(hidden)]
 pub mod fuzz_target;
 mod mutation;
+mod plain;
 pub mod server;
 pub mod write;
 

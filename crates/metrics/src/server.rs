@@ -4,6 +4,7 @@
 //! Clients are untrusted: bytes and header lines of a request, connections, and their time are
 //! limited.
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::fs;
 use std::future::poll_fn;
@@ -18,7 +19,7 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::Bytes;
-use hyper::header::{ALLOW, CONTENT_TYPE};
+use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -26,16 +27,21 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::registry::Registry;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
 
 use crate::address::MetricsAddress;
 use crate::mutation::Mutation;
+use crate::plain;
 
 /// The path of the metrics.
 const PATH: &str = "/metrics";
-/// The content type of the metrics.
-const CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// Connections that are served at a time; more wait in the backlog of the socket.
+/// The content type of the metrics for collectors that accept it,
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+/// and for others.
+const PLAIN: &str = "text/plain; version=0.0.4; charset=utf-8";
+/// Connections that are served at a time. A further one replaces the oldest: a request is answered
+/// within milliseconds, so that only a slow client is that old.
 pub const CONNECTIONS_MAX: usize = 16;
 /// Most bytes of the head of a request: the least that the HTTP library allows.
 pub const REQUEST_BYTES_MAX: usize = 8192;
@@ -217,7 +223,7 @@ async fn serve(socket: Socket, registry: Arc<Registry>) {
     tracing::error!(error = %ended, "metrics server stopped");
 }
 
-/// Serves all connections. Returns only if no more connections can be accepted.
+/// Serves all connections.
 async fn accept<S>(
     registry: Arc<Registry>,
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<S>>,
@@ -225,19 +231,21 @@ async fn accept<S>(
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    // The oldest is the first.
+    let mut connections: VecDeque<AbortHandle> = VecDeque::with_capacity(CONNECTIONS_MAX);
     loop {
-        let permit = match Arc::clone(&permits).acquire_owned().await {
-            Ok(permit) => permit,
-            Err(error) => return io::Error::other(error),
-        };
         match poll_fn(&mut next).await {
             Ok(stream) => {
+                connections.retain(|connection| !connection.is_finished());
+                if connections.len() == CONNECTIONS_MAX
+                    && let Some(oldest) = connections.pop_front()
+                {
+                    tracing::debug!("closing the oldest metrics connection for a new one");
+                    oldest.abort();
+                }
                 let registry = Arc::clone(&registry);
-                tokio::spawn(async move {
-                    serve_connection(stream, &registry).await;
-                    drop(permit);
-                });
+                let served = tokio::spawn(async move { serve_connection(stream, &registry).await });
+                connections.push_back(served.abort_handle());
             }
             Err(error) => {
                 tracing::debug!(%error, "accepting a metrics connection failed");
@@ -269,16 +277,22 @@ fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>>
     if request.uri().path() != PATH {
         return text_response(StatusCode::NOT_FOUND, "metrics are at /metrics\n");
     }
-    if request.method() != Method::GET && !Mutation::AnswerAnyMethod.is_active() {
-        let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, "use GET\n");
-        response.headers_mut().insert(ALLOW, hyper::header::HeaderValue::from_static("GET"));
+    // The HTTP library leaves out the text of an answer to HEAD.
+    let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
+    if !is_read && !Mutation::AnswerAnyMethod.is_active() {
+        let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, "use GET or HEAD\n");
+        response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         return response;
     }
     let mut text = String::new();
     match prometheus_client::encoding::text::encode(&mut text, registry) {
         Ok(()) => {
+            let (text, content) = match accepts_openmetrics(request) {
+                true => (text, OPENMETRICS),
+                false => (plain::from_openmetrics(&text), PLAIN),
+            };
             let mut response = Response::new(Full::from(text));
-            response.headers_mut().insert(CONTENT_TYPE, hyper::header::HeaderValue::from_static(CONTENT));
+            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content));
             response
         }
         Err(error) => {
@@ -286,6 +300,12 @@ fn answer<B>(request: &Request<B>, registry: &Registry) -> Response<Full<Bytes>>
             text_response(StatusCode::INTERNAL_SERVER_ERROR, "encoding metrics failed\n")
         }
     }
+}
+
+/// Whether the client names OpenMetrics among what it accepts.
+fn accepts_openmetrics<B>(request: &Request<B>) -> bool {
+    let mut accepted = request.headers().get_all(ACCEPT).iter();
+    accepted.any(|value| value.to_str().is_ok_and(|value| value.contains("application/openmetrics-text")))
 }
 
 fn text_response(status: StatusCode, text: &'static str) -> Response<Full<Bytes>> {

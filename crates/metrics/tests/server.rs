@@ -118,11 +118,28 @@ fn only_get_metrics_is_answered() {
     for path in ["/", "/metric", "/metrics/", "//metrics", "/METRICS", "/../metrics", "*"] {
         assert!(matches!(ask_for(&format!("GET {path}")).status, 404 | 400), "{path}");
     }
-    for method in ["POST", "PUT", "HEAD", "DELETE", "OPTIONS", "NONSENSE"] {
+    for method in ["POST", "PUT", "DELETE", "OPTIONS", "NONSENSE"] {
         let HttpAnswer { status, head, .. } = ask_for(&format!("{method} /metrics"));
         assert_eq!(status, 405, "{method}");
-        assert!(head.to_lowercase().contains("allow: get"), "{head}");
+        assert!(head.to_lowercase().contains("allow: get, head"), "{head}");
     }
+    let HttpAnswer { status, body, .. } = ask_for("HEAD /metrics");
+    assert_eq!((status, body.as_str()), (200, ""));
+}
+
+#[test]
+fn collectors_get_the_format_that_they_accept() {
+    let server = server();
+    let ask = |accepted: &str| {
+        let request = format!("GET /metrics HTTP/1.1\r\nHost: x\r\n{accepted}\r\n");
+        send_request(&server.address().to_string(), request.as_bytes()).expect("an answer")
+    };
+    for accepted in ["", "Accept: */*\r\n", "Accept: text/plain;version=0.0.4\r\n"] {
+        let answer = ask(accepted);
+        assert!(answer.head.contains("text/plain; version=0.0.4") && !answer.body.contains("# EOF"));
+    }
+    let answer = ask("Accept: application/openmetrics-text;version=1.0.0;q=0.8,text/plain;q=0.5\r\n");
+    assert!(answer.head.contains("application/openmetrics-text") && answer.body.ends_with("# EOF\n"));
 }
 
 #[test]
@@ -184,18 +201,23 @@ fn invalid_requests_do_not_disturb_others() {
 }
 
 #[test]
-fn slow_clients_are_disconnected_and_others_wait() {
+fn slow_clients_make_room_for_others() {
     let server = server();
-    // Incomplete requests on all connections that are served at a time. A further client waits
-    // until they are closed.
+    // Incomplete requests on all connections that are served at a time. A further client replaces
+    // the oldest.
     let mut slow: Vec<TcpStream> = (0..CONNECTIONS_MAX).map(|_| connect(&server)).collect();
     for stream in &mut slow {
         stream.write_all(b"GET /metrics HTTP/1.1\r\n").expect("it listens");
     }
     assert_eq!(send_request(&server.address().to_string(), GET).expect("an answer").status, 200);
-    for mut stream in slow {
+    for stream in &mut slow {
         stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a plain option");
-        let mut answer = Vec::new();
+    }
+    let mut answer = Vec::new();
+    let _either = slow[0].read_to_end(&mut answer);
+    assert_eq!(answer, b"", "the oldest is closed without an answer");
+    for stream in &mut slow[1..] {
+        answer.clear();
         let _either = stream.read_to_end(&mut answer);
         assert!(!answer.starts_with(b"HTTP/1.1 200"));
     }
@@ -221,7 +243,6 @@ mod long {
         for stream in &mut deaf {
             stream.write_all(GET).expect("it listens");
         }
-        // All connections are in use, so this is answered only after they are closed.
         assert_eq!(send_request(&server.address().to_string(), GET).expect("an answer").status, 200);
     }
 }

@@ -18,7 +18,8 @@ use aquifer_tests_support::openmetrics::send_request;
 /// The metrics, with `*` for each value, and for each value of a label except the bounds of
 /// histograms.
 fn without_values(place: &str) -> String {
-    let answer = send_request(place, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n").expect("it answers");
+    let request = b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: application/openmetrics-text\r\n\r\n";
+    let answer = send_request(place, request).expect("it answers");
     let mut lines = Vec::new();
     for line in answer.body.lines() {
         if line.starts_with('#') {

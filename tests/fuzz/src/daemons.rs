@@ -43,7 +43,8 @@ fn request_metrics(request: &[u8]) -> bool {
     let is_metrics = answer[9..].starts_with(b"200 ");
     if is_metrics {
         let line = request.trim_ascii_start();
-        let asks = line.starts_with(b"GET ") && line.windows(8).any(|word| word == b"/metrics");
+        let is_read = line.starts_with(b"GET ") || line.starts_with(b"HEAD ");
+        let asks = is_read && line.windows(8).any(|word| word == b"/metrics");
         assert!(asks, "the metrics answer {}", String::from_utf8_lossy(request));
     }
     is_metrics
@@ -53,5 +54,10 @@ fn requests() -> Vec<(&'static str, Vec<u8>)> {
     vec![
         ("plain", b"GET /metrics HTTP/1.0\r\n\r\n".to_vec()),
         ("host", b"GET /metrics?x=1 HTTP/1.1\r\nHost: a\r\nAccept: text/plain\r\n\r\n".to_vec()),
+        ("head", b"HEAD /metrics HTTP/1.1\r\nHost: a\r\n\r\n".to_vec()),
+        (
+            "openmetrics",
+            b"GET /metrics HTTP/1.1\r\nHost: a\r\nAccept: application/openmetrics-text\r\n\r\n".to_vec(),
+        ),
     ]
 }

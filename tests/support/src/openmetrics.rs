@@ -250,8 +250,8 @@ pub fn read_answer(mut stream: impl Read) -> io::Result<HttpAnswer> {
 /// # Errors
 /// A sentence that names the failure, or the line that violates the format.
 pub fn scrape(address: &str) -> Result<MetricSamples, String> {
-    let request = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n";
-    let answer = send_request(address, request).map_err(|error| format!("{address}: {error}"))?;
+    let request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: application/openmetrics-text\r\n\r\n";
+    let answer = send_request(address, request.as_bytes()).map_err(|error| format!("{address}: {error}"))?;
     if answer.status != 200 || !answer.head.contains("application/openmetrics-text") {
         return Err(format!("{address}: {answer:?}"));
     }
