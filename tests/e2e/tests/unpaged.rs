@@ -76,16 +76,26 @@ fn an_unpaged_process_is_named_once_and_in_the_status() {
     cluster.assert_all_free();
 }
 
+/// However often it is executed.
 #[test]
-fn paged_processes_end_no_strict_run() {
+fn a_program_is_named_once() {
     let cluster = Cluster::up(1, "64M");
-    let mut command = cluster.command();
-    let script =
-        "for i in 1 2 3; do cat /dev/null; (true); done; sort /etc/passwd | wc -l >/dev/null; exit 7";
-    command.args(["run", "--strict", "--local", LIMIT, "--", "sh", "-c", script]);
-    let output = command.output().expect("aquifer can be started");
-    assert_eq!(output.status.code(), Some(7), "{}", text(&output.stderr));
-    cluster.assert_all_free();
+    let folder = TempDir::new().expect("a folder");
+    let waiting = build::compile(folder.path(), "waiting", WAITING, &[]);
+    let script = format!("for i in 1 2 3; do env -i {} & done; wait", waiting.display());
+    let mut command = cluster.run_command(LIMIT, &["sh", "-c", &script]);
+    let running = command.stderr(Stdio::piped()).spawn().expect("aquifer can be started");
+    let named = eventually("three processes are shown", || {
+        let status = cluster.status();
+        let unpaged = find(&status, "unpaged")?.as_array()?.clone();
+        (unpaged.len() == 3).then_some(unpaged)
+    });
+    for process in named {
+        let number = process["pid"].as_i64().and_then(|pid| i32::try_from(pid).ok()).expect("a number");
+        kill_process(Pid::from_raw(number).expect("a process"), Signal::TERM).expect("it can be ended");
+    }
+    let output = running.wait_with_output().expect("the run ends");
+    assert_eq!(text(&output.stderr).matches("is not paged").count(), 1, "{}", text(&output.stderr));
 }
 
 /// The list of LD_PRELOAD has no way to name such a path.
@@ -93,8 +103,9 @@ fn paged_processes_end_no_strict_run() {
 fn a_folder_that_cannot_be_preloaded_from_is_refused() {
     let cluster = Cluster::up(1, "64M");
     for name in ["with space", "with:colon"] {
-        let folder = TempDir::new().expect("a folder").keep().join(name);
-        std::fs::create_dir_all(&folder).expect("a folder can be made");
+        let parent = TempDir::new().expect("a folder");
+        let folder = parent.path().join(name);
+        std::fs::create_dir(&folder).expect("a folder can be made");
         let own = build::binary();
         for file in ["aquifer", "libaquifer_shim.so"] {
             let from = own.with_file_name(file);
@@ -108,6 +119,5 @@ fn a_folder_that_cannot_be_preloaded_from_is_refused() {
         let message = text(&output.stderr);
         assert_eq!(output.status.code(), Some(EXIT_FAILED), "{message}");
         assert!(message.contains("a space or a colon"), "{message}");
-        std::fs::remove_dir_all(folder.parent().expect("a folder")).expect("it can be removed");
     }
 }

@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use aquifer_channel::kill::kill_as;
 use aquifer_ipc::{HeldKind, ProgramHello, STAGING_BUFFERS};
@@ -19,7 +20,7 @@ use super::edge::ProcessEdge;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::interrupt;
 use super::monitor_thread::spawn;
-use super::process::{ProgramProcess, UnprovenProcess};
+use super::process::{ProgramProcess, UnprovenProcess, has_ended};
 use super::run::{PROGRAMS_MAX, Run};
 use super::sampler;
 use super::unserved::UnservedMemory;
@@ -127,6 +128,12 @@ impl Program {
     /// The process; `None` for a forked child that is not yet identified.
     pub(crate) fn process(&self) -> Option<&ProgramProcess> {
         self.process.get()
+    }
+
+    /// The number of its process while that lives, so that no other process has the number.
+    pub(crate) fn living_process(&self) -> Option<u32> {
+        let process = self.process()?;
+        (!has_ended(process.pidfd(), Duration::ZERO)).then(|| process.pid())
     }
 
     /// Sets the process and watches for its end.

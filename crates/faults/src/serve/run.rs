@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use aquifer_channel::HoldRefused;
 use aquifer_channel::kill::kill_all_as;
-use aquifer_channel::peer::peer_credentials;
+use aquifer_channel::peer::{peer_credentials, peer_pidfd};
 use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
 use aquifer_latency::LatencyHistogram;
 use aquifer_pager::{Budget, LIMIT_BYTES_MIN, PAGE_BYTES, SlabSet};
 use aquifer_report::{LatencyUs, RunStatistics, UnpagedProcess};
 use rustix::event::{EventfdFlags, eventfd};
 
-use super::process::ProgramProcess;
+use super::process::{ProgramProcess, has_ended};
 use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
@@ -154,9 +154,12 @@ impl Run {
         self.is_strict
     }
 
-    /// The process that opened the run, if the agent sees it.
-    pub(crate) fn owner_process(&self) -> Option<u32> {
-        peer_credentials(&self.owner).ok().map(|owner| owner.pid).filter(|pid| *pid != 0)
+    /// The number of the process that opened the run, if the agent sees it and it lives. Then no
+    /// other process has the number.
+    pub(crate) fn living_owner(&self) -> Option<u32> {
+        let owner = peer_credentials(&self.owner).ok()?.pid;
+        let lives = peer_pidfd(&self.owner).is_ok_and(|pidfd| !has_ended(pidfd, Duration::ZERO));
+        (owner != 0 && lives).then_some(owner)
     }
 
     /// Sets which of its processes are not paged now.
@@ -199,7 +202,7 @@ impl Run {
     /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        let is_owner = self.owner_process() == Some(pid);
+        let is_owner = peer_credentials(&self.owner).is_ok_and(|owner| owner.pid == pid);
         is_owner || self.lock().iter().any(|program| program.pid() == pid)
     }
 

@@ -1,5 +1,13 @@
 //! Fields of `/proc/PID/stat`.
 
+/// The state, such as `S`.
+pub(super) const STATE: usize = 0;
+/// The number of the parent.
+pub(super) const PARENT: usize = 1;
+/// When the process was started, in clock ticks since the start of the machine.
+pub(super) const START: usize = 19;
+/// Where the program's code begins and ends, and its stack begins.
+pub(super) const CODE_AND_STACK: [usize; 3] = [23, 24, 25];
 /// The core on which the thread ran last.
 pub(super) const PROCESSOR: usize = 36;
 

@@ -4,6 +4,8 @@ use std::cmp::Reverse;
 use std::fs;
 use std::path::Path;
 
+use super::stat;
+
 /// Processes that are proposed at most.
 const CANDIDATES_MAX: usize = 16;
 /// Parents that are looked at, from a process on.
@@ -22,7 +24,8 @@ pub(crate) struct ThreadSearch {
 }
 
 impl ThreadSearch {
-    /// Processes of the run and of its users that may have a thread with this number.
+    /// The process with such a thread here, and those of the run and of its users that may have one
+    /// in another PID namespace.
     pub fn processes_with(&self, thread: u32) -> Vec<u32> {
         let here = Status::read(thread);
         let is_child = here.as_ref().is_some_and(|status| self.programs.contains(&status.parent));
@@ -80,9 +83,7 @@ fn has_thread(process: u32, number: u32) -> bool {
 /// When a process was started, in clock ticks since the start of the machine.
 fn start_ticks(process: u32) -> Option<u64> {
     let text = fs::read(format!("/proc/{process}/stat")).ok()?;
-    let text = String::from_utf8_lossy(&text);
-    // The name, in brackets, is any bytes. The start is the 22nd field, and the third follows.
-    text.rsplit_once(')')?.1.split_whitespace().nth(22 - 3)?.parse().ok()
+    stat::field(&text, stat::START)
 }
 
 /// Of `/proc/PID/status`.

@@ -18,23 +18,21 @@ use super::PagingService;
 use super::run::Run;
 use super::stat;
 
-/// A process that has no shim for so long gets none: the dynamic linker loads it at once.
-const LOADING_TIME: Duration = Duration::from_millis(500);
+/// A process that has loaded neither the shim nor libc for so long will load no shim.
+const LOADING_TIME: Duration = Duration::from_secs(10);
 /// Shortest time between two looks at all processes,
 const INTERVAL_MIN: Duration = Duration::from_millis(500);
 /// and the time as a multiple of what a look has taken.
 const INTERVAL_FACTOR: u32 = 100;
-/// Most such processes of a run that are reported.
+/// Most such processes of a run that are shown, and most that its owner is told of.
 const PER_RUN_MAX: usize = 16;
 /// Most ancestors of a process.
 const GENERATIONS_MAX: usize = 64;
-/// The libraries by which a process is paged.
+/// The libraries by which a process is paged. The dynamic linker loads them before all others.
 const LIBRARIES: [&str; 3] = ["/libaquifer_shim.so", "/libaquifer-malloc.so", "/libaquifer_malloc.so"];
 
-const STATE_AT: usize = 0;
-const PARENT_AT: usize = 1;
-const START_AT: usize = 19;
-const STACK_AT: usize = 25;
+/// What shows that the dynamic linker has begun with the other libraries.
+const LIBC: [&str; 2] = ["/libc.so.6", "/libc-2."];
 const AT_BASE: u64 = 7;
 const AT_SECURE: u64 = 23;
 
@@ -48,7 +46,7 @@ pub(super) fn announce_run(service: &Arc<PagingService>, tenant: u32) {
 
 /// The loop of a tenant's thread, which ends when the tenant has no run.
 fn watch(service: &Weak<PagingService>, tenant: u32) {
-    let mut seen = HashMap::new();
+    let mut seen = Seen::default();
     while let Some(service) = service.upgrade() {
         let began = Instant::now();
         let runs = service.runs_of(tenant);
@@ -68,8 +66,16 @@ struct Image {
     process: u32,
     /// When the process was started, in clock ticks.
     start: u64,
-    /// The address of its stack, which is another one after each `execve`.
-    stack: u64,
+    /// The addresses of its code and of its stack, which are others after each `execve`.
+    place: [u64; 3],
+}
+
+/// What is known of the processes of a user's runs.
+#[derive(Debug, Default)]
+struct Seen {
+    images: HashMap<Image, Verdict>,
+    /// Of each run, what its owner was told: names and reasons.
+    told: HashMap<u64, HashSet<(String, String)>>,
 }
 
 /// What is known of an image.
@@ -81,39 +87,36 @@ enum Verdict {
     Unpaged(UnpagedProcess),
 }
 
-fn look(runs: &[Arc<Run>], seen: &mut HashMap<Image, Verdict>) {
+fn look(runs: &[Arc<Run>], seen: &mut Seen) {
     let processes = all_processes();
-    let mut roots = HashMap::new();
-    for (number, run) in runs.iter().enumerate() {
-        let programs = run.programs();
-        let owner = run.owner_process();
-        // A program that pages only its own heap watches over its children itself.
-        if owner.is_some_and(|owner| programs.iter().any(|program| program.pid() == owner)) {
-            continue;
-        }
-        roots.extend(owner.map(|owner| (owner, number)));
-        roots.extend(programs.iter().map(|program| (program.pid(), number)).filter(|(pid, _)| *pid != 0));
-    }
-    let owners: HashSet<u32> = runs.iter().filter_map(|run| run.owner_process()).collect();
+    let owners: HashSet<u32> = runs.iter().filter_map(|run| run.living_owner()).collect();
+    // A program that its owner is about to execute.
+    let owner_places: HashSet<[u64; 3]> =
+        owners.iter().filter_map(|owner| Some(processes.get(owner)?.image.place)).collect();
+    let roots = roots(runs);
     let mut unpaged = vec![Vec::new(); runs.len()];
     let mut alive = HashSet::new();
-    for (process, (image, _)) in &processes {
-        let Some(run) = run_of(*process, &processes, &roots).filter(|_| !owners.contains(process)) else {
+    for (process, Process { image, is_stopped, .. }) in &processes {
+        let Some(run) = run_of(*process, &processes, &roots) else { continue };
+        if owners.contains(process) || owner_places.contains(&image.place) {
             continue;
-        };
+        }
         alive.insert(*image);
-        let verdict = seen.entry(*image).or_insert_with(|| Verdict::Loading(Instant::now()));
-        if let Verdict::Loading(since) = *verdict {
-            *verdict = judge(*process, since);
+        let verdict = seen.images.entry(*image).or_insert_with(|| Verdict::Loading(Instant::now()));
+        if let Verdict::Loading(since) = verdict
+            && !is_stopped
+        {
+            *verdict = judge(*process, *since);
             if let Verdict::Unpaged(found) = verdict {
-                report(&runs[run], found);
+                report(&runs[run], *image, found, seen.told.entry(runs[run].id()).or_default());
             }
         }
         if let Verdict::Unpaged(found) = verdict {
             unpaged[run].push(found.clone());
         }
     }
-    seen.retain(|image, _| alive.contains(image));
+    seen.images.retain(|image, _| alive.contains(image));
+    seen.told.retain(|id, _| runs.iter().any(|run| run.id() == *id));
     for (run, mut unpaged) in runs.iter().zip(unpaged) {
         unpaged.sort_by_key(|process: &UnpagedProcess| process.pid);
         unpaged.truncate(PER_RUN_MAX);
@@ -121,24 +124,53 @@ fn look(runs: &[Arc<Run>], seen: &mut HashMap<Image, Verdict>) {
     }
 }
 
-type Processes = HashMap<u32, (Image, u32)>;
+/// The living processes whose descendants belong to a run, and the places of their runs.
+fn roots(runs: &[Arc<Run>]) -> HashMap<u32, usize> {
+    let mut roots = HashMap::new();
+    for (number, run) in runs.iter().enumerate() {
+        let programs: Vec<u32> =
+            run.programs().iter().filter_map(|program| program.living_process()).collect();
+        let owner = run.living_owner();
+        // Of a run whose program has opened it itself, only the program's own heap is paged.
+        if owner.is_some_and(|owner| programs.contains(&owner)) {
+            continue;
+        }
+        roots.extend(owner.into_iter().chain(programs).map(|process| (process, number)));
+    }
+    roots
+}
 
-/// All processes, with their images and parents.
+type Processes = HashMap<u32, Process>;
+
+/// A process that has not ended.
+#[derive(Debug)]
+struct Process {
+    image: Image,
+    parent: u32,
+    /// By a signal, or by a tracer: so it may load its libraries later.
+    is_stopped: bool,
+}
+
+/// All processes that have not ended.
 fn all_processes() -> Processes {
     let Ok(folders) = fs::read_dir("/proc") else { return HashMap::new() };
     let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
-    numbers.filter_map(|process| Some((process, read_image(process)?))).collect()
+    numbers.filter_map(|number| Some((number, read_process(number)?))).collect()
 }
 
-/// The image and the parent of a process that has not ended.
-fn read_image(process: u32) -> Option<(Image, u32)> {
-    let text = fs::read(format!("/proc/{process}/stat")).ok()?;
-    if matches!(stat::word(&text, STATE_AT)?, "Z" | "X") {
+fn read_process(number: u32) -> Option<Process> {
+    let text = fs::read(format!("/proc/{number}/stat")).ok()?;
+    let state = stat::word(&text, stat::STATE)?;
+    if matches!(state, "Z" | "X") {
         return None;
     }
-    let number = |at| stat::field(&text, at);
-    let image = Image { process, start: number(START_AT)?, stack: number(STACK_AT)? };
-    Some((image, u32::try_from(number(PARENT_AT)?).ok()?))
+    let mut place = [0; 3];
+    for (value, at) in place.iter_mut().zip(stat::CODE_AND_STACK) {
+        *value = stat::field(&text, at)?;
+    }
+    let image = Image { process: number, start: stat::field(&text, stat::START)?, place };
+    let parent = u32::try_from(stat::field(&text, stat::PARENT)?).ok()?;
+    Some(Process { image, parent, is_stopped: matches!(state, "T" | "t") })
 }
 
 /// The run to which a process belongs, by its place.
@@ -147,46 +179,55 @@ fn run_of(mut process: u32, processes: &Processes, roots: &HashMap<u32, usize>) 
         if let Some(run) = roots.get(&process) {
             return Some(*run);
         }
-        process = processes.get(&process)?.1;
+        process = processes.get(&process)?.parent;
     }
     None
 }
 
-/// Whether a process is paged that was seen first without the shim, or may still load it.
+/// Whether a process is paged that was seen first at this time.
 fn judge(process: u32, since: Instant) -> Verdict {
-    let maps = fs::read(format!("/proc/{process}/maps"));
-    let text = maps.as_ref().map(|maps| String::from_utf8_lossy(maps)).unwrap_or_default();
-    if LIBRARIES.iter().any(|library| text.contains(library)) {
+    let maps = match fs::read(format!("/proc/{process}/maps")) {
+        Ok(maps) => String::from_utf8_lossy(&maps).into_owned(),
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            return Verdict::Unpaged(unpaged(process, OTHER_RIGHTS));
+        }
+        // It has ended.
+        Err(_) => return Verdict::Loading(since),
+    };
+    if LIBRARIES.iter().any(|library| maps.contains(library)) {
         return Verdict::Paged;
     }
-    // One that ends has no map any more.
-    if since.elapsed() < LOADING_TIME || maps.is_ok() && text.is_empty() {
-        return Verdict::Loading(since);
+    let auxiliary = fs::read(format!("/proc/{process}/auxv")).unwrap_or_default();
+    match reason(&maps, &auxiliary) {
+        Some(reason) => Verdict::Unpaged(unpaged(process, reason)),
+        None if since.elapsed() > LOADING_TIME && !maps.is_empty() => {
+            Verdict::Unpaged(unpaged(process, PRELOAD_REMOVED))
+        }
+        None => Verdict::Loading(since),
     }
-    let name = fs::read(format!("/proc/{process}/comm")).unwrap_or_default();
-    Verdict::Unpaged(UnpagedProcess {
-        pid: process,
-        name: String::from_utf8_lossy(&name).trim_end().chars().filter(|c| !c.is_control()).collect(),
-        reason: reason(process, maps.is_ok().then_some(&*text)).to_owned(),
-    })
 }
 
-/// Why a process has no shim; `maps` is its memory map, if it can be read.
-fn reason(process: u32, maps: Option<&str>) -> &'static str {
-    let auxiliary = fs::read(format!("/proc/{process}/auxv")).unwrap_or_default();
-    let value = |wanted| auxiliary_value(&auxiliary, wanted);
-    match maps {
-        None => "it has rights that its user does not have, so that no library is loaded into it",
-        Some(_) if value(AT_SECURE).is_some_and(|secure| secure != 0) => {
-            "it has rights that its user does not have, so that no library is loaded into it"
-        }
-        Some(_) if value(AT_BASE) == Some(0) => {
-            "it is statically linked; aquifer run --swap pages it, as root"
-        }
-        Some(maps) if maps.contains("/ld-musl") => {
-            "it uses another C library than glibc; aquifer run --swap pages it, as root"
-        }
-        Some(_) => "LD_PRELOAD was removed or replaced, as env -i, sudo and wrappers do",
+fn unpaged(process: u32, reason: &str) -> UnpagedProcess {
+    let name = fs::read(format!("/proc/{process}/comm")).unwrap_or_default();
+    let name = String::from_utf8_lossy(&name).trim_end().chars().filter(|c| !c.is_control()).collect();
+    UnpagedProcess { pid: process, name, reason: reason.to_owned() }
+}
+
+const OTHER_RIGHTS: &str = "it has rights that its user does not have, so that no library is loaded into it";
+const PRELOAD_REMOVED: &str = "LD_PRELOAD was removed or replaced, as env -i, sudo and wrappers do";
+
+/// Why a process without the shim will not load it, by its memory map and its auxiliary vector;
+/// `None` if it may.
+fn reason(maps: &str, auxiliary: &[u8]) -> Option<&'static str> {
+    let value = |wanted| auxiliary_value(auxiliary, wanted);
+    if value(AT_SECURE).is_some_and(|secure| secure != 0) {
+        Some(OTHER_RIGHTS)
+    } else if value(AT_BASE) == Some(0) {
+        Some("it is statically linked; aquifer run --swap pages it, as root")
+    } else if maps.contains("/ld-musl") {
+        Some("it uses another C library than glibc; aquifer run --swap pages it, as root")
+    } else {
+        LIBC.iter().any(|libc| maps.contains(libc)).then_some(PRELOAD_REMOVED)
     }
 }
 
@@ -197,21 +238,28 @@ fn auxiliary_value(vector: &[u8], wanted: u64) -> Option<u64> {
     entries.find(|(kind, _)| *kind == wanted).map(|(_, value)| value)
 }
 
-/// Tells the owner of the run, and ends the run if it is strict.
-fn report(run: &Run, found: &UnpagedProcess) {
+/// Tells the owner of the run once for each name and reason, and ends the run if it is strict.
+fn report(run: &Run, image: Image, found: &UnpagedProcess, told: &mut HashSet<(String, String)>) {
     let UnpagedProcess { pid, name, reason } = found;
-    tracing::warn!(pid, name, reason, "a process of a run is not paged");
-    if !run.is_strict() {
+    if run.is_strict() {
+        run.end(&format!("process {pid} ({name}) is not paged, and --strict forbids that: {reason}"));
+        if let Err(error) = kill(image, run.tenant()) {
+            tracing::warn!(%error, pid, "cannot end a process that is not paged");
+        }
+    } else if told.len() < PER_RUN_MAX && told.insert((name.clone(), reason.clone())) {
+        tracing::info!(pid, name, reason, "a process of a run is not paged");
         run.notify_owner(&format!("process {pid} ({name}) is not paged: {reason}"));
-        return;
     }
-    run.end(&format!("process {pid} ({name}) is not paged, and --strict forbids that: {reason}"));
-    let killed = i32::try_from(*pid).ok().and_then(Pid::from_raw).map(|pid| {
-        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        kill_as(run.tenant(), pidfd.as_fd())
-    });
-    if let Some(Err(error)) = killed {
-        tracing::warn!(%error, pid, "cannot end a process that is not paged");
+}
+
+/// Kills the process of an image with the rights of a user.
+fn kill(image: Image, user: u32) -> std::io::Result<()> {
+    let number = i32::try_from(image.process).ok().and_then(Pid::from_raw);
+    let pidfd = pidfd_open(number.ok_or(std::io::ErrorKind::NotFound)?, PidfdFlags::empty())?;
+    // The number may be another process's by now, but not after this.
+    match read_process(image.process) {
+        Some(process) if process.image == image => kill_as(user, pidfd.as_fd()),
+        _ => Ok(()),
     }
 }
 
@@ -221,25 +269,45 @@ mod tests {
 
     #[test]
     fn a_process_belongs_to_the_run_of_its_next_ancestor() {
-        let image = |process| Image { process, start: 1, stack: 2 };
+        let process = |number, parent| {
+            let image = Image { process: number, start: 1, place: [2, 3, 4] };
+            (number, Process { image, parent, is_stopped: false })
+        };
         let parents = [(1, 0), (10, 1), (20, 10), (30, 20), (40, 1)];
-        let processes = parents.into_iter().map(|(pid, parent)| (pid, (image(pid), parent))).collect();
+        let processes = parents.into_iter().map(|(number, parent)| process(number, parent)).collect();
         let roots = HashMap::from([(10, 0), (20, 1)]);
         let runs = [1, 10, 20, 30, 40, 50].map(|process| run_of(process, &processes, &roots));
         assert_eq!(runs, [None, Some(0), Some(1), Some(1), None, None]);
     }
 
     #[test]
-    fn a_process_without_the_shim_is_unpaged_after_a_while() {
+    fn a_process_with_libc_and_without_the_shim_is_unpaged() {
         let own = std::process::id();
-        let (image, parent) = read_image(own).unwrap();
-        assert_eq!((image.process, parent), (own, std::os::unix::process::parent_id()));
+        let process = read_process(own).unwrap();
+        assert_eq!((process.image.process, process.parent), (own, std::os::unix::process::parent_id()));
         assert!(all_processes().contains_key(&own));
-        assert!(matches!(judge(own, Instant::now()), Verdict::Loading(_)));
-        let Some(earlier) = Instant::now().checked_sub(LOADING_TIME) else { return };
-        let Verdict::Unpaged(found) = judge(own, earlier) else { panic!("it has no shim") };
-        assert_eq!(found.pid, own);
-        assert!(found.reason.contains("LD_PRELOAD"), "{found:?}");
+        let Verdict::Unpaged(found) = judge(own, Instant::now()) else { panic!("it has no shim") };
+        assert_eq!((found.pid, found.reason.as_str()), (own, PRELOAD_REMOVED));
+    }
+
+    #[test]
+    fn only_what_shows_that_no_shim_follows_is_a_reason() {
+        let vector = |base: u64, secure: u64| -> Vec<u8> {
+            [AT_BASE, base, AT_SECURE, secure].iter().flat_map(|word| word.to_ne_bytes()).collect()
+        };
+        let maps = "7f00-7f10 r--p 00 00:00 1 /lib64/ld-linux-x86-64.so.2\n";
+        assert_eq!(reason(maps, &vector(7, 0)), None, "it may be loading");
+        assert_eq!(reason("", &[]), None, "it is ending");
+        assert_eq!(
+            reason(&format!("{maps}1-2 r--p 0 0:0 2 /lib/libc.so.6\n"), &vector(7, 0)),
+            Some(PRELOAD_REMOVED)
+        );
+        assert_eq!(reason(maps, &vector(7, 1)), Some(OTHER_RIGHTS));
+        assert!(reason("", &vector(0, 0)).is_some_and(|why| why.contains("statically")));
+        assert!(
+            reason("1-2 r-xp 0 0:0 2 /lib/ld-musl-x86_64.so.1\n", &vector(7, 0))
+                .is_some_and(|why| why.contains("another C library"))
+        );
     }
 
     #[test]

@@ -62,8 +62,7 @@ impl ProcessEdge {
 
     /// Processes that may have a thread with this number in their own PID namespace.
     fn processes_with(&self, thread: u32) -> Vec<u32> {
-        let programs =
-            self.run.programs().iter().map(|program| program.pid()).filter(|pid| *pid != 0).collect();
+        let programs = self.run.programs().iter().filter_map(|program| program.living_process()).collect();
         // Most are in the agent's PID namespace. The second knock is that of a child which is not.
         let search = ThreadSearch { programs, tenant: self.run.tenant(), is_wide: self.knocks > 1 };
         search.processes_with(thread)
