@@ -206,28 +206,29 @@ impl Drop for MetricsServer {
 }
 
 async fn serve(socket: Socket, registry: Arc<Registry>) {
-    let ended = match socket {
+    let served = match socket {
         Socket::Tcp(listener) => match tokio::net::TcpListener::from_std(listener) {
             Ok(listener) => {
                 accept(registry, move |cx| listener.poll_accept(cx).map_ok(|(stream, _)| stream)).await
             }
-            Err(error) => error,
+            Err(error) => Err(error),
         },
         Socket::Unix(listener, _name) => match tokio::net::UnixListener::from_std(listener) {
             Ok(listener) => {
                 accept(registry, move |cx| listener.poll_accept(cx).map_ok(|(stream, _)| stream)).await
             }
-            Err(error) => error,
+            Err(error) => Err(error),
         },
     };
-    tracing::error!(error = %ended, "metrics server stopped");
+    let Err(error) = served;
+    tracing::error!(%error, "metrics cannot be served");
 }
 
-/// Serves all connections.
+/// Serves connections, without an end.
 async fn accept<S>(
     registry: Arc<Registry>,
     mut next: impl FnMut(&mut Context<'_>) -> Poll<io::Result<S>>,
-) -> io::Error
+) -> io::Result<Infallible>
 where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {

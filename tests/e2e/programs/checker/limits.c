@@ -67,7 +67,7 @@ struct rlimit use_up_descriptors(bool is_hard) {
 static void full_fork(const char *test, bool is_hard) {
     struct numbers numbers = numbers_new(5400);
     struct area kept = area_half(test);
-    // Root may raise the limit, but not from a user name space.
+    // Root may raise the limit, but not from a user namespace.
     if (is_hard && unshare(CLONE_NEWUSER) != 0) die("unshare");
     struct rlimit limit = use_up_descriptors(is_hard);
     for (unsigned round = 0; round < options.rounds + 1; round++) {
