@@ -36,6 +36,17 @@ pub enum SenderEvent {
     Written(Box<WrittenBatch>),
 }
 
+/// Some of the other programs of a run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Relatives {
+    /// Those with the most pages, which must make room.
+    WithPages,
+    /// Those that own blocks, which must pass one.
+    WithBlocks,
+    /// Those that wait for a block ([`Edge::set_waits_for_block`]).
+    WithoutBlock,
+}
+
 /// The world around one monitor.
 ///
 /// The product implements it with real programs and memory nodes, the simulator with models.
@@ -85,10 +96,12 @@ pub trait Edge: Kernel {
     /// Ends the run, because a program does what no program does that leaves its userfaultfd alone.
     fn end_run(&mut self, reason: &str);
 
-    /// Wakes the monitors of all other programs of the run.
-    ///
-    /// Called when this program cannot make room, or has freed a block that another waits for.
-    fn wake_other_programs(&mut self);
+    /// Sets whether this program waits for a block of another program of the run.
+    fn set_waits_for_block(&mut self, waits: bool);
+
+    /// Wakes the monitors of other programs of the run that can help this one, or that it has
+    /// helped.
+    fn wake_relatives(&mut self, relatives: Relatives);
 
     /// Reports the loss of a page to the log and to the owner of the run.
     fn report_lost(&mut self, page: u64, error: &FetchError);

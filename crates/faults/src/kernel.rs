@@ -261,6 +261,9 @@ pub trait Kernel {
     /// Found out by a trial fill, which the kernel refuses while an event is unread.
     fn has_no_unread_event(&mut self) -> bool;
 
+    /// Whether there is a message to read.
+    fn has_message(&mut self) -> bool;
+
     /// Lets other threads run before the caller tries again.
     fn yield_now(&mut self);
 }

@@ -30,7 +30,7 @@ mod uffd;
 mod worker;
 
 pub use areas::{Area, Areas};
-pub use edge::{Edge, EvictedBatch, SenderEvent};
+pub use edge::{Edge, EvictedBatch, Relatives, SenderEvent};
 pub use journal::{Journal, JournalContents, PersistentRanges};
 pub use kernel::{
     FillOutcome, FillSource, FillStop, Kernel, MoreMessages, MoveOutcome, PageFault, ProgramEnded,

@@ -31,6 +31,24 @@ fn fifty_runs_at_once() {
     all_succeed(&Cluster::up(4, "256M"), 50);
 }
 
+/// 64 children have 512 MiB if pages that they share are counted for each of them.
+#[test]
+fn pages_that_many_children_share_are_counted_once() {
+    let cluster = Cluster::up(2, "512M");
+    let checker = build::programs().join("checker");
+    let stats = cluster.state().join("statistics.json");
+    let mut command = cluster.command();
+    command.args(["run", "--local", "16M", "--stats"]).arg(&stats).arg("--").arg(checker);
+    command.args(["family", "--bytes", "8M"]);
+    let output = command.output().expect("aquifer can be started");
+    assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
+    let stats = std::fs::read(&stats).expect("the statistics were written");
+    let stats: serde_json::Value = serde_json::from_slice(&stats).expect("the statistics are JSON");
+    let peak = stats["resident_peak_bytes"].as_u64().expect("a number");
+    assert!(peak < 64 << 20, "{} MiB: {stats:#}", peak >> 20);
+    cluster.assert_all_free();
+}
+
 mod long {
     use super::*;
 

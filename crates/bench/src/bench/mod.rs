@@ -61,6 +61,9 @@ pub struct BenchArgs {
     /// For `bench apps`, measure only with this percentage of a program's memory
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(1..=100))]
     pub fit: Option<u64>,
+    /// For `bench faults`, measure the processes of one run that are together over its limit
+    #[arg(long)]
+    pub processes: bool,
     /// For figures 18 and 19 of `bench objects`, the library of Mesh (libmesh.so), or of another
     /// malloc, as a peer
     #[arg(long, value_name = "LIBRARY")]
@@ -81,6 +84,7 @@ const FABRIC: &str = "--fabric";
 const TRACE: &str = "--trace";
 const ONLY: &str = "--only";
 const FIT: &str = "--fit";
+const PROCESSES: &str = "--processes";
 const MESH: &str = "--mesh";
 const POGOCACHE: &str = "--pogocache";
 
@@ -92,6 +96,7 @@ impl BenchArgs {
             (TRACE, self.trace.is_some()),
             (ONLY, self.only.is_some()),
             (FIT, self.fit.is_some()),
+            (PROCESSES, self.processes),
             (MESH, self.mesh.is_some()),
             (POGOCACHE, self.pogocache.is_some()),
         ];
@@ -151,7 +156,7 @@ const BENCHES: [Bench; 11] = [
         name: "faults",
         about: "page faults on the pool, beside kernel swap and a bare userfaultfd",
         targets: faults::TARGETS,
-        options: &[FABRIC],
+        options: &[FABRIC, PROCESSES],
         serve_at: None,
         run: faults::run,
     },
@@ -272,6 +277,7 @@ mod tests {
             trace: None,
             only: None,
             fit: None,
+            processes: false,
             mesh: None,
             pogocache: None,
             play: None,

@@ -235,11 +235,15 @@ impl<E: Edge> Monitor<E> {
     /// Write-protects all pages if that is due.
     ///
     /// The kernel refuses it until the thread that forked has run. That thread runs at this moment,
-    /// so it is tried several times; another unread event makes the next turn try again.
+    /// so it is tried several times. Once another event is unread, no further try can succeed, and
+    /// the next turn tries again.
     pub(super) fn protect(&mut self) {
         for _ in 0..PROTECT_TRIES_MAX {
             if !self.must_protect || self.edge.protect(&self.areas) {
                 self.must_protect = false;
+                return;
+            }
+            if self.edge.has_message() {
                 return;
             }
             self.edge.yield_now();

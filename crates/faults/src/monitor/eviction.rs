@@ -3,7 +3,7 @@
 use aquifer_pager::{BLOCK_PAGES, Batch, BlockId, Mutation};
 
 use super::Monitor;
-use crate::edge::{Edge, EvictedBatch};
+use crate::edge::{Edge, EvictedBatch, Relatives};
 use crate::kernel::{MoveOutcome, ProgramEnded};
 use crate::stats::FaultStats;
 
@@ -46,6 +46,7 @@ impl<E: Edge> Monitor<E> {
         }
         if !self.wants_block {
             self.volume.leave_block_queue();
+            self.edge.set_waits_for_block(false);
         }
         self.announce_free_block();
     }
@@ -107,7 +108,7 @@ impl<E: Edge> Monitor<E> {
         if self.victims.is_empty() {
             self.free_block(block);
             if is_over_limit && !std::mem::replace(&mut self.has_woken_others, true) {
-                self.edge.wake_other_programs();
+                self.edge.wake_relatives(Relatives::WithPages);
             }
             return false;
         }
@@ -140,11 +141,14 @@ impl<E: Edge> Monitor<E> {
         }
     }
 
-    /// Allocates a block for a batch; without one, queues this program and wakes the others.
+    /// Allocates a block for a batch; without one, queues this program and wakes those that can
+    /// pass one.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
         self.volume.allocate_block().or_else(|| {
+            // Before it is queued: a program that frees a block after that must know.
+            self.edge.set_waits_for_block(true);
             if self.volume.queue_for_block() {
-                self.edge.wake_other_programs();
+                self.edge.wake_relatives(Relatives::WithBlocks);
             }
             // A block may have been freed before this program was queued.
             self.volume.allocate_block()
@@ -156,10 +160,10 @@ impl<E: Edge> Monitor<E> {
         self.announce_free_block();
     }
 
-    /// Wakes the other programs if one of them waits for a block that was freed.
+    /// Wakes the programs that wait for a block if one was freed.
     pub(super) fn announce_free_block(&mut self) {
         if self.budget.consume_block_notification() {
-            self.edge.wake_other_programs();
+            self.edge.wake_relatives(Relatives::WithoutBlock);
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicU64;
 use aquifer_pager::{Mutation, PageNumber, PageState, Slot, Volume};
 
 use super::Monitor;
-use crate::edge::Edge;
+use crate::edge::{Edge, Relatives};
 use crate::kernel::{FillOutcome, FillSource, FillStop, PageFault};
 use crate::stats::FaultStats;
 
@@ -103,7 +103,7 @@ impl<E: Edge> Monitor<E> {
         if self.volume.is_in_flight() || self.lacks_block {
             return true;
         }
-        self.edge.wake_other_programs();
+        self.edge.wake_relatives(Relatives::WithPages);
         false
     }
 

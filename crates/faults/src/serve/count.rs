@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use super::process::{ProgramProcess, has_ended};
 use super::program::Program;
 use crate::maps;
 use crate::pagemap;
@@ -117,12 +118,19 @@ fn present_pages(program: &Program) -> Option<u64> {
 }
 
 /// Pages that count, shared pages in proportion, so that the sum over a run is right.
+///
+/// 0 if the process has ended: others count what they shared with it. `None` if that is not known.
 pub(super) fn shared_pages(program: &Program) -> Option<u64> {
+    let process = program.process()?;
+    shared_pages_of(process, program).or_else(|| has_ended(process.pidfd(), Duration::ZERO).then_some(0))
+}
+
+fn shared_pages_of(process: &ProgramProcess, program: &Program) -> Option<u64> {
     let range = program.bounds().paged_range;
     if !range.is_empty() {
-        return Some(maps::shared_pages(&program.process()?.read("smaps")?, &range));
+        return Some(maps::shared_pages(&process.read("smaps")?, &range));
     }
-    let text = program.process()?.read("smaps_rollup")?;
+    let text = process.read("smaps_rollup")?;
     let text = std::str::from_utf8(&text).ok()?;
     let line = text.lines().find(|line| line.starts_with("Pss_Anon:"))?;
     let kilobytes: u64 = line.split_ascii_whitespace().nth(1)?.parse().ok()?;

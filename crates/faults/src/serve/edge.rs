@@ -13,6 +13,8 @@ use aquifer_channel::HoldRefused;
 use aquifer_ipc::{BATCH_PAGES_MAX, ProgramHello, STAGING_BUFFERS};
 use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use super::attach::AttachError;
 use super::attachment::{Attachment, unless_ended};
 use super::backoff::Backoff;
@@ -573,6 +575,11 @@ impl Kernel for ProcessEdge {
 
     fn has_no_unread_event(&mut self) -> bool {
         self.canary().fill(&self.uffd).stop != Some(FillStop::Busy)
+    }
+
+    fn has_message(&mut self) -> bool {
+        let mut polled = [PollFd::new(&self.uffd, PollFlags::IN)];
+        poll(&mut polled, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
     }
 
     fn yield_now(&mut self) {

@@ -21,6 +21,7 @@ mod core_follower;
 mod count;
 mod edge;
 mod exit_watcher;
+mod family;
 #[cfg(debug_assertions)]
 #[doc(hidden)]
 pub mod fuzz_target;

@@ -79,6 +79,10 @@ impl MonitorLoop {
                 served = faults;
                 yields = 0;
             }
+            // Before the sleep: those that need what this program has must find it.
+            let volume = self.monitor.volume();
+            self.program.held.store(volume.held(), Relaxed);
+            self.program.owns_blocks.store(volume.owns_blocks(), SeqCst);
             match next {
                 TurnOutcome::Again => {}
                 // The program was just woken on this core and may fault again at once.
@@ -89,7 +93,6 @@ impl MonitorLoop {
                 TurnOutcome::Sleep => self.sleep(),
                 TurnOutcome::Ended => break,
             }
-            self.program.held.store(self.monitor.volume().held(), Relaxed);
         }
         self.end();
     }

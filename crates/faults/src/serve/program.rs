@@ -56,6 +56,10 @@ pub struct Program {
     pub(crate) stats: Arc<FaultStats>,
     /// Resident pages that the monitor controls.
     pub(crate) held: AtomicU64,
+    /// Whether it owned blocks of the mempool after the last turn.
+    pub(crate) owns_blocks: AtomicBool,
+    /// Whether it waits for a block of another program of the run.
+    pub(crate) waits_for_block: AtomicBool,
     /// The [`PagingBounds`]: shim range, paged range, canary.
     bounds: [AtomicU64; 5],
     /// The control memory, once the worker is attached.
@@ -97,6 +101,8 @@ impl Program {
             process: OnceLock::new(),
             stats: Arc::new(FaultStats::default()),
             held: AtomicU64::new(0),
+            owns_blocks: AtomicBool::new(true),
+            waits_for_block: AtomicBool::new(false),
             bounds: [const { AtomicU64::new(0) }; 5],
             control: OnceLock::new(),
             sender_events: Mutex::new(VecDeque::new()),

@@ -1,7 +1,7 @@
 //! What the programs of one `aquifer run` share: limit, slabs, sender and statistics.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -19,6 +19,7 @@ use super::program::Program;
 use super::records::RunRecord;
 use super::sender::SenderThread;
 use super::{OpenRunError, PagingService};
+use crate::edge::Relatives;
 use crate::stats::FaultStats;
 
 /// Most programs (processes) of one run at once.
@@ -239,11 +240,19 @@ impl Run {
         self.changed.notify_all();
     }
 
-    /// Wakes the monitors of all programs but one.
-    pub(crate) fn wake_other_programs(&self, waker: u64) {
-        for program in self.lock().iter().filter(|program| program.id != waker) {
-            program.signal();
-        }
+    /// Wakes the monitors of some programs, other than `waker`.
+    pub(crate) fn wake_relatives(&self, waker: u64, relatives: Relatives) {
+        let programs = self.lock();
+        let average = average_held(&programs);
+        programs
+            .iter()
+            .filter(|program| program.id != waker)
+            .filter(|program| match relatives {
+                Relatives::WithPages => program.held.load(Relaxed) >= average,
+                Relatives::WithBlocks => program.owns_blocks.load(SeqCst),
+                Relatives::WithoutBlock => program.waits_for_block.load(SeqCst),
+            })
+            .for_each(|program| program.signal());
     }
 
     /// Waits until the run has no program, for a bounded time; returns whether it has none.
@@ -379,6 +388,12 @@ impl Run {
     fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Arc<Program>>> {
         self.programs.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Pages that a program holds on average.
+pub(crate) fn average_held(programs: &[Arc<Program>]) -> u64 {
+    let held: u64 = programs.iter().map(|program| program.held.load(Relaxed)).sum();
+    held / (programs.len() as u64).max(1)
 }
 
 /// Quantiles of fault latencies.

@@ -9,15 +9,16 @@ use std::sync::Weak;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
-use aquifer_pager::{Budget, PAGE_BYTES};
+use aquifer_pager::PAGE_BYTES;
 
 use super::MORE_MEMORY_ADVICE;
 use super::PagingService;
-use super::count::{MemoryUsage, ResidentCounter, shared_pages};
+use super::count::{MemoryUsage, ResidentCounter};
+use super::family::Family;
 use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
 use super::program::{MonitorRequest, Program};
-use super::run::Run;
+use super::run::{Run, average_held};
 use crate::areas::Area;
 use crate::maps;
 use crate::monitor::SPARE_PAGES;
@@ -39,14 +40,6 @@ const QUIET_AFTER: u32 = 250;
 const QUIET_TICK: Duration = Duration::from_millis(4);
 /// Time to the next look at a run without a program.
 const EMPTY_TICK: Duration = Duration::from_secs(1);
-/// Shortest time between two counts of shared pages, as a multiple of what a count took.
-const SHARED_INTERVAL_FACTOR_MIN: u32 = 4;
-/// The factor doubles up to this while the number of shared pages is steady.
-const SHARED_INTERVAL_FACTOR_MAX: u32 = 128;
-/// The number is steady if it changes by less than this part of the limit.
-const SHARED_CHANGE_DIVISOR: u64 = 64;
-/// Longest time between two counts of shared pages.
-const SHARED_INTERVAL_MAX: Duration = Duration::from_millis(200);
 /// Time between two scans of the maps, as a multiple of what a scan took.
 const SCAN_INTERVAL_FACTOR: u32 = 4;
 /// Growth of uncontrolled pages that makes a scan worthwhile.
@@ -127,7 +120,7 @@ struct SampledRun {
     next_sample: Instant,
     over_limit: Option<OverLimit>,
     room_shortage: Option<RoomShortage>,
-    shared: SharedPages,
+    family: Family,
     quiet: Quiet,
 }
 
@@ -175,19 +168,6 @@ impl OverLimit {
     }
 }
 
-/// How many pages of a run are counted more than once, because processes share them after a fork.
-#[derive(Debug)]
-struct SharedPages {
-    overlap: u64,
-    /// Pages granted at the last count; pages granted since are not shared any more.
-    granted: u64,
-    next_count: Instant,
-    /// Time to the next count, as a multiple of what the last one took.
-    interval_factor: u32,
-    /// Number of programs and the newest program at the last count; a new child shares all pages.
-    programs: (usize, u64),
-}
-
 /// The loop of a tenant's thread, which ends when the tenant has no program.
 fn sample_all(service: &Weak<PagingService>, tenant: u32) {
     set_niceness(URGENT);
@@ -225,7 +205,7 @@ impl SampledRun {
             next_sample: Instant::now(),
             over_limit: None,
             room_shortage: None,
-            shared: SharedPages::new(),
+            family: Family::new(),
             quiet: Quiet::default(),
         }
     }
@@ -240,16 +220,14 @@ impl SampledRun {
         }
         programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
-        let mut total = 0;
         let mut held = 0;
         let mut usages = Vec::with_capacity(programs.len());
         for program in &programs {
             let Some(usage) = self.sampled_program(program.id).counter.usage(program) else { continue };
-            total += usage.counted;
             held += program.held.load(Relaxed);
             usages.push((program, usage));
         }
-        total = total.saturating_sub(self.shared.overlap(&usages, total, &run.budget));
+        let total = self.family.resident(&usages, &run.budget);
         run.budget.set_sample(total.saturating_sub(held), total);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
@@ -257,23 +235,22 @@ impl SampledRun {
             self.scan_if_needed(program, usage, total > arm_at);
         }
         // Monitors are woken when there is something to do that no message reports:
-        // - The run is over its limit, or faults wait for room and it is below again.
-        // - The run is near its limit and a program holds more than its share. The others could
+        // - Faults wait for room, and the run is below its limit again.
+        // - The run is near its limit, and a program holds more than the others, which could
         //   otherwise only evict their own pages.
         // - The pool is short, so all programs release their clean copies.
         // - Slabs are to be emptied, so all programs move pages.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
         let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
         let is_vacating = run.slabs.vacating_round().is_some();
-        let share = max / (programs.len() as u64).max(1);
+        let average = average_held(&programs);
         programs
             .iter()
             .filter(|program| {
-                is_over
-                    || is_short
+                is_short
                     || is_vacating
-                    || program.has_pending_faults.load(SeqCst)
-                    || is_near && program.held.load(Relaxed) > share
+                    || !is_over && program.has_pending_faults.load(SeqCst)
+                    || is_near && program.held.load(Relaxed) >= average
             })
             .for_each(|program| program.signal());
         self.enforce_limit(run, &programs, total, held);
@@ -373,45 +350,6 @@ impl SampledRun {
                 ));
             }
         }
-    }
-}
-
-impl SharedPages {
-    fn new() -> Self {
-        Self {
-            overlap: 0,
-            granted: 0,
-            next_count: Instant::now(),
-            interval_factor: SHARED_INTERVAL_FACTOR_MIN,
-            programs: (0, 0),
-        }
-    }
-
-    /// Pages that the sum over all programs counts more than once.
-    fn overlap(&mut self, programs: &[(&Arc<Program>, MemoryUsage)], total: u64, budget: &Budget) -> u64 {
-        let granted = budget.granted();
-        let newest = programs.iter().map(|(program, _)| program.id).max().unwrap_or(0);
-        let have_changed = (programs.len(), newest) != self.programs;
-        if !programs.iter().any(|(program, _)| program.is_forked.load(Relaxed)) {
-            self.overlap = 0;
-        } else if Instant::now() >= self.next_count || have_changed {
-            let start = Instant::now();
-            let shares: Option<u64> = programs.iter().map(|(program, _)| shared_pages(program)).sum();
-            let overlap = shares.map_or(0, |shares| total.saturating_sub(shares));
-            let is_steady = !have_changed
-                && overlap.abs_diff(self.overlap) < budget.resident_max() / SHARED_CHANGE_DIVISOR;
-            self.interval_factor = if is_steady {
-                (self.interval_factor * 2).min(SHARED_INTERVAL_FACTOR_MAX)
-            } else {
-                SHARED_INTERVAL_FACTOR_MIN
-            };
-            self.overlap = overlap;
-            self.granted = granted;
-            self.next_count =
-                Instant::now() + (start.elapsed() * self.interval_factor).min(SHARED_INTERVAL_MAX);
-        }
-        self.programs = (programs.len(), newest);
-        self.overlap.saturating_sub(granted - self.granted)
     }
 }
 

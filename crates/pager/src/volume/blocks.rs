@@ -54,6 +54,12 @@ impl Volume {
         self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_exhausted()
     }
 
+    /// Whether this volume owns a block.
+    #[must_use]
+    pub fn owns_blocks(&self) -> bool {
+        self.blocks_in_flight > 0 || !self.reclaimable.is_empty()
+    }
+
     /// Frees a block from [`Self::allocate_block`] that no batch uses. The caller must then check
     /// [`crate::Budget::consume_block_notification`].
     pub fn free_block(&mut self, block: BlockId) {

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use aquifer_faults::{
     Area, Areas, Edge, EvictedBatch, FillOutcome, FillSource, FillStop, Journal, Kernel, MoreMessages,
-    MoveOutcome, PersistentRanges, ProgramEnded, SenderEvent, UffdMessage, WorkerPort,
+    MoveOutcome, PersistentRanges, ProgramEnded, Relatives, SenderEvent, UffdMessage, WorkerPort,
 };
 use aquifer_pager::{
     BlockId, FetchError, Fetcher, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
@@ -406,6 +406,10 @@ impl Kernel for SimEdge {
         self.run_world().processes[self.process].changing == 0
     }
 
+    fn has_message(&mut self) -> bool {
+        self.run_world().processes[self.process].has_message()
+    }
+
     fn yield_now(&mut self) {
         self.run_world().run_some_thread();
     }
@@ -492,10 +496,14 @@ impl Edge for SimEdge {
         panic!("{reason}");
     }
 
-    fn wake_other_programs(&mut self) {
+    fn set_waits_for_block(&mut self, waits: bool) {
+        self.run_world().processes[self.process].waits_for_block = waits;
+    }
+
+    fn wake_relatives(&mut self, relatives: Relatives) {
         let mut world = self.run_world();
-        for process in &mut world.processes {
-            process.is_nudged |= process.id != self.process;
+        for process in world.processes.iter_mut().filter(|process| process.id != self.process) {
+            process.is_nudged |= relatives != Relatives::WithoutBlock || process.waits_for_block;
         }
     }
 

@@ -141,6 +141,8 @@ pub struct SimProcess {
     pub parent: Option<usize>,
     pub scans: Vec<Vec<Area>>,
     pub is_nudged: bool,
+    /// Whether its monitor waits for a block of another process.
+    pub waits_for_block: bool,
     /// Changes that threads have begun since a thread has changed memory and not reported it yet.
     pub changes_meanwhile: u32,
     /// The range that was moved away last, which the kernel tends to use again.
@@ -174,6 +176,7 @@ impl SimProcess {
             parent: None,
             scans: Vec::new(),
             is_nudged: false,
+            waits_for_block: false,
             changes_meanwhile: 0,
             moved_from: (0, 0),
             inherited: None,
@@ -415,6 +418,11 @@ impl SimProcess {
             *stage = EventStage::Read;
         }
         Some(event.into())
+    }
+
+    /// Whether the agent can read a message.
+    pub fn has_message(&self) -> bool {
+        !self.events.is_empty() || !self.faults.is_empty()
     }
 
     /// Prepares the process for another agent, after its agent has died.

@@ -31,7 +31,7 @@ static const struct test tests[] = {
     // Waits for lines on stdin.
     {"steps", test_steps, false},
     // Both sides of a fork write all that they share, at once.
-    {"fork-storm", test_fork_storm, false},
+    {"fork-storm", test_fork_storm, false}, {"family", test_family, false},
     // What few programs do.
     {"daemon", test_daemon, false},     {"setuid", test_setuid, false},
     {"populate", test_populate, false}, {"direct", test_direct, false},

@@ -175,3 +175,26 @@ void test_fork_storm(void) {
     say(area.test, area.pages, digest(&area));
     area_free(&area);
 }
+
+// ---- many children at once ----------------------------------------------------------------------
+
+enum { CHILDREN = 64, WRITTEN_PART = 13 };
+
+// All children are there at the same time. Each reads what they share and writes a part of it.
+void test_family(void) {
+    struct area area = area_new("family", options.bytes / PAGE_BYTES);
+    for (uint64_t page = 0; page < area.pages; page++) write_page(&area, page, 1);
+    pid_t children[CHILDREN];
+    for (unsigned i = 0; i < CHILDREN; i++) {
+        children[i] = forked();
+        if (children[i] != 0) continue;
+        for (uint64_t page = i % WRITTEN_PART; page < area.pages; page += WRITTEN_PART)
+            write_page(&area, page, i + 2);
+        verify_all(&area);
+        _exit(0);
+    }
+    for (unsigned i = 0; i < CHILDREN; i++) expect_end(children[i], "family", "a child's memory was wrong");
+    verify_all(&area);
+    say(area.test, area.pages, digest(&area));
+    area_free(&area);
+}

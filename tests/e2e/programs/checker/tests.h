@@ -25,6 +25,7 @@ void test_sparse(void);    // areas.c
 void test_steps(void);     // steps.c
 void test_fork(void);      // processes.c
 void test_fork_storm(void);
+void test_family(void);    // processes.c
 void test_threads(void);   // threads.c
 void test_syscalls(void);  // syscalls.c
 void test_protect(void);   // pinned.c

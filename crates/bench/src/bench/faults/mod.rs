@@ -2,6 +2,7 @@
 //! swap, beside faults that need no I/O.
 
 mod calm;
+mod processes;
 mod summary;
 mod ways;
 
@@ -24,7 +25,7 @@ pub const TARGETS: &str = "targets: random p50 over shm ≤ 1.5× a bare userfau
     1.4× one and a raw READ, over \
      both ≤ the swap file's; sequential MB/s ≥ 1.5× (tcp: 1×) the best kernel swap's; without pressure ≤ \
      1.03× the plain \
-     time";
+     time; with --processes, faults/s ≥ those of one process, and no wait > 100 ms × processes";
 
 /// An access pattern and operation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -100,6 +101,9 @@ pub type Samples = BTreeMap<(Case, Way), Vec<Option<Sample>>>;
 /// # Errors
 /// If something could not be measured or a page was wrong.
 pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
+    if args.processes {
+        return processes::run(args);
+    }
     let size = if args.quick { Size::QUICK } else { Size::FULL };
     let fabric = args.fabric.unwrap_or(Fabric::Shm);
     let folder = folder::temporary()?;

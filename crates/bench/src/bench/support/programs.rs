@@ -7,10 +7,11 @@ use serde::Deserialize;
 
 use crate::bench::BenchError;
 
-const SOURCES: [(&str, &str); 4] = [
+const SOURCES: [(&str, &str); 5] = [
     ("bench_util.h", include_str!("../../../../../tests/e2e/programs/bench_util.h")),
     ("faultbench.c", include_str!("../../../../../tests/e2e/programs/faultbench.c")),
     ("mallocbench.c", include_str!("../../../../../tests/e2e/programs/mallocbench.c")),
+    ("processbench.c", include_str!("../../../../../tests/e2e/programs/processbench.c")),
     ("zerofloor.c", include_str!("../../../../../tests/e2e/programs/zerofloor.c")),
 ];
 
@@ -21,6 +22,8 @@ pub struct Programs {
     pub faultbench: PathBuf,
     /// Malloc benchmarks.
     pub mallocbench: PathBuf,
+    /// Forks processes that access memory and measure faults.
+    pub processbench: PathBuf,
     /// Measures faults that need no I/O.
     pub zerofloor: PathBuf,
 }
@@ -37,6 +40,7 @@ pub fn build(folder: &Path) -> Result<Programs, BenchError> {
     Ok(Programs {
         faultbench: compile(folder, "faultbench")?,
         mallocbench: compile(folder, "mallocbench")?,
+        processbench: compile(folder, "processbench")?,
         zerofloor: compile(folder, "zerofloor")?,
     })
 }
@@ -87,6 +91,8 @@ pub struct Latencies {
     pub p90_us: f64,
     /// 99th percentile.
     pub p99_us: f64,
+    /// 99.9th percentile.
+    pub p999_us: f64,
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The edge towards the pool: the run's sender, reads from memory nodes, and the other programs.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use aquifer_pager::{
     BlockId, FetchError, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
@@ -10,7 +10,7 @@ use aquifer_pager::{
 use super::super::program::{self, ForkedProgram};
 use super::{PAGE, PATIENCE, ProcessEdge};
 use crate::areas::Areas;
-use crate::edge::{Edge, EvictedBatch, SenderEvent};
+use crate::edge::{Edge, EvictedBatch, Relatives, SenderEvent};
 use crate::uffd::Userfaultfd;
 
 impl Edge for ProcessEdge {
@@ -67,8 +67,14 @@ impl Edge for ProcessEdge {
         self.run.end(reason);
     }
 
-    fn wake_other_programs(&mut self) {
-        self.run.wake_other_programs(self.program.id);
+    fn set_waits_for_block(&mut self, waits: bool) {
+        if self.program.waits_for_block.load(Relaxed) != waits {
+            self.program.waits_for_block.store(waits, SeqCst);
+        }
+    }
+
+    fn wake_relatives(&mut self, relatives: Relatives) {
+        self.run.wake_relatives(self.program.id, relatives);
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {
