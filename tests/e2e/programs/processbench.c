@@ -68,7 +68,8 @@ static void report(const struct shared *shared, const struct options *options) {
     static struct result all;
     for (uint64_t i = 0; i < options->processes; i++) {
         const struct result *one = &shared->results[i];
-        for (unsigned slot = 0; slot < HISTOGRAM_SLOTS; slot++) all.faults.slots[slot] += one->faults.slots[slot];
+        for (unsigned slot = 0; slot < HISTOGRAM_SLOTS; slot++)
+            all.faults.slots[slot] += one->faults.slots[slot];
         all.faults.count += one->faults.count;
         all.faults.sum_ticks += one->faults.sum_ticks;
         all.touches += one->touches;
