@@ -17,11 +17,12 @@ use aquifer_extents::SessionService;
 use aquifer_faults::serve::{OpenRunError, PagingService, Run};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
-use aquifer_ipc::{Frame, OpenRun, SetLimit};
+use aquifer_ipc::{Frame, OpenRun, SOCKET_SECRET_BYTES, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use aquifer_segments::host::{SegmentHost, programs};
 use rustix::fs::{Mode, OFlags};
+use rustix::net::SendFlags;
 
 use crate::heap_tickets::HeapTickets;
 use crate::node_watch::NodeWatch;
@@ -40,6 +41,19 @@ const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
+/// The same at sockets of knocks, which are open to all users for some time.
+const KNOCK_CONNECTIONS_PER_USER_MAX: usize = 512;
+
+/// The socket at which a process has connected.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum SocketKind {
+    /// The agent's own, for its user.
+    Own,
+    /// That of all users of the host.
+    Shared,
+    /// That of a knock, with the secret that proves the agent.
+    Knock([u8; SOCKET_SECRET_BYTES]),
+}
 
 /// Why a run is not opened; a sentence for its user.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +74,20 @@ enum RunRefusal {
     Send(#[from] io::Error),
 }
 
+/// Connections that are counted together: those of a user, by its id, at the sockets of knocks or
+/// at the others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+struct Counted {
+    uid: u32,
+    is_knock: bool,
+}
+
+impl Counted {
+    fn limit(self) -> usize {
+        if self.is_knock { KNOCK_CONNECTIONS_PER_USER_MAX } else { CONNECTIONS_PER_USER_MAX }
+    }
+}
+
 /// The connections to the agent, and the services that they use.
 #[derive(Debug)]
 pub(crate) struct Connections {
@@ -73,8 +101,8 @@ pub(crate) struct Connections {
     access: ClusterAccess,
     heap_tickets: HeapTickets,
     segments: Arc<SegmentHost>,
-    /// Open connections by user id.
-    counts: Mutex<HashMap<u32, usize>>,
+    /// Open connections.
+    counts: Mutex<HashMap<Counted, usize>>,
     /// Limits the log lines about connections that cannot be accepted.
     accept_failures: Mutex<FailureLog>,
 }
@@ -102,9 +130,8 @@ impl Connections {
         }))
     }
 
-    /// Accepts a connection and serves it in a thread. `is_shared` is true for the socket of all
-    /// users.
-    pub fn accept(self: &Arc<Self>, listener: &OwnedFd, is_shared: bool) {
+    /// Accepts a connection and serves it in a thread.
+    pub fn accept(self: &Arc<Self>, listener: &OwnedFd, kind: SocketKind) {
         let (socket, peer) = match accept(listener) {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -117,21 +144,27 @@ impl Connections {
                 return;
             }
         };
-        if !self.count_in(peer.uid) {
-            tracing::warn!(
-                uid = peer.uid,
-                limit = CONNECTIONS_PER_USER_MAX,
-                "refused a connection: the user has too many"
-            );
-            let limit = CONNECTIONS_PER_USER_MAX;
+        let is_permitted = match kind {
+            SocketKind::Shared => true,
+            SocketKind::Own => is_own_user(peer.uid),
+            SocketKind::Knock(secret) => {
+                // Without it the child connects once more.
+                let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+                false
+            }
+        };
+        let counted = Counted { uid: peer.uid, is_knock: matches!(kind, SocketKind::Knock(_)) };
+        if !self.count_in(counted) {
+            let limit = counted.limit();
+            tracing::warn!(uid = peer.uid, limit, "refused a connection: the user has too many");
             refuse(&socket, &format!("you have {limit} connections to this agent: end some programs first"));
             return;
         }
         let connections = Arc::clone(self);
         let name = format!("connection-{}", peer.pid);
         let spawned = std::thread::Builder::new().name(name).spawn(move || {
-            connections.serve(socket, peer, is_shared || is_own_user(peer.uid));
-            connections.count_out(peer.uid);
+            connections.serve(socket, peer, is_permitted);
+            connections.count_out(counted);
         });
         if let Err(error) = spawned {
             tracing::error!(
@@ -140,7 +173,7 @@ impl Connections {
                 %error,
                 "dropped a connection: cannot start a thread for it"
             );
-            self.count_out(peer.uid);
+            self.count_out(counted);
         }
     }
 
@@ -150,32 +183,33 @@ impl Connections {
     }
 
     /// Counts a new connection of a user; false if the user has too many.
-    fn count_in(&self, uid: u32) -> bool {
+    fn count_in(&self, counted: Counted) -> bool {
         let mut counts = self.lock_counts();
-        let count = counts.entry(uid).or_default();
-        let has_room = *count < CONNECTIONS_PER_USER_MAX;
+        let count = counts.entry(counted).or_default();
+        let has_room = *count < counted.limit();
         *count += usize::from(has_room);
         has_room
     }
 
-    fn count_out(&self, uid: u32) {
+    fn count_out(&self, counted: Counted) {
         let mut counts = self.lock_counts();
-        if let Some(count) = counts.get_mut(&uid) {
+        if let Some(count) = counts.get_mut(&counted) {
             *count -= 1;
             if *count == 0 {
-                counts.remove(&uid);
+                counts.remove(&counted);
             }
         }
     }
 
-    fn lock_counts(&self) -> MutexGuard<'_, HashMap<u32, usize>> {
+    fn lock_counts(&self) -> MutexGuard<'_, HashMap<Counted, usize>> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Serves one connection.
     ///
-    /// `is_permitted` is false for another user at the agent's own socket. Only a program of a run
-    /// that has changed its user may connect so; the token that it sends identifies the run.
+    /// `is_permitted` is false for another user at the agent's own socket, and for all at a socket
+    /// of a knock. Only a program of a run may connect so; the token that it sends identifies the
+    /// run.
     fn serve(&self, socket: OwnedFd, peer: PeerCredentials, is_permitted: bool) {
         let answer = match receive_frame(&socket) {
             Ok((frame, _))

@@ -16,7 +16,7 @@ use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionSer
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{AgentServices, PagingService, RestoredRun};
+use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, RestoredRun};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
@@ -32,7 +32,7 @@ use aquifer_segments::host::{
 };
 use aquifer_segments::ownership::Life;
 
-use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
+use crate::connections::{Connections, RUN_END_TIMEOUT, SocketKind, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::HostState;
 use crate::knock_sockets::KnockSockets;
@@ -182,8 +182,12 @@ impl AgentServices for HostServices {
         self.nodes.connection_failure()
     }
 
-    fn serve_knock_socket(&self, tenant: u32, listener: OwnedFd) {
-        self.knock_sockets.add(tenant, listener);
+    fn serve_knock_socket(&self, socket: KnockSocket) {
+        self.knock_sockets.add(socket);
+    }
+
+    fn end_knock(&self, knock: &KnockName) {
+        self.knock_sockets.end(knock);
     }
 
     fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
@@ -363,19 +367,19 @@ impl Agent {
 
     /// Accepts the connections that wait, after at most a moment.
     fn accept_connections(&self) {
-        let sockets = self.host.knock_sockets.list();
-        let shared = self.shared_listener.iter();
-        let own = [&self.listener].into_iter().chain(sockets.iter().map(AsRef::as_ref));
-        let listeners: Vec<&OwnedFd> = shared.chain(own).collect();
-        let mut waited_for = listeners.clone();
+        let knocks = self.host.knock_sockets.list();
+        let shared = self.shared_listener.iter().map(|listener| (listener, SocketKind::Shared));
+        let knocks = knocks.iter().map(|socket| (&socket.listener, SocketKind::Knock(socket.knock.secret)));
+        let listeners: Vec<(&OwnedFd, SocketKind)> =
+            shared.chain([(&self.listener, SocketKind::Own)]).chain(knocks).collect();
+        let mut waited_for: Vec<&OwnedFd> = listeners.iter().map(|(listener, _)| *listener).collect();
         waited_for.push(self.host.knock_sockets.news());
         if !wait_readable(&waited_for, TICK).unwrap_or(false) {
             return;
         }
-        for (index, listener) in listeners.into_iter().enumerate() {
+        for (listener, kind) in listeners {
             if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
-                let is_shared = self.shared_listener.is_some() && index == 0;
-                self.connections.accept(listener, is_shared);
+                self.connections.accept(listener, kind);
             }
         }
     }

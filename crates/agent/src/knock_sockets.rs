@@ -5,26 +5,26 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use aquifer_faults::serve::{KnockName, KnockSocket};
 use rustix::event::{EventfdFlags, eventfd};
 
 /// Time for which a socket is open. A child connects at once.
 const OPEN_TIME: Duration = Duration::from_secs(30);
 /// Most sockets of a user that are open at once. The next one replaces the oldest.
-const PER_TENANT_MAX: usize = 64;
+const PER_TENANT_MAX: usize = 512;
 
 /// The sockets that are open.
 #[derive(Debug)]
 pub(crate) struct KnockSockets {
     /// The oldest is the first.
-    open: Mutex<VecDeque<KnockSocket>>,
+    open: Mutex<VecDeque<OpenSocket>>,
     /// Readable when a socket was opened.
     news: OwnedFd,
 }
 
 #[derive(Debug)]
-struct KnockSocket {
-    tenant: u32,
-    listener: Arc<OwnedFd>,
+struct OpenSocket {
+    socket: Arc<KnockSocket>,
     until: Instant,
 }
 
@@ -35,28 +35,34 @@ impl KnockSockets {
         Ok(Self { open: Mutex::default(), news })
     }
 
-    /// Adds a socket for the programs of a user.
-    pub fn add(&self, tenant: u32, listener: OwnedFd) {
+    /// Adds a socket.
+    pub fn add(&self, socket: KnockSocket) {
         let mut open = self.lock();
-        if open.iter().filter(|socket| socket.tenant == tenant).count() == PER_TENANT_MAX
-            && let Some(oldest) = open.iter().position(|socket| socket.tenant == tenant)
+        let is_of_tenant = |other: &OpenSocket| other.socket.tenant == socket.tenant;
+        if open.iter().filter(|other| is_of_tenant(other)).count() == PER_TENANT_MAX
+            && let Some(oldest) = open.iter().position(is_of_tenant)
         {
             open.remove(oldest);
         }
         let until = Instant::now() + OPEN_TIME;
-        open.push_back(KnockSocket { tenant, listener: Arc::new(listener), until });
+        open.push_back(OpenSocket { socket: Arc::new(socket), until });
         drop(open);
         // It is readable already if this fails.
         let _ = rustix::io::write(&self.news, &1u64.to_ne_bytes());
     }
 
+    /// Closes the sockets of a knock.
+    pub fn end(&self, knock: &KnockName) {
+        self.lock().retain(|open| open.socket.knock != *knock);
+    }
+
     /// The sockets that are open.
-    pub fn list(&self) -> Vec<Arc<OwnedFd>> {
+    pub fn list(&self) -> Vec<Arc<KnockSocket>> {
         let _none = rustix::io::read(&self.news, &mut [0; 8]);
         let now = Instant::now();
         let mut open = self.lock();
         open.retain(|socket| now < socket.until);
-        open.iter().map(|socket| Arc::clone(&socket.listener)).collect()
+        open.iter().map(|open| Arc::clone(&open.socket)).collect()
     }
 
     /// Readable when a socket was added since [`Self::list`].
@@ -64,7 +70,7 @@ impl KnockSockets {
         &self.news
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<KnockSocket>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<OpenSocket>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -78,8 +84,12 @@ mod tests {
     #[test]
     fn a_user_replaces_only_its_own_sockets() {
         let sockets = KnockSockets::new().unwrap();
-        let tenants = || sockets.lock().iter().map(|socket| socket.tenant).collect::<Vec<_>>();
-        let add = |tenant| sockets.add(tenant, File::open("/dev/null").unwrap().into());
+        let tenants = || sockets.lock().iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
+        let knock = |first| KnockName { name: [first; 16], secret: [0; 16] };
+        let add = |tenant: u32| {
+            let listener = File::open("/dev/null").unwrap().into();
+            sockets.add(KnockSocket { tenant, knock: knock(u8::try_from(tenant).unwrap()), listener });
+        };
         add(1);
         (0..PER_TENANT_MAX + 5).for_each(|_| add(2));
         assert_eq!(tenants()[..2], [1, 2]);
@@ -87,5 +97,8 @@ mod tests {
         sockets.lock()[0].until = Instant::now();
         assert_eq!(sockets.list().len(), PER_TENANT_MAX);
         assert!(tenants().iter().all(|tenant| *tenant == 2));
+        add(3);
+        sockets.end(&knock(2));
+        assert_eq!(tenants(), [3]);
     }
 }

@@ -23,7 +23,7 @@ pub mod socket;
 pub mod wakeup;
 
 pub use frames::{
-    HoldRefused, ReceiveError, RestoredItem, connect, receive_frame, send_frame, try_send_frame,
+    HoldRefused, ReceiveError, RestoredItem, connect, frame_socket, receive_frame, send_frame, try_send_frame,
 };
 pub use process::start_time;
 pub use ring_mapping::RingMapping;

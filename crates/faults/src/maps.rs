@@ -309,7 +309,8 @@ mod tests {
             .map(|area| (area.start, area.end))
             .collect();
         let base = 0x7_f000_0000;
-        let expected = [(base, base + 0x80), (base + 0xa0, base + 0xb0), (base + 0xf1, base + 0x100)];
+        let behind = base + 0xb0 + aquifer_ipc::CANARY_BYTES as u64 / PAGE;
+        let expected = [(base, base + 0x80), (base + 0xa0, base + 0xb0), (behind, base + 0x100)];
         assert_eq!(parts[1..], expected, "behind the heap: all but the memory of the shim and the canary");
     }
 

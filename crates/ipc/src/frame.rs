@@ -8,7 +8,7 @@ use crate::mutation::Mutation;
 use crate::open_run::OpenRun;
 
 /// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 20;
+pub const VERSION: u16 = 21;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.

@@ -25,7 +25,10 @@ pub use frame::{
     FRAME_BYTES_MAX, Frame, FrameError, HeldItem, HeldKind, HoldSpans, KeeperShare, RunToken, SetLimit,
     VERSION,
 };
-pub use hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, SOCKET_NAME_BYTES, knock_page, socket_address};
+pub use hello::{
+    CANARY_BYTES, KNOCKS_MAX, PROOF_PAGE, ProgramHello, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES, knock_page,
+    socket_address,
+};
 pub use mutation::Mutation;
 pub use open_run::OpenRun;
 

@@ -5,12 +5,14 @@ use std::process::Command;
 
 use aquifer_ipc::{
     FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, KeeperShare, OpenRun, ProgramHello, RUN_VARIABLE, RunToken,
+    SOCKET_SECRET_BYTES,
 };
 use aquifer_tests_e2e::agent::Connection;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
-use aquifer_tests_e2e::{Cluster, build, eventually};
+use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::skip;
+use rustix::net::{RecvFlags, SocketAddrUnix};
 
 fn hello(token: RunToken, is_child: bool) -> Frame {
     Frame::Hello(ProgramHello {
@@ -222,4 +224,42 @@ fn a_process_without_capabilities_cannot_look_into_a_worker() {
     assert!(!opens(&["setpriv", "--bounding-set=-all", "--inh-caps=-all"]));
     run.wait().assert_success("the program whose worker was looked into");
     cluster.assert_all_free();
+}
+
+/// The answer at the socket of a knock to a request that only the agent's own user may make; `None`
+/// if there is no such socket now.
+fn answer_at_a_knock() -> Option<Frame> {
+    let sockets = std::fs::read_to_string("/proc/net/unix").expect("the kernel has sockets");
+    let name = sockets.lines().find_map(|line| line.split_once(" @aquifer-"))?.1;
+    let name = format!("aquifer-{name}");
+    let socket = aquifer_channel::frame_socket().expect("a socket");
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("the name is short");
+    rustix::net::connect(&socket, &address).ok()?;
+    aquifer_channel::send_frame(&socket, &Frame::ClusterAccessRequest, &[]).ok()?;
+    // The secret by which a child knows the agent.
+    let mut secret = [0; 64];
+    let (length, _) = rustix::net::recv(&socket, &mut secret, RecvFlags::empty()).ok()?;
+    assert_eq!(length, SOCKET_SECRET_BYTES);
+    Some(aquifer_channel::receive_frame(&socket).ok()?.0)
+}
+
+/// They are in the namespaces of sandboxes, and open to all users there.
+#[test]
+fn sockets_of_knocks_serve_nothing_but_programs() {
+    if !rustix::process::geteuid().is_root() {
+        return skip("only root can change its root");
+    }
+    let cluster = Cluster::up(1, "256M");
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "chroot", "--bytes", "8M", "--rounds", "1000000"];
+    let mut run = Running::start(&mut cluster.run_command("16M", &program), false, Box::new(|| 0));
+    let answer = eventually("a child to knock", || {
+        assert!(!run.has_ended(), "it forks all the time");
+        answer_at_a_knock()
+    });
+    assert!(matches!(&answer, Frame::Refused(_)), "{answer:?}");
+    let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
+    processes::kill(program);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {}", outcome.stderr);
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsFd;
 
-use aquifer_ipc::{CANARY_BYTES, KNOCKS_MAX, knock_page};
+use aquifer_ipc::{CANARY_BYTES, KNOCKS_MAX, PROOF_PAGE, knock_page};
 use aquifer_pager::{PAGE_BYTES, PageNumber};
 
 use crate::kernel::FillOutcome;
@@ -44,7 +44,16 @@ impl Canary {
         bytes
     }
 
-    /// The canary and the pages for knocks.
+    /// The canary of a proof after the hello, when the process may have read its own.
+    ///
+    /// # Errors
+    /// If the system gives no random bytes.
+    pub fn of_proof(self) -> io::Result<Self> {
+        let page = self.page + (PROOF_PAGE / PAGE_BYTES) as u64;
+        Ok(Self { page, nonce: new_nonce()?, ..self })
+    }
+
+    /// The canary, and the pages for the proof and for knocks.
     pub fn pages(self) -> std::ops::Range<PageNumber> {
         self.page..self.page + (CANARY_BYTES / PAGE_BYTES) as u64
     }

@@ -10,15 +10,16 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use aquifer_channel::HoldRefused;
-use aquifer_ipc::{BATCH_PAGES_MAX, ProgramHello, STAGING_BUFFERS};
+use aquifer_ipc::{BATCH_PAGES_MAX, STAGING_BUFFERS};
 use aquifer_pager::{FETCH_PAGES_MAX, Fetcher, PAGE_BYTES, PageNumber, Volume};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::KnockName;
 use super::attach::AttachError;
 use super::attachment::{Attachment, unless_ended};
 use super::backoff::Backoff;
-use super::canary::{Canary, new_nonce};
+use super::canary::Canary;
 use super::core_follower::CoreFollower;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::process::{ProgramProcess, ProofError, UnprovenProcess, has_ended};
@@ -67,6 +68,8 @@ pub(crate) struct ProcessEdge {
     backoff: Backoff,
     /// Knocks that were answered.
     knocks: usize,
+    /// Those for which the agent listens.
+    open_knocks: Vec<KnockName>,
 }
 
 impl ProcessEdge {
@@ -97,6 +100,7 @@ impl ProcessEdge {
             inherited: None,
             backoff: Backoff::new(),
             knocks: 0,
+            open_knocks: Vec::new(),
         })
     }
 
@@ -164,16 +168,13 @@ impl ProcessEdge {
         self.identify_by(self.canary(), process)
     }
 
-    /// The same for a forked child that has said hello, and may have read its own canary: by the
-    /// first page of its bounce buffer, which its worker empties.
-    pub(crate) fn identify_child(
-        &mut self,
-        hello: &ProgramHello,
-        process: UnprovenProcess,
-    ) -> Result<(), ProofError> {
-        let page = hello.bounce_buffer / PAGE;
-        self.uffd.register(page, page + 1)?;
-        self.identify_by(Canary { page, number: self.program.id, nonce: new_nonce()? }, process)
+    /// The same for a forked child that has said hello, and may have read its own canary.
+    ///
+    /// Nothing is written at an address from the hello: any process of the run may have sent it.
+    pub(crate) fn identify_child(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
+        let proof = self.canary().of_proof()?;
+        self.uffd.register(proof.page, proof.page + 1)?;
+        self.identify_by(proof, process)
     }
 
     /// Whether the program's worker is attached.
@@ -190,6 +191,7 @@ impl ProcessEdge {
         self.exit_watcher()?.watch(&self.program, WatchedEnd::Worker, &attachment.socket);
         self.program.set_control(attachment.worker.memory());
         self.attachment = Some(attachment);
+        self.end_knocks();
         self.keep()?;
         Ok(self.attachment.iter().try_for_each(|attachment| attachment.welcome(&self.uffd))?)
     }
@@ -284,8 +286,12 @@ impl ProcessEdge {
 
     /// Identifies the process of a forked child by the thread of its first fault.
     ///
-    /// The number of the thread comes from its own PID namespace. Here it may name another process.
+    /// The number of the thread comes from its own PID namespace. Here it may name another process,
+    /// and what it has in `/proc` is not opened if it is a stranger's: that could wait for ever.
     fn identify_by_thread(&mut self, thread: u32) {
+        if !self.thread_search(false).may_be_of_run(thread) {
+            return;
+        }
         let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));
         if let Err(error) = identified {
             // If the kernel has refused the fill, the next fault tries again. Else the hello does.

@@ -52,7 +52,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use aquifer_channel::HoldRefused;
-use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken};
+use aquifer_ipc::{HeldItem, HeldKind, OpenRun, RunToken, SOCKET_NAME_BYTES, SOCKET_SECRET_BYTES};
 use aquifer_pager::{Connector, LIMIT_BYTES_MIN, Mempool, REPLICAS_MAX, SlabSet};
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
@@ -100,6 +100,26 @@ pub enum OpenRunError {
     System(#[from] std::io::Error),
 }
 
+/// What a forked child that knocks is told.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KnockName {
+    /// Of the sockets, in several network namespaces.
+    pub name: [u8; SOCKET_NAME_BYTES],
+    /// What the agent sends first on each connection there.
+    pub secret: [u8; SOCKET_SECRET_BYTES],
+}
+
+/// A socket at which a forked child can connect that has knocked.
+#[derive(Debug)]
+pub struct KnockSocket {
+    /// The user of the child's run.
+    pub tenant: u32,
+    /// The knock.
+    pub knock: KnockName,
+    /// The listening socket.
+    pub listener: OwnedFd,
+}
+
 /// What the agent provides to the paging service.
 pub trait AgentServices: Send + Sync + Debug {
     /// Connects to memory nodes on behalf of a tenant, to write pages.
@@ -120,8 +140,11 @@ pub trait AgentServices: Send + Sync + Debug {
     /// Why a node cannot be connected to; `None` if all can, as far as is known.
     fn connection_failure(&self) -> Option<String>;
 
-    /// Serves programs of a tenant that connect at this socket, for some time.
-    fn serve_knock_socket(&self, tenant: u32, listener: OwnedFd);
+    /// Serves hellos and requests for the device at a socket, for some time.
+    fn serve_knock_socket(&self, socket: KnockSocket);
+
+    /// Closes the sockets of a knock.
+    fn end_knock(&self, knock: &KnockName);
 
     /// Lets the keeper hold descriptors and a record, in place of those with the same kind and
     /// number.
@@ -152,6 +175,7 @@ pub struct PagingService {
     unserved: unserved::UnservedMemories,
     samplers: tenant_threads::TenantThreads,
     unpaged_watches: tenant_threads::TenantThreads,
+    pub(crate) knock_turns: tenant_threads::TenantTurns,
 }
 
 impl PagingService {
@@ -172,6 +196,7 @@ impl PagingService {
             unserved: unserved::UnservedMemories::default(),
             samplers: tenant_threads::TenantThreads::new("sampler"),
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
+            knock_turns: tenant_threads::TenantTurns::default(),
         });
         Ok(service)
     }

@@ -123,7 +123,7 @@ impl MonitorLoop {
             return Err(AttachError::UnknownChild);
         }
         match program.process() {
-            None => self.monitor.edge().identify_child(&attachment.hello, process)?,
+            None => self.monitor.edge().identify_child(process)?,
             Some(known) if known.pid() == process.pid() => {}
             Some(_) => return Err(AttachError::UnknownChild),
         }

@@ -6,6 +6,8 @@ use std::io;
 pub const URGENT: i32 = -15;
 /// Niceness of threads that make room.
 pub const ELEVATED: i32 = -5;
+/// Niceness of threads on which only the program waits that has caused their work.
+pub const USUAL: i32 = 0;
 
 /// Requested time slice. A thread with a short slice need not wait until the running thread has
 /// used up its own (Linux 6.12).

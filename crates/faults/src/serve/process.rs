@@ -111,6 +111,9 @@ impl MemoryFiles {
     }
 }
 
+/// Longest text of a file in `/proc`. The kernel permits 65,530 areas by default, with some 1,000
+/// bytes for each in `smaps`; but a path may be as long as a program wants.
+const MAPS_BYTES_MAX: usize = 128 << 20;
 /// Descriptors that the keeper holds of a process.
 const KEPT_FDS: usize = 4;
 
@@ -173,12 +176,13 @@ impl ProgramProcess {
         self.files.pagemap.as_fd()
     }
 
-    /// The text of `/proc/PID/maps`.
+    /// The text of `/proc/PID/maps`, if it is not too long.
     pub fn read_maps(&self) -> io::Result<Vec<u8>> {
         let (mut text, mut buffer) = (Vec::new(), vec![0; 1 << 16]);
         loop {
             match rustix::io::pread(&self.files.maps, &mut *buffer, text.len() as u64)? {
                 0 => return Ok(text),
+                _ if text.len() > MAPS_BYTES_MAX => return Err(io::ErrorKind::FileTooLarge.into()),
                 length => text.extend_from_slice(&buffer[..length]),
             }
         }
@@ -215,11 +219,11 @@ impl ProgramProcess {
         open_file(&open_folder(&tasks, last.file_name())?, file)
     }
 
-    /// Reads such a file.
+    /// Reads such a file, if it is not too long.
     pub fn read(&self, file: &str) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.open(file).and_then(|mut file| file.read_to_end(&mut bytes)).ok()?;
-        Some(bytes)
+        self.open(file).and_then(|file| file.take(MAPS_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)).ok()?;
+        (bytes.len() <= MAPS_BYTES_MAX).then_some(bytes)
     }
 
     /// Opens a file of one of its threads.

@@ -1,9 +1,5 @@
 //! Fields of `/proc/PID/stat`.
 
-/// The state, such as `S`.
-pub(super) const STATE: usize = 0;
-/// The number of the parent.
-pub(super) const PARENT: usize = 1;
 /// When the process was started, in clock ticks since the start of the machine.
 pub(super) const START: usize = 19;
 /// Where the program's code begins and ends, and its stack begins.
@@ -17,7 +13,7 @@ pub(super) fn field(text: &[u8], index: usize) -> Option<u64> {
 }
 
 /// The same, as text.
-pub(super) fn word(text: &[u8], index: usize) -> Option<&str> {
+fn word(text: &[u8], index: usize) -> Option<&str> {
     let end = text.iter().rposition(|byte| *byte == b')')?;
     let rest = std::str::from_utf8(&text[end + 1..]).ok()?;
     rest.split_ascii_whitespace().nth(index)

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Thread;
 
 /// The threads of all tenants for one purpose.
@@ -50,6 +50,31 @@ impl TenantThreads {
 
     fn lock(&self) -> MutexGuard<'_, HashMap<u32, Thread>> {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Work of which each tenant has only one piece done at a time, in a thread of its own.
+#[derive(Debug, Default)]
+pub(crate) struct TenantTurns(Mutex<HashMap<u32, Arc<Mutex<()>>>>);
+
+impl TenantTurns {
+    /// Does a piece of work of a tenant when those before it are done.
+    ///
+    /// # Errors
+    /// If there is no thread for it, or it panics.
+    pub fn turn<T: Send + 'static>(
+        &self,
+        tenant: u32,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let turn = {
+            let mut turns = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            turns.retain(|other, turn| *other == tenant || Arc::strong_count(turn) > 1);
+            Arc::clone(turns.entry(tenant).or_default())
+        };
+        let _mine = turn.lock().unwrap_or_else(PoisonError::into_inner);
+        let thread = std::thread::Builder::new().name("knock".into()).spawn(work)?;
+        thread.join().map_err(|_| io::Error::other("the thread has panicked"))
     }
 }
 

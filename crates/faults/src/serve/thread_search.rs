@@ -1,5 +1,9 @@
 //! Finds the process of a thread whose number is one of its own PID namespace.
+//!
+//! Of a stranger's process only `/proc/PID/status` is read, and its list of threads: to open other
+//! files the kernel can wait for the process, for ever if it is hostile.
 
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::fs;
 use std::path::Path;
@@ -7,7 +11,9 @@ use std::path::Path;
 use super::stat;
 
 /// Processes that are proposed at most.
-const CANDIDATES_MAX: usize = 16;
+const CANDIDATES_MAX: usize = 1024;
+/// Statuses that are read in one search at most. Each takes some 13 µs.
+const STATUSES_MAX: usize = 1 << 14;
 /// Parents that are looked at, from a process on.
 const GENERATIONS_MAX: usize = 32;
 
@@ -24,43 +30,47 @@ pub(crate) struct ThreadSearch {
 }
 
 impl ThreadSearch {
-    /// The process with such a thread here, and those of the run and of its users that may have one
-    /// in another PID namespace.
+    /// The process with such a thread here, and those that may have one in another PID namespace:
+    /// of the run or its user, and no programs yet. The most likely are first.
     pub fn processes_with(&self, thread: u32) -> Vec<u32> {
-        let here = Status::read(thread);
+        let here = Status::read(thread).filter(|status| self.may_be(status));
         let is_child = here.as_ref().is_some_and(|status| self.programs.contains(&status.parent));
         let here = here.map(|status| status.process);
         let others = if is_child && !self.is_wide { Vec::new() } else { self.of_other_namespaces(thread) };
         here.into_iter().chain(others).take(CANDIDATES_MAX).collect()
     }
 
+    /// Whether the process with such a thread here belongs to the run or its user.
+    pub fn may_be_of_run(&self, thread: u32) -> bool {
+        Status::read(thread).is_some_and(|status| self.may_be(&status))
+    }
+
     /// Processes of other PID namespaces that have this number there, or one of whose threads has
-    /// it, the newest first.
+    /// it: those that descend from a program first, and then the newest.
     fn of_other_namespaces(&self, number: u32) -> Vec<u32> {
         let Ok(folders) = fs::read_dir("/proc") else { return Vec::new() };
-        let users = self.users();
         let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
-        let statuses = numbers.filter_map(Status::read);
+        let statuses = numbers.take(STATUSES_MAX).filter_map(Status::read);
+        let left = Cell::new(STATUSES_MAX);
         let has_number = |status: &Status| {
-            status.inner_number == Some(number) || self.is_wide && has_thread(status.process, number)
+            status.inner_number == Some(number) || self.is_wide && has_thread(status.process, number, &left)
         };
         let is_it = |status: &Status| {
-            status.inner_number.is_some() && self.may_be(status, &users) && has_number(status)
+            status.inner_number.is_some()
+                && !self.programs.contains(&status.process)
+                && self.may_be(status)
+                && has_number(status)
         };
-        let mut found: Vec<u32> = statuses.filter(is_it).map(|status| status.process).collect();
-        found.sort_by_cached_key(|process| Reverse(start_ticks(*process)));
-        found
+        let found = statuses.filter(is_it);
+        let mut found: Vec<(bool, u32)> =
+            found.map(|status| (self.descends_from_program(status.parent), status.process)).collect();
+        found.sort_by_cached_key(|(descends, process)| Reverse((*descends, start_ticks(*process))));
+        found.into_iter().map(|(_, process)| process).collect()
     }
 
-    /// Whether a process belongs to the run or to one of its users.
-    fn may_be(&self, status: &Status, users: &[u32]) -> bool {
-        users.contains(&status.user) || self.descends_from_program(status.parent)
-    }
-
-    /// The users of the run and of its programs.
-    fn users(&self) -> Vec<u32> {
-        let of_programs = self.programs.iter().filter_map(|process| Some(Status::read(*process)?.user));
-        [self.tenant].into_iter().chain(of_programs).collect()
+    /// Whether a process belongs to the run or its user.
+    fn may_be(&self, status: &Status) -> bool {
+        status.user == self.tenant || self.descends_from_program(status.parent)
     }
 
     /// Whether this process or one of its ancestors is a program of the run.
@@ -73,10 +83,12 @@ impl ThreadSearch {
     }
 }
 
-/// Whether a process of another PID namespace has a thread with this number there.
-fn has_thread(process: u32, number: u32) -> bool {
+/// Whether a process of another PID namespace has a thread with this number there. Reads no more
+/// statuses than are left, and subtracts them.
+fn has_thread(process: u32, number: u32, left: &Cell<usize>) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{process}/task")) else { return false };
-    let statuses = threads.flatten().filter_map(|thread| Status::read_file(&thread.path().join("status")));
+    let threads = threads.flatten().take_while(|_| left.get() > 0).inspect(|_| left.set(left.get() - 1));
+    let statuses = threads.filter_map(|thread| Status::read_file(&thread.path().join("status")));
     statuses.into_iter().any(|status| status.inner_number == Some(number))
 }
 
@@ -124,6 +136,8 @@ impl Status {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::parent_id;
+
     use super::*;
 
     const STATUS: &str = "Name:\tUid: 7\\n\nTgid:\t210\nPid:\t211\nPPid:\t200\nUid:\t5\t6\t7\t8\n";
@@ -140,16 +154,15 @@ mod tests {
     #[test]
     fn a_process_is_found_by_its_thread_and_its_ancestors() {
         let own = std::process::id();
-        let search = ThreadSearch { programs: Vec::new(), tenant: u32::MAX - 1, is_wide: true };
+        let search = ThreadSearch { programs: vec![parent_id()], tenant: u32::MAX - 1, is_wide: true };
         let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
         assert_eq!(search.processes_with(thread).first(), Some(&own));
 
         let status = Status::read(own).unwrap();
-        assert!(!search.may_be(&status, &search.users()), "it is another user's");
-        let of_parent = ThreadSearch { programs: vec![status.parent], ..search };
-        assert!(of_parent.may_be(&status, &[]));
-        let of_user = ThreadSearch { programs: Vec::new(), tenant: status.user, is_wide: true };
-        assert!(of_user.may_be(&status, &of_user.users()));
+        let of_user = |tenant| ThreadSearch { programs: Vec::new(), tenant, is_wide: true };
+        assert!(of_user(status.user).may_be(&status));
+        assert!(!of_user(status.user + 1).may_be(&status), "it is another user's");
+        assert!(of_user(status.user + 1).processes_with(thread).is_empty(), "not even if it has the number");
         assert!(start_ticks(own) >= start_ticks(1));
     }
 }

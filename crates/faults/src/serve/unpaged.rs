@@ -3,10 +3,15 @@
 //!
 //! A process belongs to the run of its next ancestor that has started one or is paged in one. It is
 //! paged if the shim is in its memory map: the shim ends a process that it cannot attach.
+//!
+//! Of a process that belongs to no run of the tenant only `/proc/PID/status` is read. To open other
+//! files the kernel can wait for the process, for ever if it is hostile.
 
 use std::collections::{HashMap, HashSet};
-use std::fs;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -33,6 +38,12 @@ const LIBRARIES: [&str; 3] = ["/libaquifer_shim.so", "/libaquifer-malloc.so", "/
 
 /// What shows that the dynamic linker has begun with the other libraries.
 const LIBC: [&str; 2] = ["/libc.so.6", "/libc-2."];
+/// Bytes of a memory map that are looked at at once,
+const MAPS_PIECE_BYTES: usize = 1 << 16;
+/// and the most pieces of one map: 64 MiB.
+const MAPS_PIECES_MAX: usize = 1024;
+/// Longer than the names that are looked for.
+const NAME_BYTES_MAX: usize = 32;
 const AT_BASE: u64 = 7;
 const AT_SECURE: u64 = 23;
 
@@ -88,27 +99,30 @@ enum Verdict {
 }
 
 fn look(runs: &[Arc<Run>], seen: &mut Seen) {
-    let processes = all_processes();
+    let parents = all_parents();
     let owners: HashSet<u32> = runs.iter().filter_map(|run| run.living_owner()).collect();
     // A program that its owner is about to execute.
     let owner_places: HashSet<[u64; 3]> =
-        owners.iter().filter_map(|owner| Some(processes.get(owner)?.image.place)).collect();
+        owners.iter().filter_map(|owner| Some(read_image(*owner)?.place)).collect();
     let roots = roots(runs);
     let mut unpaged = vec![Vec::new(); runs.len()];
     let mut alive = HashSet::new();
-    for (process, Process { image, is_stopped, .. }) in &processes {
-        let Some(run) = run_of(*process, &processes, &roots) else { continue };
-        if owners.contains(process) || owner_places.contains(&image.place) {
+    for (process, Parent { is_stopped, .. }) in &parents {
+        let Some(run) = run_of(*process, &parents, &roots) else { continue };
+        if owners.contains(process) {
             continue;
         }
-        alive.insert(*image);
-        let verdict = seen.images.entry(*image).or_insert_with(|| Verdict::Loading(Instant::now()));
+        let Some(image) = read_image(*process).filter(|image| !owner_places.contains(&image.place)) else {
+            continue;
+        };
+        alive.insert(image);
+        let verdict = seen.images.entry(image).or_insert_with(|| Verdict::Loading(Instant::now()));
         if let Verdict::Loading(since) = verdict
             && !is_stopped
         {
             *verdict = judge(*process, *since);
             if let Verdict::Unpaged(found) = verdict {
-                report(&runs[run], *image, found, seen.told.entry(runs[run].id()).or_default());
+                report(&runs[run], image, found, seen.told.entry(runs[run].id()).or_default());
             }
         }
         if let Verdict::Unpaged(found) = verdict {
@@ -140,41 +154,54 @@ fn roots(runs: &[Arc<Run>]) -> HashMap<u32, usize> {
     roots
 }
 
-type Processes = HashMap<u32, Process>;
+type Parents = HashMap<u32, Parent>;
 
-/// A process that has not ended.
+/// What is known of any process that has not ended.
 #[derive(Debug)]
-struct Process {
-    image: Image,
+struct Parent {
     parent: u32,
     /// By a signal, or by a tracer: so it may load its libraries later.
     is_stopped: bool,
 }
 
-/// All processes that have not ended.
-fn all_processes() -> Processes {
+/// The parents of all processes that have not ended.
+fn all_parents() -> Parents {
     let Ok(folders) = fs::read_dir("/proc") else { return HashMap::new() };
     let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
-    numbers.filter_map(|number| Some((number, read_process(number)?))).collect()
+    numbers.filter_map(|number| Some((number, read_parent(number)?))).collect()
 }
 
-fn read_process(number: u32) -> Option<Process> {
+fn read_parent(number: u32) -> Option<Parent> {
+    let text = fs::read(format!("/proc/{number}/status")).ok()?;
+    parent_in(&String::from_utf8_lossy(&text))
+}
+
+/// What the text of a `/proc/PID/status` says; `None` if the process has ended. Its first thread
+/// may have ended before the others.
+fn parent_in(status: &str) -> Option<Parent> {
+    let word = |name| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| line.split_whitespace().next())
+    };
+    let state = word("State:")?;
+    let threads: u32 = word("Threads:")?.parse().ok()?;
+    let is_alive = state != "X" && (state != "Z" || threads > 1);
+    let parent = word("PPid:")?.parse().ok()?;
+    is_alive.then_some(Parent { parent, is_stopped: matches!(state, "T" | "t") })
+}
+
+/// What a process of a run executes.
+fn read_image(number: u32) -> Option<Image> {
     let text = fs::read(format!("/proc/{number}/stat")).ok()?;
-    let state = stat::word(&text, stat::STATE)?;
-    if matches!(state, "Z" | "X") {
-        return None;
-    }
     let mut place = [0; 3];
     for (value, at) in place.iter_mut().zip(stat::CODE_AND_STACK) {
         *value = stat::field(&text, at)?;
     }
-    let image = Image { process: number, start: stat::field(&text, stat::START)?, place };
-    let parent = u32::try_from(stat::field(&text, stat::PARENT)?).ok()?;
-    Some(Process { image, parent, is_stopped: matches!(state, "T" | "t") })
+    Some(Image { process: number, start: stat::field(&text, stat::START)?, place })
 }
 
 /// The run to which a process belongs, by its place.
-fn run_of(mut process: u32, processes: &Processes, roots: &HashMap<u32, usize>) -> Option<usize> {
+fn run_of(mut process: u32, processes: &Parents, roots: &HashMap<u32, usize>) -> Option<usize> {
     for _ in 0..GENERATIONS_MAX {
         if let Some(run) = roots.get(&process) {
             return Some(*run);
@@ -186,25 +213,70 @@ fn run_of(mut process: u32, processes: &Processes, roots: &HashMap<u32, usize>) 
 
 /// Whether a process is paged that was seen first at this time.
 fn judge(process: u32, since: Instant) -> Verdict {
-    let maps = match fs::read(format!("/proc/{process}/maps")) {
-        Ok(maps) => String::from_utf8_lossy(&maps).into_owned(),
-        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+    let loaded = match File::open(format!("/proc/{process}/maps")).and_then(Loaded::find_in) {
+        Ok(loaded) => loaded,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Verdict::Unpaged(unpaged(process, OTHER_RIGHTS));
         }
-        // It has ended.
+        // It has ended, or its map is too long.
         Err(_) => return Verdict::Loading(since),
     };
-    if LIBRARIES.iter().any(|library| maps.contains(library)) {
+    if loaded.shim {
         return Verdict::Paged;
     }
     let auxiliary = fs::read(format!("/proc/{process}/auxv")).unwrap_or_default();
-    match reason(&maps, &auxiliary) {
+    let is_linker = || is_dynamic_linker(&fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default());
+    match reason(loaded, &auxiliary, is_linker) {
         Some(reason) => Verdict::Unpaged(unpaged(process, reason)),
-        None if since.elapsed() > LOADING_TIME && !maps.is_empty() => {
+        None if since.elapsed() > LOADING_TIME && loaded.anything => {
             Verdict::Unpaged(unpaged(process, PRELOAD_REMOVED))
         }
         None => Verdict::Loading(since),
     }
+}
+
+/// Libraries in a memory map.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+struct Loaded {
+    anything: bool,
+    shim: bool,
+    libc: bool,
+    musl: bool,
+}
+
+impl Loaded {
+    /// Looks through the text of a `/proc/PID/maps` in pieces. A path in it may be as long as a
+    /// program wants.
+    fn find_in(mut maps: impl Read) -> io::Result<Self> {
+        let (mut found, mut piece, mut kept) = (Self::default(), vec![0; MAPS_PIECE_BYTES], 0);
+        for _ in 0..MAPS_PIECES_MAX {
+            let length = maps.read(&mut piece[kept..])?;
+            if length == 0 {
+                return Ok(found);
+            }
+            let end = kept + length;
+            found.look_at(&String::from_utf8_lossy(&piece[..end]));
+            // A name may go on in the next piece.
+            kept = end.min(NAME_BYTES_MAX);
+            piece.copy_within(end - kept..end, 0);
+        }
+        Err(io::ErrorKind::FileTooLarge.into())
+    }
+
+    fn look_at(&mut self, text: &str) {
+        let has = |names: &[&str]| names.iter().any(|name| text.contains(name));
+        self.anything = true;
+        self.shim |= has(&LIBRARIES);
+        self.libc |= has(&LIBC);
+        self.musl |= has(&["/ld-musl"]);
+    }
+}
+
+/// Whether a program is a dynamic linker, which has no linker itself and loads the program that its
+/// arguments name.
+fn is_dynamic_linker(program: &Path) -> bool {
+    let name = program.file_name().unwrap_or_default().as_encoded_bytes();
+    name.starts_with(b"ld-") || name.starts_with(b"ld.so")
 }
 
 fn unpaged(process: u32, reason: &str) -> UnpagedProcess {
@@ -216,18 +288,18 @@ fn unpaged(process: u32, reason: &str) -> UnpagedProcess {
 const OTHER_RIGHTS: &str = "it has rights that its user does not have, so that no library is loaded into it";
 const PRELOAD_REMOVED: &str = "LD_PRELOAD was removed or replaced, as env -i, sudo and wrappers do";
 
-/// Why a process without the shim will not load it, by its memory map and its auxiliary vector;
+/// Why a process without the shim will not load it, by what it has loaded and its auxiliary vector;
 /// `None` if it may.
-fn reason(maps: &str, auxiliary: &[u8]) -> Option<&'static str> {
+fn reason(loaded: Loaded, auxiliary: &[u8], is_linker: impl FnOnce() -> bool) -> Option<&'static str> {
     let value = |wanted| auxiliary_value(auxiliary, wanted);
     if value(AT_SECURE).is_some_and(|secure| secure != 0) {
         Some(OTHER_RIGHTS)
-    } else if value(AT_BASE) == Some(0) {
+    } else if value(AT_BASE) == Some(0) && !is_linker() {
         Some("it is statically linked; aquifer run --swap pages it, as root")
-    } else if maps.contains("/ld-musl") {
+    } else if loaded.musl {
         Some("it uses another C library than glibc; aquifer run --swap pages it, as root")
     } else {
-        LIBC.iter().any(|libc| maps.contains(libc)).then_some(PRELOAD_REMOVED)
+        loaded.libc.then_some(PRELOAD_REMOVED)
     }
 }
 
@@ -257,8 +329,8 @@ fn kill(image: Image, user: u32) -> std::io::Result<()> {
     let number = i32::try_from(image.process).ok().and_then(Pid::from_raw);
     let pidfd = pidfd_open(number.ok_or(std::io::ErrorKind::NotFound)?, PidfdFlags::empty())?;
     // The number may be another process's by now, but not after this.
-    match read_process(image.process) {
-        Some(process) if process.image == image => kill_as(user, pidfd.as_fd()),
+    match read_image(image.process) {
+        Some(found) if found == image => kill_as(user, pidfd.as_fd()),
         _ => Ok(()),
     }
 }
@@ -269,10 +341,7 @@ mod tests {
 
     #[test]
     fn a_process_belongs_to_the_run_of_its_next_ancestor() {
-        let process = |number, parent| {
-            let image = Image { process: number, start: 1, place: [2, 3, 4] };
-            (number, Process { image, parent, is_stopped: false })
-        };
+        let process = |number, parent| (number, Parent { parent, is_stopped: false });
         let parents = [(1, 0), (10, 1), (20, 10), (30, 20), (40, 1)];
         let processes = parents.into_iter().map(|(number, parent)| process(number, parent)).collect();
         let roots = HashMap::from([(10, 0), (20, 1)]);
@@ -283,9 +352,8 @@ mod tests {
     #[test]
     fn a_process_with_libc_and_without_the_shim_is_unpaged() {
         let own = std::process::id();
-        let process = read_process(own).unwrap();
-        assert_eq!((process.image.process, process.parent), (own, std::os::unix::process::parent_id()));
-        assert!(all_processes().contains_key(&own));
+        assert_eq!(read_image(own).unwrap().process, own);
+        assert_eq!(all_parents()[&own].parent, std::os::unix::process::parent_id());
         let Verdict::Unpaged(found) = judge(own, Instant::now()) else { panic!("it has no shim") };
         assert_eq!((found.pid, found.reason.as_str()), (own, PRELOAD_REMOVED));
     }
@@ -295,19 +363,46 @@ mod tests {
         let vector = |base: u64, secure: u64| -> Vec<u8> {
             [AT_BASE, base, AT_SECURE, secure].iter().flat_map(|word| word.to_ne_bytes()).collect()
         };
-        let maps = "7f00-7f10 r--p 00 00:00 1 /lib64/ld-linux-x86-64.so.2\n";
-        assert_eq!(reason(maps, &vector(7, 0)), None, "it may be loading");
-        assert_eq!(reason("", &[]), None, "it is ending");
-        assert_eq!(
-            reason(&format!("{maps}1-2 r--p 0 0:0 2 /lib/libc.so.6\n"), &vector(7, 0)),
-            Some(PRELOAD_REMOVED)
-        );
-        assert_eq!(reason(maps, &vector(7, 1)), Some(OTHER_RIGHTS));
-        assert!(reason("", &vector(0, 0)).is_some_and(|why| why.contains("statically")));
+        let reason = |loaded, base, secure| reason(loaded, &vector(base, secure), || false);
+        let linker = Loaded { anything: true, ..Loaded::default() };
+        assert_eq!(reason(linker, 7, 0), None, "it may be loading");
+        assert_eq!(super::reason(Loaded::default(), &[], || false), None, "it is ending");
+        assert_eq!(reason(Loaded { libc: true, ..linker }, 7, 0), Some(PRELOAD_REMOVED));
+        assert_eq!(reason(linker, 7, 1), Some(OTHER_RIGHTS));
+        assert!(reason(linker, 0, 0).is_some_and(|why| why.contains("statically")));
+        assert_eq!(super::reason(linker, &vector(0, 0), || true), None, "it loads another program");
         assert!(
-            reason("1-2 r-xp 0 0:0 2 /lib/ld-musl-x86_64.so.1\n", &vector(7, 0))
+            reason(Loaded { musl: true, ..linker }, 7, 0)
                 .is_some_and(|why| why.contains("another C library"))
         );
+        assert!(is_dynamic_linker("/lib64/ld-linux-x86-64.so.2".as_ref()));
+        assert!(!is_dynamic_linker("/bin/sh".as_ref()));
+    }
+
+    #[test]
+    fn libraries_are_found_in_a_map_of_any_length() {
+        let line = |path: &str| format!("7f0000000000-7f0000100000 r-xp 0 00:00 7 {path}\n");
+        let long = line(&format!("/{}", "x".repeat(100_000)));
+        let find = |text: String| Loaded::find_in(text.as_bytes());
+        assert_eq!(find(String::new()).unwrap(), Loaded::default());
+        // Each name goes over the end of a piece once.
+        for before in 0..NAME_BYTES_MAX + 40 {
+            let padding = "x".repeat(MAPS_PIECE_BYTES - before);
+            let found = find(format!("{padding}{}{}", line("/a/libaquifer_shim.so"), line("/lib/libc.so.6")));
+            let found = found.unwrap();
+            assert!(found.shim && found.libc && !found.musl, "{before}: {found:?}");
+        }
+        let endless = long.repeat(MAPS_PIECES_MAX * MAPS_PIECE_BYTES / long.len() + 2);
+        assert_eq!(find(endless).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+    }
+
+    #[test]
+    fn a_process_lives_as_long_as_one_of_its_threads() {
+        let status =
+            |state: &str, threads| format!("Name:\tx\nState:\t{state}\nPPid:\t7\nThreads:\t{threads}\n");
+        assert!(parent_in(&status("Z (zombie)", 1)).is_none());
+        assert_eq!(parent_in(&status("Z (zombie)", 2)).map(|found| found.parent), Some(7));
+        assert!(parent_in(&status("T (stopped)", 1)).is_some_and(|found| found.is_stopped));
     }
 
     #[test]

@@ -79,9 +79,12 @@ fn registered_pages_are_told_from_others_and_not_changed() {
 }
 
 #[test]
-fn knocks_are_the_pages_behind_the_canary() {
+fn knocks_are_the_pages_behind_the_canary_and_the_proof() {
     let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
     assert!(!canary.is_knock(99) && !canary.is_knock(100));
-    assert!(canary.pages().skip(1).all(|page| canary.is_knock(page)));
+    let proof = canary.of_proof().unwrap();
+    assert!(canary.pages().contains(&proof.page) && proof.page != canary.page);
+    assert!(!canary.is_knock(proof.page) && proof.nonce != canary.nonce);
+    assert!(canary.pages().skip(2).all(|page| canary.is_knock(page)));
     assert!(!canary.is_knock(canary.pages().end) && !canary.is_knock(u64::MAX));
 }

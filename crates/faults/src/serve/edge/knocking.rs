@@ -13,9 +13,15 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::thread::{ThreadNameSpaceType, move_into_thread_name_spaces};
 
 use super::super::canary::new_nonce;
+use super::super::priority::{USUAL, set_niceness};
 use super::super::thread_search::ThreadSearch;
+use super::super::{KnockName, KnockSocket};
 use super::ProcessEdge;
 use crate::kernel::PageFault;
+
+/// Network namespaces, besides the agent's, in which it listens for one knock. The next knock is
+/// for the next ones.
+const NAMESPACES_MAX: usize = 16;
 
 impl ProcessEdge {
     /// Listens where the process is that knocks, and fills its page with the name of the socket.
@@ -28,9 +34,11 @@ impl ProcessEdge {
         }
         self.knocks += 1;
         match self.listen_for(fault.thread) {
-            Ok(name) => {
+            Ok(KnockName { name, secret }) => {
                 let mut page = [0; PAGE_BYTES];
-                page[..name.len()].copy_from_slice(&name);
+                let (first, rest) = page.split_at_mut(name.len());
+                first.copy_from_slice(&name);
+                rest[..secret.len()].copy_from_slice(&secret);
                 self.uffd.copy_page(fault.page, &page);
             }
             Err(error) => {
@@ -41,32 +49,58 @@ impl ProcessEdge {
 
     /// Listens at one name in each network namespace where the thread may be.
     ///
-    /// All that connects there has to prove the same as at any socket of the agent. So it does no
-    /// harm if a namespace is another program's.
-    fn listen_for(&self, thread: u32) -> io::Result<[u8; SOCKET_NAME_BYTES]> {
-        let name = new_nonce()?;
+    /// Only hellos and requests for the device are served there, and they have to prove the same as
+    /// at any socket of the agent. So it does no harm if a namespace is another program's.
+    fn listen_for(&mut self, thread: u32) -> io::Result<KnockName> {
+        let knock = KnockName { name: new_nonce()?, secret: new_nonce()? };
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-        let serve = |listener| service.agent.serve_knock_socket(self.run.tenant(), listener);
-        serve(listen_at_name(&socket_address(name))?);
-        let mut seen = HashSet::from([network_of("self")]);
-        for process in self.processes_with(thread) {
-            if seen.insert(network_of(&process.to_string())) {
-                match listen_where(process, name) {
-                    Ok(listener) => serve(listener),
-                    Err(error) => tracing::debug!(%error, process, "cannot listen where a process is"),
-                }
-            }
-        }
-        Ok(name)
+        let tenant = self.run.tenant();
+        let serve = |listener| service.agent.serve_knock_socket(KnockSocket { tenant, knock, listener });
+        serve(listen_at_name(&socket_address(knock.name))?);
+        self.open_knocks.push(knock);
+        // Most are in the agent's PID namespace. The second knock is that of a child which is not.
+        let search = self.thread_search(self.knocks > 1);
+        let skipped = self.knocks.saturating_sub(2) * NAMESPACES_MAX;
+        let listeners = service
+            .knock_turns
+            .turn(tenant, move || listen_where_it_may_be(&search, thread, knock.name, skipped))?;
+        listeners.into_iter().for_each(serve);
+        Ok(knock)
     }
 
-    /// Processes that may have a thread with this number in their own PID namespace.
-    fn processes_with(&self, thread: u32) -> Vec<u32> {
+    /// A search for a thread by its number in its own PID namespace.
+    pub(super) fn thread_search(&self, is_wide: bool) -> ThreadSearch {
         let programs = self.run.programs().iter().filter_map(|program| program.living_process()).collect();
-        // Most are in the agent's PID namespace. The second knock is that of a child which is not.
-        let search = ThreadSearch { programs, tenant: self.run.tenant(), is_wide: self.knocks > 1 };
-        search.processes_with(thread)
+        ThreadSearch { programs, tenant: self.run.tenant(), is_wide }
     }
+
+    /// Stops listening for the process, which has attached its worker.
+    pub(super) fn end_knocks(&mut self) {
+        if let Some(service) = self.run.service.upgrade() {
+            self.open_knocks.drain(..).for_each(|knock| service.agent.end_knock(&knock));
+        }
+    }
+}
+
+/// Listens at a name in the network namespaces of the processes that may have this thread, but for
+/// the agent's own and the first `skipped` ones.
+fn listen_where_it_may_be(
+    search: &ThreadSearch,
+    thread: u32,
+    name: [u8; SOCKET_NAME_BYTES],
+    skipped: usize,
+) -> Vec<OwnedFd> {
+    // The monitor's thread is urgent, and a search takes long.
+    set_niceness(USUAL);
+    let mut seen = HashSet::from([network_of("self")]);
+    let found = search.processes_with(thread);
+    let places = found.into_iter().filter(|process| seen.insert(network_of(&process.to_string())));
+    let places = places.skip(skipped).take(NAMESPACES_MAX);
+    let listen = |process| {
+        let failed = |error| tracing::debug!(%error, process, "cannot listen where a process is");
+        listen_where(process, name).map_err(failed).ok()
+    };
+    places.filter_map(listen).collect()
 }
 
 /// The network namespace of a process, in `/proc`.
