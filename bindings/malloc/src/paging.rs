@@ -28,7 +28,14 @@ pub fn begin() {
             0,
         )
     };
-    let open = OpenRun { limit_bytes, replicas, outlives_owner: true, is_strict: false, name: name() };
+    let open = OpenRun {
+        limit_bytes,
+        replicas,
+        outlives_owner: true,
+        is_strict: false,
+        wait_for_room_ms: None,
+        name: name(),
+    };
     let (socket, token) = open_run(&path, open);
     attach_program(path.as_os_str().as_bytes(), token, Paged::Only(start, end));
     // The run lasts until its last process ends, with or without this connection.

@@ -60,6 +60,8 @@ pub struct AgentOptions {
     pub mempool_bytes: usize,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
+    /// Most pool memory of the runs of one user, in bytes. `None`: all that the nodes lend.
+    pub pages_per_user: Option<u64>,
     /// Settings for segments.
     pub segments: SegmentSettings,
     /// The time for which other hosts do not recover this host after its lease has ended.
@@ -465,8 +467,12 @@ fn start_services(
     kept: Vec<RestoredItem>,
     resumes: bool,
 ) -> Result<(Arc<PagingService>, Arc<SessionService>), AgentError> {
-    let service = PagingService::new(Arc::clone(host) as Arc<dyn AgentServices>, Arc::new(mempool))
-        .map_err(AgentError::Threads)?;
+    let service = PagingService::new(
+        Arc::clone(host) as Arc<dyn AgentServices>,
+        Arc::new(mempool),
+        options.pages_per_user,
+    )
+    .map_err(AgentError::Threads)?;
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =
         kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Session);
     let restorable = restorable_sessions(kept_sessions, resumes, &host.keeper);

@@ -156,6 +156,10 @@ pub struct UpArguments {
     /// the nodes lend]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub extents_per_user: Option<u64>,
+    /// Most remote memory that the programs of one user's runs may have [default: all that the
+    /// nodes lend, and when it is short, users that have less of it come first]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub pages_per_user: Option<u64>,
     /// Time for which programs wait for a new agent after theirs died, before they are ended, such
     /// as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
@@ -360,6 +364,10 @@ pub struct RunArguments {
     /// End the run, with exit code 125, when a process of it is not paged
     #[arg(long)]
     pub strict: bool,
+    /// Time for which the program waits when the pool is full, such as 30s or 2h, before it is
+    /// ended [default: 10m]
+    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    pub wait_for_room: Option<u64>,
     /// Write statistics as JSON to this file when the program ends
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,

@@ -109,6 +109,7 @@ fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
         }),
         detach: arguments.detach,
         strict: arguments.strict,
+        wait_for_room_ms: arguments.wait_for_room,
         stats: arguments.stats,
         command: arguments.command,
     };

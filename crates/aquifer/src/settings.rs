@@ -227,6 +227,11 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub extents_per_user: Option<u64>,
+    /// Most remote memory that the programs of one user's runs may have [default: all that the
+    /// nodes lend, and when it is short, users that have less of it come first]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub pages_per_user: Option<u64>,
     /// Address and port at which agents of other hosts hand segments over; they must have the
     /// cluster key [default: segments stay on this host]
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -334,6 +339,7 @@ impl Settings for AgentSettings {
         Self {
             mempool: self.mempool.or(other.mempool),
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
+            pages_per_user: self.pages_per_user.or(other.pages_per_user),
             segment_listen: self.segment_listen.or(other.segment_listen),
             segment_memory: self.segment_memory.or(other.segment_memory),
             segment_pull_rate: self.segment_pull_rate.or(other.segment_pull_rate),

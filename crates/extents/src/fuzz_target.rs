@@ -86,6 +86,6 @@ pub fn parse_record(text: &str) -> bool {
 /// The record of a session.
 #[must_use]
 pub fn record_seed() -> String {
-    let record = SessionRecord { tenant: 1000, pid: 77, version: aquifer_ipc::VERSION };
+    let record = SessionRecord { tenant: 1000, pid: 77, version: aquifer_ipc::ring::RING_VERSION };
     serde_json::to_string(&record).expect("plain structs are JSON")
 }

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 use aquifer_channel::peer::peer_pidfd;
 use aquifer_channel::{HoldRefused, send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
+use aquifer_ipc::ring::RING_VERSION;
 use aquifer_ipc::ring::{RING_BYTES, RingWords, SessionRing};
-use aquifer_ipc::{Frame, HeldItem, HeldKind, VERSION};
+use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use aquifer_report::{SessionStatistics, UserStatistics};
 use serde::{Deserialize, Serialize};
 
@@ -182,7 +183,7 @@ impl SessionService {
         }
         let id = sessions.next_id;
         sessions.next_id += 1;
-        let record = SessionRecord { tenant, pid, version: VERSION };
+        let record = SessionRecord { tenant, pid, version: RING_VERSION };
         let shared = Arc::new(SharedSession::new(record, socket));
         sessions.live.insert(id, Arc::clone(&shared));
         drop(sessions);

@@ -27,6 +27,8 @@ pub const PROCESS_ENDED: u32 = 1;
 /// Value of [`WorkerControl::process_ended`] that the worker writes. It waits until the agent has
 /// emptied the staging buffers.
 pub const WORKER_IS_LAST: u32 = 2;
+/// Version of the layout of control memory.
+pub const CONTROL_VERSION: u32 = 21;
 /// First word of control memory.
 pub const CONTROL_MAGIC: u32 = 0x4151_4354;
 /// Size of control memory, in whole pages.
@@ -38,7 +40,7 @@ pub const CONTROL_BYTES: usize = size_of::<WorkerControl>().next_multiple_of(409
 pub struct WorkerControl {
     /// [`CONTROL_MAGIC`].
     pub magic: AtomicU32,
-    /// [`crate::VERSION`].
+    /// [`CONTROL_VERSION`].
     pub version: AtomicU32,
     /// Number of the newest command. The worker waits on this futex.
     pub command: AtomicU32,
@@ -87,14 +89,14 @@ pub struct BatchRecord {
 impl WorkerControl {
     /// Initialises fresh, zeroed memory.
     pub fn initialise(&self) {
-        self.version.store(crate::VERSION.into(), Relaxed);
+        self.version.store(CONTROL_VERSION, Relaxed);
         self.magic.store(CONTROL_MAGIC, Release);
     }
 
     /// Whether the memory was initialised by a build with this version.
     #[must_use]
     pub fn is_valid(&self) -> bool {
-        self.magic.load(Acquire) == CONTROL_MAGIC && self.version.load(Relaxed) == crate::VERSION.into()
+        self.magic.load(Acquire) == CONTROL_MAGIC && self.version.load(Relaxed) == CONTROL_VERSION
     }
 
     /// Locks the pins: a page that is pinned from now on may still be evicted or write-protected,

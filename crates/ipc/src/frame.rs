@@ -7,8 +7,14 @@ use crate::hello::{self, ProgramHello};
 use crate::mutation::Mutation;
 use crate::open_run::OpenRun;
 
-/// Version of all formats in this crate. Both ends of a connection must have the same.
-pub const VERSION: u16 = 21;
+/// The newest version of a frame.
+///
+/// A frame has the version in which its form came up, so that a peer of the version before
+/// understands all but what is new to it. A form stays accepted for at least one version after the
+/// one that replaces it.
+pub const VERSION: u16 = 22;
+/// The version of frames whose form has never changed.
+pub const VERSION_OLDEST: u16 = 21;
 /// First bytes of every frame.
 pub const MAGIC: [u8; 4] = *b"AQFR";
 /// Maximum length of a frame, header included.
@@ -259,7 +265,7 @@ pub enum Frame {
     },
 }
 
-/// Why bytes are not a frame of this version.
+/// Why bytes are not a frame of these versions.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FrameError {
     /// Fewer bytes than the fields need.
@@ -284,7 +290,8 @@ impl std::fmt::Display for FrameError {
             Self::BadMagic => write!(formatter, "this is not an Aquifer message"),
             Self::OtherVersion(theirs) => write!(
                 formatter,
-                "the message has version {theirs} and this is version {VERSION}: use parts of one build"
+                "the message has version {theirs}, and here are versions {VERSION_OLDEST} to {VERSION}: use \
+                 parts of one build, or of the one before"
             ),
             Self::UnknownKind(kind) => write!(formatter, "message kind {kind} is unknown"),
             Self::BadField(name) => write!(formatter, "the message field {name} has an invalid value"),
@@ -331,7 +338,7 @@ impl Frame {
     /// Parses one packet.
     ///
     /// # Errors
-    /// If the packet is not exactly one frame of this version.
+    /// If the packet is not exactly one frame, in a form of [`VERSION_OLDEST`] to [`VERSION`].
     pub fn parse(bytes: &[u8]) -> Result<Self, FrameError> {
         if bytes.len() > FRAME_BYTES_MAX {
             return Err(FrameError::TooLong);
@@ -341,20 +348,23 @@ impl Frame {
             return Err(FrameError::BadMagic);
         }
         let version = reader.u16()?;
-        if version != VERSION {
+        if !(VERSION_OLDEST..=VERSION).contains(&version) {
             return Err(FrameError::OtherVersion(version));
         }
         let kind = reader.u16()?;
-        let frame = Self::parse_body(kind, &mut reader)?;
+        let frame = Self::parse_body(kind, version, &mut reader)?;
+        if frame.version() != version {
+            return Err(FrameError::OtherVersion(version));
+        }
         if reader.0.is_empty() { Ok(frame) } else { Err(FrameError::TooLong) }
     }
 
-    fn parse_body(kind: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+    fn parse_body(kind: u16, version: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
         Ok(match kind {
             1 => Self::Hello(hello::parse(reader)?),
             2 => Self::Welcome,
             3 => Self::Refused(reader.text()?),
-            4 => Self::OpenRun(OpenRun::parse(reader)?),
+            4 => Self::OpenRun(OpenRun::parse(version, reader)?),
             5 => Self::RunOpened(RunToken(reader.array()?)),
             6 => Self::CloseRun,
             7 => Self::Statistics(reader.text()?),
@@ -401,7 +411,7 @@ impl Frame {
     /// Appends the frame's bytes to `out`. Truncates a text that does not fit into a frame.
     pub fn write(&self, out: &mut Vec<u8>) {
         out.extend_from_slice(&MAGIC);
-        out.extend_from_slice(&VERSION.to_le_bytes());
+        out.extend_from_slice(&self.version().to_le_bytes());
         out.extend_from_slice(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello::write_parts(hello, |bytes| out.extend_from_slice(bytes)),
@@ -475,7 +485,7 @@ impl Frame {
             at += bytes.len();
         };
         put(&MAGIC);
-        put(&VERSION.to_le_bytes());
+        put(&self.version().to_le_bytes());
         put(&self.kind().to_le_bytes());
         match self {
             Self::Hello(hello) => hello::write_parts(hello, put),
@@ -483,6 +493,14 @@ impl Frame {
             _ => panic!("only Hello and DeviceRequest are written without allocating"),
         }
         at
+    }
+
+    /// The version in which the form of this frame came up.
+    fn version(&self) -> u16 {
+        match self {
+            Self::OpenRun(open) => open.version(),
+            _ => VERSION_OLDEST,
+        }
     }
 
     fn kind(&self) -> u16 {

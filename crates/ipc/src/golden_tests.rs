@@ -4,7 +4,8 @@
 use aquifer_tests_support::{golden, golden_layout};
 
 use crate::control::{
-    BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, PINS_MAX, STATUS_MOVED, STATUS_PENDING, WorkerControl,
+    BatchRecord, CONTROL_BYTES, CONTROL_MAGIC, CONTROL_VERSION, PINS_MAX, STATUS_MOVED, STATUS_PENDING,
+    WorkerControl,
 };
 use crate::frame::{FRAME_BYTES_MAX, Frame, HeldItem, HeldKind, HoldSpans, KeeperShare, RunToken, SetLimit};
 use crate::hello::{CANARY_BYTES, KNOCKS_MAX, ProgramHello, knock_page, socket_address};
@@ -55,6 +56,18 @@ fn frames() -> Vec<(&'static str, Frame)> {
                 replicas: 0x1112_1314,
                 outlives_owner: true,
                 is_strict: false,
+                wait_for_room_ms: None,
+                name: "ls".into(),
+            }),
+        ),
+        (
+            "open run that says how long it waits for room",
+            Frame::OpenRun(OpenRun {
+                limit_bytes: 0x0102_0304_0506_0708,
+                replicas: 0x1112_1314,
+                outlives_owner: false,
+                is_strict: true,
+                wait_for_room_ms: Some(0x2122_2324_2526_2728),
                 name: "ls".into(),
             }),
         ),
@@ -155,7 +168,7 @@ fn golden_control_memory() {
     golden.text("pages of a buffer", &crate::BATCH_PAGES_MAX.to_string());
     golden.text("pins", &PINS_MAX.to_string());
     golden.text("magic", &format!("{CONTROL_MAGIC:#x}"));
-    golden.text("version", &crate::VERSION.to_string());
+    golden.text("version", &CONTROL_VERSION.to_string());
     golden.text("knocks", &format!("{KNOCKS_MAX} {} {} {CANARY_BYTES}", knock_page(0), knock_page(1)));
     let socket = socket_address([0, 1, 0x2a, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
     golden.text("socket", std::str::from_utf8(&socket).unwrap());

@@ -1,6 +1,6 @@
 //! What `aquifer run` asks of the agent.
 
-use crate::frame::{FrameError, Reader, write_text};
+use crate::frame::{FrameError, Reader, VERSION_OLDEST, write_text};
 use crate::mutation::Mutation;
 
 /// Body of [`crate::Frame::OpenRun`]: what a new run asks for.
@@ -15,17 +15,28 @@ pub struct OpenRun {
     pub outlives_owner: bool,
     /// Whether the run ends when one of its processes is not paged.
     pub is_strict: bool,
+    /// Milliseconds for which the run waits for room in a full pool before it is ended; `None` if
+    /// the agent may choose.
+    pub wait_for_room_ms: Option<u64>,
     /// Name of the program, for reports.
     pub name: String,
 }
 
+/// The first version in which a run can say how long it waits for room.
+const VERSION_WITH_WAIT: u16 = 22;
+
 impl OpenRun {
-    pub(crate) fn parse(reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+    pub(crate) fn version(&self) -> u16 {
+        if self.wait_for_room_ms.is_some() { VERSION_WITH_WAIT } else { VERSION_OLDEST }
+    }
+
+    pub(crate) fn parse(version: u16, reader: &mut Reader<'_>) -> Result<Self, FrameError> {
         Ok(Self {
             limit_bytes: reader.u64()?,
             replicas: reader.u32()?,
             outlives_owner: flag(reader, "outlives_owner")?,
             is_strict: flag(reader, "is_strict")?,
+            wait_for_room_ms: if version >= VERSION_WITH_WAIT { Some(reader.u64()?) } else { None },
             name: reader.text()?,
         })
     }
@@ -35,6 +46,9 @@ impl OpenRun {
         out.extend_from_slice(&self.replicas.to_le_bytes());
         out.extend_from_slice(&u32::from(self.outlives_owner).to_le_bytes());
         out.extend_from_slice(&u32::from(self.is_strict).to_le_bytes());
+        if let Some(wait_ms) = self.wait_for_room_ms {
+            out.extend_from_slice(&wait_ms.to_le_bytes());
+        }
         write_text(&self.name, out);
     }
 }

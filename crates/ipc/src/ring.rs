@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
 use crate::mutation::Mutation;
 
+/// Version of the layout of a ring.
+pub const RING_VERSION: u16 = 21;
 /// First word of a ring.
 pub const MAGIC: u32 = 0x4151_5247;
 /// Maximum number of requests in flight.
@@ -233,7 +235,7 @@ pub struct SessionRing<W>(W);
 impl<W: RingWords> SessionRing<W> {
     /// Initialises a ring in zeroed memory. For the agent.
     pub fn initialise(words: W) -> Self {
-        words.word_u32(VERSION_AT).store(u32::from(crate::VERSION), Relaxed);
+        words.word_u32(VERSION_AT).store(u32::from(RING_VERSION), Relaxed);
         words.word_u32(MAGIC_AT).store(MAGIC, Release);
         Self(words)
     }
@@ -244,7 +246,7 @@ impl<W: RingWords> SessionRing<W> {
     /// If magic or version differ.
     pub fn open(words: W) -> Result<Self, CorruptRing> {
         let is_ours = words.word_u32(MAGIC_AT).load(Acquire) == MAGIC
-            && words.word_u32(VERSION_AT).load(Relaxed) == u32::from(crate::VERSION);
+            && words.word_u32(VERSION_AT).load(Relaxed) == u32::from(RING_VERSION);
         if is_ours { Ok(Self(words)) } else { Err(CorruptRing) }
     }
 

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use aquifer_pool::{Extent, NodeId, PoolClient, PoolError, SizeClass};
 
+use crate::allowance::Allowance;
 use crate::page::Location;
 use crate::slabs::{SLAB_PAGES_MAX, SLABS_MAX, SlabId, SlabSet, UnfinishedReplica};
 
@@ -36,6 +37,15 @@ pub enum NoRoom {
     /// A node is away, and the other nodes have no free memory. The node may return.
     #[error("memory node {} is away; waiting for it", .0.0)]
     Away(NodeId),
+    /// The run may not allocate more ([`Allowance::bytes_max`]).
+    #[error("the run may not have more memory of the pool")]
+    NotAllowed,
+    /// What the pool has free is for others ([`Allowance::leave_free`]).
+    #[error("the pool is full but for {} MiB, left to runs that have less of it", .free_bytes >> 20)]
+    LeftToOthers {
+        /// Free bytes on all nodes.
+        free_bytes: u64,
+    },
     /// No node has free memory. Contains the last error.
     #[error("the pool is full: {0}")]
     Pool(PoolError),
@@ -75,6 +85,7 @@ pub struct Filler {
     slabs: Arc<SlabSet>,
     open: Option<OpenSlab>,
     sizing: SlabSizing,
+    allowance: Allowance,
     in_use: SlabList,
     /// Slabs in use with fewer replicas than requested.
     degraded: SlabList,
@@ -114,6 +125,7 @@ impl Filler {
             slabs,
             open: None,
             sizing: SlabSizing::AsNeeded,
+            allowance: Allowance::ALL,
             in_use,
             degraded,
             empty: SlabList::default(),
@@ -126,6 +138,11 @@ impl Filler {
             used_numbers,
             random: seed | 1,
         }
+    }
+
+    /// Sets what may be allocated from now on.
+    pub fn set_allowance(&mut self, allowance: Allowance) {
+        self.allowance = allowance;
     }
 
     /// Finds up to `want` consecutive free pages. The caller must occupy them before the next call.
@@ -430,8 +447,13 @@ impl Filler {
             let at = if is_first_choice { self.choose(&nodes) } else { 0 };
             let node = nodes.remove(at);
             is_first_choice = false;
+            if let Err(not_allowed) = self.check_allowance(pool, request) {
+                *refused = not_allowed;
+                break;
+            }
             match pool.allocate_many(node, request.class, request.each) {
                 Ok(extents) => {
+                    self.allowance.spend(request.class.bytes() * extents.len() as u64);
                     allocated.extend(extents);
                     nodes_found += 1;
                     is_first_choice = true;
@@ -451,6 +473,21 @@ impl Filler {
             }
         }
         allocated
+    }
+
+    /// Whether the allowance permits what is requested of one node.
+    fn check_allowance(&self, pool: &PoolClient, request: ExtentRequest) -> Result<(), NoRoom> {
+        let Allowance { bytes_max, leave_free } = self.allowance;
+        let bytes = request.class.bytes() * u64::from(request.each);
+        if bytes > bytes_max {
+            return Err(NoRoom::NotAllowed);
+        }
+        // Most runs need not leave anything, and need not count what is free.
+        if leave_free == 0 {
+            return Ok(());
+        }
+        let free_bytes = pool.nodes().map(|node| pool.free_bytes(node)).sum();
+        if free_bytes >= bytes + leave_free { Ok(()) } else { Err(NoRoom::LeftToOthers { free_bytes }) }
     }
 
     /// Draws two of the nodes, which are sorted by preference, and returns the index of the better

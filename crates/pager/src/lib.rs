@@ -13,6 +13,7 @@
 //! This crate does not know how pages enter and leave a program. Its front ends do: the crates
 //! `faults` and `block`. Format and protocol: `docs/formats/paging.md`.
 
+mod allowance;
 mod budget;
 mod digest;
 mod fetch;
@@ -35,6 +36,7 @@ mod table;
 pub mod view;
 mod volume;
 
+pub use allowance::Allowance;
 /// Memory that other processes may map and that can outlive the process that created it.
 pub use aquifer_fabric::Memory;
 pub use budget::{Budget, LIMIT_BYTES_MIN};

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use aquifer_fabric::{Completion, Endpoint, EndpointError, PollFd, Verb, Work};
 use aquifer_pool::{NodeId, OperationGuard, PoolClient, PoolError};
 
+use crate::allowance::Allowance;
 use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, FreePages, NoRoom, SlabSizing};
 use crate::integrity::{is_zero, page_crc};
@@ -151,6 +152,29 @@ impl Sender {
     /// Sets how large slabs are. Must be called before there are any.
     pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
         self.filler.set_slab_sizing(sizing);
+    }
+
+    /// Sets what may be allocated from now on.
+    pub fn set_allowance(&mut self, allowance: Allowance) {
+        self.filler.set_allowance(allowance);
+    }
+
+    /// Free and lent bytes of all nodes, as far as this sender knows.
+    #[must_use]
+    pub fn pool_bytes(&self) -> (u64, u64) {
+        let sum =
+            |of: fn(&PoolClient, NodeId) -> u64| self.pool.nodes().map(|node| of(&self.pool, node)).sum();
+        (sum(PoolClient::free_bytes), sum(PoolClient::total_bytes))
+    }
+
+    /// Asks all nodes what they have free now. Those that are away are not asked.
+    pub fn refresh_pool_bytes(&mut self) {
+        let nodes: Vec<NodeId> = self.pool.nodes().collect();
+        for node in nodes {
+            if let Err(error) = self.pool.refresh(node) {
+                tracing::debug!(node = node.0, %error, "reading the free memory of a memory node failed");
+            }
+        }
     }
 
     /// The counters so far.
@@ -407,10 +431,8 @@ impl Sender {
             self.bytes_at_check = bytes;
         } else if bytes != self.bytes_at_check {
             self.bytes_at_check = bytes;
-            let sum = |of: fn(&PoolClient, NodeId) -> u64| -> u64 {
-                self.pool.nodes().map(|node| of(&self.pool, node)).sum()
-            };
-            let is_short = sum(PoolClient::free_bytes) < sum(PoolClient::total_bytes) / FREE_DIVISOR;
+            let (free_bytes, lent_bytes) = self.pool_bytes();
+            let is_short = free_bytes < lent_bytes / FREE_DIVISOR;
             self.is_pool_short.store(is_short, Relaxed);
         }
     }

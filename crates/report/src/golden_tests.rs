@@ -20,8 +20,15 @@ fn add<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &mut Golden,
 }
 
 fn run() -> RunStatistics {
-    let program =
-        ProgramStatistics { pid: 1, held_bytes: 2, faults: 3, remote_reads: 4, evictions: 5, lost_pages: 6 };
+    let program = ProgramStatistics {
+        pid: 1,
+        held_bytes: 2,
+        faults: 3,
+        remote_reads: 4,
+        evictions: 5,
+        lost_pages: 6,
+        shared_bytes: 7,
+    };
     RunStatistics {
         name: "ls".into(),
         tenant: 1,
@@ -40,6 +47,8 @@ fn run() -> RunStatistics {
             name: "sleep".into(),
             reason: "it is statically linked".into(),
         }],
+        short_of_room: Some("the pool is full".into()),
+        shared_bytes: 37,
         faults: 11,
         zero_pages: 12,
         mempool_hits: 13,

@@ -34,6 +34,9 @@ pub struct ProgramStatistics {
     pub evictions: u64,
     /// Pages that could not be read from any replica.
     pub lost_pages: u64,
+    /// Resident memory that it shares with others, which is not paged.
+    #[serde(default)]
+    pub shared_bytes: u64,
 }
 
 /// A process of a run that is not paged.
@@ -75,7 +78,15 @@ pub struct RunStatistics {
     /// The run's processes.
     pub programs: Vec<ProgramStatistics>,
     /// Processes of the run that are not paged now, at most 16.
+    #[serde(default)]
     pub unpaged: Vec<UnpagedProcess>,
+    /// Why the pool has no room for pages of the run now; `None` if it has.
+    #[serde(default)]
+    pub short_of_room: Option<String>,
+    /// Resident memory that processes share (`MAP_SHARED`, System V), which is not paged. Each
+    /// process that has it counts it.
+    #[serde(default)]
+    pub shared_bytes: u64,
     /// Faults served.
     pub faults: u64,
     /// Pages filled with zeros.

@@ -345,6 +345,8 @@ impl DeviceServer {
             processes: 0,
             programs: Vec::new(),
             unpaged: Vec::new(),
+            short_of_room: None,
+            shared_bytes: 0,
             faults: usage.major_faults,
             zero_pages: stats.zero_pages,
             mempool_hits: stats.mempool_hits,

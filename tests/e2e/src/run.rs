@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -46,7 +47,8 @@ impl Outcome {
 pub struct Running {
     child: Child,
     stdout: JoinHandle<Vec<u8>>,
-    stderr: JoinHandle<Vec<u8>>,
+    stderr: JoinHandle<()>,
+    stderr_so_far: Arc<Mutex<Vec<u8>>>,
     sampler: Sampler,
 }
 
@@ -65,8 +67,9 @@ impl Running {
             .unwrap_or_else(|error| panic!("cannot start {command:?}: {error}"));
         let sampler = Sampler::start(child.id(), forks, mempool);
         let stdout = collect(child.stdout.take().expect("it is a pipe"));
-        let stderr = show(child.stderr.take().expect("it is a pipe"));
-        Self { child, stdout, stderr, sampler }
+        let stderr_so_far = Arc::default();
+        let stderr = show(child.stderr.take().expect("it is a pipe"), Arc::clone(&stderr_so_far));
+        Self { child, stdout, stderr, stderr_so_far, sampler }
     }
 
     /// Process number of the started process.
@@ -81,6 +84,15 @@ impl Running {
     /// If it was waited for before.
     pub fn has_ended(&mut self) -> bool {
         self.child.try_wait().expect("it was not waited for").is_some()
+    }
+
+    /// What it has written to stderr so far.
+    ///
+    /// # Panics
+    /// If the thread that reads it has panicked.
+    #[must_use]
+    pub fn stderr_so_far(&self) -> String {
+        text_of(&self.stderr_so_far)
     }
 
     /// Waits for the end of the program.
@@ -112,7 +124,10 @@ impl Running {
         Outcome {
             status,
             stdout: self.stdout.join().expect("output can be read"),
-            stderr: String::from_utf8_lossy(&self.stderr.join().expect("output can be read")).into_owned(),
+            stderr: {
+                self.stderr.join().expect("output can be read");
+                text_of(&self.stderr_so_far)
+            },
             peak,
         }
     }
@@ -128,16 +143,18 @@ fn collect(mut pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
 
 /// Collects a pipe, and shows its lines among the test's own: a test that fails shows what the
 /// program has written until then.
-fn show(pipe: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+fn show(pipe: impl Read + Send + 'static, so_far: Arc<Mutex<Vec<u8>>>) -> JoinHandle<()> {
     std::thread::spawn(move || {
-        let (mut pipe, mut bytes) = (BufReader::new(pipe), Vec::new());
-        let mut shown = 0;
-        while pipe.read_until(b'\n', &mut bytes).expect("a pipe can be read") > 0 {
-            eprint!("{}", String::from_utf8_lossy(&bytes[shown..]));
-            shown = bytes.len();
+        let (mut pipe, mut line) = (BufReader::new(pipe), Vec::new());
+        while pipe.read_until(b'\n', &mut line).expect("a pipe can be read") > 0 {
+            eprint!("{}", String::from_utf8_lossy(&line));
+            so_far.lock().expect("no thread panics with it").append(&mut line);
         }
-        bytes
     })
+}
+
+fn text_of(bytes: &Mutex<Vec<u8>>) -> String {
+    String::from_utf8_lossy(&bytes.lock().expect("no thread panics with it")).into_owned()
 }
 
 /// A command that runs a program plainly, as the child of a shell: the sampler reads descendants

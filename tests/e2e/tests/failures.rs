@@ -152,15 +152,43 @@ fn two_runs_side_by_side_do_not_harm_each_other() {
     cluster.assert_all_free();
 }
 
+/// The reason why a run waits for room in the pool, once there is one.
+fn await_shortage(cluster: &Cluster, program: &str) -> String {
+    eventually("a run to wait for room", || {
+        let status = status(cluster.agent_socket())?;
+        let runs = status["runs"].as_array()?;
+        let run = runs.iter().find(|run| run["name"] == program && run["short_of_room"].is_string())?;
+        Some(run["short_of_room"].as_str()?.to_owned())
+    })
+}
+
+#[test]
+fn a_program_waits_for_room_until_there_is_some() {
+    let cluster = Cluster::up(1, "48M");
+    let full = endless(&cluster, LIMIT, "64M");
+    await_paging(&cluster, 24 << 20);
+    let waiting = start_checker(&cluster, "16M", &["pages", "--bytes", "48M"]);
+    await_shortage(&cluster, "checker");
+    eventually("the owner to be told", || waiting.stderr_so_far().contains("--wait-for-room").then_some(()));
+    processes::signal(program_of(&full), Signal::KILL);
+    assert_no_wrong_byte(&full.wait().stderr);
+    let outcome = waiting.wait();
+    outcome.assert_success("the program that waited");
+    assert!(outcome.stderr.contains("the pool has room again"), "{}", outcome.stderr);
+    cluster.assert_all_free();
+}
+
 #[test]
 fn a_full_pool_ends_only_the_program_that_filled_it() {
-    let cluster = Cluster::up(1, "32M");
+    let mut cluster = Cluster::up(1, "32M");
+    cluster.set_run_options(&["--wait-for-room", "1s"]);
     // This program fits into its limit and uses no memory of the pool.
     let modest = endless(&cluster, "128M", "32M");
     let modest_program = program_of(&modest);
     let greedy = start_checker(&cluster, LIMIT, &["pages", "--bytes", "256M"]).wait();
     assert!(!greedy.status.success());
     assert!(greedy.stderr.contains("the pool is full"), "{}", greedy.stderr);
+    assert!(greedy.stderr.contains("has waited for room for 1 s"), "{}", greedy.stderr);
     assert!(greedy.stderr.contains("aquifer up --memory"), "it should say what to do: {}", greedy.stderr);
     assert_no_wrong_byte(&greedy.stderr);
     assert!(processes::is_alive(modest_program), "the other program was harmed");

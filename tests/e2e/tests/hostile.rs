@@ -85,6 +85,7 @@ fn cut_changed_and_foreign_frames_are_refused_with_a_reason() {
         replicas: 1,
         outlives_owner: true,
         is_strict: false,
+        wait_for_room_ms: None,
         name: "name".into(),
     }));
     for end in 1..open.len() {
@@ -164,6 +165,7 @@ fn a_programs_own_token_does_not_let_in_what_has_no_userfaultfd() {
             replicas: 1,
             outlives_owner: true,
             is_strict: false,
+            wait_for_room_ms: None,
             name: "ours".into(),
         }))
         .expect("it is heard");

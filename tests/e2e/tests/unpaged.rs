@@ -121,3 +121,20 @@ fn a_folder_that_cannot_be_preloaded_from_is_refused() {
         assert!(message.contains("a space or a colon"), "{message}");
     }
 }
+
+#[test]
+fn shared_memory_is_shown_with_its_size() {
+    const SHARING: &str =
+        "import mmap\nshared = mmap.mmap(-1, 48 << 20)\nshared.write(bytes(48 << 20))\ninput()";
+    let cluster = Cluster::up(1, "64M");
+    let mut command = cluster.run_command(LIMIT, &["python3", "-c", SHARING]);
+    let mut running = command.stdin(Stdio::piped()).spawn().expect("aquifer can be started");
+    eventually("shared memory is counted", || {
+        let bytes = find(&cluster.status(), "shared_bytes")?.as_u64()?;
+        (bytes >= 48 << 20).then_some(())
+    });
+    let shown = cluster.command().arg("status").output().expect("aquifer can be started");
+    assert!(text(&shown.stdout).contains("in shared memory, which is not paged"), "{}", text(&shown.stdout));
+    drop(running.stdin.take());
+    let _ = running.wait();
+}

@@ -119,3 +119,56 @@ fn roots_own_socket_serves_only_programs_of_its_runs() {
         assert!(!output.status.success() || words == ["status"], "{words:?}");
     }
 }
+
+/// The runs of a user that wait for room in the pool.
+fn waiting_runs(shared: &Guests, uid: u32) -> Vec<Value> {
+    shared.runs(uid).into_iter().filter(|run| run["short_of_room"].is_string()).collect()
+}
+
+fn end(run: Running) {
+    let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
+    processes::kill(program);
+    let outcome = run.wait();
+    assert!(!outcome.stderr.contains("FAILED"), "wrong memory: {}", outcome.stderr);
+}
+
+#[test]
+fn a_user_who_fills_the_pool_waits_before_the_others() {
+    if !can_change_user() {
+        return;
+    }
+    let shared = Guests(SharedCluster::up());
+    let small = shared.start(BERT, "8M", &["pages", "--bytes", "16M", "--rounds", "1000000"]);
+    eventually("a run of the other user", || (!shared.runs(BERT).is_empty()).then_some(()));
+    let greedy = shared.start(ANNE, "16M", &["pages", "--bytes", "640M"]);
+    eventually("the greedy run to wait", || (!waiting_runs(&shared, ANNE).is_empty()).then_some(()));
+    let later = shared.start(BERT, "12M", &["pages", "--bytes", "20M"]).wait();
+    later.assert_success("a run of the other user");
+    assert!(!later.stderr.contains("waits for room"), "{}", later.stderr);
+    let waiting = waiting_runs(&shared, ANNE);
+    assert!(
+        waiting[0]["short_of_room"].as_str().unwrap().contains("left to runs that have less"),
+        "{waiting:#?}"
+    );
+    end(small);
+    end(greedy);
+    shared.0.cluster.assert_all_free();
+}
+
+#[test]
+fn the_runs_of_a_user_have_no_more_than_their_quota() {
+    if !can_change_user() {
+        return;
+    }
+    let shared = Guests(SharedCluster::up_with(2, &["--pages-per-user", "24M"]));
+    let program = ["pages", "--bytes", "64M"];
+    let first = shared.start(ANNE, "16M", &program);
+    eventually("a run to wait", || (!waiting_runs(&shared, ANNE).is_empty()).then_some(()));
+    let runs = shared.runs(ANNE);
+    let reason = runs[0]["short_of_room"].as_str().unwrap_or_default();
+    assert!(reason.contains("quota") && reason.contains("24 MiB"), "{runs:#?}");
+    assert!(runs[0]["remote_bytes"].as_u64().unwrap() <= 24 << 20, "{runs:#?}");
+    shared.start(BERT, "16M", &["pages", "--bytes", "32M"]).wait().assert_success("another user's run");
+    end(first);
+    shared.0.cluster.assert_all_free();
+}

@@ -69,6 +69,7 @@ fn frames() -> Vec<(&'static str, Frame)> {
         replicas: 2,
         outlives_owner: true,
         is_strict: false,
+        wait_for_room_ms: None,
         name: "sort".to_owned(),
     };
     let item = HeldItem { kind: HeldKind::Program, id: 3, pid: 77, uid: 88, record: "{}".to_owned() };

@@ -28,6 +28,7 @@ fn open_run(agent: &Path) -> (OwnedFd, RunToken) {
         replicas: 1,
         outlives_owner: true,
         is_strict: false,
+        wait_for_room_ms: None,
         name: "attack".into(),
     };
     match ask(&socket, &Frame::OpenRun(open), &[]) {

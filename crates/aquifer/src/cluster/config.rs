@@ -81,6 +81,9 @@ pub struct ClusterConfig {
     /// Most remote memory that the sessions of one user may hold, if it was given.
     #[serde(default)]
     pub extents_per_user: Option<u64>,
+    /// Most remote memory of the programs of one user, if it was given.
+    #[serde(default)]
+    pub pages_per_user: Option<u64>,
     /// Socket of the agent for other users, if it serves them.
     #[serde(default)]
     pub shared_socket: Option<PathBuf>,
@@ -107,6 +110,7 @@ impl ClusterConfig {
             keep_memory: arguments.keep_memory,
             mempool_bytes: arguments.mempool,
             extents_per_user: arguments.extents_per_user,
+            pages_per_user: arguments.pages_per_user,
             shared_socket: arguments.shared_socket.clone(),
             grace_ms: arguments.grace.unwrap_or(GRACE_MS),
             fabric: arguments.fabric.unwrap_or(Fabric::Shm),
@@ -249,6 +253,7 @@ impl ClusterConfig {
             difference("--mempool", arguments.mempool, self.mempool_bytes, size),
             difference("--shared-socket", given_socket, own_socket, socket),
             difference("--extents-per-user", arguments.extents_per_user, self.extents_per_user, size),
+            difference("--pages-per-user", arguments.pages_per_user, self.pages_per_user, size),
             difference("--grace", arguments.grace, Some(self.grace_ms), |ms| format!("{ms}ms")),
             difference("--directory", given.address.as_ref(), own.address.as_ref(), |address| {
                 address.to_string()
@@ -307,6 +312,7 @@ mod tests {
             fabric: None,
             mempool: None,
             extents_per_user: None,
+            pages_per_user: None,
             shared_socket: None,
             grace: None,
             directory: DirectorySettings::default(),

@@ -115,6 +115,7 @@ pub fn start(
             .args(["agent", "--grace", &format!("{}ms", config.grace_ms)])
             .args(config.mempool_bytes.map(|bytes| format!("--mempool={bytes}")))
             .args(config.extents_per_user.map(|bytes| format!("--extents-per-user={bytes}")))
+            .args(config.pages_per_user.map(|bytes| format!("--pages-per-user={bytes}")))
             .args(config.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(config.directory_flags()),
     };

@@ -338,6 +338,7 @@ fn agent(
         directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
         extents_per_user: settings.extents_per_user,
+        pages_per_user: settings.pages_per_user,
         segments: SegmentSettings {
             listen: settings.segment_listen,
             bytes_per_user: settings.segment_memory.unwrap_or(available / 2),

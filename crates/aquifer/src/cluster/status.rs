@@ -26,6 +26,9 @@ use aquifer_ipc::size::ByteSize;
 /// Exit code of `aquifer status` if a daemon of the cluster does not run.
 const EXIT_DEGRADED: u8 = 3;
 
+/// Less shared memory than this is not shown: each process shares a little with the agent.
+const SHOWN_SHARED_BYTES_MIN: u64 = 1 << 20;
+
 /// What `aquifer status --json` prints.
 #[derive(Debug, Serialize)]
 struct Status {
@@ -345,6 +348,12 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
                 "    process {:<8} {} is not paged: {}",
                 process.pid, process.name, process.reason
             )?;
+        }
+        if let Some(reason) = &run.short_of_room {
+            writeln!(text, "    waits for room: {reason}")?;
+        }
+        if run.shared_bytes >= SHOWN_SHARED_BYTES_MIN {
+            writeln!(text, "    {} in shared memory, which is not paged", ByteSize(run.shared_bytes))?;
         }
         if run.replicas > 1 {
             match run.degraded_slabs {

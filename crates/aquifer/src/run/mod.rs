@@ -44,6 +44,9 @@ pub struct RunOptions {
     pub detach: bool,
     /// Whether the run ends when one of its processes is not paged.
     pub strict: bool,
+    /// Milliseconds for which the run waits for room in a full pool; `None` for the agent's
+    /// default.
+    pub wait_for_room_ms: Option<u64>,
     /// File for the statistics.
     pub stats: Option<PathBuf>,
     /// The program and its arguments.
@@ -103,6 +106,9 @@ pub enum RunError {
     /// `--swap` with `--strict`.
     #[error("--swap pages all processes of a run: run without --strict, or without --swap")]
     SwapStrict,
+    /// `--swap` with `--wait-for-room`.
+    #[error("the kernel's swap does not wait for room: run without --wait-for-room, or without --swap")]
+    SwapWait,
     /// The swap server cannot be started, or failed.
     #[error("swap server failed: {0}")]
     SwapServer(std::io::Error),
@@ -159,6 +165,7 @@ pub fn run(options: &RunOptions) -> Result<i32, RunError> {
         Some(_) if options.replicas > 1 => Err(RunError::SwapWithReplicas),
         Some(_) if options.detach => Err(RunError::SwapDetached),
         Some(_) if options.strict => Err(RunError::SwapStrict),
+        Some(_) if options.wait_for_room_ms.is_some() => Err(RunError::SwapWait),
         Some(swap) => run_on_swap(options, swap, program),
     }
 }
@@ -173,6 +180,7 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
         replicas: options.replicas,
         outlives_owner: options.detach,
         is_strict: options.strict,
+        wait_for_room_ms: options.wait_for_room_ms,
         name: name.clone(),
     };
     let mut connection = RunConnection::open(&options.agent_socket, &open)?;

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_fabric::Memory;
+use aquifer_ipc::HeldItem;
+use aquifer_ipc::ring::RING_VERSION;
 use aquifer_ipc::ring::{RING_BYTES, SessionRing};
-use aquifer_ipc::{HeldItem, VERSION};
 use aquifer_pool::NodeId;
 
 use super::{AgentRingMemory, SessionParts, SessionRecord, SharedSession};
@@ -53,7 +54,7 @@ impl InheritedSession {
         let book = Arc::new(Book::recover(Memory::whole(book)?)?);
         let shared = Arc::new(SharedSession::new(record, socket));
         // A program of another version cannot use this agent: its extents are freed.
-        shared.stop.store(record.version != VERSION, Relaxed);
+        shared.stop.store(record.version != RING_VERSION, Relaxed);
         Ok(Self { id: item.id, shared, parts: SessionParts { ring, book, process } })
     }
 

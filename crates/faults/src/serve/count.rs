@@ -137,6 +137,17 @@ fn shared_pages_of(process: &ProgramProcess, program: &Program) -> Option<u64> {
     Some(kilobytes / 4)
 }
 
+/// Resident bytes that a process shares with others and that have no file: `MAP_SHARED`, System V.
+pub(super) fn shared_bytes(process: &ProgramProcess) -> Option<u64> {
+    shared_bytes_in(std::str::from_utf8(&process.read("status")?).ok()?)
+}
+
+/// The same in the text of `/proc/PID/status`.
+fn shared_bytes_in(status: &str) -> Option<u64> {
+    let line = status.lines().find_map(|line| line.strip_prefix("RssShmem:"))?;
+    Some(line.split_ascii_whitespace().next()?.parse::<u64>().ok()? << 10)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,5 +161,11 @@ mod tests {
             "the two numbers may be of different moments"
         );
         assert_eq!(sizes_in(""), None);
+    }
+
+    #[test]
+    fn shared_memory_is_found_in_a_status() {
+        assert_eq!(shared_bytes_in("Name:\tx\nRssShmem:\t     12 kB\n"), Some(12 << 10));
+        assert_eq!(shared_bytes_in("Name:\tx\n"), None);
     }
 }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
 
 use aquifer_ipc::control::{CONTROL_BYTES, CONTROL_MAGIC};
-use aquifer_ipc::{BATCH_PAGES_MAX, HeldItem, HeldKind, RunToken, STAGING_BUFFERS, VERSION};
+use aquifer_ipc::{BATCH_PAGES_MAX, HeldItem, HeldKind, RunToken, STAGING_BUFFERS};
 use aquifer_pager::{Memory, PAGE_BYTES, PAGES_MAX};
 
 use super::records::{HelloRecord, ProgramRecord, RunRecord, decode};
@@ -76,7 +76,7 @@ pub fn worker_seeds() -> Vec<(&'static str, Vec<u8>)> {
     let mut memory = vec![0; BATCHES_AT + STAGING_BUFFERS * BATCH_BYTES + 40];
     let mut put = |at: usize, number: u32| memory[at..at + 4].copy_from_slice(&number.to_le_bytes());
     put(0, CONTROL_MAGIC);
-    put(4, VERSION.into());
+    put(4, aquifer_ipc::control::CONTROL_VERSION);
     // A batch of two pages: one was moved, and one was absent.
     put(BATCHES_AT, 2);
     put(BATCHES_AT + 8, 0x5000);
@@ -209,6 +209,7 @@ pub fn record_seeds() -> Vec<(&'static str, Vec<u8>)> {
         replicas: 2,
         outlives_owner: true,
         is_strict: true,
+        wait_for_room_ms: None,
     };
     let hello = HelloRecord { is_child: false, bounce_buffer: 0x1000, staging: 0x2000 };
     let program = ProgramRecord {

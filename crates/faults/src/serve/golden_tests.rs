@@ -18,6 +18,7 @@ fn golden_records_of_runs_and_programs() {
         replicas: 3,
         outlives_owner: true,
         is_strict: true,
+        wait_for_room_ms: None,
     };
     let put = run.put(7);
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);

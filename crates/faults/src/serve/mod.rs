@@ -30,6 +30,7 @@ mod golden_tests;
 mod interrupt;
 mod monitor_thread;
 mod observed;
+mod pool_shares;
 pub mod priority;
 mod process;
 mod program;
@@ -176,14 +177,20 @@ pub struct PagingService {
     samplers: tenant_threads::TenantThreads,
     unpaged_watches: tenant_threads::TenantThreads,
     pub(crate) knock_turns: tenant_threads::TenantTurns,
+    pub(crate) pool_shares: Arc<pool_shares::PoolShares>,
 }
 
 impl PagingService {
-    /// Creates a service without programs, and starts its threads.
+    /// Creates a service without programs, and starts its threads. `pages_per_user`: most bytes
+    /// that the runs of one user may have on memory nodes.
     ///
     /// # Errors
     /// If threads or descriptors cannot be created.
-    pub fn new(agent: Arc<dyn AgentServices>, mempool: Arc<Mempool>) -> std::io::Result<Arc<Self>> {
+    pub fn new(
+        agent: Arc<dyn AgentServices>,
+        mempool: Arc<Mempool>,
+        pages_per_user: Option<u64>,
+    ) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             agent,
             mempool,
@@ -197,6 +204,7 @@ impl PagingService {
             samplers: tenant_threads::TenantThreads::new("sampler"),
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
             knock_turns: tenant_threads::TenantTurns::default(),
+            pool_shares: Arc::new(pool_shares::PoolShares::new(pages_per_user)),
         });
         Ok(service)
     }

@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use super::attach::AttachError;
 use super::attachment::Attachment;
 use super::canary::{Canary, Nonce, new_nonce};
+use super::count::shared_bytes;
 use super::edge::ProcessEdge;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::interrupt;
@@ -232,6 +233,7 @@ impl Program {
             remote_reads: load(&self.stats.remote_reads),
             evictions: load(&self.stats.evictions),
             lost_pages: load(&self.stats.lost_pages),
+            shared_bytes: self.process().and_then(shared_bytes).unwrap_or(0),
         }
     }
 

@@ -28,6 +28,9 @@ pub(crate) struct RunRecord {
     /// See [`aquifer_ipc::OpenRun::is_strict`].
     #[serde(default)]
     pub is_strict: bool,
+    /// See [`aquifer_ipc::OpenRun::wait_for_room_ms`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_for_room_ms: Option<u64>,
 }
 
 /// Record of a program.

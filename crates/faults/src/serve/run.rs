@@ -22,6 +22,8 @@ use super::{OpenRunError, PagingService};
 use crate::edge::Relatives;
 use crate::stats::FaultStats;
 
+/// For how long a run waits for room in a full pool if its owner has not said it.
+const WAIT_FOR_ROOM: Duration = Duration::from_mins(10);
 /// Most programs (processes) of one run at once.
 pub const PROGRAMS_MAX: usize = 4096;
 
@@ -34,6 +36,7 @@ pub struct Run {
     tenant: u32,
     outlives_owner: bool,
     is_strict: bool,
+    wait_for_room_ms: Option<u64>,
     limit_bytes: AtomicU64,
     /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
     /// paged, and the run is not ended for that.
@@ -66,7 +69,7 @@ impl Run {
         owner: BorrowedFd<'_>,
         tenant: u32,
     ) -> Result<Arc<Self>, OpenRunError> {
-        let OpenRun { limit_bytes, outlives_owner, is_strict, .. } = *open;
+        let OpenRun { limit_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
         let replicas = usize::try_from(open.replicas).map_err(std::io::Error::other)?;
         let mut token = [0; 16];
         rustix::rand::getrandom(&mut token, rustix::rand::GetRandomFlags::empty())
@@ -79,6 +82,7 @@ impl Run {
             replicas,
             outlives_owner,
             is_strict,
+            wait_for_room_ms,
         };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
@@ -96,6 +100,7 @@ impl Run {
             replicas: self.slabs.replicas_wanted(),
             outlives_owner: self.outlives_owner,
             is_strict: self.is_strict,
+            wait_for_room_ms: self.wait_for_room_ms,
         };
         self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)])
     }
@@ -111,7 +116,7 @@ impl Run {
     ) -> std::io::Result<Arc<Self>> {
         let token = record.token()?;
         let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
-        let sender = SenderThread::start(service, Arc::clone(&slabs), record.tenant, seed)?;
+        let sender = SenderThread::start(service, Arc::clone(&slabs), id, record.tenant, seed)?;
         Ok(Arc::new(Self {
             id,
             token,
@@ -119,6 +124,7 @@ impl Run {
             tenant: record.tenant,
             outlives_owner: record.outlives_owner,
             is_strict: record.is_strict,
+            wait_for_room_ms: record.wait_for_room_ms,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
             owner: Arc::new(owner),
@@ -153,6 +159,11 @@ impl Run {
     /// Whether the run ends when one of its processes is not paged.
     pub(crate) fn is_strict(&self) -> bool {
         self.is_strict
+    }
+
+    /// For how long the run waits for room in a full pool before it is ended.
+    pub(crate) fn wait_for_room(&self) -> Duration {
+        self.wait_for_room_ms.map_or(WAIT_FOR_ROOM, Duration::from_millis)
     }
 
     /// The number of the process that opened the run, if the agent sees it and it lives. Then no
@@ -359,7 +370,9 @@ impl Run {
             repacked_pages: load(&total.repacked),
             unchanged_pages: sent.unchanged_pages,
             processes: programs.len(),
+            shared_bytes: programs.iter().map(|program| program.shared_bytes).sum(),
             programs,
+            short_of_room: self.sender.room_shortage().map(|(_, reason)| reason),
             unpaged: self.unpaged.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),

@@ -51,8 +51,10 @@ const GROWTH_URGENT_PAGES: u64 = TOLERANCE_PAGES / 4;
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
 /// Observed time after which a run that stays over its limit is ended.
 const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
-/// Observed time after which a run is ended whose evicted pages find no room in the pool.
-const FULL_AFTER: Duration = Duration::from_secs(5);
+/// Observed time after which the owner of a run is told that faults wait for room in the pool,
+const SHORTAGE_AFTER: Duration = Duration::from_secs(1);
+/// but not more often than this.
+const SHORTAGE_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Wakes the sampler of a run's tenant for a new program, which may reach its limit before the next
 /// sample.
@@ -120,6 +122,8 @@ struct SampledRun {
     next_sample: Instant,
     over_limit: Option<OverLimit>,
     room_shortage: Option<RoomShortage>,
+    /// When the owner was told of a shortage last.
+    told_of_shortage: Option<Instant>,
     family: Family,
     quiet: Quiet,
 }
@@ -150,6 +154,8 @@ struct RoomShortage {
     /// Number of the shortage: between two samples one may have ended and another begun.
     shortage: u64,
     duration: ObservedDuration,
+    /// Whether the owner was told.
+    is_told: bool,
 }
 
 /// A run is over its limit.
@@ -205,6 +211,7 @@ impl SampledRun {
             next_sample: Instant::now(),
             over_limit: None,
             room_shortage: None,
+            told_of_shortage: None,
             family: Family::new(),
             quiet: Quiet::default(),
         }
@@ -294,30 +301,53 @@ impl SampledRun {
         seen.scanned(usage.size, uncontrolled, began, found);
     }
 
-    /// The reason why the pool has no room for evicted pages; `None` unless that has lasted too
-    /// long.
-    fn lasting_room_shortage(&mut self, run: &Run) -> Option<String> {
-        let Some((shortage, reason)) = run.sender.room_shortage() else {
-            self.room_shortage = None;
-            return None;
-        };
+    /// Tells the owner of a run that its faults wait for room in the pool, and ends the run if that
+    /// lasts longer than the owner wants to wait.
+    fn check_room(&mut self, run: &Run) {
         let now = Instant::now();
-        self.room_shortage.take_if(|room_shortage| room_shortage.shortage != shortage);
-        let room_shortage = self
-            .room_shortage
-            .get_or_insert_with(|| RoomShortage { shortage, duration: ObservedDuration::begin(now) });
-        (room_shortage.duration.observe(now) > FULL_AFTER).then_some(reason)
+        let shortage = run.sender.room_shortage();
+        let number = shortage.as_ref().map(|(number, _)| *number);
+        if let Some(ended) = self.room_shortage.take_if(|known| Some(known.shortage) != number)
+            && ended.is_told
+        {
+            run.notify_owner("the pool has room again, and the program goes on");
+        }
+        let Some((number, reason)) = shortage else { return };
+        let known = self.room_shortage.get_or_insert_with(|| RoomShortage {
+            shortage: number,
+            duration: ObservedDuration::begin(now),
+            is_told: false,
+        });
+        let waited = known.duration.observe(now);
+        if run.budget.excess(0) == 0 {
+            return;
+        }
+        let wait = run.wait_for_room();
+        if waited > wait {
+            run.end(&format!(
+                "{reason}, and it has waited for room for {}. Run it with a larger --local or \
+                 --wait-for-room, {MORE_MEMORY_ADVICE}",
+                show_time(wait)
+            ));
+        } else if waited > SHORTAGE_AFTER
+            && !known.is_told
+            && self.told_of_shortage.is_none_or(|told| now.duration_since(told) > SHORTAGE_INTERVAL)
+        {
+            known.is_told = true;
+            self.told_of_shortage = Some(now);
+            run.notify_owner(&format!(
+                "{reason}. The program waits for room for up to {} (--wait-for-room): \
+                 {MORE_MEMORY_ADVICE}",
+                show_time(wait)
+            ));
+        }
     }
 
     /// Ends a run that cannot be kept within its limit, before it uses the host's memory.
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         let page = PAGE_BYTES as u64;
-        if let Some(reason) = self.lasting_room_shortage(run)
-            && run.budget.excess(0) > 0
-        {
-            run.end(&format!("{reason}. Run it with a larger --local, {MORE_MEMORY_ADVICE}"));
-        }
+        self.check_room(run);
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
             self.over_limit = None;
@@ -350,6 +380,15 @@ impl SampledRun {
                 ));
             }
         }
+    }
+}
+
+/// A time as people write it: in minutes if it is a few whole ones.
+fn show_time(time: Duration) -> String {
+    match time.as_secs() {
+        0 => format!("{} ms", time.as_millis()),
+        seconds if seconds.is_multiple_of(60) => format!("{} min", seconds / 60),
+        seconds => format!("{seconds} s"),
     }
 }
 

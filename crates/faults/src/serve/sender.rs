@@ -9,6 +9,7 @@ use aquifer_ipc::BATCH_PAGES_MAX;
 use aquifer_pager::{BlockId, Mempool, NoRoom, NodeJoiner, PAGE_BYTES, Sender, SenderStats, SlabSet};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use super::pool_shares::PoolShare;
 use super::priority::{ELEVATED, set_niceness};
 use super::program::Program;
 use super::{AgentServices, PagingService};
@@ -97,6 +98,7 @@ struct SenderShared {
     shortages: AtomicU64,
     is_short_of_room: AtomicBool,
     shortage_reason: Mutex<String>,
+    slabs: Arc<SlabSet>,
 }
 
 /// Handle of the sender of a run.
@@ -110,21 +112,27 @@ impl SenderThread {
     pub(crate) fn start(
         service: &Arc<PagingService>,
         slabs: Arc<SlabSet>,
+        run: u64,
         tenant: u32,
         seed: u64,
     ) -> std::io::Result<Self> {
-        let shared = Arc::new(SenderShared::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?));
+        let shared = {
+            let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+            Arc::new(SenderShared::new(wakeup, Arc::clone(&slabs)))
+        };
         // Here and not in the thread: the leak scan must know the slabs before the run is used.
         service.agent.leak_detector().register_ledger(&slabs);
         let mempool = Arc::clone(&service.mempool);
         let agent = Arc::clone(&service.agent);
         let for_thread = Arc::clone(&shared);
+        let share = PoolShare::join(&service.pool_shares, run, tenant);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let node_joiner = NodeJoiner::new(agent.connector(tenant));
             let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
             let send_loop = SendLoop::new(sender, mempool);
             let now = Instant::now();
-            SenderTurns { send_loop, shared: for_thread, probed: now, busy: now, node_joiner, agent }.run();
+            SenderTurns { send_loop, shared: for_thread, share, probed: now, busy: now, node_joiner, agent }
+                .run();
         })?;
         Ok(Self { shared })
     }
@@ -179,8 +187,9 @@ impl SenderThread {
 }
 
 impl SenderShared {
-    fn new(wakeup: OwnedFd) -> Self {
+    fn new(wakeup: OwnedFd, slabs: Arc<SlabSet>) -> Self {
         Self {
+            slabs,
             queue: Mutex::default(),
             wakeup,
             writes: AtomicU64::new(0),
@@ -210,6 +219,7 @@ impl SenderShared {
 struct SenderTurns {
     send_loop: SendLoop<StagingProgram>,
     shared: Arc<SenderShared>,
+    share: PoolShare,
     /// When memory nodes were probed last.
     probed: Instant,
     /// When there was something to do last.
@@ -235,6 +245,7 @@ impl SenderTurns {
                 NextStep::End => break,
             }
             self.probe();
+            self.share.update(&mut self.send_loop.sender, self.shared.slabs.bytes().0);
             self.node_joiner.poll(&mut self.send_loop.sender, || self.agent.nodes());
             let (has_written, result) = self.send_loop.advance();
             self.record_shortage(result.err());
@@ -250,6 +261,7 @@ impl SenderTurns {
             }
         }
         self.send_loop.sender.close();
+        self.share.leave();
         self.publish();
     }
 
@@ -290,6 +302,7 @@ impl SenderTurns {
         if self.probed.elapsed() >= PROBE_INTERVAL {
             self.probed = Instant::now();
             self.send_loop.sender.probe();
+            self.share.update_rank(&mut self.send_loop.sender);
         }
     }
 
@@ -307,6 +320,7 @@ impl SenderTurns {
                 Some(failure) => format!("{error}: {failure}"),
                 None => error.to_string(),
             },
+            NoRoom::NotAllowed => self.share.over_quota(),
             _ => error.to_string(),
         });
         if text.is_some() && !was_short_of_room {

@@ -83,6 +83,8 @@ mod tests {
             processes: 2,
             programs: Vec::new(),
             unpaged: Vec::new(),
+            short_of_room: None,
+            shared_bytes: 0,
             faults: 8,
             zero_pages: 9,
             mempool_hits: 10,

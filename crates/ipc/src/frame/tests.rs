@@ -25,6 +25,15 @@ fn samples() -> Vec<Frame> {
             replicas: 2,
             outlives_owner: true,
             is_strict: false,
+            wait_for_room_ms: None,
+            name: "sort".into(),
+        }),
+        Frame::OpenRun(OpenRun {
+            limit_bytes: 1 << 30,
+            replicas: 1,
+            outlives_owner: false,
+            is_strict: true,
+            wait_for_room_ms: Some(60_000),
             name: "sort".into(),
         }),
         Frame::RunOpened(RunToken([9; 16])),
@@ -118,7 +127,7 @@ fn tokens_are_hexadecimal() {
 
 /// The parser's result for each file of the corpus.
 ///
-/// A new [`VERSION`] goes into bytes 4 and 5 of all files except `version-1`.
+/// The version in which its form came up is in bytes 4 and 5 of each file but `version-1`.
 const CORPUS: [(&str, Result<(), FrameError>); 24] = [
     ("hello", Ok(())),
     ("hello-range", Ok(())),
