@@ -1,5 +1,7 @@
 //! The command line: commands, options and their help texts.
 
+mod programs;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -12,6 +14,7 @@ use crate::kv::KvArguments;
 use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
 use crate::state::StateDir;
 use aquifer_ipc::size;
+pub use programs::{CoreArguments, LimitArguments, RunArguments};
 
 const HELP: &str = "\
 {about-with-newline}
@@ -54,13 +57,6 @@ Example:
   aquifer down
 ";
 
-const RUN_EXIT_CODES: &str = "\
-Exit codes:
-  The program's own. If a signal ended the program, `aquifer run` ends by the same signal.
-  125  `aquifer run` failed, or Aquifer ended the program
-  126  the program cannot be executed, or cannot be paged
-  127  there is no such program";
-
 const STATUS_EXIT_CODES: &str = "\
 Exit codes:
   0  all daemons of the cluster run, or there is no cluster
@@ -101,10 +97,13 @@ pub enum Command {
     /// Serve a cache that speaks memcached's protocols, with memcached's options
     Cache(Box<CacheArguments>),
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
-    #[command(after_help = RUN_EXIT_CODES)]
+    #[command(after_help = programs::RUN_HELP)]
     Run(RunArguments),
     /// Change the limit of a running program
     Limit(LimitArguments),
+    /// Write a core dump of a process on the pool, with its pages that are elsewhere
+    #[command(after_help = programs::CORE_HELP)]
+    Core(CoreArguments),
     /// Compare a real program on the pool, on kernel swap and without either
     #[command(disable_help_flag = true)]
     Demo(PassedArguments),
@@ -334,60 +333,6 @@ pub enum SegmentCommand {
         #[arg(long, value_name = "UID")]
         user: Option<u32>,
     },
-}
-
-/// Arguments of `aquifer run`.
-#[derive(Args, Clone, Debug)]
-pub struct RunArguments {
-    /// The agent to connect to.
-    #[command(flatten)]
-    pub agent: AgentChoice,
-    /// Limit of the program's resident memory, such as 512M; its part of the mempool counts as well
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    pub local: u64,
-    /// Number of memory nodes that hold a copy of each page, 1 to 3. With 2, the program survives
-    /// the loss of a node. Each copy takes memory of the pool
-    #[arg(long, value_name = "COUNT", env = "AQUIFER_REPLICAS", hide_env_values = true, default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=3))]
-    pub replicas: u32,
-    /// Page the program by kernel swap on a device in the pool: for static and set-user-ID
-    /// programs; needs root
-    #[arg(long)]
-    pub swap: bool,
-    /// Size of the swap device, such as 2G [default: eight times --local, at most twice the pool's
-    /// free memory]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, requires = "swap")]
-    pub swap_size: Option<u64>,
-    /// Let the program continue if this command is killed (SIGKILL); otherwise it ends, too
-    #[arg(long)]
-    pub detach: bool,
-    /// End the run, with exit code 125, when a process of it is not paged
-    #[arg(long)]
-    pub strict: bool,
-    /// Time for which the program waits when the pool is full, such as 30s or 2h, before it is
-    /// ended [default: 10m]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
-    pub wait_for_room: Option<u64>,
-    /// Write statistics as JSON to this file when the program ends
-    #[arg(long, value_name = "FILE")]
-    pub stats: Option<PathBuf>,
-    /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
-    pub command: Vec<OsString>,
-}
-
-/// Arguments of `aquifer limit`.
-#[derive(Args, Clone, Debug)]
-pub struct LimitArguments {
-    /// The agent to connect to.
-    #[command(flatten)]
-    pub agent: AgentChoice,
-    /// A process of the run, or the `aquifer run` that started it
-    #[arg(value_name = "PID", value_parser = clap::value_parser!(u32).range(1..))]
-    pub pid: u32,
-    /// The run's new limit, such as 512M. A run works with a few pages, but slowly
-    #[arg(value_name = "SIZE", value_parser = size::parse)]
-    pub size: u64,
 }
 
 /// Arguments that are passed on to `aquifer-bench` as they are.

@@ -1,8 +1,8 @@
 //! The command line `aquifer`: all commands and all daemons in one binary.
 //!
 //! `cluster` starts, stops and shows a cluster on this machine, and has the daemons. `run` starts
-//! an unmodified program on the pool. `kv` has key-value stores, and `cache` a
-//! server for clients of memcached. A command that fails writes one
+//! an unmodified program on the pool, and `core_dump` writes its memory to a file. `kv` has
+//! key-value stores, and `cache` a server for clients of memcached. A command that fails writes one
 //! sentence to standard error. `aquifer bench`, `demo` and `fabric` start the binary
 //! `aquifer-bench`, which uses the public items of this crate.
 
@@ -10,6 +10,7 @@ mod bench_binary;
 mod cache;
 mod cli;
 mod cluster;
+mod core_dump;
 #[cfg(test)]
 mod golden_tests;
 mod kv;
@@ -51,6 +52,7 @@ pub fn main() -> ExitCode {
         }
         Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
         Command::Cache(arguments) => cache::cache(cli.state.as_deref(), &arguments),
+        Command::Core(arguments) => core_dump::write(&arguments),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),

@@ -51,6 +51,19 @@ pub fn binary() -> &'static Path {
     })
 }
 
+/// Path of the `aquifer` of the last release; `None` in a clone without history.
+///
+/// # Panics
+/// If it cannot be built.
+#[must_use]
+pub fn last_release() -> Option<PathBuf> {
+    let _lock = lock("e2e-build.lock");
+    let output = Command::new(root().join("scripts/last-release.sh")).output().expect("it can be started");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let folder = String::from_utf8(output.stdout).expect("a plain path");
+    (!folder.is_empty()).then(|| Path::new(folder.trim()).join("aquifer"))
+}
+
 /// Folder of the built C programs.
 ///
 /// # Panics

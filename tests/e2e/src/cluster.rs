@@ -15,6 +15,7 @@ use crate::{build, eventually, processes};
 /// A running cluster. It is stopped when it is dropped.
 #[derive(Debug)]
 pub struct Cluster {
+    binary: PathBuf,
     state: TempDir,
     run_options: Vec<String>,
     nodes: usize,
@@ -37,11 +38,21 @@ impl Cluster {
     /// If it does not start.
     #[must_use]
     pub fn up_with(nodes: usize, memory: &str, options: &[&str]) -> Self {
+        Self::up_by(build::binary(), nodes, memory, options)
+    }
+
+    /// Starts a cluster by another `aquifer`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn up_by(binary: &Path, nodes: usize, memory: &str, options: &[&str]) -> Self {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         // As `aquifer up` creates it for root: programs that change their user must still reach
         // their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
-        let mut cluster = Self { state, run_options: Vec::new(), nodes, agent_socket: PathBuf::new() };
+        let (binary, agent_socket) = (binary.to_owned(), PathBuf::new());
+        let mut cluster = Self { binary, state, run_options: Vec::new(), nodes, agent_socket };
         let mut up = cluster.command();
         up.args(["up", "--nodes", &nodes.to_string(), "--memory", memory]).args(options);
         let output = up.output().expect("aquifer can be started");
@@ -60,9 +71,14 @@ impl Cluster {
     /// The command `aquifer --state …`.
     #[must_use]
     pub fn command(&self) -> Command {
-        let mut command = Command::new(build::binary());
+        let mut command = Command::new(&self.binary);
         command.arg("--state").arg(self.state.path());
         command
+    }
+
+    /// Sets the `aquifer` of all later commands.
+    pub fn set_binary(&mut self, binary: &Path) {
+        binary.clone_into(&mut self.binary);
     }
 
     /// The command `aquifer run --local LIMIT -- …`.

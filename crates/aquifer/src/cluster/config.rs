@@ -81,8 +81,9 @@ pub struct ClusterConfig {
     /// Most remote memory that the sessions of one user may hold, if it was given.
     #[serde(default)]
     pub extents_per_user: Option<u64>,
-    /// Most remote memory of the programs of one user, if it was given.
-    #[serde(default)]
+    /// Most remote memory of the programs of one user, if it was given. Else it is not written, so
+    /// that `aquifer` of the version before reads the file.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pages_per_user: Option<u64>,
     /// Socket of the agent for other users, if it serves them.
     #[serde(default)]

@@ -247,6 +247,12 @@ fn finish(
     if let Some(reason) = connection.reason().filter(|_| ending_signals.contains(&status.signal())) {
         return Err(RunError::Ended { program, reason });
     }
+    if status.core_dumped() {
+        crate::say::say_error!(
+            "the core dump has zeros for pages that were not resident; aquifer core PID writes a whole one \
+             of a running program"
+        );
+    }
     Ok(exit_code(status))
 }
 

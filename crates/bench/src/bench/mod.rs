@@ -16,6 +16,7 @@ mod malloc;
 mod migration;
 mod objects;
 mod packing;
+mod restart;
 pub mod support;
 
 use std::path::{Path, PathBuf};
@@ -44,8 +45,8 @@ pub struct BenchArgs {
     /// Draw pictures as SVG into this folder
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
-    /// Fabric between agent and nodes, for `bench faults` [default: shm] and `bench dilemma`
-    /// [default: both]
+    /// Fabric between agent and nodes, for `bench faults` and `bench restart` [default: shm], and
+    /// `bench dilemma` [default: both]
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Trace for `bench alloc` to replay: lines MICROSECONDS SIZE_CLASS, where class k has 4
@@ -118,7 +119,7 @@ struct Bench {
     run: fn(&BenchArgs) -> Result<Report, BenchError>,
 }
 
-const BENCHES: [Bench; 11] = [
+const BENCHES: [Bench; 12] = [
     Bench {
         name: "alloc",
         about: "allocation of extents, beside RPC and a one-sided array: with a cost model of RDMA, over \
@@ -208,6 +209,14 @@ const BENCHES: [Bench; 11] = [
         options: &[],
         serve_at: None,
         run: packing::run,
+    },
+    Bench {
+        name: "restart",
+        about: "pauses of programs on the pool when their agent is killed and another one is started",
+        targets: restart::TARGETS,
+        options: &[FABRIC],
+        serve_at: None,
+        run: restart::run,
     },
 ];
 

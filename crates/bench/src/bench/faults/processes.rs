@@ -1,15 +1,12 @@
 //! `aquifer bench faults --processes`: the processes of one run, together over its limit.
 
 use std::collections::BTreeMap;
-use std::path::Path;
-
-use serde::Deserialize;
 
 use crate::bench::support::bytes::{MIB, float, show_bytes};
-use crate::bench::support::child::{self, Streams, Watched};
 use crate::bench::support::cluster::{self, Cluster};
 use crate::bench::support::folder;
-use crate::bench::support::programs::{self, Latencies};
+use crate::bench::support::processbench::{self, Figures, Load};
+use crate::bench::support::programs;
 use crate::bench::support::progress;
 use crate::bench::support::report::{Column, Report, Row, Table, Target};
 use crate::bench::support::spread::Spread;
@@ -23,16 +20,6 @@ const LIMIT_BYTES: u64 = 64 * MIB;
 const BYTES: u64 = 192 * MIB;
 /// Longest wait for each process that may wait at the same time.
 const WAIT_MS_MAX: f64 = 100.0;
-
-/// What the program prints as a line of JSON.
-#[derive(Debug, Deserialize)]
-struct Figures {
-    seconds: f64,
-    touches: u64,
-    faults: Latencies,
-    longest_us: f64,
-    errors: u64,
-}
 
 /// What was measured with one number of processes, by round.
 #[derive(Debug, Default)]
@@ -82,7 +69,10 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     for round in 1..=rounds {
         for processes in PROCESSES {
             bar.set_message(format!("round {round}: {processes} processes"));
-            let figures = measure(&cluster, &programs.processbench, folder.path(), processes, seconds)?;
+            let figures = {
+                let load = Load { processes, bytes: BYTES, limit_bytes: LIMIT_BYTES, seconds };
+                processbench::run(&cluster, &programs.processbench, folder.path(), load)?
+            };
             all.entry(processes).or_default().add(&figures);
             bar.inc(1);
         }
@@ -102,31 +92,6 @@ pub fn run(args: &BenchArgs) -> Result<Report, BenchError> {
     ];
     fill(&mut report, &all);
     Ok(report)
-}
-
-fn measure(
-    cluster: &Cluster,
-    program: &Path,
-    folder: &Path,
-    processes: u64,
-    seconds: u64,
-) -> Result<Figures, BenchError> {
-    let mut command = cluster.pooled_command(LIMIT_BYTES, &folder.join("stats.json"), program)?;
-    command.args(["--processes", &processes.to_string(), "--bytes", &BYTES.to_string()]);
-    command.args(["--seconds", &seconds.to_string()]);
-    let output = folder.join("output");
-    let streams = Streams { input: None, output: &output };
-    let outcome = child::run(command, &streams, Watched::Started, |_| {})?;
-    let (program, way) = ("processbench".to_owned(), format!("{processes} processes on the pool"));
-    if !outcome.status.success() {
-        let (status, message) = (outcome.status.to_string(), outcome.message);
-        return Err(BenchError::Program { program, way, status, message });
-    }
-    let text = std::fs::read_to_string(&output).map_err(BenchError::io("read", &output))?;
-    match serde_json::from_str::<Figures>(&text) {
-        Ok(figures) if figures.errors == 0 => Ok(figures),
-        _ => Err(BenchError::Figures { program, way, text }),
-    }
 }
 
 fn fill(report: &mut Report, all: &BTreeMap<u64, Rounds>) {

@@ -100,6 +100,25 @@ impl Cluster {
         find_agent(&serde_json::from_slice(&output.stdout).ok()?)
     }
 
+    /// Kills the agent, and starts another by `aquifer up`.
+    ///
+    /// # Errors
+    /// If the agent's process is not known, or `aquifer up` fails.
+    pub fn restart_agent(&self) -> Result<(), BenchError> {
+        let output = aquifer(self.state())?.args(["status", "--json"]).output();
+        let output = output.map_err(BenchError::io("ask for the status of", self.state()))?;
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        let parts = status["parts"].as_array().into_iter().flatten();
+        let agent =
+            parts.into_iter().find(|part| part["name"] == "agent").and_then(|part| part["pid"].as_i64());
+        let agent = agent.and_then(|pid| rustix::process::Pid::from_raw(i32::try_from(pid).ok()?));
+        let killed = agent
+            .ok_or(std::io::ErrorKind::NotFound.into())
+            .and_then(|agent| Ok(rustix::process::kill_process(agent, rustix::process::Signal::KILL)?));
+        killed.map_err(BenchError::io("kill the agent of", self.state()))?;
+        self.control("up", &[])
+    }
+
     /// Kills the daemons: the processes with the state folder among their arguments. Their stored
     /// numbers may belong to other processes by now.
     fn kill(&self) {

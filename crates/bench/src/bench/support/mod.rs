@@ -8,6 +8,7 @@ pub mod draw;
 pub mod folder;
 pub mod interrupt;
 pub mod lines;
+pub mod processbench;
 pub mod procs;
 pub mod programs;
 pub mod progress;
