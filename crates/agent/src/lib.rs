@@ -18,4 +18,5 @@ mod report;
 pub mod shadow;
 mod swap_servers;
 
+pub use aquifer_faults::serve::can_serve_programs;
 pub use daemon::{AgentError, AgentOptions, SegmentSettings, serve};

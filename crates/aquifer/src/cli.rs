@@ -14,7 +14,7 @@ use crate::kv::KvArguments;
 use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
 use crate::state::StateDir;
 use aquifer_ipc::size;
-pub use programs::{CoreArguments, LimitArguments, RunArguments};
+pub use programs::{CheckArguments, CoreArguments, LimitArguments, RunArguments};
 
 const HELP: &str = "\
 {about-with-newline}
@@ -30,7 +30,9 @@ Cluster on this machine:
 
 Programs:
   run        Run an unmodified program with a limit on its resident memory
+  check      Check whether this machine, this user and a program can use the pool
   limit      Change the limit of a running program
+  core       Write a core dump of a program, with its pages that are elsewhere
   kv         Use key-value stores in the memory of nodes
   cache      Serve a cache that speaks memcached's protocols
 
@@ -99,6 +101,9 @@ pub enum Command {
     /// Run an unmodified program with a limit on its resident memory; the rest is on memory nodes
     #[command(after_help = programs::RUN_HELP)]
     Run(RunArguments),
+    /// Check whether this machine, this user and a program can use the pool
+    #[command(after_help = programs::CHECK_HELP)]
+    Check(CheckArguments),
     /// Change the limit of a running program
     Limit(LimitArguments),
     /// Write a core dump of a process on the pool, with its pages that are elsewhere

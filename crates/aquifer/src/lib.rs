@@ -8,6 +8,7 @@
 
 mod bench_binary;
 mod cache;
+mod check;
 mod cli;
 mod cluster;
 mod core_dump;
@@ -52,6 +53,7 @@ pub fn main() -> ExitCode {
         }
         Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
         Command::Cache(arguments) => cache::cache(cli.state.as_deref(), &arguments),
+        Command::Check(arguments) => state(&cli.state).and_then(|state| check::check(&state, &arguments)),
         Command::Core(arguments) => core_dump::write(&arguments),
         Command::Run(arguments) => Ok(run(&cli.state, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),

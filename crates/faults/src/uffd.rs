@@ -117,6 +117,18 @@ impl AsRawFd for Userfaultfd {
 }
 
 impl Userfaultfd {
+    /// Opens a userfaultfd of this process, and enables the features that the monitor needs.
+    ///
+    /// # Errors
+    /// If this user may not, or the kernel lacks a feature.
+    pub fn create() -> io::Result<Self> {
+        use rustix::mm::{UserfaultfdFlags, userfaultfd};
+        // SAFETY: the descriptor changes no memory before a range is registered.
+        let own = unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK) }?;
+        let own = Self::from(own);
+        own.enable().map(|()| own)
+    }
+
     /// Enables the features that the monitor needs, unless that was done before.
     ///
     /// Must come before any other request. Fork events require CAP_SYS_PTRACE, which the agent may

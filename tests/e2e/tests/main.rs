@@ -6,6 +6,7 @@ mod agent_restart;
 mod bad_input;
 mod behaviour;
 mod chaos;
+mod check;
 mod checker;
 mod children;
 mod core_dump;

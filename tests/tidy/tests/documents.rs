@@ -231,3 +231,12 @@ fn the_tests_that_security_md_names_exist() {
     let missing: Vec<String> = names.into_iter().filter(is_missing).map(str::to_owned).collect();
     assert_no_violations("SECURITY.md names tests that do not exist:", &missing);
 }
+
+/// `aquifer check` shows it.
+#[test]
+fn the_readme_has_the_list_of_what_is_not_supported() {
+    let read = |path: &str| std::fs::read_to_string(root().join(path)).expect("it exists");
+    let list = read("crates/aquifer/src/check/unsupported.txt");
+    let readme = read("README.md");
+    assert!(list.len() > 1000 && readme.contains(&list), "README.md has another list");
+}

@@ -61,6 +61,26 @@ pub struct RunArguments {
     pub command: Vec<OsString>,
 }
 
+/// What follows the options of `aquifer check`.
+pub const CHECK_HELP: &str = "\
+Example:
+  aquifer check -- sqlite3
+
+Exit codes:
+  0    programs can run on the pool, and so can the one that was given
+  1    something is missing, and the output says what";
+
+/// Arguments of `aquifer check`.
+#[derive(Args, Clone, Debug)]
+pub struct CheckArguments {
+    /// The agent to ask.
+    #[command(flatten)]
+    pub agent: AgentChoice,
+    /// A program, whose arguments are ignored
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    pub command: Vec<OsString>,
+}
+
 /// What follows the options of `aquifer core`.
 pub const CORE_HELP: &str = "\
 The process is stopped meanwhile, and goes on afterwards. Core dumps of the kernel and of gcore have

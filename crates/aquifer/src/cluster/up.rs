@@ -12,6 +12,7 @@ use super::launch::{LaunchError, process_of, start};
 use super::location::DirectoryLocation;
 use super::lock::{FileLock, LockHolder};
 use crate::Outcome;
+use crate::check::why_no_agent;
 use crate::cli::UpArguments;
 use crate::say::say_line;
 use crate::settings::DirectorySettings;
@@ -54,6 +55,9 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         return Err(error.into());
     }
     watch_exits(state, &config);
+    if let Err(error) = aquifer_agent::can_serve_programs() {
+        crate::say::say_error!("no program can run on this cluster: {}", why_no_agent(&error));
+    }
     say_line!("Started {}", names(&missing));
     say_line!("The cluster is up: {config}, in {}", state.path().display());
     say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");

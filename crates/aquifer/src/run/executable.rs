@@ -4,15 +4,20 @@ use std::ffi::OsStr;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+
+use object::Endianness;
+use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64};
+use object::read::ReadCache;
+use object::read::elf::{Dyn, FileHeader, ProgramHeader};
 
 /// Longest chain of script interpreters, as in the kernel.
 const SCRIPT_DEPTH_MAX: u32 = 4;
-const PROGRAM_HEADERS_MAX: u16 = 256;
-const PT_INTERP: u32 = 3;
-const ELF_64_LITTLE: [u8; 6] = [0x7f, b'E', b'L', b'F', 2, 1];
-const MACHINE_X86_64: u16 = 62;
+/// The extended attribute with the capabilities of a file.
+const CAPABILITIES: &str = "security.capability";
+/// Start of the names of AddressSanitizer's runtime.
+const ASAN_RUNTIME: [&[u8]; 2] = [b"libasan.so", b"libclang_rt.asan"];
 
 /// Why a program cannot be run on the pool.
 #[derive(Debug, thiserror::Error)]
@@ -51,6 +56,27 @@ pub enum ExecutableError {
         /// The file.
         program: PathBuf,
     },
+    /// The program is for another C library.
+    #[error("{0} is for another C library than glibc, so the shim cannot be loaded into it: page it by \
+             kernel swap: aquifer run --swap, as root", program.display())]
+    OtherLibrary {
+        /// The file.
+        program: PathBuf,
+    },
+    /// The program has the dynamic runtime of AddressSanitizer, which must be the first library.
+    #[error("{0} has the dynamic runtime of AddressSanitizer, which must be loaded before the shim: link it \
+             with -static-libasan", program.display())]
+    AddressSanitizer {
+        /// The file.
+        program: PathBuf,
+    },
+    /// The file has capabilities, so the dynamic linker ignores LD_PRELOAD.
+    #[error("{0} has file capabilities, so the shim cannot be loaded into it: run it as root, or page it by \
+             kernel swap: aquifer run --swap, as root", program.display())]
+    Capabilities {
+        /// The file.
+        program: PathBuf,
+    },
     /// The program has a set-user-ID or set-group-ID bit, so the dynamic linker ignores LD_PRELOAD.
     #[error("{0} is a set-user-ID or set-group-ID program, so the shim cannot be loaded into it: \
              run it as its target user, or page it by kernel swap: aquifer run --swap, as \
@@ -61,7 +87,10 @@ pub enum ExecutableError {
     },
 }
 
-use ExecutableError::{NotExecutable, NotFound, OtherMachine, SetId, Static, Unreadable};
+use ExecutableError::{
+    AddressSanitizer, Capabilities, NotExecutable, NotFound, OtherLibrary, OtherMachine, SetId, Static,
+    Unreadable,
+};
 
 /// Finds a program as a shell does.
 ///
@@ -101,8 +130,12 @@ fn check_file(program: &Path, file: &Path, depth: u32) -> Result<(), ExecutableE
     if !metadata.is_file() || !is_executable(file) {
         return Err(NotExecutable { program: name() });
     }
-    if metadata.permissions().mode() & 0o6000 != 0 && !rustix::process::geteuid().is_root() {
+    let is_root = rustix::process::geteuid().is_root();
+    if metadata.permissions().mode() & 0o6000 != 0 && !is_root {
         return Err(SetId { program: name() });
+    }
+    if has_capabilities(file) && !is_root {
+        return Err(Capabilities { program: name() });
     }
     let opened = match File::open(file) {
         Ok(opened) => opened,
@@ -123,12 +156,20 @@ fn check_file(program: &Path, file: &Path, depth: u32) -> Result<(), ExecutableE
     if !head.starts_with(b"\x7fELF") {
         return Err(NotExecutable { program: name() });
     }
-    match parse_elf(&head, |offset, buffer| opened.read_exact_at(buffer, offset).is_ok()) {
+    match kind_of(opened) {
         Elf::Dynamic => Ok(()),
         Elf::Static => Err(Static { program: name() }),
+        Elf::OtherLibrary => Err(OtherLibrary { program: name() }),
+        Elf::AddressSanitizer => Err(AddressSanitizer { program: name() }),
         Elf::OtherMachine => Err(OtherMachine { program: name() }),
         Elf::Damaged => Err(NotExecutable { program: name() }),
     }
+}
+
+/// Whether a file gives its process capabilities. Without the right to know, it counts as if not:
+/// then the watch for unpaged processes finds it.
+fn has_capabilities(file: &Path) -> bool {
+    rustix::fs::getxattr(file, CAPABILITIES, &mut [0u8; 64]).is_ok_and(|length| length > 0)
 }
 
 fn is_executable(path: &Path) -> bool {
@@ -139,79 +180,118 @@ fn is_executable(path: &Path) -> bool {
 enum Elf {
     Dynamic,
     Static,
+    /// Dynamic, for another C library than glibc.
+    OtherLibrary,
+    /// Dynamic, with the dynamic runtime of AddressSanitizer.
+    AddressSanitizer,
     OtherMachine,
     Damaged,
 }
 
-/// Classifies an ELF file by its first bytes and its program headers, which `read` reads at an
-/// offset.
-fn parse_elf(head: &[u8], read: impl Fn(u64, &mut [u8]) -> bool) -> Elf {
-    let half = |at: usize| Some(u16::from_le_bytes(head.get(at..at + 2)?.try_into().ok()?));
-    if !head.starts_with(&ELF_64_LITTLE) || half(18) != Some(MACHINE_X86_64) {
+/// Classifies an ELF file.
+fn kind_of(file: impl Read + std::io::Seek) -> Elf {
+    let file = ReadCache::new(file);
+    let Ok(header) = FileHeader64::<Endianness>::parse(&file) else { return Elf::OtherMachine };
+    let Ok(Endianness::Little) = header.endian() else { return Elf::OtherMachine };
+    let endian = Endianness::Little;
+    if header.e_machine(endian) != EM_X86_64 {
         return Elf::OtherMachine;
     }
-    let table = head.get(32..40).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
-    let (Some(table), Some(size), Some(count)) = (table, half(54), half(56)) else { return Elf::Damaged };
-    if size < 56 || count > PROGRAM_HEADERS_MAX {
-        return Elf::Damaged;
+    let Ok(segments) = header.program_headers(endian, &file) else { return Elf::Damaged };
+    let interpreter = segments.iter().find_map(|segment| segment.interpreter(endian, &file).transpose());
+    match interpreter {
+        None => Elf::Static,
+        Some(Err(_)) => Elf::Damaged,
+        Some(Ok(linker)) if !is_linker_of_glibc(linker) => Elf::OtherLibrary,
+        Some(Ok(_)) if needs_asan(header, endian, &file).unwrap_or(false) => Elf::AddressSanitizer,
+        Some(Ok(_)) => Elf::Dynamic,
     }
-    for number in 0..u64::from(count) {
-        let mut kind = [0; 4];
-        let Some(offset) = table.checked_add(number * u64::from(size)) else { return Elf::Damaged };
-        if !read(offset, &mut kind) {
-            return Elf::Damaged;
-        }
-        if u32::from_le_bytes(kind) == PT_INTERP {
-            return Elf::Dynamic;
-        }
-    }
-    Elf::Static
+}
+
+/// Whether a dynamic linker may be that of glibc, whose name is `ld-linux-x86-64.so.2` or, in some
+/// distributions, `ld-2.NN.so`.
+fn is_linker_of_glibc(path: &[u8]) -> bool {
+    let name = path.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
+    !name.starts_with(b"ld-musl") && !name.starts_with(b"ld-uClibc") && name != b"linker64"
+}
+
+/// Whether a file needs the dynamic runtime of AddressSanitizer.
+fn needs_asan<'a, R: object::ReadRef<'a>>(
+    header: &FileHeader64<Endianness>,
+    endian: Endianness,
+    file: R,
+) -> object::Result<bool> {
+    let sections = header.sections(endian, file)?;
+    let Some((entries, names)) = sections.dynamic(endian, file)? else { return Ok(false) };
+    let names = sections.strings(endian, file, names)?;
+    let needed = entries.iter().filter(|entry| entry.tag32(endian) == Some(DT_NEEDED));
+    let mut libraries = needed.filter_map(|entry| names.get(entry.val32(endian)?).ok());
+    Ok(libraries.any(|library| ASAN_RUNTIME.iter().any(|name| library.starts_with(name))))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn elf(kinds: &[u32]) -> Vec<u8> {
+    const PT_INTERP: u32 = 3;
+
+    /// An ELF file with segments of these kinds, and the path of this dynamic linker.
+    fn elf(kinds: &[u32], linker: &[u8]) -> Vec<u8> {
         let mut bytes = vec![0u8; 64 + kinds.len() * 56];
-        bytes[..6].copy_from_slice(&ELF_64_LITTLE);
-        bytes[18] = 62;
-        bytes[32] = 64;
-        bytes[54] = 56;
+        bytes[..7].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1, 1]);
+        (bytes[18], bytes[32], bytes[54]) = (62, 64, 56);
         bytes[56] = u8::try_from(kinds.len()).unwrap();
+        let end = bytes.len() as u64;
         for (number, kind) in kinds.iter().enumerate() {
-            bytes[64 + number * 56..][..4].copy_from_slice(&kind.to_le_bytes());
+            let segment = &mut bytes[64 + number * 56..][..56];
+            segment[..4].copy_from_slice(&kind.to_le_bytes());
+            segment[8..16].copy_from_slice(&end.to_le_bytes());
+            segment[32..40].copy_from_slice(&(linker.len() as u64 + 1).to_le_bytes());
         }
+        bytes.extend(linker);
+        bytes.push(0);
         bytes
     }
 
     fn parse(bytes: &[u8]) -> Elf {
-        let read = |offset: u64, buffer: &mut [u8]| {
-            let start = usize::try_from(offset).unwrap_or(usize::MAX);
-            let part = start.checked_add(buffer.len()).and_then(|end| bytes.get(start..end));
-            part.map(|part| buffer.copy_from_slice(part)).is_some()
-        };
-        parse_elf(&bytes[..bytes.len().min(256)], read)
+        kind_of(std::io::Cursor::new(bytes))
     }
 
+    const GLIBC: &[u8] = b"/lib64/ld-linux-x86-64.so.2";
+
     #[test]
-    fn a_program_with_an_interpreter_is_dynamic() {
-        assert_eq!(parse(&elf(&[6, 3, 1])), Elf::Dynamic);
-        assert_eq!(parse(&elf(&[1, 1, 2])), Elf::Static);
+    fn a_program_is_dynamic_by_its_linker() {
+        assert_eq!(parse(&elf(&[6, PT_INTERP, 1], GLIBC)), Elf::Dynamic);
+        assert_eq!(parse(&elf(&[1, 1, 2], GLIBC)), Elf::Static);
+        assert_eq!(parse(&elf(&[PT_INTERP], b"/lib/ld-musl-x86_64.so.1")), Elf::OtherLibrary);
     }
 
     #[test]
     fn damaged_files_and_other_processors_are_distinguished() {
-        let mut other = elf(&[3]);
+        let mut other = elf(&[PT_INTERP], GLIBC);
         other[18] = 183;
         assert_eq!(parse(&other), Elf::OtherMachine);
-        let whole = elf(&[1, 3]);
-        for end in 6..whole.len() - 56 {
+        let whole = elf(&[1, PT_INTERP], GLIBC);
+        for end in 0..whole.len() - 1 {
             assert_ne!(parse(&whole[..end]), Elf::Dynamic, "cut at {end}");
         }
-        let mut far = elf(&[3]);
+        let mut far = elf(&[PT_INTERP], GLIBC);
         far[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
         assert_eq!(parse(&far), Elf::Damaged);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_file_is_read_out_of_its_bounds(
+            bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..300),
+            at in 0usize..200,
+            value in proptest::num::u8::ANY,
+        ) {
+            let _ = parse(&bytes);
+            let mut changed = elf(&[6, PT_INTERP, 2], GLIBC);
+            changed[at] = value;
+            let _ = parse(&changed);
+        }
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod executable;
 mod signals;
 mod swap;
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -150,6 +150,15 @@ impl RunError {
             _ => EXIT_FAILED,
         }
     }
+}
+
+/// Finds a program, and checks that it can be paged by the shim.
+///
+/// # Errors
+/// Why it cannot.
+pub fn check_program(name: &OsStr) -> Result<PathBuf, ExecutableError> {
+    let program = executable::find(name)?;
+    executable::check(&program).map(|()| program)
 }
 
 /// Runs a program and returns its exit code.

@@ -121,6 +121,14 @@ pub struct KnockSocket {
     pub listener: OwnedFd,
 }
 
+/// Whether a process of this user can serve the faults of programs.
+///
+/// # Errors
+/// If the kernel does not permit it, or lacks what is needed.
+pub fn can_serve_programs() -> std::io::Result<()> {
+    crate::uffd::Userfaultfd::create().map(drop)
+}
+
 /// What the agent provides to the paging service.
 pub trait AgentServices: Send + Sync + Debug {
     /// Connects to memory nodes on behalf of a tenant, to write pages.
