@@ -51,8 +51,13 @@ pub(crate) enum SocketKind {
     Own,
     /// That of all users of the host.
     Shared,
-    /// That of a knock, with the secret that proves the agent.
-    Knock([u8; SOCKET_SECRET_BYTES]),
+    /// That of a knock.
+    Knock {
+        /// Proves the agent to the child.
+        secret: [u8; SOCKET_SECRET_BYTES],
+        /// The user of the run, and that of the child at its fork; `u32::MAX` if it is not known.
+        users: [u32; 2],
+    },
 }
 
 /// Why a run is not opened; a sentence for its user.
@@ -147,13 +152,19 @@ impl Connections {
         let is_permitted = match kind {
             SocketKind::Shared => true,
             SocketKind::Own => is_own_user(peer.uid),
-            SocketKind::Knock(secret) => {
+            // Who gets the secret could listen at the socket's name later, as if it were the agent.
+            SocketKind::Knock { users, .. }
+                if ![peer.uid, u32::MAX].iter().any(|user| users.contains(user)) =>
+            {
+                return;
+            }
+            SocketKind::Knock { secret, .. } => {
                 // Without it the child connects once more.
                 let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
                 false
             }
         };
-        let counted = Counted { uid: peer.uid, is_knock: matches!(kind, SocketKind::Knock(_)) };
+        let counted = Counted { uid: peer.uid, is_knock: matches!(kind, SocketKind::Knock { .. }) };
         if !self.count_in(counted) {
             let limit = counted.limit();
             tracing::warn!(uid = peer.uid, limit, "refused a connection: the user has too many");
@@ -219,7 +230,7 @@ impl Connections {
                 Frame::Refused(OTHER_USERS_AGENT.into())
             }
             Ok((Frame::Hello(hello), fds)) => {
-                if let Err(error) = self.service.attach_program(hello, fds, socket, peer.pid) {
+                if let Err(error) = self.service.attach_program(hello, fds, socket, peer) {
                     tracing::warn!(uid = peer.uid, pid = peer.pid, %error, "refused a program");
                 }
                 return;

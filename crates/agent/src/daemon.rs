@@ -371,7 +371,10 @@ impl Agent {
     fn accept_connections(&self) {
         let knocks = self.host.knock_sockets.list();
         let shared = self.shared_listener.iter().map(|listener| (listener, SocketKind::Shared));
-        let knocks = knocks.iter().map(|socket| (&socket.listener, SocketKind::Knock(socket.knock.secret)));
+        let knocks = knocks.iter().map(|socket| {
+            let users = [socket.tenant, socket.user];
+            (&socket.listener, SocketKind::Knock { secret: socket.knock.secret, users })
+        });
         let listeners: Vec<(&OwnedFd, SocketKind)> =
             shared.chain([(&self.listener, SocketKind::Own)]).chain(knocks).collect();
         let mut waited_for: Vec<&OwnedFd> = listeners.iter().map(|(listener, _)| *listener).collect();

@@ -10,8 +10,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 /// Time for which a socket is open. A child connects at once.
 const OPEN_TIME: Duration = Duration::from_secs(30);
-/// Most sockets of a user that are open at once. The next one replaces the oldest.
-const PER_TENANT_MAX: usize = 512;
+/// Most knocks of a user whose sockets are open at once. The next one replaces the oldest.
+const PER_TENANT_MAX: usize = 128;
 
 /// The sockets that are open.
 #[derive(Debug)]
@@ -39,10 +39,14 @@ impl KnockSockets {
     pub fn add(&self, socket: KnockSocket) {
         let mut open = self.lock();
         let is_of_tenant = |other: &OpenSocket| other.socket.tenant == socket.tenant;
-        if open.iter().filter(|other| is_of_tenant(other)).count() == PER_TENANT_MAX
-            && let Some(oldest) = open.iter().position(is_of_tenant)
-        {
-            open.remove(oldest);
+        let mut knocks: Vec<KnockName> = Vec::new();
+        for other in open.iter().filter(|other| is_of_tenant(other)).map(|other| other.socket.knock) {
+            if !knocks.contains(&other) {
+                knocks.push(other);
+            }
+        }
+        if knocks.len() >= PER_TENANT_MAX && !knocks.contains(&socket.knock) {
+            open.retain(|other| other.socket.knock != knocks[0]);
         }
         let until = Instant::now() + OPEN_TIME;
         open.push_back(OpenSocket { socket: Arc::new(socket), until });
@@ -85,20 +89,24 @@ mod tests {
     fn a_user_replaces_only_its_own_sockets() {
         let sockets = KnockSockets::new().unwrap();
         let tenants = || sockets.lock().iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
-        let knock = |first| KnockName { name: [first; 16], secret: [0; 16] };
-        let add = |tenant: u32| {
+        let knock = |number: usize| KnockName { name: [u8::try_from(number).unwrap(); 16], secret: [0; 16] };
+        let add = |tenant: u32, number| {
             let listener = File::open("/dev/null").unwrap().into();
-            sockets.add(KnockSocket { tenant, knock: knock(u8::try_from(tenant).unwrap()), listener });
+            sockets.add(KnockSocket { tenant, user: tenant, knock: knock(number), listener });
         };
-        add(1);
-        (0..PER_TENANT_MAX + 5).for_each(|_| add(2));
+        add(1, 255);
+        for number in 0..PER_TENANT_MAX + 5 {
+            // In two namespaces.
+            add(2, number);
+            add(2, number);
+        }
         assert_eq!(tenants()[..2], [1, 2]);
-        assert_eq!(sockets.list().len(), 1 + PER_TENANT_MAX);
+        assert_eq!(sockets.list().len(), 1 + 2 * PER_TENANT_MAX);
+        assert_eq!(sockets.list()[1].knock, knock(5), "the oldest knocks are replaced");
         sockets.lock()[0].until = Instant::now();
-        assert_eq!(sockets.list().len(), PER_TENANT_MAX);
+        assert_eq!(sockets.list().len(), 2 * PER_TENANT_MAX);
         assert!(tenants().iter().all(|tenant| *tenant == 2));
-        add(3);
-        sockets.end(&knock(2));
-        assert_eq!(tenants(), [3]);
+        sockets.end(&knock(5));
+        assert_eq!(sockets.list().len(), 2 * (PER_TENANT_MAX - 1));
     }
 }

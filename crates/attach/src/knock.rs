@@ -73,6 +73,16 @@ fn enter(page: usize) -> Result<i32, isize> {
     }
 }
 
+/// Repeats a system call that signals interrupt.
+fn uninterrupted(mut call: impl FnMut() -> isize) -> isize {
+    loop {
+        let result = call();
+        if result != -(libc::EINTR as isize) {
+            return result;
+        }
+    }
+}
+
 /// Whether the other end of a connection has sent the secret.
 fn has_sent(socket: i32, secret: [u8; SOCKET_SECRET_BYTES]) -> bool {
     let mut found = [0; SOCKET_SECRET_BYTES];
@@ -84,11 +94,13 @@ fn has_sent(socket: i32, secret: [u8; SOCKET_SECRET_BYTES]) -> bool {
         unsafe { syscall(libc::SYS_setsockopt, [socket as usize, level, name, at, length, 0]) }
     };
     set_timeout(SECRET_TIMEOUT);
-    // SAFETY: the kernel writes no more than the buffer holds.
-    let length = unsafe {
+    let length = uninterrupted(|| {
         let at = found.as_mut_ptr() as usize;
-        syscall(libc::SYS_recvfrom, [socket as usize, at, found.len(), libc::MSG_TRUNC as usize, 0, 0])
-    };
+        // SAFETY: the kernel writes no more than the buffer holds.
+        unsafe {
+            syscall(libc::SYS_recvfrom, [socket as usize, at, found.len(), libc::MSG_TRUNC as usize, 0, 0])
+        }
+    });
     // What follows is waited for like at the agent's other sockets.
     set_timeout(libc::timeval { tv_sec: 0, tv_usec: 0 });
     length == found.len() as isize && found == secret
@@ -112,7 +124,8 @@ fn connect_to(name: [u8; SOCKET_NAME_BYTES]) -> Result<i32, isize> {
             return Err(-socket);
         }
         let address_at = (&raw const address) as usize;
-        let result = syscall(libc::SYS_connect, [socket as usize, address_at, length, 0, 0, 0]);
+        let result =
+            uninterrupted(|| syscall(libc::SYS_connect, [socket as usize, address_at, length, 0, 0, 0]));
         if result < 0 {
             close(socket as i32);
             return Err(-result);

@@ -360,3 +360,27 @@ fn a_wrong_cluster_key_is_reported_as_such() {
     assert!(!outcome.status.success());
     assert!(outcome.stderr.contains("the cluster keys differ"), "{}", outcome.stderr);
 }
+
+/// Nothing is left then that could end it.
+#[test]
+fn a_program_ends_when_agent_and_keeper_are_killed_together() {
+    let cluster = Cluster::up(1, "128M");
+    let run = endless(&cluster, LIMIT, "64M");
+    await_paging(&cluster, 16 << 20);
+    let program = program_of(&run);
+    // With the agent's shadow, which has the same command line.
+    let (keeper, agent) = (cluster.daemon("keeper", None), cluster.daemon("agent", None));
+    let daemons: Vec<u32> = cluster.daemons().into_iter().filter(|pid| is_agent(*pid)).collect();
+    assert!(daemons.contains(&agent), "{daemons:?}");
+    [keeper].into_iter().chain(daemons).for_each(|pid| processes::signal(pid, Signal::KILL));
+    let outcome = run.wait();
+    assert_eq!(outcome.status.code(), Some(125), "{}: {}", outcome.status, outcome.stderr);
+    assert!(outcome.stderr.contains("no agent took over"), "{}", outcome.stderr);
+    assert_no_wrong_byte(&outcome.stderr);
+    eventually("the program to end", || (!processes::is_alive(program)).then_some(()));
+}
+
+fn is_agent(pid: u32) -> bool {
+    let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    words.split(|byte| *byte == 0).any(|word| word == b"agent")
+}

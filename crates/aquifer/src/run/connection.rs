@@ -115,14 +115,14 @@ impl RunConnection {
     }
 }
 
-/// The function to call if the agent closes the connection: it prints a message, and returns the
-/// reason for the end of the program, in case no agent takes over.
-pub(super) fn on_agent_gone(name: String) -> impl FnOnce() -> String + Send {
-    move || {
-        crate::say::say_error!(
-            "connection to the agent lost. {name} waits for a new agent, and is ended if none starts \
-                within the grace time"
-        );
+/// The function to call if the connection to the agent is closed: it ends the program, and returns
+/// the reason.
+///
+/// The keeper holds this connection, too, so it is closed only if the keeper has ended the run, or
+/// if agent and keeper have died. Then no agent can take over, and nothing would end the program.
+pub(super) fn on_agent_gone() -> impl FnOnce() -> String + Send {
+    || {
+        super::signals::kill_program();
         "its agent died, and no agent took over within the grace time".to_owned()
     }
 }

@@ -183,20 +183,19 @@ fn run_on_agent(options: &RunOptions, program: PathBuf) -> Result<i32, RunError>
     let shim = shim_path()?;
     executable::check(&program)?;
     let stats = options.stats.as_deref().map(open_stats).transpose()?;
-    let name = name_of(&program);
     let open = OpenRun {
         limit_bytes: options.local_bytes,
         replicas: options.replicas,
         outlives_owner: options.detach,
         is_strict: options.strict,
         wait_for_room_ms: options.wait_for_room_ms,
-        name: name.clone(),
+        name: name_of(&program),
     };
     let mut connection = RunConnection::open(&options.agent_socket, &open)?;
     signals::install();
     let mut command = Command::new(&program);
     prepare(&mut command, options, &shim, &connection);
-    let status = run_to_exit(options, &program, command, &mut connection, on_agent_gone(name))?;
+    let status = run_to_exit(options, &program, command, &mut connection, on_agent_gone())?;
     let statistics = connection.close();
     finish(program, status, &connection, statistics, stats)
 }

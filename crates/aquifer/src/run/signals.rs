@@ -5,12 +5,18 @@
 //! forwarded.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::SeqCst};
+
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// Process number of the program; 0 before its start and after its end.
 static CHILD: AtomicI32 = AtomicI32::new(0);
+/// The program, from its start on.
+static PROGRAM: OnceLock<OwnedFd> = OnceLock::new();
 /// Signals that came before the program was started, a bit for each.
 static EARLY: AtomicU64 = AtomicU64::new(0);
 /// Signals that were ignored when this process was started: the program ignores them, too.
@@ -110,13 +116,26 @@ pub(super) fn inherit(command: &mut Command) {
     unsafe { command.pre_exec(ignore) };
 }
 
-/// Sets the process that gets the signals, 0 for none, and sends it those that came before.
+/// Sets the process that gets the signals, 0 for none, and sends it those that came before. It must
+/// not have been waited for.
 pub(super) fn forward_to(child: u32) {
+    let number = i32::try_from(child).ok().and_then(Pid::from_raw);
+    if let Some(pidfd) = number.and_then(|number| pidfd_open(number, PidfdFlags::empty()).ok()) {
+        let _is_first = PROGRAM.set(pidfd);
+    }
     CHILD.store(i32::try_from(child).unwrap_or(0), SeqCst);
     let early = if child == 0 { 0 } else { EARLY.swap(0, SeqCst) };
     for signal in all().filter(|signal| early & bit(*signal) != 0) {
         // SAFETY: this is no signal handler, and may call anything.
         unsafe { send(None, signal) };
+    }
+}
+
+/// Kills the program.
+pub(super) fn kill_program() {
+    if let Some(pidfd) = PROGRAM.get() {
+        // It may have ended.
+        let _ = rustix::process::pidfd_send_signal(pidfd, rustix::process::Signal::KILL);
     }
 }
 

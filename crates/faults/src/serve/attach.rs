@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use aquifer_channel::peer::PeerCredentials;
 use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{Frame, ProgramHello};
 
@@ -57,7 +58,7 @@ pub enum AttachError {
 impl PagingService {
     /// Attaches a program that has said hello on `socket`.
     ///
-    /// `pid` is the process at the other end, as the kernel reports it. A program that is refused
+    /// `peer` is the process at the other end, as the kernel reports it. A program that is refused
     /// is told the reason.
     ///
     /// # Errors
@@ -67,10 +68,10 @@ impl PagingService {
         hello: ProgramHello,
         fds: Vec<OwnedFd>,
         socket: OwnedFd,
-        pid: u32,
+        peer: PeerCredentials,
     ) -> Result<(), AttachError> {
         let reply_to = socket.try_clone()?;
-        self.try_attach(hello, fds, socket, pid).inspect_err(|error| {
+        self.try_attach(hello, fds, socket, peer).inspect_err(|error| {
             let refusal = Frame::Refused(error.to_string());
             if let Err(error) = send_frame(&reply_to, &refusal, &[]) {
                 tracing::debug!(%error, "cannot send the refusal: the program has ended");
@@ -83,16 +84,16 @@ impl PagingService {
         hello: ProgramHello,
         fds: Vec<OwnedFd>,
         socket: OwnedFd,
-        pid: u32,
+        peer: PeerCredentials,
     ) -> Result<(), AttachError> {
         let run = self.run(hello.token).ok_or(AttachError::NoSuchRun)?;
         if let Some(reason) = run.end_reason() {
             return Err(AttachError::Ended(reason));
         }
-        let process = UnprovenProcess::peer(&socket, pid)?;
+        let process = UnprovenProcess::peer(&socket, peer.pid)?;
         let attachment = Attachment { hello, socket: Arc::new(socket), worker: WorkerPort::new()? };
         if hello.is_child {
-            return attach_child(&run, process, attachment);
+            return attach_child(&run, process, peer.uid, attachment);
         }
         let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
         let uffd = Userfaultfd::from(uffd);
@@ -102,10 +103,19 @@ impl PagingService {
 }
 
 /// Passes the hello of a forked child to its monitor, which finds out whether it is that child's.
-fn attach_child(run: &Run, process: UnprovenProcess, attachment: Attachment) -> Result<(), AttachError> {
+fn attach_child(
+    run: &Run,
+    process: UnprovenProcess,
+    user: u32,
+    attachment: Attachment,
+) -> Result<(), AttachError> {
     let number = attachment.hello.child_number;
     let is_this_child = |program: &Arc<Program>| program.id == number && program.is_forked.load(Relaxed);
     let program = run.programs().into_iter().find(is_this_child).ok_or(AttachError::UnknownChild)?;
+    // Each proof of another process uses up a page by which the child can prove its memory.
+    if !program.may_be_of(user, run.tenant()) {
+        return Err(AttachError::UnknownChild);
+    }
     if !program.request(MonitorRequest::Attach(Box::new(attachment), process)) {
         return Err(AttachError::TooManyHellos(1));
     }

@@ -46,11 +46,20 @@ impl Canary {
 
     /// The canary of a proof after the hello, when the process may have read its own.
     ///
+    /// A page serves for one proof, and other processes of the run can use it up. So the pages of
+    /// knocks serve, too, the last first: `knocks` of them may have been read.
+    ///
     /// # Errors
     /// If the system gives no random bytes.
-    pub fn of_proof(self) -> io::Result<Self> {
-        let page = self.page + (PROOF_PAGE / PAGE_BYTES) as u64;
-        Ok(Self { page, nonce: new_nonce()?, ..self })
+    pub fn of_proof(self, knocks: usize) -> io::Result<impl Iterator<Item = Self>> {
+        let nonce = new_nonce()?;
+        let offsets = std::iter::once(PROOF_PAGE).chain((knocks..KNOCKS_MAX).rev().map(knock_page));
+        Ok(offsets.map(move |offset| Self { page: self.page + (offset / PAGE_BYTES) as u64, nonce, ..self }))
+    }
+
+    /// Fills the canary; returns it if it was missing.
+    pub fn filled(self, uffd: &Userfaultfd) -> Option<Self> {
+        (self.fill(uffd).pages == 1).then_some(self)
     }
 
     /// The canary, and the pages for the proof and for knocks.

@@ -68,6 +68,8 @@ pub(crate) struct ProcessEdge {
     backoff: Backoff,
     /// Knocks that were answered.
     knocks: usize,
+    /// A bit for each page of a knock that was answered.
+    answered_knocks: u32,
     /// Those for which the agent listens.
     open_knocks: Vec<KnockName>,
 }
@@ -100,6 +102,7 @@ impl ProcessEdge {
             inherited: None,
             backoff: Backoff::new(),
             knocks: 0,
+            answered_knocks: 0,
             open_knocks: Vec::new(),
         })
     }
@@ -120,9 +123,13 @@ impl ProcessEdge {
         }
     }
 
-    /// Proves by a canary that a process has the memory that is served, and sets it.
-    pub(crate) fn identify_by(&mut self, canary: Canary, process: UnprovenProcess) -> Result<(), ProofError> {
-        let process = process.prove(canary, || canary.fill(&self.uffd).pages == 1)?;
+    /// Proves by the first missing canary that a process has the served memory, and sets it.
+    fn identify_by(
+        &mut self,
+        canaries: impl IntoIterator<Item = Canary>,
+        process: UnprovenProcess,
+    ) -> Result<(), ProofError> {
+        let process = process.prove(|| canaries.into_iter().find_map(|canary| canary.filled(&self.uffd)))?;
         self.program.set_process(process, &*self.exit_watcher()?);
         // A new program that the keeper refuses is refused when its worker is attached.
         let _held = self.keep();
@@ -165,16 +172,15 @@ impl ProcessEdge {
 
     /// The same by the program's own canary, which must be missing.
     pub(crate) fn identify(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
-        self.identify_by(self.canary(), process)
+        self.identify_by([self.canary()], process)
     }
 
     /// The same for a forked child that has said hello, and may have read its own canary.
     ///
     /// Nothing is written at an address from the hello: any process of the run may have sent it.
     pub(crate) fn identify_child(&mut self, process: UnprovenProcess) -> Result<(), ProofError> {
-        let proof = self.canary().of_proof()?;
-        self.uffd.register(proof.page, proof.page + 1)?;
-        self.identify_by(proof, process)
+        let proofs = self.canary().of_proof(self.knocks)?;
+        self.identify_by(proofs, process)
     }
 
     /// Whether the program's worker is attached.
@@ -289,7 +295,7 @@ impl ProcessEdge {
     /// The number of the thread comes from its own PID namespace. Here it may name another process,
     /// and what it has in `/proc` is not opened if it is a stranger's: that could wait for ever.
     fn identify_by_thread(&mut self, thread: u32) {
-        if !self.thread_search(false).may_be_of_run(thread) {
+        if !self.thread_search(false).is_child(thread) {
             return;
         }
         let identified = UnprovenProcess::numbered(thread).and_then(|process| self.identify(process));

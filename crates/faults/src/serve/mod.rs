@@ -115,6 +115,8 @@ pub struct KnockName {
 pub struct KnockSocket {
     /// The user of the child's run.
     pub tenant: u32,
+    /// The user that the child had at its fork; `u32::MAX` if that is not known.
+    pub user: u32,
     /// The knock.
     pub knock: KnockName,
     /// The listening socket.

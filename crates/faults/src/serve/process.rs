@@ -61,8 +61,8 @@ impl UnprovenProcess {
         self.pid
     }
 
-    /// Proves that the process has the memory in which `fill` fills `canary`. `fill` returns
-    /// whether it has filled it.
+    /// Proves that the process has the memory in which `fill` fills a canary. `fill` returns the
+    /// one that it has filled.
     ///
     /// The nonce must be new, and in no memory before: one that a process has read before can be in
     /// the memory of another one that it has started. So the files are opened first, and a canary
@@ -70,7 +70,7 @@ impl UnprovenProcess {
     ///
     /// May wait as long as the program wants, if it is hostile: it can map a file of its own
     /// making. So only a thread that serves no other program may call this.
-    pub fn prove(self, canary: Canary, fill: impl FnOnce() -> bool) -> Result<ProgramProcess, ProofError> {
+    pub fn prove(self, fill: impl FnOnce() -> Option<Canary>) -> Result<ProgramProcess, ProofError> {
         let Self { pid, pidfd } = self;
         let folder = open_folder(rustix::fs::CWD, format!("/proc/{pid}"))?;
         // A process keeps its number until it has ended, so the folder is its own.
@@ -78,7 +78,7 @@ impl UnprovenProcess {
             return Err(ProofError::Ended);
         }
         let files = MemoryFiles::open(&folder)?;
-        if !fill() || !canary.is_in(&files.memory) {
+        if !fill().is_some_and(|canary| canary.is_in(&files.memory)) {
             return Err(ProofError::OtherMemory);
         }
         Ok(ProgramProcess {
@@ -111,9 +111,11 @@ impl MemoryFiles {
     }
 }
 
-/// Longest text of a file in `/proc`. The kernel permits 65,530 areas by default, with some 1,000
-/// bytes for each in `smaps`; but a path may be as long as a program wants.
-const MAPS_BYTES_MAX: usize = 128 << 20;
+/// Longest text of a file in `/proc` for each area that the kernel permits. `smaps` has some 1,000
+/// bytes for an area, but a path may be as long as a program wants.
+const AREA_BYTES_MAX: usize = 2048;
+/// Areas that the kernel permits if it does not say it.
+const AREAS_MAX: usize = 65_530;
 /// Descriptors that the keeper holds of a process.
 const KEPT_FDS: usize = 4;
 
@@ -182,7 +184,7 @@ impl ProgramProcess {
         loop {
             match rustix::io::pread(&self.files.maps, &mut *buffer, text.len() as u64)? {
                 0 => return Ok(text),
-                _ if text.len() > MAPS_BYTES_MAX => return Err(io::ErrorKind::FileTooLarge.into()),
+                _ if text.len() > maps_bytes_max() => return Err(io::ErrorKind::FileTooLarge.into()),
                 length => text.extend_from_slice(&buffer[..length]),
             }
         }
@@ -222,8 +224,18 @@ impl ProgramProcess {
     /// Reads such a file, if it is not too long.
     pub fn read(&self, file: &str) -> Option<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.open(file).and_then(|file| file.take(MAPS_BYTES_MAX as u64 + 1).read_to_end(&mut bytes)).ok()?;
-        (bytes.len() <= MAPS_BYTES_MAX).then_some(bytes)
+        self.open(file)
+            .and_then(|file| file.take(maps_bytes_max() as u64 + 1).read_to_end(&mut bytes))
+            .ok()?;
+        (bytes.len() <= maps_bytes_max()).then_some(bytes)
+    }
+
+    /// The user of the process now.
+    pub fn user(&self) -> Option<u32> {
+        let mut text = String::new();
+        self.open_of_thread(self.pid, "status").and_then(|mut file| file.read_to_string(&mut text)).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+        line.split_ascii_whitespace().nth(1)?.parse().ok()
     }
 
     /// Opens a file of one of its threads.
@@ -231,6 +243,15 @@ impl ProgramProcess {
         let folder = self.folder.as_ref().ok_or(io::ErrorKind::NotFound)?;
         open_file(folder, &format!("task/{thread}/{file}"))
     }
+}
+
+/// Longest text of a file in `/proc`.
+fn maps_bytes_max() -> usize {
+    static BYTES: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| {
+        let areas = std::fs::read_to_string("/proc/sys/vm/max_map_count").unwrap_or_default();
+        areas.trim().parse().unwrap_or(AREAS_MAX).max(AREAS_MAX).saturating_mul(AREA_BYTES_MAX)
+    });
+    *BYTES
 }
 
 /// Whether the process of a pidfd ends within a time.
@@ -268,7 +289,7 @@ mod tests {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
         let own = UnprovenProcess::numbered(std::process::id()).unwrap();
-        let own = own.prove(canary, || canary.fill(&uffd).pages == 1).unwrap();
+        let own = own.prove(|| canary.filled(&uffd)).unwrap();
         assert_eq!(own.pid(), std::process::id());
         let mut bytes = [0; 8];
         assert_eq!(own.read_memory(canary.page * 4096, &mut bytes).unwrap(), 8);
@@ -276,16 +297,16 @@ mod tests {
         assert!(own.read_maps().unwrap() == std::fs::read("/proc/self/maps").unwrap());
 
         let again = UnprovenProcess::numbered(std::process::id()).unwrap();
-        let again = again.prove(canary, || canary.fill(&uffd).pages == 1);
+        let again = again.prove(|| canary.filled(&uffd));
         assert!(matches!(again, Err(ProofError::OtherMemory)), "what was filled before proves nothing");
 
         let mut other = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
         let process = UnprovenProcess::numbered(other.id()).unwrap();
-        assert!(matches!(process.prove(canary, || true), Err(ProofError::OtherMemory)));
+        assert!(matches!(process.prove(|| Some(canary)), Err(ProofError::OtherMemory)));
         let process = UnprovenProcess::numbered(other.id()).unwrap();
         other.kill().unwrap();
         other.wait().unwrap();
-        let ended = process.prove(canary, || true);
+        let ended = process.prove(|| Some(canary));
         assert!(matches!(ended, Err(ProofError::System(_) | ProofError::Ended)), "{ended:?}");
         assert!(UnprovenProcess::numbered(0).is_err());
     }
@@ -300,7 +321,7 @@ mod tests {
         ended.wait().unwrap();
         // As if this process had been started with the number of the one that has ended.
         let reused = UnprovenProcess { pid: std::process::id(), pidfd };
-        assert!(matches!(reused.prove(canary, || canary.fill(&uffd).pages == 1), Err(ProofError::Ended)));
+        assert!(matches!(reused.prove(|| canary.filled(&uffd)), Err(ProofError::Ended)));
     }
 
     #[test]
@@ -309,7 +330,7 @@ mod tests {
             return aquifer_tests_support::skip("no userfaultfd that reports forks");
         };
         let process = UnprovenProcess::numbered(std::process::id()).unwrap();
-        let process = process.prove(canary, || canary.fill(&uffd).pages == 1).unwrap();
+        let process = process.prove(|| canary.filled(&uffd)).unwrap();
         let missing = crate::serve::canary::tests::registered_page(&uffd);
         assert!(process.read_memory(missing * 4096, &mut [0; 16]).is_err());
     }

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -82,6 +82,8 @@ pub struct Program {
     /// Whether the program was forked and has not executed another program since, so that its
     /// pages may be shared with its parent.
     pub(crate) is_forked: AtomicBool,
+    /// The user that a forked child had at its fork; `u32::MAX` if that is not known.
+    pub(crate) user_at_fork: AtomicU32,
     /// Whether it is a forked child, and it was not checked yet what memory it has.
     pub(crate) must_check_inheritance: AtomicBool,
     /// Whether it may have less memory than its parent had, because of an advice (`MADV_DONTFORK`,
@@ -117,6 +119,7 @@ impl Program {
             uffd: OnceLock::new(),
             is_attached: AtomicBool::new(false),
             is_forked: AtomicBool::new(false),
+            user_at_fork: AtomicU32::new(u32::MAX),
             must_check_inheritance: AtomicBool::new(false),
             has_fork_advice: AtomicBool::new(false),
             is_killed: AtomicBool::new(false),
@@ -124,6 +127,12 @@ impl Program {
             has_exited: AtomicBool::new(false),
             thread: AtomicI32::new(0),
         })
+    }
+
+    /// Whether a process of this user may be the forked child, before it has proved that it is.
+    pub(crate) fn may_be_of(&self, user: u32, tenant: u32) -> bool {
+        let at_fork = self.user_at_fork.load(Relaxed);
+        user == tenant || [user, u32::MAX].contains(&at_fork)
     }
 
     /// Process id; 0 while unknown.
@@ -423,16 +432,19 @@ pub(crate) struct ForkedProgram {
     pub origin: (u64, u64),
     /// See [`Program::has_fork_advice`].
     pub has_fork_advice: bool,
+    /// The user of the parent, if it is known.
+    pub user: Option<u32>,
 }
 
 /// Begins to serve a forked child, before its hello.
 pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
-    let ForkedProgram { uffd, mut volume, areas, origin, has_fork_advice } = forked;
+    let ForkedProgram { uffd, mut volume, areas, origin, has_fork_advice, user } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
     let program = new_program(run, service.next_program(), new_nonce()?).inspect_err(|_| volume.close())?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
+        program.user_at_fork.store(user.unwrap_or(u32::MAX), Relaxed);
         program.must_check_inheritance.store(true, Relaxed);
         program.has_fork_advice.store(has_fork_advice, Relaxed);
         program.share_uffd(&uffd);

@@ -5,8 +5,10 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::Thread;
+use std::time::Duration;
 
 /// The threads of all tenants for one purpose.
 #[derive(Debug)]
@@ -53,18 +55,29 @@ impl TenantThreads {
     }
 }
 
+/// Threads of a tenant that have not come back in time, at most.
+const LATE_MAX: usize = 4;
+
 /// Work of which each tenant has only one piece done at a time, in a thread of its own.
 #[derive(Debug, Default)]
-pub(crate) struct TenantTurns(Mutex<HashMap<u32, Arc<Mutex<()>>>>);
+pub(crate) struct TenantTurns(Mutex<HashMap<u32, Arc<Turn>>>);
+
+#[derive(Debug, Default)]
+struct Turn {
+    taken: Mutex<()>,
+    /// Threads that work, late ones included.
+    working: AtomicUsize,
+}
 
 impl TenantTurns {
-    /// Does a piece of work of a tenant when those before it are done.
+    /// Does a piece of work of a tenant when those before it are done, or have taken too long.
     ///
     /// # Errors
-    /// If there is no thread for it, or it panics.
+    /// If there is no thread for it, or it takes longer than `time_max`; then it goes on.
     pub fn turn<T: Send + 'static>(
         &self,
         tenant: u32,
+        time_max: Duration,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let turn = {
@@ -72,18 +85,48 @@ impl TenantTurns {
             turns.retain(|other, turn| *other == tenant || Arc::strong_count(turn) > 1);
             Arc::clone(turns.entry(tenant).or_default())
         };
-        let _mine = turn.lock().unwrap_or_else(PoisonError::into_inner);
-        let thread = std::thread::Builder::new().name("knock".into()).spawn(work)?;
-        thread.join().map_err(|_| io::Error::other("the thread has panicked"))
+        let _mine = turn.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        if turn.working.fetch_add(1, SeqCst) >= LATE_MAX {
+            turn.working.fetch_sub(1, SeqCst);
+            return Err(io::Error::other("earlier searches wait for processes of this user"));
+        }
+        let (sender, receiver) = mpsc::channel();
+        let of_thread = Arc::clone(&turn);
+        let run = move || {
+            let result = work();
+            of_thread.working.fetch_sub(1, SeqCst);
+            // The receiver may have gone.
+            let _ = sender.send(result);
+        };
+        std::thread::Builder::new().name("knock".into()).spawn(run)?;
+        receiver.recv_timeout(time_max).map_err(io::Error::other)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
+
+    #[test]
+    fn work_that_takes_too_long_holds_up_no_other() {
+        const LONG: Duration = Duration::from_secs(3600);
+        let turns = TenantTurns::default();
+        let (release, wait) = mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for _ in 0..LATE_MAX {
+            let wait = Arc::clone(&wait);
+            let late = turns.turn(7, Duration::ZERO, move || wait.lock().unwrap().recv().is_ok());
+            assert!(late.is_err());
+        }
+        assert!(turns.turn(7, LONG, || ()).is_err(), "too many are late");
+        assert_eq!(turns.turn(8, LONG, || 3).unwrap(), 3, "another tenant");
+        (0..LATE_MAX).for_each(|_| release.send(()).unwrap());
+        while turns.turn(7, LONG, || ()).is_err() {
+            std::thread::yield_now();
+        }
+    }
 
     #[test]
     fn work_that_comes_while_a_thread_ends_is_done() {

@@ -5,10 +5,9 @@
 
 use std::cell::Cell;
 use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
-
-use super::stat;
 
 /// Processes that are proposed at most.
 const CANDIDATES_MAX: usize = 1024;
@@ -20,7 +19,9 @@ const GENERATIONS_MAX: usize = 32;
 /// What is known of the process that is looked for.
 #[derive(Debug)]
 pub(crate) struct ThreadSearch {
-    /// The processes of the run's programs. One of them may have forked it.
+    /// The process that has forked it, if that is known.
+    pub parent: Option<u32>,
+    /// The processes of the run's programs.
     pub programs: Vec<u32>,
     /// The user of the run.
     pub tenant: u32,
@@ -40,44 +41,47 @@ impl ThreadSearch {
         here.into_iter().chain(others).take(CANDIDATES_MAX).collect()
     }
 
-    /// Whether the process with such a thread here belongs to the run or its user.
-    pub fn may_be_of_run(&self, thread: u32) -> bool {
-        Status::read(thread).is_some_and(|status| self.may_be(&status))
+    /// Whether the process with such a thread here is a child of the run's programs.
+    pub fn is_child(&self, thread: u32) -> bool {
+        Status::read(thread).is_some_and(|status| self.programs.contains(&status.parent))
     }
 
     /// Processes of other PID namespaces that have this number there, or one of whose threads has
-    /// it: those that descend from a program first, and then the newest.
+    /// it: children of the parent first, then others that descend from a program, then the rest.
     fn of_other_namespaces(&self, number: u32) -> Vec<u32> {
         let Ok(folders) = fs::read_dir("/proc") else { return Vec::new() };
         let numbers = folders.flatten().filter_map(|folder| folder.file_name().to_str()?.parse().ok());
-        let statuses = numbers.take(STATUSES_MAX).filter_map(Status::read);
+        let all: HashMap<u32, Status> =
+            numbers.take(STATUSES_MAX).filter_map(|number| Some((number, Status::read(number)?))).collect();
+        let parent_of = |process| all.get(&process).map_or(0, |status| status.parent);
         let left = Cell::new(STATUSES_MAX);
-        let has_number = |status: &Status| {
-            status.inner_number == Some(number) || self.is_wide && has_thread(status.process, number, &left)
-        };
-        let is_it = |status: &Status| {
-            status.inner_number.is_some()
-                && !self.programs.contains(&status.process)
-                && self.may_be(status)
-                && has_number(status)
-        };
-        let found = statuses.filter(is_it);
-        let mut found: Vec<(bool, u32)> =
-            found.map(|status| (self.descends_from_program(status.parent), status.process)).collect();
-        found.sort_by_cached_key(|(descends, process)| Reverse((*descends, start_ticks(*process))));
-        found.into_iter().map(|(_, process)| process).collect()
+        let mut found = Vec::new();
+        for status in all.values().filter(|status| status.inner_number.is_some()) {
+            let has_number = status.inner_number == Some(number);
+            if !has_number && !self.is_wide || self.programs.contains(&status.process) {
+                continue;
+            }
+            let descends = self.descends_from_program(status.parent, parent_of);
+            let may_be = descends || status.user == self.tenant;
+            if may_be && (has_number || has_thread(status.process, number, &left)) {
+                found.push((Some(status.parent) == self.parent, descends, status.process));
+            }
+        }
+        found.sort_unstable_by_key(|likelihood| Reverse(*likelihood));
+        found.into_iter().map(|(.., process)| process).collect()
     }
 
     /// Whether a process belongs to the run or its user.
     fn may_be(&self, status: &Status) -> bool {
-        status.user == self.tenant || self.descends_from_program(status.parent)
+        let parent_of = |process| Status::read(process).map_or(0, |status| status.parent);
+        status.user == self.tenant || self.descends_from_program(status.parent, parent_of)
     }
 
     /// Whether this process or one of its ancestors is a program of the run.
-    fn descends_from_program(&self, mut process: u32) -> bool {
+    fn descends_from_program(&self, mut process: u32, parent_of: impl Fn(u32) -> u32) -> bool {
         (0..GENERATIONS_MAX).any(|_| {
             let is_program = self.programs.contains(&process);
-            process = if process > 1 { Status::read(process).map_or(0, |status| status.parent) } else { 0 };
+            process = if process > 1 { parent_of(process) } else { 0 };
             is_program
         })
     }
@@ -90,12 +94,6 @@ fn has_thread(process: u32, number: u32, left: &Cell<usize>) -> bool {
     let threads = threads.flatten().take_while(|_| left.get() > 0).inspect(|_| left.set(left.get() - 1));
     let statuses = threads.filter_map(|thread| Status::read_file(&thread.path().join("status")));
     statuses.into_iter().any(|status| status.inner_number == Some(number))
-}
-
-/// When a process was started, in clock ticks since the start of the machine.
-fn start_ticks(process: u32) -> Option<u64> {
-    let text = fs::read(format!("/proc/{process}/stat")).ok()?;
-    stat::field(&text, stat::START)
 }
 
 /// Of `/proc/PID/status`.
@@ -154,15 +152,15 @@ mod tests {
     #[test]
     fn a_process_is_found_by_its_thread_and_its_ancestors() {
         let own = std::process::id();
-        let search = ThreadSearch { programs: vec![parent_id()], tenant: u32::MAX - 1, is_wide: true };
+        let search =
+            ThreadSearch { parent: None, programs: vec![parent_id()], tenant: u32::MAX - 1, is_wide: true };
         let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
         assert_eq!(search.processes_with(thread).first(), Some(&own));
 
         let status = Status::read(own).unwrap();
-        let of_user = |tenant| ThreadSearch { programs: Vec::new(), tenant, is_wide: true };
+        let of_user = |tenant| ThreadSearch { parent: None, programs: Vec::new(), tenant, is_wide: true };
         assert!(of_user(status.user).may_be(&status));
         assert!(!of_user(status.user + 1).may_be(&status), "it is another user's");
         assert!(of_user(status.user + 1).processes_with(thread).is_empty(), "not even if it has the number");
-        assert!(start_ticks(own) >= start_ticks(1));
     }
 }

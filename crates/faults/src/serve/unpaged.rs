@@ -107,7 +107,7 @@ fn look(runs: &[Arc<Run>], seen: &mut Seen) {
     let roots = roots(runs);
     let mut unpaged = vec![Vec::new(); runs.len()];
     let mut alive = HashSet::new();
-    for (process, Parent { is_stopped, .. }) in &parents {
+    for (process, Parent { is_stopped, is_first_dead, .. }) in &parents {
         let Some(run) = run_of(*process, &parents, &roots) else { continue };
         if owners.contains(process) {
             continue;
@@ -120,7 +120,7 @@ fn look(runs: &[Arc<Run>], seen: &mut Seen) {
         if let Verdict::Loading(since) = verdict
             && !is_stopped
         {
-            *verdict = judge(*process, *since);
+            *verdict = judge(*process, *is_first_dead, *since);
             if let Verdict::Unpaged(found) = verdict {
                 report(&runs[run], image, found, seen.told.entry(runs[run].id()).or_default());
             }
@@ -162,6 +162,8 @@ struct Parent {
     parent: u32,
     /// By a signal, or by a tracer: so it may load its libraries later.
     is_stopped: bool,
+    /// Its first thread has ended, and others have not.
+    is_first_dead: bool,
 }
 
 /// The parents of all processes that have not ended.
@@ -187,7 +189,8 @@ fn parent_in(status: &str) -> Option<Parent> {
     let threads: u32 = word("Threads:")?.parse().ok()?;
     let is_alive = state != "X" && (state != "Z" || threads > 1);
     let parent = word("PPid:")?.parse().ok()?;
-    is_alive.then_some(Parent { parent, is_stopped: matches!(state, "T" | "t") })
+    let (is_stopped, is_first_dead) = (matches!(state, "T" | "t"), state == "Z");
+    is_alive.then_some(Parent { parent, is_stopped, is_first_dead })
 }
 
 /// What a process of a run executes.
@@ -212,33 +215,49 @@ fn run_of(mut process: u32, processes: &Parents, roots: &HashMap<u32, usize>) ->
 }
 
 /// Whether a process is paged that was seen first at this time.
-fn judge(process: u32, since: Instant) -> Verdict {
-    let loaded = match File::open(format!("/proc/{process}/maps")).and_then(Loaded::find_in) {
+fn judge(process: u32, is_first_dead: bool, since: Instant) -> Verdict {
+    // A thread that has ended has no memory.
+    let thread = if is_first_dead { living_thread(process) } else { Some(process) };
+    let Some(thread) = thread else { return Verdict::Loading(since) };
+    let folder = format!("/proc/{process}/task/{thread}");
+    let loaded = match File::open(format!("{folder}/maps")).and_then(Loaded::find_in) {
         Ok(loaded) => loaded,
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
             return Verdict::Unpaged(unpaged(process, OTHER_RIGHTS));
         }
-        // It has ended, or its map is too long.
+        // It has ended.
         Err(_) => return Verdict::Loading(since),
     };
     if loaded.shim {
         return Verdict::Paged;
     }
-    let auxiliary = fs::read(format!("/proc/{process}/auxv")).unwrap_or_default();
-    let is_linker = || is_dynamic_linker(&fs::read_link(format!("/proc/{process}/exe")).unwrap_or_default());
+    let auxiliary = fs::read(format!("{folder}/auxv")).unwrap_or_default();
+    let is_linker = || is_dynamic_linker(&fs::read_link(format!("{folder}/exe")).unwrap_or_default());
     match reason(loaded, &auxiliary, is_linker) {
         Some(reason) => Verdict::Unpaged(unpaged(process, reason)),
-        None if since.elapsed() > LOADING_TIME && loaded.anything => {
+        None if since.elapsed() > LOADING_TIME && loaded.anything && !loaded.is_cut => {
             Verdict::Unpaged(unpaged(process, PRELOAD_REMOVED))
         }
         None => Verdict::Loading(since),
     }
 }
 
+/// A thread of a process that has not ended.
+fn living_thread(process: u32) -> Option<u32> {
+    let threads = fs::read_dir(format!("/proc/{process}/task")).ok()?.flatten();
+    let numbers = threads.filter_map(|thread| thread.file_name().to_str()?.parse().ok());
+    numbers.into_iter().find(|thread| {
+        let status = fs::read_to_string(format!("/proc/{process}/task/{thread}/status"));
+        status.is_ok_and(|status| status.lines().any(|line| line.starts_with("VmSize:")))
+    })
+}
+
 /// Libraries in a memory map.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 struct Loaded {
     anything: bool,
+    /// The map is too long, and may have more.
+    is_cut: bool,
     shim: bool,
     libc: bool,
     musl: bool,
@@ -260,7 +279,7 @@ impl Loaded {
             kept = end.min(NAME_BYTES_MAX);
             piece.copy_within(end - kept..end, 0);
         }
-        Err(io::ErrorKind::FileTooLarge.into())
+        Ok(Self { is_cut: true, ..found })
     }
 
     fn look_at(&mut self, text: &str) {
@@ -272,11 +291,13 @@ impl Loaded {
     }
 }
 
-/// Whether a program is a dynamic linker, which has no linker itself and loads the program that its
-/// arguments name.
+/// Whether a program is the system's dynamic linker, which has no linker itself and loads the
+/// program that its arguments name.
 fn is_dynamic_linker(program: &Path) -> bool {
     let name = program.file_name().unwrap_or_default().as_encoded_bytes();
-    name.starts_with(b"ld-") || name.starts_with(b"ld.so")
+    let is_of_system =
+        ["/lib", "/lib64", "/usr/lib", "/usr/lib64"].iter().any(|folder| program.starts_with(folder));
+    is_of_system && (name.starts_with(b"ld-") || name.starts_with(b"ld.so"))
 }
 
 fn unpaged(process: u32, reason: &str) -> UnpagedProcess {
@@ -299,7 +320,7 @@ fn reason(loaded: Loaded, auxiliary: &[u8], is_linker: impl FnOnce() -> bool) ->
     } else if loaded.musl {
         Some("it uses another C library than glibc; aquifer run --swap pages it, as root")
     } else {
-        loaded.libc.then_some(PRELOAD_REMOVED)
+        (loaded.libc && !loaded.is_cut).then_some(PRELOAD_REMOVED)
     }
 }
 
@@ -341,7 +362,7 @@ mod tests {
 
     #[test]
     fn a_process_belongs_to_the_run_of_its_next_ancestor() {
-        let process = |number, parent| (number, Parent { parent, is_stopped: false });
+        let process = |number, parent| (number, Parent { parent, is_stopped: false, is_first_dead: false });
         let parents = [(1, 0), (10, 1), (20, 10), (30, 20), (40, 1)];
         let processes = parents.into_iter().map(|(number, parent)| process(number, parent)).collect();
         let roots = HashMap::from([(10, 0), (20, 1)]);
@@ -354,7 +375,8 @@ mod tests {
         let own = std::process::id();
         assert_eq!(read_image(own).unwrap().process, own);
         assert_eq!(all_parents()[&own].parent, std::os::unix::process::parent_id());
-        let Verdict::Unpaged(found) = judge(own, Instant::now()) else { panic!("it has no shim") };
+        assert_eq!(living_thread(own).map(|_| ()), Some(()));
+        let Verdict::Unpaged(found) = judge(own, false, Instant::now()) else { panic!("it has no shim") };
         assert_eq!((found.pid, found.reason.as_str()), (own, PRELOAD_REMOVED));
     }
 
@@ -376,7 +398,10 @@ mod tests {
                 .is_some_and(|why| why.contains("another C library"))
         );
         assert!(is_dynamic_linker("/lib64/ld-linux-x86-64.so.2".as_ref()));
-        assert!(!is_dynamic_linker("/bin/sh".as_ref()));
+        assert!(!is_dynamic_linker("/bin/sh".as_ref()) && !is_dynamic_linker("/tmp/ld-x".as_ref()));
+        let cut = Loaded { is_cut: true, libc: true, ..linker };
+        assert_eq!(reason(cut, 7, 0), None, "the shim may be behind the cut");
+        assert!(reason(cut, 0, 0).is_some());
     }
 
     #[test]
@@ -393,7 +418,7 @@ mod tests {
             assert!(found.shim && found.libc && !found.musl, "{before}: {found:?}");
         }
         let endless = long.repeat(MAPS_PIECES_MAX * MAPS_PIECE_BYTES / long.len() + 2);
-        assert_eq!(find(endless).unwrap_err().kind(), io::ErrorKind::FileTooLarge);
+        assert!(find(endless).unwrap().is_cut);
     }
 
     #[test]
@@ -401,7 +426,9 @@ mod tests {
         let status =
             |state: &str, threads| format!("Name:\tx\nState:\t{state}\nPPid:\t7\nThreads:\t{threads}\n");
         assert!(parent_in(&status("Z (zombie)", 1)).is_none());
-        assert_eq!(parent_in(&status("Z (zombie)", 2)).map(|found| found.parent), Some(7));
+        assert!(
+            parent_in(&status("Z (zombie)", 2)).is_some_and(|found| found.is_first_dead && found.parent == 7)
+        );
         assert!(parent_in(&status("T (stopped)", 1)).is_some_and(|found| found.is_stopped));
     }
 

@@ -182,6 +182,6 @@ impl UnservedMemory {
 /// Kills a process that has the canary, with no more than the rights of the tenant: the canary may
 /// have been read before, so it proves nothing that must not be wrong.
 fn kill_found(pid: u32, canary: Canary, tenant: u32) -> Result<(), ProofError> {
-    let process = UnprovenProcess::numbered(pid)?.prove(canary, || true)?;
+    let process = UnprovenProcess::numbered(pid)?.prove(|| Some(canary))?;
     Ok(kill_as(tenant, process.pidfd())?)
 }

@@ -82,9 +82,11 @@ fn registered_pages_are_told_from_others_and_not_changed() {
 fn knocks_are_the_pages_behind_the_canary_and_the_proof() {
     let canary = Canary { page: 100, number: 1, nonce: [0; 16] };
     assert!(!canary.is_knock(99) && !canary.is_knock(100));
-    let proof = canary.of_proof().unwrap();
-    assert!(canary.pages().contains(&proof.page) && proof.page != canary.page);
-    assert!(!canary.is_knock(proof.page) && proof.nonce != canary.nonce);
+    let proofs: Vec<Canary> = canary.of_proof(2).unwrap().collect();
+    assert!(!canary.is_knock(proofs[0].page) && proofs[0].nonce != canary.nonce);
+    let pages: Vec<u64> = proofs.iter().map(|proof| proof.page).collect();
+    assert_eq!(pages, [101, 109, 108, 107, 106, 105, 104], "all but those of two knocks");
+    assert!(pages.iter().all(|page| canary.pages().contains(page)));
     assert!(canary.pages().skip(2).all(|page| canary.is_knock(page)));
     assert!(!canary.is_knock(canary.pages().end) && !canary.is_knock(u64::MAX));
 }

@@ -5,6 +5,8 @@ use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
 
 use aquifer_channel::socket::listen_at_name;
 use aquifer_ipc::{KNOCKS_MAX, SOCKET_NAME_BYTES, socket_address};
@@ -22,16 +24,21 @@ use crate::kernel::PageFault;
 /// Network namespaces, besides the agent's, in which it listens for one knock. The next knock is
 /// for the next ones.
 const NAMESPACES_MAX: usize = 16;
+/// Longest search. It may wait for hostile processes of the run's user, which hold it up for ever.
+const SEARCH_TIME_MAX: Duration = Duration::from_secs(5);
 
 impl ProcessEdge {
     /// Listens where the process is that knocks, and fills its page with the name of the socket.
     ///
     /// If that fails, the page is filled with zeros afterwards, like any other.
     pub(super) fn answer_knock(&mut self, fault: PageFault) {
-        // A program that empties the pages again can knock without an end.
-        if self.knocks == KNOCKS_MAX {
+        // A program that empties the pages again can knock without an end. And a thread that is
+        // interrupted by a signal reports its fault twice.
+        let bit = 1 << (fault.page - self.canary().pages().start);
+        if self.knocks == KNOCKS_MAX || self.answered_knocks & bit != 0 {
             return;
         }
+        self.answered_knocks |= bit;
         self.knocks += 1;
         match self.listen_for(fault.thread) {
             Ok(KnockName { name, secret }) => {
@@ -55,23 +62,35 @@ impl ProcessEdge {
         let knock = KnockName { name: new_nonce()?, secret: new_nonce()? };
         let service = self.run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
         let tenant = self.run.tenant();
-        let serve = |listener| service.agent.serve_knock_socket(KnockSocket { tenant, knock, listener });
+        let user = self.program.user_at_fork.load(Relaxed);
+        let serve =
+            |listener| service.agent.serve_knock_socket(KnockSocket { tenant, user, knock, listener });
         serve(listen_at_name(&socket_address(knock.name))?);
         self.open_knocks.push(knock);
         // Most are in the agent's PID namespace. The second knock is that of a child which is not.
         let search = self.thread_search(self.knocks > 1);
-        let skipped = self.knocks.saturating_sub(2) * NAMESPACES_MAX;
-        let listeners = service
-            .knock_turns
-            .turn(tenant, move || listen_where_it_may_be(&search, thread, knock.name, skipped))?;
-        listeners.into_iter().for_each(serve);
+        let skipped = (self.knocks - 1) * NAMESPACES_MAX;
+        let listeners = service.knock_turns.turn(tenant, SEARCH_TIME_MAX, move || {
+            listen_where_it_may_be(&search, thread, knock.name, skipped)
+        });
+        match listeners {
+            Ok(listeners) => listeners.into_iter().for_each(serve),
+            Err(error) => tracing::warn!(%error, "cannot look for a forked child in other namespaces"),
+        }
         Ok(knock)
     }
 
     /// A search for a thread by its number in its own PID namespace.
     pub(super) fn thread_search(&self, is_wide: bool) -> ThreadSearch {
-        let programs = self.run.programs().iter().filter_map(|program| program.living_process()).collect();
-        ThreadSearch { programs, tenant: self.run.tenant(), is_wide }
+        let programs = self.run.programs();
+        let is_parent = |id: u64| self.origin.is_some_and(|(parent, _)| parent == id);
+        let parent = programs.iter().find(|program| is_parent(program.id));
+        ThreadSearch {
+            parent: parent.and_then(|parent| parent.living_process()),
+            programs: programs.iter().filter_map(|program| program.living_process()).collect(),
+            tenant: self.run.tenant(),
+            is_wide,
+        }
     }
 
     /// Stops listening for the process, which has attached its worker.
@@ -82,8 +101,8 @@ impl ProcessEdge {
     }
 }
 
-/// Listens at a name in the network namespaces of the processes that may have this thread, but for
-/// the agent's own and the first `skipped` ones.
+/// Listens at a name in the network namespaces, other than the agent's, of the processes that may
+/// have this thread, from the one with the number `skipped` on.
 fn listen_where_it_may_be(
     search: &ThreadSearch,
     thread: u32,
@@ -93,9 +112,11 @@ fn listen_where_it_may_be(
     // The monitor's thread is urgent, and a search takes long.
     set_niceness(USUAL);
     let mut seen = HashSet::from([network_of("self")]);
-    let found = search.processes_with(thread);
+    let mut found = search.processes_with(thread);
+    let first = skipped % found.len().max(1);
+    found.rotate_left(first);
     let places = found.into_iter().filter(|process| seen.insert(network_of(&process.to_string())));
-    let places = places.skip(skipped).take(NAMESPACES_MAX);
+    let places = places.take(NAMESPACES_MAX);
     let listen = |process| {
         let failed = |error| tracing::debug!(%error, process, "cannot listen where a process is");
         listen_where(process, name).map_err(failed).ok()

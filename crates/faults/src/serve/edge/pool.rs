@@ -7,6 +7,7 @@ use aquifer_pager::{
     BlockId, FetchError, Location, PAGE_BYTES, PageNumber, SlabSet, TableError, Volume, view,
 };
 
+use super::super::process::ProgramProcess;
 use super::super::program::{self, ForkedProgram};
 use super::{PAGE, PATIENCE, ProcessEdge};
 use crate::areas::Areas;
@@ -48,7 +49,9 @@ impl Edge for ProcessEdge {
         let attached = self.attachment.as_ref();
         let has_fork_advice = self.program.has_fork_advice.load(Relaxed)
             || attached.is_some_and(|attached| attached.worker.has_fork_advice());
-        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, has_fork_advice };
+        // It waits in the fork until this event is read, or has just gone on.
+        let user = self.program.process().and_then(ProgramProcess::user);
+        let forked = ForkedProgram { uffd: uffd.clone(), volume, areas, origin, has_fork_advice, user };
         let started = program::serve_child(&self.run, &self.program, forked);
         if let Err(error) = started {
             self.refuse(uffd, &error);
