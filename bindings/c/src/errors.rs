@@ -1,7 +1,7 @@
 //! Errors for C: a negative errno, and a text for each thread.
 
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int};
+use std::cell::UnsafeCell;
+use std::ffi::{c_char, c_int};
 
 use aquifer_client::Error;
 use aquifer_containers::HeapFault;
@@ -28,21 +28,30 @@ const ESTALE: c_int = 116;
 const EDQUOT: c_int = 122;
 const ECANCELED: c_int = 125;
 
+/// Longest text of an error, with the zero at its end.
+const TEXT_BYTES: usize = 1024;
+
 thread_local! {
-    /// Text of the last error of this thread.
-    static LAST: RefCell<CString> = RefCell::new(CString::default());
+    /// Text of the last error of this thread, which ends with a zero. It stays at its place, so
+    /// that a program that keeps the pointer reads a later text, and never freed memory.
+    static LAST: UnsafeCell<[u8; TEXT_BYTES]> = const { UnsafeCell::new([0; TEXT_BYTES]) };
 }
 
 /// Stores the text of an error for [`last_text`].
 pub(crate) fn store_text(error: &dyn std::fmt::Display) {
     let text = error.to_string().replace('\0', " ");
-    // The text has no null byte, so the conversion does not fail.
-    LAST.with_borrow_mut(|last| *last = CString::new(text).unwrap_or_default());
+    let end = text.floor_char_boundary(TEXT_BYTES - 1);
+    LAST.with(|last| {
+        // SAFETY: only this thread accesses the buffer, and no reference to it is kept.
+        let last = unsafe { &mut *last.get() };
+        last[..end].copy_from_slice(&text.as_bytes()[..end]);
+        last[end] = 0;
+    });
 }
 
 /// The text of the last error of this thread; empty if there was none.
 pub(crate) fn last_text() -> *const c_char {
-    LAST.with_borrow(|last| last.as_ptr())
+    LAST.with(|last| last.get().cast())
 }
 
 /// The return value of a function: 0, or a negative errno.

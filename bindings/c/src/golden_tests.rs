@@ -248,7 +248,12 @@ fn golden_symbols() {
         assert_eq!(c::aquifer_read_many(null, null.cast(), 1), einval);
         assert_eq!(c::aquifer_write_many(null, null.cast(), 1), einval);
         assert_eq!(c::aquifer_get_statistics(null, null.cast()), einval);
-        assert!(!c::aquifer_error().is_null());
+        let error = c::aquifer_error();
+        let first = std::ffi::CStr::from_ptr(error).to_owned();
+        assert!(!first.is_empty());
+        assert!(c::aquifer_open(c"/nowhere/agent.sock".as_ptr()).is_null());
+        assert_eq!(c::aquifer_error(), error, "a text stays at its place");
+        assert_ne!(std::ffi::CStr::from_ptr(error), first.as_c_str());
         assert!(c::aquifer_heap_open(c"/nowhere/agent.sock".as_ptr(), 0).is_null());
         c::aquifer_heap_close(null);
         assert_eq!(c::aquifer_heap_root(null, 1, null.cast()), einval);

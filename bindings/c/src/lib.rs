@@ -344,7 +344,8 @@ pub unsafe extern "C" fn aquifer_get_statistics(
     0
 }
 
-/// Returns the text of this thread's last error. Valid until its next error.
+/// Returns the text of this thread's last error, cut to 1,023 bytes. The text changes at the next
+/// error; the memory is valid until the thread ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn aquifer_error() -> *const c_char {
     errors::last_text()

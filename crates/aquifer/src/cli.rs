@@ -61,9 +61,10 @@ Example:
 
 const STATUS_EXIT_CODES: &str = "\
 Exit codes:
-  0  all daemons of the cluster run, or there is no cluster
+  0  all daemons of the cluster run
   1  the status cannot be determined
-  3  a daemon of the cluster does not run; `aquifer up` starts it again";
+  3  a daemon of the cluster does not run; `aquifer up` starts it again
+  4  no cluster is up";
 
 /// Pools the memory of a cluster's machines and lends it to programs that need it
 #[derive(Parser, Debug)]
@@ -84,7 +85,7 @@ pub enum Command {
     /// Start a cluster on this machine in the background, or those of its daemons that do not run
     Up(UpArguments),
     /// Stop the cluster and end the programs that run on it
-    Down,
+    Down(DownArguments),
     /// Show daemons, free memory and running programs
     #[command(after_help = STATUS_EXIT_CODES)]
     Status(StatusArguments),
@@ -133,7 +134,7 @@ pub struct UpArguments {
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub nodes: Option<u16>,
     /// Memory that each node lends, such as 512M or 2G [default: 1G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_lent_memory)]
     pub memory: Option<u64>,
     /// Upper bound for `aquifer lend` on each node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -150,7 +151,7 @@ pub struct UpArguments {
     #[arg(long, value_name = "FABRIC")]
     pub fabric: Option<Fabric>,
     /// Largest size of the agent's mempool [default: half of the available memory, at most 4G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
     pub mempool: Option<u64>,
     /// Serve all users of this host, at this socket; programs look for /run/aquifer.sock [default:
     /// serve only your own programs]
@@ -166,7 +167,7 @@ pub struct UpArguments {
     pub pages_per_user: Option<u64>,
     /// Time for which programs wait for a new agent after theirs died, before they are ended, such
     /// as 500ms or 2m [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     pub grace: Option<u64>,
     /// The directory of the cluster.
     #[command(flatten)]
@@ -220,6 +221,17 @@ pub struct StatusArguments {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+    /// The directory, if it is not the one of the cluster in the state folder.
+    #[command(flatten)]
+    pub directory: DirectorySettings,
+}
+
+/// Arguments of `aquifer down`.
+#[derive(Args, Clone, Debug)]
+pub struct DownArguments {
+    /// Remove the cluster key, the logs and the directory, too
+    #[arg(long)]
+    pub purge: bool,
 }
 
 /// Arguments of `aquifer lend`.
@@ -399,7 +411,7 @@ pub struct DirectoryArguments {
 pub struct KeeperArguments {
     /// Time for which programs wait for a new agent, and kept memory for its node, such as 500ms or
     /// 2m; the agent and the nodes need the same --grace [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
+    #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     pub grace: Option<u64>,
     /// Whether it detaches.
     #[command(flatten)]
@@ -451,24 +463,66 @@ pub struct AgentArguments {
     pub detach: DetachArguments,
 }
 
+/// Least memory of a mempool: four blocks, the smallest share of a run.
+const MEMPOOL_BYTES_MIN: u64 = 1 << 20;
+/// Least memory of a node: one section.
+const LENT_BYTES_MIN: u64 = 2 << 20;
 /// Default of `--grace`.
 pub const GRACE_MS: u64 = 30_000;
 /// The longest time that can be given: one day.
 const TIME_MS_MAX: u64 = 86_400_000;
 
-/// Parses `500ms`, `30s`, `2m`, or seconds without a unit, into milliseconds.
+/// Parses the time of `--grace`, which is not zero: programs would be ended at once.
+///
+/// # Errors
+/// A message if the text is not such a time.
+pub fn parse_grace_ms(text: &str) -> Result<u64, String> {
+    match parse_time_ms(text)? {
+        0 => Err("programs would be ended as soon as their agent dies: give at least 1ms".into()),
+        time_ms => Ok(time_ms),
+    }
+}
+
+/// Parses the size of a mempool.
+///
+/// # Errors
+/// A message if the text is not a size, or too little for one run.
+pub fn parse_mempool(text: &str) -> Result<u64, String> {
+    at_least(MEMPOOL_BYTES_MIN, text, "a run needs that much to evict pages")
+}
+
+/// Parses the memory that a node lends.
+///
+/// # Errors
+/// A message if the text is not a size, or less than a node can lend.
+pub fn parse_lent_memory(text: &str) -> Result<u64, String> {
+    at_least(LENT_BYTES_MIN, text, "a node lends its memory in pieces of that size")
+}
+
+fn at_least(least: u64, text: &str, why: &str) -> Result<u64, String> {
+    let bytes = size::parse(text).map_err(|error| error.to_string())?;
+    let (given, wanted) = (size::ByteSize(bytes), size::ByteSize(least));
+    if bytes >= least {
+        Ok(bytes)
+    } else {
+        Err(format!("{given} is too little: give at least {wanted}, because {why}"))
+    }
+}
+
+/// Parses `500ms`, `30s`, `2m`, `1h`, or seconds without a unit, into milliseconds.
 ///
 /// # Errors
 /// A message if the text is not a time, or longer than a day.
 pub fn parse_time_ms(text: &str) -> Result<u64, String> {
     let not_a_time =
-        || format!("\"{text}\" is not a time: write seconds, or a number with ms, s or m, such as 500ms");
+        || format!("\"{text}\" is not a time: write seconds, or a number with ms, s, m or h, such as 500ms");
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let unit_ms = match unit {
         "ms" => 1,
         "" | "s" => 1000,
         "m" => 60_000,
+        "h" => 3_600_000,
         _ => return Err(not_a_time()),
     };
     if number.is_empty() {
@@ -505,14 +559,14 @@ mod tests {
     #[test]
     fn times_are_parsed_and_bounded() {
         let valid =
-            [("0", 0), ("1s", 1000), ("500ms", 500), ("2m", 120_000), ("30", 30_000), ("1440m", TIME_MS_MAX)];
+            [("0", 0), ("1s", 1000), ("500ms", 500), ("2m", 120_000), ("30", 30_000), ("24h", TIME_MS_MAX)];
         for (text, time_ms) in valid {
             assert_eq!(parse_time_ms(text), Ok(time_ms), "{text}");
         }
-        for text in ["", "s", "1h", "-1s", "1.5s", "1 s"] {
+        for text in ["", "s", "1d", "-1s", "1.5s", "1 s"] {
             assert!(parse_time_ms(text).unwrap_err().contains("is not a time"), "{text}");
         }
-        for text in ["1441m", "86401", "99999999999999999999", "18446744073709551615m"] {
+        for text in ["1441m", "86401", "99999999999999999999", "18446744073709551615h", "25h"] {
             assert!(parse_time_ms(text).unwrap_err().contains("longer than a day"), "{text}");
         }
     }

@@ -43,7 +43,7 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match cli.command {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
-        Command::Down => state(&cli.state).and_then(|state| cluster::down(&state)),
+        Command::Down(arguments) => state(&cli.state).and_then(|state| cluster::down(&state, &arguments)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
         Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),

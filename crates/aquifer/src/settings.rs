@@ -10,7 +10,7 @@ use clap::Args;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::cli::parse_time_ms;
+use crate::cli::{parse_grace_ms, parse_lent_memory, parse_mempool};
 use aquifer_ipc::size;
 
 /// Folder of the settings files that are read if `--config` is not given.
@@ -101,8 +101,8 @@ pub struct NodeSettings {
     #[serde(deserialize_with = "node_number")]
     pub id: Option<u16>,
     /// Memory that the node lends, such as 512M or 2G
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    #[serde(deserialize_with = "bytes")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_lent_memory)]
+    #[serde(deserialize_with = "lent_memory")]
     pub memory: Option<u64>,
     /// Upper bound for `aquifer lend` on this node [default: the value of --memory]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
@@ -115,8 +115,8 @@ pub struct NodeSettings {
     pub keep_free: Option<u64>,
     /// Time for which this machine's keeper keeps the node's memory after the node's process ended,
     /// and hosts wait for the node; must be the keeper's --grace [default: the memory is lost]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
-    #[serde(deserialize_with = "time_ms")]
+    #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
+    #[serde(deserialize_with = "grace_ms")]
     pub grace: Option<u64>,
     /// Lend over a network at this address, such as 10.0.0.1:7400, to hosts with the cluster key
     /// [default: lend to this machine only, by shared memory]
@@ -201,8 +201,8 @@ pub struct HeapServiceSettings {
     pub threads: Option<u16>,
     /// Time for which this machine's keeper keeps the heaps after the process ended; must be the
     /// keeper's --grace [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
-    #[serde(deserialize_with = "time_ms")]
+    #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
+    #[serde(deserialize_with = "grace_ms")]
     pub grace: Option<u64>,
     /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7482, or at unix:PATH
     /// [default: no metrics]
@@ -219,8 +219,8 @@ pub struct HeapServiceSettings {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct AgentSettings {
     /// Largest size of the mempool [default: half of the available memory, at most 4G]
-    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
-    #[serde(deserialize_with = "bytes")]
+    #[arg(long, value_name = "SIZE", value_parser = parse_mempool)]
+    #[serde(deserialize_with = "mempool_bytes")]
     pub mempool: Option<u64>,
     /// Most remote memory that the sessions of one user may hold as extents [default: half of what
     /// the nodes lend]
@@ -258,8 +258,8 @@ pub struct AgentSettings {
     pub encrypt: Option<bool>,
     /// Time after the end of this agent's lease before other hosts free its memory; must be the
     /// keeper's --grace [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = parse_time_ms)]
-    #[serde(deserialize_with = "time_ms")]
+    #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
+    #[serde(deserialize_with = "grace_ms")]
     pub grace: Option<u64>,
     /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7481, or at unix:PATH
     /// [default: no metrics]
@@ -390,8 +390,16 @@ fn bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
     size::parse(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
-fn time_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
-    parse_time_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+fn lent_memory<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    parse_lent_memory(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn mempool_bytes<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    parse_mempool(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
+}
+
+fn grace_ms<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    parse_grace_ms(&String::deserialize(from)?).map(Some).map_err(D::Error::custom)
 }
 
 fn metrics_address<'de, D: Deserializer<'de>>(from: D) -> Result<Option<MetricsAddress>, D::Error> {

@@ -80,6 +80,8 @@ pub enum StateError {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StateDir {
     path: PathBuf,
+    /// Whether the folder was given, and is not the default.
+    is_given: bool,
 }
 
 impl StateDir {
@@ -96,7 +98,7 @@ impl StateDir {
         if bytes > PATH_BYTES_MAX {
             return Err(StateError::TooLong { bytes });
         }
-        let state = Self { path };
+        let state = Self { path, is_given: given.is_some() };
         state.check()?;
         Ok(state)
     }
@@ -136,6 +138,11 @@ impl StateDir {
 
     fn mode() -> u32 {
         if rustix::process::geteuid().is_root() { 0o711 } else { 0o700 }
+    }
+
+    /// How to give the cluster in this folder a command: for hints.
+    pub fn command(&self) -> String {
+        if self.is_given { format!("aquifer --state {}", self.path.display()) } else { "aquifer".into() }
     }
 
     /// The folder.
@@ -294,7 +301,10 @@ mod tests {
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert_eq!(StateDir::locate(Some(&link)).unwrap().path(), fs::canonicalize(&path).unwrap());
-        assert!(matches!(StateDir { path: link }.check(), Err(StateError::NotAFolder { .. })));
+        assert!(matches!(
+            StateDir { path: link, is_given: true }.check(),
+            Err(StateError::NotAFolder { .. })
+        ));
     }
 
     #[test]

@@ -251,12 +251,32 @@ fn down_without_a_cluster_says_so() {
     let cluster = TestCluster::new();
     assert!(succeed(&cluster.aquifer(&["down"])).contains("No cluster is up"));
     assert!(!cluster.state().exists(), "down creates no state folder");
-    assert!(succeed(&cluster.aquifer(&["status"])).contains("aquifer up"));
+    let status = cluster.aquifer(&["status"]);
+    assert_eq!(status.status.code(), Some(4));
+    let hint = format!("aquifer --state {} up", cluster.state().display());
+    let words = String::from_utf8(status.stdout).unwrap();
+    assert!(words.contains(&hint), "{words}");
     assert_eq!(cluster.status()["up"], false);
     assert!(!cluster.state().exists());
     succeed(&cluster.aquifer(&SMALL));
-    succeed(&cluster.aquifer(&["down"]));
+    assert!(succeed(&cluster.aquifer(&["down"])).contains("key, the logs and the directory stay"));
+    assert!(cluster.state().join("cluster.key").exists());
     assert!(succeed(&cluster.aquifer(&["down"])).contains("No cluster is up"));
+}
+
+#[test]
+fn a_purged_cluster_leaves_nothing_but_other_files() {
+    let cluster = TestCluster::new();
+    succeed(&cluster.aquifer(&SMALL));
+    assert!(succeed(&cluster.aquifer(&["down", "--purge"])).contains("Removed"));
+    assert!(!cluster.state().exists());
+    succeed(&cluster.aquifer(&SMALL));
+    let other = cluster.state().join("notes.txt");
+    std::fs::write(&other, "mine").unwrap();
+    succeed(&cluster.aquifer(&["down"]));
+    assert!(succeed(&cluster.aquifer(&["down", "--purge"])).contains("other files"));
+    let left: Vec<_> = std::fs::read_dir(cluster.state()).unwrap().map(|file| file.unwrap().path()).collect();
+    assert_eq!(left, [other]);
 }
 
 #[test]
@@ -285,7 +305,7 @@ fn dead_daemons_are_started_again() {
         let status = cluster.aquifer(&["status"]);
         assert_eq!(status.status.code(), Some(3), "{victims:?} died");
         let words = String::from_utf8(status.stdout).unwrap();
-        assert!(words.contains("aquifer up"), "{words}");
+        assert!(words.contains(&format!("aquifer --state {} up", cluster.state().display())), "{words}");
 
         let said = succeed(&cluster.aquifer(&["up"]));
         let started = said.lines().find_map(|line| line.strip_prefix("Started ")).unwrap();
@@ -379,13 +399,16 @@ fn a_failed_start_shows_the_log_and_stops_what_was_started() {
 #[test]
 fn wrong_sizes_and_numbers_are_usage_errors() {
     let cluster = TestCluster::new();
-    let wrong: [&[&str]; 8] = [
+    let wrong: [&[&str]; 11] = [
         &["up", "--memory", "lots"],
         &["up", "--memory", "0"],
         &["up", "--nodes", "0"],
         &["up", "--nodes", "65"],
         &["up", "--nodes", "-1"],
-        &["up", "--grace", "2h"],
+        &["up", "--grace", "2d"],
+        &["up", "--grace", "0"],
+        &["up", "--mempool", "1"],
+        &["up", "--memory", "1"],
         &["node", "--id", "0", "--memory", "1G"],
         &["nonsense"],
     ];
@@ -517,7 +540,7 @@ fn exit_codes_without_writable_output() {
         command.status().unwrap().code()
     };
     assert_eq!(code(&["run", "--local", "64M", "--", "true"], Stdio::null(), full()), Some(125));
-    assert_eq!(code(&["status", "--json"], Stdio::null(), Stdio::null()), Some(0));
+    assert_eq!(code(&["status", "--json"], Stdio::null(), Stdio::null()), Some(4), "no cluster is up");
     assert_eq!(
         code(&["status", "--json"], full(), Stdio::null()),
         Some(1),

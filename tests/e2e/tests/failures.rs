@@ -203,7 +203,8 @@ fn a_dead_node_elsewhere_costs_its_readers_a_message_and_no_wrong_byte() {
 }
 
 fn kill_the_node(fabric: &str) {
-    let cluster = Cluster::up_with(1, "256M", &["--fabric", fabric]);
+    let mut cluster = Cluster::up_with(1, "256M", &["--fabric", fabric]);
+    cluster.set_run_options(&["--wait-for-room", "1s"]);
     let run = endless(&cluster, LIMIT, "128M");
     await_paging(&cluster, 64 << 20);
     processes::signal(cluster.daemon("node", None), Signal::KILL);
@@ -351,7 +352,8 @@ mod long {
 /// The agent reads the key when it starts, so a changed key is noticed by the next one.
 #[test]
 fn a_wrong_cluster_key_is_reported_as_such() {
-    let cluster = Cluster::up_with(1, "64M", &["--fabric", "tcp"]);
+    let mut cluster = Cluster::up_with(1, "64M", &["--fabric", "tcp"]);
+    cluster.set_run_options(&["--wait-for-room", "1s"]);
     processes::kill(cluster.daemon("agent", None));
     let key = cluster.state().join("cluster.key");
     std::fs::write(&key, format!("{}\n", "ab".repeat(32))).expect("the state folder is ours");

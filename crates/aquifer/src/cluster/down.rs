@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use super::launch::process_of;
 use super::lock::FileLock;
 use super::stop::{StopOutcome, stop};
 use crate::Outcome;
+use crate::cli::DownArguments;
 use crate::say::say_line;
 use crate::state::StateDir;
 
@@ -24,8 +26,8 @@ const STEP_DEADLINES: [Duration; 4] =
     [Duration::from_secs(15), Duration::from_secs(20), Duration::from_secs(25), Duration::from_secs(30)];
 
 /// Stops the cluster and removes its sockets and configuration; logs, the key and the directory's
-/// file stay.
-pub fn down(state: &StateDir) -> Outcome {
+/// file stay unless they are to be purged.
+pub fn down(state: &StateDir, arguments: &DownArguments) -> Outcome {
     if !state.path().exists() {
         say_line!("No cluster is up in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
@@ -46,8 +48,22 @@ pub fn down(state: &StateDir) -> Outcome {
     }
     if ended.is_empty() {
         say_line!("No cluster is up in {}", state.path().display());
-        return Ok(ExitCode::SUCCESS);
+    } else {
+        say_stopped(&ended);
     }
+    if arguments.purge {
+        purge(state)?;
+    } else if !ended.is_empty() {
+        let path = state.path().display();
+        say_line!(
+            "The cluster key, the logs and the directory stay in {path} ({} down --purge removes them)",
+            state.command()
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn say_stopped(ended: &[(Daemon, StopOutcome)]) {
     let stopped: Vec<_> = ended.iter().map(|(daemon, _)| *daemon).collect();
     say_line!("Stopped {}", names(&stopped));
     let killed: Vec<_> =
@@ -55,7 +71,36 @@ pub fn down(state: &StateDir) -> Outcome {
     if !killed.is_empty() {
         say_line!("These did not stop in time and were killed: {}", names(&killed));
     }
+}
+
+/// Removes what a cluster leaves in its state folder, and the folder if nothing else is there.
+fn purge(state: &StateDir) -> Outcome {
+    let mut removed = vec![state.key_file(), state.directory_file()];
+    let logs = state.log("any").with_file_name("");
+    for folder in [state.path(), &logs] {
+        let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|file| file.path());
+        removed.extend(files.filter(|file| is_left_over(file)));
+    }
+    for file in removed {
+        match std::fs::remove_file(&file) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(format!("cannot remove {}: {error}", file.display()).into());
+            }
+            _ => {}
+        }
+    }
+    let _has_other_files = std::fs::remove_dir(&logs);
+    match std::fs::remove_dir(state.path()) {
+        Ok(()) => say_line!("Removed {}", state.path().display()),
+        Err(_) => say_line!("Removed the cluster from {}, which has other files", state.path().display()),
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a file in a state folder is a lock, a socket or a log of a cluster.
+fn is_left_over(file: &Path) -> bool {
+    let has_name = |extension: &str| file.extension().is_some_and(|found| found == extension);
+    has_name("lock") || has_name("sock") || has_name("log")
 }
 
 /// All daemons that have ever run in the state folder, whether or not the configuration has them.

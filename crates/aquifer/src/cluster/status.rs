@@ -1,10 +1,8 @@
 //! `aquifer status`: shows daemons, free memory and running programs.
 
-use std::fmt::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use aquifer_arena::calls::Totals;
 use aquifer_directory::names::{self, AgentRecord, HeapsRecord, NodeRecord};
 use aquifer_objects::service::report::HeapReport;
 use aquifer_report::AgentStatus;
@@ -20,14 +18,13 @@ use super::{heap, key};
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
+use crate::settings::DirectorySettings;
 use crate::state::StateDir;
-use aquifer_ipc::size::ByteSize;
 
 /// Exit code of `aquifer status` if a daemon of the cluster does not run.
 const EXIT_DEGRADED: u8 = 3;
-
-/// Less shared memory than this is not shown: each process shares a little with the agent.
-const SHOWN_SHARED_BYTES_MIN: u64 = 1 << 20;
+/// Exit code of `aquifer status` if no cluster is up.
+const EXIT_NO_CLUSTER: u8 = 4;
 
 /// What `aquifer status --json` prints.
 #[derive(Debug, Serialize)]
@@ -39,6 +36,12 @@ struct Status {
     /// Whether the agent's sockets exist.
     #[serde(skip)]
     is_reachable: bool,
+    /// Whether a directory has answered.
+    #[serde(skip)]
+    has_records: bool,
+    /// How to give this cluster a command.
+    #[serde(skip)]
+    command: String,
     #[serde(rename = "parts")]
     daemons: Vec<DaemonStatus>,
     nodes: Vec<NodeStatus>,
@@ -89,19 +92,29 @@ struct HeapsStatus {
 /// # Errors
 /// If the stored configuration or a daemon's lock cannot be read.
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
-    let status = collect(state, &arguments.agent.socket(state))?;
+    let status = collect(state, arguments)?;
     if arguments.json {
         say_line!("{}", serde_json::to_string_pretty(&status)?);
     } else {
-        say!("{}", to_text(&status));
+        say!("{}", text::to_text(&status));
     }
-    Ok(if status.is_degraded() { ExitCode::from(EXIT_DEGRADED) } else { ExitCode::SUCCESS })
+    Ok(ExitCode::from(status.exit_code()))
 }
 
 impl Status {
-    /// Whether programs cannot rely on the cluster.
-    fn is_degraded(&self) -> bool {
-        self.has_missing_daemons() || !self.is_reachable
+    fn exit_code(&self) -> u8 {
+        if self.has_missing_daemons() || !self.is_reachable {
+            EXIT_DEGRADED
+        } else if !self.has_cluster() {
+            EXIT_NO_CLUSTER
+        } else {
+            0
+        }
+    }
+
+    /// Whether a daemon runs here, or an agent or a directory has answered.
+    fn has_cluster(&self) -> bool {
+        self.daemons.iter().any(|daemon| daemon.is_running) || self.agent.is_some() || self.has_records
     }
 
     /// Whether a daemon of the cluster does not run.
@@ -110,7 +123,8 @@ impl Status {
     }
 }
 
-fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std::error::Error>> {
+fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<dyn std::error::Error>> {
+    let agent_socket = &*arguments.agent.socket(state);
     let config = ClusterConfig::load(state)?;
     let mut daemons = Vec::new();
     for daemon in config.iter().flat_map(ClusterConfig::daemons) {
@@ -124,23 +138,27 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         problems.extend(lost_sockets.map(|socket| lost_socket(&socket)));
     }
     let is_reachable = problems.is_empty();
-    let location = config.as_ref().map(|config| DirectoryLocation::new(&config.directory)).transpose()?;
+    let is_given = arguments.directory != DirectorySettings::default();
+    let settings =
+        if is_given { Some(&arguments.directory) } else { config.as_ref().map(|config| &config.directory) };
+    let location = settings.map(DirectoryLocation::new).transpose()?;
     // An external directory is queried only if a daemon of the cluster runs.
     let is_queried = |location: &DirectoryLocation| {
-        if location.is_own() {
+        if is_given {
+            true
+        } else if location.is_own() {
             is_running("directory")
         } else {
             daemons.iter().any(|daemon| daemon.is_running)
         }
     };
     let records = location.filter(is_queried).map(|location| read_records(state, &location));
-    let (nodes, heaps, agents) = records
-        .transpose()
-        .unwrap_or_else(|error| {
-            problems.push(error);
-            None
-        })
-        .unwrap_or_default();
+    let records = records.transpose().unwrap_or_else(|error| {
+        problems.push(error);
+        None
+    });
+    let has_records = records.is_some();
+    let (nodes, heaps, agents) = records.unwrap_or_default();
     // The agent of another user, or one that was started without `aquifer up`.
     let is_separate = agent_socket != state.agent_socket() || config.is_none() && agent_socket.exists();
     let agent = if is_running("agent") || is_separate {
@@ -169,6 +187,8 @@ fn collect(state: &StateDir, agent_socket: &Path) -> Result<Status, Box<dyn std:
         state: state.path().display().to_string(),
         up: !daemons.is_empty() && daemons.iter().all(|daemon| daemon.is_running),
         is_reachable,
+        has_records,
+        command: state.command(),
         daemons,
         nodes,
         heaps,
@@ -214,158 +234,6 @@ fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
     aquifer_host::client::status(socket)
 }
 
-fn to_text(status: &Status) -> String {
-    let mut text = String::new();
-    // Writing to a String does not fail.
-    let _written = write_text(&mut text, status);
-    text
-}
-
-fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
-    let running = status.daemons.iter().filter(|daemon| daemon.is_running).count();
-    if running == 0 && status.agent.is_none() {
-        writeln!(text, "No cluster is up in {}. Start one with: aquifer up", status.state)?;
-        return status.problems.iter().try_for_each(|problem| writeln!(text, "{problem}"));
-    }
-    if status.daemons.is_empty() {
-        writeln!(text, "An agent of this host serves you")?;
-    } else if status.has_missing_daemons() {
-        let missing = status.daemons.len() - running;
-        let (count, state) = (status.daemons.len(), &status.state);
-        writeln!(
-            text,
-            "{missing} of {count} daemons of the cluster in {state} do not run. Start them with: aquifer up"
-        )?;
-    } else {
-        writeln!(text, "The cluster is up, in {}", status.state)?;
-    }
-    status.daemons.iter().try_for_each(|daemon| write_daemon(text, status, daemon))?;
-    if let Some(agent) = &status.agent {
-        write_agent(text, agent)?;
-    }
-    let is_used =
-        |report: &&SegmentsStatus| !report.segments.is_empty() || report.totals != Totals::default();
-    if let Some(report) = status.segments.as_ref().filter(is_used) {
-        writeln!(text, "  {}", segment::summary(report))?;
-    }
-    status.problems.iter().try_for_each(|problem| writeln!(text, "  {problem}"))
-}
-
-fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> std::fmt::Result {
-    match daemon.pid {
-        Some(pid) => write!(text, "  {:<10} running  process {pid:<8}", daemon.name)?,
-        None => write!(text, "  {:<10} dead", daemon.name)?,
-    }
-    let is_of_daemon = |node: &&NodeStatus| daemon.name == Daemon::Node(node.id).to_string();
-    if let Some(node) = status.nodes.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
-        write!(text, " lends {}", ByteSize(node.memory_bytes))?;
-        if node.memory_bytes != node.memory_bytes_wanted {
-            write!(text, " (requested: {})", ByteSize(node.memory_bytes_wanted))?;
-        }
-        if let Some(free) = node.free_bytes {
-            write!(text, ", {} free", ByteSize(free))?;
-        }
-    }
-    let is_of_daemon = |heaps: &&HeapsStatus| daemon.name == Daemon::Heaps(heaps.node).to_string();
-    if let Some(service) = status.heaps.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
-        let memory = ByteSize(service.memory_bytes);
-        match &service.heaps {
-            Some(heaps) => {
-                let held = ByteSize(heaps.iter().map(|heap| heap.held_bytes).sum());
-                let objects: u64 = heaps.iter().map(|heap| heap.objects).sum();
-                write!(text, " heaps take {held} of {memory}, objects: {objects}")?;
-            }
-            None => write!(text, " heaps may take {memory}")?,
-        }
-    }
-    if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {
-        write!(text, " mempool {} of {}", ByteSize(agent.mempool_used_bytes), ByteSize(agent.mempool_bytes))?;
-    }
-    writeln!(text)
-}
-
-fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
-    for tenant in &agent.tenants {
-        writeln!(
-            text,
-            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} \
-                faults",
-            tenant.tenant,
-            tenant.runs,
-            tenant.processes,
-            ByteSize(tenant.resident_bytes),
-            ByteSize(tenant.mempool_bytes),
-            ByteSize(tenant.remote_bytes),
-            tenant.faults,
-        )?;
-    }
-    for user in &agent.users {
-        writeln!(
-            text,
-            "  user {}: {} in extents, {} requests with wrong keys",
-            user.tenant,
-            ByteSize(user.allocated_bytes),
-            user.refused
-        )?;
-    }
-    for session in &agent.sessions {
-        writeln!(
-            text,
-            "  session of process {:<8} {} in {} extents, {} in stock, {} requests",
-            session.pid,
-            ByteSize(session.bytes),
-            session.extents,
-            ByteSize(session.stocked_bytes),
-            session.requests
-        )?;
-    }
-    for run in &agent.runs {
-        writeln!(
-            text,
-            "  run {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, processes: {}",
-            run.name,
-            ByteSize(run.resident_bytes),
-            ByteSize(run.limit_bytes),
-            ByteSize(run.mempool_bytes),
-            ByteSize(run.remote_bytes),
-            run.faults,
-            run.processes,
-        )?;
-        for program in &run.programs {
-            writeln!(
-                text,
-                "    process {:<8} {} resident, {} faults, {} pages evicted, {} pages read from memory nodes",
-                program.pid,
-                ByteSize(program.held_bytes),
-                program.faults,
-                program.evictions,
-                program.remote_reads,
-            )?;
-        }
-        for process in &run.unpaged {
-            writeln!(
-                text,
-                "    process {:<8} {} is not paged: {}",
-                process.pid, process.name, process.reason
-            )?;
-        }
-        if let Some(reason) = &run.short_of_room {
-            writeln!(text, "    waits for room: {reason}")?;
-        }
-        if run.shared_bytes >= SHOWN_SHARED_BYTES_MIN {
-            writeln!(text, "    {} in shared memory, which is not paged", ByteSize(run.shared_bytes))?;
-        }
-        if run.replicas > 1 {
-            match run.degraded_slabs {
-                0 => writeln!(text, "    each page has {} replicas", run.replicas)?,
-                slabs => {
-                    writeln!(text, "    degraded: {slabs} slabs have fewer than {} replicas", run.replicas)?
-                }
-            }
-        }
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod golden_tests;
+mod text;

@@ -60,7 +60,7 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
     }
     say_line!("Started {}", names(&missing));
     say_line!("The cluster is up: {config}, in {}", state.path().display());
-    say_line!("Try: aquifer run --local 64M -- PROGRAM ARGUMENTS");
+    say_line!("Try: {} run --local 64M -- PROGRAM ARGUMENTS", state.command());
     Ok(ExitCode::SUCCESS)
 }
 

@@ -33,6 +33,8 @@ fn golden_status() {
         state: "/run/user/1/aquifer".into(),
         up: true,
         is_reachable: true,
+        has_records: false,
+        command: "aquifer".into(),
         daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7) }],
         nodes: vec![node],
         heaps: vec![HeapsStatus {
@@ -51,6 +53,8 @@ fn golden_status() {
         state: String::new(),
         up: false,
         is_reachable: true,
+        has_records: false,
+        command: "aquifer".into(),
         daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None }],
         nodes: Vec::new(),
         heaps: Vec::new(),
@@ -64,11 +68,13 @@ fn golden_status() {
 }
 
 #[test]
-fn a_cluster_with_a_dead_daemon_is_degraded() {
+fn the_exit_code_says_whether_a_cluster_is_up() {
     let status = |running: &[bool]| Status {
         state: String::new(),
         up: false,
         is_reachable: true,
+        has_records: false,
+        command: "aquifer".into(),
         daemons: running
             .iter()
             .map(|is_running| DaemonStatus { name: "agent".into(), is_running: *is_running, pid: None })
@@ -80,8 +86,9 @@ fn a_cluster_with_a_dead_daemon_is_degraded() {
         segments: None,
         problems: Vec::new(),
     };
-    assert!(!status(&[]).is_degraded(), "there is no cluster");
-    assert!(!status(&[true, true]).is_degraded());
-    assert!(status(&[true, false]).is_degraded());
-    assert!(status(&[false]).is_degraded());
+    let exit_codes =
+        [&[][..], &[true, true], &[true, false], &[false]].map(|running| status(running).exit_code());
+    assert_eq!(exit_codes, [EXIT_NO_CLUSTER, 0, EXIT_DEGRADED, EXIT_DEGRADED]);
+    let elsewhere = Status { has_records: true, ..status(&[]) };
+    assert_eq!(elsewhere.exit_code(), 0, "the directory has answered");
 }

@@ -1,0 +1,219 @@
+//! The status as text for people.
+
+use std::fmt::Write;
+
+use aquifer_arena::calls::Totals;
+use aquifer_ipc::size::ByteSize;
+use aquifer_report::AgentStatus;
+
+use super::super::daemon::Daemon;
+use super::super::segment::{self, SegmentsStatus};
+use super::{DaemonStatus, HeapsStatus, NodeStatus, Status};
+
+/// Less shared memory than this is not shown: each process shares a little with the agent.
+const SHOWN_SHARED_BYTES_MIN: u64 = 1 << 20;
+/// What the words of runs mean.
+const LEGEND: &str = "
+resident: in the program, of its limit; mempool: evicted, and still on this host;
+on memory nodes: allocated there, all replicas; faults: accesses for which a page was brought in
+";
+
+pub(super) fn to_text(status: &Status) -> String {
+    let mut text = String::new();
+    // Writing to a String does not fail.
+    let _written = write_text(&mut text, status);
+    text
+}
+
+fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
+    let running = status.daemons.iter().filter(|daemon| daemon.is_running).count();
+    if !status.has_cluster() {
+        writeln!(text, "No cluster is up in {}. Start one with: {} up", status.state, status.command)?;
+        return status.problems.iter().try_for_each(|problem| writeln!(text, "{problem}"));
+    }
+    if status.daemons.is_empty() {
+        let what =
+            if status.agent.is_some() { "An agent of this host serves you" } else { "The directory answers" };
+        writeln!(text, "{what}")?;
+    } else if status.has_missing_daemons() {
+        let missing = status.daemons.len() - running;
+        let (count, state) = (status.daemons.len(), &status.state);
+        writeln!(
+            text,
+            "{missing} of {count} daemons of the cluster in {state} do not run. Start them with: {} up",
+            status.command
+        )?;
+    } else {
+        writeln!(text, "The cluster is up, in {}", status.state)?;
+    }
+    status.daemons.iter().try_for_each(|daemon| write_daemon(text, status, daemon))?;
+    write_nodes(text, status)?;
+    if let Some(agent) = &status.agent {
+        write_agent(text, agent)?;
+    }
+    let is_used =
+        |report: &&SegmentsStatus| !report.segments.is_empty() || report.totals != Totals::default();
+    if let Some(report) = status.segments.as_ref().filter(is_used) {
+        writeln!(text, "  {}", segment::summary(report))?;
+    }
+    status.problems.iter().try_for_each(|problem| writeln!(text, "  problem: {problem}"))?;
+    let has_runs = status.agent.as_ref().is_some_and(|agent| !agent.runs.is_empty());
+    if has_runs { text.write_str(LEGEND) } else { Ok(()) }
+}
+
+/// Nodes that are no daemons here, and what all nodes have together.
+fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
+    let is_here = |node: &&NodeStatus| {
+        status.daemons.iter().any(|daemon| daemon.name == Daemon::Node(node.id).to_string())
+    };
+    for node in status.nodes.iter().filter(|node| !is_here(node)) {
+        write!(text, "  {:<10} at {}", Daemon::Node(node.id).to_string(), node.address)?;
+        write_lent(text, node)?;
+        writeln!(text)?;
+    }
+    let lent: u64 = status.nodes.iter().map(|node| node.memory_bytes).sum();
+    if status.nodes.len() > 1 {
+        write!(text, "  pool       {} nodes lend {}", status.nodes.len(), ByteSize(lent))?;
+        if status.nodes.iter().any(|node| node.free_bytes.is_some()) {
+            let free = status.nodes.iter().filter_map(|node| node.free_bytes).sum();
+            write!(text, ", {} free", ByteSize(free))?;
+        }
+        writeln!(text)?;
+    }
+    let degraded =
+        status.agent.iter().flat_map(|agent| &agent.runs).map(|run| run.degraded_slabs).sum::<u64>();
+    if degraded > 0 {
+        writeln!(text, "  degraded: {degraded} slabs have fewer replicas than their runs want")?;
+    }
+    Ok(())
+}
+
+/// What a node lends, and has free.
+fn write_lent(text: &mut String, node: &NodeStatus) -> std::fmt::Result {
+    write!(text, " lends {}", ByteSize(node.memory_bytes))?;
+    if node.memory_bytes != node.memory_bytes_wanted {
+        write!(text, " (requested: {})", ByteSize(node.memory_bytes_wanted))?;
+    }
+    match node.free_bytes {
+        Some(free) => write!(text, ", {} free", ByteSize(free)),
+        None => Ok(()),
+    }
+}
+
+/// A user's name, or its number if it has none.
+fn name_of(user: u32) -> String {
+    let found = nix::unistd::User::from_uid(nix::unistd::Uid::from_raw(user));
+    found.ok().flatten().map_or_else(|| user.to_string(), |user| user.name)
+}
+
+fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> std::fmt::Result {
+    match daemon.pid {
+        Some(pid) => write!(text, "  {:<10} running  process {pid:<8}", daemon.name)?,
+        None => write!(text, "  {:<10} dead", daemon.name)?,
+    }
+    let is_of_daemon = |node: &&NodeStatus| daemon.name == Daemon::Node(node.id).to_string();
+    if let Some(node) = status.nodes.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
+        write_lent(text, node)?;
+    }
+    let is_of_daemon = |heaps: &&HeapsStatus| daemon.name == Daemon::Heaps(heaps.node).to_string();
+    if let Some(service) = status.heaps.iter().find(is_of_daemon).filter(|_| daemon.is_running) {
+        let memory = ByteSize(service.memory_bytes);
+        match &service.heaps {
+            Some(heaps) => {
+                let held = ByteSize(heaps.iter().map(|heap| heap.held_bytes).sum());
+                let objects: u64 = heaps.iter().map(|heap| heap.objects).sum();
+                write!(text, " heaps take {held} of {memory}, objects: {objects}")?;
+            }
+            None => write!(text, " heaps may take {memory}")?,
+        }
+    }
+    if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {
+        write!(text, " mempool {} of {}", ByteSize(agent.mempool_used_bytes), ByteSize(agent.mempool_bytes))?;
+    }
+    writeln!(text)
+}
+
+fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
+    for tenant in &agent.tenants {
+        writeln!(
+            text,
+            "  user {}: runs: {}, processes: {}, {} resident, {} in the mempool, {} on memory nodes, {} \
+                faults",
+            name_of(tenant.tenant),
+            tenant.runs,
+            tenant.processes,
+            ByteSize(tenant.resident_bytes),
+            ByteSize(tenant.mempool_bytes),
+            ByteSize(tenant.remote_bytes),
+            tenant.faults,
+        )?;
+    }
+    for user in &agent.users {
+        writeln!(
+            text,
+            "  user {}: {} in extents, {} requests with wrong keys",
+            name_of(user.tenant),
+            ByteSize(user.allocated_bytes),
+            user.refused
+        )?;
+    }
+    for session in &agent.sessions {
+        writeln!(
+            text,
+            "  session of process {:<8} {} in {} extents, {} in stock, {} requests",
+            session.pid,
+            ByteSize(session.bytes),
+            session.extents,
+            ByteSize(session.stocked_bytes),
+            session.requests
+        )?;
+    }
+    for run in &agent.runs {
+        writeln!(
+            text,
+            "  run {} of {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, \
+                processes: {}",
+            run.name,
+            name_of(run.tenant),
+            ByteSize(run.resident_bytes),
+            ByteSize(run.limit_bytes),
+            ByteSize(run.mempool_bytes),
+            ByteSize(run.remote_bytes),
+            run.faults,
+            run.processes,
+        )?;
+        for program in &run.programs {
+            writeln!(
+                text,
+                "    process {:<8} {} resident, {} faults, {} pages evicted, {} pages read from memory nodes",
+                program.pid,
+                ByteSize(program.held_bytes),
+                program.faults,
+                program.evictions,
+                program.remote_reads,
+            )?;
+        }
+        for process in &run.unpaged {
+            writeln!(
+                text,
+                "    process {:<8} {} is not paged: {}",
+                process.pid, process.name, process.reason
+            )?;
+        }
+        if let Some(reason) = &run.short_of_room {
+            writeln!(text, "    waits for room: {reason}")?;
+        }
+        if run.shared_bytes >= SHOWN_SHARED_BYTES_MIN {
+            writeln!(text, "    {} in shared memory, which is not paged", ByteSize(run.shared_bytes))?;
+        }
+        if run.replicas > 1 {
+            match run.degraded_slabs {
+                0 => writeln!(text, "    each page has {} replicas", run.replicas)?,
+                slabs => {
+                    writeln!(text, "    degraded: {slabs} slabs have fewer than {} replicas", run.replicas)?
+                }
+            }
+        }
+    }
+    Ok(())
+}
