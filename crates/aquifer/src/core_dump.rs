@@ -6,6 +6,7 @@
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::rc::Rc;
@@ -75,7 +76,8 @@ fn dump(pid: i32, path: &Path) -> Result<u64, CoreDumpError> {
     let bar = ProgressBar::new(bytes).with_style(style);
     let unreadable = Rc::new(Cell::new(0));
     let reader = LinuxProcessMemoryReader::new(Pid::from_raw(pid)).map_err(|error| refused(pid, error))?;
-    let memory = Memory { reader, unreadable: Rc::clone(&unreadable), bar: bar.clone() };
+    let left_out = left_out(pid).map_err(|error| refused(pid, CoreError::IoError(error)))?;
+    let memory = Memory { reader, left_out, unreadable: Rc::clone(&unreadable), bar: bar.clone() };
     let mut written = SparseFile::new(file.as_file());
     let result = CoreDumpBuilder::from_source(process, memory).write(&mut written);
     bar.finish_and_clear();
@@ -112,9 +114,34 @@ fn refused(pid: i32, error: CoreError) -> CoreDumpError {
     }
 }
 
+/// The areas that core dumps leave out (`MADV_DONTDUMP`), those of the shim among them: a reader
+/// would hold up its worker.
+fn left_out(pid: i32) -> io::Result<Vec<Range<usize>>> {
+    Ok(left_out_in(&std::fs::read_to_string(format!("/proc/{pid}/smaps"))?))
+}
+
+fn left_out_in(smaps: &str) -> Vec<Range<usize>> {
+    let (mut areas, mut area) = (Vec::new(), 0..0);
+    for line in smaps.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            if flags.split_whitespace().any(|flag| flag == "dd") {
+                areas.push(area.clone());
+            }
+        } else if let Some((start, end)) =
+            line.split_whitespace().next().and_then(|word| word.split_once('-'))
+        {
+            let address = |text| usize::from_str_radix(text, 16).ok();
+            area = address(start).zip(address(end)).map_or(area, |(start, end)| start..end);
+        }
+    }
+    areas
+}
+
 /// The memory of a stopped process.
 struct Memory {
     reader: LinuxProcessMemoryReader,
+    /// Areas that are zeros.
+    left_out: Vec<Range<usize>>,
     /// Bytes that could not be read, and are zeros.
     unreadable: Rc<Cell<u64>>,
     bar: ProgressBar,
@@ -122,6 +149,13 @@ struct Memory {
 
 impl ReadProcessMemory for Memory {
     fn read_process_memory(&mut self, base: usize, buffer: &mut [u8]) -> Result<usize, CoreError> {
+        let is_left_out = self.left_out.iter().any(|area| area.contains(&base));
+        if is_left_out {
+            // No area begins within a piece that is read at once: elfcore reads area by area.
+            buffer.fill(0);
+            self.bar.inc(buffer.len() as u64);
+            return Ok(buffer.len());
+        }
         let read = match self.reader.read_process_memory(base, buffer) {
             Ok(read) if read > 0 => read,
             // The first page cannot be read.
@@ -194,6 +228,15 @@ mod tests {
         file.rewind().unwrap();
         file.read_to_end(&mut found).unwrap();
         assert!(found == bytes);
+    }
+
+    #[test]
+    fn memory_that_is_not_to_be_dumped_is_found() {
+        let smaps = "1000-3000 rw-p 00000000 00:00 0 \nSize: 8 kB\nVmFlags: rd wr mr dd um \n\
+                     5000-6000 rw-p 00000000 00:00 0 [heap]\nVmFlags: rd wr\n\
+                     7000-9000 r--p 00000000 00:00 0 /dd\nVmFlags: rd dd\n";
+        assert_eq!(left_out_in(smaps), [0x1000..0x3000, 0x7000..0x9000]);
+        assert!(left_out(i32::try_from(std::process::id()).unwrap()).is_ok());
     }
 
     #[test]

@@ -136,6 +136,8 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
 fn map_wiped_on_fork(bytes: usize) -> usize {
     let address = map(bytes, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     advise(address, bytes, libc::MADV_WIPEONFORK);
+    // The canary must stay missing until the agent fills it.
+    advise(address, bytes, libc::MADV_DONTDUMP);
     address
 }
 
@@ -308,6 +310,8 @@ fn map_private_memory(staging_uffd: i32, own_uffd: i32, number: u64) -> ProgramH
     let staging = bounce_buffer + BOUNCE_BUFFER_BYTES;
     // A forked child maps its own.
     advise(private, private_bytes, libc::MADV_DONTFORK);
+    // Tools that read it would hold pages that the worker moves.
+    advise(private, private_bytes, libc::MADV_DONTDUMP);
     let result = uffd::register(staging_uffd, staging, STAGING_BYTES);
     if result < 0 {
         fatal::exit("the staging buffers cannot be registered with a userfaultfd", -result);

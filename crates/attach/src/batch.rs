@@ -51,22 +51,30 @@ pub struct StagingError;
 
 const PAGE: usize = 4096;
 /// Maximum number of retries of moves into the staging buffer that fail with EAGAIN. No event can
-/// be unread there, so EAGAIN means that a page or a lock is briefly in use.
+/// be unread there, so EAGAIN means that a page or a lock is briefly in use, and EBUSY that another
+/// process reads the page.
 const STAGE_RETRIES_MAX: u32 = 1_000_000;
+/// The same before a batch, when pages that others have brought into the bounce buffer are dropped.
+/// Such a reader may wait for the agent, which waits for this batch.
+const EMPTY_RETRIES_MAX: u32 = 1000;
 const EXISTS: isize = -(libc::EEXIST as isize);
 const AGAIN: isize = -(libc::EAGAIN as isize);
 const BUSY: isize = -(libc::EBUSY as isize);
 
 /// Moves a batch out of the program into the staging buffer, and sets the status of each page.
 ///
-/// The agent must have copied what was in the staging buffer before.
+/// The agent must have copied what was in the staging buffer before. If the buffers cannot be
+/// emptied now, no page is moved, and all have the status EBUSY.
 ///
 /// # Errors
 /// If a page can move neither to the staging buffer nor back. It is lost unless the program ends.
 pub fn move_batch(mover: &mut impl PageMover, batch: &impl PageBatch) -> Result<(), StagingError> {
-    empty_buffers(mover)?;
+    if empty_buffers(mover).is_err() {
+        (0..batch.count()).for_each(|index| batch.set_status(index, libc::EBUSY as u32));
+        return Ok(());
+    }
     move_out(mover, batch);
-    stage(mover, batch.count(), |index| batch.is_moved(index))
+    stage(mover, batch.count(), STAGE_RETRIES_MAX, |index| batch.is_moved(index))
 }
 
 /// Drops all pages of both buffers.
@@ -81,7 +89,7 @@ fn empty_buffers(mover: &mut impl PageMover) -> Result<(), StagingError> {
     let mut occupied = [false; BATCH_PAGES_MAX];
     mover.find_occupied(&mut occupied);
     if occupied.contains(&true) {
-        stage(mover, BATCH_PAGES_MAX, |index| occupied[index])?;
+        stage(mover, BATCH_PAGES_MAX, EMPTY_RETRIES_MAX, |index| occupied[index])?;
         if !mover.empty_staging() {
             return Err(StagingError);
         }
@@ -131,6 +139,7 @@ fn is_occupied(mover: &mut impl PageMover, index: usize) -> bool {
 fn stage(
     mover: &mut impl PageMover,
     count: usize,
+    retries_max: u32,
     is_in_bounce_buffer: impl Fn(usize) -> bool,
 ) -> Result<(), StagingError> {
     let mut retries = 0;
@@ -149,7 +158,7 @@ fn stage(
             EXISTS if moved == 0 => at += 1,
             // The next call reports the error that ended this one.
             _ if moved > 0 => {}
-            AGAIN if retries < STAGE_RETRIES_MAX => retries += 1,
+            AGAIN | BUSY if retries < retries_max => retries += 1,
             _ => return Err(StagingError),
         }
     }

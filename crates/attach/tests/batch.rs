@@ -103,6 +103,9 @@ struct KernelModel {
     unread: Vec<bool>,
     /// For each index, whether the page migrates on its way to the staging buffer.
     migrates: Vec<bool>,
+    /// For each index, how many more moves to the staging buffer are refused, because another
+    /// process reads the page.
+    held: Vec<u32>,
     calls: usize,
 }
 
@@ -145,6 +148,10 @@ impl PageMover for KernelModel {
             .clone()
             .map(|index| match self.bounce_buffer[index] {
                 None => ProgramPage::Missing,
+                Some(content) if self.held[index] > 0 => {
+                    self.held[index] -= 1;
+                    ProgramPage::Unmovable(content)
+                }
                 Some(content) if std::mem::take(&mut self.migrates[index]) => ProgramPage::Migrating(content),
                 Some(content) => ProgramPage::Private(content),
             })
@@ -199,6 +206,7 @@ proptest! {
         unread in prop::collection::vec(prop::bool::weighted(0.1), 0..20),
         migrates in prop::collection::vec(prop::bool::weighted(0.2), BATCH_PAGES_MAX),
         foreign in prop::collection::vec(prop::bool::weighted(0.02), BATCH_PAGES_MAX),
+        held in prop::collection::vec(prop_oneof![20 => Just(0), 1 => 1..5u32], BATCH_PAGES_MAX),
     ) {
         let before: Vec<ProgramPage> =
             kinds.iter().zip(1..).map(|(kind, content)| ProgramPage::new(*kind, content)).collect();
@@ -208,6 +216,7 @@ proptest! {
             staging: vec![Some(FOREIGN); BATCH_PAGES_MAX],
             unread,
             migrates,
+            held,
             calls: 0,
         };
         let statuses = RefCell::new(vec![STATUS_PENDING; wanted.len()]);
@@ -229,4 +238,30 @@ proptest! {
             prop_assert_eq!(content, was.content(), "page {} is not in the batch", page);
         }
     }
+}
+
+/// It may wait for the agent, which waits for the batch.
+#[test]
+fn nothing_moves_while_a_reader_holds_a_page_of_the_bounce_buffer() {
+    let before: Vec<ProgramPage> = (1..=10).map(ProgramPage::Private).collect();
+    let mut bounce_buffer = vec![None; BATCH_PAGES_MAX];
+    bounce_buffer[3] = Some(FOREIGN);
+    let mut held = vec![0; BATCH_PAGES_MAX];
+    held[3] = u32::MAX;
+    let mut model = KernelModel {
+        program: before.clone(),
+        bounce_buffer,
+        staging: vec![None; BATCH_PAGES_MAX],
+        unread: Vec::new(),
+        migrates: vec![false; BATCH_PAGES_MAX],
+        held,
+        calls: 0,
+    };
+    let batch = BatchModel { pages: (0..10).collect(), statuses: RefCell::new(vec![STATUS_PENDING; 10]) };
+    assert!(move_batch(&mut model, &batch).is_ok());
+    assert!(batch.statuses.borrow().iter().all(|status| *status == libc::EBUSY as u32));
+    assert_eq!(model.program, before);
+    model.held[3] = 0;
+    assert!(move_batch(&mut model, &batch).is_ok());
+    assert!(batch.statuses.borrow().iter().all(|status| *status == STATUS_MOVED));
 }

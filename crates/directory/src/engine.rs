@@ -13,10 +13,16 @@ use crate::core::{Core, Cursor, Delta};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome, WatchEvent};
 use crate::{DirectoryError, Watch};
 
+/// Time until the end of a lease is tried again that could not be stored.
+const EXPIRY_RETRY_MS: u64 = 1000;
+
 /// A store that makes deltas durable.
 pub(crate) trait DeltaStore: Send + Debug {
     /// Makes the delta durable. After an error, the store may or may not have it.
     fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError>;
+
+    /// Makes the store hold exactly this state, after a commit has failed.
+    fn reset(&mut self, core: &Core) -> Result<(), DirectoryError>;
 }
 
 /// A store that keeps nothing.
@@ -27,17 +33,30 @@ impl DeltaStore for VolatileStore {
     fn commit(&mut self, _delta: &Delta) -> Result<(), DirectoryError> {
         Ok(())
     }
+
+    fn reset(&mut self, _core: &Core) -> Result<(), DirectoryError> {
+        Ok(())
+    }
 }
 
 #[derive(Debug)]
 struct EngineState {
     core: Core,
     store: Box<dyn DeltaStore>,
+    /// Whether the last commit has failed: the disk is full, for example.
+    has_failed: bool,
+    /// Time before which the ends of leases are not tried again, after one could not be stored.
+    expires_again_ms: u64,
 }
 
 impl EngineState {
     fn commit(&mut self, delta: &Delta, now_ms: u64) -> Result<(), DirectoryError> {
-        self.store.commit(delta)?;
+        if self.has_failed {
+            self.store.reset(&self.core)?;
+        }
+        let result = self.store.commit(delta);
+        self.has_failed = result.is_err();
+        result?;
         self.core.apply(delta, now_ms);
         Ok(())
     }
@@ -53,22 +72,26 @@ pub(crate) struct Engine {
 
 impl Engine {
     pub(crate) fn new(core: Core, store: Box<dyn DeltaStore>, clock: Arc<dyn Clock>) -> Self {
-        Self { state: Mutex::new(EngineState { core, store }), changed: Condvar::new(), clock }
+        Self {
+            state: Mutex::new(EngineState { core, store, has_failed: false, expires_again_ms: 0 }),
+            changed: Condvar::new(),
+            clock,
+        }
     }
 
     pub(crate) fn get(&self, key: &str) -> Result<Option<DirectoryEntry>, DirectoryError> {
-        self.lock_current()?.0.core.get(key)
+        self.lock_current().0.core.get(key)
     }
 
     pub(crate) fn list(&self, prefix: &str) -> Result<Listing, DirectoryError> {
-        self.lock_current()?.0.core.list(prefix)
+        self.lock_current().0.core.list(prefix)
     }
 
     pub(crate) fn transaction(
         &self,
         transaction: &Transaction,
     ) -> Result<TransactionOutcome, DirectoryError> {
-        let (mut state, now_ms) = self.lock_current()?;
+        let (mut state, now_ms) = self.lock_current();
         let (outcome, delta) = state.core.plan_transaction(transaction)?;
         if let Some(delta) = delta {
             state.commit(&delta, now_ms)?;
@@ -78,7 +101,7 @@ impl Engine {
     }
 
     pub(crate) fn lease_grant(&self, ttl: Duration) -> Result<Lease, DirectoryError> {
-        let (mut state, now_ms) = self.lock_current()?;
+        let (mut state, now_ms) = self.lock_current();
         let (lease, delta) = state.core.plan_grant(saturating_ms(ttl))?;
         state.commit(&delta, now_ms)?;
         // Waiting watches must take the new deadline into account.
@@ -87,12 +110,12 @@ impl Engine {
     }
 
     pub(crate) fn lease_keep_alive(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        let (mut state, now_ms) = self.lock_current()?;
+        let (mut state, now_ms) = self.lock_current();
         state.core.keep_alive(id, now_ms)
     }
 
     pub(crate) fn lease_revoke(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        let (mut state, now_ms) = self.lock_current()?;
+        let (mut state, now_ms) = self.lock_current();
         let delta = state.core.plan_end(id)?;
         state.commit(&delta, now_ms)?;
         self.changed.notify_all();
@@ -100,46 +123,56 @@ impl Engine {
     }
 
     pub(crate) fn expire_now(&self, id: LeaseId) -> Result<(), DirectoryError> {
-        self.lock_current()?.0.core.expire_now(id)?;
+        self.lock_current().0.core.expire_now(id)?;
         self.tick()
     }
 
     /// Ends the leases whose time is up.
     pub(crate) fn tick(&self) -> Result<(), DirectoryError> {
-        self.lock_current().map(drop)
+        drop(self.lock_current());
+        Ok(())
     }
 
     /// True if a lease has not ended.
     pub(crate) fn has_leases(&self) -> Result<bool, DirectoryError> {
-        Ok(self.lock_current()?.0.core.has_leases())
+        Ok(self.lock_current().0.core.has_leases())
     }
 
     pub(crate) fn watch(self: &Arc<Self>, prefix: &str, from: u64) -> Result<EngineWatch, DirectoryError> {
-        let cursor = self.lock_current()?.0.core.watch(prefix, from)?;
+        let cursor = self.lock_current().0.core.watch(prefix, from)?;
         Ok(EngineWatch { engine: Arc::clone(self), cursor, is_cancelled: Arc::default() })
     }
 
     /// Locks the state, after ending the leases whose time is up. Also returns the time.
-    fn lock_current(&self) -> Result<(MutexGuard<'_, EngineState>, u64), DirectoryError> {
+    fn lock_current(&self) -> (MutexGuard<'_, EngineState>, u64) {
         let state = self.state.lock().expect("no thread panics while it holds the lock");
         self.end_expired_leases(state)
     }
 
     /// Ends the leases whose time is up. Also returns the time.
+    ///
+    /// If that cannot be stored, they last longer: their owners do not rely on them any more, and
+    /// others still can read, and keep their own leases.
     fn end_expired_leases<'a>(
         &self,
         mut state: MutexGuard<'a, EngineState>,
-    ) -> Result<(MutexGuard<'a, EngineState>, u64), DirectoryError> {
+    ) -> (MutexGuard<'a, EngineState>, u64) {
         let now_ms = self.clock.now_ms();
         let mut has_ended = false;
-        while let Some(delta) = state.core.plan_expiry(now_ms) {
-            state.commit(&delta, now_ms)?;
+        while now_ms >= state.expires_again_ms
+            && let Some(delta) = state.core.plan_expiry(now_ms)
+        {
+            if let Err(error) = state.commit(&delta, now_ms) {
+                tracing::error!(%error, "the end of a lease cannot be stored");
+                state.expires_again_ms = now_ms + EXPIRY_RETRY_MS;
+                break;
+            }
             has_ended = true;
         }
         if has_ended {
             self.changed.notify_all();
         }
-        Ok((state, now_ms))
+        (state, now_ms)
     }
 }
 
@@ -181,7 +214,7 @@ impl Canceller {
 impl Watch for EngineWatch {
     fn next(&mut self, timeout: Duration) -> Result<Option<WatchEvent>, DirectoryError> {
         let end = Instant::now().checked_add(timeout);
-        let (mut state, mut now_ms) = self.engine.lock_current()?;
+        let (mut state, mut now_ms) = self.engine.lock_current();
         loop {
             if self.is_cancelled.load(Ordering::SeqCst) {
                 return Ok(None);
@@ -193,7 +226,7 @@ impl Watch for EngineWatch {
             if remaining.is_zero() {
                 return Ok(None);
             }
-            let deadline_ms = state.core.next_deadline_ms().unwrap_or(u64::MAX);
+            let deadline_ms = state.core.next_deadline_ms().unwrap_or(u64::MAX).max(state.expires_again_ms);
             let until_deadline = Duration::from_millis(deadline_ms.saturating_sub(now_ms).max(1));
             let wait = remaining.min(until_deadline).min(Duration::from_secs(3600));
             state = self
@@ -202,7 +235,81 @@ impl Watch for EngineWatch {
                 .wait_timeout(state, wait)
                 .expect("no thread panics while it holds the lock")
                 .0;
-            (state, now_ms) = self.engine.end_expired_leases(state)?;
+            (state, now_ms) = self.engine.end_expired_leases(state);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+    use crate::clock::ManualClock;
+    use crate::model::KeyOperation;
+
+    /// A store that fails as long as the disk is full, and counts what is done to it.
+    #[derive(Debug, Default)]
+    struct Disk {
+        is_full: AtomicBool,
+        commits: AtomicU32,
+        resets: AtomicU32,
+    }
+
+    #[derive(Debug)]
+    struct StoreOn(Arc<Disk>);
+
+    impl StoreOn {
+        fn try_write(&self) -> Result<(), DirectoryError> {
+            if self.0.is_full.load(Ordering::SeqCst) {
+                return Err(DirectoryError::Storage { path: "x".into(), cause: "no space left".into() });
+            }
+            Ok(())
+        }
+    }
+
+    impl DeltaStore for StoreOn {
+        fn commit(&mut self, _: &Delta) -> Result<(), DirectoryError> {
+            self.0.commits.fetch_add(1, Ordering::SeqCst);
+            self.try_write()
+        }
+
+        fn reset(&mut self, _: &Core) -> Result<(), DirectoryError> {
+            self.0.resets.fetch_add(1, Ordering::SeqCst);
+            self.try_write()
+        }
+    }
+
+    fn put(key: &str) -> Transaction {
+        Transaction { compares: Vec::new(), operations: vec![KeyOperation::put(key, b"x", None)] }
+    }
+
+    #[test]
+    fn a_full_disk_stops_changes_and_nothing_else() {
+        let (disk, clock) = (Arc::new(Disk::default()), Arc::new(ManualClock::default()));
+        let store = Box::new(StoreOn(Arc::clone(&disk)));
+        let engine = Engine::new(Core::new(), store, Arc::clone(&clock) as Arc<dyn Clock>);
+        let (short, long) = (Duration::from_secs(1), Duration::from_secs(100));
+        let (lost, kept) = (engine.lease_grant(short).unwrap(), engine.lease_grant(long).unwrap());
+        engine.transaction(&put("a")).unwrap();
+
+        disk.is_full.store(true, Ordering::SeqCst);
+        assert!(engine.transaction(&put("b")).is_err());
+        clock.advance(Duration::from_secs(2));
+        let commits = disk.commits.load(Ordering::SeqCst);
+        for _ in 0..100 {
+            assert!(engine.get("a").unwrap().is_some());
+            assert!(engine.get("b").unwrap().is_none(), "it was not stored");
+            engine.lease_keep_alive(kept.id).unwrap();
+        }
+        let tries = disk.commits.load(Ordering::SeqCst) - commits + disk.resets.load(Ordering::SeqCst);
+        assert!(tries <= 2, "the end of a lease is not tried at each call: {tries}");
+
+        disk.is_full.store(false, Ordering::SeqCst);
+        engine.transaction(&put("c")).unwrap();
+        assert!(disk.resets.load(Ordering::SeqCst) > 0, "the store is made right before it is used again");
+        clock.advance(Duration::from_secs(2));
+        assert!(engine.lease_keep_alive(lost.id).is_err(), "its end is stored now");
+        engine.lease_keep_alive(kept.id).unwrap();
     }
 }

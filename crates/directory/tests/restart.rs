@@ -161,3 +161,67 @@ fn a_damaged_file_is_refused_or_unchanged() {
     }
     assert!(refused > 0, "some of this damage must be noticed");
 }
+
+/// A small file system of its own, which is unmounted at the end; `None` if that needs more rights.
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn mount() -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let mount = |folder: &Path| {
+            std::process::Command::new("mount")
+                .args(["-t", "tmpfs", "-o", "size=2M", "tmpfs"])
+                .arg(folder)
+                .stderr(std::process::Stdio::null())
+                .status()
+        };
+        mount(folder.path()).is_ok_and(|status| status.success()).then(|| Self(folder))
+    }
+
+    /// Writes a file until nothing fits any more.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.path().join("filling");
+        let mut file = std::fs::File::create(&path).unwrap();
+        while std::io::Write::write(&mut file, &[1; 4096]).is_ok_and(|length| length > 0) {}
+        path
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_directory_on_a_full_disk_goes_on_and_works_again_when_there_is_room() {
+    let Some(disk) = SmallDisk::mount() else {
+        return aquifer_tests_support::skip("only root can mount a file system");
+    };
+    let path = disk.0.path().join("directory.redb");
+    let directory = EmbeddedDirectory::open(&path).unwrap();
+    let lease = directory.lease_grant(TTL).unwrap();
+    directory.put("before", b"v", Some(lease.id)).unwrap();
+    let filling = disk.fill();
+    for number in 0..20 {
+        directory.put("small", format!("{number}").as_bytes(), None).unwrap();
+    }
+    // More than the file has room for.
+    let put_large = |number: usize| directory.put(&format!("large-{number}"), &[7; 60 << 10], None).is_ok();
+    let accepted = (0..40).take_while(|number| put_large(*number)).count();
+    assert!(accepted < 40, "2 MiB cannot hold that");
+    assert!(directory.get("before").unwrap().is_some(), "it is readable");
+    directory.lease_keep_alive(lease.id).unwrap();
+
+    std::fs::remove_file(filling).unwrap();
+    for number in 0..accepted {
+        assert!(directory.get(&format!("large-{number}")).unwrap().is_some(), "it was acknowledged");
+        directory.delete(&format!("large-{number}")).unwrap();
+    }
+    directory.put("after", b"w", None).unwrap();
+    drop(directory);
+    let directory = EmbeddedDirectory::open(&path).unwrap();
+    let keys: Vec<_> = directory.list("").unwrap().entries.into_iter().map(|entry| entry.key).collect();
+    assert_eq!(keys, ["after", "before", "small"]);
+    assert_eq!(directory.get("small").unwrap().unwrap().value, b"19");
+}

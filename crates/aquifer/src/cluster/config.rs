@@ -208,6 +208,10 @@ impl ClusterConfig {
     pub fn save(&self, state: &StateDir) -> Result<(), ClusterConfigError> {
         let path = state.cluster_config();
         let text = serde_json::to_string_pretty(self).expect("the configuration can be written as JSON");
+        // The disk may be full, and the daemons that are missing can be started nevertheless.
+        if std::fs::read_to_string(&path).is_ok_and(|stored| stored == text) {
+            return Ok(());
+        }
         // Renamed into place when it is complete.
         let new = path.with_extension("new");
         // Other users can enter root's state folder, and must neither read nor change its

@@ -4,9 +4,9 @@
 //! ends. So a process number in a lock file is valid only while the lock is held.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::Duration;
 
@@ -82,13 +82,14 @@ impl FileLock {
     /// # Errors
     /// Those of the system.
     pub fn try_acquire(path: &Path) -> io::Result<Option<Self>> {
-        let mut file = open(path)?;
+        let file = open(path)?;
         for _ in 0..ATTEMPTS_MAX {
             match file.try_lock() {
                 Ok(()) => {
-                    file.set_len(0)?;
-                    file.rewind()?;
-                    writeln!(file, "{}", std::process::id())?;
+                    // Not cut before: on a full disk the block that it has would be lost.
+                    let number = format!("{}\n", std::process::id());
+                    file.write_all_at(number.as_bytes(), 0)?;
+                    file.set_len(number.len() as u64)?;
                     return Ok(Some(Self { file }));
                 }
                 Err(TryLockError::Error(error)) => return Err(error),

@@ -163,6 +163,22 @@ impl Core {
         Ok(core)
     }
 
+    /// The last epoch of a lease.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// All leases, with their times to live in milliseconds.
+    pub fn leases(&self) -> impl Iterator<Item = (LeaseId, u64)> {
+        self.leases.iter().map(|(id, lease)| (*id, lease.ttl_ms))
+    }
+
+    /// All entries.
+    pub fn entries(&self) -> impl Iterator<Item = (&str, &StoredValue)> {
+        self.entries.iter().map(|(key, record)| (key.as_str(), record))
+    }
+
     /// Revision of the last change; 0 before the first.
     #[must_use]
     pub fn revision(&self) -> u64 {

@@ -1,12 +1,14 @@
 //! The redb file. `docs/formats/directory.md` describes its tables.
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use redb::{
     Database, DatabaseError, Durability, ReadableDatabase, ReadableTable, TableDefinition, TableError,
 };
+
+use rustix::fs::FallocateFlags;
 
 use crate::DirectoryError;
 use crate::core::{Core, Delta, RowChange, StoredValue};
@@ -28,8 +30,11 @@ const CACHE_BYTES: usize = 8 << 20;
 /// A redb file that holds a directory.
 #[derive(Debug)]
 pub(super) struct RedbStore {
-    database: Database,
+    /// `None` if it could not be opened again after an error.
+    database: Option<Database>,
     path: PathBuf,
+    /// Bytes of the file that have space on the disk.
+    reserved: u64,
 }
 
 impl RedbStore {
@@ -39,9 +44,7 @@ impl RedbStore {
             OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path);
         let file = file.map_err(|error| storage(path, &error))?;
         let length = file.metadata().map_err(|error| storage(path, &error))?.len();
-        let mut builder = Database::builder();
-        builder.set_cache_size(CACHE_BYTES);
-        let mut database = builder.create_file(file).map_err(|error| match error {
+        let mut database = open_database(file).map_err(|error| match error {
             DatabaseError::DatabaseAlreadyOpen => {
                 storage(path, &"another process has it open; stop that process, or choose another file")
             }
@@ -50,17 +53,69 @@ impl RedbStore {
         if length > 0 && !database.check_integrity().map_err(|error| unusable(path, &error))? {
             return Err(format(path, "it is damaged: its checksums do not match".to_owned()));
         }
-        let store = Self { database, path: path.to_owned() };
+        let mut store = Self { database: Some(database), path: path.to_owned(), reserved: 0 };
         if length == 0 {
             store.create().map_err(|error| storage(path, &error))?;
+            store.reserve();
             return Ok((store, Core::new()));
         }
+        store.reserve();
         let core = store.load(now_ms)?;
         Ok((store, core))
     }
 
+    fn database(&self) -> Result<&Database, redb::Error> {
+        self.database.as_ref().ok_or(redb::Error::PreviousIo)
+    }
+
+    /// Reserves space on the disk for the whole file: redb makes it longer than it is used, so that
+    /// small changes can be written to a full disk.
+    fn reserve(&mut self) {
+        let file = OpenOptions::new().write(true).open(&self.path);
+        let reserved = file.and_then(|file| {
+            let length = file.metadata()?.len();
+            if length > self.reserved {
+                rustix::fs::fallocate(&file, FallocateFlags::KEEP_SIZE, 0, length)?;
+            }
+            Ok(length)
+        });
+        match reserved {
+            Ok(length) => self.reserved = length,
+            // Not every file system can.
+            Err(error) => tracing::debug!(%error, "no space is reserved for the directory"),
+        }
+    }
+
+    /// Opens the file again, and writes the whole state. redb does not go on after an error.
+    fn rewrite(&mut self, core: &Core) -> Result<(), redb::Error> {
+        self.database = None;
+        let file = OpenOptions::new().read(true).write(true).open(&self.path)?;
+        let database = self.database.insert(open_database(file)?);
+        let mut transaction = database.begin_write()?;
+        transaction.set_durability(Durability::Immediate)?;
+        {
+            let mut head = transaction.open_table(HEAD)?;
+            head.insert("format", FORMAT)?;
+            head.insert("revision", core.revision())?;
+            head.insert("epoch", core.epoch())?;
+            let mut entries = transaction.open_table(ENTRIES)?;
+            entries.retain(|_, _| false)?;
+            for (key, record) in core.entries() {
+                let lease = record.lease.map_or(0, |id| id.0);
+                entries.insert(key, (record.version, lease, record.value.as_slice()))?;
+            }
+            let mut leases = transaction.open_table(LEASES)?;
+            leases.retain(|_, _| false)?;
+            for (id, ttl_ms) in core.leases() {
+                leases.insert(id.0, ttl_ms)?;
+            }
+        }
+        transaction.commit()?;
+        Ok(())
+    }
+
     fn create(&self) -> Result<(), redb::Error> {
-        let transaction = self.database.begin_write()?;
+        let transaction = self.database()?.begin_write()?;
         {
             let mut head = transaction.open_table(HEAD)?;
             head.insert("format", FORMAT)?;
@@ -82,7 +137,7 @@ impl RedbStore {
 
     fn check_version(&self) -> Result<(), DirectoryError> {
         let read = || -> Result<Option<u64>, redb::Error> {
-            let transaction = self.database.begin_read()?;
+            let transaction = self.database()?.begin_read()?;
             let head = match transaction.open_table(HEAD) {
                 Err(TableError::TableDoesNotExist(_)) => return Ok(None),
                 head => head?,
@@ -101,7 +156,7 @@ impl RedbStore {
 
     #[expect(clippy::type_complexity, reason = "one part for each table")]
     fn rows(&self) -> Result<(u64, u64, Vec<(LeaseId, u64)>, Vec<(String, StoredValue)>), redb::Error> {
-        let transaction = self.database.begin_read()?;
+        let transaction = self.database()?.begin_read()?;
         let head = transaction.open_table(HEAD)?;
         let number = |name| -> Result<u64, redb::Error> {
             head.get(name)?
@@ -124,7 +179,7 @@ impl RedbStore {
     }
 
     fn write(&self, delta: &Delta) -> Result<(), redb::Error> {
-        let mut transaction = self.database.begin_write()?;
+        let mut transaction = self.database()?.begin_write()?;
         transaction.set_durability(Durability::Immediate)?;
         {
             let mut head = transaction.open_table(HEAD)?;
@@ -151,8 +206,20 @@ impl RedbStore {
 
 impl DeltaStore for RedbStore {
     fn commit(&mut self, delta: &Delta) -> Result<(), DirectoryError> {
-        self.write(delta).map_err(|error| storage(&self.path, &error))
+        self.write(delta).map_err(|error| storage(&self.path, &error))?;
+        self.reserve();
+        Ok(())
     }
+
+    fn reset(&mut self, core: &Core) -> Result<(), DirectoryError> {
+        self.rewrite(core).map_err(|error| storage(&self.path, &error))
+    }
+}
+
+fn open_database(file: File) -> Result<Database, DatabaseError> {
+    let mut builder = Database::builder();
+    builder.set_cache_size(CACHE_BYTES);
+    builder.create_file(file)
 }
 
 fn storage(path: &Path, cause: &dyn std::fmt::Display) -> DirectoryError {

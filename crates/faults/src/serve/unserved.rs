@@ -17,7 +17,7 @@ use super::PagingService;
 use super::canary::{Canary, new_nonce};
 use super::process::{ProofError, UnprovenProcess};
 use super::tenant_threads::TenantThreads;
-use crate::kernel::{FillStop, UffdMessage};
+use crate::kernel::{FillStop, PageFault, UffdMessage};
 use crate::uffd::Userfaultfd;
 
 /// Interval at which all are polled.
@@ -142,7 +142,7 @@ impl UnservedMemory {
                 UffdMessage::Fault(fault) if self.canary.is_knock(fault.page) => {
                     self.uffd.zero(fault.page, 1);
                 }
-                UffdMessage::Fault(fault) => self.kill_if_own(fault.thread),
+                UffdMessage::Fault(fault) => self.kill_or_refuse(fault),
                 UffdMessage::Fork(fd) => {
                     let uffd = Userfaultfd::from(fd);
                     // Without random bytes the nonce is known: it only chooses the process to kill,
@@ -157,18 +157,27 @@ impl UnservedMemory {
         true
     }
 
-    /// Kills a process if it has this memory. It must be named by its first thread.
+    /// Kills the process that faults if it has this memory. It must be named by its first thread.
+    /// Any other that reads this memory gets an error for the page: no process would fill it, and
+    /// the memory lasts as long as the reader waits.
     ///
     /// In a thread, because the proof may wait for a hostile program.
-    fn kill_if_own(&self, pid: u32) {
+    fn kill_or_refuse(&self, fault: PageFault) {
+        let pid = fault.thread;
         if self.is_killing.swap(true, Relaxed) {
+            // Reported once more.
+            self.uffd.wake(fault.page);
             return;
         }
         let (canary, tenant, is_killing) = (self.canary, self.tenant, Arc::clone(&self.is_killing));
+        let uffd = self.uffd.clone();
         let kill = move || {
             match kill_found(pid, canary, tenant) {
                 Ok(()) => tracing::warn!(pid, "killed a process that cannot be served"),
-                Err(error) => tracing::debug!(%error, pid, "did not kill a process that cannot be served"),
+                Err(error) => {
+                    tracing::debug!(%error, pid, "did not kill a process that cannot be served");
+                    uffd.poison(fault.page);
+                }
             }
             is_killing.store(false, Relaxed);
         };
