@@ -101,7 +101,7 @@ pub(crate) struct Connections {
     pub nodes: Arc<NodeRegistry>,
     /// What the nodes have free, for reports.
     node_watch: NodeWatch,
-    pub swap_servers: SwapServers,
+    pub swap_servers: Arc<SwapServers>,
     /// What servers of swap devices get.
     access: ClusterAccess,
     heap_tickets: HeapTickets,
@@ -117,6 +117,7 @@ impl Connections {
         service: &Arc<PagingService>,
         sessions: &Arc<SessionService>,
         nodes: &Arc<NodeRegistry>,
+        swap_servers: Arc<SwapServers>,
         access: ClusterAccess,
         heap_tickets: HeapTickets,
         segments: Arc<SegmentHost>,
@@ -125,7 +126,7 @@ impl Connections {
             service: Arc::clone(service),
             sessions: Arc::clone(sessions),
             nodes: Arc::clone(nodes),
-            swap_servers: SwapServers::default(),
+            swap_servers,
             access,
             heap_tickets,
             segments,
@@ -262,7 +263,8 @@ impl Connections {
             Ok((Frame::StatusRequest, _)) => {
                 let may_see = |tenant| may_see(peer.uid, tenant);
                 let host = self.nodes.host();
-                let status = status(&self.service, &self.sessions, host, &self.node_watch, may_see);
+                let swap = self.swap_servers.reports();
+                let status = status(&self.service, &self.sessions, swap, host, &self.node_watch, may_see);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
             Ok((Frame::HeapAccessRequest(node), _)) => {
@@ -305,14 +307,18 @@ impl Connections {
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
         let mut runs = self.service.runs().into_iter();
-        let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) else {
-            return Frame::Refused(format!(
+        if let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) {
+            run.set_limit(set.limit_bytes);
+            return Frame::Statistics(statistics_json(&run.report()));
+        }
+        match self.swap_servers.set_limit(set, |tenant| may_see(uid, tenant)) {
+            Some(Ok(statistics)) => Frame::Statistics(statistics_json(&statistics)),
+            Some(Err(reason)) => Frame::Refused(reason),
+            None => Frame::Refused(format!(
                 "process {} does not run on the pool: aquifer status shows which do",
                 set.pid
-            ));
-        };
-        run.set_limit(set.limit_bytes);
-        Frame::Statistics(statistics_json(&run.report()))
+            )),
+        }
     }
 }
 

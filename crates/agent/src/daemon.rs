@@ -37,6 +37,7 @@ use crate::heap_tickets::HeapTickets;
 use crate::host_state::HostState;
 use crate::knock_sockets::KnockSockets;
 use crate::metrics;
+use crate::swap_servers::SwapServers;
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
@@ -313,8 +314,10 @@ impl Agent {
         let kept_segments = restorable_segments(kept_segments, resumes, &host.keeper);
         let (service, sessions) = start_services(options, &host, mempool, kept, resumes)?;
         let segments = start_segments(options, &membership, Arc::clone(&host), kept_segments)?;
+        let swap_servers = Arc::new(SwapServers::default());
         let serve_metrics = |listener: MetricsListener| {
-            metrics::serve(listener, &service, &sessions, &nodes, membership.lease_events(), &segments)
+            let lease = membership.lease_events();
+            metrics::serve(listener, &service, &sessions, &nodes, lease, &segments, &swap_servers)
         };
         let metrics = metrics.map(serve_metrics).transpose()?;
         let recovery = Recovery::start(
@@ -331,8 +334,9 @@ impl Agent {
         let heap_tickets = HeapTickets { directory, key, identity, folder: options.sockets() };
         let access =
             ClusterAccess::new(&options.directory_description, options.connect.encrypt, options.key.as_ref());
-        let connections = Connections::new(&service, &sessions, &nodes, access, heap_tickets, segments)
-            .map_err(AgentError::Threads)?;
+        let connections =
+            Connections::new(&service, &sessions, &nodes, swap_servers, access, heap_tickets, segments)
+                .map_err(AgentError::Threads)?;
         Ok(Self {
             listener,
             shared_listener,

@@ -23,6 +23,7 @@ use aquifer_segments::host::statistics::TimesOf;
 use aquifer_segments::host::{SegmentHost, SegmentStatus};
 
 use crate::report::mempool_bytes;
+use crate::swap_servers::SwapServers;
 
 /// Listens at the address for metrics, if there is one.
 ///
@@ -54,6 +55,7 @@ pub(crate) fn serve(
     nodes: &Arc<NodeRegistry>,
     lease: &Arc<LeaseEvents>,
     segments: &Arc<SegmentHost>,
+    swap_servers: &Arc<SwapServers>,
 ) -> Result<MetricsServer, MetricsError> {
     let collector = AgentCollector {
         service: Arc::clone(service),
@@ -61,6 +63,7 @@ pub(crate) fn serve(
         nodes: Arc::clone(nodes),
         lease: Arc::clone(lease),
         segments: Arc::clone(segments),
+        swap_servers: Arc::clone(swap_servers),
     };
     let mut registry = Registry::with_prefix("aquifer_agent");
     registry.register_collector(Box::new(collector));
@@ -75,6 +78,7 @@ struct AgentCollector {
     nodes: Arc<NodeRegistry>,
     lease: Arc<LeaseEvents>,
     segments: Arc<SegmentHost>,
+    swap_servers: Arc<SwapServers>,
 }
 
 /// A metric of each row: name, help, and the function that reads its value.
@@ -161,7 +165,12 @@ impl Collector for AgentCollector {
         let labels = runs.iter().map(|run| vec![label("run", run.id()), label("tenant", run.tenant())]);
         let labels: Vec<Labels> = labels.collect();
         let reports = runs.iter().zip(&stats).map(|(run, stats)| run.report_with(stats));
-        let rows: Vec<_> = labels.iter().cloned().zip(reports).collect();
+        // A swap device is a host, whose number no other device has.
+        let swapped = self.swap_servers.reports().into_iter().map(|report| {
+            let run = format!("swap-{}", report.host);
+            (vec![label("run", run), label("tenant", report.statistics.tenant)], report.statistics)
+        });
+        let rows: Vec<_> = labels.iter().cloned().zip(reports).chain(swapped).collect();
         encode_runs(encoder, &rows)?;
         let latency = MetricFamily {
             name: "fault_latency",

@@ -3,6 +3,7 @@
 use aquifer_extents::SessionService;
 use aquifer_fabric::Host;
 use aquifer_faults::serve::PagingService;
+use aquifer_host::cluster_access::SwapReport;
 use aquifer_report::{AgentStatus, SessionStatistics, TenantStatistics, UserStatistics};
 
 use crate::node_watch::NodeWatch;
@@ -48,15 +49,20 @@ fn user_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> 
     users
 }
 
-/// The status of the agent, with those tenants for which `may_see` is true.
+/// The status of the agent and of runs with `swap` devices: those of tenants for which `may_see` is
+/// true.
 pub(crate) fn status(
     service: &PagingService,
     sessions: &SessionService,
+    swap: Vec<SwapReport>,
     host: Host,
     nodes: &NodeWatch,
     may_see: impl Fn(u32) -> bool,
 ) -> AgentStatus {
     let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
+    let paged = service.runs();
+    let paged = paged.iter().filter(|run| may_see(run.tenant())).map(|run| run.report());
+    let swapped = swap.into_iter().map(|report| report.statistics).filter(|run| may_see(run.tenant));
     AgentStatus {
         host: host.0,
         mempool_bytes,
@@ -65,7 +71,7 @@ pub(crate) fn status(
         tenants: all_tenant_statistics(service, &may_see),
         sessions: session_statistics(sessions, &may_see),
         users: user_statistics(sessions, &may_see),
-        runs: service.runs().iter().filter(|run| may_see(run.tenant())).map(|run| run.report()).collect(),
+        runs: paged.chain(swapped).collect(),
     }
 }
 

@@ -1,70 +1,252 @@
 //! Connections of the servers of swap devices on this host.
 //!
-//! [`aquifer_host::cluster_access`] says what they get from the agent.
+//! [`aquifer_host::cluster_access`] says what they get from the agent, and what they report.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::send_frame;
 use aquifer_channel::socket::wait_readable;
-use aquifer_host::cluster_access::ClusterAccess;
-use aquifer_ipc::Frame;
+use aquifer_channel::{receive_frame, send_frame};
+use aquifer_host::cluster_access::{ClusterAccess, SwapReport};
+use aquifer_ipc::{Frame, SetLimit};
+use aquifer_report::RunStatistics;
 
 /// Most servers at once.
 const SWAP_SERVERS_MAX: usize = 1024;
 /// When the agent stops, it waits this long for the servers to free their memory and end.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait for the answer of a server.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time between two checks of a connection.
+const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The connections of the servers of swap devices.
 #[derive(Debug, Default)]
 pub(crate) struct SwapServers {
-    sockets: Mutex<Vec<Arc<OwnedFd>>>,
+    servers: Mutex<Vec<Arc<SwapServer>>>,
+}
+
+/// The connection of one server.
+#[derive(Debug)]
+struct SwapServer {
+    socket: OwnedFd,
+    /// Held by the one who waits for an answer.
+    request: Mutex<()>,
+    state: Mutex<ServerState>,
+    changed: Condvar,
+}
+
+/// What a server has said.
+#[derive(Debug, Default)]
+struct ServerState {
+    /// The last report.
+    report: Option<SwapReport>,
+    /// Why the server refuses the last request.
+    refusal: Option<String>,
+    is_closed: bool,
 }
 
 impl SwapServers {
     /// Answers a server's request, and returns when the server has closed the connection.
     pub(crate) fn serve(&self, socket: OwnedFd, access: &ClusterAccess) {
-        let socket = Arc::new(socket);
-        let answer = self.admit(&socket, access);
-        if let Err(error) = send_frame(&*socket, &answer, &[]) {
+        let server = Arc::new(SwapServer::new(socket));
+        let answer = self.admit(&server, access);
+        if let Err(error) = send_frame(&server.socket, &answer, &[]) {
             tracing::debug!(%error, "a swap server closed its connection before the answer");
         }
-        // The server sends nothing else, so the socket is readable only when it is closed.
-        while matches!(answer, Frame::ClusterAccess(_))
-            && !wait_readable(&[&*socket], END_TIMEOUT).unwrap_or(true)
-        {}
-        self.lock().retain(|other| !Arc::ptr_eq(other, &socket));
+        if matches!(answer, Frame::ClusterAccess(_)) {
+            server.read();
+        }
+        server.close();
+        self.lock().retain(|other| !Arc::ptr_eq(other, &server));
     }
 
-    fn admit(&self, socket: &Arc<OwnedFd>, access: &ClusterAccess) -> Frame {
-        let mut sockets = self.lock();
-        if sockets.len() >= SWAP_SERVERS_MAX {
+    fn admit(&self, server: &Arc<SwapServer>, access: &ClusterAccess) -> Frame {
+        let mut servers = self.lock();
+        if servers.len() >= SWAP_SERVERS_MAX {
             return Frame::Refused(format!(
                 "this agent already serves {SWAP_SERVERS_MAX} swap devices: end some runs first"
             ));
         }
-        sockets.push(Arc::clone(socket));
+        servers.push(Arc::clone(server));
         Frame::ClusterAccess(serde_json::to_string(access).expect("numbers and texts can be written"))
+    }
+
+    /// The last report of each server.
+    pub(crate) fn reports(&self) -> Vec<SwapReport> {
+        self.lock().iter().filter_map(|server| server.lock().report.clone()).collect()
+    }
+
+    /// Changes the limit of the run that a process belongs to; `None` if no server whose user
+    /// `may_see` has such a run.
+    ///
+    /// # Errors
+    /// Why the limit is not changed, as a sentence.
+    pub(crate) fn set_limit(
+        &self,
+        set: SetLimit,
+        may_see: impl Fn(u32) -> bool,
+    ) -> Option<Result<RunStatistics, String>> {
+        let has_run = |server: &&Arc<SwapServer>| {
+            let state = server.lock();
+            state.report.as_ref().is_some_and(|report| {
+                let mut processes = report.statistics.programs.iter();
+                may_see(report.statistics.tenant)
+                    && (report.runner == set.pid || processes.any(|process| process.pid == set.pid))
+            })
+        };
+        let server = self.lock().iter().find(has_run).cloned()?;
+        Some(server.set_limit(set))
     }
 
     /// Notifies all servers that the agent stops, and waits until they have ended.
     pub(crate) fn end(&self, reason: &str) {
-        let sockets = self.lock().clone();
-        for socket in &sockets {
+        let servers = self.lock().clone();
+        for server in &servers {
             // Fails if the server has ended, which is what is wanted.
-            let _ = send_frame(&**socket, &Frame::Ended(reason.to_owned()), &[]);
+            let _ = send_frame(&server.socket, &Frame::Ended(reason.to_owned()), &[]);
         }
         let deadline = Instant::now() + END_TIMEOUT;
-        for socket in sockets {
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if !wait_readable(&[&*socket], remaining).unwrap_or(true) {
+        for server in servers {
+            if !server.wait(deadline, |state| state.is_closed) {
                 tracing::error!(timeout = ?END_TIMEOUT, "a swap server has not ended in time");
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<OwnedFd>>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<SwapServer>>> {
+        self.servers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl SwapServer {
+    fn new(socket: OwnedFd) -> Self {
+        Self { socket, request: Mutex::default(), state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// Reads what the server says, until it closes the connection.
+    fn read(&self) {
+        loop {
+            if !wait_readable(&[&self.socket], READ_TIMEOUT).unwrap_or(true) {
+                continue;
+            }
+            match receive_frame(&self.socket) {
+                Ok((Frame::Statistics(json), _)) => match serde_json::from_str(&json) {
+                    Ok(report) => self.update(|state| state.report = Some(report)),
+                    Err(error) => tracing::warn!(%error, "a swap server's report cannot be parsed"),
+                },
+                Ok((Frame::Refused(reason), _)) => self.update(|state| state.refusal = Some(reason)),
+                Ok(_) => tracing::warn!("a swap server has sent an unexpected frame"),
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn close(&self) {
+        self.update(|state| state.is_closed = true);
+    }
+
+    /// Sends a new limit, and waits until a report has it.
+    fn set_limit(&self, set: SetLimit) -> Result<RunStatistics, String> {
+        let _one = self.request.lock().unwrap_or_else(PoisonError::into_inner);
+        self.lock().refusal = None;
+        send_frame(&self.socket, &Frame::SetLimit(set), &[])
+            .map_err(|error| format!("its swap server has ended: {error}"))?;
+        let has_limit = |state: &ServerState| {
+            state.report.as_ref().is_some_and(|report| report.statistics.limit_bytes == set.limit_bytes)
+        };
+        self.wait(Instant::now() + ANSWER_TIMEOUT, |state| {
+            state.is_closed || state.refusal.is_some() || has_limit(state)
+        });
+        let state = self.lock();
+        if let Some(refusal) = &state.refusal {
+            return Err(refusal.clone());
+        }
+        match &state.report {
+            Some(report) if has_limit(&state) => Ok(report.statistics.clone()),
+            _ if state.is_closed => Err("its swap server has ended".to_owned()),
+            _ => Err(format!("its swap server has not answered within {} s", ANSWER_TIMEOUT.as_secs())),
+        }
+    }
+
+    /// Waits until `is_done`; false after the deadline.
+    fn wait(&self, deadline: Instant, is_done: impl Fn(&ServerState) -> bool) -> bool {
+        let remaining = deadline.saturating_duration_since(Instant::now());
+        let waited = self.changed.wait_timeout_while(self.lock(), remaining, |state| !is_done(state));
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        is_done(&state)
+    }
+
+    fn update(&self, change: impl FnOnce(&mut ServerState)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ServerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    fn report(limit_bytes: u64) -> Frame {
+        let statistics = RunStatistics { limit_bytes, tenant: 7, ..RunStatistics::default() };
+        let report = SwapReport { host: 3, runner: 99, statistics };
+        Frame::Statistics(serde_json::to_string(&report).unwrap())
+    }
+
+    /// Calls `body` with the servers, one of which is connected, and its end of the connection.
+    fn with_server(body: impl FnOnce(&SwapServers, &OwnedFd)) {
+        let servers = SwapServers::default();
+        let (own, other) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| servers.serve(other, &ClusterAccess::new("{}", false, None)));
+            assert!(matches!(receive_frame(&own).unwrap().0, Frame::ClusterAccess(_)));
+            send_frame(&own, &report(1), &[]).unwrap();
+            let server = servers.lock()[0].clone();
+            assert!(server.wait(Instant::now() + END_TIMEOUT, |state| state.report.is_some()));
+            body(&servers, &own);
+            drop(own);
+        });
+        assert!(servers.lock().is_empty());
+    }
+
+    #[test]
+    fn a_limit_is_set_when_the_server_reports_it() {
+        let set = SetLimit { pid: 99, limit_bytes: 2 };
+        with_server(|servers, own| {
+            assert!(servers.set_limit(SetLimit { pid: 98, ..set }, |_| true).is_none(), "another process");
+            assert!(servers.set_limit(set, |user| user != 7).is_none(), "another user");
+            std::thread::scope(|scope| {
+                let answer = scope.spawn(|| servers.set_limit(set, |user| user == 7));
+                assert_eq!(receive_frame(own).unwrap().0, Frame::SetLimit(set));
+                send_frame(own, &report(1), &[]).unwrap();
+                send_frame(own, &report(2), &[]).unwrap();
+                assert_eq!(answer.join().unwrap().unwrap().unwrap().limit_bytes, 2);
+            });
+            assert_eq!(servers.reports()[0].statistics.limit_bytes, 2);
+        });
+    }
+
+    #[test]
+    fn a_refusal_concerns_one_request() {
+        let set = SetLimit { pid: 99, limit_bytes: 2 };
+        with_server(|servers, own| {
+            for answer in [Frame::Refused("it is too small".into()), report(2)] {
+                std::thread::scope(|scope| {
+                    let result = scope.spawn(|| servers.set_limit(set, |_| true).unwrap());
+                    assert_eq!(receive_frame(own).unwrap().0, Frame::SetLimit(set));
+                    send_frame(own, &answer, &[]).unwrap();
+                    let is_refused = matches!(answer, Frame::Refused(_));
+                    assert_eq!(result.join().unwrap().is_err(), is_refused);
+                });
+            }
+        });
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Such a server is a process and a host of its own, with a host number and a lease. It needs the
 //! agent only when it starts: for the address of the directory and for the cluster key. While it
-//! runs, the agent only notifies it that the cluster is stopped.
+//! runs, it reports its statistics, and the agent notifies it of new limits and of the cluster's
+//! stop.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -11,6 +12,7 @@ use std::path::{Path, PathBuf};
 use aquifer_channel::{ReceiveError, connect, receive_frame, send_frame};
 use aquifer_fabric::ClusterKey;
 use aquifer_ipc::Frame;
+use aquifer_report::RunStatistics;
 use serde::{Deserialize, Serialize};
 
 /// What another process of this machine needs to reach the memory nodes.
@@ -20,6 +22,9 @@ pub struct ClusterAccess {
     pub directory: String,
     /// True if the traffic with nodes on other machines is encrypted.
     pub encrypt: bool,
+    /// True if the agent takes a [`SwapReport`]; older agents do not.
+    #[serde(default)]
+    pub takes_reports: bool,
     /// The cluster key in hexadecimal digits, if the cluster has one.
     key: Option<String>,
 }
@@ -30,6 +35,17 @@ impl std::fmt::Debug for ClusterAccess {
         let key = if self.key.is_some() { "a" } else { "no" };
         write!(formatter, "ClusterAccess({}, {key} key)", self.directory)
     }
+}
+
+/// What a swap server reports to the agent, as [`Frame::Statistics`].
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SwapReport {
+    /// The server's number in the cluster.
+    pub host: u16,
+    /// Process id of the `aquifer run` that started the program.
+    pub runner: u32,
+    /// Statistics of the run.
+    pub statistics: RunStatistics,
 }
 
 /// Why the agent has given no access to the cluster.
@@ -89,7 +105,7 @@ impl ClusterAccess {
     #[must_use]
     pub fn new(directory: &str, encrypt: bool, key: Option<&ClusterKey>) -> Self {
         let key = key.map(|key| key.0.iter().map(|byte| format!("{byte:02x}")).collect());
-        Self { directory: directory.to_owned(), encrypt, key }
+        Self { directory: directory.to_owned(), encrypt, takes_reports: true, key }
     }
 
     /// The cluster key, if the cluster has one.

@@ -188,7 +188,8 @@ pub enum Frame {
     RunOpened(RunToken),
     /// `aquifer run` to agent: the program has ended. Answered with [`Frame::Statistics`].
     CloseRun,
-    /// Agent to `aquifer run`: statistics of the run, as JSON.
+    /// Agent to `aquifer run`: statistics of the run, as JSON. Swap server to agent: a report with
+    /// them.
     Statistics(String),
     /// Agent to `aquifer run` or to a session: it was ended for this reason.
     Ended(String),
@@ -206,7 +207,8 @@ pub enum Frame {
     /// Keeper to daemon: all items of the claimed share were sent. From any process to the keeper:
     /// a barrier, which the keeper returns when it holds everything that was sent before.
     Sync,
-    /// Any process to agent: changes the limit of a run. Answered with [`Frame::Statistics`].
+    /// Any process to agent, and agent to swap server: changes the limit of a run. Answered with
+    /// [`Frame::Statistics`].
     SetLimit(SetLimit),
     /// Program to agent: asks for `/dev/userfaultfd`, which the program itself may not open.
     DeviceRequest(RunToken),
@@ -216,7 +218,8 @@ pub enum Frame {
     Notice(String),
     /// Swap server to agent: asks how to reach the directory and the memory nodes.
     ClusterAccessRequest,
-    /// Agent to swap server: the answer, as JSON. The connection stays open for [`Frame::Ended`].
+    /// Agent to swap server: the answer, as JSON. The connection stays open for [`Frame::Ended`],
+    /// [`Frame::SetLimit`] and the server's reports.
     ClusterAccess(String),
     /// Swap server to `aquifer run`: the device is in use, and the setup record of this name undoes
     /// the setup. Carries `cgroup.procs` of the cgroup that swaps to the device.

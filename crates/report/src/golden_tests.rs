@@ -49,6 +49,7 @@ fn run() -> RunStatistics {
         }],
         short_of_room: Some("the pool is full".into()),
         shared_bytes: 37,
+        swap_bytes: Some(38),
         faults: 11,
         zero_pages: 12,
         mempool_hits: 13,

@@ -87,6 +87,9 @@ pub struct RunStatistics {
     /// process that has it counts it.
     #[serde(default)]
     pub shared_bytes: u64,
+    /// Size of the swap device of a run with `--swap`; `None` for other runs.
+    #[serde(default)]
+    pub swap_bytes: Option<u64>,
     /// Faults served.
     pub faults: u64,
     /// Pages filled with zeros.

@@ -1,4 +1,5 @@
-//! The connection of a swap server to the agent, on which the agent notifies it of its stop.
+//! The connection of a swap server to the agent: the server reports its statistics, and the agent
+//! notifies it of new limits and of its stop.
 //!
 //! If the agent dies, the swap device continues, and the server connects to the next agent.
 
@@ -6,47 +7,93 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use aquifer_channel::receive_frame;
-use aquifer_host::cluster_access::request_cluster_access;
-use aquifer_ipc::Frame;
+use aquifer_channel::{receive_frame, try_send_frame};
+use aquifer_host::cluster_access::{ClusterAccess, SwapReport, request_cluster_access};
+use aquifer_ipc::{Frame, SetLimit};
 
 /// Interval between attempts to connect to the next agent.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
+/// What the agent wants.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum AgentRequest {
+    /// The run must end, for this reason.
+    End(String),
+    /// The run gets a new limit.
+    SetLimit(SetLimit),
+}
+
 /// The connection to the agent, if there is one.
 pub(crate) struct AgentWatch {
     path: PathBuf,
-    socket: Option<OwnedFd>,
+    connection: Option<Connection>,
     last_attempt: Instant,
 }
 
+struct Connection {
+    socket: OwnedFd,
+    /// False for an agent of the version before, which would close the connection.
+    takes_reports: bool,
+    has_report: bool,
+}
+
+impl Connection {
+    fn new(socket: OwnedFd, access: &ClusterAccess) -> Self {
+        Self { socket, takes_reports: access.takes_reports, has_report: false }
+    }
+}
+
 impl AgentWatch {
-    pub(crate) fn new(path: PathBuf, socket: OwnedFd) -> Self {
-        Self { path, socket: Some(socket), last_attempt: Instant::now() }
+    pub(crate) fn new(path: PathBuf, socket: OwnedFd, access: &ClusterAccess) -> Self {
+        Self { path, connection: Some(Connection::new(socket, access)), last_attempt: Instant::now() }
     }
 
     /// The socket to poll; it is readable when [`poll`](Self::poll) has something to do.
     pub(crate) fn socket(&self) -> Option<&OwnedFd> {
-        self.socket.as_ref()
+        self.connection.as_ref().map(|connection| &connection.socket)
     }
 
-    /// Reads from the agent, or connects to the next one. Returns the reason if the run must end.
-    pub(crate) fn poll(&mut self) -> Option<String> {
-        match &self.socket {
-            Some(socket) if !crate::server::is_readable(socket) => {}
-            Some(socket) => {
-                if let Ok((Frame::Ended(reason), _)) = receive_frame(socket) {
-                    return Some(reason);
+    /// Reads from the agent, or connects to the next one.
+    pub(crate) fn poll(&mut self) -> Option<AgentRequest> {
+        match &self.connection {
+            Some(connection) if !crate::server::is_readable(&connection.socket) => {}
+            Some(connection) => match receive_frame(&connection.socket) {
+                Ok((Frame::Ended(reason), _)) => return Some(AgentRequest::End(reason)),
+                Ok((Frame::SetLimit(set), _)) => return Some(AgentRequest::SetLimit(set)),
+                _ => {
+                    tracing::warn!("connection to the agent lost; the swap device continues without it");
+                    self.connection = None;
                 }
-                tracing::warn!("connection to the agent lost; the swap device continues without it");
-                self.socket = None;
-            }
+            },
             None if self.last_attempt.elapsed() < RETRY_INTERVAL => {}
             None => {
                 self.last_attempt = Instant::now();
-                self.socket = request_cluster_access(&self.path).ok().map(|(socket, _)| socket);
+                let connection = request_cluster_access(&self.path);
+                self.connection = connection.ok().map(|(socket, access)| Connection::new(socket, &access));
             }
         }
         None
+    }
+
+    /// Whether the agent takes reports, and has none yet.
+    pub(crate) fn wants_first_report(&self) -> bool {
+        self.connection.as_ref().is_some_and(|connection| connection.takes_reports && !connection.has_report)
+    }
+
+    /// Reports to the agent, if it takes reports. A report that finds the socket full is dropped:
+    /// an agent that is stopped must not stop the device.
+    pub(crate) fn report(&mut self, report: &SwapReport) {
+        if let Some(connection) = self.connection.as_mut().filter(|connection| connection.takes_reports) {
+            let json = serde_json::to_string(report).expect("numbers and texts can be written");
+            connection.has_report = try_send_frame(&connection.socket, &Frame::Statistics(json), &[]).is_ok();
+        }
+    }
+
+    /// Refuses the agent's last request.
+    pub(crate) fn refuse(&self, reason: &str) {
+        if let Some(connection) = &self.connection {
+            // An agent that has ended needs no answer.
+            let _ = try_send_frame(&connection.socket, &Frame::Refused(reason.to_owned()), &[]);
+        }
     }
 }

@@ -4,6 +4,9 @@
 //! removes them when no program is left in the cgroup. To `aquifer run --swap` it is what the agent
 //! is to other runs. A failure of the device ends the programs of the cgroup and no others.
 
+mod limit;
+mod statistics;
+
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -29,15 +32,16 @@ use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
 use aquifer_pool::PoolClient;
-use aquifer_report::{LatencyUs, RunStatistics};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::agent_watch::AgentWatch;
+use crate::agent_watch::{AgentRequest, AgentWatch};
 use crate::protect::{ProtectError, protect};
 use crate::setup::cgroup::Cgroup;
 use crate::setup::oom_wait::OomWait;
 use crate::setup::record::SetupRecord;
 use crate::setup::{SetupError, loop_device, mount};
+use limit::DeviceLimit;
+use statistics::Reports;
 
 /// Longest time between two turns of the main loop.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -143,7 +147,7 @@ pub fn serve(
 /// A swap device in use.
 struct DeviceServer {
     name: String,
-    limit_bytes: u64,
+    limit: DeviceLimit,
     volume: Arc<BlockVolume>,
     pump: PumpThread,
     front: JoinHandle<io::Result<()>>,
@@ -153,6 +157,7 @@ struct DeviceServer {
     membership: Membership,
     leak_scanner: LeakScanner,
     agent: AgentWatch,
+    reports: Reports,
     oom_wait: OomWait,
 }
 
@@ -190,7 +195,7 @@ impl DeviceServer {
         tracing::info!(name = options.name, bytes, record = record.name(), "swap device in use");
         Ok(Self {
             name: options.name.clone(),
-            limit_bytes: options.limit_bytes,
+            limit: DeviceLimit::new(options.limit_bytes, resident_bytes, bytes),
             volume,
             pump,
             front,
@@ -198,13 +203,15 @@ impl DeviceServer {
             record,
             membership,
             leak_scanner,
-            agent: AgentWatch::new(path, socket),
+            agent: AgentWatch::new(path, socket, &access),
+            reports: Reports::default(),
             oom_wait: OomWait::default(),
         })
     }
 
     /// Serves until no program is left in the cgroup; then undoes the setup.
     fn run(mut self, run: OwnedFd) {
+        self.reports.set_runner(&run);
         let mut run = Some(run);
         let mut closing_since = None;
         let mut is_ended = false;
@@ -212,7 +219,10 @@ impl DeviceServer {
             self.wait(run.as_ref());
             self.send_notices(run.as_ref());
             self.poll_oom_wait();
-            if let Some(reason) = self.agent.poll().or_else(|| self.failure()).filter(|_| !is_ended) {
+            let ended_by_agent = self.poll_agent();
+            self.apply_limit(run.as_ref());
+            self.report();
+            if let Some(reason) = ended_by_agent.or_else(|| self.failure()).filter(|_| !is_ended) {
                 is_ended = true;
                 self.end(run.as_ref(), &reason);
             }
@@ -258,8 +268,29 @@ impl DeviceServer {
         }
     }
 
+    /// Does what the agent wants. Returns the reason if the run must end.
+    fn poll_agent(&mut self) -> Option<String> {
+        match self.agent.poll()? {
+            AgentRequest::End(reason) => Some(reason),
+            AgentRequest::SetLimit(set) => {
+                if let Err(reason) = self.limit.set(set.limit_bytes) {
+                    self.agent.refuse(&reason);
+                }
+                self.reports.require();
+                None
+            }
+        }
+    }
+
+    fn apply_limit(&mut self, run: Option<&OwnedFd>) {
+        if let Err(error) = self.limit.apply(&self.cgroup) {
+            tracing::error!(%error, "changing the limit failed");
+            send(run, &Frame::Notice(format!("{}: the limit could not be changed: {error}", self.name)));
+        }
+    }
+
     fn is_empty(&self) -> bool {
-        self.cgroup.is_empty().unwrap_or_else(|error| {
+        self.cgroup.processes().map(|processes| processes.is_empty()).unwrap_or_else(|error| {
             tracing::error!(%error, "reading the cgroup failed; treating it as empty");
             true
         })
@@ -324,47 +355,6 @@ impl DeviceServer {
         drop(self.leak_scanner);
         self.membership.leave();
         final_frames.iter().for_each(|frame| send(run, frame));
-    }
-
-    fn statistics(&self) -> RunStatistics {
-        let usage = self.cgroup.usage().unwrap_or_default();
-        let stats = self.volume.stats();
-        let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
-        let [p50, p99, p999] = stats.read_latency_ns.map(us);
-        RunStatistics {
-            name: self.name.clone(),
-            tenant: rustix::process::geteuid().as_raw(),
-            limit_bytes: self.limit_bytes,
-            replicas: 1,
-            degraded_slabs: 0,
-            copied_slabs: 0,
-            repaired_pages: 0,
-            vacated_slabs: stats.vacated_slabs,
-            repacked_pages: stats.repacked_pages,
-            unchanged_pages: 0,
-            processes: 0,
-            programs: Vec::new(),
-            unpaged: Vec::new(),
-            short_of_room: None,
-            shared_bytes: 0,
-            faults: usage.major_faults,
-            zero_pages: stats.zero_pages,
-            mempool_hits: stats.mempool_hits,
-            staging_hits: stats.staging_hits,
-            remote_reads: stats.remote_reads,
-            remote_read_trips: stats.remote_read_trips,
-            prefetched: 0,
-            remote_writes: stats.remote_writes,
-            remote_write_trips: stats.remote_write_trips,
-            evictions: stats.written_pages,
-            lost_pages: stats.lost_pages,
-            resident_bytes: usage.anonymous_bytes,
-            resident_peak_bytes: usage.memory_peak_bytes,
-            mempool_bytes: stats.mempool_bytes,
-            remote_bytes: stats.remote_bytes,
-            remote_peak_bytes: stats.remote_peak_bytes,
-            fault_latency_us: LatencyUs { p50, p99, p999 },
-        }
     }
 }
 

@@ -81,3 +81,15 @@ pub fn swapped_bytes(name: &str) -> u64 {
     };
     v1.or_else(v2).unwrap_or(0)
 }
+
+/// The limit of memory of the cgroup of a record.
+///
+/// # Panics
+/// If it cannot be read.
+#[must_use]
+pub fn limit_bytes(name: &str) -> u64 {
+    let v1 = Path::new("/sys/fs/cgroup/memory").join(name).join("memory.limit_in_bytes");
+    let v2 = Path::new("/sys/fs/cgroup").join(name).join("memory.max");
+    let text = fs::read_to_string(v1).or_else(|_| fs::read_to_string(v2)).expect("the cgroup has a limit");
+    text.trim().parse().expect("a number")
+}

@@ -5,9 +5,12 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 
 use aquifer_tests_e2e::cluster::{find, text};
-use aquifer_tests_e2e::run::{Running, run_plainly};
+use aquifer_tests_e2e::network::RunningDaemon;
+use aquifer_tests_e2e::run::{self, Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
+use aquifer_tests_support::openmetrics::scrape;
 use rustix::process::Signal;
+use serde_json::Value;
 
 const LIMIT: &str = "34M";
 const BYTES: &str = "128M";
@@ -70,8 +73,8 @@ fn keeps_its_bytes(fabric: &str) {
     outcome.assert_success("a static program on swap");
     assert_eq!(text(&outcome.stdout), text(&run_plainly(&program, false).stdout));
     assert!(outcome.stderr.is_empty(), "{}", outcome.stderr);
-    let stats: serde_json::Value = serde_json::from_slice(&std::fs::read(&stats).unwrap()).unwrap();
-    let number = |key: &str| find(&stats, key).and_then(serde_json::Value::as_u64).expect("a figure");
+    let stats: Value = serde_json::from_slice(&std::fs::read(&stats).unwrap()).unwrap();
+    let number = |key: &str| find(&stats, key).and_then(Value::as_u64).expect("a figure");
     assert!(number("remote_reads") > 1000 && number("remote_writes") > 1000, "{stats}");
     assert!(number("resident_peak_bytes") <= 34 << 20, "{stats}");
     assert_eq!(number("lost_pages"), 0);
@@ -108,6 +111,71 @@ fn a_program_keeps_its_name_arguments_and_exit_code() {
     processes::signal(pid, Signal::KILL);
     assert_nothing_left(&cluster, &name);
     cluster.assert_all_free();
+}
+
+/// The only run in the status, when it fits.
+fn await_run(cluster: &Cluster, what: &str, fits: impl Fn(&Value) -> bool) -> Value {
+    eventually(what, || {
+        let status = run::status(cluster.agent_socket())?;
+        let runs = status["runs"].as_array()?;
+        assert!(runs.len() < 2, "{runs:#?}");
+        runs.first().filter(|run| fits(run)).cloned()
+    })
+}
+
+#[test]
+fn a_run_is_in_status_and_metrics_and_its_limit_can_be_changed() {
+    if !swap::is_possible() {
+        return;
+    }
+    let cluster = Cluster::up(3, "128M");
+    let run = endless(&cluster);
+    let name = await_swapping(&cluster);
+    let set = |pid: u32, size: &str| {
+        cluster.command().args(["limit", &pid.to_string(), size]).output().expect("aquifer can be started")
+    };
+    let is_whole = |run: &Value| run["processes"] == 1 && run["remote_bytes"].as_u64() > Some(48 << 20);
+    let shown = await_run(&cluster, "the run to be in the status", is_whole);
+    assert_eq!((&shown["name"], &shown["limit_bytes"]), (&"checker-static".into(), &(34 << 20).into()));
+    assert!(shown["swap_bytes"].as_u64() > Some(128 << 20), "{shown:#}");
+    assert_eq!(shown["programs"][0]["pid"], program_of(&run));
+    let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
+    assert!(said.contains("run checker-static of root, by swap: "), "{said}");
+
+    let own_limit = swap::limit_bytes(&name);
+    let refused = set(run.pid(), "8M");
+    assert!(!refused.status.success() && text(&refused.stderr).contains("too small"), "{refused:?}");
+    for (pid, size, bytes) in [(run.pid(), "64M", 64 << 20), (program_of(&run), "20M", 20 << 20)] {
+        let changed = set(pid, size);
+        assert!(changed.status.success(), "{}", text(&changed.stderr));
+        assert!(text(&changed.stdout).contains("checker-static: limit "), "{}", text(&changed.stdout));
+        let share_bytes = (34 << 20) - own_limit;
+        eventually("the cgroup to have the limit", || {
+            (swap::limit_bytes(&name) == bytes - share_bytes).then_some(())
+        });
+        await_run(&cluster, "the status to have the limit", |run| run["limit_bytes"] == bytes);
+    }
+
+    // The next agent gets reports, too.
+    processes::kill(cluster.daemon("agent", None));
+    let place = format!("unix:{}", cluster.state().join("agent.metrics").display());
+    let _agent = RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", &place]);
+    await_run(&cluster, "the next agent to know the run", |run| run["limit_bytes"] == 20 << 20);
+    let samples = scrape(&place).expect("metrics");
+    assert_eq!(samples.sum("aquifer_agent_limit_bytes", &[]), Some(f64::from(20 << 20)));
+    assert!(samples.sum("aquifer_agent_evictions_total", &[]) > Some(0.0));
+    processes::kill(program_of(&run));
+    assert_no_wrong_byte(&run.wait().stderr);
+    await_none(&cluster);
+    assert_nothing_left(&cluster, &name);
+    cluster.assert_all_free();
+}
+
+/// Waits until the status has no run.
+fn await_none(cluster: &Cluster) {
+    eventually("the run to be gone from the status", || {
+        run::status(cluster.agent_socket())?["runs"].as_array()?.is_empty().then_some(())
+    });
 }
 
 #[test]

@@ -372,6 +372,7 @@ impl Run {
             processes: programs.len(),
             shared_bytes: programs.iter().map(|program| program.shared_bytes).sum(),
             programs,
+            swap_bytes: None,
             short_of_room: self.sender.room_shortage().map(|(_, reason)| reason),
             unpaged: self.unpaged.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             faults: load(&total.faults),

@@ -83,6 +83,7 @@ mod tests {
             processes: 2,
             programs: Vec::new(),
             unpaged: Vec::new(),
+            swap_bytes: None,
             short_of_room: None,
             shared_bytes: 0,
             faults: 8,

@@ -14,6 +14,9 @@ use super::{SetupError, SetupUsage, read_number};
 
 /// The limit of memory and swap together, in version 1.
 const MEMSW_LIMIT: &str = "memory.memsw.limit_in_bytes";
+/// A limit is lowered by at most this much at once, because the writer waits until the kernel has
+/// swapped that much out.
+const LOWERED_BYTES: u64 = 16 << 20;
 /// Most waits of 10 ms for killed programs.
 const KILL_WAITS: u32 = 500;
 
@@ -66,15 +69,59 @@ impl Cgroup {
         OpenOptions::new().write(true).open(&path).map_err(SetupError::io("open", &path))
     }
 
-    /// True if no process is in the cgroup.
-    pub fn is_empty(&self) -> Result<bool, SetupError> {
+    /// The processes in the cgroup.
+    pub fn processes(&self) -> Result<Vec<u32>, SetupError> {
         let path = self.path.join("cgroup.procs");
-        fs::read_to_string(&path).map(|pids| pids.is_empty()).map_err(SetupError::io("read", &path))
+        let pids = fs::read_to_string(&path).map_err(SetupError::io("read", &path))?;
+        Ok(pids.lines().filter_map(|pid| pid.parse().ok()).collect())
     }
 
     /// Kills all processes in the cgroup, and waits until they have ended.
     pub fn kill_all(&self) -> Result<(), SetupError> {
         kill_all(&self.path)
+    }
+
+    /// Changes the limits, or comes a step nearer to a lower one. Returns false if this must be
+    /// called again, later if the kernel could not swap enough out.
+    ///
+    /// # Errors
+    /// If the limits cannot be read or written.
+    pub fn change_limits(&self, limit_bytes: u64, swap_bytes: u64) -> Result<bool, SetupError> {
+        match self.version {
+            CgroupVersion::V1 => self.change_limits_v1(limit_bytes, swap_bytes),
+            CgroupVersion::V2 => self.change_limit_v2(limit_bytes),
+        }
+    }
+
+    /// The limit of memory must never be above that of memory and swap together.
+    fn change_limits_v1(&self, limit_bytes: u64, swap_bytes: u64) -> Result<bool, SetupError> {
+        let (limit, both) = (self.path.join("memory.limit_in_bytes"), self.path.join(MEMSW_LIMIT));
+        let used_bytes = read_number(&self.path.join("memory.usage_in_bytes"))?;
+        let next_bytes = limit_bytes.max(used_bytes.saturating_sub(LOWERED_BYTES));
+        let mut writes = vec![(&limit, next_bytes)];
+        if both.exists() {
+            let is_raised = next_bytes >= read_number(&limit)?;
+            writes.insert(usize::from(!is_raised), (&both, next_bytes + swap_bytes));
+        }
+        for (file, bytes) in writes {
+            match fs::write(file, bytes.to_string()) {
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Ok(false),
+                written => written.map_err(SetupError::io("set the limit in", file))?,
+            }
+        }
+        Ok(next_bytes == limit_bytes)
+    }
+
+    /// A `memory.max` below what is in use could kill, and a `memory.high` only slows down.
+    fn change_limit_v2(&self, limit_bytes: u64) -> Result<bool, SetupError> {
+        let (soft, hard) = (self.path.join("memory.high"), self.path.join("memory.max"));
+        fs::write(&soft, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &soft))?;
+        if read_number(&self.path.join("memory.current"))? > limit_bytes {
+            return Ok(false);
+        }
+        fs::write(&hard, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &hard))?;
+        fs::write(&soft, "max").map_err(SetupError::io("set the limit in", &soft))?;
+        Ok(true)
     }
 
     /// Sets whether programs that get no memory wait, instead of being killed by the kernel.

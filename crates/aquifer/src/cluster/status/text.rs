@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use aquifer_arena::calls::Totals;
 use aquifer_ipc::size::ByteSize;
-use aquifer_report::AgentStatus;
+use aquifer_report::{AgentStatus, RunStatistics};
 
 use super::super::daemon::Daemon;
 use super::super::segment::{self, SegmentsStatus};
@@ -133,6 +133,32 @@ fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> st
     writeln!(text)
 }
 
+/// A run with a swap device.
+fn write_swapped(text: &mut String, run: &RunStatistics, device_bytes: u64) -> std::fmt::Result {
+    writeln!(
+        text,
+        "  run {} of {}, by swap: {} of {} resident, {} on memory nodes (a device of {}), {} faults, \
+            processes: {}",
+        run.name,
+        name_of(run.tenant),
+        ByteSize(run.resident_bytes),
+        ByteSize(run.limit_bytes),
+        ByteSize(run.remote_bytes),
+        ByteSize(device_bytes),
+        run.faults,
+        run.processes,
+    )?;
+    run.programs.iter().try_for_each(|program| {
+        writeln!(
+            text,
+            "    process {:<8} {} resident, {} faults",
+            program.pid,
+            ByteSize(program.held_bytes),
+            program.faults
+        )
+    })
+}
+
 fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
     for tenant in &agent.tenants {
         writeln!(
@@ -169,6 +195,10 @@ fn write_agent(text: &mut String, agent: &AgentStatus) -> std::fmt::Result {
         )?;
     }
     for run in &agent.runs {
+        if let Some(device_bytes) = run.swap_bytes {
+            write_swapped(text, run, device_bytes)?;
+            continue;
+        }
         writeln!(
             text,
             "  run {} of {}: {} of {} resident, {} in the mempool, {} on memory nodes, {} faults, \

@@ -1,0 +1,132 @@
+//! The statistics of a run with a swap device: the final ones, and reports to the agent.
+
+use std::fs;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use aquifer_channel::peer::peer_credentials;
+use aquifer_host::cluster_access::SwapReport;
+use aquifer_pager::PAGE_BYTES;
+use aquifer_report::{LatencyUs, ProgramStatistics, RunStatistics};
+
+use super::DeviceServer;
+
+/// Longest time between two reports.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
+/// Most processes in a report, which is one frame.
+const PROGRAMS_MAX: usize = 256;
+/// Most bytes of the program's name in a report.
+const NAME_BYTES_MAX: usize = 1024;
+
+/// What the agent was told last.
+#[derive(Debug, Default)]
+pub(super) struct Reports {
+    /// Process id of `aquifer run`.
+    runner: u32,
+    /// When, and which processes the run had.
+    last: Option<(Instant, Vec<u32>)>,
+}
+
+impl Reports {
+    /// Finds out which process is at the other end of `run`.
+    pub(super) fn set_runner(&mut self, run: &OwnedFd) {
+        self.runner = peer_credentials(run).map_or(0, |peer| peer.pid);
+    }
+
+    /// Makes the next turn report in any case.
+    pub(super) fn require(&mut self) {
+        self.last = None;
+    }
+}
+
+impl DeviceServer {
+    /// Reports to the agent when it has no report, when processes have come or gone, and now and
+    /// then.
+    pub(super) fn report(&mut self) {
+        let processes = self.cgroup.processes().unwrap_or_default();
+        let is_new =
+            |(at, reported): &(Instant, Vec<u32>)| at.elapsed() < REPORT_INTERVAL && *reported == processes;
+        if self.reports.last.as_ref().is_some_and(is_new) && !self.agent.wants_first_report() {
+            return;
+        }
+        let mut statistics = self.statistics();
+        statistics.name.truncate(statistics.name.floor_char_boundary(NAME_BYTES_MAX));
+        statistics.programs = processes.iter().take(PROGRAMS_MAX).filter_map(|pid| program(*pid)).collect();
+        self.reports.last = Some((Instant::now(), processes));
+        let (host, runner) = (self.membership.host().0, self.reports.runner);
+        self.agent.report(&SwapReport { host, runner, statistics });
+    }
+
+    /// The statistics of the run, without its processes.
+    pub(super) fn statistics(&self) -> RunStatistics {
+        let usage = self.cgroup.usage().unwrap_or_default();
+        let stats = self.volume.stats();
+        let us = |ns: u64| Duration::from_nanos(ns).as_secs_f64() * 1e6;
+        let [p50, p99, p999] = stats.read_latency_ns.map(us);
+        RunStatistics {
+            name: self.name.clone(),
+            tenant: rustix::process::geteuid().as_raw(),
+            limit_bytes: self.limit.bytes(),
+            replicas: 1,
+            degraded_slabs: 0,
+            copied_slabs: 0,
+            repaired_pages: 0,
+            vacated_slabs: stats.vacated_slabs,
+            repacked_pages: stats.repacked_pages,
+            unchanged_pages: 0,
+            processes: self.cgroup.processes().map_or(0, |processes| processes.len()),
+            programs: Vec::new(),
+            unpaged: Vec::new(),
+            short_of_room: None,
+            shared_bytes: 0,
+            swap_bytes: Some(self.volume.bytes()),
+            faults: usage.major_faults,
+            zero_pages: stats.zero_pages,
+            mempool_hits: stats.mempool_hits,
+            staging_hits: stats.staging_hits,
+            remote_reads: stats.remote_reads,
+            remote_read_trips: stats.remote_read_trips,
+            prefetched: 0,
+            remote_writes: stats.remote_writes,
+            remote_write_trips: stats.remote_write_trips,
+            evictions: stats.written_pages,
+            lost_pages: stats.lost_pages,
+            resident_bytes: usage.anonymous_bytes,
+            resident_peak_bytes: usage.memory_peak_bytes,
+            mempool_bytes: stats.mempool_bytes,
+            remote_bytes: stats.remote_bytes,
+            remote_peak_bytes: stats.remote_peak_bytes,
+            fault_latency_us: LatencyUs { p50, p99, p999 },
+        }
+    }
+}
+
+/// What the kernel knows of a process; `None` if it has ended.
+fn program(pid: u32) -> Option<ProgramStatistics> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // "12 (name with ) in it) S …": the name ends at the last parenthesis.
+    let fields: Vec<&str> = stat.rsplit_once(") ")?.1.split(' ').collect();
+    let number = |at: usize| fields.get(at)?.parse::<u64>().ok();
+    Some(ProgramStatistics {
+        pid,
+        faults: number(MAJOR_FAULTS)?,
+        held_bytes: number(RESIDENT_PAGES)? * PAGE_BYTES as u64,
+        ..ProgramStatistics::default()
+    })
+}
+
+/// Fields of `/proc/PID/stat` after the name: those with number 12 and 24 in proc(5).
+const MAJOR_FAULTS: usize = 9;
+const RESIDENT_PAGES: usize = 21;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_what_the_kernel_counts() {
+        let own = program(std::process::id()).expect("this process is there");
+        assert!(own.held_bytes > 1 << 20, "{own:?}");
+        assert_eq!(program(u32::MAX), None);
+    }
+}
