@@ -16,5 +16,8 @@ pub mod cluster_access;
 mod golden_tests;
 pub mod leak_scan;
 pub mod membership;
+mod mutation;
 pub mod nodes;
 pub mod recovery;
+
+pub use mutation::Mutation;

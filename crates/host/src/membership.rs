@@ -11,6 +11,7 @@ use aquifer_directory::names::{self, AgentRecord};
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
 use aquifer_fabric::Host;
 
+use crate::mutation::Mutation;
 use crate::nodes::NodeRegistry;
 
 /// Lifetime of a host's lease without a keep-alive. Nodes fence the host when it ends, and its
@@ -192,22 +193,45 @@ fn keep_alive(
         }
         waited = Duration::ZERO;
         let sent = Instant::now();
-        let outcome = directory.lease_keep_alive(lease.id);
-        let counter = if outcome.is_ok() { &events.renewals } else { &events.failures };
+        let renewal = renew(directory, lease);
+        let is_renewed = matches!(renewal, Renewal::Renewed);
+        let counter = if is_renewed { &events.renewals } else { &events.failures };
         counter.fetch_add(1, Relaxed);
-        match outcome {
-            Ok(()) => *events.renewed() = sent,
-            Err(DirectoryError::LeaseGone { .. }) => {
+        match renewal {
+            Renewal::Renewed => *events.renewed() = sent,
+            Renewal::Ended => {
                 tracing::error!(epoch = lease.epoch, "lease of this host ended; memory nodes refuse it");
                 is_lost.store(true, Relaxed);
                 return;
             }
-            Err(error) => {
+            Renewal::Unknown(error) => {
                 if let Some(failures) = failure_log.record(Instant::now()) {
                     tracing::warn!(%error, failures, "lease keep-alive failed; retrying every 3 s");
                 }
             }
         }
+    }
+}
+
+/// What a host knows of its lease after a keep-alive.
+#[derive(Debug)]
+pub enum Renewal {
+    /// It lasts.
+    Renewed,
+    /// It has ended: nodes refuse the host.
+    Ended,
+    /// The directory does not answer. The host goes on: as long as no node has fenced it, nothing
+    /// of what it owns is freed.
+    Unknown(DirectoryError),
+}
+
+/// Keeps a host's lease alive.
+pub fn renew(directory: &dyn Directory, lease: Lease) -> Renewal {
+    match directory.lease_keep_alive(lease.id) {
+        Ok(()) => Renewal::Renewed,
+        Err(DirectoryError::LeaseGone { .. }) => Renewal::Ended,
+        Err(_) if Mutation::GiveUpWhenCutOff.is_active() => Renewal::Ended,
+        Err(error) => Renewal::Unknown(error),
     }
 }
 

@@ -4,19 +4,22 @@
 //! of its own. So no two hosts recover it at the same time, memory nodes fence what the dead host
 //! still has in flight, and if the recovering host dies, too, the number can be claimed again.
 
+mod claim;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
+use aquifer_directory::names::{self, AgentRecord, HolderRecord};
 use aquifer_directory::{Directory, DirectoryError, FailureLog, Lease};
-use aquifer_fabric::{Host, Identity, Tenant};
+use aquifer_fabric::{Identity, Tenant};
 use aquifer_pool::op::Recovered;
 use aquifer_pool::{NodeId, PoolError, recover_node};
 
 use crate::nodes::NodeRegistry;
+pub use claim::RecoveryClaim;
 
 /// Lifetime of a recovering host's lease without a keep-alive; other hosts wait for as long.
 const LEASE_TTL: Duration = Duration::from_secs(15);
@@ -93,22 +96,6 @@ enum RecoveryError {
     Stopped,
 }
 
-/// The lives of nodes in whose memory a dead host may own something.
-#[derive(Default)]
-struct AffectedLives {
-    present: Vec<NodeLife>,
-    away: Vec<NodeLife>,
-    /// The number of lives that an earlier recovery has left over, if there was one.
-    left_count: Option<usize>,
-}
-
-impl AffectedLives {
-    /// True if a recovery now can free something or finish.
-    fn has_work(&self) -> bool {
-        !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.away.len())
-    }
-}
-
 impl RecoveryWorker {
     fn run(&self) {
         let mut failure_log = FailureLog::default();
@@ -176,11 +163,24 @@ impl RecoveryWorker {
     }
 
     fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
-        if !self.affected_lives(dead)?.has_work() {
-            return Err(DirectoryError::Taken { key: names::holder_key(dead.host) }.into());
-        }
-        let lease = self.directory.lease_grant(LEASE_TTL)?;
-        let outcome = self.recover_under(lease, dead);
+        let mut lease = None;
+        let grant = || {
+            let granted = self.directory.lease_grant(LEASE_TTL)?;
+            lease = Some(granted);
+            Ok(granted)
+        };
+        let address = format!("recovered by host {}", self.own_record.host);
+        let claim = RecoveryClaim::claim(&*self.directory, grant, dead, &address);
+        let Some(lease) = lease else {
+            // All nodes that are left are away; or the directory has failed.
+            let taken = DirectoryError::Taken { key: names::holder_key(dead.host) };
+            return Err(claim.err().unwrap_or(taken).into());
+        };
+        let outcome = match claim {
+            Ok(Some(claim)) => self.recover_under(lease, claim),
+            Ok(None) => Ok(Recovered::default()),
+            Err(error) => Err(error.into()),
+        };
         // After a success nothing depends on the lease. After a failure another host can try at
         // once.
         if let Err(error) = self.directory.lease_revoke(lease.id) {
@@ -189,17 +189,14 @@ impl RecoveryWorker {
         outcome
     }
 
-    fn recover_under(&self, lease: Lease, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
-        let address = format!("recovered by host {}", self.own_record.host);
-        let record = names::claim_dead_host(&*self.directory, lease, dead, &address)?;
-        let identity = Identity { host: Host(record.host), epoch: record.epoch, tenant: self.tenant };
-        let AffectedLives { present, away, .. } = self.affected_lives(dead)?;
+    fn recover_under(&self, lease: Lease, claim: RecoveryClaim) -> Result<Recovered, RecoveryError> {
+        let identity = claim.identity(self.tenant);
         self.nodes.refresh()?;
         let mut found = Recovered::default();
         let mut failed = None;
         self.with_lease_kept_alive(lease, || {
-            for life in present {
-                match self.recover_on_node(NodeId(life.node), identity) {
+            for node in claim.nodes() {
+                match self.recover_on_node(*node, identity) {
                     Ok(on_node) => found.add(on_node),
                     // Recover the other nodes first.
                     Err(error) => failed = failed.take().or(Some(error)),
@@ -213,15 +210,15 @@ impl RecoveryWorker {
         if let Some(error) = failed {
             return Err(error);
         }
-        if !away.is_empty() {
-            let nodes: Vec<u16> = away.iter().map(|life| life.node).collect();
+        let nodes: Vec<u16> = claim.away().map(|node| node.0).collect();
+        if !nodes.is_empty() {
             tracing::warn!(
-                host = dead.host,
+                host = identity.host.0,
                 ?nodes,
                 "memory of a dead host on nodes that are away is not freed yet; it is freed if they return"
             );
         }
-        names::finish_recovery(&*self.directory, &record, away)?;
+        claim.finish(&*self.directory)?;
         Ok(found)
     }
 
@@ -246,35 +243,7 @@ impl RecoveryWorker {
         });
     }
 
-    /// The lives of nodes in whose memory a dead host may own something.
-    fn affected_lives(&self, dead: &HolderRecord) -> Result<AffectedLives, DirectoryError> {
-        // The lives must be read first: a node writes its life together with its record.
-        let lives = names::lives(&*self.directory)?;
-        let nodes = names::nodes(&*self.directory)?;
-        let mut affected = AffectedLives {
-            left_count: dead.remaining_lives.as_ref().map(Vec::len),
-            ..AffectedLives::default()
-        };
-        for life in lives {
-            if dead
-                .remaining_lives
-                .as_ref()
-                .is_some_and(|lives| !lives.iter().any(|left| left.is_same(&life)))
-            {
-                continue;
-            }
-            match nodes.iter().find(|node| node.id == life.node) {
-                Some(node) if node.epoch == life.epoch => affected.present.push(life),
-                // The node has new memory, so this life has ended.
-                Some(_) => {}
-                None => affected.away.push(life),
-            }
-        }
-        Ok(affected)
-    }
-
-    /// Frees what the dead host owns on one node. The node fences the dead host when it accepts the
-    /// connection with the greater epoch.
+    /// Frees what the dead host owns on one node.
     fn recover_on_node(&self, node: NodeId, identity: Identity) -> Result<Recovered, RecoveryError> {
         recover_node(node, identity.host, identity.tenant, &|| {
             self.nodes.connect_as(node, identity).map_err(|error| RecoveryError::Unreachable(node.0, error))

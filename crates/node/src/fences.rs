@@ -8,7 +8,7 @@ use aquifer_fabric::Host;
 
 /// A fence to set: refuse a host's endpoints of this epoch and of all smaller ones.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Fence {
+pub struct Fence {
     /// The host.
     pub host: Host,
     /// The greatest epoch that has ended.
@@ -17,13 +17,14 @@ pub(crate) struct Fence {
 
 /// The epochs of the hosts whose leases are known to be valid.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct LiveHosts {
+pub struct LiveHosts {
     epochs: BTreeMap<Host, u64>,
 }
 
 impl LiveHosts {
     /// Starts with the hosts that an earlier process has seen. The next listing shows whose leases
     /// have ended since.
+    #[must_use]
     pub const fn new(epochs: BTreeMap<Host, u64>) -> Self {
         Self { epochs }
     }

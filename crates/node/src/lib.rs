@@ -15,7 +15,7 @@
 
 mod clearer;
 mod error;
-mod fences;
+pub mod fences;
 #[cfg(debug_assertions)]
 #[doc(hidden)]
 pub mod fuzz_target;

@@ -1,0 +1,13 @@
+//! The mutations of what a host does in the cluster: steps that a test breaks on purpose.
+
+aquifer_mutation::mutations! {
+    /// A step that is omitted or done wrong.
+    pub enum Mutation {
+        /// A recovery frees memory before the node has fenced the dead host.
+        FreeBeforeFence,
+        /// A recovery forgets the memory on nodes that are away.
+        ForgetNodesAway,
+        /// A host gives up as soon as the directory does not answer.
+        GiveUpWhenCutOff,
+    }
+}

@@ -1,0 +1,106 @@
+//! The claim of a dead host's number, under which its memory is freed.
+
+use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
+use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_fabric::{Host, Identity, Tenant};
+use aquifer_pool::NodeId;
+
+use crate::mutation::Mutation;
+
+/// A dead host whose number was claimed, and the nodes on which it may own memory.
+#[derive(Debug)]
+pub struct RecoveryClaim {
+    dead: HolderRecord,
+    record: AgentRecord,
+    nodes: Vec<NodeId>,
+    away: Vec<NodeLife>,
+}
+
+impl RecoveryClaim {
+    /// Claims the number of a dead host under a new lease. `None` if there is nothing to free now,
+    /// because all nodes that are left are away.
+    ///
+    /// # Errors
+    /// [`DirectoryError::Taken`] if another host has the number now; an error of the directory.
+    pub fn claim(
+        directory: &dyn Directory,
+        lease: impl FnOnce() -> Result<Lease, DirectoryError>,
+        dead: &HolderRecord,
+        address: &str,
+    ) -> Result<Option<Self>, DirectoryError> {
+        if !AffectedLives::read(directory, dead)?.has_work() {
+            return Ok(None);
+        }
+        let record = names::claim_dead_host(directory, lease()?, dead, address)?;
+        // Nodes that have come since are affected, too.
+        let AffectedLives { present, away, .. } = AffectedLives::read(directory, dead)?;
+        let nodes = present.into_iter().map(|life| NodeId(life.node)).collect();
+        Ok(Some(Self { dead: dead.clone(), record, nodes, away }))
+    }
+
+    /// The nodes on which the host must be recovered now.
+    #[must_use]
+    pub fn nodes(&self) -> &[NodeId] {
+        &self.nodes
+    }
+
+    /// The nodes that are away. They are recovered when they return.
+    pub fn away(&self) -> impl Iterator<Item = NodeId> {
+        self.away.iter().map(|life| NodeId(life.node))
+    }
+
+    /// Who frees the host's memory: the host itself, with the claim's epoch. A node that accepts
+    /// the connection thereby fences the dead host, before anything on the node is freed.
+    #[must_use]
+    pub fn identity(&self, tenant: Tenant) -> Identity {
+        let claimed = self.record.epoch;
+        let epoch = if Mutation::FreeBeforeFence.is_active() { self.dead.claim_epoch } else { claimed };
+        Identity { host: Host(self.record.host), epoch, tenant }
+    }
+
+    /// Ends the claim, after the host was recovered on all of [`Self::nodes`].
+    ///
+    /// # Errors
+    /// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.
+    pub fn finish(self, directory: &dyn Directory) -> Result<(), DirectoryError> {
+        let remaining = if Mutation::ForgetNodesAway.is_active() { Vec::new() } else { self.away };
+        names::finish_recovery(directory, &self.record, remaining)
+    }
+}
+
+/// The lives of nodes in whose memory a dead host may own something.
+#[derive(Default)]
+struct AffectedLives {
+    present: Vec<NodeLife>,
+    away: Vec<NodeLife>,
+    /// The number of lives that an earlier recovery has left over, if there was one.
+    left_count: Option<usize>,
+}
+
+impl AffectedLives {
+    fn read(directory: &dyn Directory, dead: &HolderRecord) -> Result<Self, DirectoryError> {
+        // The lives must be read first: a node writes its life together with its record.
+        let lives = names::lives(directory)?;
+        let nodes = names::nodes(directory)?;
+        let mut affected =
+            Self { left_count: dead.remaining_lives.as_ref().map(Vec::len), ..Self::default() };
+        for life in lives {
+            let is_left = |lives: &Vec<NodeLife>| lives.iter().any(|left| left.is_same(&life));
+            if dead.remaining_lives.as_ref().is_some_and(|lives| !is_left(lives)) {
+                continue;
+            }
+            match nodes.iter().find(|node| node.id == life.node) {
+                Some(node) if node.epoch == life.epoch => affected.present.push(life),
+                // The node has new memory, so this life has ended.
+                Some(_) => {}
+                None => affected.away.push(life),
+            }
+        }
+        Ok(affected)
+    }
+
+    /// True if a recovery now can free something or finish.
+    fn has_work(&self) -> bool {
+        !self.present.is_empty() || self.left_count.is_none_or(|count| count > self.away.len())
+    }
+}

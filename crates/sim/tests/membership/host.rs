@@ -1,0 +1,217 @@
+//! A host of the simulation: its lease, what it owns on each node, and the recovery that it is at.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use aquifer_directory::names::{self, AgentRecord};
+use aquifer_directory::sim::SimDirectory;
+use aquifer_directory::{Directory, DirectoryError, Lease};
+use aquifer_fabric::sim::SimFabric;
+use aquifer_fabric::{
+    Completion, Endpoint, EndpointError, Host, Identity, LocalKey, LocalSlice, Memory, RemoteAddr, Tenant,
+    Verb, Work, WorkError,
+};
+use aquifer_host::recovery::RecoveryClaim;
+use aquifer_pool::{Extent, PoolClient, PoolError, SizeClass};
+
+use super::node::SimNode;
+
+pub const TENANT: Tenant = Tenant(1);
+pub const LEASE_TTL: Duration = Duration::from_secs(15);
+/// How long the lease of a recovery lasts: so short that recoveries often overtake each other.
+const RECOVERY_TTL: Duration = Duration::from_secs(4);
+
+/// A process that is a host of the pool, from its start to its end.
+#[derive(Debug)]
+pub struct SimHost {
+    pub directory: SimDirectory,
+    pub lease: Lease,
+    pub record: AgentRecord,
+    pub links: Vec<NodeLink>,
+    pub recovery: Option<SimRecovery>,
+    /// Turns for which it is stopped (SIGSTOP).
+    pub stopped_turns: u32,
+    pub renewed_ms: u64,
+}
+
+/// The recovery of a dead host that a host is at.
+#[derive(Debug)]
+pub struct SimRecovery {
+    pub lease: Lease,
+    pub claim: RecoveryClaim,
+    /// Nodes that are done.
+    pub done: usize,
+}
+
+/// A host's connection to one node.
+#[derive(Debug)]
+pub struct NodeLink {
+    pub pool: PoolClient,
+    data: Box<dyn Endpoint>,
+    local: Arc<Memory>,
+    local_key: LocalKey,
+    /// Extents with their content.
+    pub extents: Vec<(Extent, u64)>,
+    /// A write that was posted and not waited for: the extent's index and its new content.
+    pending: Option<(usize, u64)>,
+    pub is_fenced: bool,
+}
+
+/// Why an operation on a node fails.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Failure {
+    /// The node has fenced the host.
+    Fenced,
+    /// The node has no room.
+    Full,
+    /// Something that must not happen.
+    Wrong(String),
+}
+
+impl From<PoolError> for Failure {
+    fn from(error: PoolError) -> Self {
+        match error {
+            PoolError::Full { .. } => Self::Full,
+            PoolError::NodeGone { cause: WorkError::Fenced | WorkError::Flushed, .. } => Self::Fenced,
+            other => Self::Wrong(other.to_string()),
+        }
+    }
+}
+
+impl From<EndpointError> for Failure {
+    fn from(error: EndpointError) -> Self {
+        if error.is_fence() { Self::Fenced } else { Self::Wrong(error.to_string()) }
+    }
+}
+
+impl SimHost {
+    /// Joins the cluster and connects to all nodes.
+    pub fn join(directory: SimDirectory, now_ms: u64) -> Result<Self, DirectoryError> {
+        let lease = directory.lease_grant(LEASE_TTL)?;
+        let record = names::claim_host(&directory, lease, "a host", 0)?;
+        Ok(Self {
+            directory,
+            lease,
+            record,
+            links: Vec::new(),
+            recovery: None,
+            stopped_turns: 0,
+            renewed_ms: now_ms,
+        })
+    }
+
+    pub fn connect(&mut self, fabric: &SimFabric, nodes: &[SimNode]) -> Result<(), Failure> {
+        let (host, epoch) = (Host(self.record.host), self.record.epoch);
+        let who = Identity { host, epoch, tenant: TENANT };
+        self.links = nodes.iter().map(|node| NodeLink::open(fabric, node, who)).collect::<Result<_, _>>()?;
+        Ok(())
+    }
+
+    /// Claims a dead host, if there is one that can be recovered.
+    pub fn claim(&self, dead: &names::HolderRecord) -> Result<Option<SimRecovery>, DirectoryError> {
+        let mut lease = None;
+        let grant = || {
+            let granted = self.directory.lease_grant(RECOVERY_TTL)?;
+            lease = Some(granted);
+            Ok(granted)
+        };
+        let claim = RecoveryClaim::claim(&self.directory, grant, dead, "a recovery")?;
+        Ok(claim.zip(lease).map(|(claim, lease)| SimRecovery { lease, claim, done: 0 }))
+    }
+}
+
+impl NodeLink {
+    fn open(fabric: &SimFabric, node: &SimNode, who: Identity) -> Result<Self, Failure> {
+        let mut pool = PoolClient::new(who.host, TENANT);
+        pool.add_node(node.id, fabric.connect(node.target.node(), who)?)?;
+        let mut data = fabric.connect(node.target.node(), who)?;
+        let local = Arc::new(Memory::create("content", 4096).expect("memory"));
+        let local_key = data.register_local(Arc::clone(&local)).expect("room for one");
+        Ok(Self { pool, data, local, local_key, extents: Vec::new(), pending: None, is_fenced: false })
+    }
+
+    /// Allocates an extent and writes its content.
+    pub fn allocate(&mut self, class: SizeClass, content: u64) -> Result<(), Failure> {
+        self.settle()?;
+        let node = self.pool.nodes().next().expect("it has one node");
+        let extent = self.pool.allocate(node, class)?;
+        self.write(extent, content)?;
+        self.extents.push((extent, content));
+        Ok(())
+    }
+
+    pub fn free(&mut self, index: usize) -> Result<(), Failure> {
+        self.settle()?;
+        let (extent, _) = self.extents.swap_remove(index);
+        Ok(self.pool.free(extent)?)
+    }
+
+    /// Writes new content and waits.
+    pub fn rewrite(&mut self, index: usize, content: u64) -> Result<(), Failure> {
+        self.settle()?;
+        self.write(self.extents[index].0, content)?;
+        self.extents[index].1 = content;
+        Ok(())
+    }
+
+    /// Writes new content and does not wait.
+    pub fn post_rewrite(&mut self, index: usize, content: u64) -> Result<(), Failure> {
+        self.settle()?;
+        self.post_write(self.extents[index].0, content);
+        self.pending = Some((index, content));
+        Ok(())
+    }
+
+    /// Reads an extent and compares its content.
+    pub fn check(&mut self, index: usize) -> Result<(), Failure> {
+        self.settle()?;
+        let (extent, content) = self.extents[index];
+        let (local, remote) = (self.local_slice(8), RemoteAddr { addr: extent.addr, key: extent.key });
+        self.post(Verb::Read { local, remote });
+        self.wait()?;
+        let mut found = [0; 8];
+        self.local.read(8, &mut found);
+        let found = u64::from_le_bytes(found);
+        if found == content {
+            return Ok(());
+        }
+        Err(Failure::Wrong(format!("{extent:?} has {found:#x}, and {content:#x} was written")))
+    }
+
+    /// Waits for the write that was not waited for.
+    fn settle(&mut self) -> Result<(), Failure> {
+        let Some((index, content)) = self.pending.take() else { return Ok(()) };
+        self.wait()?;
+        self.extents[index].1 = content;
+        Ok(())
+    }
+
+    fn write(&mut self, extent: Extent, content: u64) -> Result<(), Failure> {
+        self.post_write(extent, content);
+        self.wait()
+    }
+
+    fn post_write(&mut self, extent: Extent, content: u64) {
+        self.local.write(0, &content.to_le_bytes());
+        let remote = RemoteAddr { addr: extent.addr, key: extent.key };
+        self.post(Verb::Write { local: self.local_slice(0), remote });
+    }
+
+    fn local_slice(&self, offset: u64) -> LocalSlice {
+        LocalSlice { key: self.local_key, offset, len: 8 }
+    }
+
+    fn post(&mut self, verb: Verb) {
+        self.data.post(&[Work { id: 1, verb, signalled: true }]).expect("one fits");
+    }
+
+    fn wait(&mut self) -> Result<(), Failure> {
+        let mut completions: Vec<Completion> = Vec::new();
+        while self.data.poll(&mut completions, 1) == 0 {}
+        match completions[0].outcome {
+            Ok(_) => Ok(()),
+            Err(WorkError::Fenced | WorkError::Flushed) => Err(Failure::Fenced),
+            Err(error) => Err(Failure::Wrong(format!("an access of its own memory failed: {error}"))),
+        }
+    }
+}

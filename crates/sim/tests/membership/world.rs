@@ -1,0 +1,454 @@
+//! One schedule: hosts, nodes, the directory and what happens to them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use aquifer_directory::names;
+use aquifer_directory::sim::{DirectoryWorld, SimDirectory};
+use aquifer_directory::{Directory, DirectoryError};
+use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
+use aquifer_fabric::{Host, Identity};
+use aquifer_host::membership::{Renewal, renew};
+use aquifer_pool::{NodeId, PoolClient, SizeClass, recover_node};
+
+use super::host::{Failure, NodeLink, SimHost, SimRecovery, TENANT};
+use super::node::SimNode;
+
+/// How long a host waits between keep-alives.
+const RENEWAL_MS: u64 = 3_000;
+/// Most extents of a host on a node.
+const EXTENTS_MAX: usize = 12;
+
+/// How often things happened in a schedule, or in all.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct MembershipCounts {
+    operations: u64,
+    /// Operations of hosts that are cut off from the directory.
+    cut_off: u64,
+    /// Operations of hosts whose lease has ended.
+    after_lease: u64,
+    fenced: u64,
+    fenced_by_nodes: u64,
+    leases_lost: u64,
+    recovered_nodes: u64,
+    recoveries: u64,
+    /// Recoveries that left nodes for later.
+    with_nodes_away: u64,
+    /// Recoveries that another one has overtaken.
+    overtaken: u64,
+    stops: u64,
+    all_cut: u64,
+}
+
+impl MembershipCounts {
+    pub fn labelled(&self) -> [(&'static str, u64); 12] {
+        [
+            ("operations", self.operations),
+            ("operations of hosts that are cut off", self.cut_off),
+            ("operations after the lease", self.after_lease),
+            ("operations that were refused by a fence", self.fenced),
+            ("fences that nodes have set", self.fenced_by_nodes),
+            ("leases that hosts have lost", self.leases_lost),
+            ("recoveries of a node", self.recovered_nodes),
+            ("whole recoveries", self.recoveries),
+            ("recoveries with nodes away", self.with_nodes_away),
+            ("recoveries that were overtaken", self.overtaken),
+            ("stopped hosts", self.stops),
+            ("stops of the directory", self.all_cut),
+        ]
+    }
+
+    pub fn add(&mut self, other: &Self) {
+        self.operations += other.operations;
+        self.cut_off += other.cut_off;
+        self.after_lease += other.after_lease;
+        self.fenced += other.fenced;
+        self.fenced_by_nodes += other.fenced_by_nodes;
+        self.leases_lost += other.leases_lost;
+        self.recovered_nodes += other.recovered_nodes;
+        self.recoveries += other.recoveries;
+        self.with_nodes_away += other.with_nodes_away;
+        self.overtaken += other.overtaken;
+        self.stops += other.stops;
+        self.all_cut += other.all_cut;
+    }
+}
+
+struct World {
+    rng: Rng,
+    fabric: SimFabric,
+    directory: DirectoryWorld,
+    /// Access to the directory that is never cut off, to know the truth.
+    truth: SimDirectory,
+    nodes: Vec<SimNode>,
+    /// The machines; `None` if no process of a host runs there now.
+    hosts: Vec<Option<SimHost>>,
+    /// Whether each machine of a host, and each node, is cut off from the directory.
+    host_cuts: Vec<bool>,
+    node_cuts: Vec<bool>,
+    all_cut: bool,
+    /// For each node and host number: the greatest epoch under which its memory was freed.
+    freed: BTreeMap<(NodeId, u16), u64>,
+    content: u64,
+    counts: MembershipCounts,
+}
+
+/// Plays one schedule.
+pub fn run(seed: u64) -> Result<MembershipCounts, String> {
+    let mut world = World::new(seed);
+    let turns = 100 + world.rng.below(200);
+    for _ in 0..turns {
+        world.turn()?;
+    }
+    world.end()?;
+    Ok(world.counts)
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let options = SimOptions { step_on_poll: true, ..SimOptions::default() };
+        let fabric = SimFabric::new(rng.next_u64(), options);
+        let directory = DirectoryWorld::new(rng.next_u64());
+        let count = 1 + u16::try_from(rng.below(3)).unwrap();
+        let node = |id: u16| SimNode::new(&fabric, NodeId(id), directory.host(100 + u64::from(id)));
+        let nodes: Vec<SimNode> = (1..=count).map(node).collect();
+        let hosts = 2 + rng.index(3);
+        let truth = directory.host(0);
+        let mut world = Self {
+            rng,
+            fabric,
+            truth,
+            directory,
+            host_cuts: vec![false; hosts],
+            node_cuts: vec![false; nodes.len()],
+            hosts: (0..hosts).map(|_| None).collect(),
+            nodes,
+            all_cut: false,
+            freed: BTreeMap::new(),
+            content: 0,
+            counts: MembershipCounts::default(),
+        };
+        for index in 0..world.nodes.len() {
+            world.node_turn(index);
+        }
+        world
+    }
+
+    fn turn(&mut self) -> Result<(), String> {
+        let host = self.rng.index(self.hosts.len());
+        match self.rng.below(20) {
+            0..9 => self.host_turn(host)?,
+            9..12 => self.pass_time()?,
+            12..14 => {
+                let node = self.rng.index(self.nodes.len());
+                self.node_turn(node);
+            }
+            14..17 => self.recovery_turn(host)?,
+            17 if self.rng.chance(1, 2) => self.cut_or_heal(),
+            18 if self.rng.chance(1, 4) => self.hosts[host] = None,
+            19 if self.rng.chance(1, 3) => {
+                if let Some(host) = &mut self.hosts[host] {
+                    host.stopped_turns = 1 + u32::try_from(self.rng.below(8)).unwrap();
+                    self.counts.stops += 1;
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Cuts a host, a node or all off from the directory, or ends that.
+    fn cut_or_heal(&mut self) {
+        match self.rng.below(4) {
+            0 => {
+                self.all_cut = !self.all_cut;
+                self.counts.all_cut += u64::from(self.all_cut);
+            }
+            1 => {
+                let node = self.rng.index(self.nodes.len());
+                self.node_cuts[node] = !self.node_cuts[node];
+            }
+            _ => {
+                let host = self.rng.index(self.hosts.len());
+                self.host_cuts[host] = !self.host_cuts[host];
+            }
+        }
+        self.apply_cuts();
+    }
+
+    fn apply_cuts(&self) {
+        for (host, is_cut) in self.hosts.iter().zip(&self.host_cuts) {
+            if let Some(host) = host {
+                host.directory.set_disconnected(*is_cut || self.all_cut);
+            }
+        }
+        for (node, is_cut) in self.nodes.iter().zip(&self.node_cuts) {
+            node.directory.set_disconnected(*is_cut || self.all_cut);
+        }
+    }
+
+    /// Advances the time. Most hosts and nodes keep their leases alive.
+    fn pass_time(&mut self) -> Result<(), String> {
+        self.directory.advance(Duration::from_millis(500 + self.rng.below(3_000)));
+        for index in 0..self.hosts.len() {
+            if let Some(host) = &mut self.hosts[index]
+                && host.stopped_turns > 0
+            {
+                host.stopped_turns -= 1;
+            } else {
+                self.renew(index)?;
+            }
+        }
+        for index in 0..self.nodes.len() {
+            if self.rng.chance(3, 4) {
+                self.node_turn(index);
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets a host keep its lease alive, if that is due. A host that has lost it ends.
+    fn renew(&mut self, index: usize) -> Result<(), String> {
+        let now_ms = self.directory.now_ms();
+        let Some(host) = &mut self.hosts[index] else { return Ok(()) };
+        if host.renewed_ms + RENEWAL_MS > now_ms {
+            return Ok(());
+        }
+        host.renewed_ms = now_ms;
+        if let Some(recovery) = &host.recovery {
+            // If it has ended, another host recovers, and fences this one.
+            let _ = host.directory.lease_keep_alive(recovery.lease.id);
+        }
+        match renew(&host.directory, host.lease) {
+            Renewal::Renewed | Renewal::Unknown(_) => {}
+            Renewal::Ended => {
+                self.counts.leases_lost += 1;
+                if self.has_lease(index) {
+                    return Err("a host with a valid lease has given up".to_owned());
+                }
+                self.hosts[index] = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the directory has a host's record with its epoch.
+    fn has_lease(&self, index: usize) -> bool {
+        let record = self.hosts[index].as_ref().map(|host| &host.record).expect("it runs");
+        let agents = names::agents(&self.truth).expect("the truth is always there");
+        agents.iter().any(|agent| agent.host == record.host && agent.epoch == record.epoch)
+    }
+
+    fn node_turn(&mut self, index: usize) {
+        // A node that is cut off does nothing.
+        self.counts.fenced_by_nodes += self.nodes[index].act().unwrap_or(0);
+    }
+
+    /// Starts a host, or lets it use the memory of a node.
+    fn host_turn(&mut self, index: usize) -> Result<(), String> {
+        let Some(host) = &mut self.hosts[index] else { return self.start_host(index) };
+        if host.stopped_turns > 0 {
+            return Ok(());
+        }
+        let node = self.rng.index(host.links.len());
+        if host.links[node].is_fenced {
+            return Ok(());
+        }
+        self.content += 1;
+        let outcome = use_memory(&mut self.rng, &mut host.links[node], self.content);
+        let (number, epoch) = (host.record.host, host.record.epoch);
+        let id = self.nodes[node].id;
+        match outcome {
+            // The node has not answered.
+            Ok(Answer::Awaited) | Err(Failure::Full) => Ok(()),
+            Ok(Answer::Received) => {
+                self.counts.operations += 1;
+                self.counts.cut_off += u64::from(self.all_cut || self.host_cuts[index]);
+                self.counts.after_lease += u64::from(!self.has_lease(index));
+                let freed = self.freed.get(&(id, number)).copied().unwrap_or(0);
+                if epoch < freed {
+                    return Err(format!(
+                        "host {number} uses node {} under epoch {epoch}, though its memory there was freed \
+                         under epoch {freed}",
+                        id.0
+                    ));
+                }
+                Ok(())
+            }
+            Err(Failure::Fenced) => {
+                self.counts.fenced += 1;
+                if self.has_lease(index) {
+                    return Err(format!("node {} has fenced host {number}, whose lease is valid", id.0));
+                }
+                let link = &mut self.hosts[index].as_mut().expect("it runs").links[node];
+                link.is_fenced = true;
+                link.extents.clear();
+                Ok(())
+            }
+            Err(Failure::Wrong(why)) => Err(format!("host {number}, epoch {epoch}: {why}")),
+        }
+    }
+
+    fn start_host(&mut self, index: usize) -> Result<(), String> {
+        let directory = self.directory.host(self.rng.next_u64());
+        directory.set_disconnected(self.all_cut || self.host_cuts[index]);
+        let Ok(mut host) = SimHost::join(directory, self.directory.now_ms()) else { return Ok(()) };
+        host.connect(&self.fabric, &self.nodes)
+            .map_err(|failure| format!("a new host cannot connect: {failure:?}"))?;
+        self.hosts[index] = Some(host);
+        Ok(())
+    }
+
+    /// Begins a recovery, or recovers the next node, or ends the recovery.
+    fn recovery_turn(&mut self, index: usize) -> Result<(), String> {
+        let Some(host) = self.hosts[index].as_mut().filter(|host| host.stopped_turns == 0) else {
+            return Ok(());
+        };
+        match host.recovery.take() {
+            None => {
+                let dead = names::dead_hosts(&host.directory).unwrap_or_default();
+                if !dead.is_empty() {
+                    // Another host may be faster.
+                    host.recovery = host.claim(&dead[self.rng.index(dead.len())]).unwrap_or(None);
+                }
+                Ok(())
+            }
+            Some(recovery) if recovery.done < recovery.claim.nodes().len() => {
+                let recovery = self.recover_next(recovery)?;
+                self.hosts[index].as_mut().expect("it runs").recovery = recovery;
+                Ok(())
+            }
+            Some(recovery) => {
+                let has_away = recovery.claim.away().next().is_some();
+                match recovery.claim.finish(&host.directory) {
+                    Ok(()) => {
+                        self.counts.recoveries += 1;
+                        self.counts.with_nodes_away += u64::from(has_away);
+                    }
+                    Err(DirectoryError::Taken { .. }) => self.counts.overtaken += 1,
+                    Err(_) => {}
+                }
+                let _ = host.directory.lease_revoke(recovery.lease.id);
+                Ok(())
+            }
+        }
+    }
+
+    /// Recovers the next node; `None` if another recovery was faster.
+    fn recover_next(&mut self, mut recovery: SimRecovery) -> Result<Option<SimRecovery>, String> {
+        let id = recovery.claim.nodes()[recovery.done];
+        let node = self.nodes.iter().find(|node| node.id == id).expect("there is one").target.node();
+        let who: Identity = recovery.claim.identity(TENANT);
+        let connect = || self.fabric.connect(node, who).map_err(Failure::from);
+        match recover_node(id, who.host, TENANT, &connect) {
+            Ok(_) => {
+                self.counts.recovered_nodes += 1;
+                let freed = self.freed.entry((id, who.host.0)).or_insert(0);
+                *freed = recovery.lease.epoch.max(*freed);
+                recovery.done += 1;
+                Ok(Some(recovery))
+            }
+            Err(Failure::Fenced) => {
+                self.counts.overtaken += 1;
+                Ok(None)
+            }
+            Err(failure) => Err(format!("recovery of host {} on node {}: {failure:?}", who.host.0, id.0)),
+        }
+    }
+
+    /// All return, hosts free what they have and leave, the dead are recovered, and no memory is
+    /// lost.
+    fn end(&mut self) -> Result<(), String> {
+        self.all_cut = false;
+        self.host_cuts.fill(false);
+        self.node_cuts.fill(false);
+        self.apply_cuts();
+        for index in 0..self.hosts.len() {
+            if let Some(host) = &mut self.hosts[index] {
+                host.stopped_turns = 0;
+                host.recovery = None;
+            }
+            self.renew(index)?;
+        }
+        // All leases of recoveries end, and none of those that are kept alive.
+        for _ in 0..20 {
+            self.directory.advance(Duration::from_secs(1));
+            for index in 0..self.hosts.len() {
+                self.renew(index)?;
+            }
+            for index in 0..self.nodes.len() {
+                self.node_turn(index);
+            }
+        }
+        for index in 0..self.hosts.len() {
+            self.free_all(index)?;
+            if let Some(host) = self.hosts[index].take() {
+                host.directory.lease_revoke(host.lease.id).map_err(|error| error.to_string())?;
+            }
+        }
+        self.hosts.truncate(1);
+        self.start_host(0)?;
+        while let Some(host) = &self.hosts[0]
+            && (host.recovery.is_some()
+                || !names::dead_hosts(&self.truth).map_err(|error| error.to_string())?.is_empty())
+        {
+            self.recovery_turn(0)?;
+        }
+        self.nothing_is_leaked()
+    }
+
+    /// Checks and frees all extents of a host, which has a valid lease.
+    fn free_all(&mut self, index: usize) -> Result<(), String> {
+        let Some(host) = &mut self.hosts[index] else { return Ok(()) };
+        for link in &mut host.links {
+            while !link.extents.is_empty() {
+                let outcome = link.check(0).and_then(|()| link.free(0));
+                outcome.map_err(|failure| format!("at the end, host {}: {failure:?}", host.record.host))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn nothing_is_leaked(&mut self) -> Result<(), String> {
+        for node in &self.nodes {
+            let who = Identity { host: Host(u16::MAX - 1), epoch: 1, tenant: TENANT };
+            let mut pool = PoolClient::new(who.host, TENANT);
+            let endpoint = self.fabric.connect(node.target.node(), who).map_err(|error| error.to_string())?;
+            pool.add_node(node.id, endpoint).map_err(|error| error.to_string())?;
+            pool.refresh(node.id).map_err(|error| error.to_string())?;
+            let (free, total) = (pool.free_bytes(node.id), pool.total_bytes(node.id));
+            if free != total {
+                return Err(format!(
+                    "at the end, {} of {total} bytes of node {} are lost",
+                    total - free,
+                    node.id.0
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the node has answered an operation.
+enum Answer {
+    Awaited,
+    Received,
+}
+
+/// Does something with the memory of a node.
+fn use_memory(rng: &mut Rng, link: &mut NodeLink, content: u64) -> Result<Answer, Failure> {
+    let count = link.extents.len();
+    if count == 0 || count < EXTENTS_MAX && rng.chance(1, 3) {
+        let class = [SizeClass::CHUNK, SizeClass::SPAN][rng.index(2)];
+        return link.allocate(class, content).map(|()| Answer::Received);
+    }
+    let index = rng.index(count);
+    match rng.below(5) {
+        0 => link.free(index)?,
+        1 => link.rewrite(index, content)?,
+        2 => return link.post_rewrite(index, content).map(|()| Answer::Awaited),
+        _ => link.check(index)?,
+    }
+    Ok(Answer::Received)
+}
