@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A source of time.
@@ -10,21 +11,86 @@ pub trait Clock: Send + Sync + Debug {
     fn now_ms(&self) -> u64;
 }
 
-/// The system's monotonic clock.
+/// Interval between the beats of a [`RunningClock`].
+const BEAT: Duration = Duration::from_millis(200);
+/// The most that a beat adds. A longer pause means that the process did not run.
+const BEAT_MS_MAX: u64 = 1000;
+
+/// A clock that runs while this process does.
+///
+/// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled disk or processor), it
+/// gets no keep-alives, so no lease must end for want of them. A thread beats, and a beat adds at
+/// most a second.
 #[derive(Debug)]
-pub struct SystemClock {
-    start: Instant,
+pub struct RunningClock {
+    time: Arc<RunningTime>,
 }
 
-impl Default for SystemClock {
-    fn default() -> Self {
-        Self { start: Instant::now() }
+/// The time of a [`RunningClock`].
+#[derive(Debug)]
+struct RunningTime {
+    start: Instant,
+    beats: Mutex<Beats>,
+    is_dropped: Condvar,
+}
+
+/// The beats so far.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Beats {
+    /// The system's time at the last one.
+    last_ms: u64,
+    /// The time of the clock at the last one.
+    now_ms: u64,
+    is_dropped: bool,
+}
+
+impl Beats {
+    fn beat(&mut self, system_ms: u64) -> u64 {
+        self.now_ms += system_ms.saturating_sub(self.last_ms).min(BEAT_MS_MAX);
+        self.last_ms = system_ms.max(self.last_ms);
+        self.now_ms
     }
 }
 
-impl Clock for SystemClock {
+impl RunningClock {
+    /// Starts a clock and its thread, which ends with the clock.
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub fn start() -> std::io::Result<Self> {
+        let (beats, is_dropped) = (Mutex::default(), Condvar::new());
+        let time = Arc::new(RunningTime { start: Instant::now(), beats, is_dropped });
+        let beating = Arc::clone(&time);
+        std::thread::Builder::new().name("lease-clock".into()).spawn(move || beating.beat_until_dropped())?;
+        Ok(Self { time })
+    }
+}
+
+impl RunningTime {
+    fn beat_until_dropped(&self) {
+        let mut beats = self.lock();
+        while !beats.is_dropped {
+            beats = self.is_dropped.wait_timeout(beats, BEAT).unwrap_or_else(PoisonError::into_inner).0;
+            beats.beat(saturating_ms(self.start.elapsed()));
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Beats> {
+        self.beats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Clock for RunningClock {
     fn now_ms(&self) -> u64 {
-        saturating_ms(self.start.elapsed())
+        let mut beats = self.time.lock();
+        beats.beat(saturating_ms(self.time.start.elapsed()))
+    }
+}
+
+impl Drop for RunningClock {
+    fn drop(&mut self) {
+        self.time.lock().is_dropped = true;
+        self.time.is_dropped.notify_all();
     }
 }
 
@@ -51,4 +117,27 @@ impl Clock for ManualClock {
 #[must_use]
 pub fn saturating_ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_adds_no_more_than_a_beat() {
+        let mut beats = Beats::default();
+        let beaten = [200, 400, 30_400, 30_600, 30_500, 31_601].map(|system_ms| beats.beat(system_ms));
+        assert_eq!(beaten, [200, 400, 1400, 1600, 1600, 2600]);
+    }
+
+    #[test]
+    fn its_thread_ends_with_it() {
+        let clock = RunningClock::start().unwrap();
+        let time = Arc::downgrade(&clock.time);
+        assert!(clock.now_ms() <= clock.now_ms());
+        drop(clock);
+        while time.strong_count() > 0 {
+            std::thread::yield_now();
+        }
+    }
 }

@@ -6,9 +6,11 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
 use aquifer_tests_e2e::cluster::{find, text};
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::restart::{figure, start_missing};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
+use aquifer_tests_support::openmetrics::scrape;
 use rustix::process::Signal;
 
 const LIMIT: &str = "32M";
@@ -314,6 +316,35 @@ fn clusters_live_side_by_side() {
 
 mod long {
     use super::*;
+
+    #[test]
+    fn programs_go_on_when_the_directory_is_stopped_for_longer_than_their_leases_last() {
+        let cluster = Cluster::up(3, "128M");
+        processes::kill(cluster.daemon("agent", None));
+        let place = format!("unix:{}", cluster.state().join("agent.metrics").display());
+        let _agent = RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", &place]);
+        let agents = || find(&cluster.status(), "agents").expect("they are listed").clone();
+        let before = agents();
+        let run = endless(&cluster, LIMIT, "128M");
+        await_paging(&cluster, 64 << 20);
+        let directory = cluster.daemon("directory", None);
+        processes::signal(directory, Signal::STOP);
+        // A keep-alive fails after 10 s, and a lease lasts for 15 s.
+        let renewals = |name: &str| {
+            let samples = scrape(&place).expect("metrics");
+            samples.sum(&format!("aquifer_agent_lease_{name}_total"), &[]).unwrap_or(0.0)
+        };
+        eventually("two keep-alives to fail", || (renewals("renewal_failures") >= 2.0).then_some(()));
+        processes::signal(directory, Signal::CONT);
+        let renewed = renewals("renewals");
+        eventually("leases to be kept alive again", || (renewals("renewals") > renewed + 1.0).then_some(()));
+        assert_eq!(agents(), before, "no lease has ended");
+        processes::kill(program_of(&run));
+        let outcome = run.wait();
+        assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);
+        assert_no_wrong_byte(&outcome.stderr);
+        cluster.assert_all_free();
+    }
 
     #[test]
     fn daemons_without_a_state_folder_release_kept_memory() {

@@ -14,7 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::clock::{Clock, SystemClock};
+use crate::clock::{Clock, RunningClock};
 use crate::engine::{Engine, EngineWatch};
 use crate::model::{DirectoryEntry, Lease, LeaseId, Listing, Transaction, TransactionOutcome};
 use crate::{Directory, DirectoryError, Watch};
@@ -33,13 +33,19 @@ pub struct EmbeddedDirectory {
 impl EmbeddedDirectory {
     /// Opens the file, or creates it with mode 0600.
     ///
-    /// Each lease in the file gets its full time to live again.
+    /// Each lease in the file gets its full time to live again. While this process is stopped, the
+    /// time of leases stands still.
     ///
     /// # Errors
     /// [`DirectoryError::Format`] if the file is damaged, of another version or of another program;
-    /// [`DirectoryError::Storage`] if it cannot be read, or is open in another process.
+    /// [`DirectoryError::Storage`] if it cannot be read, or is open in another process, or no thread
+    /// can be started.
     pub fn open(path: &Path) -> Result<Self, DirectoryError> {
-        Self::open_with_clock(path, Arc::new(SystemClock::default()))
+        let clock = RunningClock::start().map_err(|error| DirectoryError::Storage {
+            path: path.display().to_string(),
+            cause: format!("cannot start the thread of its clock: {error}"),
+        })?;
+        Self::open_with_clock(path, Arc::new(clock))
     }
 
     /// Opens the file, with `clock` as the clock of leases.
