@@ -18,9 +18,9 @@ const BEAT_MS_MAX: u64 = 1000;
 
 /// A clock that runs while this process does.
 ///
-/// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled disk or processor), it
-/// gets no keep-alives, so no lease must end for want of them. A thread beats, and a beat adds at
-/// most a second.
+/// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled processor), it gets
+/// no keep-alives, so no lease must end for want of them. A thread beats, and a beat adds at most
+/// a second.
 #[derive(Debug)]
 pub struct RunningClock {
     time: Arc<RunningTime>,

@@ -33,12 +33,12 @@ pub struct EmbeddedDirectory {
 impl EmbeddedDirectory {
     /// Opens the file, or creates it with mode 0600.
     ///
-    /// Each lease in the file gets its full time to live again. While this process is stopped, the
-    /// time of leases stands still.
+    /// Each lease in the file gets its full time to live again. While this process is stopped,
+    /// leases get no older.
     ///
     /// # Errors
     /// [`DirectoryError::Format`] if the file is damaged, of another version or of another program;
-    /// [`DirectoryError::Storage`] if it cannot be read, or is open in another process, or no thread
+    /// [`DirectoryError::Storage`] if it cannot be read, is open in another process, or no thread
     /// can be started.
     pub fn open(path: &Path) -> Result<Self, DirectoryError> {
         let clock = RunningClock::start().map_err(|error| DirectoryError::Storage {
