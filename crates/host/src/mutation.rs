@@ -7,6 +7,8 @@ aquifer_mutation::mutations! {
         FreeBeforeFence,
         /// A recovery forgets the memory on nodes that are away.
         ForgetNodesAway,
+        /// A recovery that stops early forgets the memory on nodes that it has not recovered.
+        ForgetNodesLeft,
         /// A host gives up as soon as the directory does not answer.
         GiveUpWhenCutOff,
     }

@@ -189,25 +189,30 @@ impl RecoveryWorker {
         outcome
     }
 
-    fn recover_under(&self, lease: Lease, claim: RecoveryClaim) -> Result<Recovered, RecoveryError> {
+    fn recover_under(&self, lease: Lease, mut claim: RecoveryClaim) -> Result<Recovered, RecoveryError> {
         let identity = claim.identity(self.tenant);
         self.nodes.refresh()?;
         let mut found = Recovered::default();
         let mut failed = None;
+        let present: Vec<NodeId> = claim.present().collect();
         self.with_lease_kept_alive(lease, || {
-            for node in claim.nodes() {
-                match self.recover_on_node(*node, identity) {
-                    Ok(on_node) => found.add(on_node),
-                    // Recover the other nodes first.
-                    Err(error) => failed = failed.take().or(Some(error)),
-                }
+            for node in present {
                 if self.stop.load(Relaxed) {
                     failed = failed.take().or(Some(RecoveryError::Stopped));
                     return;
                 }
+                match self.recover_on_node(node, identity) {
+                    Ok(on_node) => {
+                        found.add(on_node);
+                        claim.recovered(node);
+                    }
+                    // Recover the other nodes first.
+                    Err(error) => failed = failed.take().or(Some(error)),
+                }
             }
         });
         if let Some(error) = failed {
+            claim.finish(&*self.directory)?;
             return Err(error);
         }
         let nodes: Vec<u16> = claim.away().map(|node| node.0).collect();

@@ -12,7 +12,8 @@ use crate::mutation::Mutation;
 pub struct RecoveryClaim {
     dead: HolderRecord,
     record: AgentRecord,
-    nodes: Vec<NodeId>,
+    /// Lives of nodes that are present, on which the host is not recovered yet.
+    present: Vec<NodeLife>,
     away: Vec<NodeLife>,
 }
 
@@ -34,19 +35,22 @@ impl RecoveryClaim {
         let record = names::claim_dead_host(directory, lease()?, dead, address)?;
         // Nodes that have come since are affected, too.
         let AffectedLives { present, away, .. } = AffectedLives::read(directory, dead)?;
-        let nodes = present.into_iter().map(|life| NodeId(life.node)).collect();
-        Ok(Some(Self { dead: dead.clone(), record, nodes, away }))
+        Ok(Some(Self { dead: dead.clone(), record, present, away }))
     }
 
-    /// The nodes on which the host must be recovered now.
-    #[must_use]
-    pub fn nodes(&self) -> &[NodeId] {
-        &self.nodes
+    /// The nodes on which the host can be recovered now, and is not yet.
+    pub fn present(&self) -> impl Iterator<Item = NodeId> {
+        self.present.iter().map(|life| NodeId(life.node))
     }
 
     /// The nodes that are away. They are recovered when they return.
     pub fn away(&self) -> impl Iterator<Item = NodeId> {
         self.away.iter().map(|life| NodeId(life.node))
+    }
+
+    /// Notes that all memory of the host on a node is freed.
+    pub fn recovered(&mut self, node: NodeId) {
+        self.present.retain(|life| life.node != node.0);
     }
 
     /// Who frees the host's memory: the host itself, with the claim's epoch. A node that accepts
@@ -58,13 +62,14 @@ impl RecoveryClaim {
         Identity { host: Host(self.record.host), epoch, tenant }
     }
 
-    /// Ends the claim, after the host was recovered on all of [`Self::nodes`].
+    /// Ends the claim. Nodes that are away or not recovered are left to later recoveries.
     ///
     /// # Errors
     /// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.
     pub fn finish(self, directory: &dyn Directory) -> Result<(), DirectoryError> {
-        let remaining = if Mutation::ForgetNodesAway.is_active() { Vec::new() } else { self.away };
-        names::finish_recovery(directory, &self.record, remaining)
+        let away = self.away.into_iter().filter(|_| !Mutation::ForgetNodesAway.is_active());
+        let present = self.present.into_iter().filter(|_| !Mutation::ForgetNodesLeft.is_active());
+        names::finish_recovery(directory, &self.record, away.chain(present).collect())
     }
 }
 

@@ -39,8 +39,6 @@ pub struct SimHost {
 pub struct SimRecovery {
     pub lease: Lease,
     pub claim: RecoveryClaim,
-    /// Nodes that are done.
-    pub done: usize,
 }
 
 /// A host's connection to one node.
@@ -116,7 +114,7 @@ impl SimHost {
             Ok(granted)
         };
         let claim = RecoveryClaim::claim(&self.directory, grant, dead, "a recovery")?;
-        Ok(claim.zip(lease).map(|(claim, lease)| SimRecovery { lease, claim, done: 0 }))
+        Ok(claim.zip(lease).map(|(claim, lease)| SimRecovery { lease, claim }))
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use aquifer_directory::names;
-use aquifer_directory::sim::{DirectoryWorld, SimDirectory};
+use aquifer_directory::sim::{CallFault, DirectoryWorld, SimDirectory};
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
 use aquifer_fabric::{Host, Identity};
@@ -16,6 +16,8 @@ use super::node::SimNode;
 
 /// How long a host waits between keep-alives.
 const RENEWAL_MS: u64 = 3_000;
+/// Most steps of recoveries at the end of a schedule.
+const RECOVERY_TURNS_MAX: u32 = 1_000;
 /// Most extents of a host on a node.
 const EXTENTS_MAX: usize = 12;
 
@@ -32,16 +34,20 @@ pub struct MembershipCounts {
     leases_lost: u64,
     recovered_nodes: u64,
     recoveries: u64,
+    /// Recoveries that ended before they had come to all nodes.
+    ended_early: u64,
     /// Recoveries that left nodes for later.
     with_nodes_away: u64,
     /// Recoveries that another one has overtaken.
     overtaken: u64,
     stops: u64,
     all_cut: u64,
+    /// Requests to the directory, or their answers, that are to be lost.
+    lost_calls: u64,
 }
 
 impl MembershipCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 12] {
+    pub fn labelled(&self) -> [(&'static str, u64); 14] {
         [
             ("operations", self.operations),
             ("operations of hosts that are cut off", self.cut_off),
@@ -51,10 +57,12 @@ impl MembershipCounts {
             ("leases that hosts have lost", self.leases_lost),
             ("recoveries of a node", self.recovered_nodes),
             ("whole recoveries", self.recoveries),
+            ("recoveries that ended early", self.ended_early),
             ("recoveries with nodes away", self.with_nodes_away),
             ("recoveries that were overtaken", self.overtaken),
             ("stopped hosts", self.stops),
             ("stops of the directory", self.all_cut),
+            ("lost calls", self.lost_calls),
         ]
     }
 
@@ -67,10 +75,12 @@ impl MembershipCounts {
         self.leases_lost += other.leases_lost;
         self.recovered_nodes += other.recovered_nodes;
         self.recoveries += other.recoveries;
+        self.ended_early += other.ended_early;
         self.with_nodes_away += other.with_nodes_away;
         self.overtaken += other.overtaken;
         self.stops += other.stops;
         self.all_cut += other.all_cut;
+        self.lost_calls += other.lost_calls;
     }
 }
 
@@ -146,6 +156,7 @@ impl World {
             }
             14..17 => self.recovery_turn(host)?,
             17 if self.rng.chance(1, 2) => self.cut_or_heal(),
+            17 => self.lose_call(host),
             18 if self.rng.chance(1, 4) => self.hosts[host] = None,
             19 if self.rng.chance(1, 3) => {
                 if let Some(host) = &mut self.hosts[host] {
@@ -156,6 +167,19 @@ impl World {
             _ => {}
         }
         Ok(())
+    }
+
+    /// Loses one of the next requests of a host or node to the directory, or the answer to it.
+    fn lose_call(&mut self, host: usize) {
+        let fault = if self.rng.chance(1, 2) { CallFault::Lost } else { CallFault::AnswerLost };
+        let count = 1 + u32::try_from(self.rng.below(6)).unwrap();
+        let node = self.rng.index(self.nodes.len());
+        let directory = match &self.hosts[host] {
+            Some(host) if self.rng.chance(3, 4) => &host.directory,
+            _ => &self.nodes[node].directory,
+        };
+        directory.fail(count, fault);
+        self.counts.lost_calls += 1;
     }
 
     /// Cuts a host, a node or all off from the directory, or ends that.
@@ -300,44 +324,49 @@ impl World {
         Ok(())
     }
 
-    /// Begins a recovery, or recovers the next node, or ends the recovery.
+    /// Begins a recovery, or recovers the next node, or ends the recovery, also an unfinished one.
     fn recovery_turn(&mut self, index: usize) -> Result<(), String> {
         let Some(host) = self.hosts[index].as_mut().filter(|host| host.stopped_turns == 0) else {
             return Ok(());
         };
-        match host.recovery.take() {
-            None => {
-                let dead = names::dead_hosts(&host.directory).unwrap_or_default();
-                if !dead.is_empty() {
-                    // Another host may be faster.
-                    host.recovery = host.claim(&dead[self.rng.index(dead.len())]).unwrap_or(None);
-                }
-                Ok(())
+        let Some(recovery) = host.recovery.take() else {
+            let dead = names::dead_hosts(&host.directory).unwrap_or_default();
+            if !dead.is_empty() {
+                // Another host may be faster.
+                host.recovery = host.claim(&dead[self.rng.index(dead.len())]).unwrap_or(None);
             }
-            Some(recovery) if recovery.done < recovery.claim.nodes().len() => {
-                let recovery = self.recover_next(recovery)?;
+            return Ok(());
+        };
+        let next = recovery.claim.present().next();
+        match next.filter(|_| !self.rng.chance(1, 8)) {
+            Some(node) => {
+                let recovery = self.recover_on(node, recovery)?;
                 self.hosts[index].as_mut().expect("it runs").recovery = recovery;
-                Ok(())
             }
-            Some(recovery) => {
-                let has_away = recovery.claim.away().next().is_some();
-                match recovery.claim.finish(&host.directory) {
-                    Ok(()) => {
-                        self.counts.recoveries += 1;
-                        self.counts.with_nodes_away += u64::from(has_away);
-                    }
-                    Err(DirectoryError::Taken { .. }) => self.counts.overtaken += 1,
-                    Err(_) => {}
-                }
-                let _ = host.directory.lease_revoke(recovery.lease.id);
-                Ok(())
-            }
+            None => self.finish_recovery(index, recovery),
         }
+        Ok(())
     }
 
-    /// Recovers the next node; `None` if another recovery was faster.
-    fn recover_next(&mut self, mut recovery: SimRecovery) -> Result<Option<SimRecovery>, String> {
-        let id = recovery.claim.nodes()[recovery.done];
+    fn finish_recovery(&mut self, index: usize, recovery: SimRecovery) {
+        let directory = &self.hosts[index].as_ref().expect("it runs").directory;
+        let has_left = recovery.claim.present().next().is_some();
+        let has_away = recovery.claim.away().next().is_some();
+        match recovery.claim.finish(directory) {
+            Ok(()) => {
+                self.counts.recoveries += u64::from(!has_left);
+                self.counts.ended_early += u64::from(has_left);
+                self.counts.with_nodes_away += u64::from(has_away);
+            }
+            Err(DirectoryError::Taken { .. }) => self.counts.overtaken += 1,
+            // The directory has not answered, and the lease will end.
+            Err(_) => {}
+        }
+        let _ = directory.lease_revoke(recovery.lease.id);
+    }
+
+    /// Recovers a dead host on a node; `None` if another recovery was faster.
+    fn recover_on(&mut self, id: NodeId, mut recovery: SimRecovery) -> Result<Option<SimRecovery>, String> {
         let node = self.nodes.iter().find(|node| node.id == id).expect("there is one").target.node();
         let who: Identity = recovery.claim.identity(TENANT);
         let connect = || self.fabric.connect(node, who).map_err(Failure::from);
@@ -346,7 +375,7 @@ impl World {
                 self.counts.recovered_nodes += 1;
                 let freed = self.freed.entry((id, who.host.0)).or_insert(0);
                 *freed = recovery.lease.epoch.max(*freed);
-                recovery.done += 1;
+                recovery.claim.recovered(id);
                 Ok(Some(recovery))
             }
             Err(Failure::Fenced) => {
@@ -389,13 +418,15 @@ impl World {
         }
         self.hosts.truncate(1);
         self.start_host(0)?;
-        while let Some(host) = &self.hosts[0]
-            && (host.recovery.is_some()
-                || !names::dead_hosts(&self.truth).map_err(|error| error.to_string())?.is_empty())
-        {
+        for _ in 0..RECOVERY_TURNS_MAX {
+            let host = self.hosts[0].as_ref().expect("it has just started");
+            let dead = names::dead_hosts(&self.truth).map_err(|error| error.to_string())?;
+            if host.recovery.is_none() && dead.is_empty() {
+                return self.nothing_is_leaked();
+            }
             self.recovery_turn(0)?;
         }
-        self.nothing_is_leaked()
+        Err("at the end, the recovery of dead hosts goes on and on".to_owned())
     }
 
     /// Checks and frees all extents of a host, which has a valid lease.
