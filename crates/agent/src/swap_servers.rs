@@ -3,12 +3,13 @@
 //! [`aquifer_host::cluster_access`] says what they get from the agent, and what they report.
 
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::socket::wait_readable;
-use aquifer_channel::{receive_frame, send_frame};
+use aquifer_channel::{receive_frame, send_frame, try_send_frame};
 use aquifer_host::cluster_access::{ClusterAccess, SwapReport};
+use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{Frame, SetLimit};
 use aquifer_report::RunStatistics;
 
@@ -31,7 +32,7 @@ pub(crate) struct SwapServers {
 #[derive(Debug)]
 struct SwapServer {
     socket: OwnedFd,
-    /// Held by the one who waits for an answer.
+    /// Held by the one who waits for a new limit.
     request: Mutex<()>,
     state: Mutex<ServerState>,
     changed: Condvar,
@@ -42,8 +43,6 @@ struct SwapServer {
 struct ServerState {
     /// The last report.
     report: Option<SwapReport>,
-    /// Why the server refuses the last request.
-    refusal: Option<String>,
     is_closed: bool,
 }
 
@@ -88,12 +87,12 @@ impl SwapServers {
         set: SetLimit,
         may_see: impl Fn(u32) -> bool,
     ) -> Option<Result<RunStatistics, String>> {
+        let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", set.pid)).unwrap_or_default();
+        let is_in = |name: &str| cgroups.lines().any(|line| line.rsplit('/').next() == Some(name));
         let has_run = |server: &&Arc<SwapServer>| {
             let state = server.lock();
             state.report.as_ref().is_some_and(|report| {
-                let mut processes = report.statistics.programs.iter();
-                may_see(report.statistics.tenant)
-                    && (report.runner == set.pid || processes.any(|process| process.pid == set.pid))
+                may_see(report.statistics.tenant) && (report.runner == set.pid || is_in(&report.cgroup))
             })
         };
         let server = self.lock().iter().find(has_run).cloned()?;
@@ -105,7 +104,7 @@ impl SwapServers {
         let servers = self.lock().clone();
         for server in &servers {
             // Fails if the server has ended, which is what is wanted.
-            let _ = send_frame(&server.socket, &Frame::Ended(reason.to_owned()), &[]);
+            let _ = try_send_frame(&server.socket, &Frame::Ended(reason.to_owned()), &[]);
         }
         let deadline = Instant::now() + END_TIMEOUT;
         for server in servers {
@@ -136,7 +135,6 @@ impl SwapServer {
                     Ok(report) => self.update(|state| state.report = Some(report)),
                     Err(error) => tracing::warn!(%error, "a swap server's report cannot be parsed"),
                 },
-                Ok((Frame::Refused(reason), _)) => self.update(|state| state.refusal = Some(reason)),
                 Ok(_) => tracing::warn!("a swap server has sent an unexpected frame"),
                 Err(_) => return,
             }
@@ -149,24 +147,35 @@ impl SwapServer {
 
     /// Sends a new limit, and waits until a report has it.
     fn set_limit(&self, set: SetLimit) -> Result<RunStatistics, String> {
-        let _one = self.request.lock().unwrap_or_else(PoisonError::into_inner);
-        self.lock().refusal = None;
-        send_frame(&self.socket, &Frame::SetLimit(set), &[])
-            .map_err(|error| format!("its swap server has ended: {error}"))?;
+        let _one = match self.request.try_lock() {
+            Ok(guard) => guard,
+            Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err("another change of its limit is under way: try again".to_owned());
+            }
+        };
+        let least_bytes = self.lock().report.as_ref().map_or(0, |report| report.least_limit_bytes);
+        if set.limit_bytes < least_bytes {
+            return Err(format!(
+                "a limit of {} is too small for this run and its device: give at least {}",
+                ByteSize(set.limit_bytes),
+                ByteSize(least_bytes)
+            ));
+        }
+        try_send_frame(&self.socket, &Frame::SetLimit(set), &[])
+            .map_err(|error| format!("its swap server takes no requests: {error}"))?;
         let has_limit = |state: &ServerState| {
             state.report.as_ref().is_some_and(|report| report.statistics.limit_bytes == set.limit_bytes)
         };
-        self.wait(Instant::now() + ANSWER_TIMEOUT, |state| {
-            state.is_closed || state.refusal.is_some() || has_limit(state)
-        });
+        self.wait(Instant::now() + ANSWER_TIMEOUT, |state| state.is_closed || has_limit(state));
         let state = self.lock();
-        if let Some(refusal) = &state.refusal {
-            return Err(refusal.clone());
-        }
         match &state.report {
             Some(report) if has_limit(&state) => Ok(report.statistics.clone()),
             _ if state.is_closed => Err("its swap server has ended".to_owned()),
-            _ => Err(format!("its swap server has not answered within {} s", ANSWER_TIMEOUT.as_secs())),
+            _ => Err(format!(
+                "its swap server has not answered within {} s, and may still change it",
+                ANSWER_TIMEOUT.as_secs()
+            )),
         }
     }
 
@@ -196,7 +205,8 @@ mod tests {
 
     fn report(limit_bytes: u64) -> Frame {
         let statistics = RunStatistics { limit_bytes, tenant: 7, ..RunStatistics::default() };
-        let report = SwapReport { host: 3, runner: 99, statistics };
+        let cgroup = "aquifer-setup-none".to_owned();
+        let report = SwapReport { host: 3, runner: 99, cgroup, least_limit_bytes: 1, statistics };
         Frame::Statistics(serde_json::to_string(&report).unwrap())
     }
 
@@ -235,18 +245,10 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_concerns_one_request() {
-        let set = SetLimit { pid: 99, limit_bytes: 2 };
-        with_server(|servers, own| {
-            for answer in [Frame::Refused("it is too small".into()), report(2)] {
-                std::thread::scope(|scope| {
-                    let result = scope.spawn(|| servers.set_limit(set, |_| true).unwrap());
-                    assert_eq!(receive_frame(own).unwrap().0, Frame::SetLimit(set));
-                    send_frame(own, &answer, &[]).unwrap();
-                    let is_refused = matches!(answer, Frame::Refused(_));
-                    assert_eq!(result.join().unwrap().is_err(), is_refused);
-                });
-            }
+    fn a_limit_below_the_least_is_refused() {
+        with_server(|servers, _own| {
+            let refused = servers.set_limit(SetLimit { pid: 99, limit_bytes: 0 }, |_| true).unwrap();
+            assert!(refused.is_err_and(|reason| reason.contains("too small")));
         });
     }
 }

@@ -8,12 +8,17 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{ReceiveError, connect, receive_frame, send_frame};
 use aquifer_fabric::ClusterKey;
 use aquifer_ipc::Frame;
 use aquifer_report::RunStatistics;
 use serde::{Deserialize, Serialize};
+
+/// How long an agent may take to answer. One that is stopped must not stop swap devices.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What another process of this machine needs to reach the memory nodes.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,6 +49,10 @@ pub struct SwapReport {
     pub host: u16,
     /// Process id of the `aquifer run` that started the program.
     pub runner: u32,
+    /// Name of the cgroup that the run's processes are in.
+    pub cgroup: String,
+    /// The smallest limit that the run may get.
+    pub least_limit_bytes: u64,
     /// Statistics of the run.
     pub statistics: RunStatistics,
 }
@@ -66,6 +75,9 @@ pub enum ClusterAccessError {
     /// The request could not be sent.
     #[error("the agent has closed the connection: {0}")]
     Send(io::Error),
+    /// The agent has not answered in time.
+    #[error("the agent has not answered within {} s", ANSWER_TIMEOUT.as_secs())]
+    NoAnswer,
     /// The answer could not be received.
     #[error("the agent's answer cannot be read: {0}")]
     Receive(ReceiveError),
@@ -91,6 +103,10 @@ pub struct MalformedKey;
 pub fn request_cluster_access(path: &Path) -> Result<(OwnedFd, ClusterAccess), ClusterAccessError> {
     let socket = connect(path).map_err(|_| ClusterAccessError::NoAgent { path: path.to_owned() })?;
     send_frame(&socket, &Frame::ClusterAccessRequest, &[]).map_err(ClusterAccessError::Send)?;
+    let is_answered = wait_readable(&[&socket], ANSWER_TIMEOUT);
+    if !is_answered.map_err(|error| ClusterAccessError::Receive(error.into()))? {
+        return Err(ClusterAccessError::NoAnswer);
+    }
     match receive_frame(&socket).map_err(ClusterAccessError::Receive)? {
         (Frame::ClusterAccess(text), _) => {
             Ok((socket, serde_json::from_str(&text).map_err(ClusterAccessError::Parse)?))

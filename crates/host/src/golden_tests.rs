@@ -26,7 +26,9 @@ fn golden_words_to_swap_servers_and_the_keeper() {
     add(&mut golden, "lent", &ClusterAccess::new("{}", true, Some(&ClusterKey([0x5a; 32]))));
     add(&mut golden, "lent without a key", &ClusterAccess::new("unix:/run/x", false, None));
     let statistics = RunStatistics { limit_bytes: 3, ..RunStatistics::default() };
-    add(&mut golden, "report of a swap server", &SwapReport { host: 1, runner: 2, statistics });
+    let cgroup = "aquifer-setup-1".into();
+    let report = SwapReport { host: 1, runner: 2, cgroup, least_limit_bytes: 4, statistics };
+    add(&mut golden, "report of a swap server", &report);
     let older = r#"{"directory":"{}","encrypt":true,"key":null}"#;
     assert!(!serde_json::from_str::<ClusterAccess>(older).expect("an older agent's").takes_reports);
     let host = AgentRecord {

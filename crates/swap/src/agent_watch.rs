@@ -88,12 +88,4 @@ impl AgentWatch {
             connection.has_report = try_send_frame(&connection.socket, &Frame::Statistics(json), &[]).is_ok();
         }
     }
-
-    /// Refuses the agent's last request.
-    pub(crate) fn refuse(&self, reason: &str) {
-        if let Some(connection) = &self.connection {
-            // An agent that has ended needs no answer.
-            let _ = try_send_frame(&connection.socket, &Frame::Refused(reason.to_owned()), &[]);
-        }
-    }
 }

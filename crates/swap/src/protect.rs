@@ -11,6 +11,13 @@ const PR_SET_IO_FLUSHER: libc::c_int = 57;
 /// The score of a process that the out-of-memory killer spares.
 const OOM_SCORE_MIN: &str = "-1000";
 
+/// Lets the calling thread cause swapping, which the flag of [`protect`] forbids: the kernel swaps
+/// nothing out for a thread that serves swap.
+pub(crate) fn permit_swapping() {
+    // SAFETY: the call takes numbers only. It fails where protect() has set nothing.
+    let _ = unsafe { libc::prctl(PR_SET_IO_FLUSHER, 0, 0, 0, 0) };
+}
+
 /// Why a process cannot be protected.
 #[derive(Debug, thiserror::Error)]
 pub enum ProtectError {

@@ -151,7 +151,7 @@ struct DeviceServer {
     volume: Arc<BlockVolume>,
     pump: PumpThread,
     front: JoinHandle<io::Result<()>>,
-    cgroup: Cgroup,
+    cgroup: Arc<Cgroup>,
     record: SetupRecord,
     /// The server is a host of its own. Its number, and its extents, end with the device.
     membership: Membership,
@@ -184,7 +184,7 @@ impl DeviceServer {
         let volume = BlockVolume::new(bytes, mempool, budget, WRITE_TIMEOUT)?;
         // From here on, an early return drops the record, which undoes its steps.
         let mut record = SetupRecord::create()?;
-        let cgroup = Cgroup::create(&mut record, resident_bytes, bytes)?;
+        let cgroup = Arc::new(Cgroup::create(&mut record, resident_bytes, bytes)?);
         cgroup.set_oom_waits(true)?;
         let folder = mount::create(&mut record, &options.folder)?;
         let front = start_front(&volume, &connector, &folder)?;
@@ -192,10 +192,11 @@ impl DeviceServer {
         let pump = PumpThread::start(Pump::new(Arc::clone(&volume), connector, pool, seed()?), mover)?;
         let leak_scanner = LeakScanner::start(nodes, tenant, false)?;
         loop_device::swap_on(&mut record, &folder.join(FILE), bytes)?;
+        let limit = DeviceLimit::new(options.limit_bytes, resident_bytes, bytes, &cgroup)?;
         tracing::info!(name = options.name, bytes, record = record.name(), "swap device in use");
         Ok(Self {
             name: options.name.clone(),
-            limit: DeviceLimit::new(options.limit_bytes, resident_bytes, bytes),
+            limit,
             volume,
             pump,
             front,
@@ -220,7 +221,6 @@ impl DeviceServer {
             self.send_notices(run.as_ref());
             self.poll_oom_wait();
             let ended_by_agent = self.poll_agent();
-            self.apply_limit(run.as_ref());
             self.report();
             if let Some(reason) = ended_by_agent.or_else(|| self.failure()).filter(|_| !is_ended) {
                 is_ended = true;
@@ -273,19 +273,13 @@ impl DeviceServer {
         match self.agent.poll()? {
             AgentRequest::End(reason) => Some(reason),
             AgentRequest::SetLimit(set) => {
-                if let Err(reason) = self.limit.set(set.limit_bytes) {
-                    self.agent.refuse(&reason);
-                }
+                self.limit.set(set.limit_bytes);
                 self.reports.require();
+                if let Err(error) = self.oom_wait.reset(&self.cgroup) {
+                    tracing::error!(%error, "programs that wait for memory may be killed");
+                }
                 None
             }
-        }
-    }
-
-    fn apply_limit(&mut self, run: Option<&OwnedFd>) {
-        if let Err(error) = self.limit.apply(&self.cgroup) {
-            tracing::error!(%error, "changing the limit failed");
-            send(run, &Frame::Notice(format!("{}: the limit could not be changed: {error}", self.name)));
         }
     }
 
@@ -310,8 +304,8 @@ impl DeviceServer {
         self.front.is_finished().then(|| "its swap device has failed: the FUSE server has ended".into())
     }
 
-    fn send_notices(&self, run: Option<&OwnedFd>) {
-        for message in self.volume.drain_messages() {
+    fn send_notices(&mut self, run: Option<&OwnedFd>) {
+        for message in self.volume.drain_messages().into_iter().chain(self.limit.drain_notice()) {
             send(run, &Frame::Notice(format!("{}: {message}", self.name)));
         }
     }

@@ -66,6 +66,8 @@ pub enum Link {
 pub struct Guest {
     /// Memory in MiB.
     pub memory_mib: u32,
+    /// Number of processors.
+    pub processors: u32,
     /// Time after which the machine is ended.
     pub time_limit: Duration,
     /// Address on the network with Soft-RoCE.
@@ -81,6 +83,7 @@ impl Default for Guest {
     fn default() -> Self {
         Self {
             memory_mib: 2048,
+            processors: 2,
             time_limit: Duration::from_mins(5),
             address: Ipv4Addr::new(10, 9, 0, 1),
             folder: workspace(),

@@ -13,15 +13,13 @@ const TIMED_OUT: i32 = 124;
 /// Seconds between SIGTERM and SIGKILL.
 const KILL_AFTER: &str = "5";
 /// Options of QEMU. Processors are emulated, since a test machine may not support virtualisation.
-const MACHINE: [&str; 16] = [
+const MACHINE: [&str; 14] = [
     "-machine",
     "q35",
     "-accel",
     "tcg,thread=multi",
     "-cpu",
     "max",
-    "-smp",
-    "2",
     "-nodefaults",
     "-no-user-config",
     "-no-reboot",
@@ -75,7 +73,7 @@ impl Running {
         let mut qemu = Command::new("timeout");
         qemu.args(["-k", KILL_AFTER, &guest.time_limit.as_secs().to_string(), "qemu-system-x86_64"])
             .args(MACHINE);
-        qemu.args(["-m", &format!("{}M", guest.memory_mib)]);
+        qemu.args(["-m", &format!("{}M", guest.memory_mib), "-smp", &guest.processors.to_string()]);
         qemu.arg("-kernel")
             .arg(kernel.image())
             .arg("-initrd")

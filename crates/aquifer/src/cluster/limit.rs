@@ -11,7 +11,7 @@ use aquifer_ipc::size::ByteSize;
 /// Changes the limit of a run and prints the new one.
 pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
     let run = aquifer_host::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
-        .map_err(|error| format!("the limit of process {} was not changed: {error}", arguments.pid))?;
+        .map_err(|error| format!("cannot change the limit of process {}: {error}", arguments.pid))?;
     say_line!("{}: limit {}, resident {}", run.name, ByteSize(run.limit_bytes), ByteSize(run.resident_bytes));
     Ok(ExitCode::SUCCESS)
 }

@@ -1,79 +1,150 @@
 //! The limit of a run with a swap device.
+//!
+//! A thread changes it, because the writer of a lower limit waits until the kernel has swapped
+//! enough out.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::LIMIT_BYTES_MIN;
 
-use crate::setup::SetupError;
-use crate::setup::cgroup::Cgroup;
+use crate::protect::permit_swapping;
+use crate::setup::cgroup::{Cgroup, LimitChange};
 
-/// The limit of a run: its programs, and the device's share of the mempool.
+/// Pause before another attempt after one that has changed nothing.
+const RETRY_INTERVAL: Duration = Duration::from_millis(50);
+/// A limit that is not reached for this time is worth a notice.
+const NOTICE_AFTER: Duration = Duration::from_secs(10);
+
+/// The limit of a run: of its programs, and the device's share of the mempool.
 #[derive(Debug)]
 pub(super) struct DeviceLimit {
     bytes: u64,
     /// The device's share of the mempool, which stays as it is.
     share_bytes: u64,
-    swap_bytes: u64,
-    /// Whether the cgroup has the limit.
-    is_applied: bool,
+    changes: Arc<Changes>,
+    /// When the limit was changed, until it is reached or the user knows.
+    changed_at: Option<Instant>,
+}
+
+/// What the thread has to do, and what it has found.
+#[derive(Debug, Default)]
+struct Changes {
+    state: Mutex<ChangeState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct ChangeState {
+    /// The limit that the cgroup must get.
+    wanted: Option<u64>,
+    failure: Option<String>,
+    is_stopped: bool,
 }
 
 impl DeviceLimit {
     /// The limit of a run whose cgroup has been created with `resident_bytes` and `swap_bytes`.
-    pub(super) fn new(bytes: u64, resident_bytes: u64, swap_bytes: u64) -> Self {
-        Self { bytes, share_bytes: bytes - resident_bytes, swap_bytes, is_applied: true }
+    ///
+    /// # Errors
+    /// If the thread cannot be started.
+    pub(super) fn new(
+        bytes: u64,
+        resident_bytes: u64,
+        swap_bytes: u64,
+        cgroup: &Arc<Cgroup>,
+    ) -> io::Result<Self> {
+        let changes = Arc::new(Changes::default());
+        let (thread_changes, cgroup) = (Arc::clone(&changes), Arc::clone(cgroup));
+        // No thread waits for it: the kernel can keep it in a write as long as a node is away.
+        std::thread::Builder::new()
+            .name("limit".into())
+            .spawn(move || thread_changes.apply_until_stopped(&cgroup, swap_bytes))?;
+        Ok(Self { bytes, share_bytes: bytes - resident_bytes, changes, changed_at: None })
     }
 
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Changes the limit; [`Self::apply`] does the work.
-    ///
-    /// # Errors
-    /// If the limit is too small, as a sentence.
-    pub(super) fn set(&mut self, bytes: u64) -> Result<(), String> {
-        let least = self.share_bytes + LIMIT_BYTES_MIN;
-        if bytes < least {
-            return Err(format!(
-                "a limit of {} is too small for this run, whose device uses {} of it: give at least {}",
-                ByteSize(bytes),
-                ByteSize(self.share_bytes),
-                ByteSize(least)
-            ));
+    /// The smallest limit that [`Self::set`] accepts.
+    pub(super) fn least_bytes(&self) -> u64 {
+        self.share_bytes + LIMIT_BYTES_MIN
+    }
+
+    /// Changes the limit. One that is too small, which no agent sends, is ignored.
+    pub(super) fn set(&mut self, bytes: u64) {
+        if bytes < self.least_bytes() {
+            tracing::warn!(bytes, "ignored a limit that is too small");
+            return;
         }
         tracing::info!(bytes, "limit changed");
         self.bytes = bytes;
-        self.is_applied = false;
-        Ok(())
+        self.changed_at = Some(Instant::now());
+        self.changes.lock().wanted = Some(bytes - self.share_bytes);
+        self.changes.changed.notify_all();
     }
 
-    /// Brings the cgroup a step nearer to the limit.
-    ///
-    /// # Errors
-    /// If the cgroup cannot be changed. It is not tried again.
-    pub(super) fn apply(&mut self, cgroup: &Cgroup) -> Result<(), SetupError> {
-        if self.is_applied {
-            return Ok(());
+    /// What the user must know: that the limit cannot be reached.
+    pub(super) fn drain_notice(&mut self) -> Option<String> {
+        let changed_at = self.changed_at?;
+        let mut state = self.changes.lock();
+        if let Some(failure) = state.failure.take() {
+            self.changed_at = None;
+            return Some(format!("the limit could not be changed: {failure}"));
         }
-        self.is_applied = true;
-        self.is_applied = cgroup.change_limits(self.bytes - self.share_bytes, self.swap_bytes)?;
-        Ok(())
+        if state.wanted.is_none() {
+            self.changed_at = None;
+            return None;
+        }
+        if changed_at.elapsed() < NOTICE_AFTER {
+            return None;
+        }
+        self.changed_at = None;
+        Some(format!(
+            "its limit of {} is not reached yet: memory that is locked or in use cannot be swapped out, or \
+             memory nodes are slow. It does not grow meanwhile",
+            ByteSize(self.bytes)
+        ))
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl Drop for DeviceLimit {
+    fn drop(&mut self) {
+        self.changes.lock().is_stopped = true;
+        self.changes.changed.notify_all();
+    }
+}
 
-    #[test]
-    fn a_limit_below_the_least_changes_nothing() {
-        let mut limit = DeviceLimit::new(32 << 20, 30 << 20, 64 << 20);
-        let error = limit.set(9 << 20).unwrap_err();
-        assert!(error.contains("at least 10 MiB"), "{error}");
-        assert_eq!(limit.bytes(), 32 << 20);
-        assert!(limit.is_applied);
-        limit.set(10 << 20).unwrap();
-        assert_eq!(limit.bytes(), 10 << 20);
-        assert!(!limit.is_applied);
+impl Changes {
+    fn apply_until_stopped(&self, cgroup: &Cgroup, swap_bytes: u64) {
+        permit_swapping();
+        let mut state = self.lock();
+        while !state.is_stopped {
+            let Some(wanted) = state.wanted else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            drop(state);
+            let change = cgroup.change_limits(wanted, swap_bytes);
+            state = self.lock();
+            match change {
+                Ok(LimitChange::Reached) if state.wanted == Some(wanted) => state.wanted = None,
+                Ok(LimitChange::Reached | LimitChange::Nearer) => {}
+                Ok(LimitChange::Stuck) => {
+                    let waited = self.changed.wait_timeout(state, RETRY_INTERVAL);
+                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                Err(error) => {
+                    tracing::error!(%error, "changing the limit failed");
+                    (state.wanted, state.failure) = (None, Some(error.to_string()));
+                }
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ChangeState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -53,8 +53,14 @@ impl DeviceServer {
         statistics.name.truncate(statistics.name.floor_char_boundary(NAME_BYTES_MAX));
         statistics.programs = processes.iter().take(PROGRAMS_MAX).filter_map(|pid| program(*pid)).collect();
         self.reports.last = Some((Instant::now(), processes));
-        let (host, runner) = (self.membership.host().0, self.reports.runner);
-        self.agent.report(&SwapReport { host, runner, statistics });
+        let report = SwapReport {
+            host: self.membership.host().0,
+            runner: self.reports.runner,
+            cgroup: self.record.name().to_owned(),
+            least_limit_bytes: self.limit.least_bytes(),
+            statistics,
+        };
+        self.agent.report(&report);
     }
 
     /// The statistics of the run, without its processes.

@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::area::PAGE_BYTES;
@@ -31,6 +32,19 @@ enum CgroupVersion {
 pub struct Cgroup {
     version: CgroupVersion,
     path: PathBuf,
+    /// Held while limits are changed.
+    limits: Mutex<()>,
+}
+
+/// What a change of limits has achieved.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LimitChange {
+    /// The cgroup has the limits.
+    Reached,
+    /// The next call comes nearer.
+    Nearer,
+    /// The kernel cannot swap enough out now.
+    Stuck,
 }
 
 impl Cgroup {
@@ -42,7 +56,7 @@ impl Cgroup {
             fs::read_to_string(root.join("cgroup.controllers")).unwrap_or_default()
         })
         .ok_or(SetupError::NoMemoryController)?;
-        let cgroup = Self { version, path: root.join(record.name()) };
+        let cgroup = Self { version, path: root.join(record.name()), limits: Mutex::default() };
         if version == CgroupVersion::V2 {
             let file = root.join("cgroup.subtree_control");
             fs::write(&file, "+memory").map_err(SetupError::io("turn on the memory controller in", &file))?;
@@ -81,12 +95,13 @@ impl Cgroup {
         kill_all(&self.path)
     }
 
-    /// Changes the limits, or comes a step nearer to a lower one. Returns false if this must be
-    /// called again, later if the kernel could not swap enough out.
+    /// Changes the limits, or comes a step nearer to a lower one. Waits until the kernel has
+    /// swapped enough out for that.
     ///
     /// # Errors
     /// If the limits cannot be read or written.
-    pub fn change_limits(&self, limit_bytes: u64, swap_bytes: u64) -> Result<bool, SetupError> {
+    pub fn change_limits(&self, limit_bytes: u64, swap_bytes: u64) -> Result<LimitChange, SetupError> {
+        let _one = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
         match self.version {
             CgroupVersion::V1 => self.change_limits_v1(limit_bytes, swap_bytes),
             CgroupVersion::V2 => self.change_limit_v2(limit_bytes),
@@ -94,34 +109,49 @@ impl Cgroup {
     }
 
     /// The limit of memory must never be above that of memory and swap together.
-    fn change_limits_v1(&self, limit_bytes: u64, swap_bytes: u64) -> Result<bool, SetupError> {
+    fn change_limits_v1(&self, limit_bytes: u64, swap_bytes: u64) -> Result<LimitChange, SetupError> {
         let (limit, both) = (self.path.join("memory.limit_in_bytes"), self.path.join(MEMSW_LIMIT));
-        let used_bytes = read_number(&self.path.join("memory.usage_in_bytes"))?;
+        let used = self.path.join("memory.usage_in_bytes");
+        let (before_bytes, used_bytes) = (read_number(&limit)?, read_number(&used)?);
         let next_bytes = limit_bytes.max(used_bytes.saturating_sub(LOWERED_BYTES));
         let mut writes = vec![(&limit, next_bytes)];
         if both.exists() {
-            let is_raised = next_bytes >= read_number(&limit)?;
+            let is_raised = next_bytes >= before_bytes;
             writes.insert(usize::from(!is_raised), (&both, next_bytes + swap_bytes));
         }
         for (file, bytes) in writes {
             match fs::write(file, bytes.to_string()) {
-                Err(error) if error.kind() == io::ErrorKind::ResourceBusy => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                    // At least it must not grow. This fails if it has just grown.
+                    if used_bytes < before_bytes {
+                        let _ = fs::write(&limit, read_number(&used)?.to_string());
+                    }
+                    return Ok(LimitChange::Stuck);
+                }
                 written => written.map_err(SetupError::io("set the limit in", file))?,
             }
         }
-        Ok(next_bytes == limit_bytes)
+        Ok(if next_bytes == limit_bytes { LimitChange::Reached } else { LimitChange::Nearer })
     }
 
     /// A `memory.max` below what is in use could kill, and a `memory.high` only slows down.
-    fn change_limit_v2(&self, limit_bytes: u64) -> Result<bool, SetupError> {
+    fn change_limit_v2(&self, limit_bytes: u64) -> Result<LimitChange, SetupError> {
         let (soft, hard) = (self.path.join("memory.high"), self.path.join("memory.max"));
-        fs::write(&soft, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &soft))?;
-        if read_number(&self.path.join("memory.current"))? > limit_bytes {
-            return Ok(false);
+        let used_bytes = || read_number(&self.path.join("memory.current"));
+        let before_bytes = used_bytes()?;
+        let next_bytes = limit_bytes.max(before_bytes.saturating_sub(LOWERED_BYTES));
+        let write = |file: &Path, text: String| {
+            fs::write(file, text).map_err(SetupError::io("set the limit in", file))
+        };
+        write(&soft, next_bytes.to_string())?;
+        let after_bytes = used_bytes()?;
+        if after_bytes > limit_bytes {
+            let is_nearer = after_bytes < before_bytes;
+            return Ok(if is_nearer { LimitChange::Nearer } else { LimitChange::Stuck });
         }
-        fs::write(&hard, limit_bytes.to_string()).map_err(SetupError::io("set the limit in", &hard))?;
-        fs::write(&soft, "max").map_err(SetupError::io("set the limit in", &soft))?;
-        Ok(true)
+        let written = write(&hard, limit_bytes.to_string());
+        write(&soft, "max".to_owned())?;
+        written.map(|()| LimitChange::Reached)
     }
 
     /// Sets whether programs that get no memory wait, instead of being killed by the kernel.
@@ -143,6 +173,10 @@ impl Cgroup {
     /// and shrinks again. Letting the kernel kill for a moment would wake them, too, but a program
     /// that finds no memory in that moment would be killed.
     fn wake_waiting(&self) -> Result<(), SetupError> {
+        let Ok(_one) = self.limits.try_lock() else {
+            // The limit is being changed, and they are woken afterwards.
+            return Ok(());
+        };
         let path = self.path.join(MEMSW_LIMIT);
         if !path.exists() {
             // Without this limit, they are woken when other programs free memory.

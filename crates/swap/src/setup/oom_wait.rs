@@ -30,6 +30,17 @@ pub enum OomWait {
 }
 
 impl OomWait {
+    /// Begins anew, after a change of the limit.
+    ///
+    /// # Errors
+    /// If the cgroup cannot be changed.
+    pub fn reset(&mut self, cgroup: &Cgroup) -> Result<(), SetupError> {
+        match std::mem::take(self) {
+            Self::Expired => cgroup.set_oom_waits(true),
+            Self::None | Self::Waiting { .. } => Ok(()),
+        }
+    }
+
     /// Wakes programs that wait, and lets the kernel kill when the time has passed.
     ///
     /// # Errors
