@@ -129,8 +129,12 @@ pub enum AgentError {
     /// The mempool could not be created.
     #[error("no memory for the mempool: {0}")]
     Mempool(io::Error),
-    /// The host's lease has ended, because the directory could not be reached for too long.
-    #[error("this host's lease has ended: start the agent again")]
+    /// The host's lease has ended, because the agent was stopped or could not reach the directory
+    /// for too long. Programs wait for the next agent.
+    #[error(
+        "this host's lease has ended: start the agent again, and it resumes the programs of this host unless \
+         other hosts have recovered their memory"
+    )]
     LeaseLost,
     /// Metrics cannot be served.
     #[error(transparent)]
@@ -251,17 +255,23 @@ impl NodeConnector for HostServices {
 /// If an earlier agent of this host was killed, this one resumes its programs.
 ///
 /// # Errors
-/// If something that the agent needs is missing at the start, or the host's lease ends.
+/// If something that the agent needs is missing at the start. [`AgentError::LeaseLost`]: then the
+/// process must end, as if it were killed.
 pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
     let agent = Agent::start(options)?;
     ready();
-    let outcome = agent.run(stop, &options.when_unused);
-    let reason = match outcome {
-        Ok(()) => "the agent is stopping",
-        Err(_) => "this host's lease has ended, and the memory nodes refuse it",
-    };
-    agent.end_programs(reason);
-    outcome.map(|()| agent.leave(options))
+    match agent.run(stop, &options.when_unused) {
+        Ok(()) => {
+            agent.end_programs("the agent is stopping");
+            agent.leave(options);
+            Ok(())
+        }
+        Err(error) => {
+            // What is dropped would be lost to the next agent, such as the userfaultfds.
+            std::mem::forget(agent);
+            Err(error)
+        }
+    }
 }
 
 /// A running agent.

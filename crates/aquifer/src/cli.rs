@@ -461,6 +461,9 @@ pub struct AgentArguments {
     /// Whether it detaches.
     #[command(flatten)]
     pub detach: DetachArguments,
+    /// Wait for the end of this process, the agent before this one.
+    #[arg(long, hide = true, value_name = "PID", overrides_with = "after")]
+    pub after: Option<i32>,
 }
 
 /// Least memory of a mempool: four blocks, the smallest share of a run.

@@ -224,13 +224,13 @@ impl ReconnectingEndpoint {
         else {
             return false;
         };
-        match found.and_then(|endpoint| self.attach(endpoint)) {
-            Some(endpoint) => {
+        match found.and_then(|endpoint| self.attach(endpoint).ok_or(WorkError::PeerGone)) {
+            Ok(endpoint) => {
                 tracing::debug!(waiting = self.waiting.len(), "reconnected to a target");
                 self.state = ReconnectState::Connected(endpoint);
                 self.post_waiting();
             }
-            None => self.fail_all(Some(reconnector), WorkError::PeerGone),
+            Err(cause) => self.fail_all(Some(reconnector), cause),
         }
         true
     }

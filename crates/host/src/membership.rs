@@ -15,7 +15,7 @@ use crate::mutation::Mutation;
 use crate::nodes::NodeRegistry;
 
 /// Lifetime of a host's lease without a keep-alive. Nodes fence the host when it ends, and its
-/// programs lose their pages, so it is not short.
+/// programs wait for the next agent, so it is not short.
 const LEASE_TTL: Duration = Duration::from_secs(15);
 /// Interval between keep-alives.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(3);

@@ -1,5 +1,6 @@
 //! The memory nodes of the cluster, and connections to them.
 
+mod fenced;
 mod reconnect;
 mod shares;
 mod view;
@@ -17,6 +18,7 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
+use fenced::FenceTolerant;
 use reconnect::Reconnector;
 pub use shares::EndpointPurpose;
 use shares::{EndpointShares, ShareKey};
@@ -24,6 +26,8 @@ use view::{NodeState, NodeView, PresentNode};
 
 /// Interval between attempts to connect to a node that is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
+/// Longest time for which a connection that a fence refuses waits for the end of this process.
+const FENCE_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// The memory nodes that the directory has, and how this host connects to them.
 ///
@@ -278,11 +282,9 @@ impl NodeRegistry {
         match (contact, self.me.upgrade()) {
             (Some(Contact { target, epoch, grace }), Some(nodes)) => {
                 let reconnector = Reconnector { nodes, node, tenant, epoch, grace };
-                Ok(Box::new(ReconnectingEndpoint::to_away_target(
-                    target,
-                    Arc::new(reconnector),
-                    AwayPolicy::Wait,
-                )))
+                let policy = AwayPolicy::Wait;
+                let endpoint = ReconnectingEndpoint::to_away_target(target, Arc::new(reconnector), policy);
+                Ok(Box::new(FenceTolerant::new(Box::new(endpoint), node, policy)))
             }
             _ => self.connect_for(node, tenant, purpose),
         }
@@ -353,7 +355,9 @@ impl NodeRegistry {
         // A node that has just died is in the directory until its lease ends.
         let since = *failing_since.get_or_insert_with(Instant::now);
         let is_away = present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
-        let is_temporary = is_away || error.is_lack_of_room();
+        // This process is about to learn that its lease has ended, and to end.
+        let is_fenced = error.is_fence() && since.elapsed() < FENCE_WAIT_MAX;
+        let is_temporary = is_away || is_fenced || error.is_lack_of_room();
         Err(ConnectFailure { error, is_temporary })
     }
 
@@ -393,7 +397,8 @@ impl NodeRegistry {
         }
     }
 
-    /// If the node's memory is kept, wraps an endpoint so that it survives a restart of the node.
+    /// Wraps an endpoint so that it survives a fence and, if the node's memory is kept, a restart
+    /// of the node.
     fn wrap(
         &self,
         node: NodeId,
@@ -403,7 +408,7 @@ impl NodeRegistry {
         policy: AwayPolicy,
     ) -> Box<dyn Endpoint> {
         let PresentNode { epoch, grace, .. } = *present;
-        match self.me.upgrade() {
+        let endpoint = match self.me.upgrade() {
             Some(nodes) if !grace.is_zero() => {
                 self.record_contact(
                     node,
@@ -414,7 +419,8 @@ impl NodeRegistry {
                 Box::new(ReconnectingEndpoint::new(endpoint, Arc::new(reconnector), policy))
             }
             _ => endpoint,
-        }
+        };
+        Box::new(FenceTolerant::new(endpoint, node, policy))
     }
 
     fn state(&self, node: NodeId, now: Instant) -> NodeState {

@@ -206,6 +206,11 @@ impl RunningDaemon {
         rustix::process::kill_process(Pid::from_child(&self.process), signal).expect("it is ours");
     }
 
+    /// Whether the daemon has ended.
+    pub fn has_ended(&mut self) -> bool {
+        matches!(self.process.try_wait(), Ok(Some(_)))
+    }
+
     /// Kills the daemon and waits for its end.
     ///
     /// # Panics
@@ -218,7 +223,9 @@ impl RunningDaemon {
 
 impl Drop for RunningDaemon {
     fn drop(&mut self) {
-        let _ended = rustix::process::kill_process(Pid::from_child(&self.process), Signal::TERM);
+        if !self.has_ended() {
+            let _ended = rustix::process::kill_process(Pid::from_child(&self.process), Signal::TERM);
+        }
         let ended = crate::eventually::eventually_within(Duration::from_secs(20), || {
             self.process.try_wait().ok().flatten()
         });

@@ -12,6 +12,7 @@ use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::openmetrics::scrape;
 use rustix::process::Signal;
+use serde_json::Value;
 
 const LIMIT: &str = "32M";
 
@@ -339,6 +340,42 @@ mod long {
         let renewed = renewals("renewals");
         eventually("leases to be kept alive again", || (renewals("renewals") > renewed + 1.0).then_some(()));
         assert_eq!(agents(), before, "no lease has ended");
+        processes::kill(program_of(&run));
+        let outcome = run.wait();
+        assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);
+        assert_no_wrong_byte(&outcome.stderr);
+        cluster.assert_all_free();
+    }
+
+    #[test]
+    fn programs_go_on_when_the_agent_is_stopped_for_longer_than_its_lease_lasts() {
+        stop_the_agent(&["--grace", "5m"]);
+    }
+
+    #[test]
+    fn programs_go_on_when_the_agent_of_kept_memory_is_stopped() {
+        stop_the_agent(&["--grace", "5m", "--fabric", "tcp", "--keep-memory"]);
+    }
+
+    /// The nodes fence the host then, and the agent starts the next one when it goes on.
+    fn stop_the_agent(options: &[&str]) {
+        let cluster = Cluster::up_with(3, "128M", options);
+        let run = endless(&cluster, LIMIT, "128M");
+        await_paging(&cluster, 64 << 20);
+        let agent = cluster.daemon("agent", None);
+        processes::signal(agent, Signal::STOP);
+        let directory = format!("unix:{}", cluster.state().join("directory.sock").display());
+        eventually("the lease to end", || {
+            let words = ["status", "--json", "--directory", &directory];
+            let output = cluster.command().args(words).output().expect("aquifer can be started");
+            let status: Value = serde_json::from_slice(&output.stdout).expect("the status is JSON");
+            let agents = find(&status, "agents").and_then(Value::as_array).expect("they are listed");
+            agents.is_empty().then_some(())
+        });
+        processes::signal(agent, Signal::CONT);
+        eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
+        let faults = eventually("the next agent", || figure(&cluster, "faults"));
+        eventually("the program to go on", || (figure(&cluster, "faults")? > faults + 20_000).then_some(()));
         processes::kill(program_of(&run));
         let outcome = run.wait();
         assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);

@@ -6,11 +6,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use aquifer_client::segments::Process;
+use aquifer_tests_e2e::cluster::find;
 use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
-use aquifer_tests_e2e::{build, eventually};
+use aquifer_tests_e2e::{build, eventually, processes};
 use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
 use rustix::process::Signal;
+use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::segments::{self, PipedProgram, Programs, Relay, WordCounts};
@@ -43,6 +45,7 @@ struct Host {
     /// The command line of the agent.
     words: Vec<String>,
     keeper: Option<RunningDaemon>,
+    to_etcd: TcpRelay,
     grace: String,
     state: TempDir,
 }
@@ -148,13 +151,15 @@ impl Host {
     fn start(network: &mut Network, number: u8, etcd: &EtcdCluster, (key, grace): (&Path, &str)) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        let directory = format!("{}/net", etcd.address());
+        let to_etcd = relay(&network.hub(), etcd.members()[0].client());
+        let directory = format!("etcd://{}/net", to_etcd.address());
         let key = key.to_str().expect("a plain path");
         let listen = SocketAddr::new(machine.address, 7500).to_string();
         let words = ["agent", "--mempool", "8M", "--key", key, "--directory", &directory, "--grace", grace];
         let words = [&words[..], &["--segment-listen", &listen]].concat();
         let words = words.into_iter().map(str::to_owned).collect();
-        let mut host = Self { agent: None, machine, words, keeper: None, grace: grace.to_owned(), state };
+        let grace = grace.to_owned();
+        let mut host = Self { agent: None, machine, words, keeper: None, to_etcd, grace, state };
         host.start_daemons();
         host
     }
@@ -190,6 +195,27 @@ impl Host {
 
     fn kill_agent(&mut self) {
         self.agent.take().expect("it runs").kill();
+    }
+
+    /// The process that holds the agent's lock.
+    fn agent_process(&self) -> Option<u32> {
+        let text = std::fs::read_to_string(self.state.path().join("agent.lock")).ok()?;
+        text.trim().parse().ok().filter(|pid| processes::is_alive(*pid))
+    }
+
+    /// The number of hosts with a lease, by the directory.
+    fn count_hosts(&self) -> Option<usize> {
+        let at = self.words.iter().position(|word| word == "--directory").expect("it has one");
+        let mut command = self.inside(build::binary());
+        command.arg("--state").arg(self.state.path()).args(["status", "--json"]);
+        let output = command.args(&self.words[at..at + 2]).output().expect("aquifer can be started");
+        let status: Value = serde_json::from_slice(&output.stdout).ok()?;
+        find(&status, "agents")?.as_array().map(Vec::len)
+    }
+
+    fn faults(&self) -> Option<u64> {
+        let status = status(&self.state.path().join("agent.sock"))?;
+        status["runs"].as_array()?.iter().map(|run| run["faults"].as_u64()).sum()
     }
 
     /// Waits until its agent has this number of usable nodes.
@@ -486,6 +512,29 @@ mod long {
     #[test]
     fn segments_move_between_hosts_whose_agents_are_killed() {
         move_and_kill(2500, 500);
+    }
+
+    /// As docs/guide/cluster.md says: nodes refuse the host, and the next agent resumes its
+    /// programs.
+    #[test]
+    fn programs_wait_for_an_agent_that_is_cut_off_from_the_directory() {
+        let mut cluster = Cluster::up_with_grace("5m");
+        let [first, second] = &mut cluster.hosts[..] else { panic!("there are two hosts") };
+        let run = first.checker("1000000");
+        first.await_paging();
+        let agent = first.agent_process().expect("it runs");
+        first.to_etcd.stop();
+        eventually("its lease to end", || second.count_hosts().filter(|count| *count == 1));
+        first.to_etcd.resume();
+        let end = || first.agent.as_mut().expect("it was started").has_ended().then_some(());
+        eventually("the agent to end", end);
+        let next = eventually("the next agent", || first.agent_process().filter(|next| *next != agent));
+        let faults = eventually("the next agent to serve", || first.faults());
+        eventually("the program to go on", || first.faults().filter(|now| *now > faults + 2_000));
+        let program = processes::descendants(run.pid()).first().copied().expect("it runs");
+        processes::kill(program);
+        assert_no_wrong_byte(&run.wait());
+        processes::kill(next);
     }
 
     /// As docs/guide/cluster.md says: the node's lease ends, programs with pages on it are ended

@@ -19,6 +19,7 @@ mod serve;
 pub mod signals;
 mod status;
 mod stop;
+mod successor;
 pub mod systemd;
 mod up;
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::{AgentOptions, SegmentSettings, shadow};
+use aquifer_agent::{AgentError, AgentOptions, SegmentSettings, shadow};
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
@@ -22,7 +22,7 @@ use super::key;
 use super::location::DirectoryLocation;
 use super::lock::FileLock;
 use super::signals::{StopRequest, StopSignal};
-use super::systemd;
+use super::{successor, systemd};
 use crate::Outcome;
 use crate::cli::{
     AgentArguments, DaemonCommand, DetachArguments, GRACE_MS, HeapServiceArguments, KeeperArguments,
@@ -72,7 +72,8 @@ pub fn serve(state: &StateDir, command: DaemonCommand) -> Outcome {
             )?;
             run(state, Daemon::Heaps(id), &detach, |stop, ready| heaps(state, &settings, id, stop, ready))
         }
-        DaemonCommand::Agent(AgentArguments { config, settings, detach }) => {
+        DaemonCommand::Agent(AgentArguments { config, settings, detach, after }) => {
+            after.map_or(Ok(()), successor::await_end)?;
             let settings = complete(settings, config.as_deref(), default_config(&detach, "agent.toml"))?;
             run(state, Daemon::Agent, &detach, |stop, ready| agent(state, &settings, stop, ready))
         }
@@ -357,7 +358,12 @@ fn agent(
         metrics: settings.metrics.clone(),
         when_unused,
     };
-    aquifer_agent::serve(&options, &now, || ready.notify())?;
+    let is_detached = ready.is_detached;
+    let served = aquifer_agent::serve(&options, &now, || ready.notify());
+    if matches!(served, Err(AgentError::LeaseLost)) && is_detached && !now.load(Ordering::Relaxed) {
+        successor::start().map_err(|error| format!("the next agent cannot be started: {error}"))?;
+    }
+    served?;
     shadow.dismiss();
     Ok(())
 }

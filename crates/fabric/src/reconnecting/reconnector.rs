@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 
 use crate::background::BackgroundTask;
-use crate::work::{DrainHandle, Endpoint, EndpointError};
+use crate::work::{DrainHandle, Endpoint, EndpointError, WorkError};
 
 /// Time between attempts.
 const RETRY_EVERY: Duration = Duration::from_millis(10);
@@ -23,6 +23,20 @@ pub enum ReconnectOutcome {
     Retry,
     /// The target will not come back, or came back without its memory.
     Gone,
+    /// The target has fenced this host.
+    Fenced,
+}
+
+impl ReconnectOutcome {
+    /// `None` if there will be another attempt.
+    fn into_result(self) -> Option<Reconnected> {
+        match self {
+            Self::Connected(endpoint) => Some(Ok(endpoint)),
+            Self::Retry => None,
+            Self::Gone => Some(Err(WorkError::PeerGone)),
+            Self::Fenced => Some(Err(WorkError::Fenced)),
+        }
+    }
 }
 
 /// The way back to a target that is away.
@@ -82,9 +96,12 @@ pub(super) struct ReconnectAttempts {
     drain: Option<SharedDrain>,
 }
 
+/// What reconnecting has led to: an endpoint, or the error of all further work.
+type Reconnected = Result<Box<dyn Endpoint>, WorkError>;
+
 #[derive(Debug)]
 enum SearchMode {
-    Thread(BackgroundTask<Option<Box<dyn Endpoint>>>),
+    Thread(BackgroundTask<Reconnected>),
     InPoll(Arc<dyn Reconnect>),
 }
 
@@ -105,16 +122,11 @@ impl ReconnectAttempts {
         Ok(Self { mode: SearchMode::Thread(task), drain })
     }
 
-    /// The result, once: an endpoint, or `Some(None)` if the target will not come back. `None`
-    /// while attempts continue.
-    pub fn poll_result(&mut self) -> Option<Option<Box<dyn Endpoint>>> {
+    /// The result, once; `None` while attempts continue.
+    pub fn poll_result(&mut self) -> Option<Reconnected> {
         match &self.mode {
             SearchMode::Thread(task) => task.poll_result(),
-            SearchMode::InPoll(reconnect) => match try_reconnect(&**reconnect, self.drain.as_mut()) {
-                ReconnectOutcome::Connected(endpoint) => Some(Some(endpoint)),
-                ReconnectOutcome::Retry => None,
-                ReconnectOutcome::Gone => Some(None),
-            },
+            SearchMode::InPoll(reconnect) => try_reconnect(&**reconnect, self.drain.as_mut()).into_result(),
         }
     }
 
@@ -156,14 +168,13 @@ fn reconnect_until(
     reconnect: &dyn Reconnect,
     mut drain: Option<&mut SharedDrain>,
     is_awaited: &dyn Fn() -> bool,
-) -> Option<Box<dyn Endpoint>> {
+) -> Reconnected {
     let begun = Instant::now();
     while is_awaited() && begun.elapsed() < reconnect.timeout() {
-        match try_reconnect(reconnect, drain.as_deref_mut()) {
-            ReconnectOutcome::Connected(endpoint) => return Some(endpoint),
-            ReconnectOutcome::Retry => std::thread::sleep(RETRY_EVERY),
-            ReconnectOutcome::Gone => return None,
+        match try_reconnect(reconnect, drain.as_deref_mut()).into_result() {
+            Some(result) => return result,
+            None => std::thread::sleep(RETRY_EVERY),
         }
     }
-    None
+    Err(WorkError::PeerGone)
 }

@@ -89,6 +89,8 @@ pub struct TcpEndpoint {
     since: Instant,
     /// The target went away in good order. Operations without an answer were not done.
     has_farewell: bool,
+    /// The error of operations that are posted after the target went away.
+    end_cause: WorkError,
     broken: bool,
 }
 
@@ -201,6 +203,7 @@ impl TcpEndpoint {
             taken_at_break: 0,
             since: Instant::now(),
             has_farewell: false,
+            end_cause: WorkError::PeerGone,
             broken: false,
         }
     }
@@ -366,7 +369,7 @@ impl Endpoint for TcpEndpoint {
         }
         if !self.broken && self.has_farewell {
             self.complete_known();
-            self.fail_all(Some(WorkError::PeerGone));
+            self.fail_all(Some(self.end_cause));
         }
         self.complete_known();
         self.flush();

@@ -43,7 +43,7 @@ impl Reconnect for Reconnector {
                             %error,
                             "memory node returned and has fenced this host"
                         );
-                        ReconnectOutcome::Gone
+                        ReconnectOutcome::Fenced
                     }
                     Err(_) => ReconnectOutcome::Retry,
                 }

@@ -4,7 +4,7 @@ use super::*;
 use aquifer_directory::sim::DirectoryWorld;
 use aquifer_fabric::reconnecting::{Reconnect, ReconnectOutcome};
 use aquifer_fabric::shm::{self, ShmTarget};
-use aquifer_fabric::{Access, Memory, Scope, Target};
+use aquifer_fabric::{Access, LocalSlice, Memory, RemoteAddr, Scope, Target, Verb, Work, WorkError};
 
 fn nodes(directory: &Arc<dyn Directory>) -> Arc<NodeRegistry> {
     let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
@@ -147,5 +147,43 @@ fn connect_lazily_does_not_wait_for_a_node_that_is_away() {
     assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Connected(_)));
     assert!(matches!(reconnector(2).attempt(), ReconnectOutcome::Gone), "other memory");
     restarted.fence(Host(1), 1);
-    assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Gone), "it has fenced this host");
+    assert!(matches!(reconnector(1).attempt(), ReconnectOutcome::Fenced));
+}
+
+/// Its next process resumes what it owns, as after a crash.
+#[test]
+fn operations_of_a_fenced_host_wait() {
+    for kept_ms in [0, 3_600_000] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("node");
+        let target = ShmTarget::listen(&path, shm::ShmOptions::default()).expect("a target");
+        let memory = Arc::new(Memory::create("lent", 4096).expect("memory"));
+        let region = target.register(memory, Access::ALL, Scope::Anyone).expect("room");
+        let directory: Arc<dyn Directory> = Arc::new(DirectoryWorld::new(1).host(1));
+        let nodes = nodes(&directory);
+        register_at(&*directory, 1, path.display().to_string(), kept_ms);
+        nodes.refresh().expect("list");
+        let connector = nodes.connector(5, EndpointPurpose::Fetch);
+        let mut waiting = connector.connect(NodeId(1)).expect("it listens");
+        let mut failing = connector.connect_without_waiting(NodeId(1)).expect("it listens");
+        let remote = RemoteAddr { addr: region.base, key: region.key };
+        let read = |endpoint: &mut Box<dyn Endpoint>| {
+            let local = Arc::new(Memory::create("local", 4096).expect("memory"));
+            let key = endpoint.register_local(local).expect("room");
+            let verb = Verb::Read { local: LocalSlice { key, offset: 0, len: 8 }, remote };
+            endpoint.post(&[Work { id: 1, verb, signalled: true }]).expect("room");
+            let mut completions = Vec::new();
+            for _ in 0..100 {
+                endpoint.poll(&mut completions, 8);
+            }
+            completions.first().map(|completion| completion.outcome)
+        };
+        assert_eq!(read(&mut waiting), Some(Ok(8)));
+        assert_eq!(read(&mut failing), Some(Ok(8)));
+        target.fence(Host(1), 1);
+        assert_eq!(read(&mut waiting), None);
+        assert!(waiting.is_away() && !waiting.is_broken());
+        assert_eq!(read(&mut failing), Some(Err(WorkError::Away)));
+        assert!(connector.connect_without_waiting(NodeId(1)).is_err_and(|error| error.is_fence()));
+    }
 }

@@ -43,7 +43,7 @@ impl TcpEndpoint {
     /// impossible.
     pub(super) fn recover(&mut self) {
         if self.has_farewell || self.broken {
-            self.fail_reconnect();
+            self.fail_reconnect(WorkError::PeerGone);
             return;
         }
         let resume = Resume {
@@ -65,7 +65,7 @@ impl TcpEndpoint {
             }
             Err(error) => {
                 tracing::warn!(%error, "cannot start a thread to reconnect; the endpoint is broken");
-                self.fail_reconnect();
+                self.fail_reconnect(WorkError::PeerGone);
             }
         }
     }
@@ -81,20 +81,21 @@ impl TcpEndpoint {
             Ok(()) => self.credit_since(self.taken_at_break),
             Err(error) => {
                 tracing::debug!(%error, "cannot resume a session");
-                self.fail_reconnect();
+                self.fail_reconnect(if error.is_fence() { WorkError::Fenced } else { WorkError::PeerGone });
             }
         }
         false
     }
 
     /// Handles the failure to reconnect.
-    fn fail_reconnect(&mut self) {
+    fn fail_reconnect(&mut self, cause: WorkError) {
         // With nothing in flight, the next posted operation gets the error.
         let is_idle = self.pending.iter().all(|pending| pending.outcome.is_some());
         if !self.broken && !is_idle {
-            self.fail_all(Some(WorkError::PeerGone));
+            self.fail_all(Some(cause));
         }
         self.has_farewell = true;
+        self.end_cause = cause;
     }
 
     /// Tells the target how many messages were taken since the connection broke. The resume told it
