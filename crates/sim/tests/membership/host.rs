@@ -87,15 +87,22 @@ impl SimHost {
     pub fn join(directory: SimDirectory, now_ms: u64) -> Result<Self, DirectoryError> {
         let lease = directory.lease_grant(LEASE_TTL)?;
         let record = names::claim_host(&directory, lease, "a host", 0)?;
-        Ok(Self {
-            directory,
-            lease,
-            record,
-            links: Vec::new(),
-            recovery: None,
-            stopped_turns: 0,
-            renewed_ms: now_ms,
-        })
+        Ok(Self::new(directory, lease, record, now_ms))
+    }
+
+    fn new(directory: SimDirectory, lease: Lease, record: AgentRecord, renewed_ms: u64) -> Self {
+        Self { directory, lease, record, links: Vec::new(), recovery: None, stopped_turns: 0, renewed_ms }
+    }
+
+    /// Takes over the number of the process before, which has ended.
+    pub fn resume(
+        directory: SimDirectory,
+        before: &AgentRecord,
+        now_ms: u64,
+    ) -> Result<Self, DirectoryError> {
+        let lease = directory.lease_grant(LEASE_TTL)?;
+        let record = names::resume_host(&directory, lease, before, 0)?;
+        Ok(Self::new(directory, lease, record, now_ms))
     }
 
     pub fn connect(&mut self, fabric: &SimFabric, nodes: &[SimNode]) -> Result<(), Failure> {
@@ -103,6 +110,11 @@ impl SimHost {
         let who = Identity { host, epoch, tenant: TENANT };
         self.links = nodes.iter().map(|node| NodeLink::open(fabric, node, who)).collect::<Result<_, _>>()?;
         Ok(())
+    }
+
+    /// Takes over what the process before has, once this one is connected.
+    pub fn inherit(&mut self, before: Vec<NodeLink>) -> Result<(), Failure> {
+        self.links.iter_mut().zip(before).try_for_each(|(link, before)| link.inherit(before))
     }
 
     /// Claims a dead host, if there is one that can be recovered.
@@ -146,10 +158,8 @@ impl NodeLink {
 
     /// Writes new content and waits.
     pub fn rewrite(&mut self, index: usize, content: u64) -> Result<(), Failure> {
-        self.settle()?;
-        self.write(self.extents[index].0, content)?;
-        self.extents[index].1 = content;
-        Ok(())
+        self.post_rewrite(index, content)?;
+        self.settle()
     }
 
     /// Writes new content and does not wait.
@@ -164,23 +174,40 @@ impl NodeLink {
     pub fn check(&mut self, index: usize) -> Result<(), Failure> {
         self.settle()?;
         let (extent, content) = self.extents[index];
-        let (local, remote) = (self.local_slice(8), RemoteAddr { addr: extent.addr, key: extent.key });
-        self.post(Verb::Read { local, remote });
-        self.wait()?;
-        let mut found = [0; 8];
-        self.local.read(8, &mut found);
-        let found = u64::from_le_bytes(found);
+        let found = self.read(extent)?;
         if found == content {
             return Ok(());
         }
         Err(Failure::Wrong(format!("{extent:?} has {found:#x}, and {content:#x} was written")))
     }
 
+    /// Takes over the extents of the process before. A write that it has not waited for may have
+    /// been done or not.
+    fn inherit(&mut self, before: Self) -> Result<(), Failure> {
+        self.extents = before.extents;
+        if let Some((index, content)) = before.pending
+            && self.read(self.extents[index].0)? == content
+        {
+            self.extents[index].1 = content;
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, extent: Extent) -> Result<u64, Failure> {
+        let (local, remote) = (self.local_slice(8), RemoteAddr { addr: extent.addr, key: extent.key });
+        self.post(Verb::Read { local, remote });
+        self.wait()?;
+        let mut found = [0; 8];
+        self.local.read(8, &mut found);
+        Ok(u64::from_le_bytes(found))
+    }
+
     /// Waits for the write that was not waited for.
     fn settle(&mut self) -> Result<(), Failure> {
-        let Some((index, content)) = self.pending.take() else { return Ok(()) };
+        let Some((index, content)) = self.pending else { return Ok(()) };
         self.wait()?;
         self.extents[index].1 = content;
+        self.pending = None;
         Ok(())
     }
 

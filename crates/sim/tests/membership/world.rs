@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use aquifer_directory::names;
+use aquifer_directory::names::{self, AgentRecord};
 use aquifer_directory::sim::{CallFault, DirectoryWorld, SimDirectory};
 use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
@@ -32,6 +32,10 @@ pub struct MembershipCounts {
     fenced: u64,
     fenced_by_nodes: u64,
     leases_lost: u64,
+    /// Hosts that a next process has resumed.
+    resumed: u64,
+    /// Hosts that no process could resume, because another host has claimed them.
+    too_late: u64,
     recovered_nodes: u64,
     recoveries: u64,
     /// Recoveries that ended before they had come to all nodes.
@@ -47,7 +51,7 @@ pub struct MembershipCounts {
 }
 
 impl MembershipCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 14] {
+    pub fn labelled(&self) -> [(&'static str, u64); 16] {
         [
             ("operations", self.operations),
             ("operations of hosts that are cut off", self.cut_off),
@@ -55,6 +59,8 @@ impl MembershipCounts {
             ("operations that were refused by a fence", self.fenced),
             ("fences that nodes have set", self.fenced_by_nodes),
             ("leases that hosts have lost", self.leases_lost),
+            ("resumed hosts", self.resumed),
+            ("hosts that could not be resumed", self.too_late),
             ("recoveries of a node", self.recovered_nodes),
             ("whole recoveries", self.recoveries),
             ("recoveries that ended early", self.ended_early),
@@ -73,6 +79,8 @@ impl MembershipCounts {
         self.fenced += other.fenced;
         self.fenced_by_nodes += other.fenced_by_nodes;
         self.leases_lost += other.leases_lost;
+        self.resumed += other.resumed;
+        self.too_late += other.too_late;
         self.recovered_nodes += other.recovered_nodes;
         self.recoveries += other.recoveries;
         self.ended_early += other.ended_early;
@@ -93,6 +101,8 @@ struct World {
     nodes: Vec<SimNode>,
     /// The machines; `None` if no process of a host runs there now.
     hosts: Vec<Option<SimHost>>,
+    /// What a process that has ended on each machine has left to the next one.
+    left: Vec<Option<(AgentRecord, Vec<NodeLink>)>>,
     /// Whether each machine of a host, and each node, is cut off from the directory.
     host_cuts: Vec<bool>,
     node_cuts: Vec<bool>,
@@ -133,6 +143,7 @@ impl World {
             host_cuts: vec![false; hosts],
             node_cuts: vec![false; nodes.len()],
             hosts: (0..hosts).map(|_| None).collect(),
+            left: (0..hosts).map(|_| None).collect(),
             nodes,
             all_cut: false,
             freed: BTreeMap::new(),
@@ -157,7 +168,7 @@ impl World {
             14..17 => self.recovery_turn(host)?,
             17 if self.rng.chance(1, 2) => self.cut_or_heal(),
             17 => self.lose_call(host),
-            18 if self.rng.chance(1, 4) => self.hosts[host] = None,
+            18 if self.rng.chance(1, 4) => self.end_process(host),
             19 if self.rng.chance(1, 3) => {
                 if let Some(host) = &mut self.hosts[host] {
                     host.stopped_turns = 1 + u32::try_from(self.rng.below(8)).unwrap();
@@ -251,10 +262,16 @@ impl World {
                 if self.has_lease(index) {
                     return Err("a host with a valid lease has given up".to_owned());
                 }
-                self.hosts[index] = None;
+                self.end_process(index);
             }
         }
         Ok(())
+    }
+
+    /// Ends a host's process. In most cases a next one resumes the host.
+    fn end_process(&mut self, index: usize) {
+        let Some(SimHost { record, links, .. }) = self.hosts[index].take() else { return };
+        self.left[index] = self.rng.chance(3, 4).then_some((record, links));
     }
 
     /// Whether the directory has a host's record with its epoch.
@@ -305,9 +322,7 @@ impl World {
                 if self.has_lease(index) {
                     return Err(format!("node {} has fenced host {number}, whose lease is valid", id.0));
                 }
-                let link = &mut self.hosts[index].as_mut().expect("it runs").links[node];
-                link.is_fenced = true;
-                link.extents.clear();
+                self.hosts[index].as_mut().expect("it runs").links[node].is_fenced = true;
                 Ok(())
             }
             Err(Failure::Wrong(why)) => Err(format!("host {number}, epoch {epoch}: {why}")),
@@ -317,9 +332,25 @@ impl World {
     fn start_host(&mut self, index: usize) -> Result<(), String> {
         let directory = self.directory.host(self.rng.next_u64());
         directory.set_disconnected(self.all_cut || self.host_cuts[index]);
-        let Ok(mut host) = SimHost::join(directory, self.directory.now_ms()) else { return Ok(()) };
+        let now_ms = self.directory.now_ms();
+        let started = match &self.left[index] {
+            Some((before, _)) => SimHost::resume(directory, before, now_ms),
+            None => SimHost::join(directory, now_ms),
+        };
+        let mut host = match started {
+            Ok(host) => host,
+            Err(DirectoryError::Taken { .. }) => {
+                self.counts.too_late += u64::from(self.left[index].take().is_some());
+                return Ok(());
+            }
+            Err(_) => return Ok(()),
+        };
+        let left = self.left[index].take();
+        self.counts.resumed += u64::from(left.is_some());
+        let links = left.map(|(_, links)| links).unwrap_or_default();
         host.connect(&self.fabric, &self.nodes)
-            .map_err(|failure| format!("a new host cannot connect: {failure:?}"))?;
+            .and_then(|()| host.inherit(links))
+            .map_err(|failure| format!("a new process of host {}: {failure:?}", host.record.host))?;
         self.hosts[index] = Some(host);
         Ok(())
     }
@@ -417,6 +448,7 @@ impl World {
             }
         }
         self.hosts.truncate(1);
+        self.left.fill_with(|| None);
         self.start_host(0)?;
         for _ in 0..RECOVERY_TURNS_MAX {
             let host = self.hosts[0].as_ref().expect("it has just started");
