@@ -20,7 +20,7 @@ use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
-use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
+use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperClient;
@@ -301,6 +301,7 @@ impl Agent {
             identity,
             options.key.clone(),
             options.connect.clone(),
+            AfterFence::Wait,
         );
         membership.watch_nodes(&nodes)?;
         let resumes = state.predecessor.is_some();

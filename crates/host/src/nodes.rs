@@ -18,6 +18,7 @@ use aquifer_fabric::{Endpoint, EndpointError, Host, Identity, Tenant};
 use aquifer_pager::Connector;
 use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 
+pub use fenced::AfterFence;
 use fenced::FenceTolerant;
 use reconnect::Reconnector;
 pub use shares::EndpointPurpose;
@@ -39,6 +40,7 @@ pub struct NodeRegistry {
     identity: Identity,
     key: Option<ClusterKey>,
     connect: ConnectOptions,
+    after_fence: AfterFence,
     view: RwLock<NodeView>,
     /// Nodes with kept memory to which a tenant of this host has connected.
     contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
@@ -74,6 +76,7 @@ impl NodeRegistry {
         identity: Identity,
         key: Option<ClusterKey>,
         connect: ConnectOptions,
+        after_fence: AfterFence,
     ) -> Arc<Self> {
         Arc::new_cyclic(|me| Self {
             me: Weak::clone(me),
@@ -81,6 +84,7 @@ impl NodeRegistry {
             identity,
             key,
             connect,
+            after_fence,
             view: RwLock::default(),
             contacts: Mutex::default(),
             failures: Mutex::default(),
@@ -283,8 +287,9 @@ impl NodeRegistry {
             (Some(Contact { target, epoch, grace }), Some(nodes)) => {
                 let reconnector = Reconnector { nodes, node, tenant, epoch, grace };
                 let policy = AwayPolicy::Wait;
-                let endpoint = ReconnectingEndpoint::to_away_target(target, Arc::new(reconnector), policy);
-                Ok(Box::new(FenceTolerant::new(Box::new(endpoint), node, policy)))
+                let reconnector = Arc::new(reconnector);
+                let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
+                Ok(self.tolerating_fences(node, Box::new(endpoint), policy))
             }
             _ => self.connect_for(node, tenant, purpose),
         }
@@ -356,8 +361,9 @@ impl NodeRegistry {
         let since = *failing_since.get_or_insert_with(Instant::now);
         let is_away = present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
         // This process is about to learn that its lease has ended, and to end.
-        let is_fenced = error.is_fence() && since.elapsed() < FENCE_WAIT_MAX;
-        let is_temporary = is_away || is_fenced || error.is_lack_of_room();
+        let is_awaiting_end =
+            error.is_fence() && self.after_fence == AfterFence::Wait && since.elapsed() < FENCE_WAIT_MAX;
+        let is_temporary = is_away || is_awaiting_end || error.is_lack_of_room();
         Err(ConnectFailure { error, is_temporary })
     }
 
@@ -397,8 +403,7 @@ impl NodeRegistry {
         }
     }
 
-    /// Wraps an endpoint so that it survives a fence and, if the node's memory is kept, a restart
-    /// of the node.
+    /// If the node's memory is kept, wraps an endpoint so that it survives a restart of the node.
     fn wrap(
         &self,
         node: NodeId,
@@ -420,7 +425,19 @@ impl NodeRegistry {
             }
             _ => endpoint,
         };
-        Box::new(FenceTolerant::new(endpoint, node, policy))
+        self.tolerating_fences(node, endpoint, policy)
+    }
+
+    fn tolerating_fences(
+        &self,
+        node: NodeId,
+        endpoint: Box<dyn Endpoint>,
+        policy: AwayPolicy,
+    ) -> Box<dyn Endpoint> {
+        match self.after_fence {
+            AfterFence::Wait => Box::new(FenceTolerant::new(endpoint, node, policy)),
+            AfterFence::Fail => endpoint,
+        }
     }
 
     fn state(&self, node: NodeId, now: Instant) -> NodeState {

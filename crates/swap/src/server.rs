@@ -27,7 +27,7 @@ use aquifer_faults::serve::MORE_MEMORY_ADVICE;
 use aquifer_host::cluster_access::{ClusterAccess, ClusterAccessError, MalformedKey, request_cluster_access};
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{Membership, MembershipError};
-use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
+use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_pager::{Budget, Connector, LIMIT_BYTES_MIN, Mempool, PAGE_BYTES};
@@ -364,7 +364,7 @@ fn join_cluster(
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
     let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };
-    let nodes = NodeRegistry::new(directory, identity, access.key()?, connect);
+    let nodes = NodeRegistry::new(directory, identity, access.key()?, connect, AfterFence::Fail);
     membership.watch_nodes(&nodes)?;
     if nodes.require(1).is_err() {
         return Err(SwapError::NoNodes);

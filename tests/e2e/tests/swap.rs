@@ -237,6 +237,27 @@ fn the_refusal_of_a_static_program_names_swap() {
 mod long {
     use super::*;
 
+    /// Nothing of its I/O may wait then: the kernel could not end the program.
+    #[test]
+    fn a_server_whose_lease_has_ended_ends_its_program() {
+        if !swap::is_possible() {
+            return;
+        }
+        let cluster = Cluster::up(3, "128M");
+        let run = endless(&cluster);
+        let name = await_swapping(&cluster);
+        let hosts = || find(&cluster.status(), "agents").expect("they are listed").as_array().map(Vec::len);
+        let before = hosts();
+        let servers = swap::servers(&cluster);
+        processes::signal(servers[0], Signal::STOP);
+        eventually("its lease to end", || (hosts() < before).then_some(()));
+        processes::signal(servers[0], Signal::CONT);
+        let outcome = run.wait();
+        assert!(!outcome.status.success());
+        assert_no_wrong_byte(&outcome.stderr);
+        assert_nothing_left(&cluster, &name);
+    }
+
     #[test]
     fn children_are_swapped_too() {
         if !swap::is_possible() {

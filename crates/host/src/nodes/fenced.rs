@@ -11,6 +11,15 @@ use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::{Completion, Endpoint, PollFd, PostError, Work, WorkError, forward_endpoint};
 use aquifer_pool::NodeId;
 
+/// What becomes of the operations of a host that a node has fenced.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum AfterFence {
+    /// They wait for the end of this process. The next one resumes the host.
+    Wait,
+    /// They fail. No process resumes the host.
+    Fail,
+}
+
 /// Longest time for which a wait for a completion that cannot come sleeps.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
 

@@ -8,7 +8,8 @@ use aquifer_fabric::{Access, LocalSlice, Memory, RemoteAddr, Scope, Target, Verb
 
 fn nodes(directory: &Arc<dyn Directory>) -> Arc<NodeRegistry> {
     let identity = Identity { host: Host(1), epoch: 1, tenant: Tenant(0) };
-    NodeRegistry::new(Arc::clone(directory), identity, None, ConnectOptions::default())
+    let options = ConnectOptions::default();
+    NodeRegistry::new(Arc::clone(directory), identity, None, options, AfterFence::Wait)
 }
 
 fn register(directory: &dyn Directory, id: u16) {

@@ -9,7 +9,7 @@ use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Identity, Tenant};
 use aquifer_host::cluster_access::request_cluster_access;
 use aquifer_host::membership::Membership;
-use aquifer_host::nodes::{EndpointPurpose, NodeRegistry};
+use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_pager::{Budget, Connector, Mempool, PAGE_BYTES, SlabSizing};
 
 use crate::bench::BenchError;
@@ -49,7 +49,7 @@ impl Host {
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
         let key = access.key().map_err(|error| failed(&error))?;
-        let nodes = NodeRegistry::new(directory, identity, key, ConnectOptions::default());
+        let nodes = NodeRegistry::new(directory, identity, key, ConnectOptions::default(), AfterFence::Fail);
         membership.watch_nodes(&nodes).map_err(|error| failed(&error))?;
         if nodes.require(1).is_err() {
             return Err(failed(&"no node can be reached"));
