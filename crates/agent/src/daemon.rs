@@ -22,6 +22,7 @@ use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
 use aquifer_host::nodes::{AfterFence, EndpointPurpose, NodeRegistry};
 use aquifer_host::recovery::Recovery;
+use aquifer_ipc::size::ByteSize;
 use aquifer_ipc::{HeldItem, HeldKind, KeeperShare};
 use aquifer_keeper::KeeperClient;
 use aquifer_metrics::{MetricsAddress, MetricsError, MetricsListener, MetricsServer};
@@ -34,13 +35,15 @@ use aquifer_segments::ownership::Life;
 
 use crate::connections::{Connections, RUN_END_TIMEOUT, SocketKind, serve_run};
 use crate::heap_tickets::HeapTickets;
-use crate::host_state::HostState;
+use crate::host_state::{HostState, new_mempool};
 use crate::knock_sockets::KnockSockets;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
 
 /// Longest time for which a request to stop goes unnoticed.
 const TICK: Duration = Duration::from_millis(100);
+/// Time between attempts to resume the host of an earlier agent.
+const JOIN_INTERVAL: Duration = Duration::from_secs(1);
 /// Turns of the main loop between checks whether the keeper was restarted.
 const KEEPER_CHECK_TURNS: u32 = 10;
 
@@ -59,6 +62,8 @@ pub struct AgentOptions {
     pub directory_description: String,
     /// Largest size of the mempool, in bytes. Memory is allocated as it is used.
     pub mempool_bytes: usize,
+    /// Memory of this machine that is available, in bytes.
+    pub available_bytes: u64,
     /// Most pool memory of one user's sessions, in bytes. `None`: half of what the nodes lend.
     pub extents_per_user: Option<u64>,
     /// Most pool memory of the runs of one user, in bytes. `None`: all that the nodes lend.
@@ -80,6 +85,10 @@ pub struct AgentOptions {
     pub metrics: Option<MetricsAddress>,
     /// Set when the socket's file was deleted: the agent then ends when it serves no program.
     pub when_unused: Arc<AtomicBool>,
+    /// Ends this process as if it were killed. It is called when the host's lease has ended,
+    /// because the agent was stopped or could not reach the directory for too long; the next agent
+    /// then resumes the programs.
+    pub on_lease_end: fn(),
 }
 
 impl AgentOptions {
@@ -126,16 +135,21 @@ pub enum AgentError {
     /// A thread or descriptor could not be created.
     #[error("the agent has no threads or descriptors to serve programs: {0}")]
     Threads(io::Error),
+    /// The machine has too little memory for the mempool.
+    #[error(
+        "a mempool of {} does not fit: only {} of memory are available; give a smaller --mempool",
+        ByteSize(*mempool),
+        ByteSize(*available)
+    )]
+    MempoolTooLarge {
+        /// The mempool's size, in bytes.
+        mempool: u64,
+        /// The memory that is available, in bytes.
+        available: u64,
+    },
     /// The mempool could not be created.
     #[error("no memory for the mempool: {0}")]
     Mempool(io::Error),
-    /// The host's lease has ended, because the agent was stopped or could not reach the directory
-    /// for too long. Programs wait for the next agent.
-    #[error(
-        "this host's lease has ended: start the agent again, and it resumes the programs of this host unless \
-         other hosts have recovered their memory"
-    )]
-    LeaseLost,
     /// Metrics cannot be served.
     #[error(transparent)]
     Metrics(#[from] MetricsError),
@@ -255,23 +269,14 @@ impl NodeConnector for HostServices {
 /// If an earlier agent of this host was killed, this one resumes its programs.
 ///
 /// # Errors
-/// If something that the agent needs is missing at the start. [`AgentError::LeaseLost`]: then the
-/// process must end, as if it were killed.
-pub fn serve(options: &AgentOptions, stop: &AtomicBool, ready: impl FnOnce()) -> Result<(), AgentError> {
-    let agent = Agent::start(options)?;
+/// If something that the agent needs is missing at the start.
+pub fn serve(options: &AgentOptions, stop: &Arc<AtomicBool>, ready: impl FnOnce()) -> Result<(), AgentError> {
+    let agent = Agent::start(options, stop)?;
     ready();
-    match agent.run(stop, &options.when_unused) {
-        Ok(()) => {
-            agent.end_programs("the agent is stopping");
-            agent.leave(options);
-            Ok(())
-        }
-        Err(error) => {
-            // What is dropped would be lost to the next agent, such as the userfaultfds.
-            std::mem::forget(agent);
-            Err(error)
-        }
-    }
+    agent.run(stop, &options.when_unused);
+    agent.end_programs("the agent is stopping");
+    agent.leave(options);
+    Ok(())
 }
 
 /// A running agent.
@@ -288,12 +293,12 @@ struct Agent {
 
 impl Agent {
     /// Joins the cluster, resumes what an earlier agent has left, and starts the services.
-    fn start(options: &AgentOptions) -> Result<Self, AgentError> {
+    fn start(options: &AgentOptions, stop: &Arc<AtomicBool>) -> Result<Self, AgentError> {
         let (keeper, kept) = KeeperClient::connect(&options.keeper, KeeperShare::Agent)
             .map_err(|source| AgentError::Keeper { path: options.keeper.clone(), source })?;
         let mut state = HostState::restore_or_create(options, &kept)?;
         let metrics = metrics::listen(options.metrics.as_ref(), state.predecessor.is_some())?;
-        let mut membership = join(options, &mut state)?;
+        let mut membership = join(options, &mut state, stop)?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
         let nodes = NodeRegistry::new(
@@ -361,25 +366,18 @@ impl Agent {
     }
 
     /// Accepts connections until `stop`; or, with `when_unused`, until no program is served.
-    ///
-    /// # Errors
-    /// If the host's lease ends.
-    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
+    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) {
         let mut turns = 0u32;
         while !stop.load(Relaxed) {
             if when_unused.load(Relaxed) && self.connections.is_unused() {
                 break;
             }
             self.accept_connections();
-            if self.membership.is_lost() {
-                return Err(AgentError::LeaseLost);
-            }
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(KEEPER_CHECK_TURNS) {
                 self.host.keeper.reconnect_if_closed();
             }
         }
-        Ok(())
     }
 
     /// Accepts the connections that wait, after at most a moment.
@@ -540,23 +538,44 @@ fn restorable_sessions(
 
 /// Joins the cluster under the host number of the agent before this one. If other hosts have
 /// recovered that number, joins under a new one and clears `state` of what belonged to the old one.
-fn join(options: &AgentOptions, state: &mut HostState) -> Result<Membership, AgentError> {
+fn join(
+    options: &AgentOptions,
+    state: &mut HostState,
+    stop: &Arc<AtomicBool>,
+) -> Result<Membership, AgentError> {
     let join = |predecessor: Option<&AgentRecord>| {
-        Membership::join(Arc::clone(&options.directory), &options.socket, predecessor, options.grace)
+        let (directory, stop, act) = (Arc::clone(&options.directory), Arc::clone(stop), options.on_lease_end);
+        // An agent that is stopping ends its programs.
+        let on_lease_end = move || {
+            if !stop.load(Relaxed) {
+                act()
+            }
+        };
+        Membership::join(directory, &options.socket, predecessor, options.grace, on_lease_end)
     };
-    match join(state.predecessor.as_ref()) {
-        Err(MembershipError::Directory(DirectoryError::Taken { .. })) if state.predecessor.is_some() => {
-            tracing::error!(
-                grace = ?options.grace,
-                "cannot resume the programs of the previous agent: other hosts have recovered this host's \
-                 memory; ending them. The keeper's --grace must not exceed the agent's"
-            );
-            state.predecessor = None;
-            state.mempool = Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?;
-            Ok(join(None)?)
+    let Some(predecessor) = state.predecessor.clone() else { return Ok(join(None)?) };
+    let begun = Instant::now();
+    loop {
+        match join(Some(&predecessor)) {
+            Err(MembershipError::Directory(DirectoryError::Taken { .. })) => break,
+            // Programs wait for as long, and the directory may just be electing a leader.
+            Err(MembershipError::Directory(error @ DirectoryError::Unavailable { .. }))
+                if begun.elapsed() < options.grace && !stop.load(Relaxed) =>
+            {
+                tracing::warn!(%error, "cannot resume the programs of the previous agent yet");
+                std::thread::sleep(JOIN_INTERVAL);
+            }
+            joined => return Ok(joined?),
         }
-        joined => Ok(joined?),
     }
+    tracing::error!(
+        grace = ?options.grace,
+        "cannot resume the programs of the previous agent: other hosts have recovered this host's memory; \
+         ending them. The keeper's --grace must not exceed the agent's"
+    );
+    state.predecessor = None;
+    state.mempool = new_mempool(options)?;
+    Ok(join(None)?)
 }
 
 fn end_runs(service: &PagingService, reason: &str) {

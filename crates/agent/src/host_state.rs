@@ -42,7 +42,7 @@ impl HostState {
         }
         Ok(Self {
             predecessor: None,
-            mempool: Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)?,
+            mempool: new_mempool(options)?,
             listener: listen(options)
                 .map_err(|source| AgentError::Listen { path: options.socket.clone(), source })?,
             shared_listener: listen_shared(options).map_err(|source| AgentError::Listen {
@@ -78,6 +78,18 @@ impl HostState {
             .collect();
         keeper.hold(&HeldItem { kind: HeldKind::Host, id: 0, pid: 0, uid: 0, record }, &fds)
     }
+}
+
+/// A new mempool, if the machine has the memory for it.
+///
+/// # Errors
+/// If it has not, or the mempool cannot be created.
+pub(crate) fn new_mempool(options: &AgentOptions) -> Result<Mempool, AgentError> {
+    let (mempool, available) = (options.mempool_bytes as u64, options.available_bytes);
+    if mempool > available {
+        return Err(AgentError::MempoolTooLarge { mempool, available });
+    }
+    Mempool::new(options.mempool_bytes).map_err(AgentError::Mempool)
 }
 
 /// The socket for programs of the agent's own user. If that user is root, programs may have changed

@@ -77,7 +77,8 @@ impl Membership {
     /// directory.
     ///
     /// For `grace` after the end of the lease, other hosts do not recover this host, so that its
-    /// next agent can claim the number again.
+    /// next agent can claim the number again. `on_lease_end` is called when the directory says that
+    /// the lease has ended.
     ///
     /// # Errors
     /// Those of the directory. [`DirectoryError::Taken`] if another host has claimed the number
@@ -87,6 +88,7 @@ impl Membership {
         socket: &Path,
         predecessor: Option<&AgentRecord>,
         grace: Duration,
+        on_lease_end: impl FnOnce() + Send + 'static,
     ) -> Result<Self, MembershipError> {
         let grace_ms = u64::try_from(grace.as_millis()).unwrap_or(u64::MAX);
         let granted = Instant::now();
@@ -104,7 +106,12 @@ impl Membership {
             let events = Arc::clone(&lease_events);
             std::thread::Builder::new()
                 .name("lease".into())
-                .spawn(move || keep_alive(&*directory, lease, &stop, &is_lost, &events))
+                .spawn(move || {
+                    if keep_alive(&*directory, lease, &stop, &events).is_err() {
+                        is_lost.store(true, Relaxed);
+                        on_lease_end();
+                    }
+                })
                 .map_err(MembershipError::Thread)?
         };
         Ok(Self { directory, lease, record, stop, is_lost, lease_events, threads: vec![thread] })
@@ -176,13 +183,16 @@ impl Membership {
     }
 }
 
+/// The lease of this host has ended.
+struct LeaseEnded;
+
+/// Keeps a lease alive until `stop`.
 fn keep_alive(
     directory: &dyn Directory,
     lease: Lease,
     stop: &AtomicBool,
-    is_lost: &AtomicBool,
     events: &LeaseEvents,
-) {
+) -> Result<(), LeaseEnded> {
     let mut failure_log = FailureLog::default();
     let mut waited = Duration::ZERO;
     while !stop.load(Relaxed) {
@@ -201,8 +211,7 @@ fn keep_alive(
             Renewal::Renewed => *events.renewed() = sent,
             Renewal::Ended => {
                 tracing::error!(epoch = lease.epoch, "lease of this host ended; memory nodes refuse it");
-                is_lost.store(true, Relaxed);
-                return;
+                return Err(LeaseEnded);
             }
             Renewal::Unknown(error) => {
                 if let Some(failures) = failure_log.record(Instant::now()) {
@@ -211,6 +220,7 @@ fn keep_alive(
             }
         }
     }
+    Ok(())
 }
 
 /// What a host knows of its lease after a keep-alive.

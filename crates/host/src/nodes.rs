@@ -27,8 +27,9 @@ use view::{NodeState, NodeView, PresentNode};
 
 /// Interval between attempts to connect to a node that is away.
 const RETRY_INTERVAL: Duration = Duration::from_millis(10);
-/// Longest time for which a connection that a fence refuses waits for the end of this process.
-const FENCE_WAIT_MAX: Duration = Duration::from_secs(60);
+/// Interval between attempts to connect to a node that has fenced this host: it refuses until this
+/// process ends.
+const FENCED_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The memory nodes that the directory has, and how this host connects to them.
 ///
@@ -323,7 +324,8 @@ impl NodeRegistry {
                 }
                 Err(failure) => {
                     self.log_wait(node, &failure.error);
-                    std::thread::sleep(RETRY_INTERVAL);
+                    let is_fence = failure.error.is_fence();
+                    std::thread::sleep(if is_fence { FENCED_RETRY_INTERVAL } else { RETRY_INTERVAL });
                 }
             }
         }
@@ -348,7 +350,8 @@ impl NodeRegistry {
             NodeState::Suspect(last) => {
                 return self.share_endpoint(node, tenant, purpose, &last, policy).map_err(|error| {
                     // One that does not answer either has ended, for all that can be known.
-                    let is_temporary = error.is_lack_of_room() && !error.is_timeout();
+                    let is_temporary =
+                        error.is_lack_of_room() && !error.is_timeout() || self.awaits_end_after(&error);
                     ConnectFailure { error, is_temporary }
                 });
             }
@@ -360,11 +363,13 @@ impl NodeRegistry {
         // A node that has just died is in the directory until its lease ends.
         let since = *failing_since.get_or_insert_with(Instant::now);
         let is_away = present.is_none_or(|present| since.elapsed() < present.grace) && error.is_target_away();
-        // This process is about to learn that its lease has ended, and to end.
-        let is_awaiting_end =
-            error.is_fence() && self.after_fence == AfterFence::Wait && since.elapsed() < FENCE_WAIT_MAX;
-        let is_temporary = is_away || is_awaiting_end || error.is_lack_of_room();
+        let is_temporary = is_away || self.awaits_end_after(&error) || error.is_lack_of_room();
         Err(ConnectFailure { error, is_temporary })
+    }
+
+    /// Whether to wait for the end of this process: it is about to learn that its lease has ended.
+    fn awaits_end_after(&self, error: &EndpointError) -> bool {
+        error.is_fence() && self.after_fence == AfterFence::Wait
     }
 
     /// An endpoint to a node, of its own or shared.

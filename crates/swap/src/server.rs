@@ -360,7 +360,8 @@ fn join_cluster(
 ) -> Result<(Membership, Arc<NodeRegistry>, Tenant), SwapError> {
     let name = format!("swap of {}", options.name);
     let directory = connect(&access.directory).map_err(SwapError::Directory)?;
-    let mut membership = Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO)?;
+    let mut membership =
+        Membership::join(Arc::clone(&directory), Path::new(&name), None, Duration::ZERO, || {})?;
     let tenant = Tenant(rustix::process::geteuid().as_raw());
     let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };
     let connect = ConnectOptions { encrypt: access.encrypt, ..ConnectOptions::default() };

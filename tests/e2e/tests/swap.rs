@@ -246,7 +246,10 @@ mod long {
         let cluster = Cluster::up(3, "128M");
         let run = endless(&cluster);
         let name = await_swapping(&cluster);
-        let hosts = || find(&cluster.status(), "agents").expect("they are listed").as_array().map(Vec::len);
+        let hosts = || {
+            let status = cluster.status();
+            find(&status, "agents").and_then(Value::as_array).expect("they are listed").len()
+        };
         let before = hosts();
         let servers = swap::servers(&cluster);
         processes::signal(servers[0], Signal::STOP);

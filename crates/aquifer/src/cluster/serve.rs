@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use aquifer_agent::{AgentError, AgentOptions, SegmentSettings, shadow};
+use aquifer_agent::{AgentOptions, SegmentSettings, shadow};
 use aquifer_directory::embedded::{DirectoryServer, DirectoryServerOptions, EmbeddedDirectory};
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{shm, tcp};
@@ -31,7 +31,6 @@ use crate::cli::{
 use crate::say::log_to_stderr;
 use crate::settings::{AgentSettings, HeapServiceSettings, Network, NodeSettings, complete};
 use crate::state::StateDir;
-use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
 
 /// Largest default size of the mempool.
@@ -316,18 +315,7 @@ fn agent(
     let shadow = shadow::start(&keeper)
         .map_err(|error| format!("the agent's shadow process cannot be started: {error}"))?;
     let available = available_bytes()?;
-    let mempool = match settings.mempool {
-        Some(mempool) if mempool > available => {
-            let (mempool, available) = (ByteSize(mempool), ByteSize(available));
-            return Err(format!(
-                "a mempool of {mempool} does not fit: only {available} of memory are available; give a \
-                    smaller --mempool"
-            )
-            .into());
-        }
-        Some(mempool) => mempool,
-        None => (available / 2).min(MEMPOOL_BYTES_MAX),
-    };
+    let mempool = settings.mempool.unwrap_or((available / 2).min(MEMPOOL_BYTES_MAX));
     let mut connect = ConnectOptions::default();
     connect.encrypt = settings.encrypt.unwrap_or(connect.encrypt);
     let StopFlags { now, when_unused } = StopFlags::of(stop)?;
@@ -338,6 +326,7 @@ fn agent(
         directory: DirectoryLocation::new(&settings.directory)?.connect(state)?,
         directory_description: serde_json::to_string(&settings.directory)?,
         mempool_bytes: usize::try_from(mempool)?,
+        available_bytes: available,
         extents_per_user: settings.extents_per_user,
         pages_per_user: settings.pages_per_user,
         segments: SegmentSettings {
@@ -357,13 +346,9 @@ fn agent(
         listener: systemd::listener("agent", SocketType::SEQPACKET)?,
         metrics: settings.metrics.clone(),
         when_unused,
+        on_lease_end: if ready.is_detached { successor::end_with_successor } else { successor::end },
     };
-    let is_detached = ready.is_detached;
-    let served = aquifer_agent::serve(&options, &now, || ready.notify());
-    if matches!(served, Err(AgentError::LeaseLost)) && is_detached && !now.load(Ordering::Relaxed) {
-        successor::start().map_err(|error| format!("the next agent cannot be started: {error}"))?;
-    }
-    served?;
+    aquifer_agent::serve(&options, &now, || ready.notify())?;
     shadow.dismiss();
     Ok(())
 }

@@ -1,9 +1,10 @@
-//! The agent that takes over from this one.
+//! The agent that takes over from this one when the lease of this host has ended.
 //!
 //! systemd restarts an agent that ends with an error. One that `aquifer up` has started starts its
 //! successor itself.
 
 use std::io;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -13,17 +14,34 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 /// Longest time for which a successor waits: the kernel frees the memory of the one before.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Ends this process as if it were killed.
+pub fn end() {
+    tracing::error!(
+        "ending, because this host's lease has ended: start the agent again, and it resumes the programs of \
+         this host unless other hosts have recovered their memory"
+    );
+    std::process::exit(1);
+}
+
+/// Starts the next agent, and ends this process as if it were killed.
+pub fn end_with_successor() {
+    match start() {
+        Ok(pid) => tracing::warn!(pid, "the next agent takes over, because this host's lease has ended"),
+        Err(error) => tracing::error!(%error, "the next agent cannot be started: run `aquifer up`"),
+    }
+    std::process::exit(1);
+}
+
 /// Starts another process with the arguments of this one. It serves after this one has ended.
-///
-/// # Errors
-/// If it cannot be started.
-pub fn start() -> io::Result<()> {
-    let mut command = Command::new(std::env::current_exe()?);
+fn start() -> io::Result<u32> {
+    let path = std::env::current_exe()?;
+    // The file was replaced or removed after this process had started.
+    let path = if path.exists() { &path } else { Path::new("/proc/self/exe") };
+    let mut command = Command::new(path);
     command.args(std::env::args_os().skip(1)).args(["--after", &std::process::id().to_string()]);
     // The log is standard error.
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?;
-    tracing::info!(pid = child.id(), "started the next agent");
-    Ok(())
+    Ok(child.id())
 }
 
 /// Waits until a process has ended.

@@ -206,8 +206,10 @@ impl ShmEndpoint {
         let mapped = self.mapped.request(&self.control, &self.peer_socket.socket, remote);
         self.enter_batch();
         if let Err(error) = mapped {
-            // The target may have ended in good order, or fenced this host.
-            let error = self.failure().filter(|_| error != WorkError::RemoteAccess).unwrap_or(error);
+            // The target may have ended in good order, or fenced this host, which it then refuses.
+            let is_refusal = error == WorkError::RemoteAccess;
+            let is_cause = |failure: &WorkError| !is_refusal || *failure == WorkError::Fenced;
+            let error = self.failure().filter(is_cause).unwrap_or(error);
             self.broken |= error != WorkError::RemoteAccess;
             return Err(error);
         }

@@ -38,6 +38,8 @@ use crate::work::{
 
 /// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
+/// Time for an answer that has not come within the operation time. See `is_overdue`.
+const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 /// A posted operation that is not complete.
 #[derive(Clone, Copy, Debug)]
@@ -87,6 +89,9 @@ pub struct TcpEndpoint {
     taken_at_break: u64,
     /// The time since which the oldest answer is awaited.
     since: Instant,
+    /// The oldest answer has not come in time. It has a last chance, because this process may have
+    /// been stopped meanwhile.
+    is_overdue: bool,
     /// The target went away in good order. Operations without an answer were not done.
     has_farewell: bool,
     /// The error of operations that are posted after the target went away.
@@ -202,6 +207,7 @@ impl TcpEndpoint {
             reconnecting: None,
             taken_at_break: 0,
             since: Instant::now(),
+            is_overdue: false,
             has_farewell: false,
             end_cause: WorkError::PeerGone,
             broken: false,
@@ -318,11 +324,26 @@ impl TcpEndpoint {
         if self.receive_some() {
             self.recover();
         } else if self.answered != answered {
-            self.since = Instant::now();
+            self.await_answer();
         } else if !self.pending.is_empty() && self.since.elapsed() > self.options.operation_time {
+            self.handle_late_answer();
+        }
+    }
+
+    /// Begins to wait for the oldest answer.
+    fn await_answer(&mut self) {
+        (self.since, self.is_overdue) = (Instant::now(), false);
+    }
+
+    fn handle_late_answer(&mut self) {
+        if self.is_overdue {
             self.complete_known();
             self.fail_all(Some(WorkError::Timeout));
+            return;
         }
+        self.is_overdue = true;
+        let waited = self.options.operation_time.saturating_sub(LAST_CHANCE);
+        self.since = Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
     }
 
     /// Polls for as long as polling pays. Returns false if it is time to sleep.
@@ -348,7 +369,7 @@ impl TcpEndpoint {
 impl Endpoint for TcpEndpoint {
     fn post(&mut self, batch: &[Work]) -> Result<(), PostError> {
         if self.pending.is_empty() {
-            self.since = Instant::now();
+            self.await_answer();
             self.is_fresh = true;
         }
         let mut accepted = 0;

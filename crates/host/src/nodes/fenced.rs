@@ -5,11 +5,13 @@
 //! the host resumes it with a new epoch, as after a crash. So the operations of the fenced process
 //! wait until it ends, as they would for a node that is away.
 
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use aquifer_fabric::reconnecting::AwayPolicy;
 use aquifer_fabric::{Completion, Endpoint, PollFd, PostError, Work, WorkError, forward_endpoint};
 use aquifer_pool::NodeId;
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
 
 /// What becomes of the operations of a host that a node has fenced.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,11 +35,13 @@ pub(super) struct FenceTolerant {
     node: NodeId,
     policy: AwayPolicy,
     is_fenced: bool,
+    /// A descriptor that never becomes readable, for those who wait for operations that do not end.
+    never: Option<OwnedFd>,
 }
 
 impl FenceTolerant {
     pub fn new(endpoint: Box<dyn Endpoint>, node: NodeId, policy: AwayPolicy) -> Self {
-        Self { endpoint, node, policy, is_fenced: false }
+        Self { endpoint, node, policy, is_fenced: false, never: None }
     }
 
     /// Whether operations wait for the end of this process.
@@ -50,6 +54,8 @@ impl FenceTolerant {
         let is_fence = |completion: &Completion| completion.outcome == Err(WorkError::Fenced);
         if !self.is_fenced && completions[start..].iter().any(is_fence) {
             self.is_fenced = true;
+            // Without one, they poll without a pause until this process ends.
+            self.never = eventfd(0, EventfdFlags::CLOEXEC).ok();
             tracing::debug!(node = self.node.0, policy = ?self.policy, "a memory node has fenced this host");
         }
         if !self.is_fenced {
@@ -87,7 +93,10 @@ impl Endpoint for FenceTolerant {
     }
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
-        if self.is_holding() { None } else { self.endpoint.poll_fd() }
+        if self.is_holding() {
+            return self.never.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN));
+        }
+        self.endpoint.poll_fd()
     }
 
     fn is_broken(&self) -> bool {

@@ -184,7 +184,12 @@ fn operations_of_a_fenced_host_wait() {
         target.fence(Host(1), 1);
         assert_eq!(read(&mut waiting), None);
         assert!(waiting.is_away() && !waiting.is_broken());
+        let mut ready = vec![waiting.poll_fd().expect("something to wait for")];
+        assert_eq!(rustix::event::poll(&mut ready, Some(&rustix::fs::Timespec::default())), Ok(0));
         assert_eq!(read(&mut failing), Some(Err(WorkError::Away)));
         assert!(connector.connect_without_waiting(NodeId(1)).is_err_and(|error| error.is_fence()));
+        let attempt =
+            nodes.try_connect(NodeId(1), Tenant(5), EndpointPurpose::Fetch, AwayPolicy::Wait, &mut None);
+        assert!(attempt.is_err_and(|failure| failure.is_temporary), "it waits");
     }
 }

@@ -82,7 +82,9 @@ impl DeviceLimit {
         tracing::info!(bytes, "limit changed");
         self.bytes = bytes;
         self.changed_at = Some(Instant::now());
-        self.changes.lock().wanted = Some(bytes - self.share_bytes);
+        let mut state = self.changes.lock();
+        (state.wanted, state.failure) = (Some(bytes - self.share_bytes), None);
+        drop(state);
         self.changes.changed.notify_all();
     }
 
@@ -136,10 +138,12 @@ impl Changes {
                     let waited = self.changed.wait_timeout(state, RETRY_INTERVAL);
                     state = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
-                Err(error) => {
+                Err(error) if state.wanted == Some(wanted) => {
                     tracing::error!(%error, "changing the limit failed");
                     (state.wanted, state.failure) = (None, Some(error.to_string()));
                 }
+                // There is a newer limit.
+                Err(error) => tracing::warn!(%error, "changing the limit failed"),
             }
         }
     }

@@ -103,7 +103,12 @@ impl Cgroup {
     pub fn change_limits(&self, limit_bytes: u64, swap_bytes: u64) -> Result<LimitChange, SetupError> {
         let _one = self.limits.lock().unwrap_or_else(PoisonError::into_inner);
         match self.version {
-            CgroupVersion::V1 => self.change_limits_v1(limit_bytes, swap_bytes),
+            CgroupVersion::V1 => {
+                let change = self.change_limits_v1(limit_bytes, swap_bytes);
+                // Nothing has woken them meanwhile.
+                self.shift_limit()?;
+                change
+            }
             CgroupVersion::V2 => self.change_limit_v2(limit_bytes),
         }
     }
@@ -177,6 +182,11 @@ impl Cgroup {
             // The limit is being changed, and they are woken afterwards.
             return Ok(());
         };
+        self.shift_limit()
+    }
+
+    /// Raises the limit of memory and swap together by a page, and lowers it again.
+    fn shift_limit(&self) -> Result<(), SetupError> {
         let path = self.path.join(MEMSW_LIMIT);
         if !path.exists() {
             // Without this limit, they are woken when other programs free memory.

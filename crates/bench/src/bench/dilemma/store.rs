@@ -44,7 +44,7 @@ impl Host {
         let source = DirectoryLocation::new(&place).map_err(|error| failed(&error))?;
         let directory = source.connect(&state).map_err(|error| failed(&error))?;
         let joined =
-            Membership::join(Arc::clone(&directory), Path::new("bench dilemma"), None, Duration::ZERO);
+            Membership::join(Arc::clone(&directory), Path::new("bench dilemma"), None, Duration::ZERO, || {});
         let mut membership = joined.map_err(|error| failed(&error))?;
         let tenant = Tenant(rustix::process::geteuid().as_raw());
         let identity = Identity { host: membership.host(), epoch: membership.epoch(), tenant };

@@ -43,7 +43,7 @@ impl TcpEndpoint {
     /// impossible.
     pub(super) fn recover(&mut self) {
         if self.has_farewell || self.broken {
-            self.fail_reconnect(WorkError::PeerGone);
+            self.fail_reconnect(self.end_cause);
             return;
         }
         let resume = Resume {
@@ -136,7 +136,7 @@ impl TcpEndpoint {
             .map(|pending| pending.work.verb)
             .collect();
         again.iter().for_each(|verb| self.encode(verb));
-        self.since = Instant::now();
+        self.await_answer();
         Ok(())
     }
 }
