@@ -9,7 +9,7 @@ aquifer_mutation::mutations! {
         ForgetNodesAway,
         /// A recovery that stops early forgets the memory on nodes that it has not recovered.
         ForgetNodesLeft,
-        /// A host gives up as soon as the directory does not answer.
+        /// A host ends as soon as the directory does not answer.
         GiveUpWhenCutOff,
     }
 }

@@ -163,39 +163,25 @@ impl RecoveryWorker {
     }
 
     fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
-        let mut lease = None;
-        let grant = || {
-            let granted = self.directory.lease_grant(LEASE_TTL)?;
-            lease = Some(granted);
-            Ok(granted)
-        };
         let address = format!("recovered by host {}", self.own_record.host);
-        let claim = RecoveryClaim::claim(&*self.directory, grant, dead, &address);
-        let Some(lease) = lease else {
-            // All nodes that are left are away; or the directory has failed.
-            let taken = DirectoryError::Taken { key: names::holder_key(dead.host) };
-            return Err(claim.err().unwrap_or(taken).into());
-        };
-        let outcome = match claim {
-            Ok(Some(claim)) => self.recover_under(lease, claim),
-            Ok(None) => Ok(Recovered::default()),
-            Err(error) => Err(error.into()),
-        };
-        // After a success nothing depends on the lease. After a failure another host can try at
-        // once.
-        if let Err(error) = self.directory.lease_revoke(lease.id) {
-            tracing::debug!(%error, "revoking the lease of a recovery failed; it expires by itself");
-        }
-        outcome
+        let claim = RecoveryClaim::claim(&*self.directory, LEASE_TTL, dead, &address)?;
+        // Otherwise all nodes that are left are away.
+        let mut claim = claim.ok_or_else(|| DirectoryError::Taken { key: names::holder_key(dead.host) })?;
+        let found = self.recover_under(&mut claim);
+        let finished = claim.finish(&*self.directory);
+        let found = found?;
+        finished?;
+        Ok(found)
     }
 
-    fn recover_under(&self, lease: Lease, mut claim: RecoveryClaim) -> Result<Recovered, RecoveryError> {
+    /// Recovers a dead host on all nodes that are present.
+    fn recover_under(&self, claim: &mut RecoveryClaim) -> Result<Recovered, RecoveryError> {
         let identity = claim.identity(self.tenant);
         self.nodes.refresh()?;
         let mut found = Recovered::default();
         let mut failed = None;
         let present: Vec<NodeId> = claim.present().collect();
-        self.with_lease_kept_alive(lease, || {
+        self.with_lease_kept_alive(claim.lease(), || {
             for node in present {
                 if self.stop.load(Relaxed) {
                     failed = failed.take().or(Some(RecoveryError::Stopped));
@@ -212,7 +198,6 @@ impl RecoveryWorker {
             }
         });
         if let Some(error) = failed {
-            claim.finish(&*self.directory)?;
             return Err(error);
         }
         let nodes: Vec<u16> = claim.away().map(|node| node.0).collect();
@@ -223,7 +208,6 @@ impl RecoveryWorker {
                 "memory of a dead host on nodes that are away is not freed yet; it is freed if they return"
             );
         }
-        claim.finish(&*self.directory)?;
         Ok(found)
     }
 

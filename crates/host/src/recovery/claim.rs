@@ -1,5 +1,7 @@
 //! The claim of a dead host's number, under which its memory is freed.
 
+use std::time::Duration;
+
 use aquifer_directory::names::{self, AgentRecord, HolderRecord, NodeLife};
 use aquifer_directory::{Directory, DirectoryError, Lease};
 use aquifer_fabric::{Host, Identity, Tenant};
@@ -11,6 +13,7 @@ use crate::mutation::Mutation;
 #[derive(Debug)]
 pub struct RecoveryClaim {
     dead: HolderRecord,
+    lease: Lease,
     record: AgentRecord,
     /// Lives of nodes that are present, on which the host is not recovered yet.
     present: Vec<NodeLife>,
@@ -18,24 +21,45 @@ pub struct RecoveryClaim {
 }
 
 impl RecoveryClaim {
-    /// Claims the number of a dead host under a new lease. `None` if there is nothing to free now,
-    /// because all nodes that are left are away.
+    /// Claims the number of a dead host under a new lease that lasts for `ttl` without a
+    /// keep-alive. `None` if there is nothing to free now, because all nodes that are left are
+    /// away.
     ///
     /// # Errors
     /// [`DirectoryError::Taken`] if another host has the number now; an error of the directory.
     pub fn claim(
         directory: &dyn Directory,
-        lease: impl FnOnce() -> Result<Lease, DirectoryError>,
+        ttl: Duration,
         dead: &HolderRecord,
         address: &str,
     ) -> Result<Option<Self>, DirectoryError> {
         if !AffectedLives::read(directory, dead)?.has_work() {
             return Ok(None);
         }
-        let record = names::claim_dead_host(directory, lease()?, dead, address)?;
+        let lease = directory.lease_grant(ttl)?;
+        let claim = Self::claim_under(directory, lease, dead, address);
+        if claim.is_err() {
+            revoke(directory, lease);
+        }
+        claim.map(Some)
+    }
+
+    fn claim_under(
+        directory: &dyn Directory,
+        lease: Lease,
+        dead: &HolderRecord,
+        address: &str,
+    ) -> Result<Self, DirectoryError> {
+        let record = names::claim_dead_host(directory, lease, dead, address)?;
         // Nodes that have come since are affected, too.
         let AffectedLives { present, away, .. } = AffectedLives::read(directory, dead)?;
-        Ok(Some(Self { dead: dead.clone(), record, present, away }))
+        Ok(Self { dead: dead.clone(), lease, record, present, away })
+    }
+
+    /// The lease of the claim, which the caller keeps alive.
+    #[must_use]
+    pub fn lease(&self) -> Lease {
+        self.lease
     }
 
     /// The nodes on which the host can be recovered now, and is not yet.
@@ -53,8 +77,9 @@ impl RecoveryClaim {
         self.present.retain(|life| life.node != node.0);
     }
 
-    /// Who frees the host's memory: the host itself, with the claim's epoch. A node that accepts
-    /// the connection thereby fences the dead host, before anything on the node is freed.
+    /// The identity under which the host's memory is freed: the dead host's number with the claim's
+    /// epoch. A node that accepts the connection thereby fences the dead host, before anything on
+    /// the node is freed.
     #[must_use]
     pub fn identity(&self, tenant: Tenant) -> Identity {
         let claimed = self.record.epoch;
@@ -62,14 +87,25 @@ impl RecoveryClaim {
         Identity { host: Host(self.record.host), epoch, tenant }
     }
 
-    /// Ends the claim. Nodes that are away or not recovered are left to later recoveries.
+    /// Ends the claim and its lease. Nodes that are away or not recovered are left to later
+    /// recoveries.
     ///
     /// # Errors
     /// [`DirectoryError::Taken`] if the claim has ended; an error of the directory.
     pub fn finish(self, directory: &dyn Directory) -> Result<(), DirectoryError> {
         let away = self.away.into_iter().filter(|_| !Mutation::ForgetNodesAway.is_active());
         let present = self.present.into_iter().filter(|_| !Mutation::ForgetNodesLeft.is_active());
-        names::finish_recovery(directory, &self.record, away.chain(present).collect())
+        let finished = names::finish_recovery(directory, &self.record, away.chain(present).collect());
+        revoke(directory, self.lease);
+        finished
+    }
+}
+
+/// Ends the lease of a claim: after a success nothing depends on it, and after a failure another
+/// host can try at once.
+fn revoke(directory: &dyn Directory, lease: Lease) {
+    if let Err(error) = directory.lease_revoke(lease.id) {
+        tracing::debug!(%error, "revoking the lease of a recovery failed; it expires by itself");
     }
 }
 

@@ -28,17 +28,10 @@ pub struct SimHost {
     pub lease: Lease,
     pub record: AgentRecord,
     pub links: Vec<NodeLink>,
-    pub recovery: Option<SimRecovery>,
+    pub recovery: Option<RecoveryClaim>,
     /// Turns for which it is stopped (SIGSTOP).
     pub stopped_turns: u32,
     pub renewed_ms: u64,
-}
-
-/// The recovery of a dead host that a host is at.
-#[derive(Debug)]
-pub struct SimRecovery {
-    pub lease: Lease,
-    pub claim: RecoveryClaim,
 }
 
 /// A host's connection to one node.
@@ -107,8 +100,9 @@ impl SimHost {
 
     pub fn connect(&mut self, fabric: &SimFabric, nodes: &[SimNode]) -> Result<(), Failure> {
         let (host, epoch) = (Host(self.record.host), self.record.epoch);
-        let who = Identity { host, epoch, tenant: TENANT };
-        self.links = nodes.iter().map(|node| NodeLink::open(fabric, node, who)).collect::<Result<_, _>>()?;
+        let identity = Identity { host, epoch, tenant: TENANT };
+        self.links =
+            nodes.iter().map(|node| NodeLink::open(fabric, node, identity)).collect::<Result<_, _>>()?;
         Ok(())
     }
 
@@ -117,24 +111,17 @@ impl SimHost {
         self.links.iter_mut().zip(before).try_for_each(|(link, before)| link.inherit(before))
     }
 
-    /// Claims a dead host, if there is one that can be recovered.
-    pub fn claim(&self, dead: &names::HolderRecord) -> Result<Option<SimRecovery>, DirectoryError> {
-        let mut lease = None;
-        let grant = || {
-            let granted = self.directory.lease_grant(RECOVERY_TTL)?;
-            lease = Some(granted);
-            Ok(granted)
-        };
-        let claim = RecoveryClaim::claim(&self.directory, grant, dead, "a recovery")?;
-        Ok(claim.zip(lease).map(|(claim, lease)| SimRecovery { lease, claim }))
+    /// Claims a dead host, if it can be recovered now.
+    pub fn claim(&self, dead: &names::HolderRecord) -> Result<Option<RecoveryClaim>, DirectoryError> {
+        RecoveryClaim::claim(&self.directory, RECOVERY_TTL, dead, "a recovery")
     }
 }
 
 impl NodeLink {
-    fn open(fabric: &SimFabric, node: &SimNode, who: Identity) -> Result<Self, Failure> {
-        let mut pool = PoolClient::new(who.host, TENANT);
-        pool.add_node(node.id, fabric.connect(node.target.node(), who)?)?;
-        let mut data = fabric.connect(node.target.node(), who)?;
+    fn open(fabric: &SimFabric, node: &SimNode, identity: Identity) -> Result<Self, Failure> {
+        let mut pool = PoolClient::new(identity.host, TENANT);
+        pool.add_node(node.id, fabric.connect(node.target.node(), identity)?)?;
+        let mut data = fabric.connect(node.target.node(), identity)?;
         let local = Arc::new(Memory::create("content", 4096).expect("memory"));
         let local_key = data.register_local(Arc::clone(&local)).expect("room for one");
         Ok(Self { pool, data, local, local_key, extents: Vec::new(), pending: None, is_fenced: false })

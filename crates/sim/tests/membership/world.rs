@@ -9,9 +9,10 @@ use aquifer_directory::{Directory, DirectoryError};
 use aquifer_fabric::sim::{Rng, SimFabric, SimOptions};
 use aquifer_fabric::{Host, Identity};
 use aquifer_host::membership::{Renewal, renew};
+use aquifer_host::recovery::RecoveryClaim;
 use aquifer_pool::{NodeId, PoolClient, SizeClass, recover_node};
 
-use super::host::{Failure, NodeLink, SimHost, SimRecovery, TENANT};
+use super::host::{Failure, NodeLink, SimHost, TENANT};
 use super::node::SimNode;
 
 /// How long a host waits between keep-alives.
@@ -46,12 +47,13 @@ pub struct MembershipCounts {
     overtaken: u64,
     stops: u64,
     all_cut: u64,
+    directory_stops: u64,
     /// Requests to the directory, or their answers, that are to be lost.
     lost_calls: u64,
 }
 
 impl MembershipCounts {
-    pub fn labelled(&self) -> [(&'static str, u64); 16] {
+    pub fn labelled(&self) -> [(&'static str, u64); 17] {
         [
             ("operations", self.operations),
             ("operations of hosts that are cut off", self.cut_off),
@@ -67,7 +69,8 @@ impl MembershipCounts {
             ("recoveries with nodes away", self.with_nodes_away),
             ("recoveries that were overtaken", self.overtaken),
             ("stopped hosts", self.stops),
-            ("stops of the directory", self.all_cut),
+            ("times when all were cut off", self.all_cut),
+            ("stops of the directory", self.directory_stops),
             ("lost calls", self.lost_calls),
         ]
     }
@@ -88,6 +91,7 @@ impl MembershipCounts {
         self.overtaken += other.overtaken;
         self.stops += other.stops;
         self.all_cut += other.all_cut;
+        self.directory_stops += other.directory_stops;
         self.lost_calls += other.lost_calls;
     }
 }
@@ -96,8 +100,8 @@ struct World {
     rng: Rng,
     fabric: SimFabric,
     directory: DirectoryWorld,
-    /// Access to the directory that is never cut off, to know the truth.
-    truth: SimDirectory,
+    /// Access to the directory that is never cut off.
+    direct: SimDirectory,
     nodes: Vec<SimNode>,
     /// The machines; `None` if no process of a host runs there now.
     hosts: Vec<Option<SimHost>>,
@@ -107,6 +111,8 @@ struct World {
     host_cuts: Vec<bool>,
     node_cuts: Vec<bool>,
     all_cut: bool,
+    /// The directory's process is stopped: it answers nothing, and leases get no older.
+    is_directory_stopped: bool,
     /// For each node and host number: the greatest epoch under which its memory was freed.
     freed: BTreeMap<(NodeId, u16), u64>,
     content: u64,
@@ -134,11 +140,11 @@ impl World {
         let node = |id: u16| SimNode::new(&fabric, NodeId(id), directory.host(100 + u64::from(id)));
         let nodes: Vec<SimNode> = (1..=count).map(node).collect();
         let hosts = 2 + rng.index(3);
-        let truth = directory.host(0);
+        let direct = directory.host(0);
         let mut world = Self {
             rng,
             fabric,
-            truth,
+            direct,
             directory,
             host_cuts: vec![false; hosts],
             node_cuts: vec![false; nodes.len()],
@@ -146,6 +152,7 @@ impl World {
             left: (0..hosts).map(|_| None).collect(),
             nodes,
             all_cut: false,
+            is_directory_stopped: false,
             freed: BTreeMap::new(),
             content: 0,
             counts: MembershipCounts::default(),
@@ -193,14 +200,18 @@ impl World {
         self.counts.lost_calls += 1;
     }
 
-    /// Cuts a host, a node or all off from the directory, or ends that.
+    /// Cuts a host, a node or all off from the directory, or stops the directory; or ends that.
     fn cut_or_heal(&mut self) {
-        match self.rng.below(4) {
+        match self.rng.below(5) {
             0 => {
                 self.all_cut = !self.all_cut;
                 self.counts.all_cut += u64::from(self.all_cut);
             }
             1 => {
+                self.is_directory_stopped = !self.is_directory_stopped;
+                self.counts.directory_stops += u64::from(self.is_directory_stopped);
+            }
+            2 => {
                 let node = self.rng.index(self.nodes.len());
                 self.node_cuts[node] = !self.node_cuts[node];
             }
@@ -212,20 +223,28 @@ impl World {
         self.apply_cuts();
     }
 
+    /// Whether no host and no node reaches the directory.
+    fn is_unreachable(&self) -> bool {
+        self.all_cut || self.is_directory_stopped
+    }
+
     fn apply_cuts(&self) {
         for (host, is_cut) in self.hosts.iter().zip(&self.host_cuts) {
             if let Some(host) = host {
-                host.directory.set_disconnected(*is_cut || self.all_cut);
+                host.directory.set_disconnected(*is_cut || self.is_unreachable());
             }
         }
         for (node, is_cut) in self.nodes.iter().zip(&self.node_cuts) {
-            node.directory.set_disconnected(*is_cut || self.all_cut);
+            node.directory.set_disconnected(*is_cut || self.is_unreachable());
         }
     }
 
     /// Advances the time. Most hosts and nodes keep their leases alive.
     fn pass_time(&mut self) -> Result<(), String> {
-        self.directory.advance(Duration::from_millis(500 + self.rng.below(3_000)));
+        let passed = Duration::from_millis(500 + self.rng.below(3_000));
+        if !self.is_directory_stopped {
+            self.directory.advance(passed);
+        }
         for index in 0..self.hosts.len() {
             if let Some(host) = &mut self.hosts[index]
                 && host.stopped_turns > 0
@@ -253,7 +272,7 @@ impl World {
         host.renewed_ms = now_ms;
         if let Some(recovery) = &host.recovery {
             // If it has ended, another host recovers, and fences this one.
-            let _ = host.directory.lease_keep_alive(recovery.lease.id);
+            let _ = host.directory.lease_keep_alive(recovery.lease().id);
         }
         match renew(&host.directory, host.lease) {
             Renewal::Renewed | Renewal::Unknown(_) => {}
@@ -277,7 +296,7 @@ impl World {
     /// Whether the directory has a host's record with its epoch.
     fn has_lease(&self, index: usize) -> bool {
         let record = self.hosts[index].as_ref().map(|host| &host.record).expect("it runs");
-        let agents = names::agents(&self.truth).expect("the truth is always there");
+        let agents = names::agents(&self.direct).expect("it is never cut off");
         agents.iter().any(|agent| agent.host == record.host && agent.epoch == record.epoch)
     }
 
@@ -305,7 +324,7 @@ impl World {
             Ok(Answer::Awaited) | Err(Failure::Full) => Ok(()),
             Ok(Answer::Received) => {
                 self.counts.operations += 1;
-                self.counts.cut_off += u64::from(self.all_cut || self.host_cuts[index]);
+                self.counts.cut_off += u64::from(self.is_unreachable() || self.host_cuts[index]);
                 self.counts.after_lease += u64::from(!self.has_lease(index));
                 let freed = self.freed.get(&(id, number)).copied().unwrap_or(0);
                 if epoch < freed {
@@ -331,7 +350,7 @@ impl World {
 
     fn start_host(&mut self, index: usize) -> Result<(), String> {
         let directory = self.directory.host(self.rng.next_u64());
-        directory.set_disconnected(self.all_cut || self.host_cuts[index]);
+        directory.set_disconnected(self.is_unreachable() || self.host_cuts[index]);
         let now_ms = self.directory.now_ms();
         let started = match &self.left[index] {
             Some((before, _)) => SimHost::resume(directory, before, now_ms),
@@ -368,7 +387,7 @@ impl World {
             }
             return Ok(());
         };
-        let next = recovery.claim.present().next();
+        let next = recovery.present().next();
         match next.filter(|_| !self.rng.chance(1, 8)) {
             Some(node) => {
                 let recovery = self.recover_on(node, recovery)?;
@@ -379,11 +398,11 @@ impl World {
         Ok(())
     }
 
-    fn finish_recovery(&mut self, index: usize, recovery: SimRecovery) {
+    fn finish_recovery(&mut self, index: usize, recovery: RecoveryClaim) {
         let directory = &self.hosts[index].as_ref().expect("it runs").directory;
-        let has_left = recovery.claim.present().next().is_some();
-        let has_away = recovery.claim.away().next().is_some();
-        match recovery.claim.finish(directory) {
+        let has_left = recovery.present().next().is_some();
+        let has_away = recovery.away().next().is_some();
+        match recovery.finish(directory) {
             Ok(()) => {
                 self.counts.recoveries += u64::from(!has_left);
                 self.counts.ended_early += u64::from(has_left);
@@ -393,34 +412,38 @@ impl World {
             // The directory has not answered, and the lease will end.
             Err(_) => {}
         }
-        let _ = directory.lease_revoke(recovery.lease.id);
     }
 
     /// Recovers a dead host on a node; `None` if another recovery was faster.
-    fn recover_on(&mut self, id: NodeId, mut recovery: SimRecovery) -> Result<Option<SimRecovery>, String> {
+    fn recover_on(
+        &mut self,
+        id: NodeId,
+        mut recovery: RecoveryClaim,
+    ) -> Result<Option<RecoveryClaim>, String> {
         let node = self.nodes.iter().find(|node| node.id == id).expect("there is one").target.node();
-        let who: Identity = recovery.claim.identity(TENANT);
-        let connect = || self.fabric.connect(node, who).map_err(Failure::from);
-        match recover_node(id, who.host, TENANT, &connect) {
+        let identity = recovery.identity(TENANT);
+        let host = identity.host;
+        let connect = || self.fabric.connect(node, identity).map_err(Failure::from);
+        match recover_node(id, host, TENANT, &connect) {
             Ok(_) => {
                 self.counts.recovered_nodes += 1;
-                let freed = self.freed.entry((id, who.host.0)).or_insert(0);
-                *freed = recovery.lease.epoch.max(*freed);
-                recovery.claim.recovered(id);
+                let freed = self.freed.entry((id, host.0)).or_insert(0);
+                *freed = recovery.lease().epoch.max(*freed);
+                recovery.recovered(id);
                 Ok(Some(recovery))
             }
             Err(Failure::Fenced) => {
                 self.counts.overtaken += 1;
                 Ok(None)
             }
-            Err(failure) => Err(format!("recovery of host {} on node {}: {failure:?}", who.host.0, id.0)),
+            Err(failure) => Err(format!("recovery of host {} on node {}: {failure:?}", host.0, id.0)),
         }
     }
 
-    /// All return, hosts free what they have and leave, the dead are recovered, and no memory is
-    /// lost.
+    /// All are connected again, hosts free what they have and leave, the dead are recovered, and no
+    /// memory is lost.
     fn end(&mut self) -> Result<(), String> {
-        self.all_cut = false;
+        (self.all_cut, self.is_directory_stopped) = (false, false);
         self.host_cuts.fill(false);
         self.node_cuts.fill(false);
         self.apply_cuts();
@@ -452,7 +475,7 @@ impl World {
         self.start_host(0)?;
         for _ in 0..RECOVERY_TURNS_MAX {
             let host = self.hosts[0].as_ref().expect("it has just started");
-            let dead = names::dead_hosts(&self.truth).map_err(|error| error.to_string())?;
+            let dead = names::dead_hosts(&self.direct).map_err(|error| error.to_string())?;
             if host.recovery.is_none() && dead.is_empty() {
                 return self.nothing_is_leaked();
             }
@@ -475,9 +498,10 @@ impl World {
 
     fn nothing_is_leaked(&mut self) -> Result<(), String> {
         for node in &self.nodes {
-            let who = Identity { host: Host(u16::MAX - 1), epoch: 1, tenant: TENANT };
-            let mut pool = PoolClient::new(who.host, TENANT);
-            let endpoint = self.fabric.connect(node.target.node(), who).map_err(|error| error.to_string())?;
+            let identity = Identity { host: Host(u16::MAX - 1), epoch: 1, tenant: TENANT };
+            let mut pool = PoolClient::new(identity.host, TENANT);
+            let endpoint =
+                self.fabric.connect(node.target.node(), identity).map_err(|error| error.to_string())?;
             pool.add_node(node.id, endpoint).map_err(|error| error.to_string())?;
             pool.refresh(node.id).map_err(|error| error.to_string())?;
             let (free, total) = (pool.free_bytes(node.id), pool.total_bytes(node.id));
