@@ -38,8 +38,9 @@ use crate::work::{
 
 /// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
-/// Time for an answer that has not come within the operation time. See `is_overdue`.
-const LAST_CHANCE: Duration = Duration::from_secs(1);
+/// The last part of the operation time, as a fraction, begins when this process has noticed the end
+/// of the others. So an answer that arrived while the process was stopped is not late.
+const LAST_PART: u32 = 10;
 
 /// A posted operation that is not complete.
 #[derive(Clone, Copy, Debug)]
@@ -89,9 +90,8 @@ pub struct TcpEndpoint {
     taken_at_break: u64,
     /// The time since which the oldest answer is awaited.
     since: Instant,
-    /// The oldest answer has not come in time. It has a last chance, because this process may have
-    /// been stopped meanwhile.
-    is_overdue: bool,
+    /// Only the last part of the operation time is left. It began at `since`.
+    is_last_part: bool,
     /// The target went away in good order. Operations without an answer were not done.
     has_farewell: bool,
     /// The error of operations that are posted after the target went away.
@@ -207,7 +207,7 @@ impl TcpEndpoint {
             reconnecting: None,
             taken_at_break: 0,
             since: Instant::now(),
-            is_overdue: false,
+            is_last_part: false,
             has_farewell: false,
             end_cause: WorkError::PeerGone,
             broken: false,
@@ -325,25 +325,30 @@ impl TcpEndpoint {
             self.recover();
         } else if self.answered != answered {
             self.await_answer();
-        } else if !self.pending.is_empty() && self.since.elapsed() > self.options.operation_time {
-            self.handle_late_answer();
+        } else if !self.pending.is_empty() {
+            self.check_time();
         }
     }
 
     /// Begins to wait for the oldest answer.
     fn await_answer(&mut self) {
-        (self.since, self.is_overdue) = (Instant::now(), false);
+        (self.since, self.is_last_part) = (Instant::now(), false);
     }
 
-    fn handle_late_answer(&mut self) {
-        if self.is_overdue {
-            self.complete_known();
-            self.fail_all(Some(WorkError::Timeout));
+    /// Breaks the endpoint if the oldest answer has not come in time.
+    fn check_time(&mut self) {
+        let operation_time = self.options.operation_time;
+        let last_part = operation_time / LAST_PART;
+        let part = if self.is_last_part { last_part } else { operation_time - last_part };
+        if self.since.elapsed() <= part {
             return;
         }
-        self.is_overdue = true;
-        let waited = self.options.operation_time.saturating_sub(LAST_CHANCE);
-        self.since = Instant::now().checked_sub(waited).unwrap_or_else(Instant::now);
+        if self.is_last_part {
+            self.complete_known();
+            self.fail_all(Some(WorkError::Timeout));
+        } else {
+            (self.since, self.is_last_part) = (Instant::now(), true);
+        }
     }
 
     /// Polls for as long as polling pays. Returns false if it is time to sleep.
@@ -486,3 +491,6 @@ impl std::fmt::Debug for TcpEndpoint {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

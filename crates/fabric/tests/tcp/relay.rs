@@ -3,8 +3,8 @@
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use aquifer_fabric::tcp::{TcpOptions, TcpTarget};
 use aquifer_fabric::{Completion, RemoteAddr, Target, Verb, Work, WorkError};
@@ -21,6 +21,8 @@ pub struct Relay {
     /// Connections that the target has closed, and connections that the initiator has closed, once
     /// all bytes were forwarded.
     ended: [Arc<AtomicU64>; 2],
+    /// The connections of initiators.
+    connections: Arc<Mutex<Vec<TcpStream>>>,
 }
 
 /// A connection is cut after at most this many bytes in one direction.
@@ -35,7 +37,9 @@ impl Relay {
             cuts: Arc::new(AtomicU64::new(0)),
             held: Arc::default(),
             ended: Default::default(),
+            connections: Arc::default(),
         };
+        let connections = Arc::clone(&relay.connections);
         let (rough, cuts) = (Arc::clone(&relay.rough), Arc::clone(&relay.cuts));
         let (all_held, ended) = (Arc::clone(&relay.held), relay.ended.clone());
         std::thread::spawn(move || {
@@ -44,6 +48,7 @@ impl Relay {
             while let Ok((from, _)) = listener.accept() {
                 let Ok(onward) = TcpStream::connect(to) else { break };
                 number += 1;
+                connections.lock().unwrap().push(from.try_clone().unwrap());
                 for (mut source, mut sink, ended) in [
                     (from.try_clone().unwrap(), onward.try_clone().unwrap(), &ended[1]),
                     (onward.try_clone().unwrap(), from.try_clone().unwrap(), &ended[0]),
@@ -88,6 +93,13 @@ impl Relay {
             }
         });
         relay
+    }
+
+    /// Cuts all connections.
+    fn cut(&self) {
+        for connection in self.connections.lock().unwrap().drain(..) {
+            connection.shutdown(Shutdown::Both).unwrap();
+        }
     }
 
     pub fn set_rough(&self, rough: bool) {
@@ -196,6 +208,33 @@ fn a_target_that_is_gone_is_not_waited_for() {
     assert!(client.endpoint.is_broken());
     let mut drain = client.endpoint.drain_handle().expect("its outcome is unknown");
     drain.drain().expect("the target is gone");
+}
+
+/// A host that is fenced while its connection is broken gets that error, also for operations that
+/// it posts afterwards.
+#[test]
+fn a_fence_is_distinguished_from_a_broken_connection() {
+    for is_idle in [false, true] {
+        let (target, _, region) = node(TcpOptions::default());
+        let relay = Relay::start(target.address());
+        let mut client = client(relay.address);
+        let add = Verb::FetchAdd { remote: RemoteAddr { addr: region.base, key: region.key }, add: 1 };
+        assert_eq!(client.one(add), Ok(0));
+        if !is_idle {
+            relay.held.store(1, Ordering::SeqCst);
+            client.endpoint.post(&[Work { id: 1, verb: add, signalled: true }]).unwrap();
+        }
+        target.fence(WHO.host, WHO.epoch);
+        relay.cut();
+        relay.held.store(0, Ordering::SeqCst);
+        // An idle endpoint notices the broken connection when its user waits.
+        while is_idle && !client.endpoint.is_broken() {
+            client.endpoint.wait(std::time::Duration::from_millis(1));
+            assert_eq!(client.endpoint.poll(&mut Vec::<Completion>::new(), 1), 0);
+        }
+        let outcome = if is_idle { client.one(add) } else { client.wait(1)[0].outcome };
+        assert_eq!(outcome, Err(WorkError::Fenced), "idle: {is_idle}");
+    }
 }
 
 /// A machine that vanished does not even refuse connections. While the endpoint reconnects, its

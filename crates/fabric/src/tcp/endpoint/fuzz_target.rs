@@ -50,7 +50,7 @@ impl Received {
     }
 }
 
-fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
+pub(super) fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
     let (near, far) = UnixStream::pair().expect("the system has descriptors");
     let limits = Limits {
         queue_depth: 16,
@@ -81,7 +81,7 @@ fn endpoint(memory: &Arc<Memory>) -> (TcpEndpoint, UnixStream) {
     (endpoint, far)
 }
 
-fn fresh_memory() -> Arc<Memory> {
+pub(super) fn fresh_memory() -> Arc<Memory> {
     let memory = Memory::private("fuzz", MEMORY_BYTES).expect("the system has memory");
     memory.write(0, &[UNTOUCHED; MEMORY_BYTES]);
     Arc::new(memory)

@@ -1,0 +1,32 @@
+use std::io::Write;
+
+use super::fuzz_target::{endpoint, fresh_memory};
+use super::*;
+use crate::tcp::wire::AnswerHead;
+
+/// Makes the endpoint as it is when its process goes on after a stop.
+fn stop_for_a_minute(endpoint: &mut TcpEndpoint) {
+    endpoint.since = Instant::now().checked_sub(Duration::from_mins(1)).expect("the machine runs for longer");
+}
+
+#[test]
+fn an_answer_after_a_stop_is_in_time_and_none_is_not() {
+    let (mut endpoint, mut far) = endpoint(&fresh_memory());
+    let sent = endpoint.pending.len();
+    stop_for_a_minute(&mut endpoint);
+    endpoint.progress();
+    assert!(endpoint.done.is_empty() && !endpoint.broken, "its process may have been stopped");
+    // The head, the 16 bytes that the first READ wants, and nothing for the others.
+    let head = AnswerHead::new(wire::ANSWER, Ok(16), 16);
+    far.write_all(&[head.as_bytes(), &[7; 16]].concat()).expect("the socket has room");
+    endpoint.progress();
+    assert_eq!(endpoint.done.pop_front().map(|done| done.outcome), Some(Ok(16)));
+    for _ in 0..2 {
+        assert!(!endpoint.broken);
+        stop_for_a_minute(&mut endpoint);
+        endpoint.progress();
+    }
+    assert!(endpoint.broken);
+    assert!(endpoint.done.iter().all(|done| done.outcome == Err(WorkError::Timeout)), "{:?}", endpoint.done);
+    assert_eq!(endpoint.done.len(), sent - 1);
+}
