@@ -1,6 +1,6 @@
 //! Connections of the servers of swap devices on this host.
 //!
-//! [`aquifer_host::cluster_access`] says what they get from the agent, and what they report.
+//! [`aquifer_host::cluster_access`] describes what they get from the agent, and what they report.
 
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -32,13 +32,13 @@ pub(crate) struct SwapServers {
 #[derive(Debug)]
 struct SwapServer {
     socket: OwnedFd,
-    /// Held by the one who waits for a new limit.
+    /// Locked while a request for a new limit awaits its answer.
     request: Mutex<()>,
     state: Mutex<ServerState>,
     changed: Condvar,
 }
 
-/// What a server has said.
+/// The state of a connection.
 #[derive(Debug, Default)]
 struct ServerState {
     /// The last report.
@@ -77,8 +77,8 @@ impl SwapServers {
         self.lock().iter().filter_map(|server| server.lock().report.clone()).collect()
     }
 
-    /// Changes the limit of the run that a process belongs to; `None` if no server whose user
-    /// `may_see` has such a run.
+    /// Changes the limit of the run that a process belongs to; `None` if there is no such run of a
+    /// user for whom `may_see` is true.
     ///
     /// # Errors
     /// Why the limit is not changed, as a sentence.
@@ -124,7 +124,7 @@ impl SwapServer {
         Self { socket, request: Mutex::default(), state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Reads what the server says, until it closes the connection.
+    /// Reads the server's reports until it closes the connection.
     fn read(&self) {
         loop {
             if !wait_readable(&[&self.socket], READ_TIMEOUT).unwrap_or(true) {

@@ -11,15 +11,15 @@ pub trait Clock: Send + Sync + Debug {
     fn now_ms(&self) -> u64;
 }
 
-/// Interval between the beats of a [`RunningClock`].
-const BEAT: Duration = Duration::from_millis(200);
-/// The most that a beat adds. A longer pause means that the process did not run.
-const BEAT_MS_MAX: u64 = 1000;
+/// Interval between the ticks of a [`RunningClock`].
+const TICK: Duration = Duration::from_millis(200);
+/// The most that a tick adds, in milliseconds. A longer pause means that the process did not run.
+const TICK_MS_MAX: u64 = 1000;
 
 /// A clock that runs while this process does.
 ///
 /// While the process is stopped (SIGSTOP, a paused virtual machine, a stalled processor), it gets
-/// no keep-alives, so no lease must end for want of them. A thread beats, and a beat adds at most
+/// no keep-alives, so no lease must end for want of them. A thread ticks, and a tick adds at most
 /// a second.
 #[derive(Debug)]
 pub struct RunningClock {
@@ -30,13 +30,13 @@ pub struct RunningClock {
 #[derive(Debug)]
 struct RunningTime {
     start: Instant,
-    beats: Mutex<Beats>,
+    ticks: Mutex<Ticks>,
     is_dropped: Condvar,
 }
 
-/// The beats so far.
+/// The ticks so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-struct Beats {
+struct Ticks {
     /// The system's time at the last one.
     last_ms: u64,
     /// The time of the clock at the last one.
@@ -44,9 +44,9 @@ struct Beats {
     is_dropped: bool,
 }
 
-impl Beats {
-    fn beat(&mut self, system_ms: u64) -> u64 {
-        self.now_ms += system_ms.saturating_sub(self.last_ms).min(BEAT_MS_MAX);
+impl Ticks {
+    fn tick(&mut self, system_ms: u64) -> u64 {
+        self.now_ms += system_ms.saturating_sub(self.last_ms).min(TICK_MS_MAX);
         self.last_ms = system_ms.max(self.last_ms);
         self.now_ms
     }
@@ -58,32 +58,32 @@ impl RunningClock {
     /// # Errors
     /// If the thread cannot be started.
     pub fn start() -> std::io::Result<Self> {
-        let (beats, is_dropped) = (Mutex::default(), Condvar::new());
-        let time = Arc::new(RunningTime { start: Instant::now(), beats, is_dropped });
-        let beating = Arc::clone(&time);
-        std::thread::Builder::new().name("lease-clock".into()).spawn(move || beating.beat_until_dropped())?;
+        let (ticks, is_dropped) = (Mutex::default(), Condvar::new());
+        let time = Arc::new(RunningTime { start: Instant::now(), ticks, is_dropped });
+        let ticking = Arc::clone(&time);
+        std::thread::Builder::new().name("lease-clock".into()).spawn(move || ticking.tick_until_dropped())?;
         Ok(Self { time })
     }
 }
 
 impl RunningTime {
-    fn beat_until_dropped(&self) {
-        let mut beats = self.lock();
-        while !beats.is_dropped {
-            beats = self.is_dropped.wait_timeout(beats, BEAT).unwrap_or_else(PoisonError::into_inner).0;
-            beats.beat(saturating_ms(self.start.elapsed()));
+    fn tick_until_dropped(&self) {
+        let mut ticks = self.lock();
+        while !ticks.is_dropped {
+            ticks = self.is_dropped.wait_timeout(ticks, TICK).unwrap_or_else(PoisonError::into_inner).0;
+            ticks.tick(saturating_ms(self.start.elapsed()));
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Beats> {
-        self.beats.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Ticks> {
+        self.ticks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Clock for RunningClock {
     fn now_ms(&self) -> u64 {
-        let mut beats = self.time.lock();
-        beats.beat(saturating_ms(self.time.start.elapsed()))
+        let mut ticks = self.time.lock();
+        ticks.tick(saturating_ms(self.time.start.elapsed()))
     }
 }
 
@@ -124,10 +124,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pause_adds_no_more_than_a_beat() {
-        let mut beats = Beats::default();
-        let beaten = [200, 400, 30_400, 30_600, 30_500, 31_601].map(|system_ms| beats.beat(system_ms));
-        assert_eq!(beaten, [200, 400, 1400, 1600, 1600, 2600]);
+    fn a_pause_adds_no_more_than_a_tick() {
+        let mut ticks = Ticks::default();
+        let times = [200, 400, 30_400, 30_600, 30_500, 31_601].map(|system_ms| ticks.tick(system_ms));
+        assert_eq!(times, [200, 400, 1400, 1600, 1600, 2600]);
     }
 
     #[test]

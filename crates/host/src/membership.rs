@@ -223,7 +223,7 @@ fn keep_alive(
     Ok(())
 }
 
-/// What a host knows of its lease after a keep-alive.
+/// The outcome of a keep-alive.
 #[derive(Debug)]
 pub enum Renewal {
     /// It lasts.

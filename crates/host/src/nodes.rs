@@ -286,9 +286,8 @@ impl NodeRegistry {
         let contact = lock(&self.contacts).get(&(node, tenant)).cloned();
         match (contact, self.me.upgrade()) {
             (Some(Contact { target, epoch, grace }), Some(nodes)) => {
-                let reconnector = Reconnector { nodes, node, tenant, epoch, grace };
+                let reconnector = Arc::new(Reconnector { nodes, node, tenant, epoch, grace });
                 let policy = AwayPolicy::Wait;
-                let reconnector = Arc::new(reconnector);
                 let endpoint = ReconnectingEndpoint::to_away_target(target, reconnector, policy);
                 Ok(self.tolerating_fences(node, Box::new(endpoint), policy))
             }
@@ -367,7 +366,7 @@ impl NodeRegistry {
         Err(ConnectFailure { error, is_temporary })
     }
 
-    /// Whether to wait for the end of this process: it is about to learn that its lease has ended.
+    /// Whether to wait for the end of this process: its lease has ended.
     fn awaits_end_after(&self, error: &EndpointError) -> bool {
         error.is_fence() && self.after_fence == AfterFence::Wait
     }

@@ -14,7 +14,7 @@ use aquifer_ipc::{Frame, SetLimit};
 /// Interval between attempts to connect to the next agent.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What the agent wants.
+/// A request of the agent.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) enum AgentRequest {
     /// The run must end, for this reason.
@@ -76,7 +76,7 @@ impl AgentWatch {
     }
 
     /// Whether the agent takes reports, and has none yet.
-    pub(crate) fn wants_first_report(&self) -> bool {
+    pub(crate) fn needs_first_report(&self) -> bool {
         self.connection.as_ref().is_some_and(|connection| connection.takes_reports && !connection.has_report)
     }
 

@@ -268,7 +268,7 @@ impl DeviceServer {
         }
     }
 
-    /// Does what the agent wants. Returns the reason if the run must end.
+    /// Handles the agent's request. Returns the reason if the run must end.
     fn poll_agent(&mut self) -> Option<String> {
         match self.agent.poll()? {
             AgentRequest::End(reason) => Some(reason),

@@ -22,7 +22,7 @@ pub enum AfterFence {
     Fail,
 }
 
-/// Longest time for which a wait for a completion that cannot come sleeps.
+/// Longest sleep in a wait for a completion that cannot come.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
 
 /// An endpoint on which no operation fails because of a fence.
@@ -35,13 +35,13 @@ pub(super) struct FenceTolerant {
     node: NodeId,
     policy: AwayPolicy,
     is_fenced: bool,
-    /// A descriptor that never becomes readable, for those who wait for operations that do not end.
-    never: Option<OwnedFd>,
+    /// A descriptor that never becomes readable. It is what is polled while operations wait.
+    unreadable: Option<OwnedFd>,
 }
 
 impl FenceTolerant {
     pub fn new(endpoint: Box<dyn Endpoint>, node: NodeId, policy: AwayPolicy) -> Self {
-        Self { endpoint, node, policy, is_fenced: false, never: None }
+        Self { endpoint, node, policy, is_fenced: false, unreadable: None }
     }
 
     /// Whether operations wait for the end of this process.
@@ -54,8 +54,8 @@ impl FenceTolerant {
         let is_fence = |completion: &Completion| completion.outcome == Err(WorkError::Fenced);
         if !self.is_fenced && completions[start..].iter().any(is_fence) {
             self.is_fenced = true;
-            // Without one, they poll without a pause until this process ends.
-            self.never = eventfd(0, EventfdFlags::CLOEXEC).ok();
+            // Without one, a thread that waits would poll without a pause until this process ends.
+            self.unreadable = eventfd(0, EventfdFlags::CLOEXEC).ok();
             tracing::debug!(node = self.node.0, policy = ?self.policy, "a memory node has fenced this host");
         }
         if !self.is_fenced {
@@ -94,7 +94,7 @@ impl Endpoint for FenceTolerant {
 
     fn poll_fd(&self) -> Option<PollFd<'_>> {
         if self.is_holding() {
-            return self.never.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN));
+            return self.unreadable.as_ref().map(|fd| PollFd::new(fd, PollFlags::IN));
         }
         self.endpoint.poll_fd()
     }

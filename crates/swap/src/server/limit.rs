@@ -25,11 +25,11 @@ pub(super) struct DeviceLimit {
     /// The device's share of the mempool, which stays as it is.
     share_bytes: u64,
     changes: Arc<Changes>,
-    /// When the limit was changed, until it is reached or the user knows.
+    /// When the limit was changed; `None` once it is reached, or a notice says that it is not.
     changed_at: Option<Instant>,
 }
 
-/// What the thread has to do, and what it has found.
+/// What the thread has to do, and how it has failed.
 #[derive(Debug, Default)]
 struct Changes {
     state: Mutex<ChangeState>,
@@ -88,7 +88,7 @@ impl DeviceLimit {
         self.changes.changed.notify_all();
     }
 
-    /// What the user must know: that the limit cannot be reached.
+    /// A notice to the user that the limit cannot be reached, if there is one.
     pub(super) fn drain_notice(&mut self) -> Option<String> {
         let changed_at = self.changed_at?;
         let mut state = self.changes.lock();

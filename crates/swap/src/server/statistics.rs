@@ -18,7 +18,7 @@ const PROGRAMS_MAX: usize = 256;
 /// Most bytes of the program's name in a report.
 const NAME_BYTES_MAX: usize = 1024;
 
-/// What the agent was told last.
+/// The last report to the agent.
 #[derive(Debug, Default)]
 pub(super) struct Reports {
     /// Process id of `aquifer run`.
@@ -28,7 +28,7 @@ pub(super) struct Reports {
 }
 
 impl Reports {
-    /// Finds out which process is at the other end of `run`.
+    /// Sets the process at the other end of `run`.
     pub(super) fn set_runner(&mut self, run: &OwnedFd) {
         self.runner = peer_credentials(run).map_or(0, |peer| peer.pid);
     }
@@ -40,17 +40,18 @@ impl Reports {
 }
 
 impl DeviceServer {
-    /// Reports to the agent when it has no report, when processes have come or gone, and now and
-    /// then.
+    /// Reports to the agent when it has no report, when processes have come or gone, and otherwise
+    /// once per [`REPORT_INTERVAL`].
     pub(super) fn report(&mut self) {
         let processes = self.cgroup.processes().unwrap_or_default();
         let is_new =
             |(at, reported): &(Instant, Vec<u32>)| at.elapsed() < REPORT_INTERVAL && *reported == processes;
-        if self.reports.last.as_ref().is_some_and(is_new) && !self.agent.wants_first_report() {
+        if self.reports.last.as_ref().is_some_and(is_new) && !self.agent.needs_first_report() {
             return;
         }
         let mut statistics = self.statistics();
         statistics.name.truncate(statistics.name.floor_char_boundary(NAME_BYTES_MAX));
+        statistics.processes = processes.len();
         statistics.programs = processes.iter().take(PROGRAMS_MAX).filter_map(|pid| program(*pid)).collect();
         self.reports.last = Some((Instant::now(), processes));
         let report = SwapReport {
@@ -80,7 +81,7 @@ impl DeviceServer {
             vacated_slabs: stats.vacated_slabs,
             repacked_pages: stats.repacked_pages,
             unchanged_pages: 0,
-            processes: self.cgroup.processes().map_or(0, |processes| processes.len()),
+            processes: 0,
             programs: Vec::new(),
             unpaged: Vec::new(),
             short_of_room: None,
@@ -107,7 +108,7 @@ impl DeviceServer {
     }
 }
 
-/// What the kernel knows of a process; `None` if it has ended.
+/// The kernel's statistics of a process; `None` if it has ended.
 fn program(pid: u32) -> Option<ProgramStatistics> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // "12 (name with ) in it) S …": the name ends at the last parenthesis.
@@ -121,7 +122,7 @@ fn program(pid: u32) -> Option<ProgramStatistics> {
     })
 }
 
-/// Fields of `/proc/PID/stat` after the name: those with number 12 and 24 in proc(5).
+/// Fields of `/proc/PID/stat` after the name: numbers 12 and 24 in proc(5).
 const MAJOR_FAULTS: usize = 9;
 const RESIDENT_PAGES: usize = 21;
 
