@@ -340,11 +340,7 @@ mod long {
         let renewed = renewals("renewals");
         eventually("leases to be kept alive again", || (renewals("renewals") > renewed + 1.0).then_some(()));
         assert_eq!(agents(), before, "no lease has ended");
-        processes::kill(program_of(&run));
-        let outcome = run.wait();
-        assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);
-        assert_no_wrong_byte(&outcome.stderr);
-        cluster.assert_all_free();
+        end(&cluster, run);
     }
 
     #[test]
@@ -355,6 +351,15 @@ mod long {
     #[test]
     fn programs_go_on_when_the_agent_of_kept_memory_is_stopped() {
         stop_the_agent(&["--grace", "5m", "--fabric", "tcp", "--keep-memory"]);
+    }
+
+    /// Kills a program that has read no wrong byte, and waits until its memory is free.
+    fn end(cluster: &Cluster, run: Running) {
+        processes::kill(program_of(&run));
+        let outcome = run.wait();
+        assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);
+        assert_no_wrong_byte(&outcome.stderr);
+        cluster.assert_all_free();
     }
 
     /// The nodes fence the host then, and the agent starts the next one when it goes on. Not with
@@ -377,11 +382,7 @@ mod long {
         eventually("the agent to end", || (!processes::is_alive(agent)).then_some(()));
         let faults = eventually("the next agent", || figure(&cluster, "faults"));
         eventually("the program to go on", || (figure(&cluster, "faults")? > faults + 20_000).then_some(()));
-        processes::kill(program_of(&run));
-        let outcome = run.wait();
-        assert_eq!(outcome.status.signal(), Some(Signal::KILL.as_raw()), "{}", outcome.stderr);
-        assert_no_wrong_byte(&outcome.stderr);
-        cluster.assert_all_free();
+        end(&cluster, run);
     }
 
     #[test]

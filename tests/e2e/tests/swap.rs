@@ -139,8 +139,8 @@ fn a_run_is_in_status_and_metrics_and_its_limit_can_be_changed() {
     assert_eq!((&shown["name"], &shown["limit_bytes"]), (&"checker-static".into(), &(34 << 20).into()));
     assert!(shown["swap_bytes"].as_u64() > Some(128 << 20), "{shown:#}");
     assert_eq!(shown["programs"][0]["pid"], program_of(&run));
-    let said = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
-    assert!(said.contains("run checker-static of root, by swap: "), "{said}");
+    let shown = text(&cluster.command().arg("status").output().expect("aquifer can be started").stdout);
+    assert!(shown.contains("run checker-static of root, by swap: "), "{shown}");
 
     let own_limit = swap::limit_bytes(&name);
     let refused = set(run.pid(), "8M");
@@ -160,7 +160,7 @@ fn a_run_is_in_status_and_metrics_and_its_limit_can_be_changed() {
     processes::kill(cluster.daemon("agent", None));
     let place = format!("unix:{}", cluster.state().join("agent.metrics").display());
     let _agent = RunningDaemon::start_here(cluster.state(), &["agent", "--metrics", &place]);
-    await_run(&cluster, "the next agent to know the run", |run| run["limit_bytes"] == 20 << 20);
+    await_run(&cluster, "the next agent to have the run", |run| run["limit_bytes"] == 20 << 20);
     let samples = scrape(&place).expect("metrics");
     assert_eq!(samples.sum("aquifer_agent_limit_bytes", &[]), Some(f64::from(20 << 20)));
     assert!(samples.sum("aquifer_agent_evictions_total", &[]) > Some(0.0));

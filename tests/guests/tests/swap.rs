@@ -13,10 +13,10 @@ fn the_limit_of_a_swapped_run_is_lowered_and_raised() {
     // guest. Cgroups make the kernel replace some of its own.
     let guest = Guest { processors: 1, ..Guest::default() };
     let outcome = guest.run(&kernel, &command).unwrap_or_else(|error| panic!("{error}")).success();
-    for said in ["the limit is 36 MiB", "the limit is 96 MiB", "limit 100 MiB"] {
-        assert!(outcome.stdout.contains(said), "{outcome}");
+    for line in ["the limit is 36 MiB", "the limit is 96 MiB", "limit 100 MiB"] {
+        assert!(outcome.stdout.contains(line), "{outcome}");
     }
-    // The server has all rights: else this tests less than it says.
+    // The server has all rights: without them it would not set the flag.
     assert!(!outcome.stdout.contains("PR_SET_IO_FLUSHER"), "{outcome}");
     assert!(!outcome.stderr.contains("FAILED"), "the program saw wrong memory: {outcome}");
 }
