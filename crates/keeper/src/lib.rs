@@ -174,9 +174,7 @@ impl KeeperServer {
             self.receive();
             self.exits.report_ended();
         }
-        if let Some(share) = self.shares.get_mut(&KeeperShare::Agent) {
-            self.orphans.poll(&mut share.items);
-        }
+        self.release_orphans();
         for (share_id, share) in &mut self.shares {
             if share.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 share.deadline = None;
@@ -196,6 +194,13 @@ impl KeeperServer {
         Ok(())
     }
 
+    /// Releases orphans whose memory is gone.
+    fn release_orphans(&mut self) {
+        if let Some(share) = self.shares.get_mut(&KeeperShare::Agent) {
+            self.orphans.poll(&mut share.items);
+        }
+    }
+
     /// True if no daemon is connected and nothing is held.
     fn is_unused(&self) -> bool {
         self.connections.is_empty() && self.shares.is_empty()
@@ -208,6 +213,7 @@ impl KeeperServer {
         let is_released = |share: &&mut ShareState| share.owner.is_none();
         self.shares.values_mut().filter(is_released).for_each(|share| share.items.kill_programs());
         loop {
+            self.release_orphans();
             self.shares.values_mut().filter(is_released).for_each(|share| share.items.release_ended());
             let is_done = self.shares.values_mut().filter(is_released).all(|share| share.items.is_empty());
             if is_done || Instant::now() >= deadline {

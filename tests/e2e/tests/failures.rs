@@ -5,6 +5,8 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
+use aquifer_ipc::{HeldKind, KeeperShare};
+use aquifer_keeper::KeeperClient;
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::restart::{figure, start_missing};
@@ -281,6 +283,25 @@ fn aquifer_down_ends_programs_with_a_message() {
     assert!(outcome.stderr.contains("the agent is stopping"), "{}", outcome.stderr);
     assert_no_wrong_byte(&outcome.stderr);
     assert_eq!(cluster.daemons(), Vec::<u32>::new());
+}
+
+#[test]
+fn a_keeper_that_stops_ends_the_programs_of_a_dead_agent() {
+    let cluster = Cluster::up_with(1, "256M", &["--grace", "1h"]);
+    let run = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    let keeper = cluster.daemon("keeper", None);
+    processes::kill(cluster.daemon("agent", None));
+    eventually("the shadow to pass userfaultfds on", || {
+        let socket = cluster.state().join("keeper.sock");
+        let (_, kept) = KeeperClient::connect(&socket, KeeperShare::Agent).ok()?;
+        kept.iter().any(|kept| kept.item.kind == HeldKind::Orphan).then_some(())
+    });
+    processes::signal(keeper, Signal::TERM);
+    eventually("the keeper to end", || (!processes::is_alive(keeper)).then_some(()));
+    let outcome = run.wait();
+    assert!(!outcome.status.success());
+    assert_no_wrong_byte(&outcome.stderr);
 }
 
 #[test]
