@@ -185,6 +185,41 @@ fn a_fence_stops_a_hammering_host() {
 }
 
 /// Starts this test binary as another process, which plays a role in `as_child`.
+/// A target refuses regions to a host that it has fenced. The error of the access is the fence.
+#[test]
+fn a_fence_during_a_request_for_a_region_is_no_lack_of_access() {
+    const ROUNDS: u64 = 40;
+    const REGIONS: usize = 60;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("node");
+    let target = ShmTarget::listen(&path, ShmOptions::default()).unwrap();
+    let register = |_| {
+        let memory = Arc::new(Memory::create("region", 4096).unwrap());
+        target.register(memory, Access::ALL, Scope::Anyone).unwrap()
+    };
+    let regions: Vec<Region> = (0..REGIONS).map(register).collect();
+    for epoch in 1..=ROUNDS {
+        let accessed = AtomicU64::new(0);
+        let mut endpoint = shm::connect(&path, Identity { epoch, ..WHO }).unwrap();
+        let failure = std::thread::scope(|scope| {
+            let accessing = scope.spawn(|| {
+                regions.iter().cycle().find_map(|region| {
+                    let remote = RemoteAddr { addr: region.base, key: region.key };
+                    let outcome = one(&mut *endpoint, Verb::FetchAdd { remote, add: 1 });
+                    accessed.fetch_add(1, Ordering::SeqCst);
+                    outcome.err()
+                })
+            });
+            while accessed.load(Ordering::SeqCst) < epoch {
+                std::thread::yield_now();
+            }
+            target.fence(WHO.host, epoch);
+            accessing.join().unwrap()
+        });
+        assert_eq!(failure, Some(WorkError::Fenced), "epoch {epoch}");
+    }
+}
+
 fn spawn(role: &str, path: &Path) -> (Child, impl BufRead) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "shm::as_child", "--nocapture", "--test-threads=1"])

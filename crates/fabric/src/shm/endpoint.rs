@@ -206,10 +206,13 @@ impl ShmEndpoint {
         let mapped = self.mapped.request(&self.control, &self.peer_socket.socket, remote);
         self.enter_batch();
         if let Err(error) = mapped {
-            // The target may have ended in good order, or fenced this host, which it then refuses.
-            let is_refusal = error == WorkError::RemoteAccess;
-            let is_cause = |failure: &WorkError| !is_refusal || *failure == WorkError::Fenced;
-            let error = self.failure().filter(is_cause).unwrap_or(error);
+            let error = match (error, self.failure()) {
+                // A target that has fenced this host refuses it.
+                (_, Some(WorkError::Fenced)) => WorkError::Fenced,
+                (WorkError::RemoteAccess, _) | (_, None) => error,
+                // It may have ended in good order.
+                (_, Some(failure)) => failure,
+            };
             self.broken |= error != WorkError::RemoteAccess;
             return Err(error);
         }

@@ -38,8 +38,9 @@ use crate::work::{
 
 /// Size of the input buffer, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
-/// The last part of the operation time, as a fraction, begins when this process has noticed the end
-/// of the others. So an answer that arrived while the process was stopped is not late.
+/// One part in so many of the operation time is its last part. It begins when this process has
+/// noticed that the rest has passed. So answers are not late only because the process was stopped
+/// during the rest.
 const LAST_PART: u32 = 10;
 
 /// A posted operation that is not complete.

@@ -131,8 +131,8 @@ impl TcpOptions {
 pub struct ConnectOptions {
     /// Whether the initiator requires encryption of all traffic. See [`TcpOptions::encrypt`].
     pub encrypt: bool,
-    /// An operation without an answer for this time breaks the endpoint. Of a time in which this
-    /// process was stopped, at most nine tenths count.
+    /// An operation without an answer for this time breaks the endpoint. Its last tenth begins when
+    /// this process, which may have been stopped, has noticed that the rest has passed.
     pub operation_time: Duration,
     /// The time for which a broken connection is re-established. A refusal ends the attempts at
     /// once.
