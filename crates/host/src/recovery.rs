@@ -140,10 +140,12 @@ impl RecoveryWorker {
         }
         let host = record.host;
         match self.recover(record) {
-            Ok(found) if found == Recovered::default() => {
+            // It has memory on nodes that are away only.
+            Ok(None) => {}
+            Ok(Some(found)) if found == Recovered::default() => {
                 tracing::debug!(host, "recovered a dead host that owned nothing");
             }
-            Ok(Recovered { extents, chunks, spans, unowned }) => {
+            Ok(Some(Recovered { extents, chunks, spans, unowned })) => {
                 tracing::info!(host, extents, chunks, spans, "recovered a dead host: freed its extents");
                 if unowned > 0 {
                     tracing::error!(
@@ -162,16 +164,17 @@ impl RecoveryWorker {
         }
     }
 
-    fn recover(&self, dead: &HolderRecord) -> Result<Recovered, RecoveryError> {
+    /// Recovers a dead host; `None` if there is nothing to free now.
+    fn recover(&self, dead: &HolderRecord) -> Result<Option<Recovered>, RecoveryError> {
         let address = format!("recovered by host {}", self.own_record.host);
-        let claim = RecoveryClaim::claim(&*self.directory, LEASE_TTL, dead, &address)?;
-        // Otherwise all nodes that are left are away.
-        let mut claim = claim.ok_or_else(|| DirectoryError::Taken { key: names::holder_key(dead.host) })?;
-        let found = self.recover_under(&mut claim);
+        let Some(mut claim) = RecoveryClaim::claim(&*self.directory, LEASE_TTL, dead, &address)? else {
+            return Ok(None);
+        };
+        let recovered = self.recover_under(&mut claim);
         let finished = claim.finish(&*self.directory);
-        let found = found?;
+        let found = recovered?;
         finished?;
-        Ok(found)
+        Ok(Some(found))
     }
 
     /// Recovers a dead host on all nodes that are present.
