@@ -261,10 +261,10 @@ impl Connections {
                 };
             }
             Ok((Frame::StatusRequest, _)) => {
-                let may_see = |tenant| may_see(peer.uid, tenant);
+                let is_visible = |tenant| is_visible(tenant, peer.uid);
                 let host = self.nodes.host();
                 let swap = self.swap_servers.reports();
-                let status = status(&self.service, &self.sessions, swap, host, &self.node_watch, may_see);
+                let status = status(&self.service, &self.sessions, swap, host, &self.node_watch, is_visible);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
             Ok((Frame::HeapAccessRequest(node), _)) => {
@@ -307,11 +307,11 @@ impl Connections {
 
     fn set_limit(&self, set: SetLimit, uid: u32) -> Frame {
         let mut runs = self.service.runs().into_iter();
-        if let Some(run) = runs.find(|run| may_see(uid, run.tenant()) && run.has_process(set.pid)) {
+        if let Some(run) = runs.find(|run| is_visible(run.tenant(), uid) && run.has_process(set.pid)) {
             run.set_limit(set.limit_bytes);
             return Frame::Statistics(statistics_json(&run.report()));
         }
-        match self.swap_servers.set_limit(set, |tenant| may_see(uid, tenant)) {
+        match self.swap_servers.set_limit(set, |tenant| is_visible(tenant, uid)) {
             Some(Ok(statistics)) => Frame::Statistics(statistics_json(&statistics)),
             Some(Err(reason)) => Frame::Refused(reason),
             None => Frame::Refused(format!(
@@ -322,8 +322,8 @@ impl Connections {
     }
 }
 
-/// True if a user may see the runs of a tenant.
-fn may_see(uid: u32, tenant: u32) -> bool {
+/// True if the runs of a tenant are visible to a user.
+fn is_visible(tenant: u32, uid: u32) -> bool {
     uid == tenant || is_trusted(uid)
 }
 

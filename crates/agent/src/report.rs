@@ -23,54 +23,54 @@ pub(crate) fn mempool_bytes(service: &PagingService) -> (u64, u64) {
 }
 
 /// The statistics of tenants, those with the most runs and faults first.
-fn all_tenant_statistics(service: &PagingService, may_see: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
+fn all_tenant_statistics(service: &PagingService, is_visible: impl Fn(u32) -> bool) -> Vec<TenantStatistics> {
     let mut tenants = service.tenants();
-    tenants.retain(|tenant| may_see(tenant.tenant));
+    tenants.retain(|tenant| is_visible(tenant.tenant));
     tenants.sort_by_key(|tenant| std::cmp::Reverse((tenant.runs, tenant.faults)));
     tenants.truncate(STATUS_ENTRIES_MAX);
     tenants
 }
 
 /// The statistics of sessions, those with the most bytes first.
-fn session_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
+fn session_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> bool) -> Vec<SessionStatistics> {
     let mut reports = sessions.sessions();
-    reports.retain(|session| may_see(session.tenant));
+    reports.retain(|session| is_visible(session.tenant));
     reports.sort_by_key(|session| std::cmp::Reverse(session.bytes));
     reports.truncate(STATUS_ENTRIES_MAX);
     reports
 }
 
 /// The statistics of users of extents, those with the most bytes first.
-fn user_statistics(sessions: &SessionService, may_see: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
+fn user_statistics(sessions: &SessionService, is_visible: impl Fn(u32) -> bool) -> Vec<UserStatistics> {
     let mut users = sessions.users();
-    users.retain(|user| may_see(user.tenant));
+    users.retain(|user| is_visible(user.tenant));
     users.sort_by_key(|user| std::cmp::Reverse(user.allocated_bytes));
     users.truncate(STATUS_ENTRIES_MAX);
     users
 }
 
-/// The status of the agent and of runs with `swap` devices: those of tenants for which `may_see` is
-/// true.
+/// The status of the agent and of runs with `swap` devices: those of tenants for which `is_visible`
+/// is true.
 pub(crate) fn status(
     service: &PagingService,
     sessions: &SessionService,
     swap: Vec<SwapReport>,
     host: Host,
     nodes: &NodeWatch,
-    may_see: impl Fn(u32) -> bool,
+    is_visible: impl Fn(u32) -> bool,
 ) -> AgentStatus {
     let (mempool_bytes, mempool_used_bytes) = mempool_bytes(service);
     let paged = service.runs();
-    let paged = paged.iter().filter(|run| may_see(run.tenant())).map(|run| run.report());
-    let swapped = swap.into_iter().map(|report| report.statistics).filter(|run| may_see(run.tenant));
+    let paged = paged.iter().filter(|run| is_visible(run.tenant())).map(|run| run.report());
+    let swapped = swap.into_iter().map(|report| report.statistics).filter(|run| is_visible(run.tenant));
     AgentStatus {
         host: host.0,
         mempool_bytes,
         mempool_used_bytes,
         nodes: nodes.nodes(),
-        tenants: all_tenant_statistics(service, &may_see),
-        sessions: session_statistics(sessions, &may_see),
-        users: user_statistics(sessions, &may_see),
+        tenants: all_tenant_statistics(service, &is_visible),
+        sessions: session_statistics(sessions, &is_visible),
+        users: user_statistics(sessions, &is_visible),
         runs: paged.chain(swapped).collect(),
     }
 }

@@ -77,22 +77,22 @@ impl SwapServers {
         self.lock().iter().filter_map(|server| server.lock().report.clone()).collect()
     }
 
-    /// Changes the limit of the run that a process belongs to; `None` if there is no such run of a
-    /// user for whom `may_see` is true.
+    /// Changes the limit of the run that a process belongs to; `None` if there is no such run, or
+    /// `is_visible` is false for its tenant.
     ///
     /// # Errors
     /// Why the limit is not changed, as a sentence.
     pub(crate) fn set_limit(
         &self,
         set: SetLimit,
-        may_see: impl Fn(u32) -> bool,
+        is_visible: impl Fn(u32) -> bool,
     ) -> Option<Result<RunStatistics, String>> {
         let cgroups = std::fs::read_to_string(format!("/proc/{}/cgroup", set.pid)).unwrap_or_default();
         let is_in = |name: &str| cgroups.lines().any(|line| line.rsplit('/').next() == Some(name));
         let has_run = |server: &&Arc<SwapServer>| {
             let state = server.lock();
             state.report.as_ref().is_some_and(|report| {
-                may_see(report.statistics.tenant) && (report.runner == set.pid || is_in(&report.cgroup))
+                is_visible(report.statistics.tenant) && (report.runner == set.pid || is_in(&report.cgroup))
             })
         };
         let server = self.lock().iter().find(has_run).cloned()?;
