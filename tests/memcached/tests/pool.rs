@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
-use std::process::Command;
+use std::process::{Command, Output};
 use std::time::Duration;
 
 use aquifer_tests_e2e::eventually::eventually;
@@ -105,6 +105,20 @@ fn items_overflow_into_the_memory_of_nodes_and_come_back() {
     drop(server);
 }
 
+/// The ports of servers 1 and 2, by the output of `aquifer cache status --json`, if both have a share
+/// of the partitions. Servers are numbered as they join, which may be another order than that of
+/// their starts.
+fn shared_ports(output: &Output) -> Option<[u16; 2]> {
+    let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
+    let [first, second] = &status["servers"].as_array()?[..] else { return None };
+    let port = |server: &serde_json::Value| -> Option<u16> {
+        let is_shared = output.status.success() && server["partitions"].as_array()?.len() > 40;
+        let port = server["clients"][0].as_str()?.rsplit(':').next()?.parse().ok()?;
+        is_shared.then_some(port)
+    };
+    Some([port(first)?, port(second)?])
+}
+
 #[test]
 fn partitions_with_items_in_the_pool_move() {
     let cluster = aquifer_tests_e2e::Cluster::up(1, "512M");
@@ -123,20 +137,10 @@ fn partitions_with_items_in_the_pool_move() {
         command.output().expect("the binary can be started")
     };
     let servers = [start(), start()];
-    // They are numbered in the order in which they join, which may be another one.
-    let ports: Vec<u16> = eventually("the servers to share the partitions", || {
-        let output = operate(&["status", "--json"]);
-        let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
-        let shares = status["servers"].as_array()?;
-        let is_shared = |share: &serde_json::Value| share["partitions"].as_array().map(Vec::len) > Some(40);
-        if !output.status.success() || shares.len() != 2 || !shares.iter().all(is_shared) {
-            return None;
-        }
-        let port = |share: &serde_json::Value| share["clients"][0].as_str()?.rsplit(':').next()?.parse().ok();
-        shares.iter().map(port).collect()
-    });
+    let ports =
+        eventually("the servers to share the partitions", || shared_ports(&operate(&["status", "--json"])));
     let server_at = |port| servers.iter().find(|server| server.port() == port).expect("one of both");
-    let mut clients = [ports[0], ports[1]].map(|port| Client::connect(server_at(port)));
+    let mut clients = ports.map(|port| Client::connect(server_at(port)));
     let keys = 100_000;
     clients[0].set(0..keys);
     let in_pool = |clients: &mut [Client; 2]| clients.each_mut().map(|client| client.statistic("pool_items"));
