@@ -105,9 +105,9 @@ fn items_overflow_into_the_memory_of_nodes_and_come_back() {
     drop(server);
 }
 
-/// The ports of servers 1 and 2, by the output of `aquifer cache status --json`, if both have a share
-/// of the partitions. Servers are numbered as they join, which may be another order than that of
-/// their starts.
+/// The ports of servers 1 and 2, by the output of `aquifer cache status --json`, if both have a
+/// share of the partitions. Servers are numbered as they join, which may be another order than that
+/// of their starts.
 fn shared_ports(output: &Output) -> Option<[u16; 2]> {
     let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
     let [first, second] = &status["servers"].as_array()?[..] else { return None };
