@@ -2,37 +2,43 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use aquifer_channel::paths::agent_socket;
-use aquifer_channel::{connect, send_frame};
-use aquifer_ipc::Frame;
+use aquifer_channel::{frame_socket, send_frame};
+use aquifer_ipc::{Frame, RunToken};
+use rustix::net::SocketAddrUnix;
 use rustix::net::sockopt::set_socket_linger;
 
 use crate::{fuse, identity};
 
 /// Connections with such a descriptor.
 const CONNECTIONS: usize = 24;
+/// Connections that fill what the agent admits of a user.
+const CONNECTIONS_BEFORE: usize = 2048;
 /// Seconds for which a socket lingers.
 const LINGER_S: u64 = 100_000;
 
 /// Sends TCP sockets with `SO_LINGER` and unsent data, in requests and in other packets, and keeps
-/// the connections open until standard input ends.
+/// the connections open until standard input ends. Returns whether any was sent.
 pub fn lingering_sockets() -> bool {
     let agent = agent_socket();
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let mut connections = Vec::new();
+    let mut attempts = Attempts::default();
     let mut peers = Vec::new();
-    for number in 0..CONNECTIONS {
-        let (socket, peer) = lingering_socket(&listener);
-        peers.push(peer);
-        connections.extend(attempt(&agent, number, socket.as_fd()));
-        // The one in the packet is to be the last, and this close waits if none was sent.
-        std::thread::spawn(move || drop(socket));
+    for full in [false, true] {
+        let fill = if full { CONNECTIONS_BEFORE } else { 0 };
+        attempts.connections.extend((0..fill).map_while(|_| connect_to(&agent)));
+        for number in 0..CONNECTIONS {
+            let (socket, peer) = lingering_socket(&listener);
+            peers.push(peer);
+            attempts.send(&agent, number, socket.as_fd());
+            // The one in the packet is to be the last, and this close waits if none was sent.
+            std::thread::spawn(move || drop(socket));
+        }
     }
-    wait_for_end();
-    true
+    attempts.wait()
 }
 
 /// A connected socket whose last close waits.
@@ -47,38 +53,56 @@ fn lingering_socket(listener: &TcpListener) -> (TcpStream, TcpStream) {
 }
 
 /// Sends files of a FUSE server that answers no FLUSH. The arguments are the path of a FUSE device
-/// and an empty folder.
+/// and an empty folder. Returns whether any was sent.
 pub fn waiting_files() -> bool {
     let agent = agent_socket();
     let argument = |number| std::env::args().nth(number).expect("a path");
     let mounted = fuse::mount(Path::new(&argument(2)), Path::new(&argument(3)));
-    let mut connections = Vec::new();
+    let mut attempts = Attempts::default();
     for number in 0..CONNECTIONS {
-        connections.extend(attempt(&agent, number, mounted.file.as_fd()));
+        attempts.send(&agent, number, mounted.file.as_fd());
     }
-    wait_for_end();
-    true
+    attempts.wait()
 }
 
-/// Sends a descriptor in one of several ways. Returns the connection, if the agent takes it.
-fn attempt(agent: &Path, number: usize, descriptor: std::os::fd::BorrowedFd<'_>) -> Option<OwnedFd> {
-    let socket = connect(agent).ok()?;
-    let sent = match number % 4 {
-        0 => send_frame(&socket, &Frame::StatusRequest, &[descriptor]),
-        1 => send_frame(&socket, &Frame::Welcome, &[descriptor; 12]),
-        // As if it were a userfaultfd.
-        2 => send_frame(&socket, &identity::hello(aquifer_ipc::RunToken([7; 16]), 0x3000_0000), &[descriptor]),
-        // Behind a request that the agent answers.
-        _ => send_frame(&socket, &Frame::StatusRequest, &[])
-            .and_then(|()| send_frame(&socket, &Frame::StatusRequest, &[descriptor])),
-    };
-    // Some are refused with EPERM.
-    let _is_refused = sent;
-    (number % 8 < 4).then_some(socket)
+/// Connects without a look at who listens.
+fn connect_to(agent: &Path) -> Option<OwnedFd> {
+    let socket = frame_socket().ok()?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(agent).ok()?).ok()?;
+    Some(socket)
 }
 
-/// Says that all is sent, and waits for the end of standard input.
-fn wait_for_end() {
-    println!("sent");
-    let _end = std::io::stdin().read(&mut [0]);
+/// What was sent.
+#[derive(Default)]
+struct Attempts {
+    connections: Vec<OwnedFd>,
+    sent: usize,
+}
+
+impl Attempts {
+    /// Sends a descriptor in one of several ways, and closes some of the connections.
+    fn send(&mut self, agent: &Path, number: usize, descriptor: BorrowedFd<'_>) {
+        let Some(socket) = connect_to(agent) else { return };
+        let sent = match number % 4 {
+            0 => send_frame(&socket, &Frame::StatusRequest, &[descriptor]),
+            1 => send_frame(&socket, &Frame::Welcome, &[descriptor; 12]),
+            // As if it were a userfaultfd.
+            2 => send_frame(&socket, &identity::hello(RunToken([7; 16]), 0x3000_0000), &[descriptor]),
+            // Behind a request that the agent answers.
+            _ => send_frame(&socket, &Frame::StatusRequest, &[])
+                .and_then(|()| send_frame(&socket, &Frame::StatusRequest, &[descriptor])),
+        };
+        self.sent += usize::from(sent.is_ok());
+        if number % 8 < 4 {
+            self.connections.push(socket);
+        }
+    }
+
+    /// Says that all is sent, and waits for the end of standard input. Returns whether a descriptor
+    /// was sent.
+    fn wait(self) -> bool {
+        println!("sent");
+        let _end = std::io::stdin().read(&mut [0]);
+        self.sent > 0
+    }
 }

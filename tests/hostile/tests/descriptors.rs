@@ -27,6 +27,14 @@ impl Attack {
     }
 }
 
+impl Attack {
+    /// Ends the attack, and checks that it has sent something.
+    fn end(mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().expect("it ends").success(), "it has sent nothing");
+    }
+}
+
 impl Drop for Attack {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
@@ -49,7 +57,8 @@ fn repels(victim: &Victim, attack: &mut Command) {
     serves_others(victim);
     let again = Attack::start(attack);
     serves_others(victim);
-    drop((running, again));
+    running.end();
+    again.end();
 }
 
 fn lingering_sockets(victim: &Victim) {
