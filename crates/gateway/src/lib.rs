@@ -21,12 +21,10 @@
 mod daemon;
 mod messages;
 mod pair;
-mod passrights;
 mod relay;
 mod server;
 mod user_socket;
 
 pub use daemon::{Gateway, Introduction, UserChannel};
 pub use messages::ListenerKind;
-pub use passrights::refuse_descriptors;
 pub use server::serve;
