@@ -16,8 +16,8 @@ use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-/// Interval between checks whether the agent was killed and cannot end; the end itself is noticed at
-/// once.
+/// Interval between checks whether the agent was killed and cannot end; the end itself is noticed
+/// at once.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The shadow of this agent.

@@ -67,8 +67,8 @@ pub fn waiting_files() -> bool {
 
 /// Executes a command that inherits a file of a FUSE server. Once another file exists, the server
 /// answers no FLUSH: a process with the file cannot end, and keeps the descriptors that are behind
-/// it. The arguments are the path of a FUSE device, an empty folder, the path of the other file, and
-/// the command. Writes the number of the server's process to standard output.
+/// it. The arguments are the path of a FUSE device, an empty folder, the path of the other file,
+/// and the command. Writes the number of the server's process to standard output.
 pub fn inherited_file() -> bool {
     let arguments: Vec<_> = std::env::args().skip(2).collect();
     let [device, folder, signal, command @ ..] = &arguments[..] else { return false };
