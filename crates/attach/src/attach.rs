@@ -38,6 +38,16 @@ pub enum Paged {
     Only(usize, usize),
 }
 
+/// What is attached.
+#[derive(Clone, Copy)]
+pub enum Attached {
+    /// A program, by a userfaultfd that it opens.
+    Program,
+    /// A forked child, whose userfaultfd the agent has got with the fork event, and sends. The
+    /// number is the agent's for it.
+    Child(u64),
+}
+
 /// The parameters by which a process is attached. Forked children inherit them.
 ///
 /// They are atomics in static memory, because a forked child must not allocate memory, and a lock
@@ -121,7 +131,7 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
         PARAMETERS.only[0].store(start, Ordering::Relaxed);
         PARAMETERS.only[1].store(end, Ordering::Relaxed);
     }
-    attach(create_uffd(false), 0);
+    attach(Attached::Program);
     let is_attached = map_wiped_on_fork(PAGE) as *mut AtomicU32;
     // SAFETY: a page of this library that is never unmapped.
     unsafe { &*is_attached }.store(1, Ordering::Relaxed);
@@ -180,7 +190,7 @@ fn attach_child() {
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
     knock::begin();
-    attach(-1, number);
+    attach(Attached::Child(number));
 }
 
 fn store_parameters(path: &[u8], token: RunToken, canary: usize) {
@@ -203,17 +213,13 @@ fn stored_token() -> RunToken {
 }
 
 /// Attaches this process: maps the buffers, sends the hello, and starts the worker.
-///
-/// `own_uffd` is the userfaultfd of the program, or -1 in a forked child: the agent has got the
-/// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
-/// child.
-fn attach(own_uffd: i32, number: u64) {
+fn attach(attached: Attached) {
     let thread_word = last_process::thread_word();
     let limit = descriptors::Limit::raise();
-    if own_uffd >= 0 || descriptors::are_available() {
-        attach_here(own_uffd, number, thread_word);
+    if descriptors::are_available(descriptors::NEEDED) {
+        attach_here(attached, thread_word);
     } else {
-        descriptors::attach_by_thread(number, thread_word);
+        descriptors::attach_by_thread(attached, thread_word);
     }
     limit.restore();
 }
@@ -221,8 +227,12 @@ fn attach(own_uffd: i32, number: u64) {
 /// Attaches the program to which this thread belongs, with descriptors of this thread.
 ///
 /// `thread_word`: see [`last_process::thread_word`].
-pub fn attach_here(own_uffd: i32, number: u64, thread_word: *const AtomicU32) {
-    let is_child = own_uffd < 0;
+pub fn attach_here(attached: Attached, thread_word: *const AtomicU32) {
+    let (is_child, number) = match attached {
+        Attached::Program => (false, 0),
+        Attached::Child(number) => (true, number),
+    };
+    let own_uffd = if is_child { -1 } else { create_uffd(false) };
     let staging_uffd = create_uffd(is_child);
     let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
     if result < 0 {

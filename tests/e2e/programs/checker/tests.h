@@ -16,6 +16,7 @@ void test_move_several(void); // moves.c
 void test_cleared_word(void); // limits.c
 void test_full_fork(void);    // limits.c
 void test_fullest_fork(void); // limits.c
+void test_fewest_fork(void);   // limits.c
 struct rlimit use_up_descriptors(bool is_hard); // limits.c
 void test_guarded_blocks(void); // limits.c
 void test_brk(void);       // moves.c
