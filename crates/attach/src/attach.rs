@@ -12,6 +12,7 @@ use aquifer_ipc::{
 use crate::children;
 use crate::descriptors;
 use crate::fatal;
+use crate::hidden;
 use crate::knock;
 use crate::memory;
 use crate::raw::close;
@@ -125,6 +126,7 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
         fatal::exit("the path of the agent's socket is too long", 0);
     }
     children::look_up_next_symbols();
+    hidden::look_up_next_symbols();
     let canary = map_wiped_on_fork(CANARY_BYTES);
     store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {
@@ -170,6 +172,19 @@ pub fn attach_if_forked() {
         is_attached.store(1, Ordering::Relaxed);
         attach_child();
     }
+}
+
+/// Whether this process, or the one that it was forked from, was attached.
+pub fn is_attached() -> bool {
+    !IS_ATTACHED.load(Ordering::Acquire).is_null()
+}
+
+/// The number of this process's worker in its PID namespace; 0 if there is none.
+pub fn worker_pid() -> u32 {
+    attach_if_forked();
+    // SAFETY: the mapping is never removed, and a child has mapped its own by now.
+    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() };
+    control.map_or(0, |control| control.worker.load(Ordering::Acquire))
 }
 
 /// Runs in the parent before libc's `fork`. The parent may itself be a child that libc's `fork` did

@@ -155,6 +155,14 @@ fn a_process_that_may_have_too_few_files_ends_with_the_reason() {
 }
 
 #[test]
+fn the_first_process_of_a_namespace_finds_itself_alone() {
+    if !rustix::process::geteuid().is_root() {
+        return skip("only root can make name spaces");
+    }
+    check("first");
+}
+
+#[test]
 fn a_process_under_another_root_may_fork() {
     if !rustix::process::geteuid().is_root() {
         return skip("only root can change its root");

@@ -50,6 +50,7 @@ static const struct test tests[] = {
     {"full-fork", test_full_fork, false},       {"fullest-fork", test_fullest_fork, false},
     {"fewest-fork", test_fewest_fork, false},
     {"chroot", test_chroot, false},             {"namespaces", test_namespaces, false},
+    {"first", test_first, false},
     {"joined", test_joined, false},             {"move-several", test_move_several, false},
     {"guarded-blocks", test_guarded_blocks, false},
     // Ways to make a child; these change how malloc works.

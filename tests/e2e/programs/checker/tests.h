@@ -41,9 +41,11 @@ void test_direct(void);
 void test_signal_stack(void);
 void test_robust(void);
 
-// Children in places where the agent's socket has no name: places.c
+// Children in places where the agent's socket has no name, and the first process of a PID
+// namespace: places.c
 void test_chroot(void);
 void test_namespaces(void);
+void test_first(void);
 
 // Threads, children and rights: alone.c
 void test_alone(void);
