@@ -15,6 +15,7 @@ use crate::fatal;
 use crate::hidden;
 use crate::knock;
 use crate::memory;
+use crate::populate;
 use crate::raw::close;
 use crate::uffd;
 use crate::worker::{STACK_BYTES, Worker, last_process, start};
@@ -127,6 +128,7 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
     }
     children::look_up_next_symbols();
     hidden::look_up_next_symbols();
+    populate::look_up_next_symbol();
     let canary = map_wiped_on_fork(CANARY_BYTES);
     store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {

@@ -13,6 +13,7 @@ use crate::hidden;
 use crate::memory;
 use crate::moves::move_mappings;
 use crate::next::{NextSymbol, fail_with_errno};
+use crate::populate::{madvise_in_pieces, map_in_pieces};
 
 type ChildRoutine = extern "C" fn(*mut c_void) -> c_int;
 type LibcClone = unsafe extern "C" fn(
@@ -138,6 +139,8 @@ pub unsafe extern "C" fn syscall(
             _ => {}
         }
         match number {
+            libc::SYS_madvise => madvise_in_pieces(a, b, c as c_int),
+            libc::SYS_mmap => map_in_pieces(a, b, c as c_int, d as c_int, e as c_int, f),
             libc::SYS_mremap => move_mappings(a, b, c, d as c_int, e),
             libc::SYS_wait4 => hidden::raw_wait4_without_workers(a as c_int, b, c as c_int, d),
             libc::SYS_waitid => {

@@ -2,8 +2,8 @@
 //!
 //! It opens a userfaultfd, sends it to the agent, and starts the worker: a process that shares the
 //! program's memory and moves pages out of it at the agent's command. It interposes functions of
-//! libc: those that create children and threads, those by which a program sees workers, and those
-//! whose changes of memory the kernel does not report.
+//! libc: those that create children and threads, those by which a program sees workers, those whose
+//! changes of memory the kernel does not report, and those that make much memory resident at once.
 //! The library that contains this code decides what is paged: the shim all memory, and the
 //! allocator only its own.
 //!
@@ -31,6 +31,7 @@ mod memory_functions;
 mod moves;
 mod next;
 mod pieces;
+mod populate;
 mod processes;
 mod raw;
 mod threads;
@@ -42,4 +43,5 @@ pub use children::{_Fork, clone, syscall};
 pub use hidden::{kill, readdir, readdir64, wait, wait3, wait4, waitid, waitpid};
 pub use memory::{madvise, process_madvise, shmat};
 pub use moves::mremap;
+pub use populate::{mlock, mlock2, mmap, mmap64};
 pub use threads::pthread_create;

@@ -48,7 +48,7 @@ static const struct test tests[] = {
     {"guard", test_guard, false},               {"shm-remap", test_shm_remap, false},
     {"grow", test_grow, false},                 {"cleared-word", test_cleared_word, false},
     {"full-fork", test_full_fork, false},       {"fullest-fork", test_fullest_fork, false},
-    {"fewest-fork", test_fewest_fork, false},
+    {"fewest-fork", test_fewest_fork, false},   {"populate-all", test_populate_all, false},
     {"chroot", test_chroot, false},             {"namespaces", test_namespaces, false},
     {"first", test_first, false},
     {"joined", test_joined, false},             {"move-several", test_move_several, false},

@@ -37,6 +37,7 @@ void test_lock_all(void);  // pinned.c
 void test_daemon(void);
 void test_setuid(void);
 void test_populate(void);
+void test_populate_all(void);
 void test_direct(void);
 void test_signal_stack(void);
 void test_robust(void);
