@@ -124,6 +124,22 @@ fn memory_that_is_populated_at_once_waits_for_room() {
 }
 
 #[test]
+fn the_owner_is_told_of_protected_memory_beyond_the_limit() {
+    let cluster = Cluster::up(2, "256M");
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "read-only", "--bytes", "256M"];
+    let run = Running::start(&mut cluster.run_command("24M", &program), false, Box::new(|| 0));
+    eventually("the owner to be told", || {
+        let told = run.stderr_so_far();
+        (told.contains("MiB resident") && told.contains("protected against writes")).then_some(())
+    });
+    let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
+    processes::signal(program, rustix::process::Signal::USR1);
+    run.wait().assert_success("the program that has protected its memory");
+    cluster.assert_all_free();
+}
+
+#[test]
 fn a_process_outside_the_pool_has_no_limit() {
     let cluster = Cluster::up(1, "64M");
     let output = cluster.command().args(["limit", "1", "64M"]).output().expect("it can be started");

@@ -26,8 +26,8 @@ static const struct test tests[] = {
     {"protect", test_protect, true}, {"pinned", test_pinned, true},
     // Linux 5.7 and newer, and rarely used: by name only.
     {"dontunmap", test_dontunmap, false},
-    // Waits for SIGUSR1.
-    {"sparse", test_sparse, false},
+    // Wait for SIGUSR1.
+    {"sparse", test_sparse, false},  {"read-only", test_read_only, false},
     // Waits for lines on stdin.
     {"steps", test_steps, false},
     // Both sides of a fork write all that they share, at once.

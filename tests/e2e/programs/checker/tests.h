@@ -32,6 +32,7 @@ void test_syscalls(void);  // syscalls.c
 void test_protect(void);   // pinned.c
 void test_pinned(void);    // pinned.c
 void test_lock_all(void);  // pinned.c
+void test_read_only(void); // pinned.c
 
 // What few programs do: unusual.c
 void test_daemon(void);
