@@ -20,6 +20,7 @@ mod canary;
 mod core_follower;
 mod count;
 mod edge;
+mod excess;
 mod exit_watcher;
 mod family;
 #[cfg(debug_assertions)]
