@@ -233,7 +233,7 @@ impl SampledRun {
         // - The pool is short, so all programs release their clean copies.
         // - Slabs are to be emptied, so all programs move pages.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
-        let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
+        let is_short = run.budget.mempool_user().is_pool_short();
         let is_vacating = run.slabs.vacating_round().is_some();
         let average = average_held(&programs);
         programs
