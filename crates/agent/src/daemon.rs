@@ -15,9 +15,7 @@ use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionSer
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{
-    AgentServices, KnockName, KnockSocket, PagingService, PoolLimits, RestoredRun,
-};
+use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, PoolLimits, RestoredRun};
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;

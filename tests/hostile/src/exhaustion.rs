@@ -13,3 +13,16 @@ pub fn sparse() -> bool {
     println!("touched {count} pages");
     false
 }
+
+/// Fills as many MiB of memory as the second argument says, says so, and waits for the end of
+/// standard input.
+pub fn fill() -> bool {
+    let mib = std::env::args().nth(2).and_then(|text| text.parse::<usize>().ok()).expect("a size");
+    let first = sys::reserve(mib << 20);
+    for offset in (0..mib << 20).step_by(sys::PAGE) {
+        sys::touch(first + offset);
+    }
+    println!("sent");
+    let _end = std::io::Read::read(&mut std::io::stdin(), &mut [0]);
+    true
+}

@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         "lingering-sockets" => descriptors::lingering_sockets(),
         "inherited-file" => descriptors::inherited_file(),
         "waiting-files" => descriptors::waiting_files(),
+        "fill" => exhaustion::fill(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),

@@ -1,47 +1,15 @@
 //! Descriptors whose last close waits for ever: others are served, and a killed agent is replaced.
 
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
 
-use crate::user::{ANNE, MALLORY, Victim};
+use crate::user::{ANNE, Attack, MALLORY, Victim};
 
 /// The environment of a cluster that runs as on a kernel without `SO_PASSRIGHTS`.
 const WITHOUT_PASSRIGHTS: [(&str, &str); 1] = [("AQUIFER_TEST_NO_PASSRIGHTS", "1")];
-
-/// An attack that goes on.
-struct Attack(Child);
-
-impl Attack {
-    /// Starts an attack, and waits until it has sent everything.
-    fn start(command: &mut Command) -> Self {
-        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
-        let mut child = child.expect("setpriv can be started");
-        let mut line = String::new();
-        let output = child.stdout.as_mut().expect("it is piped");
-        BufReader::new(output).read_line(&mut line).expect("it speaks");
-        assert_eq!(line, "sent\n");
-        Self(child)
-    }
-}
-
-impl Attack {
-    /// Ends the attack, and checks that it has sent something.
-    fn end(mut self) {
-        drop(self.0.stdin.take());
-        assert!(self.0.wait().expect("it ends").success(), "it has sent nothing");
-    }
-}
-
-impl Drop for Attack {
-    fn drop(&mut self) {
-        drop(self.0.stdin.take());
-        let _reaped = self.0.wait();
-    }
-}
 
 fn serves_others(victim: &Victim) {
     for words in [&["status"][..], &["run", "--local", "24M", "--", "true"]] {

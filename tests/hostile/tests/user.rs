@@ -1,8 +1,9 @@
 //! The hostile user, and the cluster that it attacks.
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
 
 use aquifer_tests_e2e::SharedCluster;
 use aquifer_tests_e2e::cluster::text;
@@ -23,7 +24,11 @@ impl Victim {
     /// The same with environment variables for the daemons.
     pub fn up_in(environment: &[(&str, &str)]) -> Self {
         assert!(rustix::process::geteuid().is_root(), "only root can run a cluster for other users");
-        let shared = SharedCluster::up_in(environment, 2, &[]);
+        Self::of(SharedCluster::up_in(environment, 2, &[]))
+    }
+
+    /// A cluster with the attacker's program.
+    pub fn of(shared: SharedCluster) -> Self {
         let attacker = Path::new(env!("CARGO_BIN_EXE_attacker"));
         std::fs::copy(attacker, shared.path("attacker")).expect("a program can be copied");
         Self(shared)
@@ -61,5 +66,36 @@ impl Victim {
         assert!(output.status.success(), "{attack:?}: {}: {said}", output.status);
         self.0.cluster.assert_all_free();
         output
+    }
+}
+
+/// An attack that goes on.
+pub struct Attack(Child);
+
+impl Attack {
+    /// Starts an attack, and waits until it has sent everything.
+    pub fn start(command: &mut Command) -> Self {
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = child.expect("setpriv can be started");
+        let mut line = String::new();
+        let output = child.stdout.as_mut().expect("it is piped");
+        BufReader::new(output).read_line(&mut line).expect("it speaks");
+        assert_eq!(line, "sent\n");
+        Self(child)
+    }
+}
+
+impl Attack {
+    /// Ends the attack, and checks that it has sent something.
+    pub fn end(mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().expect("it ends").success(), "it has sent nothing");
+    }
+}
+
+impl Drop for Attack {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _reaped = self.0.wait();
     }
 }

@@ -60,9 +60,9 @@ use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
 
 pub use attach::AttachError;
+pub use pool_shares::PoolLimits;
 pub use program::Program;
 pub use restore::RestoredRun;
-pub use pool_shares::PoolLimits;
 pub use run::{Run, RunOwner};
 
 /// A number that no program has.

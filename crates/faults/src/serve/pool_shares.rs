@@ -79,12 +79,7 @@ pub(crate) struct PoolShares {
 impl PoolShares {
     /// No holdings.
     pub fn new(limits: PoolLimits) -> Self {
-        Self {
-            holdings: Mutex::default(),
-            total: AtomicU64::new(0),
-            generation: AtomicU64::new(0),
-            limits,
-        }
+        Self { holdings: Mutex::default(), total: AtomicU64::new(0), generation: AtomicU64::new(0), limits }
     }
 
     /// Adds a run.
