@@ -348,8 +348,8 @@ fn send_device(socket: &OwnedFd) {
             socket,
             &format!(
                 "this user may not use userfaultfd, nor may the agent ({error}): give access to \
-                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
-                 runs as root"
+                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent of root \
+                 with --agent SOCKET, or after `aquifer down` if this is the agent of your own cluster"
             ),
         ),
     }

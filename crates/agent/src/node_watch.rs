@@ -6,10 +6,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use aquifer_host::nodes::NodeRegistry;
-use aquifer_report::NodeStatus;
+use aquifer_pool::NodeId;
+use aquifer_report::{MissingNode, NodeStatus};
 
 /// Longest wait for the nodes' answers.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -70,6 +71,19 @@ impl NodeWatch {
             .into_iter()
             .map(|node| answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0)))
             .collect()
+    }
+}
+
+impl NodeWatch {
+    /// The nodes that have left the directory since the agent's start.
+    pub(crate) fn missing_nodes(&self) -> Vec<MissingNode> {
+        let missing = self.nodes.upgrade().map(|nodes| nodes.missing()).unwrap_or_default();
+        let now_s = UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs());
+        let node = |(node, elapsed): (NodeId, Duration)| MissingNode {
+            id: node.0,
+            since_s: now_s.saturating_sub(elapsed.as_secs()),
+        };
+        missing.into_iter().map(node).collect()
     }
 }
 

@@ -84,7 +84,7 @@ pub fn why_no_agent(error: &std::io::Error) -> String {
     format!(
         "an agent of user {uid} can serve no programs, because userfaultfd with fork events needs \
          CAP_SYS_PTRACE ({error}): use an agent of root (as root: aquifer up --shared-socket \
-         /run/aquifer.sock)"
+         /run/aquifer.sock), which programs find by themselves, or by --agent SOCKET"
     )
 }
 

@@ -5,7 +5,7 @@ mod programs;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use aquifer_channel::paths::own_or_shared_socket;
+use aquifer_channel::paths::chosen_agent_socket;
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
@@ -71,8 +71,10 @@ Exit codes:
 #[command(name = "aquifer", version, help_template = HELP, disable_help_subcommand = true)]
 pub struct Cli {
     /// The cluster's state folder; each cluster has its own [default: aquifer in the user's runtime
-    /// folder]
-    #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
+    /// folder; without one /run/aquifer for root, and ~/.local/state/aquifer for others] [env:
+    /// AQUIFER_STATE]
+    // Not by clap's `env`: a usage line would show the option as required.
+    #[arg(long, global = true, value_name = "DIR")]
     pub state: Option<PathBuf>,
     /// The command.
     #[command(subcommand)]
@@ -169,6 +171,10 @@ pub struct UpArguments {
     /// as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     pub grace: Option<u64>,
+    /// Start the cluster although this user may not use userfaultfd: for extents, heaps and caches.
+    /// `aquifer run` finds this cluster's agent then, which can serve no program
+    #[arg(long)]
+    pub without_runs: bool,
     /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -198,17 +204,17 @@ impl Fabric {
 /// The agent that a command connects to.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The agent's socket [default: the one in the state folder; if that does not exist,
-    /// /run/aquifer.sock]
-    #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
+    /// The agent's socket [default: the one in the folder of --state, of AQUIFER_STATE or of your own
+    /// cluster; without these /run/aquifer.sock, or that of systemd's agent] [env: AQUIFER_AGENT]
+    #[arg(long, value_name = "PATH")]
     pub agent: Option<PathBuf>,
 }
 
 impl AgentChoice {
-    /// The socket of `--agent`; else the one in the state folder; else, if only that exists, the
-    /// one that serves all users of the host.
+    /// The socket of `--agent`; else the one in the folder of `--state`; else that of the
+    /// environment; else the default.
     pub fn socket(&self, state: &StateDir) -> PathBuf {
-        self.agent.clone().unwrap_or_else(|| own_or_shared_socket(state.agent_socket()))
+        chosen_agent_socket(self.agent.as_deref(), state.by_option())
     }
 }
 
@@ -575,6 +581,23 @@ mod tests {
     }
 
     #[test]
+    fn a_mistyped_option_is_no_program() {
+        for (words, wrong) in [
+            ("run --local 64M --strct -- true", "'--strct'"),
+            ("run --local 64M -strict -- true", "'-s'"),
+            ("run --lokal 64M -- true", "'--lokal'"),
+            ("run --local 64M --strct true", "'--strct'"),
+            ("check --agnet x -- true", "'--agnet'"),
+            ("check -v", "'-v'"),
+        ] {
+            let words = std::iter::once("aquifer").chain(words.split(' '));
+            let error = Cli::try_parse_from(words).unwrap_err().to_string();
+            assert!(error.contains("unexpected argument") && error.contains(wrong), "{error}");
+            assert!(!error.contains("--state"), "it is not required: {error}");
+        }
+    }
+
+    #[test]
     fn arguments_after_the_program_belong_to_the_program() {
         let words = "aquifer run --local 64M -- tar --state x -- y";
         let cli = Cli::try_parse_from(words.split(' ')).unwrap();
@@ -586,6 +609,14 @@ mod tests {
             let words = ["aquifer", "run", "--local", "64M", "--replicas", count, "--", "true"];
             assert!(Cli::try_parse_from(words).is_err(), "{count} replicas must be refused");
         }
+        for words in ["run --local 64M tar -x --local -- y", "run --local 64M -- tar -x --local -- y"] {
+            let cli = Cli::try_parse_from(std::iter::once("aquifer").chain(words.split(' '))).unwrap();
+            let Command::Run(arguments) = cli.command else { panic!("expected a run") };
+            assert_eq!(arguments.command, ["tar", "-x", "--local", "--", "y"]);
+        }
+        let cli = Cli::try_parse_from(["aquifer", "run", "--local", "64M", "--", "-x", "-y"]).unwrap();
+        let Command::Run(arguments) = cli.command else { panic!("expected a run") };
+        assert_eq!(arguments.command, ["-x", "-y"], "after -- a program can have any name");
         assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is required");
         assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is required");
     }

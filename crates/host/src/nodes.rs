@@ -196,6 +196,12 @@ impl NodeRegistry {
         self.read_view().present().collect()
     }
 
+    /// The nodes that have left the directory since this registry exists, and for how long.
+    #[must_use]
+    pub fn missing(&self) -> Vec<(NodeId, Duration)> {
+        self.read_view().missing().map(|(node, since)| (node, since.elapsed())).collect()
+    }
+
     /// This host's number in the pool.
     #[must_use]
     pub const fn host(&self) -> Host {
