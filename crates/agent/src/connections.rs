@@ -73,6 +73,8 @@ enum RunRefusal {
          {count}: start more (aquifer node --id NUMBER --memory SIZE), or ask for fewer replicas"
     )]
     TooFewNodes { replicas: usize, count: usize },
+    #[error("no memory node accepts this host, so that the program's pages would find no room: {0}")]
+    NotAccepted(String),
     #[error(transparent)]
     Open(#[from] OpenRunError),
     #[error("the owner of the run has closed the connection: {0}")]
@@ -290,6 +292,9 @@ impl Connections {
     fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, RunRefusal> {
         if self.nodes.require(1).is_err() {
             return Err(RunRefusal::NoNodes);
+        }
+        if let Some(reason) = self.nodes.lasting_failure(uid) {
+            return Err(RunRefusal::NotAccepted(reason));
         }
         let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
         if (2..=REPLICAS_MAX).contains(&replicas)

@@ -65,12 +65,12 @@ impl NodeWatch {
         self.shared.changed.notify_all();
         let waited = self.shared.changed.wait_timeout_while(answers, PATIENCE, |now| now.finished < wanted);
         let (answers, _late) = waited.unwrap_or_else(PoisonError::into_inner);
-        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0 };
-        nodes
-            .list()
-            .into_iter()
-            .map(|node| answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0)))
-            .collect()
+        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, failure: None };
+        let status = |node: NodeId| {
+            let last = answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0));
+            NodeStatus { failure: nodes.failure_of(node), ..last }
+        };
+        nodes.list().into_iter().map(status).collect()
     }
 }
 
@@ -110,6 +110,7 @@ impl Shared {
                 id: node.0,
                 memory_bytes: pool.total_bytes(node),
                 free_bytes: pool.free_bytes(node),
+                failure: None,
             };
             self.lock().last.insert(node.0, status);
         }

@@ -97,11 +97,22 @@ fn cluster(socket: &Path) -> Verdict {
             let free = status.nodes.iter().map(|node| node.free_bytes).sum();
             let lent = status.nodes.iter().map(|node| node.memory_bytes).sum();
             let count = status.nodes.len();
-            Fine(format!("memory nodes: {count}, {} of {} free", ByteSize(free), ByteSize(lent)))
+            let room = format!("memory nodes: {count}, {} of {} free", ByteSize(free), ByteSize(lent));
+            let failed = status.nodes.iter().find_map(|node| Some((node.id, node.failure.as_ref()?)));
+            match failed {
+                None if lent == 0 => Missing(format!("{room}: none has answered, or they lend no memory")),
+                None if free == 0 => Note(format!("{room}: programs over their limits wait for room")),
+                None => Fine(room),
+                Some((id, failure)) => {
+                    let text = format!("{room}; memory node {id}: {failure}");
+                    if lent == 0 { Missing(text) } else { Note(text) }
+                }
+            }
         }
-        Ok(None) | Err(_) => {
+        Ok(None) => {
             Missing(format!("no agent answers at {}: start a cluster (aquifer up)", socket.display()))
         }
+        Err(error) => Missing(format!("the agent at {}: {error}", socket.display())),
     }
 }
 

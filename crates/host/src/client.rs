@@ -38,8 +38,8 @@ pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStati
         io::Error::new(
             error.kind(),
             format!(
-                "no cluster is up (no agent listens at {path}): start one with `aquifer up`, or name the \
-                 state folder of the program's cluster with --state"
+                "no agent answers at {path}: no cluster is up, or its agent has ended; start it with \
+                 `aquifer up`, or name the state folder of the program's cluster with --state"
             ),
         )
     })?;

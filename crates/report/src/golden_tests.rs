@@ -92,7 +92,7 @@ fn golden_statistics_and_status() {
         host: 1,
         mempool_bytes: 2,
         mempool_used_bytes: 3,
-        nodes: vec![NodeStatus { id: 1, memory_bytes: 2, free_bytes: 3 }],
+        nodes: vec![NodeStatus { id: 1, memory_bytes: 2, free_bytes: 3, failure: Some("away".into()) }],
         missing_nodes: vec![super::MissingNode { id: 2, since_s: 3 }],
         tenants: vec![tenant],
         users: vec![UserStatistics { tenant: 1, allocated_bytes: 2, refused: 3 }],

@@ -216,7 +216,7 @@ pub struct MissingNode {
 }
 
 /// Statistics of a memory node, as the agent knows them.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct NodeStatus {
     /// Number of the node.
     pub id: u16,
@@ -224,4 +224,7 @@ pub struct NodeStatus {
     pub memory_bytes: u64,
     /// Of `memory_bytes`, those that are free.
     pub free_bytes: u64,
+    /// Why the agent could not connect to the node at its last attempt; `None` if it could.
+    #[serde(default)]
+    pub failure: Option<String>,
 }

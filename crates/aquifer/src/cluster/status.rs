@@ -206,6 +206,11 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
         ));
     }
     let agent = status.agent.as_ref().filter(|_| is_of_cluster);
+    let failures = agent.iter().flat_map(|agent| &agent.nodes);
+    status.problems.extend(failures.filter_map(|node| {
+        let failure = node.failure.as_ref()?;
+        Some(format!("the agent cannot use memory node {}: {failure}", node.id))
+    }));
     let is_own_directory = location.as_ref().is_some_and(DirectoryLocation::is_own) && config.is_some();
     match records.flatten() {
         Some(records) => {
