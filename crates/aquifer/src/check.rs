@@ -11,7 +11,6 @@ use crate::Outcome;
 use crate::cli::CheckArguments;
 use crate::run::check_program;
 use crate::say::{say, say_line};
-use crate::state::StateDir;
 
 /// What is not supported. The README has the same text.
 const UNSUPPORTED: &str = include_str!("check/unsupported.txt");
@@ -34,14 +33,11 @@ use Verdict::{Missing, Note, Ok as Fine};
 /// Checks the kernel, the user, the cluster, and a program if one is given.
 ///
 /// # Errors
-/// Never; what is missing is printed.
-pub fn check(state: &StateDir, arguments: &CheckArguments) -> Outcome {
+/// If the state folder cannot be used. What is missing is printed.
+pub fn check(state: Option<&Path>, arguments: &CheckArguments) -> Outcome {
+    let socket = arguments.agent.socket(state)?;
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    let mut checks = vec![
-        ("kernel", kernel(&release)),
-        ("user", user()),
-        ("cluster", cluster(&arguments.agent.socket(state))),
-    ];
+    let mut checks = vec![("kernel", kernel(&release)), ("user", user()), ("cluster", cluster(&socket))];
     if let Some(program) = arguments.command.first() {
         checks.push(("program", program_verdict(program)));
     }

@@ -95,8 +95,8 @@ enum Origin {
 }
 
 impl StateDir {
-    /// The folder of the option `--state`; else that of the environment variable `AQUIFER_STATE`; else
-    /// the default folder of the user. Checks it if it exists.
+    /// The folder of the option `--state`; else that of the environment variable `AQUIFER_STATE`;
+    /// else the default folder of the user. Checks it if it exists.
     ///
     /// # Errors
     /// If it belongs to another user, other users can write to it, or its path is too long.
@@ -175,7 +175,7 @@ impl StateDir {
         let system = Path::new(SYSTEM_FOLDER);
         let is_default = self.origin == Origin::Default && self.path != system;
         // As if it had been named, since a command must name it.
-        let state = is_default.then(|| Self::at(system.to_owned(), Origin::Environment).ok()).flatten();
+        let state = is_default.then(|| Self::at(system.to_owned(), Origin::Option).ok()).flatten();
         state.filter(|state| state.path.is_dir())
     }
 

@@ -36,6 +36,12 @@ pub fn folder_of_environment() -> Option<PathBuf> {
     path_of_environment("AQUIFER_STATE").map(|path| path.canonicalize().unwrap_or(path))
 }
 
+/// Whether `AQUIFER_AGENT` names the agent's socket.
+#[must_use]
+pub fn is_agent_in_environment() -> bool {
+    path_of_environment("AQUIFER_AGENT").is_some()
+}
+
 /// Path of the socket at which a program reaches the agent of its host.
 ///
 /// The socket that `AQUIFER_AGENT` names; else that in the state folder that `AQUIFER_STATE` names;

@@ -237,8 +237,8 @@ impl EndpointError {
         matches!(self, Self::Unreachable { source, .. } if [TimedOut, WouldBlock].contains(&source.kind()))
     }
 
-    /// Whether every later attempt fails as well, unless a person changes settings: the cluster keys
-    /// or the versions differ.
+    /// Whether every later attempt fails as well, unless a person changes settings: the cluster
+    /// keys or the versions differ.
     #[must_use]
     pub fn is_lasting(&self) -> bool {
         match self {

@@ -57,7 +57,8 @@ pub struct RunArguments {
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
     /// The program and its arguments
-    // The program's own options follow its name; before it a word with a hyphen is an option of ours.
+    // The program's own options follow its name. Before it, a word with a hyphen is an option of
+    // `aquifer`.
     #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
 }

@@ -79,8 +79,8 @@ pub fn running_daemon(state: &StateDir, daemon: Daemon) -> Result<Option<Running
     }))
 }
 
-/// Whether `aquifer up` has started a process: only it gives a daemon this option, which agents pass
-/// on to their successors.
+/// Whether `aquifer up` has started a process: only it gives a daemon this option, which agents
+/// pass on to their successors.
 fn is_started_by_up(pid: u32) -> bool {
     let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     words.split(|byte| *byte == 0).any(|word| word == DETACHED_FLAG.as_bytes())

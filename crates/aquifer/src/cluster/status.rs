@@ -173,14 +173,15 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
         status.problems.extend(lost_sockets.map(|socket| lost_socket(&socket)));
         status.is_reachable = status.problems.is_empty();
     }
-    let socket = arguments.agent.socket(state);
+    let socket = arguments.agent.socket(state.by_option())?;
     // Its own socket may be the one that all users have.
     let own_sockets = [Some(state.agent_socket()), config.as_ref().and_then(|it| it.shared_socket.clone())];
     let is_own = own_sockets.contains(&Some(socket.clone()));
     // A dead agent does not answer, although the keeper still has its socket.
     let is_asked = if is_own { status.is_running("agent") } else { socket.exists() };
     let timeout = if is_own { LOCAL_TIMEOUT } else { REMOTE_TIMEOUT };
-    let agent_reader = Reader::start(timeout, move || is_asked.then(|| read_agent(&socket, timeout)));
+    let asked = socket.clone();
+    let agent_reader = Reader::start(timeout, move || is_asked.then(|| read_agent(&asked, timeout)));
 
     let is_given = arguments.directory != DirectorySettings::default();
     let location = if is_given {
@@ -200,10 +201,9 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
     // Nodes of another cluster can have the same numbers.
     let is_of_cluster = is_own || status.daemons.is_empty();
     if status.agent.is_some() && !is_of_cluster {
-        status.problems.push(format!(
-            "the agent at {} is not of the cluster in this folder",
-            arguments.agent.socket(state).display()
-        ));
+        status
+            .problems
+            .push(format!("the agent at {} is not of the cluster in this folder", socket.display()));
     }
     let agent = status.agent.as_ref().filter(|_| is_of_cluster);
     let failures = agent.iter().flat_map(|agent| &agent.nodes);
