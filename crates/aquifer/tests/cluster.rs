@@ -290,6 +290,12 @@ fn clusters_live_side_by_side() {
     let of_two = two.running();
     assert_eq!(two.status()["nodes"].as_array().unwrap().len(), 1);
     assert_eq!(one.status()["nodes"].as_array().unwrap().len(), 2);
+    // The option precedes the environment, also for the agent.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_aquifer"));
+    command.env("AQUIFER_AGENT", two.state().join("agent.sock")).arg("--state").arg(one.state());
+    let status: Value =
+        serde_json::from_str(&succeed(&command.args(["status", "--json"]).output().unwrap())).unwrap();
+    assert_eq!(status["nodes"][0]["free_bytes"], 16 << 20);
     succeed(&one.aquifer(&["down"]));
     assert_eq!(two.running(), of_two);
 }
