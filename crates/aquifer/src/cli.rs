@@ -66,7 +66,7 @@ Exit codes:
   0  all daemons of the cluster run
   1  the status cannot be determined
   3  a daemon of the cluster does not run; `aquifer up` starts it again
-  4  no cluster is up";
+  4  no cluster is up, or the directory has none of this name";
 
 /// Pools the memory of a cluster's machines and lends it to programs that need it
 #[derive(Parser, Debug)]

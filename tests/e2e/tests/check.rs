@@ -96,6 +96,8 @@ fn an_agent_with_another_key_is_refused_at_once() {
             found == Some(code) && said.contains("the cluster keys differ"),
             "{words:?}: {found:?} {said}"
         );
+        // The folder has no configuration: the agent says where its directory is.
+        assert!(words != ["status"] || said.contains("node-1     at 127.0.0.1:"), "{said}");
     }
 }
 
