@@ -1,10 +1,10 @@
 //! `aquifer status`: shows daemons, free memory and running programs.
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use aquifer_directory::names::{AgentRecord, NodeRecord};
+use aquifer_host::client::status_within;
 use aquifer_objects::service::report::HeapReport;
 use aquifer_report::AgentStatus;
 use serde::Serialize;
@@ -181,7 +181,10 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
     let is_asked = if is_own { status.is_running("agent") } else { socket.exists() };
     let timeout = if is_own { LOCAL_TIMEOUT } else { REMOTE_TIMEOUT };
     let asked = socket.clone();
-    let agent_reader = Reader::start(timeout, move || is_asked.then(|| read_agent(&asked, timeout)));
+    let agent_reader = Reader::start(timeout, move || is_asked.then(|| status_within(&asked, timeout)));
+    let asked = socket.clone();
+    let segments_reader =
+        Reader::start(timeout, move || is_asked.then(|| segment::report(&asked).ok().flatten()).flatten());
 
     let is_given = arguments.directory != DirectorySettings::default();
     let location = if is_given {
@@ -191,13 +194,17 @@ fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<
     };
     let records = location.as_ref().map(|location| Records::read(state, location, &mut status.problems));
     match agent_reader.wait() {
-        Some(Some(Ok((agent, segments)))) => (status.agent, status.segments) = (agent, segments),
+        Some(Some(Ok(agent))) => status.agent = agent,
         Some(Some(Err(error))) => {
             status.problems.push(format!("the agent's status is not available: {error}"));
         }
         Some(None) => {}
         None => status.problems.push("the agent's status is not available: it does not answer".to_owned()),
     }
+    // The agent asks the directory for copies of segments.
+    let is_directory_silent = matches!(records, Some(None));
+    status.segments =
+        if is_directory_silent { segments_reader.now() } else { segments_reader.wait() }.flatten();
     // Nodes of another cluster can have the same numbers.
     let is_of_cluster = is_own || status.daemons.is_empty();
     if status.agent.is_some() && !is_of_cluster {
@@ -339,14 +346,6 @@ fn missing_nodes(records: &Records, agent: Option<&AgentStatus>, is_own: bool) -
     ids.map(|id| MissingNode { id, since_s: seen(id) })
         .filter(|node| !is_own || node.since_s.is_some())
         .collect()
-}
-
-type AgentAnswer = (Option<AgentStatus>, Option<SegmentsStatus>);
-
-fn read_agent(socket: &Path, timeout: Duration) -> std::io::Result<AgentAnswer> {
-    let status = aquifer_host::client::status_within(socket, timeout)?;
-    let segments = status.as_ref().and_then(|_| segment::report(socket).ok().flatten());
-    Ok((status, segments))
 }
 
 #[cfg(test)]

@@ -37,6 +37,11 @@ impl<T: Send + 'static> Reader<T> {
         self.next().ok()
     }
 
+    /// The next part, if it is there already.
+    pub(super) fn now(&self) -> Option<T> {
+        self.received.try_recv().ok()
+    }
+
     fn next(&self) -> Result<T, RecvTimeoutError> {
         self.received.recv_timeout(self.deadline.saturating_duration_since(Instant::now()))
     }
