@@ -18,7 +18,7 @@ const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket w
     unset AQUIFER_LOCAL to use ordinary memory";
 
 /// Time without an answer after which the user is told what the program waits for.
-const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens a run and registers the arena with the agent.
 ///
@@ -83,7 +83,7 @@ fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
     });
     let sent = send_frame(&socket, &Frame::OpenRun(open), &[]);
     // The keeper holds the socket of an agent that has ended, for the next agent.
-    if sent.is_ok() && wait_readable(&[&socket], SILENCE_TIMEOUT).is_ok_and(|is_answered| !is_answered) {
+    if sent.is_ok() && wait_readable(&[&socket], NOTICE_TIMEOUT).is_ok_and(|is_answered| !is_answered) {
         // A program without standard error waits in silence.
         let _closed = writeln!(
             std::io::stderr(),

@@ -17,7 +17,7 @@ use crate::state::StateDir;
 pub struct RunningDaemon {
     /// The daemon.
     pub daemon: Daemon,
-    /// Its process.
+    /// The process of the daemon.
     pub process: LockHolder,
     /// True if `aquifer up` has started the process.
     pub is_of_up: bool,
@@ -31,7 +31,7 @@ pub struct RunningDaemon {
 )]
 pub struct ForeignDaemons {
     folder: PathBuf,
-    /// Their names and process numbers.
+    /// Names and process numbers of the daemons.
     daemons: String,
     advice: &'static str,
 }

@@ -20,7 +20,7 @@ const STATISTICS_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time without an answer after which the user is told what the run waits for. systemd restarts an
 /// agent sooner.
-const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Agents that are asked for a run, one after the other.
 const OPEN_ATTEMPTS_MAX: u32 = 5;
@@ -56,7 +56,7 @@ impl RunConnection {
         })?;
         send_frame(&socket, &Frame::OpenRun(open.clone()), &[]).map_err(RunError::Agent)?;
         // The keeper holds the socket of an agent that has ended, for the next agent.
-        if !wait_readable(&[&socket], SILENCE_TIMEOUT).map_err(RunError::Agent)? {
+        if !wait_readable(&[&socket], NOTICE_TIMEOUT).map_err(RunError::Agent)? {
             crate::say::say_error!(
                 "waiting for the agent at {}, which does not answer: if it has ended, start it again with \
                  `aquifer up`, or as it was started",

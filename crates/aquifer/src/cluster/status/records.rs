@@ -47,7 +47,7 @@ impl<T: Send + 'static> Reader<T> {
     }
 }
 
-/// What the directory knows.
+/// Records of a cluster in the directory.
 #[derive(Debug)]
 pub(super) struct Records {
     pub nodes: Vec<NodeRecord>,
