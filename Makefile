@@ -1,7 +1,7 @@
 # The commands of the project. Their steps are in scripts/ and in the binary.
 
 AQUIFER := target/release/aquifer
-BENCHES := alloc packing objects migration cache dilemma fabric faults 'faults --fabric tcp' malloc apps
+BENCHES := alloc packing objects migration cache dilemma fabric faults 'faults --fabric tcp' kv malloc apps restart
 # Seconds of random programs and chaos in `make test-long`: a third is for programs, a third for
 # chaos with nodes that lose their memory, and a third for chaos with nodes that keep it.
 SECONDS := 600
@@ -9,7 +9,7 @@ SECONDS := 600
 .PHONY: help build demo check test test-long mutants fuzz bench clean
 
 help:
-	@echo 'make demo       runs a real program in a quarter of its memory, and with kernel swap (3 minutes)'
+	@echo 'make demo       runs a real program in a quarter of its memory, and with kernel swap (6 minutes with the build)'
 	@echo 'make build      builds target/release/aquifer and the libraries'
 	@echo 'make check      runs formatting, rules, lints, unit tests and simulators (5 minutes)'
 	@echo 'make test       runs all tests except the long ones (15 minutes from a clean clone)'

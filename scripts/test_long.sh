@@ -41,6 +41,20 @@ build_release() {
     ln -sf libaquifer_malloc.so target/release/libaquifer-malloc.so
 }
 
+# Runs each bench for a short time: the figures do not matter, but each must come to its end.
+short_benches() {
+    scripts/install-deps.sh bench
+    for name in $(target/release/aquifer bench list | cut -d ' ' -f 1); do
+        echo "bench $name"
+        # All its block sizes over both fabrics take several minutes.
+        case $name in
+        dilemma) set -- --fabric shm --only '4 KiB' ;;
+        *) set -- ;;
+        esac
+        target/release/aquifer bench "$name" --quick "$@"
+    done
+}
+
 test_long() {
     step "install missing packages" scripts/install-deps.sh long
     step "licences and duplicates of dependencies" check_dependencies
@@ -49,5 +63,6 @@ test_long() {
     step "release build" build_release
     step "miri" miri
     step "fuzzing" scripts/fuzz.sh check
+    step "benches, for a short time" short_benches
     AQUIFER_BIN="$PWD/target/release/aquifer" step "tests, end to end on the release build" run_tests long
 }

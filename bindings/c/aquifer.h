@@ -44,7 +44,8 @@ typedef struct aquifer_extent {
 } aquifer_extent;
 
 /* Opens a session with the agent that listens at `socket`. If `socket` is NULL: with the agent that
- * AQUIFER_AGENT names, else with that of the user's own cluster, else with that of all users.
+ * AQUIFER_AGENT names, else with that in the folder that AQUIFER_STATE names, else with that of the
+ * user's own cluster, else with that of all users.
  * Returns NULL on failure; aquifer_error() says why. */
 aquifer_session *aquifer_open(const char *socket);
 

@@ -1,10 +1,13 @@
 //! A run at the agent for this process and its children.
 
+use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use aquifer_attach::{Paged, attach_program, fatal};
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, paths, receive_frame, send_frame};
 use aquifer_ipc::{Frame, LOCAL_VARIABLE, OpenRun, REPLICAS_VARIABLE, RunToken, size};
 
@@ -13,6 +16,9 @@ use crate::arena;
 /// Advice in most error messages.
 const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or \
     unset AQUIFER_LOCAL to use ordinary memory";
+
+/// Time without an answer after which the user is told what the program waits for.
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens a run and registers the arena with the agent.
 ///
@@ -75,9 +81,17 @@ fn open_run(path: &Path, open: OpenRun) -> (OwnedFd, RunToken) {
     let socket = connect(path).unwrap_or_else(|error| {
         fatal::exit_with(&format_args!("no agent answers at {} ({error}): {ADVICE}", path.display()))
     });
-    let answer = send_frame(&socket, &Frame::OpenRun(open), &[])
-        .map_err(Into::into)
-        .and_then(|()| receive_frame(&socket));
+    let sent = send_frame(&socket, &Frame::OpenRun(open), &[]);
+    // The keeper holds the socket of an agent that has ended, for the next agent.
+    if sent.is_ok() && wait_readable(&[&socket], NOTICE_TIMEOUT).is_ok_and(|is_answered| !is_answered) {
+        // A program without standard error waits in silence.
+        let _closed = writeln!(
+            std::io::stderr(),
+            "aquifer: waiting for the agent at {}, which does not answer: start it again if it has ended",
+            path.display()
+        );
+    }
+    let answer = sent.map_err(Into::into).and_then(|()| receive_frame(&socket));
     match answer {
         Ok((Frame::RunOpened(token), _)) => (socket, token),
         Ok((Frame::Refused(reason), _)) => fatal::exit_with(&reason),

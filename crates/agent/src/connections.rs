@@ -59,6 +59,8 @@ enum RunRefusal {
          {count}: start more (aquifer node --id NUMBER --memory SIZE), or ask for fewer replicas"
     )]
     TooFewNodes { replicas: usize, count: usize },
+    #[error("no memory node accepts this host, so that the program's pages would find no room: {0}")]
+    NotAccepted(String),
     #[error(transparent)]
     Open(#[from] OpenRunError),
     #[error("the owner of the run has closed the connection: {0}")]
@@ -282,6 +284,9 @@ impl Connections {
         if self.nodes.require(1).is_err() {
             return Err(RunRefusal::NoNodes);
         }
+        if let Some(reason) = self.nodes.lasting_failure(peer.uid) {
+            return Err(RunRefusal::NotAccepted(reason));
+        }
         let replicas = usize::try_from(open.replicas).unwrap_or(usize::MAX);
         if (2..=REPLICAS_MAX).contains(&replicas)
             && let Err(count) = self.nodes.require(replicas)
@@ -341,8 +346,8 @@ fn send_device(socket: &OwnedFd) {
             socket,
             &format!(
                 "this user may not use userfaultfd, nor may the agent ({error}): give access to \
-                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent that \
-                 runs as root"
+                 /dev/userfaultfd, or set the sysctl vm.unprivileged_userfaultfd=1, or use an agent of root \
+                 with --agent SOCKET, or after `aquifer down` if this is the agent of your own cluster"
             ),
         ),
     }

@@ -6,10 +6,11 @@
 use std::collections::HashMap;
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use aquifer_host::nodes::NodeRegistry;
-use aquifer_report::NodeStatus;
+use aquifer_pool::NodeId;
+use aquifer_report::{MissingNode, NodeStatus};
 
 /// Longest wait for the nodes' answers.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -64,12 +65,25 @@ impl NodeWatch {
         self.shared.changed.notify_all();
         let waited = self.shared.changed.wait_timeout_while(answers, PATIENCE, |now| now.finished < wanted);
         let (answers, _late) = waited.unwrap_or_else(PoisonError::into_inner);
-        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0 };
-        nodes
-            .list()
-            .into_iter()
-            .map(|node| answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0)))
-            .collect()
+        let unknown = |id| NodeStatus { id, memory_bytes: 0, free_bytes: 0, failure: None };
+        let status = |node: NodeId| {
+            let last = answers.last.get(&node.0).cloned().unwrap_or_else(|| unknown(node.0));
+            NodeStatus { failure: nodes.failure_of(node), ..last }
+        };
+        nodes.list().into_iter().map(status).collect()
+    }
+}
+
+impl NodeWatch {
+    /// The nodes that have left the directory since the agent's start.
+    pub(crate) fn missing_nodes(&self) -> Vec<MissingNode> {
+        let missing = self.nodes.upgrade().map(|nodes| nodes.missing()).unwrap_or_default();
+        let now_s = UNIX_EPOCH.elapsed().map_or(0, |now| now.as_secs());
+        let node = |(node, elapsed): (NodeId, Duration)| MissingNode {
+            id: node.0,
+            since_s: now_s.saturating_sub(elapsed.as_secs()),
+        };
+        missing.into_iter().map(node).collect()
     }
 }
 
@@ -96,6 +110,7 @@ impl Shared {
                 id: node.0,
                 memory_bytes: pool.total_bytes(node),
                 free_bytes: pool.free_bytes(node),
+                failure: None,
             };
             self.lock().last.insert(node.0, status);
         }

@@ -68,6 +68,7 @@ pub(crate) fn status(
         mempool_bytes,
         mempool_used_bytes,
         nodes: nodes.nodes(),
+        missing_nodes: nodes.missing_nodes(),
         tenants: all_tenant_statistics(service, &is_visible),
         sessions: session_statistics(sessions, &is_visible),
         users: user_statistics(sessions, &is_visible),

@@ -11,7 +11,6 @@ use crate::Outcome;
 use crate::cli::CheckArguments;
 use crate::run::{check_program, has_executable_heap};
 use crate::say::{say, say_line};
-use crate::state::StateDir;
 
 /// What is not supported. The README has the same text.
 const UNSUPPORTED: &str = include_str!("check/unsupported.txt");
@@ -34,14 +33,11 @@ use Verdict::{Missing, Note, Ok as Fine};
 /// Checks the kernel, the user, the cluster, and a program if one is given.
 ///
 /// # Errors
-/// Never; what is missing is printed.
-pub fn check(state: &StateDir, arguments: &CheckArguments) -> Outcome {
+/// If the state folder cannot be used. What is missing is printed.
+pub fn check(state: Option<&Path>, arguments: &CheckArguments) -> Outcome {
+    let socket = arguments.agent.socket(state)?;
     let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    let mut checks = vec![
-        ("kernel", kernel(&release)),
-        ("user", user()),
-        ("cluster", cluster(&arguments.agent.socket(state))),
-    ];
+    let mut checks = vec![("kernel", kernel(&release)), ("user", user()), ("cluster", cluster(&socket))];
     if let Some(program) = arguments.command.first() {
         checks.push(("program", program_verdict(program)));
     }
@@ -84,7 +80,7 @@ pub fn why_no_agent(error: &std::io::Error) -> String {
     format!(
         "an agent of user {uid} can serve no programs, because userfaultfd with fork events needs \
          CAP_SYS_PTRACE ({error}): use an agent of root (as root: aquifer up --shared-socket \
-         /run/aquifer.sock)"
+         /run/aquifer.sock), which programs find by themselves, or by --agent SOCKET"
     )
 }
 
@@ -97,11 +93,22 @@ fn cluster(socket: &Path) -> Verdict {
             let free = status.nodes.iter().map(|node| node.free_bytes).sum();
             let lent = status.nodes.iter().map(|node| node.memory_bytes).sum();
             let count = status.nodes.len();
-            Fine(format!("memory nodes: {count}, {} of {} free", ByteSize(free), ByteSize(lent)))
+            let room = format!("memory nodes: {count}, {} of {} free", ByteSize(free), ByteSize(lent));
+            let failed = status.nodes.iter().find_map(|node| Some((node.id, node.failure.as_ref()?)));
+            match failed {
+                None if lent == 0 => Missing(format!("{room}: none has answered, or they lend no memory")),
+                None if free == 0 => Note(format!("{room}: programs over their limits wait for room")),
+                None => Fine(room),
+                Some((id, failure)) => {
+                    let text = format!("{room}; memory node {id}: {failure}");
+                    if lent == 0 { Missing(text) } else { Note(text) }
+                }
+            }
         }
-        Ok(None) | Err(_) => {
+        Ok(None) => {
             Missing(format!("no agent answers at {}: start a cluster (aquifer up)", socket.display()))
         }
+        Err(error) => Missing(format!("the agent at {}: {error}", socket.display())),
     }
 }
 

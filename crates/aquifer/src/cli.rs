@@ -1,18 +1,20 @@
 //! The command line: commands, options and their help texts.
 
 mod programs;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use aquifer_channel::paths::own_or_shared_socket;
+use aquifer_channel::paths::{chosen_agent_socket, is_agent_in_environment};
 use clap::{Args, Parser, Subcommand};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::CacheArguments;
 use crate::kv::KvArguments;
 use crate::settings::{AgentSettings, DirectorySettings, HeapServiceSettings, NodeSettings};
-use crate::state::StateDir;
+use crate::state::{StateDir, StateError};
 use aquifer_ipc::size;
 pub use programs::{CheckArguments, CoreArguments, LimitArguments, RunArguments};
 
@@ -64,15 +66,17 @@ Exit codes:
   0  all daemons of the cluster run
   1  the status cannot be determined
   3  a daemon of the cluster does not run; `aquifer up` starts it again
-  4  no cluster is up";
+  4  no cluster is up, or the directory has none of this name";
 
 /// Pools the memory of a cluster's machines and lends it to programs that need it
 #[derive(Parser, Debug)]
 #[command(name = "aquifer", version, help_template = HELP, disable_help_subcommand = true)]
 pub struct Cli {
     /// The cluster's state folder; each cluster has its own [default: aquifer in the user's runtime
-    /// folder]
-    #[arg(long, global = true, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
+    /// folder; without one /run/aquifer for root, and ~/.local/state/aquifer for others] [env:
+    /// AQUIFER_STATE]
+    // Not by clap's `env`: a usage line would show the option as required.
+    #[arg(long, global = true, value_name = "DIR")]
     pub state: Option<PathBuf>,
     /// The command.
     #[command(subcommand)]
@@ -172,6 +176,10 @@ pub struct UpArguments {
     /// as 500ms or 2m [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = parse_grace_ms)]
     pub grace: Option<u64>,
+    /// Start the cluster although this user may not use userfaultfd: for extents, heaps and caches.
+    /// `aquifer run` finds this cluster's agent then, which can serve no program
+    #[arg(long)]
+    pub without_runs: bool,
     /// The directory of the cluster.
     #[command(flatten)]
     pub directory: DirectorySettings,
@@ -201,17 +209,24 @@ impl Fabric {
 /// The agent that a command connects to.
 #[derive(Args, Clone, Debug)]
 pub struct AgentChoice {
-    /// The agent's socket [default: the one in the state folder; if that does not exist,
-    /// /run/aquifer.sock]
-    #[arg(long, value_name = "PATH", env = "AQUIFER_AGENT", hide_env_values = true)]
+    /// The agent's socket [default: the one in the folder of --state, of AQUIFER_STATE or of your
+    /// own cluster; without these /run/aquifer.sock, or that of systemd's agent] [env:
+    /// AQUIFER_AGENT]
+    #[arg(long, value_name = "PATH")]
     pub agent: Option<PathBuf>,
 }
 
 impl AgentChoice {
-    /// The socket of `--agent`; else the one in the state folder; else, if only that exists, the
-    /// one that serves all users of the host.
-    pub fn socket(&self, state: &StateDir) -> PathBuf {
-        self.agent.clone().unwrap_or_else(|| own_or_shared_socket(state.agent_socket()))
+    /// The socket of `--agent`; else the one in the folder of `--state`; else that of the
+    /// environment; else the default.
+    ///
+    /// # Errors
+    /// If that is in a state folder which cannot be used.
+    pub fn socket(&self, state: Option<&Path>) -> Result<PathBuf, StateError> {
+        let is_named = self.agent.is_some() || state.is_none() && is_agent_in_environment();
+        // The socket of another user needs no folder of one's own.
+        let state = if is_named { None } else { Some(StateDir::locate(state)?) };
+        Ok(chosen_agent_socket(self.agent.as_deref(), state.as_ref().and_then(StateDir::by_option)))
     }
 }
 
@@ -538,58 +553,4 @@ pub fn parse_time_ms(text: &str) -> Result<u64, String> {
     time_ms
         .filter(|time_ms| *time_ms <= TIME_MS_MAX)
         .ok_or_else(|| format!("\"{text}\" is longer than a day"))
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::CommandFactory;
-
-    use super::*;
-
-    #[test]
-    fn the_definition_is_consistent() {
-        Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn the_help_names_every_command() {
-        let mut command = Cli::command();
-        let help = command.render_help().to_string();
-        let shown = command.get_subcommands().filter(|command| !command.is_hide_set());
-        for name in shown.map(clap::Command::get_name) {
-            let is_listed = help.lines().any(|line| line.trim_start().split(' ').next() == Some(name));
-            assert!(is_listed, "`{name}` is missing in the help:\n{help}");
-        }
-    }
-
-    #[test]
-    fn times_are_parsed_and_bounded() {
-        let valid =
-            [("0", 0), ("1s", 1000), ("500ms", 500), ("2m", 120_000), ("30", 30_000), ("24h", TIME_MS_MAX)];
-        for (text, time_ms) in valid {
-            assert_eq!(parse_time_ms(text), Ok(time_ms), "{text}");
-        }
-        for text in ["", "s", "1d", "-1s", "1.5s", "1 s"] {
-            assert!(parse_time_ms(text).unwrap_err().contains("is not a time"), "{text}");
-        }
-        for text in ["1441m", "86401", "99999999999999999999", "18446744073709551615h", "25h"] {
-            assert!(parse_time_ms(text).unwrap_err().contains("longer than a day"), "{text}");
-        }
-    }
-
-    #[test]
-    fn arguments_after_the_program_belong_to_the_program() {
-        let words = "aquifer run --local 64M -- tar --state x -- y";
-        let cli = Cli::try_parse_from(words.split(' ')).unwrap();
-        assert_eq!(cli.state, None);
-        let Command::Run(arguments) = cli.command else { panic!("expected a run") };
-        assert_eq!(arguments.command, ["tar", "--state", "x", "--", "y"]);
-        assert_eq!((arguments.local, arguments.replicas), (64 << 20, 1));
-        for count in ["0", "4", "two", "-1"] {
-            let words = ["aquifer", "run", "--local", "64M", "--replicas", count, "--", "true"];
-            assert!(Cli::try_parse_from(words).is_err(), "{count} replicas must be refused");
-        }
-        assert!(Cli::try_parse_from(["aquifer", "run", "--local", "64M"]).is_err(), "a program is required");
-        assert!(Cli::try_parse_from(["aquifer", "run", "--", "true"]).is_err(), "a limit is required");
-    }
 }

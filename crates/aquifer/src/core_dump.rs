@@ -30,7 +30,7 @@ const STOPS_MAX: usize = 10;
 /// Why no core dump was written.
 #[derive(Debug, thiserror::Error)]
 enum CoreDumpError {
-    #[error("there is no process {0}")]
+    #[error("there is no process {0}, or it is ending")]
     NoProcess(i32),
     #[error(
         "process {0} may not be read: run as its user or as root, and as root if \
@@ -54,6 +54,11 @@ pub fn write(arguments: &CoreArguments) -> Outcome {
     let pid = arguments.pid;
     let path = arguments.output.clone().unwrap_or_else(|| PathBuf::from(format!("core.{pid}")));
     let unreadable = dump(pid, &path)?;
+    if !is_on_pool(pid) {
+        say_error!(
+            "process {pid} is not on the pool: other tools, such as gcore, can write its core dump, too"
+        );
+    }
     if unreadable > 0 {
         say_error!(
             "{} of process {pid} could not be read, and are zeros in {}: guard pages, or lost pages",
@@ -63,6 +68,20 @@ pub fn write(arguments: &CoreArguments) -> Outcome {
     }
     say_line!("Wrote {}", path.display());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a library of Aquifer is mapped into a process; true if that cannot be read any more.
+fn is_on_pool(pid: i32) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps"));
+    maps.map_or(true, |maps| maps.lines().any(|line| line.contains("/libaquifer")))
+}
+
+/// Whether a process ends, or has ended: it has no memory any more.
+fn is_ending(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before it can have any characters.
+    let state = stat.rsplit_once(") ").map(|(_, rest)| rest.chars().next());
+    matches!(state, None | Some(None | Some('Z' | 'X')))
 }
 
 /// Writes the file, and returns the number of bytes that could not be read.
@@ -104,6 +123,7 @@ fn stop(pid: i32) -> Result<ProcessView, CoreDumpError> {
 
 fn refused(pid: i32, error: CoreError) -> CoreDumpError {
     match error {
+        _ if is_ending(pid) => CoreDumpError::NoProcess(pid),
         CoreError::NixError(Errno::EPERM) => CoreDumpError::NotPermitted(pid),
         CoreError::NixError(Errno::ESRCH) => CoreDumpError::NoProcess(pid),
         CoreError::IoError(error) if error.kind() == io::ErrorKind::NotFound => CoreDumpError::NoProcess(pid),
@@ -242,11 +262,21 @@ mod tests {
     #[test]
     fn a_process_that_has_ended_is_named() {
         let mut ended = std::process::Command::new("true").spawn().unwrap();
-        ended.wait().unwrap();
         let pid = i32::try_from(ended.id()).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        let error = dump(pid, &folder.path().join("core")).unwrap_err().to_string();
-        assert!(error.contains(&format!("no process {pid}")), "{error}");
+        let error = || dump(pid, &folder.path().join("core")).unwrap_err().to_string();
+        while !is_ending(pid) {
+            std::thread::yield_now();
+        }
+        assert!(error().contains(&format!("no process {pid}, or it is ending")), "{}", error());
+        ended.wait().unwrap();
+        assert!(error().contains(&format!("no process {pid}")), "{}", error());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn a_process_without_a_library_of_ours_is_not_on_the_pool() {
+        assert!(!is_on_pool(i32::try_from(std::process::id()).unwrap()));
+        assert!(is_on_pool(i32::MAX), "it has ended");
     }
 }

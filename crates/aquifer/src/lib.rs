@@ -25,7 +25,7 @@ pub use cli::Fabric;
 pub use cluster::{DirectoryLocation, key};
 
 use std::error::Error;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -41,21 +41,20 @@ pub type Outcome = Result<ExitCode, Box<dyn Error>>;
 pub fn main() -> ExitCode {
     prepare();
     let cli = Cli::parse();
+    let given = cli.state.as_deref();
     let outcome = match cli.command {
         Command::Up(arguments) => state(&cli.state).and_then(|state| cluster::up(&state, &arguments)),
         Command::Down(arguments) => state(&cli.state).and_then(|state| cluster::down(&state, &arguments)),
         Command::Status(arguments) => state(&cli.state).and_then(|state| cluster::status(&state, &arguments)),
-        Command::Limit(arguments) => state(&cli.state).and_then(|state| cluster::limit(&state, &arguments)),
+        Command::Limit(arguments) => cluster::limit(given, &arguments),
         Command::Lend(arguments) => state(&cli.state).and_then(|state| cluster::lend(&state, &arguments)),
         Command::Heap(arguments) => state(&cli.state).and_then(|state| cluster::heap(&state, &arguments)),
-        Command::Segment(arguments) => {
-            state(&cli.state).and_then(|state| cluster::segment(&state, &arguments))
-        }
-        Command::Kv(arguments) => state(&cli.state).and_then(|state| kv::kv(&state, arguments)),
+        Command::Segment(arguments) => cluster::segment(given, &arguments),
+        Command::Kv(arguments) => kv::kv(given, arguments),
         Command::Cache(arguments) => cache::cache(cli.state.as_deref(), &arguments),
-        Command::Check(arguments) => state(&cli.state).and_then(|state| check::check(&state, &arguments)),
+        Command::Check(arguments) => check::check(given, &arguments),
         Command::Core(arguments) => core_dump::write(&arguments),
-        Command::Run(arguments) => Ok(run(&cli.state, arguments)),
+        Command::Run(arguments) => Ok(run(given, arguments)),
         Command::Demo(arguments) => bench_binary::exec("demo", None, &arguments),
         Command::Bench(arguments) => bench_binary::exec("bench", None, &arguments),
         Command::Fabric(arguments) => bench_binary::exec("fabric", cli.state.as_deref(), &arguments),
@@ -98,20 +97,24 @@ fn state(given: &Option<PathBuf>) -> Result<StateDir, Box<dyn Error>> {
 }
 
 /// Runs a program; returns its exit code, or that of the error.
-fn run(state: &Option<PathBuf>, arguments: RunArguments) -> ExitCode {
-    let state = match StateDir::locate(state.as_deref()) {
-        Ok(state) => state,
-        Err(error) => return fail(&error, aquifer_ipc::EXIT_FAILED),
-    };
-    let options = run::RunOptions {
-        agent_socket: arguments.agent.socket(&state),
-        local_bytes: arguments.local,
-        replicas: arguments.replicas,
-        swap: arguments.swap.then(|| run::SwapOptions {
+fn run(given: Option<&Path>, arguments: RunArguments) -> ExitCode {
+    let swap = || {
+        StateDir::locate(given).map(|state| run::SwapOptions {
             log: state.log("swap"),
             state: state.path().to_owned(),
             bytes: arguments.swap_size,
-        }),
+        })
+    };
+    let swap = arguments.swap.then(swap).transpose();
+    let (agent_socket, swap) = match (arguments.agent.socket(given), swap) {
+        (Ok(agent_socket), Ok(swap)) => (agent_socket, swap),
+        (Err(error), _) | (_, Err(error)) => return fail(&error, aquifer_ipc::EXIT_FAILED),
+    };
+    let options = run::RunOptions {
+        agent_socket,
+        local_bytes: arguments.local,
+        replicas: arguments.replicas,
+        swap,
         detach: arguments.detach,
         strict: arguments.strict,
         wait_for_room_ms: arguments.wait_for_room,

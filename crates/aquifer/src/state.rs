@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use aquifer_channel::paths::cluster_folder;
+use aquifer_channel::paths::{SYSTEM_FOLDER, cluster_folder, folder_of_environment};
 
 /// Longest path of a state folder, in bytes: a socket's path has at most 107, and the longest name
 /// of a socket is `/node-65535.sock`.
@@ -80,25 +80,41 @@ pub enum StateError {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct StateDir {
     path: PathBuf,
-    /// Whether the folder was given, and is not the default.
-    is_given: bool,
+    origin: Origin,
+}
+
+/// Where the path of a state folder comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Origin {
+    /// The option `--state`.
+    Option,
+    /// The environment variable `AQUIFER_STATE`.
+    Environment,
+    /// The user's default folder.
+    Default,
 }
 
 impl StateDir {
-    /// The given folder, or the default folder of the user. Checks it if it exists.
+    /// The folder of the option `--state`; else that of the environment variable `AQUIFER_STATE`;
+    /// else the default folder of the user. Checks it if it exists.
     ///
     /// # Errors
     /// If it belongs to another user, other users can write to it, or its path is too long.
-    pub fn locate(given: Option<&Path>) -> Result<Self, StateError> {
-        let path = match given {
-            Some(given) => absolute(given)?,
-            None => cluster_folder(),
+    pub fn locate(option: Option<&Path>) -> Result<Self, StateError> {
+        let (path, origin) = match (option, folder_of_environment()) {
+            (Some(given), _) => (absolute(given)?, Origin::Option),
+            (None, Some(given)) => (absolute(&given)?, Origin::Environment),
+            (None, None) => (cluster_folder(), Origin::Default),
         };
+        Self::at(path, origin)
+    }
+
+    fn at(path: PathBuf, origin: Origin) -> Result<Self, StateError> {
         let bytes = path.as_os_str().as_bytes().len();
         if bytes > PATH_BYTES_MAX {
             return Err(StateError::TooLong { bytes });
         }
-        let state = Self { path, is_given: given.is_some() };
+        let state = Self { path, origin };
         state.check()?;
         Ok(state)
     }
@@ -142,7 +158,25 @@ impl StateDir {
 
     /// How to give the cluster in this folder a command: for hints.
     pub fn command(&self) -> String {
-        if self.is_given { format!("aquifer --state {}", self.path.display()) } else { "aquifer".into() }
+        match self.origin {
+            Origin::Default => "aquifer".into(),
+            Origin::Option | Origin::Environment => format!("aquifer --state {}", self.path.display()),
+        }
+    }
+
+    /// The folder, if the option `--state` has named it.
+    pub fn by_option(&self) -> Option<&Path> {
+        (self.origin == Origin::Option).then_some(&*self.path)
+    }
+
+    /// The state folder of the daemons that systemd starts, instead of this one if this is the
+    /// user's default; `None` if that folder cannot be used.
+    pub fn system_folder(&self) -> Option<Self> {
+        let system = Path::new(SYSTEM_FOLDER);
+        let is_default = self.origin == Origin::Default && self.path != system;
+        // As if it had been named, since a command must name it.
+        let state = is_default.then(|| Self::at(system.to_owned(), Origin::Option).ok()).flatten();
+        state.filter(|state| state.path.is_dir())
     }
 
     /// The folder.
@@ -302,7 +336,7 @@ mod tests {
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert_eq!(StateDir::locate(Some(&link)).unwrap().path(), fs::canonicalize(&path).unwrap());
         assert!(matches!(
-            StateDir { path: link, is_given: true }.check(),
+            StateDir { path: link, origin: Origin::Option }.check(),
             Err(StateError::NotAFolder { .. })
         ));
     }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use aquifer_channel::paths::SYSTEM_FOLDER;
 use aquifer_directory::{embedded, names};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
 use rustix::process::{Pid, Signal, kill_process};
@@ -17,23 +18,31 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A stand-in for systemd: starts daemons, receives their notifications, and kills them when it is
 /// dropped.
-struct ServiceManager {
+pub struct ServiceManager {
     folder: tempfile::TempDir,
+    state: PathBuf,
     notified: UnixDatagram,
     services: Vec<Child>,
 }
 
 impl ServiceManager {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        std::fs::create_dir(folder.path().join("state")).unwrap();
-        let notified = UnixDatagram::bind(folder.path().join("notify")).unwrap();
-        notified.set_read_timeout(Some(TIMEOUT)).unwrap();
-        Self { folder, notified, services: Vec::new() }
+    pub fn new() -> Self {
+        let mut manager = Self::at(PathBuf::new());
+        manager.state = manager.folder.path().join("state");
+        std::fs::create_dir(&manager.state).unwrap();
+        manager
     }
 
-    fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join("state").join(name)
+    /// Starts services in a state folder that exists.
+    pub fn at(state: PathBuf) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let notified = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+        notified.set_read_timeout(Some(TIMEOUT)).unwrap();
+        Self { folder, state, notified, services: Vec::new() }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.state.join(name)
     }
 
     /// Starts a service, with a socket of this name as descriptor 3 if there is one.
@@ -64,7 +73,7 @@ impl ServiceManager {
     }
 
     /// Starts a service and waits for its readiness notification.
-    fn start(&mut self, arguments: &[&str], socket: Option<(&str, OwnedFd)>) {
+    pub fn start(&mut self, arguments: &[&str], socket: Option<(&str, OwnedFd)>) {
         let mut service = self.spawn(arguments, socket);
         let mut buffer = [0; 64];
         let received = self.notified.recv(&mut buffer).map(|count| buffer[..count].to_vec());
@@ -76,10 +85,16 @@ impl ServiceManager {
         panic!("{arguments:?} does not serve: {received:?} {}", said(&mut service));
     }
 
-    fn stop_last(&mut self) {
+    pub fn stop_last(&mut self) {
         let mut service = self.services.pop().unwrap();
         kill_process(Pid::from_child(&service), Signal::TERM).unwrap();
         assert!(service.wait().unwrap().success());
+    }
+
+    pub fn kill_last(&mut self) {
+        let mut service = self.services.pop().unwrap();
+        service.kill().unwrap();
+        service.wait().unwrap();
     }
 }
 
@@ -231,6 +246,24 @@ fn units_are_valid() {
             let ours: Vec<_> = said.lines().filter(|line| line.contains("aquifer")).collect();
             assert!(ours.is_empty(), "{ours:#?}");
         }
+    }
+}
+
+/// Daemons of systemd are not in root's own folder, where `aquifer up` starts others.
+#[test]
+fn units_use_a_state_folder_of_their_own() {
+    let name = SYSTEM_FOLDER.strip_prefix("/run/").unwrap();
+    for unit in units() {
+        let text = std::fs::read_to_string(&unit).unwrap();
+        let folder = |line: &str| line.split_once("AQUIFER_STATE=").map(|(_, rest)| rest.to_owned());
+        let has_line = |wanted: &str| text.lines().any(|line| line == wanted);
+        if unit.extension().is_some_and(|extension| extension == "socket") {
+            assert!(has_line(&format!("ListenSequentialPacket={SYSTEM_FOLDER}/agent.sock")), "{unit:?}");
+            continue;
+        }
+        let state = text.lines().find_map(folder).unwrap();
+        assert_eq!(state.split(' ').next(), Some(SYSTEM_FOLDER), "{unit:?}");
+        assert!(has_line(&format!("RuntimeDirectory={name}")), "{unit:?}");
     }
 }
 

@@ -190,8 +190,9 @@ impl From<&SessionEnd> for Error {
 }
 
 impl Session {
-    /// Opens a session with the agent that `AQUIFER_AGENT` names, else with that of the user's own
-    /// cluster, else with that of all users.
+    /// Opens a session with the agent that `AQUIFER_AGENT` names, else with that in the state
+    /// folder that `AQUIFER_STATE` names, else with that of the user's own cluster, else with that
+    /// of all users.
     ///
     /// # Errors
     /// If no agent listens, or the agent refuses.

@@ -84,7 +84,7 @@ pub enum DirectoryError {
     /// The directory cannot be reached, or the connection broke before the answer.
     ///
     /// The change may or may not have been made.
-    #[error("the directory at {address} cannot be reached: {cause}; is the cluster up?")]
+    #[error("the directory at {address} cannot be reached: {cause}; check that it runs")]
     Unavailable {
         /// The directory's address.
         address: String,

@@ -237,6 +237,19 @@ impl EndpointError {
         matches!(self, Self::Unreachable { source, .. } if [TimedOut, WouldBlock].contains(&source.kind()))
     }
 
+    /// Whether every later attempt fails as well, unless a person changes settings: the cluster
+    /// keys or the versions differ.
+    #[must_use]
+    pub fn is_lasting(&self) -> bool {
+        match self {
+            Self::Refused { refusal, .. } => {
+                matches!(refusal.code, RefusalCode::Other | RefusalCode::WrongKey)
+            }
+            Self::Protocol { .. } => true,
+            _ => false,
+        }
+    }
+
     /// Whether the target has fenced this host up to the epoch that it presented.
     #[must_use]
     pub fn is_fence(&self) -> bool {

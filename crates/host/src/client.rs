@@ -38,8 +38,8 @@ pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStati
         io::Error::new(
             error.kind(),
             format!(
-                "no cluster is up (no agent listens at {path}): start one with `aquifer up`, or name the \
-                 state folder of the program's cluster with --state"
+                "no agent answers at {path}: no cluster is up, or its agent has ended; start it with \
+                 `aquifer up`, or name the state folder of the program's cluster with --state"
             ),
         )
     })?;
@@ -54,12 +54,20 @@ pub fn set_limit(path: &Path, pid: u32, limit_bytes: u64) -> io::Result<RunStati
 /// # Errors
 /// If no answer of an agent of this build arrives in time.
 pub fn status(path: &Path) -> io::Result<Option<AgentStatus>> {
+    status_within(path, ANSWER_TIMEOUT)
+}
+
+/// Requests an agent's status as [`status`] does, and waits at most `timeout` for it.
+///
+/// # Errors
+/// Those of [`status`].
+pub fn status_within(path: &Path, timeout: Duration) -> io::Result<Option<AgentStatus>> {
     let socket = match connect(path) {
         Ok(socket) => socket,
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Err(error),
         Err(_) => return Ok(None),
     };
-    match request(&socket, &Frame::StatusRequest)? {
+    match request_within(&socket, &Frame::StatusRequest, timeout)? {
         Frame::StatusReport(text) => serde_json::from_str(&text).map(Some).map_err(io::Error::other),
         _ => Err(io::Error::other(UNEXPECTED_FRAME)),
     }
@@ -134,19 +142,20 @@ pub fn copies_report(path: &Path) -> io::Result<Option<Vec<CopiesStatus>>> {
 /// Sends a request and waits for the answer, for a limited time: an agent that hangs still has an
 /// open socket.
 fn request(socket: &OwnedFd, request: &Frame) -> io::Result<Frame> {
-    rustix::net::sockopt::set_socket_timeout(
-        socket,
-        rustix::net::sockopt::Timeout::Recv,
-        Some(ANSWER_TIMEOUT),
-    )?;
+    request_within(socket, request, ANSWER_TIMEOUT)
+}
+
+fn request_within(socket: &OwnedFd, request: &Frame, timeout: Duration) -> io::Result<Frame> {
+    rustix::net::sockopt::set_socket_timeout(socket, rustix::net::sockopt::Timeout::Recv, Some(timeout))?;
     send_frame(socket, request, &[])?;
     match receive_frame(socket) {
         Ok((Frame::Refused(reason), _)) => Err(io::Error::other(reason)),
         Ok((answer, _)) => Ok(answer),
         Err(ReceiveError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-            let seconds = ANSWER_TIMEOUT.as_secs();
+            let seconds = timeout.as_secs_f32();
             Err(io::Error::other(format!(
-                "the agent has not answered within {seconds} s: check whether its process hangs or is stopped"
+                "the agent has not answered within {seconds} s: check whether its process has ended, hangs \
+                 or is stopped"
             )))
         }
         Err(error) => Err(io::Error::other(error)),

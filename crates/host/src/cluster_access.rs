@@ -62,7 +62,7 @@ pub struct SwapReport {
 pub enum ClusterAccessError {
     /// No agent listens.
     #[error(
-        "no cluster is up (nothing answers at {path}): start one with `aquifer up`",
+        "no agent answers at {path}: no cluster is up, or its agent has ended; start it with `aquifer up`",
         path = path.display()
     )]
     NoAgent {

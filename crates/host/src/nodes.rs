@@ -6,6 +6,7 @@ mod shares;
 mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak};
 use std::time::{Duration, Instant};
 
@@ -47,6 +48,8 @@ pub struct NodeRegistry {
     contacts: Mutex<BTreeMap<(NodeId, Tenant), Contact>>,
     /// Why each node could not be connected to at the last attempt, if it could not.
     failures: Mutex<BTreeMap<NodeId, String>>,
+    /// Whether any node was connected to since this registry exists.
+    has_connected: AtomicBool,
     shares: EndpointShares,
     /// Limits the log lines about connections that wait.
     waits: Mutex<FailureLog>,
@@ -89,6 +92,7 @@ impl NodeRegistry {
             view: RwLock::default(),
             contacts: Mutex::default(),
             failures: Mutex::default(),
+            has_connected: AtomicBool::new(false),
             shares: EndpointShares::default(),
             waits: Mutex::default(),
             leak_detector: Arc::default(),
@@ -194,6 +198,12 @@ impl NodeRegistry {
     #[must_use]
     pub fn list(&self) -> Vec<NodeId> {
         self.read_view().present().collect()
+    }
+
+    /// The nodes that have left the directory since this registry exists, and for how long.
+    #[must_use]
+    pub fn missing(&self) -> Vec<(NodeId, Duration)> {
+        self.read_view().missing().map(|(node, since)| (node, since.elapsed())).collect()
     }
 
     /// This host's number in the pool.
@@ -303,6 +313,32 @@ impl NodeRegistry {
         failed.map(|(node, reason)| format!("memory node {}: {reason}", node.0))
     }
 
+    /// Why a registered node could not be connected to at the last attempt; `None` if it could, or
+    /// if there was no attempt.
+    #[must_use]
+    pub fn failure_of(&self, node: NodeId) -> Option<String> {
+        lock(&self.failures).get(&node).cloned()
+    }
+
+    /// Why no node will ever accept this host, such as another cluster key; `None` if one has
+    /// accepted it, or may do so later.
+    #[must_use]
+    pub fn lasting_failure(&self, tenant: u32) -> Option<String> {
+        if self.has_connected.load(Relaxed) {
+            return None;
+        }
+        let mut last = None;
+        for node in self.list() {
+            match self.connect_without_waiting(node, Tenant(tenant)) {
+                Err(error) if error.is_lasting() => {
+                    last = Some(format!("memory node {}: {error}", node.0));
+                }
+                Ok(_) | Err(_) => return None,
+            }
+        }
+        last
+    }
+
     fn connect_in(
         &self,
         node: NodeId,
@@ -315,6 +351,7 @@ impl NodeRegistry {
             match self.try_connect(node, tenant, purpose, policy, &mut failing_since) {
                 Ok(endpoint) => {
                     lock(&self.failures).remove(&node);
+                    self.has_connected.store(true, Relaxed);
                     return Ok(endpoint);
                 }
                 Err(failure) if policy == AwayPolicy::Fail || !failure.is_temporary => {

@@ -35,7 +35,7 @@ impl std::error::Error for SizeError {}
 
 /// Parses a size in bytes, such as `4096`, `512M`, `1g`, `4KiB` or `2.5G`.
 ///
-/// Units are powers of 1024, in either case, with or without `B` or `iB` at the end.
+/// Units are powers of 1024, in either case, with or without `B`, `i` or `iB` at the end.
 ///
 /// # Errors
 /// If the text is not a size, or the size is 0 or above 2^60.
@@ -78,7 +78,7 @@ fn shift_of(unit: &str) -> Option<u32> {
     }
     let (_, shift) = UNITS.iter().find(|(prefix, _)| unit.starts_with(prefix))?;
     let rest = &unit[1..];
-    let is_known = rest.is_empty() || (*shift != 0 && (rest == "B" || rest == "IB"));
+    let is_known = rest.is_empty() || (*shift != 0 && ["B", "I", "IB"].contains(&rest));
     is_known.then_some(*shift)
 }
 
@@ -120,6 +120,7 @@ mod tests {
             ("1gb", 1 << 30),
             ("1GiB", 1 << 30),
             ("1kib", 1024),
+            ("64Mi", 64 << 20),
             ("2T", 2 << 40),
             ("1.5G", 3 << 29),
             ("0.25m", 256 << 10),
@@ -141,6 +142,7 @@ mod tests {
             "1X",
             "1GG",
             "1iB",
+            "1i",
             "1BB",
             ".5G",
             "1.G",

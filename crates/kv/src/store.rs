@@ -151,6 +151,17 @@ impl<O: Objects> KvStore<O> {
         Ok(Self { objects, index, cache, bytes: Vec::new(), batch: Vec::new(), gone: None })
     }
 
+    /// Opens a store, and makes it for about `keys` keys if there is none of this name.
+    ///
+    /// # Errors
+    /// If the heap fails.
+    pub fn open_or_create(mut objects: O, name: &str, keys: u64) -> Outcome<Self, O> {
+        match Self::create(&mut objects, name, keys) {
+            Ok(()) | Err(KvError::Exists) => Self::open(objects, name),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Deletes a store with all its keys. No client may use it any more.
     ///
     /// # Errors

@@ -337,6 +337,11 @@ fn a_store_grows_is_scanned_and_is_deleted() {
             KvStore::drop_store(heap.clone(), NAME).unwrap();
             assert!(matches!(KvStore::open(heap.clone(), NAME), Err(KvError::NoStore)));
             assert_eq!(heap.objects.lock().unwrap().len(), 1, "the catalog is left");
+            for is_new in [true, false] {
+                let mut store = KvStore::open_or_create(heap.clone(), NAME, 1).unwrap();
+                assert_eq!(store.get(&key(7)).unwrap().is_none(), is_new);
+                store.put(&key(7), &value(7)).unwrap();
+            }
         },
         1,
     );

@@ -162,6 +162,9 @@ pub struct AgentStatus {
     pub mempool_used_bytes: u64,
     /// The memory nodes in the directory.
     pub nodes: Vec<NodeStatus>,
+    /// Memory nodes that were in the directory while this agent ran, and are not any more.
+    #[serde(default)]
+    pub missing_nodes: Vec<MissingNode>,
     /// Tenants that have or had runs, at most 64.
     pub tenants: Vec<TenantStatistics>,
     /// Users of extents, at most 64.
@@ -203,8 +206,17 @@ pub struct UserStatistics {
     pub refused: u64,
 }
 
+/// A memory node that has left the directory, in order or not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct MissingNode {
+    /// Number of the node.
+    pub id: u16,
+    /// When it left, in seconds since 1970.
+    pub since_s: u64,
+}
+
 /// Statistics of a memory node, as the agent knows them.
-#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct NodeStatus {
     /// Number of the node.
     pub id: u16,
@@ -212,4 +224,7 @@ pub struct NodeStatus {
     pub memory_bytes: u64,
     /// Of `memory_bytes`, those that are free.
     pub free_bytes: u64,
+    /// Why the agent could not connect to the node at its last attempt; `None` if it could.
+    #[serde(default)]
+    pub failure: Option<String>,
 }

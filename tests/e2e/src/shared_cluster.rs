@@ -90,7 +90,7 @@ impl SharedCluster {
     pub fn command(&self, uid: u32, words: &[&str]) -> Command {
         let mut command = self.plain_command(uid, &self.path("aquifer"));
         let state = format!("{}-{uid}", self.folder.path().display());
-        command.env("AQUIFER_AGENT", self.path("agent.sock")).arg("--state").arg(state).args(words);
+        command.env("AQUIFER_AGENT", self.path("agent.sock")).env("AQUIFER_STATE", state).args(words);
         command
     }
 }

@@ -13,6 +13,20 @@ const RESTARTS_MAX: usize = 8;
 /// Faults that an agent serves before it is killed.
 const FAULTS: u64 = 300;
 
+#[test]
+fn a_run_says_that_it_waits_for_an_agent_that_has_ended() {
+    let cluster = Cluster::up_with(1, "64M", &["--grace", "1h"]);
+    processes::kill(cluster.daemon("agent", None));
+    let mut run = Running::start(&mut cluster.run_command(LIMIT, &["true"]), false, Box::new(|| 0));
+    eventually("the run to say what it waits for", || {
+        assert!(!run.has_ended(), "it does not wait: {}", run.stderr_so_far());
+        let said = run.stderr_so_far();
+        (said.contains("waiting for the agent at") && said.contains("aquifer up")).then_some(())
+    });
+    start_missing(&cluster, "Started agent");
+    run.wait().assert_success("the run whose agent has come");
+}
+
 /// Runs the checker while its agents are killed, and compares with a plain run.
 fn check(fabric: &str, test: &str, options: &[&str]) {
     let checker = build::programs().join("checker");

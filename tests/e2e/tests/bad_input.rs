@@ -143,11 +143,16 @@ fn a_user_without_rights_to_userfaultfd_gets_instructions() {
             .args(words);
         command.output().expect("setpriv can be started")
     };
-    let up = aquifer(&["up", "--nodes", "1", "--memory", "32M"]);
+    // Its agent would hide the agent of all users.
+    let refused = aquifer(&["up", "--nodes", "1", "--memory", "32M"]);
+    assert_refused(&refused, 1, &["CAP_SYS_PTRACE", "--shared-socket", "--agent", "--without-runs"]);
+    assert!(!folder.path().join("state").exists(), "nothing is left");
+    let up = aquifer(&["up", "--nodes", "1", "--memory", "32M", "--without-runs"]);
     let output = aquifer(&["run", "--local", "64M", "--", "true"]);
     let down = aquifer(&["down"]);
     assert!(up.status.success(), "{}", text(&up.stderr));
-    assert_refused(&output, EXIT_FAILED, &["/dev/userfaultfd", "vm.unprivileged_userfaultfd"]);
+    let advice = ["/dev/userfaultfd", "vm.unprivileged_userfaultfd", "--agent", "aquifer down"];
+    assert_refused(&output, EXIT_FAILED, &advice);
     assert!(down.status.success(), "{}", text(&down.stderr));
 }
 

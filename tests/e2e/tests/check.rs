@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Command;
 
 use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::{Cluster, SharedCluster, build};
 use aquifer_tests_support::skip;
 use rustix::fs::{XattrFlags, setxattr};
@@ -75,6 +76,44 @@ fn a_program_with_an_executable_heap_is_known() {
     assert!(code == Some(1) && shown.contains("may be executed"), "{code:?} {shown}");
     let run = cluster.run("16M", &[program.to_str().expect("a plain path")]);
     assert!(run.status.success(), "it may run: {}", text(&run.stderr));
+}
+
+/// A key file with the same digit in each place.
+fn write_key(state: &Path, digit: &str) {
+    let key = state.join("cluster.key");
+    std::fs::write(&key, digit.repeat(64)).expect("our own folder");
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).expect("our own file");
+}
+
+#[test]
+fn an_agent_with_another_key_is_refused_at_once() {
+    let (lender, borrower) = (TempDir::new().expect("a folder"), TempDir::new().expect("a folder"));
+    write_key(lender.path(), "1");
+    write_key(borrower.path(), "2");
+    let _directory = RunningDaemon::start_here(lender.path(), &["directory"]);
+    let node = ["node", "--id", "1", "--memory", "64M", "--listen", "127.0.0.1:0"];
+    let _node = RunningDaemon::start_here(lender.path(), &node);
+    let _keeper = RunningDaemon::start_here(borrower.path(), &["keeper"]);
+    let directory = lender.path().join("directory.sock");
+    let agent = ["agent", "--mempool", "16M", "--directory", directory.to_str().expect("a plain path")];
+    let _agent = RunningDaemon::start_here(borrower.path(), &agent);
+    let aquifer = |words: &[&str]| {
+        let mut command = Command::new(build::binary());
+        command.arg("--state").arg(borrower.path()).args(words);
+        let output = command.output().expect("aquifer can be started");
+        (output.status.code(), text(&output.stdout) + &text(&output.stderr))
+    };
+    for (words, code) in
+        [(&["run", "--local", "16M", "--", "true"][..], 125), (&["check"], 1), (&["status"], 0)]
+    {
+        let (found, said) = aquifer(words);
+        assert!(
+            found == Some(code) && said.contains("the cluster keys differ"),
+            "{words:?}: {found:?} {said}"
+        );
+        // The folder has no configuration: the agent says where its directory is.
+        assert!(words != ["status"] || said.contains("node-1     at 127.0.0.1:"), "{said}");
+    }
 }
 
 #[test]

@@ -68,6 +68,36 @@ fn an_unreachable_etcd_is_reported_before_anything_starts() {
     assert!(said.contains(&address) && said.contains("cannot be reached"), "{said}");
 }
 
+#[test]
+fn status_knows_an_empty_directory_and_shows_nodes_without_etcd() {
+    let mut etcd = EtcdCluster::start();
+    let cluster = up(&etcd);
+    let misspelt = format!("{}/misspelt", etcd.address());
+    let elsewhere = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+    let status = |directory: &str| {
+        let mut command = std::process::Command::new(build::binary());
+        command.arg("--state").arg(elsewhere.path()).args(["status", "--directory", directory]);
+        let output = command.output().expect("aquifer can be started");
+        (output.status.code(), text(&output.stdout))
+    };
+    let (code, said) = status(&misspelt);
+    assert!(
+        code == Some(4) && said.contains(&misspelt) && said.contains("no cluster of this name"),
+        "{said}"
+    );
+    let (code, said) = status(&etcd.address());
+    assert!(code == Some(0) && said.contains("node-3"), "{said}");
+
+    etcd.member(0).kill();
+    let known = cluster.status();
+    let problems = known["problems"].to_string();
+    assert!(problems.contains("etcd://"), "{known:#}");
+    let nodes = known["nodes"].as_array().expect("nodes are listed");
+    let has_free = |node: &Value| node["address"].is_null() && node["free_bytes"].as_u64() == Some(128 << 20);
+    assert!(nodes.len() == 3 && nodes.iter().all(has_free), "{known:#}");
+    etcd.member(0).restart();
+}
+
 mod long {
     use super::*;
 

@@ -7,8 +7,10 @@ use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Cluster, build};
 use tempfile::TempDir;
 
+/// The output of a program that finds the agent by the state folder, as a library does.
 fn output(cluster: &Cluster, command: &mut Command) -> String {
-    let output = command.env("AQUIFER_AGENT", cluster.agent_socket()).output().expect("it can be started");
+    let command = command.env_remove("AQUIFER_AGENT").env("AQUIFER_STATE", cluster.state());
+    let output = command.output().expect("it can be started");
     assert!(output.status.success(), "{command:?}: {}", text(&output.stderr));
     text(&output.stdout).trim().to_owned()
 }

@@ -53,6 +53,11 @@ fn users_without_rights_run_on_roots_agent_and_fork() {
         let outcome = shared.start(ANNE, "24M", &[test, "--bytes", "64M"]).wait();
         outcome.assert_success("a user's run on root's agent");
     }
+    // As after `su`: the folders in the environment are root's.
+    let mut command = shared.0.command(ANNE, &["run", "--local", "24M", "--", "true"]);
+    command.env("AQUIFER_STATE", shared.0.cluster.state()).env("HOME", "/root");
+    let output = command.output().expect("setpriv can be started");
+    assert!(output.status.success(), "{}", text(&output.stderr));
     shared.0.cluster.assert_all_free();
 }
 

@@ -107,7 +107,7 @@ impl Golden {
                 let possible: Vec<_> = possible.iter().map(|value| value.get_name()).collect();
                 words.push(if possible.is_empty() { "VALUE".to_owned() } else { possible.join("|") });
             }
-            words.extend(argument.get_env().map(|name| format!("env {}", name.display())));
+            words.extend(environment_variable(argument).map(|name| format!("env {name}")));
             let values = argument.get_default_values().iter();
             words.extend(values.map(|value| format!("else {}", value.display())));
             words.extend(argument.is_required_set().then(|| "required".to_owned()));
@@ -163,6 +163,15 @@ impl Golden {
             }
         );
     }
+}
+
+/// The environment variable of an argument: that of clap, or the one that its help names as `[env:
+/// NAME]`.
+fn environment_variable(argument: &clap::Arg) -> Option<String> {
+    let help = argument.get_help().map(ToString::to_string).unwrap_or_default();
+    let named = help.split_once("[env: ").and_then(|(_, rest)| rest.split_once(']'));
+    let of_clap = argument.get_env().map(|name| name.display().to_string());
+    of_clap.or_else(|| named.map(|(name, _)| name.to_owned()))
 }
 
 #[cfg(test)]

@@ -57,7 +57,9 @@ pub struct RunArguments {
     #[arg(long, value_name = "FILE")]
     pub stats: Option<PathBuf>,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    // The program's own options follow its name. Before it, a word with a hyphen is an option of
+    // `aquifer`.
+    #[arg(required = true, trailing_var_arg = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
 }
 
@@ -77,7 +79,7 @@ pub struct CheckArguments {
     #[command(flatten)]
     pub agent: AgentChoice,
     /// A program, whose arguments are ignored
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    #[arg(trailing_var_arg = true, value_name = "PROGRAM")]
     pub command: Vec<OsString>,
 }
 

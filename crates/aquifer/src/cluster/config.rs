@@ -320,6 +320,7 @@ mod tests {
             pages_per_user: None,
             shared_socket: None,
             grace: None,
+            without_runs: false,
             directory: DirectorySettings::default(),
         }
     }

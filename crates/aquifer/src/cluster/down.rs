@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::daemon::{Daemon, names};
 use super::launch::process_of;
 use super::lock::FileLock;
+use super::running::{known_daemons, refuse_foreign, running_daemons};
 use super::stop::{StopOutcome, stop};
 use crate::Outcome;
 use crate::cli::DownArguments;
@@ -39,9 +40,8 @@ pub fn down(state: &StateDir, arguments: &DownArguments) -> Outcome {
             state.path().display()
         );
     })?;
-    let mut daemons = known_daemons(state)?;
-    daemons.sort_unstable();
-    let ended = stop_daemons(state, &daemons)?;
+    refuse_foreign(state, &running_daemons(state)?, "stop them as they were started, such as by systemctl")?;
+    let ended = stop_daemons(state, &known_daemons(state)?)?;
     match std::fs::remove_file(state.cluster_config()) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
         _ => {}
@@ -97,21 +97,11 @@ fn purge(state: &StateDir) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether a file in a state folder is a lock, a socket or a log of a cluster.
+/// Whether a file in a state folder is a lock, a socket, a log or a record of a cluster.
 fn is_left_over(file: &Path) -> bool {
-    let has_name = |extension: &str| file.extension().is_some_and(|found| found == extension);
-    has_name("lock") || has_name("sock") || has_name("log")
-}
-
-/// All daemons that have ever run in the state folder, whether or not the configuration has them.
-fn known_daemons(state: &StateDir) -> io::Result<Vec<Daemon>> {
-    let mut daemons = Vec::new();
-    for file in std::fs::read_dir(state.path())? {
-        let name = file?.file_name();
-        let daemon = name.to_str().and_then(|name| name.strip_suffix(".lock")).and_then(Daemon::from_name);
-        daemons.extend(daemon);
-    }
-    Ok(daemons)
+    let extension = file.extension().and_then(|extension| extension.to_str());
+    // `span-1.held` is of a node whose memory heaps have.
+    extension.is_some_and(|extension| ["lock", "sock", "log", "old", "held"].contains(&extension))
 }
 
 /// Stops those of the daemons that run, and removes the sockets of all.

@@ -57,6 +57,7 @@ fn golden_files_of_a_cluster() {
         pages_per_user: Some(7),
         shared_socket: Some("/run/aquifer.sock".into()),
         grace: Some(7),
+        without_runs: false,
         directory: DirectorySettings { address: Some("etcd://a:2379/blue".into()), ..Default::default() },
     };
     let mut full = ClusterConfig::from_arguments(&arguments);
@@ -73,6 +74,7 @@ fn golden_files_of_a_cluster() {
         pages_per_user: None,
         shared_socket: None,
         grace: None,
+        without_runs: false,
         directory: DirectorySettings::default(),
     };
     for config in [full, ClusterConfig::from_arguments(&empty)] {

@@ -24,6 +24,9 @@ const LOG_BYTES_MAX: u64 = 4 << 20;
 const TAIL_LINES: usize = 10;
 const TAIL_BYTES_MAX: u64 = 16 << 10;
 
+/// The option that a daemon of `aquifer up` has, and no other.
+pub const DETACHED_FLAG: &str = "--detached";
+
 /// Why a daemon cannot be started, or its process cannot be found.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
@@ -119,7 +122,7 @@ pub fn start(
             .args(config.shared_socket.as_ref().map(|path| format!("--shared-socket={}", path.display())))
             .args(config.directory_flags()),
     };
-    command.arg("--detached").stdin(Stdio::null()).stdout(input).stderr(file);
+    command.arg(DETACHED_FLAG).stdin(Stdio::null()).stdout(input).stderr(file);
     let child = command.spawn().map_err(error("its program"))?;
     Ok(StartingDaemon { daemon, child, output, log, log_start })
 }

@@ -1,16 +1,16 @@
 //! `aquifer limit`: changes the limit of a run.
 
+use std::path::Path;
 use std::process::ExitCode;
 
 use crate::Outcome;
 use crate::cli::LimitArguments;
 use crate::say::say_line;
-use crate::state::StateDir;
 use aquifer_ipc::size::ByteSize;
 
 /// Changes the limit of a run and prints the new one.
-pub fn limit(state: &StateDir, arguments: &LimitArguments) -> Outcome {
-    let run = aquifer_host::client::set_limit(&arguments.agent.socket(state), arguments.pid, arguments.size)
+pub fn limit(state: Option<&Path>, arguments: &LimitArguments) -> Outcome {
+    let run = aquifer_host::client::set_limit(&arguments.agent.socket(state)?, arguments.pid, arguments.size)
         .map_err(|error| format!("cannot change the limit of process {}: {error}", arguments.pid))?;
     say_line!("{}: limit {}, resident {}", run.name, ByteSize(run.limit_bytes), ByteSize(run.resident_bytes));
     Ok(ExitCode::SUCCESS)

@@ -1,5 +1,6 @@
 //! Location of the cluster's directory, and the connection to it.
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -84,6 +85,17 @@ impl DirectoryLocation {
             Self::Embedded | Self::Unix(_) => false,
             #[cfg(feature = "etcd")]
             Self::Etcd(address, _) => address.uses_tls,
+        }
+    }
+}
+
+impl fmt::Display for DirectoryLocation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedded => f.write_str("embedded"),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            #[cfg(feature = "etcd")]
+            Self::Etcd(address, _) => write!(f, "{address}"),
         }
     }
 }

@@ -14,6 +14,7 @@ mod lend;
 mod limit;
 pub mod location;
 mod lock;
+mod running;
 mod segment;
 mod serve;
 pub mod signals;

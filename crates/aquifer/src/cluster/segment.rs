@@ -14,7 +14,6 @@ use serde::Serialize;
 use crate::Outcome;
 use crate::cli::{SegmentArguments, SegmentCommand};
 use crate::say::say_line;
-use crate::state::StateDir;
 
 /// Interval of looks whether a segment has moved.
 const LOOK: Duration = Duration::from_millis(50);
@@ -31,8 +30,8 @@ pub struct SegmentsStatus {
 }
 
 /// Carries a command out.
-pub fn segment(state: &StateDir, arguments: &SegmentArguments) -> Outcome {
-    let agent = arguments.agent.socket(state);
+pub fn segment(state: Option<&Path>, arguments: &SegmentArguments) -> Outcome {
+    let agent = arguments.agent.socket(state)?;
     match &arguments.command {
         SegmentCommand::List { json } => list(&agent, *json),
         SegmentCommand::Status { id, json, user } => status(&agent, *id, *user, *json),

@@ -1,32 +1,38 @@
 //! `aquifer status`: shows daemons, free memory and running programs.
 
-use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use aquifer_directory::names::{self, AgentRecord, HeapsRecord, NodeRecord};
+use aquifer_directory::names::{AgentRecord, NodeRecord};
+use aquifer_host::client::status_within;
 use aquifer_objects::service::report::HeapReport;
 use aquifer_report::AgentStatus;
 use serde::Serialize;
 
 use super::config::ClusterConfig;
 use super::daemon::Daemon;
-use super::launch::{LaunchError, process_of};
 use super::location::DirectoryLocation;
+use super::running::{known_daemons, running_daemon, running_daemons};
 use super::segment::{self, SegmentsStatus};
 use super::up::lost_socket;
-use super::{heap, key};
 use crate::Outcome;
 use crate::cli::StatusArguments;
 use crate::say::{say, say_line};
 use crate::settings::DirectorySettings;
 use crate::state::StateDir;
+use records::{Reader, Records};
 
 /// Exit code of `aquifer status` if a daemon of the cluster does not run.
 const EXIT_DEGRADED: u8 = 3;
 /// Exit code of `aquifer status` if no cluster is up.
 const EXIT_NO_CLUSTER: u8 = 4;
+/// Longest time for answers from daemons of this machine that are known to run. An agent that is
+/// asked for its status waits for nodes meanwhile.
+const LOCAL_TIMEOUT: Duration = Duration::from_secs(8);
+/// Longest time for answers from others.
+const REMOTE_TIMEOUT: Duration = Duration::from_millis(1800);
 
-/// What `aquifer status --json` prints.
+/// The status of a cluster, as `aquifer status --json` prints it.
 #[derive(Debug, Serialize)]
 struct Status {
     /// The state folder.
@@ -36,15 +42,17 @@ struct Status {
     /// Whether the agent's sockets exist.
     #[serde(skip)]
     is_reachable: bool,
-    /// Whether a directory has answered.
+    /// The directory that has answered and has no record of a cluster.
     #[serde(skip)]
-    has_records: bool,
+    empty_directory: Option<String>,
     /// How to give this cluster a command.
     #[serde(skip)]
     command: String,
     #[serde(rename = "parts")]
     daemons: Vec<DaemonStatus>,
     nodes: Vec<NodeStatus>,
+    /// Nodes that have ended or cannot be reached, and were not stopped in order.
+    missing_nodes: Vec<MissingNode>,
     heaps: Vec<HeapsStatus>,
     agents: Vec<AgentRecord>,
     /// The status of this machine's agent and of the programs that it serves.
@@ -61,12 +69,24 @@ struct DaemonStatus {
     #[serde(rename = "alive")]
     is_running: bool,
     pid: Option<u32>,
+    /// Whether `aquifer up` has started the process, or is to start it.
+    #[serde(rename = "by_up")]
+    is_of_up: bool,
+}
+
+/// A node that is not in the directory any more.
+#[derive(Debug, Serialize)]
+struct MissingNode {
+    id: u16,
+    /// The time when it left, in seconds since 1970, if the agent has seen that.
+    since_s: Option<u64>,
 }
 
 #[derive(Debug, Serialize)]
 struct NodeStatus {
     id: u16,
-    address: String,
+    /// The node's address; `None` if the directory does not answer.
+    address: Option<String>,
     memory_bytes: u64,
     /// Requested size.
     memory_bytes_wanted: u64,
@@ -92,13 +112,21 @@ struct HeapsStatus {
 /// # Errors
 /// If the stored configuration or a daemon's lock cannot be read.
 pub fn status(state: &StateDir, arguments: &StatusArguments) -> Outcome {
-    let status = collect(state, arguments)?;
+    let status = collect(&shown_folder(state)?, arguments)?;
     if arguments.json {
         say_line!("{}", serde_json::to_string_pretty(&status)?);
     } else {
         say!("{}", text::to_text(&status));
     }
     Ok(ExitCode::from(status.exit_code()))
+}
+
+/// The state folder that is shown: that of the daemons of systemd, if no folder was named and the
+/// default one has no cluster.
+fn shown_folder(state: &StateDir) -> Result<StateDir, Box<dyn std::error::Error>> {
+    let Some(system) = state.system_folder() else { return Ok(state.clone()) };
+    let is_used = ClusterConfig::load(state)?.is_some() || !running_daemons(state)?.is_empty();
+    Ok(if is_used || running_daemons(&system)?.is_empty() { state.clone() } else { system })
 }
 
 impl Status {
@@ -112,128 +140,215 @@ impl Status {
         }
     }
 
-    /// Whether a daemon runs here, or an agent or a directory has answered.
+    /// Whether a daemon runs here, or an agent or a directory has said something of a cluster.
     fn has_cluster(&self) -> bool {
-        self.daemons.iter().any(|daemon| daemon.is_running) || self.agent.is_some() || self.has_records
+        self.daemons.iter().any(|daemon| daemon.is_running) || self.agent.is_some() || self.has_records()
+    }
+
+    /// Whether a directory has records of a cluster.
+    fn has_records(&self) -> bool {
+        !(self.nodes.is_empty()
+            && self.missing_nodes.is_empty()
+            && self.heaps.is_empty()
+            && self.agents.is_empty())
     }
 
     /// Whether a daemon of the cluster does not run.
     fn has_missing_daemons(&self) -> bool {
         self.daemons.iter().any(|daemon| !daemon.is_running)
     }
+
+    fn is_running(&self, name: &str) -> bool {
+        self.daemons.iter().any(|daemon| daemon.name == name && daemon.is_running)
+    }
 }
 
 fn collect(state: &StateDir, arguments: &StatusArguments) -> Result<Status, Box<dyn std::error::Error>> {
-    let agent_socket = &*arguments.agent.socket(state);
     let config = ClusterConfig::load(state)?;
-    let mut daemons = Vec::new();
-    for daemon in config.iter().flat_map(ClusterConfig::daemons) {
-        daemons.push(daemon_status(state, daemon)?);
+    let mut status = Status::new(state);
+    status.daemons = daemons(state, config.as_ref())?;
+    status.up = !status.daemons.is_empty() && status.daemons.iter().all(|daemon| daemon.is_running);
+    if status.is_running("agent") {
+        let lost_sockets = config.iter().flat_map(|config| config.lost_sockets(state));
+        status.problems.extend(lost_sockets.map(|socket| lost_socket(&socket)));
+        status.is_reachable = status.problems.is_empty();
     }
-    let mut problems = Vec::new();
-    let lost_sockets = config.iter().flat_map(|config| config.lost_sockets(state));
-    let is_running =
-        |name: &str| daemons.iter().any(|daemon: &DaemonStatus| daemon.name == name && daemon.is_running);
-    if is_running("agent") {
-        problems.extend(lost_sockets.map(|socket| lost_socket(&socket)));
-    }
-    let is_reachable = problems.is_empty();
+    let socket = arguments.agent.socket(state.by_option())?;
+    // Its own socket may be the one that all users have.
+    let own_sockets = [Some(state.agent_socket()), config.as_ref().and_then(|it| it.shared_socket.clone())];
+    let is_own = own_sockets.contains(&Some(socket.clone()));
+    // A dead agent does not answer, although the keeper still has its socket.
+    let is_asked = if is_own { status.is_running("agent") } else { socket.exists() };
+    let timeout = if is_own { LOCAL_TIMEOUT } else { REMOTE_TIMEOUT };
+    let asked = socket.clone();
+    let agent_reader = Reader::start(timeout, move || is_asked.then(|| status_within(&asked, timeout)));
+    let asked = socket.clone();
+    let segments_reader =
+        Reader::start(timeout, move || is_asked.then(|| segment::report(&asked).ok().flatten()).flatten());
+
     let is_given = arguments.directory != DirectorySettings::default();
-    let settings =
-        if is_given { Some(&arguments.directory) } else { config.as_ref().map(|config| &config.directory) };
-    let location = settings.map(DirectoryLocation::new).transpose()?;
-    // An external directory is queried only if a daemon of the cluster runs.
-    let is_queried = |location: &DirectoryLocation| {
-        if is_given {
-            true
-        } else if location.is_own() {
-            is_running("directory")
+    let location = if is_given {
+        Some(DirectoryLocation::new(&arguments.directory)?)
+    } else {
+        queried_directory(state, config.as_ref(), &status)?
+    };
+    let records = location.as_ref().map(|location| Records::read(state, location, &mut status.problems));
+    match agent_reader.wait() {
+        Some(Some(Ok(agent))) => status.agent = agent,
+        Some(Some(Err(error))) => {
+            status.problems.push(format!("the agent's status is not available: {error}"));
+        }
+        Some(None) => {}
+        None => status.problems.push("the agent's status is not available: it does not answer".to_owned()),
+    }
+    // The agent asks the directory for copies of segments.
+    let is_directory_silent = matches!(records, Some(None));
+    status.segments =
+        if is_directory_silent { segments_reader.now() } else { segments_reader.wait() }.flatten();
+    // Nodes of another cluster can have the same numbers.
+    let is_of_cluster = is_own || status.daemons.is_empty();
+    if status.agent.is_some() && !is_of_cluster {
+        status
+            .problems
+            .push(format!("the agent at {} is not of the cluster in this folder", socket.display()));
+    }
+    let agent = status.agent.as_ref().filter(|_| is_of_cluster);
+    let failures = agent.iter().flat_map(|agent| &agent.nodes);
+    status.problems.extend(failures.filter_map(|node| {
+        let failure = node.failure.as_ref()?;
+        Some(format!("the agent cannot use memory node {}: {failure}", node.id))
+    }));
+    let is_own_directory = location.as_ref().is_some_and(DirectoryLocation::is_own) && config.is_some();
+    match records.flatten() {
+        Some(records) => {
+            status.empty_directory = location.filter(|_| records.is_empty()).map(|it| it.to_string());
+            status.missing_nodes = missing_nodes(&records, agent, is_own_directory);
+            status.nodes = records.nodes.iter().map(|node| node_status(node, agent)).collect();
+            (status.heaps, status.agents) = (records.heaps, records.agents);
+        }
+        // What the agent knows, while the directory does not answer.
+        None => status.nodes = agent.iter().flat_map(|agent| &agent.nodes).map(node_of_agent).collect(),
+    }
+    status.nodes.sort_by_key(|node| node.id);
+    Ok(status)
+}
+
+impl Status {
+    /// A status with nothing in it.
+    fn new(state: &StateDir) -> Self {
+        Self {
+            state: state.path().display().to_string(),
+            up: false,
+            is_reachable: true,
+            empty_directory: None,
+            command: state.command(),
+            daemons: Vec::new(),
+            nodes: Vec::new(),
+            missing_nodes: Vec::new(),
+            heaps: Vec::new(),
+            agents: Vec::new(),
+            agent: None,
+            segments: None,
+            problems: Vec::new(),
+        }
+    }
+}
+
+/// The daemons of the configuration, and all others that run in the folder.
+fn daemons(
+    state: &StateDir,
+    config: Option<&ClusterConfig>,
+) -> Result<Vec<DaemonStatus>, Box<dyn std::error::Error>> {
+    let mut daemons = config.map(ClusterConfig::daemons).unwrap_or_default();
+    daemons.extend(known_daemons(state)?);
+    daemons.sort_unstable();
+    daemons.dedup();
+    let mut statuses = Vec::new();
+    for daemon in daemons {
+        let running = running_daemon(state, daemon)?;
+        let is_of_cluster = config.is_some_and(|config| config.daemons().contains(&daemon));
+        if is_of_cluster || running.is_some() {
+            statuses.push(DaemonStatus {
+                name: daemon.to_string(),
+                is_running: running.is_some(),
+                is_of_up: running.as_ref().is_none_or(|running| running.is_of_up),
+                pid: running.map(|running| running.process.pid),
+            });
+        }
+    }
+    Ok(statuses)
+}
+
+/// The directory of the cluster, if a daemon runs that uses it.
+fn queried_directory(
+    state: &StateDir,
+    config: Option<&ClusterConfig>,
+    status: &Status,
+) -> Result<Option<DirectoryLocation>, Box<dyn std::error::Error>> {
+    let is_running = |location: &DirectoryLocation| {
+        let daemon = &Daemon::Directory.to_string();
+        if location.is_own() {
+            status.is_running(daemon)
         } else {
-            daemons.iter().any(|daemon| daemon.is_running)
+            status.daemons.iter().any(|daemon| daemon.is_running)
         }
     };
-    let records = location.filter(is_queried).map(|location| read_records(state, &location));
-    let records = records.transpose().unwrap_or_else(|error| {
-        problems.push(error);
-        None
-    });
-    let has_records = records.is_some();
-    let (nodes, heaps, agents) = records.unwrap_or_default();
-    // The agent of another user, or one that was started without `aquifer up`.
-    let is_separate = agent_socket != state.agent_socket() || config.is_none() && agent_socket.exists();
-    let agent = if is_running("agent") || is_separate {
-        agent_status(agent_socket).unwrap_or_else(|error| {
-            problems.push(format!("the agent's status is not available: {error}"));
-            None
-        })
-    } else {
-        None
-    };
-    let segments = agent.as_ref().and_then(|_| segment::report(agent_socket).ok().flatten());
-    let free_bytes = |id| {
-        agent.iter().flat_map(|agent| &agent.nodes).find(|node| node.id == id).map(|node| node.free_bytes)
-    };
-    let node_status = |node: NodeRecord| NodeStatus {
+    if let Some(config) = config {
+        return Ok(Some(DirectoryLocation::new(&config.directory)?).filter(is_running));
+    }
+    if is_running(&DirectoryLocation::Embedded) {
+        return Ok(Some(DirectoryLocation::Embedded));
+    }
+    if !status.is_running(&Daemon::Agent.to_string()) {
+        return Ok(None);
+    }
+    // An agent that was not started by `aquifer up` has its directory from a file of its own.
+    let access = aquifer_host::cluster_access::request_cluster_access(&state.agent_socket());
+    let settings = access.ok().and_then(|(_, access)| serde_json::from_str(&access.directory).ok());
+    Ok(settings.and_then(|settings| DirectoryLocation::new(&settings).ok()))
+}
+
+fn node_status(node: &NodeRecord, agent: Option<&AgentStatus>) -> NodeStatus {
+    let known = agent.iter().flat_map(|agent| &agent.nodes).find(|known| known.id == node.id);
+    NodeStatus {
         id: node.id,
-        address: node.address,
+        address: Some(node.address.clone()),
         memory_bytes: node.memory_bytes,
         memory_bytes_wanted: node.requested_memory_bytes,
         memory_bytes_max: node.memory_bytes_max,
-        free_bytes: free_bytes(node.id),
-    };
-    let mut nodes: Vec<_> = nodes.into_iter().map(node_status).collect();
-    nodes.sort_by_key(|node| node.id);
-    Ok(Status {
-        state: state.path().display().to_string(),
-        up: !daemons.is_empty() && daemons.iter().all(|daemon| daemon.is_running),
-        is_reachable,
-        has_records,
-        command: state.command(),
-        daemons,
-        nodes,
-        heaps,
-        agents,
-        agent,
-        segments,
-        problems,
-    })
+        free_bytes: known.map(|known| known.free_bytes),
+    }
 }
 
-fn daemon_status(state: &StateDir, daemon: Daemon) -> Result<DaemonStatus, LaunchError> {
-    let process = process_of(state, daemon)?;
-    Ok(DaemonStatus {
-        name: daemon.to_string(),
-        is_running: process.is_some(),
-        pid: process.map(|process| process.pid),
-    })
+/// The status of a node as far as the agent knows it.
+fn node_of_agent(node: &aquifer_report::NodeStatus) -> NodeStatus {
+    NodeStatus {
+        id: node.id,
+        address: None,
+        memory_bytes: node.memory_bytes,
+        memory_bytes_wanted: node.memory_bytes,
+        memory_bytes_max: node.memory_bytes,
+        free_bytes: Some(node.free_bytes),
+    }
 }
 
-/// What the directory knows.
-type Records = (Vec<NodeRecord>, Vec<HeapsStatus>, Vec<AgentRecord>);
-
-/// Reads the records of nodes, services of heaps and agents from the directory.
+/// The nodes whose memory the directory has, and not the node itself.
 ///
-/// # Errors
-/// The message for `Status::problems`.
-fn read_records(state: &StateDir, location: &DirectoryLocation) -> Result<Records, String> {
-    let directory = location.connect(state).map_err(|error| error.to_string())?;
-    let nodes = names::nodes(&*directory).map_err(|error| error.to_string())?;
-    let services = names::heaps(&*directory).map_err(|error| error.to_string())?;
-    let agents = names::agents(&*directory).map_err(|error| error.to_string())?;
-    let key = key::load(&state.key_file()).ok();
-    let status = |service: HeapsRecord| HeapsStatus {
-        heaps: key.as_ref().and_then(|key| heap::reports(&service, key)),
-        node: service.node,
-        address: service.address,
-        memory_bytes: service.memory_bytes,
+/// In a cluster of `aquifer up` they may be of an earlier configuration, so only those count that
+/// the agent has seen.
+fn missing_nodes(records: &Records, agent: Option<&AgentStatus>, is_own: bool) -> Vec<MissingNode> {
+    let seen = |id| {
+        let missing = agent.iter().flat_map(|agent| &agent.missing_nodes);
+        missing.clone().find(|node| node.id == id).map(|node| node.since_s)
     };
-    Ok((nodes, services.into_iter().map(status).collect(), agents))
-}
-
-fn agent_status(socket: &Path) -> std::io::Result<Option<AgentStatus>> {
-    aquifer_host::client::status(socket)
+    let is_present = |id| records.nodes.iter().any(|node| node.id == id);
+    let ids = records.lives.iter().map(|life| life.node).filter(|id| !is_present(*id));
+    ids.map(|id| MissingNode { id, since_s: seen(id) })
+        .filter(|node| !is_own || node.since_s.is_some())
+        .collect()
 }
 
 #[cfg(test)]
 mod golden_tests;
+mod records;
 mod text;

@@ -11,6 +11,7 @@ use super::key;
 use super::launch::{LaunchError, process_of, start};
 use super::location::DirectoryLocation;
 use super::lock::{FileLock, LockHolder};
+use super::running::{refuse_foreign, running_daemons};
 use crate::Outcome;
 use crate::check::why_no_agent;
 use crate::cli::UpArguments;
@@ -21,8 +22,17 @@ use aquifer_ipc::Frame;
 use aquifer_ipc::size::ByteSize;
 use aquifer_node::memory::available_bytes;
 
+/// Advice for a folder with daemons that `aquifer up` has not started.
+const ELSEWHERE: &str = "choose another folder with --state, or stop them first";
+
 /// Starts the daemons of the cluster that do not run, and returns once they serve.
 pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
+    let arguments = with_absolute_paths(arguments)?;
+    if !state.path().exists() {
+        // What is refused leaves no folder.
+        let config = ClusterConfig::from_arguments(&arguments);
+        check_start(state, &config, &config.daemons(), &arguments)?;
+    }
     state.create()?;
     let _lock = FileLock::acquire(&state.lock(CLUSTER_LOCK), || {
         crate::say::say_error!(
@@ -30,7 +40,15 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
             state.path().display()
         );
     })?;
-    let config = config(state, &with_absolute_paths(arguments)?)?;
+    let running = running_daemons(state)?;
+    // `aquifer up` begins no cluster among daemons that it has not started.
+    let is_new = running.iter().all(|daemon| !daemon.is_of_up);
+    if is_new {
+        refuse_foreign(state, &running, ELSEWHERE)?;
+    }
+    let config = config(state, &arguments)?;
+    let daemons = config.daemons();
+    refuse_foreign(state, running.iter().filter(|running| daemons.contains(&running.daemon)), ELSEWHERE)?;
     let missing = missing(state, &config)?;
     if missing.is_empty() {
         if let Some(socket) = config.lost_sockets(state).first() {
@@ -39,12 +57,8 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         say_line!("The cluster is up already: {config}, in {}", state.path().display());
         return Ok(ExitCode::SUCCESS);
     }
-    check_memory(&config, &missing)?;
-    let location = DirectoryLocation::new(&config.directory)?;
-    if !location.is_own() {
-        // Fails here, with one message, instead of in each daemon.
-        location.connect(state)?;
-    }
+    check_start(state, &config, &missing, &arguments)?;
+    key::ensure(&state.key_file())?;
     config.save(state)?;
     if let Err(error) = start_all(state, &config, &missing) {
         // Daemons that ran before are left alone.
@@ -55,13 +69,36 @@ pub fn up(state: &StateDir, arguments: &UpArguments) -> Outcome {
         return Err(error.into());
     }
     watch_exits(state, &config);
-    if let Err(error) = aquifer_agent::can_serve_programs() {
-        crate::say::say_error!("no program can run on this cluster: {}", why_no_agent(&error));
-    }
     say_line!("Started {}", names(&missing));
     say_line!("The cluster is up: {config}, in {}", state.path().display());
-    say_line!("Try: {} run --local 64M -- PROGRAM ARGUMENTS", state.command());
+    if !arguments.without_runs {
+        say_line!("Try: {} run --local 64M -- PROGRAM ARGUMENTS", state.command());
+    }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Checks what can be known before daemons are started: one message is better than one of each
+/// daemon.
+fn check_start(
+    state: &StateDir,
+    config: &ClusterConfig,
+    missing: &[Daemon],
+    arguments: &UpArguments,
+) -> Result<(), Box<dyn std::error::Error>> {
+    check_memory(config, missing)?;
+    // The agent of a useless cluster would hide the agent that serves all users.
+    if missing.contains(&Daemon::Agent)
+        && !arguments.without_runs
+        && let Err(error) = aquifer_agent::can_serve_programs()
+    {
+        let advice = "; for extents, heaps and caches alone: aquifer up --without-runs";
+        return Err(format!("{}{advice}", why_no_agent(&error)).into());
+    }
+    let location = DirectoryLocation::new(&config.directory)?;
+    if !location.is_own() {
+        location.connect(state)?;
+    }
+    Ok(())
 }
 
 /// What to do about a socket of the agent that is gone.
@@ -107,21 +144,17 @@ fn watch_exits(state: &StateDir, config: &ClusterConfig) {
 /// The stored configuration; or a new one if there is none, or if it differs and no daemon of it
 /// runs.
 fn config(state: &StateDir, arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
-    let Some(stored) = ClusterConfig::load(state)? else { return new_config(state, arguments) };
+    let Some(stored) = ClusterConfig::load(state)? else { return new_config(arguments) };
     match stored.check(arguments) {
         Ok(()) => Ok(stored),
-        Err(_) if missing(state, &stored)?.len() == stored.daemons().len() => new_config(state, arguments),
+        Err(_) if missing(state, &stored)?.len() == stored.daemons().len() => new_config(arguments),
         Err(error) => Err(error.into()),
     }
 }
 
-fn new_config(
-    state: &StateDir,
-    arguments: &UpArguments,
-) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
+fn new_config(arguments: &UpArguments) -> Result<ClusterConfig, Box<dyn std::error::Error>> {
     let mut config = ClusterConfig::from_arguments(arguments);
     config.choose_ports()?;
-    key::ensure(&state.key_file())?;
     Ok(config)
 }
 
@@ -140,7 +173,7 @@ fn missing(state: &StateDir, config: &ClusterConfig) -> Result<Vec<Daemon>, Laun
 ///
 /// Nodes allocate their memory as it is used. Without the check, the machine would run out of
 /// memory while programs run.
-fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
+fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Result<(), Box<dyn std::error::Error>> {
     let lent_max = config.memory_bytes_max.unwrap_or(config.memory_bytes);
     if let Some(for_heaps) = config.heap_memory_bytes.filter(|bytes| *bytes > lent_max) {
         let (for_heaps, lent_max) = (ByteSize(for_heaps), ByteSize(lent_max));
@@ -166,7 +199,7 @@ fn check_memory(config: &ClusterConfig, missing: &[Daemon]) -> Outcome {
         )
         .into());
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Starts the directory and the keeper first, then all nodes at once, then the agent.

@@ -6,15 +6,15 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
 use std::process::ExitCode;
 
+use aquifer_kv::KvStore;
 use aquifer_kv::catalog::Catalog;
-use aquifer_kv::{KvError, KvStore};
-use aquifer_objects::client::{ClientError, HeapClient};
+use aquifer_objects::client::HeapClient;
 
 use crate::cli::PassedArguments;
 use crate::say::{record_write, say_line};
-use crate::state::StateDir;
 use crate::{Outcome, bench_binary};
 
 pub use arguments::{KvArguments, KvCommand};
@@ -25,13 +25,14 @@ const KEYS_DEFAULT: u64 = 100_000;
 type Store = KvStore<HeapClient>;
 
 /// Carries out a command.
-pub fn kv(state: &StateDir, arguments: KvArguments) -> Outcome {
+pub fn kv(state: Option<&Path>, arguments: KvArguments) -> Outcome {
     let KvArguments { agent, node, store, command } = arguments;
-    let connect = || HeapClient::connect_at(agent.socket(state), node);
+    let agent = agent.socket(state)?;
+    let connect = || HeapClient::connect_at(agent.clone(), node);
     match command {
         KvCommand::Put { key, value } => {
             let value = value.map_or_else(read_input, |value| Ok(value.into_vec()))?;
-            open_or_create(connect, &store)?.put(key.as_bytes(), &value)?;
+            Store::open_or_create(connect()?, &store, KEYS_DEFAULT)?.put(key.as_bytes(), &value)?;
             Ok(ExitCode::SUCCESS)
         }
         KvCommand::Get { key } => get(&mut Store::open(connect()?, &store)?, key.as_bytes()),
@@ -58,23 +59,6 @@ pub fn kv(state: &StateDir, arguments: KvArguments) -> Outcome {
             let arguments = std::iter::once(OsString::from("kv")).chain(passed.arguments).collect();
             bench_binary::exec("bench", None, &PassedArguments { arguments })
         }
-    }
-}
-
-fn open_or_create(
-    connect: impl Fn() -> Result<HeapClient, ClientError>,
-    name: &str,
-) -> Result<Store, KvError<ClientError>> {
-    let mut heap = connect().map_err(KvError::Objects)?;
-    match Store::open(heap, name) {
-        Err(KvError::NoStore) => {}
-        opened => return opened,
-    }
-    heap = connect().map_err(KvError::Objects)?;
-    match Store::create(&mut heap, name, KEYS_DEFAULT) {
-        // Another program was faster.
-        Ok(()) | Err(KvError::Exists) => Store::open(heap, name),
-        Err(error) => Err(error),
     }
 }
 

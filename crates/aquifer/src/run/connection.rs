@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_host::client;
 use aquifer_ipc::{Frame, OpenRun, RunToken};
@@ -16,6 +17,10 @@ use super::RunError;
 
 /// Time to wait for the statistics. The agent frees the run's memory before it sends them.
 const STATISTICS_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Time without an answer after which the user is told what the run waits for. systemd restarts an
+/// agent sooner.
+const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Agents that are asked for a run, one after the other.
 const OPEN_ATTEMPTS_MAX: u32 = 5;
@@ -50,6 +55,14 @@ impl RunConnection {
             _ => RunError::NoCluster { path: path.to_owned() },
         })?;
         send_frame(&socket, &Frame::OpenRun(open.clone()), &[]).map_err(RunError::Agent)?;
+        // The keeper holds the socket of an agent that has ended, for the next agent.
+        if !wait_readable(&[&socket], NOTICE_TIMEOUT).map_err(RunError::Agent)? {
+            crate::say::say_error!(
+                "waiting for the agent at {}, which does not answer: if it has ended, start it again with \
+                 `aquifer up`, or as it was started",
+                path.display()
+            );
+        }
         match receive_frame(&socket) {
             Ok((Frame::RunOpened(token), _)) => Ok(Self::new(socket, token)),
             Ok((Frame::Refused(reason), _)) => Err(RunError::Refused(reason)),

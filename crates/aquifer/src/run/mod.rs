@@ -60,8 +60,8 @@ pub enum RunError {
     #[error(transparent)]
     Executable(#[from] ExecutableError),
     /// No agent listens at the socket.
-    #[error("no cluster is up (nothing answers at {path}): start one with `aquifer \
-        up`", path = path.display())]
+    #[error("no agent answers at {path}: no cluster is up, or its agent has ended; start it with `aquifer \
+        up`, or as it was started", path = path.display())]
     NoCluster {
         /// The socket.
         path: PathBuf,

@@ -298,6 +298,12 @@ mod tests {
     fn every_bench_is_listed_with_its_targets() {
         let list = list();
         assert_eq!(list.lines().count(), BENCHES.len());
+        let makefile = include_str!("../../../../Makefile");
+        let run_by_make = makefile.lines().find_map(|line| line.strip_prefix("BENCHES := ")).unwrap();
+        for bench in &BENCHES {
+            let is_run = run_by_make.split([' ', '\'']).any(|name| name == bench.name);
+            assert!(is_run, "`make bench` does not run {}", bench.name);
+        }
         assert!(list.lines().all(|line| line.contains("targets: ")), "{list}");
     }
 

@@ -31,8 +31,8 @@ pub struct CheckArguments {
     /// File with the cluster key, the same on both hosts [default: cluster.key in the state folder]
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// The state folder with the cluster key, if --key is not given [default: aquifer in the user's
-    /// runtime folder]
-    #[arg(long, value_name = "DIR", env = "AQUIFER_STATE", hide_env_values = true)]
+    /// The state folder with the cluster key, if --key is not given [default: as for `aquifer`]
+    /// [env: AQUIFER_STATE]
+    #[arg(long, value_name = "DIR")]
     pub state: Option<PathBuf>,
 }

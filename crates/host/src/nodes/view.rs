@@ -54,6 +54,8 @@ pub(super) struct NodeView {
     suspects: BTreeMap<NodeId, PresentNode>,
     /// Nodes that are away, each with the time until which its memory is kept.
     away: BTreeMap<NodeId, Instant>,
+    /// When each node left the directory that has not returned.
+    missing: BTreeMap<NodeId, Instant>,
     /// Revision of the latest applied listing. Older events are ignored.
     listing_revision: u64,
     /// Revision of the latest applied event. Older listings are ignored.
@@ -111,6 +113,7 @@ impl NodeView {
 
     fn insert(&mut self, record: &NodeRecord, now: Instant) {
         let node = NodeId(record.id);
+        self.missing.remove(&node);
         self.away.remove(&node);
         self.suspects.remove(&node);
         match PresentNode::from_record(record) {
@@ -133,7 +136,11 @@ impl NodeView {
     }
 
     fn remove(&mut self, node: NodeId, now: Instant) {
-        match self.present.remove(&node) {
+        let last = self.present.remove(&node);
+        if last.is_some() {
+            self.missing.insert(node, now);
+        }
+        match last {
             Some(present) if present.grace.is_zero() => drop(self.suspects.insert(node, present)),
             Some(present) => drop(self.away.insert(node, now + present.grace)),
             None => {}
@@ -150,6 +157,11 @@ impl NodeView {
         }
         let is_kept = self.away.get(&node).is_some_and(|until| now < *until);
         if is_kept { NodeState::Away } else { NodeState::Unknown }
+    }
+
+    /// The nodes that have left the directory since this view exists, and when.
+    pub fn missing(&self) -> impl Iterator<Item = (NodeId, Instant)> {
+        self.missing.iter().map(|(node, since)| (*node, *since))
     }
 
     /// The nodes that the directory has.
@@ -188,8 +200,10 @@ mod tests {
         assert_eq!(view.state(NodeId(1), at(600)), NodeState::Unknown);
         assert!(matches!(view.state(NodeId(2), at(100)), NodeState::Suspect(PresentNode { epoch: 8, .. })));
         assert!(view.present().all(|node| node != NodeId(2)), "it gets no new pages");
+        assert!(view.missing().eq([(NodeId(1), at(100)), (NodeId(2), at(100))]));
         view.apply_event(NodeId(1), Some(&record(1, 7, 500)), 13, at(200));
         assert!(matches!(view.state(NodeId(1), at(900)), NodeState::Present(PresentNode { epoch: 7, .. })));
+        assert!(view.missing().eq([(NodeId(2), at(100))]), "the other one has returned");
         // A listing without the node has the effect of a deletion.
         view.apply_listing(&[], 14, at(1000));
         assert_eq!(view.state(NodeId(1), at(1400)), NodeState::Away);

@@ -74,7 +74,10 @@ pub enum SegmentError {
         limit: u64,
     },
     /// The target is not prepared.
-    #[error("the target does not accept segment {0}: it is away, or busy with it")]
+    #[error(
+        "the target does not accept segment {0}: the owner has not called connect before transfer, or the \
+         target is away or busy with it"
+    )]
     Declined(SegmentKey),
     /// Too many hosts still have pages of it.
     #[error("segment {0} has moved {LINKS_MAX} times before all of it was pulled: pull it first")]

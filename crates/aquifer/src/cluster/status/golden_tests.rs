@@ -10,7 +10,7 @@ fn golden_status() {
     let mut golden = golden!("status");
     let node = NodeStatus {
         id: 1,
-        address: "node-1.sock".into(),
+        address: Some("node-1.sock".into()),
         memory_bytes: 2,
         memory_bytes_wanted: 3,
         memory_bytes_max: 4,
@@ -24,6 +24,7 @@ fn golden_status() {
         mempool_bytes: 2,
         mempool_used_bytes: 3,
         nodes: Vec::new(),
+        missing_nodes: Vec::new(),
         tenants: Vec::new(),
         users: Vec::new(),
         sessions: Vec::new(),
@@ -33,10 +34,11 @@ fn golden_status() {
         state: "/run/user/1/aquifer".into(),
         up: true,
         is_reachable: true,
-        has_records: false,
+        empty_directory: None,
         command: "aquifer".into(),
-        daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7) }],
+        daemons: vec![DaemonStatus { name: "node-1".into(), is_running: true, pid: Some(7), is_of_up: true }],
         nodes: vec![node],
+        missing_nodes: vec![MissingNode { id: 2, since_s: Some(9) }],
         heaps: vec![HeapsStatus {
             node: 1,
             address: "here:1".into(),
@@ -53,10 +55,11 @@ fn golden_status() {
         state: String::new(),
         up: false,
         is_reachable: true,
-        has_records: false,
+        empty_directory: None,
         command: "aquifer".into(),
-        daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None }],
+        daemons: vec![DaemonStatus { name: "agent".into(), is_running: false, pid: None, is_of_up: true }],
         nodes: Vec::new(),
+        missing_nodes: Vec::new(),
         heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
@@ -73,13 +76,19 @@ fn the_exit_code_says_whether_a_cluster_is_up() {
         state: String::new(),
         up: false,
         is_reachable: true,
-        has_records: false,
+        empty_directory: None,
         command: "aquifer".into(),
         daemons: running
             .iter()
-            .map(|is_running| DaemonStatus { name: "agent".into(), is_running: *is_running, pid: None })
+            .map(|is_running| DaemonStatus {
+                name: "agent".into(),
+                is_running: *is_running,
+                pid: None,
+                is_of_up: true,
+            })
             .collect(),
         nodes: Vec::new(),
+        missing_nodes: Vec::new(),
         heaps: Vec::new(),
         agents: Vec::new(),
         agent: None,
@@ -89,6 +98,8 @@ fn the_exit_code_says_whether_a_cluster_is_up() {
     let exit_codes =
         [&[][..], &[true, true], &[true, false], &[false]].map(|running| status(running).exit_code());
     assert_eq!(exit_codes, [EXIT_NO_CLUSTER, 0, EXIT_DEGRADED, EXIT_DEGRADED]);
-    let elsewhere = Status { has_records: true, ..status(&[]) };
-    assert_eq!(elsewhere.exit_code(), 0, "the directory has answered");
+    let empty = Status { empty_directory: Some("etcd://h:1/blu".into()), ..status(&[]) };
+    assert_eq!(empty.exit_code(), EXIT_NO_CLUSTER, "the directory has answered, and has no cluster");
+    let elsewhere = Status { missing_nodes: vec![MissingNode { id: 1, since_s: None }], ..status(&[]) };
+    assert_eq!(elsewhere.exit_code(), 0, "the directory has a cluster");
 }

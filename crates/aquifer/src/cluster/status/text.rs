@@ -28,13 +28,27 @@ pub(super) fn to_text(status: &Status) -> String {
 fn write_text(text: &mut String, status: &Status) -> std::fmt::Result {
     let running = status.daemons.iter().filter(|daemon| daemon.is_running).count();
     if !status.has_cluster() {
-        writeln!(text, "No cluster is up in {}. Start one with: {} up", status.state, status.command)?;
+        match &status.empty_directory {
+            Some(directory) => writeln!(
+                text,
+                "The directory at {directory} has no cluster of this name: no node and no agent is there"
+            )?,
+            None => {
+                writeln!(
+                    text,
+                    "No cluster is up in {}. Start one with: {} up",
+                    status.state, status.command
+                )?;
+            }
+        }
         return status.problems.iter().try_for_each(|problem| writeln!(text, "{problem}"));
     }
     if status.daemons.is_empty() {
         let what =
             if status.agent.is_some() { "An agent of this host serves you" } else { "The directory answers" };
         writeln!(text, "{what}")?;
+    } else if status.daemons.iter().all(|daemon| !daemon.is_of_up) {
+        writeln!(text, "These daemons run in {}; `aquifer up` has not started them", status.state)?;
     } else if status.has_missing_daemons() {
         let missing = status.daemons.len() - running;
         let (count, state) = (status.daemons.len(), &status.state);
@@ -67,9 +81,20 @@ fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
         status.daemons.iter().any(|daemon| daemon.name == Daemon::Node(node.id).to_string())
     };
     for node in status.nodes.iter().filter(|node| !is_here(node)) {
-        write!(text, "  {:<10} at {}", Daemon::Node(node.id).to_string(), node.address)?;
+        write!(text, "  {:<10}", Daemon::Node(node.id).to_string())?;
+        match &node.address {
+            Some(address) => write!(text, " at {address}")?,
+            None => write!(text, " as the agent knows it:")?,
+        }
         write_lent(text, node)?;
         writeln!(text)?;
+    }
+    for node in &status.missing_nodes {
+        write!(text, "  {:<10} missing", Daemon::Node(node.id).to_string())?;
+        match node.since_s {
+            Some(since_s) => writeln!(text, " for {}", time_since(since_s))?,
+            None => writeln!(text)?,
+        }
     }
     let lent: u64 = status.nodes.iter().map(|node| node.memory_bytes).sum();
     if status.nodes.len() > 1 {
@@ -86,6 +111,18 @@ fn write_nodes(text: &mut String, status: &Status) -> std::fmt::Result {
         writeln!(text, "  degraded: {degraded} slabs have fewer replicas than their runs want")?;
     }
     Ok(())
+}
+
+/// The time since a time in seconds since 1970, such as `45 s` or `3 min`.
+fn time_since(since_s: u64) -> String {
+    let now_s = std::time::UNIX_EPOCH.elapsed().map_or(since_s, |now| now.as_secs());
+    let elapsed_s = now_s.saturating_sub(since_s);
+    match elapsed_s {
+        0..120 => format!("{elapsed_s} s"),
+        120..7200 => format!("{} min", elapsed_s / 60),
+        7200..172_800 => format!("{} h", elapsed_s / 3600),
+        _ => format!("{} days", elapsed_s / 86_400),
+    }
 }
 
 /// What a node lends, and has free.
@@ -129,6 +166,10 @@ fn write_daemon(text: &mut String, status: &Status, daemon: &DaemonStatus) -> st
     }
     if let (true, Some(agent)) = (daemon.name == Daemon::Agent.to_string(), &status.agent) {
         write!(text, " mempool {} of {}", ByteSize(agent.mempool_used_bytes), ByteSize(agent.mempool_bytes))?;
+    }
+    let is_of_cluster = status.daemons.iter().any(|daemon| daemon.is_of_up);
+    if is_of_cluster && !daemon.is_of_up {
+        write!(text, " (not started by `aquifer up`)")?;
     }
     writeln!(text)
 }

@@ -100,6 +100,8 @@ impl UnprivilegedUser {
         let words = self.prefix();
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).arg(self.aquifer()).env("AQUIFER_AGENT", socket);
+        // Root's folders are closed to the user.
+        command.env("HOME", self.home()).env_remove("XDG_RUNTIME_DIR").env_remove("AQUIFER_STATE");
         command.args(["run", "--local", &limit_bytes.to_string(), "--stats"]).arg(stats).arg("--");
         command.arg(program).current_dir(self.home());
         command

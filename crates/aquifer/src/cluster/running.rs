@@ -1,0 +1,105 @@
+//! Daemons that run in a state folder, and which of them `aquifer up` has started.
+//!
+//! systemd, or a user in a terminal, can start daemons in any state folder. `aquifer up` and
+//! `aquifer down` change only daemons that `aquifer up` has started: another daemon may have the
+//! memory of programs on other machines.
+
+use std::io;
+use std::path::PathBuf;
+
+use super::daemon::Daemon;
+use super::launch::{DETACHED_FLAG, LaunchError, process_of};
+use super::lock::LockHolder;
+use crate::state::StateDir;
+
+/// A daemon that runs in a state folder.
+#[derive(Debug)]
+pub struct RunningDaemon {
+    /// The daemon.
+    pub daemon: Daemon,
+    /// The process of the daemon.
+    pub process: LockHolder,
+    /// True if `aquifer up` has started the process.
+    pub is_of_up: bool,
+}
+
+/// Daemons run in a state folder that `aquifer up` has not started.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "these daemons in {folder} were not started by `aquifer up`: {daemons}; {advice}",
+    folder = folder.display()
+)]
+pub struct ForeignDaemons {
+    folder: PathBuf,
+    /// Names and process numbers of the daemons.
+    daemons: String,
+    advice: &'static str,
+}
+
+/// All daemons that have ever run in the state folder, whether or not its configuration has them.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn known_daemons(state: &StateDir) -> io::Result<Vec<Daemon>> {
+    let files = match std::fs::read_dir(state.path()) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        files => files?,
+    };
+    let mut daemons = Vec::new();
+    for file in files {
+        let name = file?.file_name();
+        let daemon = name.to_str().and_then(|name| name.strip_suffix(".lock")).and_then(Daemon::from_name);
+        daemons.extend(daemon);
+    }
+    daemons.sort_unstable();
+    Ok(daemons)
+}
+
+/// The daemons that hold their locks in the state folder.
+///
+/// # Errors
+/// If the folder or a lock cannot be read.
+pub fn running_daemons(state: &StateDir) -> Result<Vec<RunningDaemon>, Box<dyn std::error::Error>> {
+    let mut running = Vec::new();
+    for daemon in known_daemons(state)? {
+        running.extend(running_daemon(state, daemon)?);
+    }
+    Ok(running)
+}
+
+/// A daemon, if it runs.
+///
+/// # Errors
+/// If its lock cannot be read.
+pub fn running_daemon(state: &StateDir, daemon: Daemon) -> Result<Option<RunningDaemon>, LaunchError> {
+    let process = process_of(state, daemon)?;
+    Ok(process.map(|process| {
+        let is_of_up = is_started_by_up(process.pid);
+        RunningDaemon { daemon, process, is_of_up }
+    }))
+}
+
+/// Whether `aquifer up` has started a process: only it gives a daemon this option, which agents
+/// pass on to their successors.
+fn is_started_by_up(pid: u32) -> bool {
+    let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    words.split(|byte| *byte == 0).any(|word| word == DETACHED_FLAG.as_bytes())
+}
+
+/// Checks that `aquifer up` has started all these daemons.
+///
+/// # Errors
+/// The names of the others, with `advice`.
+pub fn refuse_foreign<'a>(
+    state: &StateDir,
+    running: impl IntoIterator<Item = &'a RunningDaemon>,
+    advice: &'static str,
+) -> Result<(), ForeignDaemons> {
+    let foreign = running.into_iter().filter(|running| !running.is_of_up);
+    let names: Vec<_> =
+        foreign.map(|running| format!("{} (process {})", running.daemon, running.process.pid)).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    Err(ForeignDaemons { folder: state.path().to_owned(), daemons: names.join(", "), advice })
+}
