@@ -10,6 +10,7 @@ use aquifer_cache::server::{
     Listener, ListenerAddress, RemoteError, RemoteMemory, RemoteRead, Server, ServerOptions,
 };
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 
 /// What the pool has, and whether it fails.
 #[derive(Debug, Default)]
@@ -84,6 +85,7 @@ impl Cache {
                 has_cas: true,
                 evicts: true,
                 pool: pool_bytes,
+                hasher: KeyHasher::new(HashSecret([1, 2])),
             },
             memory_file: None,
             kept: BTreeMap::new(),

@@ -16,6 +16,7 @@ use std::time::Duration;
 use aquifer_cache::commands::Tokens;
 use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerHandle, ServerOptions, TlsSettings};
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::KeyHasher;
 use aquifer_cache_cluster::ClusterServer;
 use aquifer_metrics::MetricsListener;
 use rustix::net::SocketType;
@@ -155,6 +156,8 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
             pool: arguments.pool.unwrap_or(0),
+            // Servers of a cluster have a secret in common, and a file of items has its own.
+            hasher: KeyHasher::random()?,
         },
         memory_file: arguments.memory_file.clone(),
         kept: BTreeMap::new(),

@@ -93,6 +93,9 @@ pub enum NotNow {
     NoRoom(NoRoom),
     /// An item in the pool may be the one, and is being fetched.
     Fetching,
+    /// The index has no room for the key beside those with nearly the same hash, and none of them
+    /// may be evicted.
+    ChainFull,
 }
 
 impl From<NoRoom> for NotNow {
@@ -293,7 +296,7 @@ impl Partition {
                 }
                 Ok(0)
             }
-            Change::Put(put) => Ok(self.put(shared, &mut inner, key, now_s, found, &put)?),
+            Change::Put(put) => self.put(shared, &mut inner, key, now_s, found, &put),
         }
     }
 
@@ -315,7 +318,7 @@ impl Partition {
         now_s: u32,
         found: Option<Found>,
         put: &Put<'_>,
-    ) -> Result<u64, NoRoom> {
+    ) -> Result<u64, NotNow> {
         let cas = match put.cas {
             Cas::Exactly(cas) => cas,
             Cas::Next if shared.has_cas => inner.log.next_cas(shared),
@@ -340,14 +343,16 @@ impl Partition {
         if let Some(found) = found {
             self.index.replace(found, slot);
             self.release(shared, inner, found.slot.location());
-        } else {
-            if self.index.insert(key.hash, slot).is_err() {
-                let len = self.item_len(location);
-                inner.log.release(shared, location.run, len);
-                return Err(NoRoom { bytes: PAGE_BYTES });
-            }
+        } else if self.index.insert(key.hash, slot).is_ok() {
             inner.items += 1;
             self.grow(shared, inner);
+        } else if let Some(evicted) = self.evict_beside(shared, key.hash, now_s) {
+            self.index.replace(evicted, slot);
+            self.release(shared, inner, evicted.slot.location());
+        } else {
+            let len = self.item_len(location);
+            inner.log.release(shared, location.run, len);
+            return Err(NotNow::ChainFull);
         }
         if inner.log.opened != 0 {
             self.publish_oldest(inner);
