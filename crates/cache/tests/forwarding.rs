@@ -109,6 +109,7 @@ fn options(listener: Listener, connector: Arc<dyn Connector>) -> ServerOptions {
         shutdown_is_enabled: false,
         verbosity: 0,
         pool: None,
+        pool_wait: Duration::from_secs(60),
         connector: Some(connector),
         version: "test",
     }
@@ -204,7 +205,7 @@ fn pipelined_requests_take_effect_and_are_answered_in_order() {
         replies += &format!("STORED\r\n{}\r\n", key % 3 + 7);
         requests += &format!("delete x{key}\r\nversion\r\nmg n{key} v\r\n");
         let number = (key % 3 + 7).to_string();
-        replies += &format!("NOT_FOUND\r\nVERSION 1.6.38\r\nVA {}\r\n{number}\r\n", number.len());
+        replies += &format!("NOT_FOUND\r\nVERSION 1.6.18\r\nVA {}\r\n{number}\r\n", number.len());
         requests += &format!("append n{key} 0 0 1 noreply\r\n0\r\nget none n{key}\r\n");
         let number = format!("{number}0");
         replies += &format!("VALUE n{key} 0 {}\r\n{number}\r\nEND\r\n", number.len());

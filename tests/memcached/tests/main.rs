@@ -8,6 +8,7 @@ mod cluster;
 mod differential;
 mod expiry;
 mod limits;
+mod operators;
 mod pool;
 mod restart;
 mod room;

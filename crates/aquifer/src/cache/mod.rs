@@ -2,6 +2,7 @@
 
 mod arguments;
 mod cluster;
+mod memcached_conf;
 mod metrics;
 mod operate;
 mod pool;
@@ -9,12 +10,14 @@ mod process;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use aquifer_cache::commands::Tokens;
-use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerHandle, ServerOptions, TlsSettings};
+use aquifer_cache::server::{
+    Listener, ListenerAddress, POOL_WAIT, Server, ServerHandle, ServerOptions, TlsSettings,
+};
 use aquifer_cache::store::StoreOptions;
 use aquifer_cache::store::hash::KeyHasher;
 use aquifer_cache_cluster::ClusterServer;
@@ -25,7 +28,7 @@ use rustix::process::Signal;
 use crate::Outcome;
 use crate::cluster::signals::StopSignal;
 use crate::cluster::systemd;
-use crate::say::log_to_stderr;
+use crate::say::{log_to_stderr, say};
 use crate::state::StateDir;
 
 pub use arguments::CacheArguments;
@@ -43,6 +46,12 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     if let Some(command) = &arguments.command {
         return operate::operate(&StateDir::locate(state)?, command);
     }
+    if arguments.license {
+        say!("aquifer {}\n\n{}", env!("CARGO_PKG_VERSION"), include_str!("../../../../LICENSE"));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let with_file = arguments.memcached_conf.as_deref().map(memcached_conf::read).transpose()?;
+    let arguments = with_file.as_ref().unwrap_or(arguments);
     cluster::check(arguments)?;
     let options = options(arguments)?;
     let listeners = &options.listeners;
@@ -94,7 +103,14 @@ impl Running {
         mut options: ServerOptions,
     ) -> Result<Self, Box<dyn Error>> {
         if arguments.pool.is_some() {
-            options.pool = Some(pool::open(arguments.agent.as_deref())?);
+            let variable = std::env::var_os("AQUIFER_AGENT").map(PathBuf::from);
+            let choice = pool::AgentChoice {
+                agent: arguments.agent.as_deref(),
+                state,
+                state_is_option: pool::state_is_option(),
+                variable: variable.as_deref(),
+            };
+            options.pool = Some(pool::open(&choice.socket())?);
         }
         if arguments.cluster.directory.address.is_some() {
             return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));
@@ -174,6 +190,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
         // After the process has become a daemon, if it does.
         pool: None,
+        pool_wait: POOL_WAIT,
         connector: None,
         version: env!("CARGO_PKG_VERSION"),
     })

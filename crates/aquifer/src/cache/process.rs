@@ -1,9 +1,12 @@
 //! What a daemon does with its process: identity, limits, background.
 
 use std::ffi::CString;
+use std::fs::File;
 use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use rustix::process::{Resource, Rlimit};
 
 use super::CacheArguments;
@@ -110,7 +113,11 @@ impl PidFile {
     /// # Errors
     /// If it cannot be written.
     pub fn write(path: &Path) -> Result<Self, String> {
-        let write = || writeln!(std::fs::File::create(path)?, "{}", std::process::id());
+        // Root may write it into a folder of another user, which must not lead to another file.
+        let flags = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).custom_flags(flags);
+        let write = || writeln!(options.open(path)?, "{}", std::process::id());
         write().map_err(|error| format!("cannot write {}: {error}", path.display()))?;
         Ok(Self(path.to_owned()))
     }

@@ -195,6 +195,7 @@ fn options(kind: Kind) -> ServerOptions {
         shutdown_is_enabled: false,
         verbosity: 0,
         pool: None,
+        pool_wait: Duration::from_secs(60),
         connector: None,
         version: "test",
     }

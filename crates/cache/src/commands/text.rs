@@ -20,8 +20,8 @@ const VERBOSITY_MAX: u32 = 2;
 const MEMORY_MIN_MIB: u32 = 8;
 const MEMORY_MAX_MIB: u32 = 1_000_000_000;
 
-/// The version of the protocol: what clients that look at it must know.
-pub const PROTOCOL_VERSION: &str = "1.6.38";
+/// The version of memcached whose replies are those of this server; clients may look at it.
+pub const PROTOCOL_VERSION: &str = "1.6.18";
 
 impl Session {
     /// Does what a line asks for. It ends at `newline`; a value may follow.
@@ -97,6 +97,7 @@ impl Session {
             }
             b"quit" => return Step::Close,
             b"stats" => return self.stats(words, context, out),
+            b"lru_crawler" => return self.crawler(words, context, out),
             b"refresh_certs" => match context.service.report.refresh_certificates() {
                 Ok(()) => {
                     out.push_line("OK");

@@ -73,13 +73,13 @@ impl KeyHasher {
         HashSecret::random().map(Self::new)
     }
 
-    /// The same hash with another secret.
+    /// This hasher with another secret.
     #[must_use]
     pub fn with_secret(self, secret: HashSecret) -> Self {
         Self { secret, sip: Self::new(secret).sip, ..self }
     }
 
-    /// The same hash with only some of its bits, so that keys collide.
+    /// This hasher with only some bits of each hash, so that keys collide.
     #[cfg(debug_assertions)]
     #[must_use]
     pub fn with_mask(self, mask: u64) -> Self {

@@ -336,6 +336,17 @@ impl<W: Words> Index<W> {
         }
     }
 
+    /// Calls `visit` for each slot in the chain of a bucket, and returns the number of the next bucket;
+    /// `None` after the last one. Slots that move go to later buckets. Must be called with the
+    /// partition's lock held.
+    pub fn for_each_of_bucket(&self, bucket: u64, mut visit: impl FnMut(Found)) -> Option<u64> {
+        let count = self.words.load(self.layout.count);
+        if bucket < count {
+            self.for_each_of_chain(self.bucket(bucket), &mut visit);
+        }
+        Some(bucket + 1).filter(|next| *next < count)
+    }
+
     /// Calls `visit` for each slot in the chain of a key. Must be called with the partition's lock
     /// held.
     pub fn for_each_beside(&self, hash: u64, mut visit: impl FnMut(Found)) {

@@ -2,6 +2,7 @@
 
 mod eviction;
 mod keeping;
+mod listing;
 mod moving;
 mod overflow;
 mod run_items;
@@ -280,7 +281,7 @@ impl Partition {
         let candidates = Candidates::default();
         let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
         if found.is_none() && !candidates.borrow().is_empty() {
-            if !replaces {
+            if !replaces && !shared.pool.is_stuck() {
                 self.fetches(key.hash, &candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
                 return Err(NotNow::Fetching);
             }
@@ -303,7 +304,7 @@ impl Partition {
     /// Why a key has no item here. If one in the pool may have it, that is fetched.
     #[cold]
     fn absent(&self, shared: &Shared, key: Key<'_>, candidates: &Candidates) -> Absent {
-        if candidates.borrow().is_empty() {
+        if candidates.borrow().is_empty() || shared.pool.is_stuck() {
             return Absent::Missing;
         }
         self.fetches(key.hash, candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
@@ -461,17 +462,6 @@ impl Partition {
                 .map(|(_, run)| self.shift.to_server(self.entry(run).times().0))
                 .min(),
         }
-    }
-
-    /// Calls `visit` for each item that can be read.
-    pub fn for_each(&self, now_s: u32, mut visit: impl FnMut(&Item<'_>)) {
-        let Some(_lock) = self.lock_here() else { return };
-        let now_s = self.shift.to_partition(now_s);
-        self.index.for_each(|found| {
-            if let Ok(item) = self.usable(found, now_s) {
-                visit(&self.for_server(item));
-            }
-        });
     }
 
     /// The second in which an item was stored. Goes through the run in which it is.
