@@ -11,8 +11,8 @@ use rustix::io::Errno;
 /// Permissions of other users.
 const OTHERS: u32 = 0o077;
 
-/// Opens or creates the file, which no other process may use at the same time, and which has so many
-/// bytes. Most of them are never written: a server uses about as many as its limit.
+/// Opens or creates the file, which no other process may use at the same time, and which has so
+/// many bytes. Most of them are never written: a server uses about as many as its limit.
 ///
 /// Other users must not be able to change the file, and so not to shorten it while it is mapped.
 ///
