@@ -1,5 +1,7 @@
 //! Connections of programs, of `aquifer run` and of other commands; a thread serves each of them.
 //!
+//! The gateway has accepted them, and has received the first packet of each.
+//!
 //! Every user of the host may connect to the shared socket. A user sees and changes only its own
 //! runs; root and the agent's own user see all.
 
@@ -9,28 +11,28 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::peer::PeerCredentials;
-use aquifer_channel::socket::{accept, wait_readable};
-use aquifer_channel::{ReceiveError, receive_frame, send_frame};
+use aquifer_channel::peer::{PeerCredentials, PeerProcess};
+use aquifer_channel::socket::wait_readable;
+use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{OpenRunError, PagingService, Run};
+use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunOwner};
+use aquifer_gateway::{Introduction, ListenerKind, UserChannel};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
-use aquifer_ipc::{Frame, OpenRun, SOCKET_SECRET_BYTES, SetLimit};
+use aquifer_ipc::{Frame, OpenRun, SetLimit};
 use aquifer_pager::REPLICAS_MAX;
 use aquifer_report::RunStatistics;
 use aquifer_segments::host::{SegmentHost, programs};
 use rustix::fs::{Mode, OFlags};
-use rustix::net::SendFlags;
 
 use crate::heap_tickets::HeapTickets;
 use crate::node_watch::NodeWatch;
 use crate::report::status;
 use crate::swap_servers::SwapServers;
 
-/// Pause after a connection could not be accepted.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Pause after a connection could not be received from the gateway.
+const ADMIT_PAUSE: Duration = Duration::from_millis(20);
 /// Longest wait for news of a run; it returns at once when there is some.
 const NEWS_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longest time that the owner of a closing run waits for complete statistics.
@@ -43,22 +45,6 @@ const OTHER_USERS_AGENT: &str =
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
 /// The same at sockets of knocks, which are open to all users for some time.
 const KNOCK_CONNECTIONS_PER_USER_MAX: usize = 512;
-
-/// The socket at which a process has connected.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum SocketKind {
-    /// The agent's own, for its user.
-    Own,
-    /// That of all users of the host.
-    Shared,
-    /// That of a knock.
-    Knock {
-        /// Proves the agent to the child.
-        secret: [u8; SOCKET_SECRET_BYTES],
-        /// The user of the run, and that of the child at its fork; `u32::MAX` if it is not known.
-        users: [u32; 2],
-    },
-}
 
 /// Why a run is not opened; a sentence for its user.
 #[derive(Debug, thiserror::Error)]
@@ -108,8 +94,8 @@ pub(crate) struct Connections {
     segments: Arc<SegmentHost>,
     /// Open connections.
     counts: Mutex<HashMap<Counted, usize>>,
-    /// Limits the log lines about connections that cannot be accepted.
-    accept_failures: Mutex<FailureLog>,
+    /// Limits the log lines about connections that were lost.
+    admit_failures: Mutex<FailureLog>,
 }
 
 impl Connections {
@@ -131,60 +117,53 @@ impl Connections {
             heap_tickets,
             segments,
             counts: Mutex::default(),
-            accept_failures: Mutex::default(),
+            admit_failures: Mutex::default(),
             node_watch: NodeWatch::start(nodes)?,
         }))
     }
 
-    /// Accepts a connection and serves it in a thread.
-    pub fn accept(self: &Arc<Self>, listener: &OwnedFd, kind: SocketKind) {
-        let (socket, peer) = match accept(listener) {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                let mut log = self.accept_failures.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(failures) = log.record(Instant::now()) {
-                    tracing::warn!(%error, failures, "accepting a connection failed");
+    /// Serves the connections of a user that its relay introduces, each in a thread, until the
+    /// relay ends.
+    pub fn admit_all(self: &Arc<Self>, mut channel: UserChannel) {
+        loop {
+            match channel.next_introduction() {
+                Ok(Some(introduction)) => self.admit(channel.uid, introduction),
+                Ok(None) => return,
+                Err(error) => {
+                    let mut log = self.admit_failures.lock().unwrap_or_else(PoisonError::into_inner);
+                    if let Some(failures) = log.record(Instant::now()) {
+                        tracing::warn!(%error, failures, uid = channel.uid, "lost a connection");
+                    }
+                    std::thread::sleep(ADMIT_PAUSE);
                 }
-                // The listener stays readable. Trying again at once would only use the processor.
-                std::thread::sleep(ACCEPT_PAUSE);
-                return;
             }
-        };
+        }
+    }
+
+    /// Serves a connection in a thread.
+    fn admit(self: &Arc<Self>, uid: u32, introduction: Introduction) {
+        let Introduction { kind, pid, process, socket, packet, userfaultfd } = introduction;
+        let peer = PeerProcess { pid, uid, pidfd: process };
         let is_permitted = match kind {
-            SocketKind::Shared => true,
-            SocketKind::Own => is_own_user(peer.uid),
-            // Who gets the secret could listen at the socket's name later, as if it were the agent.
-            SocketKind::Knock { users, .. }
-                if ![peer.uid, u32::MAX].iter().any(|user| users.contains(user)) =>
-            {
-                return;
-            }
-            SocketKind::Knock { secret, .. } => {
-                // Without it the child connects once more.
-                let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
-                false
-            }
+            ListenerKind::Shared => true,
+            ListenerKind::Own => is_own_user(uid),
+            ListenerKind::Knock { .. } => false,
         };
-        let counted = Counted { uid: peer.uid, is_knock: matches!(kind, SocketKind::Knock { .. }) };
+        let counted = Counted { uid, is_knock: matches!(kind, ListenerKind::Knock { .. }) };
         if !self.count_in(counted) {
             let limit = counted.limit();
-            tracing::warn!(uid = peer.uid, limit, "refused a connection: the user has too many");
+            tracing::warn!(uid, limit, "refused a connection: the user has too many");
             refuse(&socket, &format!("you have {limit} connections to this agent: end some programs first"));
             return;
         }
         let connections = Arc::clone(self);
-        let name = format!("connection-{}", peer.pid);
+        let name = format!("connection-{pid}");
         let spawned = std::thread::Builder::new().name(name).spawn(move || {
-            connections.serve(socket, peer, is_permitted);
+            connections.serve(socket, peer, &packet, userfaultfd, is_permitted);
             connections.count_out(counted);
         });
         if let Err(error) = spawned {
-            tracing::error!(
-                uid = peer.uid,
-                pid = peer.pid,
-                %error,
-                "dropped a connection: cannot start a thread for it"
-            );
+            tracing::error!(uid, pid, %error, "dropped a connection: cannot start a thread for it");
             self.count_out(counted);
         }
     }
@@ -217,77 +196,89 @@ impl Connections {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves one connection.
+    /// Serves one connection, of which the first packet was received.
     ///
     /// `is_permitted` is false for another user at the agent's own socket, and for all at a socket
     /// of a knock. Only a program of a run may connect so; the token that it sends identifies the
     /// run.
-    fn serve(&self, socket: OwnedFd, peer: PeerCredentials, is_permitted: bool) {
-        let answer = match receive_frame(&socket) {
-            Ok((frame, _))
-                if !is_permitted && !matches!(frame, Frame::Hello(_) | Frame::DeviceRequest(_)) =>
-            {
-                tracing::warn!(uid = peer.uid, pid = peer.pid, "refused a request of another user");
+    fn serve(
+        &self,
+        socket: OwnedFd,
+        peer: PeerProcess,
+        packet: &[u8],
+        userfaultfd: Option<OwnedFd>,
+        is_permitted: bool,
+    ) {
+        let PeerProcess { pid, uid, .. } = peer;
+        let answer = match Frame::parse(packet) {
+            Ok(frame) if !is_permitted && !matches!(frame, Frame::Hello(_) | Frame::DeviceRequest(_)) => {
+                tracing::warn!(uid, pid, "refused a request of another user");
                 Frame::Refused(OTHER_USERS_AGENT.into())
             }
-            Ok((Frame::Hello(hello), fds)) => {
-                if let Err(error) = self.service.attach_program(hello, fds, socket, peer) {
-                    tracing::warn!(uid = peer.uid, pid = peer.pid, %error, "refused a program");
+            Ok(Frame::Hello(hello)) => {
+                if let Err(error) = self.service.attach_program(hello, userfaultfd, socket, peer) {
+                    tracing::warn!(uid, pid, %error, "refused a program");
                 }
                 return;
             }
-            Ok((Frame::OpenRun(open), _)) => {
-                match self.open_run(&socket, &open, peer.uid) {
+            Ok(Frame::OpenRun(open)) => {
+                let socket = Arc::new(socket);
+                match self.open_run(&socket, &open, peer) {
                     Ok(run) => serve_run(&socket, &self.service, &run),
                     Err(error) => refuse(&socket, &error.to_string()),
                 }
                 return;
             }
-            Ok((Frame::OpenSession, _)) => {
-                if let Err(error) = self.sessions.open(&socket, peer.uid, peer.pid) {
+            Ok(Frame::OpenSession) => {
+                if let Err(error) = self.sessions.open(&socket, peer) {
                     refuse(&socket, &error.to_string());
                 }
                 return;
             }
             // The answer gives access to the whole pool.
-            Ok((Frame::ClusterAccessRequest, _)) if is_trusted(peer.uid) => {
+            Ok(Frame::ClusterAccessRequest) if is_trusted(uid) => {
                 return self.swap_servers.serve(socket, &self.access);
             }
-            Ok((Frame::DeviceRequest(token), _)) => {
+            Ok(Frame::DeviceRequest(token)) => {
                 return if self.service.run(token).is_some() {
                     send_device(&socket)
                 } else {
                     refuse(&socket, OTHER_USERS_AGENT)
                 };
             }
-            Ok((Frame::StatusRequest, _)) => {
-                let is_visible = |tenant| is_visible(tenant, peer.uid);
+            Ok(Frame::StatusRequest) => {
+                let is_visible = |tenant| is_visible(tenant, uid);
                 let host = self.nodes.host();
                 let swap = self.swap_servers.reports();
                 let status = status(&self.service, &self.sessions, swap, host, &self.node_watch, is_visible);
                 Frame::StatusReport(crate::report::fitting_json(status))
             }
-            Ok((Frame::HeapAccessRequest(node), _)) => {
-                if let Err(error) = self.heap_tickets.answer(&socket, peer.uid, node) {
-                    tracing::debug!(pid = peer.pid, %error, "a program has not got access to heaps");
+            Ok(Frame::HeapAccessRequest(node)) => {
+                if let Err(error) = self.heap_tickets.answer(&socket, uid, node) {
+                    tracing::debug!(pid, %error, "a program has not got access to heaps");
                 }
                 return;
             }
-            Ok((Frame::SegmentCall(first), _)) => {
+            Ok(Frame::SegmentCall(first)) => {
+                let peer = PeerCredentials { pid, uid };
                 return programs::serve(&self.segments, &Arc::new(socket), peer, &first);
             }
-            Ok((Frame::SetLimit(set), _)) => self.set_limit(set, peer.uid),
+            Ok(Frame::SetLimit(set)) => self.set_limit(set, uid),
             Ok(_) => Frame::Refused("this request is not for an agent".into()),
-            Err(ReceiveError::Closed) => return,
             Err(error) => Frame::Refused(error.to_string()),
         };
         if let Err(error) = send_frame(&socket, &answer, &[]) {
-            tracing::debug!(pid = peer.pid, %error, "a peer closed its connection before the answer");
+            tracing::debug!(pid, %error, "a peer closed its connection before the answer");
         }
     }
 
     /// Opens a run and sends its token to its owner.
-    fn open_run(&self, socket: &OwnedFd, open: &OpenRun, uid: u32) -> Result<Arc<Run>, RunRefusal> {
+    fn open_run(
+        &self,
+        socket: &Arc<OwnedFd>,
+        open: &OpenRun,
+        peer: PeerProcess,
+    ) -> Result<Arc<Run>, RunRefusal> {
         if self.nodes.require(1).is_err() {
             return Err(RunRefusal::NoNodes);
         }
@@ -297,7 +288,9 @@ impl Connections {
         {
             return Err(RunRefusal::TooFewNodes { replicas, count });
         }
-        let run = self.service.open_run(open, socket.as_fd(), uid)?;
+        let PeerProcess { pid, uid, pidfd } = peer;
+        let owner = RunOwner { socket: Arc::clone(socket), pid, process: pidfd.map(Arc::new) };
+        let run = self.service.open_run(open, owner, uid)?;
         if let Err(error) = send_frame(socket, &Frame::RunOpened(run.token()), &[]) {
             self.service.close_run(&run);
             return Err(error.into());

@@ -8,7 +8,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{HoldRefused, RestoredItem};
 use aquifer_directory::DirectoryError;
 use aquifer_directory::names::AgentRecord;
@@ -17,6 +16,7 @@ use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
 use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, RestoredRun};
+use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
 use aquifer_host::membership::{LeaseEvents, Membership, MembershipError};
@@ -33,10 +33,10 @@ use aquifer_segments::host::{
 };
 use aquifer_segments::ownership::Life;
 
-use crate::connections::{Connections, RUN_END_TIMEOUT, SocketKind, serve_run};
+use crate::connections::{Connections, RUN_END_TIMEOUT, serve_run};
 use crate::heap_tickets::HeapTickets;
 use crate::host_state::{HostState, new_mempool};
-use crate::knock_sockets::KnockSockets;
+use crate::listeners::Listeners;
 use crate::metrics;
 use crate::swap_servers::SwapServers;
 
@@ -147,6 +147,9 @@ pub enum AgentError {
         /// The memory that is available, in bytes.
         available: u64,
     },
+    /// The gateway could not be started.
+    #[error("the agent's gateway, which accepts connections, cannot be started: {0}")]
+    Gateway(io::Error),
     /// The mempool could not be created.
     #[error("no memory for the mempool: {0}")]
     Mempool(io::Error),
@@ -175,7 +178,7 @@ struct HostServices {
     nodes: Arc<NodeRegistry>,
     keeper: KeeperClient,
     lease: Arc<LeaseEvents>,
-    knock_sockets: KnockSockets,
+    listeners: Listeners,
 }
 
 impl AgentServices for HostServices {
@@ -204,11 +207,11 @@ impl AgentServices for HostServices {
     }
 
     fn serve_knock_socket(&self, socket: KnockSocket) {
-        self.knock_sockets.add(socket);
+        self.listeners.add_knock(socket);
     }
 
     fn end_knock(&self, knock: &KnockName) {
-        self.knock_sockets.end(knock);
+        self.listeners.end_knock(knock);
     }
 
     fn put_in_keeper(&self, put: &HeldItem, fds: Vec<Arc<OwnedFd>>) -> Result<(), HoldRefused> {
@@ -273,7 +276,7 @@ impl NodeConnector for HostServices {
 pub fn serve(options: &AgentOptions, stop: &Arc<AtomicBool>, ready: impl FnOnce()) -> Result<(), AgentError> {
     let agent = Agent::start(options, stop)?;
     ready();
-    agent.run(stop, &options.when_unused);
+    agent.run(stop, &options.when_unused)?;
     agent.end_programs("the agent is stopping");
     agent.leave(options);
     Ok(())
@@ -281,8 +284,6 @@ pub fn serve(options: &AgentOptions, stop: &Arc<AtomicBool>, ready: impl FnOnce(
 
 /// A running agent.
 struct Agent {
-    listener: OwnedFd,
-    shared_listener: Option<OwnedFd>,
     connections: Arc<Connections>,
     leak_scanner: LeakScanner,
     recovery: Recovery,
@@ -323,7 +324,7 @@ impl Agent {
             nodes: Arc::clone(&nodes),
             keeper,
             lease,
-            knock_sockets: KnockSockets::new().map_err(AgentError::Threads)?,
+            listeners: Listeners::start().map_err(AgentError::Gateway)?,
         });
         let (kept_segments, kept): (Vec<_>, Vec<_>) =
             kept.into_iter().partition(|kept| kept.item.kind == HeldKind::Segment);
@@ -353,53 +354,42 @@ impl Agent {
         let connections =
             Connections::new(&service, &sessions, &nodes, swap_servers, access, heap_tickets, segments)
                 .map_err(AgentError::Threads)?;
-        Ok(Self {
-            listener,
-            shared_listener,
-            connections,
-            leak_scanner,
-            recovery,
-            _metrics: metrics,
-            host,
-            membership,
-        })
+        host.listeners.add(ListenerKind::Own, listener);
+        if let Some(shared) = shared_listener {
+            host.listeners.add(ListenerKind::Shared, shared);
+        }
+        Ok(Self { connections, leak_scanner, recovery, _metrics: metrics, host, membership })
     }
 
-    /// Accepts connections until `stop`; or, with `when_unused`, until no program is served.
-    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) {
+    /// Serves users until `stop`; or, with `when_unused`, until no program is served.
+    fn run(&self, stop: &AtomicBool, when_unused: &AtomicBool) -> Result<(), AgentError> {
         let mut turns = 0u32;
         while !stop.load(Relaxed) {
             if when_unused.load(Relaxed) && self.connections.is_unused() {
                 break;
             }
-            self.accept_connections();
+            self.admit_users()?;
             turns = turns.wrapping_add(1);
             if turns.is_multiple_of(KEEPER_CHECK_TURNS) {
                 self.host.keeper.reconnect_if_closed();
             }
         }
+        Ok(())
     }
 
-    /// Accepts the connections that wait, after at most a moment.
-    fn accept_connections(&self) {
-        let knocks = self.host.knock_sockets.list();
-        let shared = self.shared_listener.iter().map(|listener| (listener, SocketKind::Shared));
-        let knocks = knocks.iter().map(|socket| {
-            let users = [socket.tenant, socket.user];
-            (&socket.listener, SocketKind::Knock { secret: socket.knock.secret, users })
-        });
-        let listeners: Vec<(&OwnedFd, SocketKind)> =
-            shared.chain([(&self.listener, SocketKind::Own)]).chain(knocks).collect();
-        let mut waited_for: Vec<&OwnedFd> = listeners.iter().map(|(listener, _)| *listener).collect();
-        waited_for.push(self.host.knock_sockets.news());
-        if !wait_readable(&waited_for, TICK).unwrap_or(false) {
-            return;
+    /// Starts a thread for the connections of another user, if there is one in a moment.
+    fn admit_users(&self) -> Result<(), AgentError> {
+        let Some(channel) = self.host.listeners.next_user(TICK).map_err(AgentError::Gateway)? else {
+            return Ok(());
+        };
+        let connections = Arc::clone(&self.connections);
+        let name = format!("user-{}", channel.uid);
+        let spawned = std::thread::Builder::new().name(name).spawn(move || connections.admit_all(channel));
+        // The relay notices the end of its channel, and its user connects again.
+        if let Err(error) = spawned {
+            tracing::error!(%error, "cannot start a thread for a user");
         }
-        for (listener, kind) in listeners {
-            if wait_readable(&[listener], Duration::ZERO).unwrap_or(false) {
-                self.connections.accept(listener, kind);
-            }
-        }
+        Ok(())
     }
 
     /// Ends all runs, sessions and swap devices of this host.

@@ -3,6 +3,7 @@
 //! - [`serve`]: the daemon. It joins the cluster and listens for programs and for `aquifer run`.
 //! - [`shadow`]: a process that keeps userfaultfds open until the keeper has them.
 //! - `host_state`: what the keeper holds of the host itself across restarts of the agent.
+//! - `listeners`: the sockets at which users connect, and the gateway that accepts there.
 //! - `connections`: connections of programs and of the command line.
 //! - `swap_servers`: connections of the servers of swap devices.
 //! - `report`: statistics as JSON; `metrics`: statistics for Prometheus.
@@ -11,7 +12,7 @@ mod connections;
 mod daemon;
 mod heap_tickets;
 mod host_state;
-mod knock_sockets;
+mod listeners;
 mod metrics;
 mod node_watch;
 mod report;
@@ -20,3 +21,4 @@ mod swap_servers;
 
 pub use aquifer_faults::serve::can_serve_programs;
 pub use daemon::{AgentError, AgentOptions, SegmentSettings, serve};
+pub use listeners::GATEWAY_COMMAND;

@@ -122,6 +122,9 @@ pub enum Command {
     /// Serve the swap device of a run; started by `aquifer run --swap`
     #[command(hide = true)]
     SwapServer(SwapServerArguments),
+    /// Accept connections for an agent; started by the agent
+    #[command(hide = true)]
+    Gateway,
     /// A daemon of a cluster, in the foreground.
     #[command(flatten)]
     Daemon(DaemonCommand),

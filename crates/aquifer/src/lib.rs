@@ -62,6 +62,7 @@ pub fn main() -> ExitCode {
         Command::SwapServer(arguments) => {
             state(&cli.state).and_then(|state| run::serve_swap(&state, &arguments))
         }
+        Command::Gateway => cluster::gateway(),
         Command::Daemon(daemon) => state(&cli.state).and_then(|state| cluster::serve(&state, daemon)),
     };
     finish(outcome)

@@ -16,6 +16,17 @@ pub struct PeerCredentials {
     pub uid: u32,
 }
 
+/// The process that connected, with what names it for ever.
+#[derive(Debug)]
+pub struct PeerProcess {
+    /// As in [`PeerCredentials`].
+    pub pid: u32,
+    /// User id.
+    pub uid: u32,
+    /// A pidfd; `None` if the process has ended.
+    pub pidfd: Option<OwnedFd>,
+}
+
 /// The process that connected, and its user at that time.
 ///
 /// # Errors

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::peer::peer_pidfd;
+use aquifer_channel::peer::PeerProcess;
 use aquifer_channel::{HoldRefused, send_frame, try_send_frame};
 use aquifer_fabric::{Memory, Tenant};
 use aquifer_ipc::ring::RING_VERSION;
@@ -50,12 +50,10 @@ pub enum OpenSessionError {
     #[error("cannot create memory for another session: {0}")]
     Memory(#[from] io::Error),
     /// There is no pidfd of the program.
-    #[error("cannot watch process {pid}: {source}")]
+    #[error("process {pid} has ended")]
     Process {
         /// The program.
         pid: u32,
-        /// The error of the system call.
-        source: io::Error,
     },
     /// The keeper does not hold the session.
     #[error(transparent)]
@@ -163,15 +161,16 @@ impl SessionService {
         })
     }
 
-    /// Opens a session for the program at the other end of a socket, and sends it the ring.
+    /// Opens a session for the program at the other end of a connection, and sends it the ring.
     ///
     /// # Errors If memory or a pidfd cannot be had, the agent is stopping, or the user has too many
     /// sessions.
-    pub fn open(self: &Arc<Self>, socket: &OwnedFd, tenant: u32, pid: u32) -> Result<(), OpenSessionError> {
+    pub fn open(self: &Arc<Self>, socket: &OwnedFd, peer: PeerProcess) -> Result<(), OpenSessionError> {
+        let PeerProcess { pid, uid: tenant, pidfd } = peer;
         let ring = Arc::new(Memory::create("aquifer-session-ring", RING_BYTES)?);
         let book = Arc::new(Book::new()?);
         self.connector.leak_detector().register_ledger(&book);
-        let process = peer_pidfd(socket).map_err(|source| OpenSessionError::Process { pid, source })?;
+        let process = pidfd.ok_or(OpenSessionError::Process { pid })?;
         let socket = socket.try_clone()?;
         let mut sessions = self.lock();
         if sessions.is_stopping {

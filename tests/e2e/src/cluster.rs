@@ -20,6 +20,7 @@ pub struct Cluster {
     run_options: Vec<String>,
     nodes: usize,
     agent_socket: PathBuf,
+    environment: Vec<(String, String)>,
 }
 
 impl Cluster {
@@ -41,18 +42,39 @@ impl Cluster {
         Self::up_by(build::binary(), nodes, memory, options)
     }
 
+    /// Starts a cluster with environment variables for its daemons.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn up_in(environment: &[(&str, &str)], nodes: usize, memory: &str, options: &[&str]) -> Self {
+        let of_pair = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
+        let environment = environment.iter().map(of_pair).collect();
+        Self::start(build::binary(), environment, nodes, memory, options)
+    }
+
     /// Starts a cluster by another `aquifer`.
     ///
     /// # Panics
     /// If it does not start.
     #[must_use]
     pub fn up_by(binary: &Path, nodes: usize, memory: &str, options: &[&str]) -> Self {
+        Self::start(binary, Vec::new(), nodes, memory, options)
+    }
+
+    fn start(
+        binary: &Path,
+        environment: Vec<(String, String)>,
+        nodes: usize,
+        memory: &str,
+        options: &[&str],
+    ) -> Self {
         let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
         // As `aquifer up` creates it for root: programs that change their user must still reach
         // their agent.
         std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
         let (binary, agent_socket) = (binary.to_owned(), PathBuf::new());
-        let mut cluster = Self { binary, state, run_options: Vec::new(), nodes, agent_socket };
+        let mut cluster = Self { binary, state, run_options: Vec::new(), nodes, agent_socket, environment };
         let mut up = cluster.command();
         up.args(["up", "--nodes", &nodes.to_string(), "--memory", memory]).args(options);
         let output = up.output().expect("aquifer can be started");
@@ -73,6 +95,7 @@ impl Cluster {
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.binary);
         command.arg("--state").arg(self.state.path());
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command
     }
 

@@ -33,6 +33,15 @@ impl SharedCluster {
     /// If that fails.
     #[must_use]
     pub fn up_with(nodes: usize, options: &[&str]) -> Self {
+        Self::up_in(&[], nodes, options)
+    }
+
+    /// Starts the cluster with environment variables for its daemons.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn up_in(environment: &[(&str, &str)], nodes: usize, options: &[&str]) -> Self {
         let folder = TempDir::with_prefix("aquifer-e2e-users-").expect("a temporary folder can be made");
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("our own folder");
         let checker = build::programs().join("checker");
@@ -45,7 +54,7 @@ impl SharedCluster {
         let socket = socket.to_str().expect("a plain path").to_owned();
         let mut words = vec!["--shared-socket", &socket];
         words.extend(options);
-        let cluster = Cluster::up_with(nodes, "256M", &words);
+        let cluster = Cluster::up_in(environment, nodes, "256M", &words);
         Self { folder, cluster }
     }
 

@@ -44,7 +44,7 @@ fn device(agent: &Path, token: RunToken) -> OwnedFd {
     fds.pop().unwrap_or_else(|| panic!("no device: {frame:?}"))
 }
 
-fn hello(token: RunToken, canary: usize) -> Frame {
+pub fn hello(token: RunToken, canary: usize) -> Frame {
     Frame::Hello(ProgramHello {
         token,
         is_child: false,

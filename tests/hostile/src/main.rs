@@ -1,7 +1,9 @@
 //! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
 //! repelled, and prints what the agent answered.
 
+mod descriptors;
 mod exhaustion;
+mod fuse;
 mod identity;
 mod stranger;
 mod sys;
@@ -14,6 +16,8 @@ fn main() -> ExitCode {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
         "hold-up-monitors" => identity::hold_up_monitors(),
+        "lingering-sockets" => descriptors::lingering_sockets(),
+        "waiting-files" => descriptors::waiting_files(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),
         _ => panic!("there is no attack {attack}"),

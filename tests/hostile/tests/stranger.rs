@@ -6,10 +6,7 @@ use std::process::{Child, Command, Stdio};
 
 use aquifer_tests_e2e::cluster::text;
 
-use crate::user::{MALLORY, Victim};
-
-/// The user that is deceived.
-const ANNE: u32 = 65_522;
+use crate::user::{ANNE, MALLORY, Victim};
 
 /// The stranger, which listens.
 fn listen(victim: &Victim) -> (Child, PathBuf) {

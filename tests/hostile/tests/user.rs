@@ -1,6 +1,7 @@
 //! The hostile user, and the cluster that it attacks.
 
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use aquifer_tests_e2e::SharedCluster;
@@ -8,17 +9,35 @@ use aquifer_tests_e2e::cluster::text;
 
 /// The user that attacks.
 pub const MALLORY: u32 = 65_521;
+/// Another ordinary user.
+pub const ANNE: u32 = 65_522;
 
 /// A cluster of root, with the program of the hostile user.
 pub struct Victim(pub SharedCluster);
 
 impl Victim {
     pub fn up() -> Self {
+        Self::up_in(&[])
+    }
+
+    /// The same with environment variables for the daemons.
+    pub fn up_in(environment: &[(&str, &str)]) -> Self {
         assert!(rustix::process::geteuid().is_root(), "only root can run a cluster for other users");
-        let shared = SharedCluster::up();
+        let shared = SharedCluster::up_in(environment, 2, &[]);
         let attacker = Path::new(env!("CARGO_BIN_EXE_attacker"));
         std::fs::copy(attacker, shared.path("attacker")).expect("a program can be copied");
         Self(shared)
+    }
+
+    /// A device of FUSE that all users may open, as most distributions have it.
+    pub fn fuse_device(&self) -> PathBuf {
+        let path = self.0.path("fuse");
+        let device = std::fs::metadata("/dev/fuse").expect("the kernel has FUSE").rdev();
+        let mode = rustix::fs::Mode::from_raw_mode(0o666);
+        let kind = rustix::fs::FileType::CharacterDevice;
+        rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, device).expect("root may");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).expect("our own file");
+        path
     }
 
     /// The attacker, as a plain process.

@@ -29,6 +29,6 @@ pub use lend::lend;
 pub use limit::limit;
 pub use location::DirectoryLocation;
 pub use segment::segment;
-pub use serve::serve;
+pub use serve::{gateway, serve};
 pub use status::status;
 pub use up::up;

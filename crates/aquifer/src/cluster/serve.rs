@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::io::Write;
 use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -351,6 +352,17 @@ fn agent(
     aquifer_agent::serve(&options, &now, || ready.notify())?;
     shadow.dismiss();
     Ok(())
+}
+
+/// Accepts connections for the agent at the other end of standard input, until it ends.
+///
+/// # Errors
+/// If standard input is no open descriptor.
+pub fn gateway() -> Outcome {
+    log_to_stderr();
+    rustix::thread::set_name(c"aquifer-gateway")?;
+    aquifer_gateway::serve(std::io::stdin().as_fd().try_clone_to_owned()?);
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Most descriptors that a daemon asks for: enough for the programs of [`aquifer_agent`]'s limits.

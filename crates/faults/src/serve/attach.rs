@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use aquifer_channel::peer::PeerCredentials;
+use aquifer_channel::peer::PeerProcess;
 use aquifer_channel::{HoldRefused, send_frame};
 use aquifer_ipc::{Frame, ProgramHello};
 
@@ -58,20 +58,20 @@ pub enum AttachError {
 impl PagingService {
     /// Attaches a program that has said hello on `socket`.
     ///
-    /// `peer` is the process at the other end, as the kernel reports it. A program that is refused
-    /// is told the reason.
+    /// `peer` is the process at the other end, as the kernel reports it, and `userfaultfd` what came
+    /// with the hello. A program that is refused is told the reason.
     ///
     /// # Errors
     /// If the program was refused.
     pub fn attach_program(
         &self,
         hello: ProgramHello,
-        fds: Vec<OwnedFd>,
+        userfaultfd: Option<OwnedFd>,
         socket: OwnedFd,
-        peer: PeerCredentials,
+        peer: PeerProcess,
     ) -> Result<(), AttachError> {
         let reply_to = socket.try_clone()?;
-        self.try_attach(hello, fds, socket, peer).inspect_err(|error| {
+        self.try_attach(hello, userfaultfd, socket, peer).inspect_err(|error| {
             let refusal = Frame::Refused(error.to_string());
             if let Err(error) = send_frame(&reply_to, &refusal, &[]) {
                 tracing::debug!(%error, "cannot send the refusal: the program has ended");
@@ -82,21 +82,21 @@ impl PagingService {
     fn try_attach(
         &self,
         hello: ProgramHello,
-        fds: Vec<OwnedFd>,
+        userfaultfd: Option<OwnedFd>,
         socket: OwnedFd,
-        peer: PeerCredentials,
+        peer: PeerProcess,
     ) -> Result<(), AttachError> {
         let run = self.run(hello.token).ok_or(AttachError::NoSuchRun)?;
         if let Some(reason) = run.end_reason() {
             return Err(AttachError::Ended(reason));
         }
-        let process = UnprovenProcess::peer(&socket, peer.pid)?;
+        let user = peer.uid;
+        let process = UnprovenProcess::peer(peer)?;
         let attachment = Attachment { hello, socket: Arc::new(socket), worker: WorkerPort::new()? };
         if hello.is_child {
-            return attach_child(&run, process, peer.uid, attachment);
+            return attach_child(&run, process, user, attachment);
         }
-        let uffd = fds.into_iter().next().filter(is_userfaultfd).ok_or(AttachError::NoUserfaultfd)?;
-        let uffd = Userfaultfd::from(uffd);
+        let uffd = Userfaultfd::from(userfaultfd.ok_or(AttachError::NoUserfaultfd)?);
         uffd.enable().map_err(AttachError::Features)?;
         program::serve_root(&run, process, uffd, attachment)
     }
@@ -120,12 +120,4 @@ fn attach_child(
         return Err(AttachError::TooManyHellos(1));
     }
     Ok(())
-}
-
-/// Whether a descriptor is a non-blocking userfaultfd. Any other could block the monitor.
-fn is_userfaultfd(fd: &OwnedFd) -> bool {
-    use std::os::fd::AsRawFd;
-    std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))
-        .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]")
-        && rustix::fs::fcntl_getfl(fd).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK))
 }

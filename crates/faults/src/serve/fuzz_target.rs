@@ -210,6 +210,7 @@ pub fn record_seeds() -> Vec<(&'static str, Vec<u8>)> {
         outlives_owner: true,
         is_strict: true,
         wait_for_room_ms: None,
+        owner_pid: Some(12),
     };
     let hello = HelloRecord { is_child: false, bounce_buffer: 0x1000, staging: 0x2000 };
     let program = ProgramRecord {

@@ -19,6 +19,7 @@ fn golden_records_of_runs_and_programs() {
         outlives_owner: true,
         is_strict: true,
         wait_for_room_ms: None,
+        owner_pid: Some(12),
     };
     let put = run.put(7);
     assert_eq!(decode::<RunRecord>(&put).expect("it was just written"), run);

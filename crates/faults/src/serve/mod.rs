@@ -48,7 +48,7 @@ mod unserved;
 
 use std::collections::HashMap;
 use std::fmt::Debug;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -61,7 +61,7 @@ use aquifer_report::TenantStatistics;
 pub use attach::AttachError;
 pub use program::Program;
 pub use restore::RestoredRun;
-pub use run::Run;
+pub use run::{Run, RunOwner};
 
 /// Most runs that one agent serves at once.
 pub const RUNS_MAX: usize = 4096;
@@ -226,7 +226,7 @@ impl PagingService {
     pub fn open_run(
         self: &Arc<Self>,
         open: &OpenRun,
-        owner: BorrowedFd<'_>,
+        owner: RunOwner,
         tenant: u32,
     ) -> Result<Arc<Run>, OpenRunError> {
         let limit_bytes = open.limit_bytes;

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use aquifer_channel::peer::peer_pidfd;
+use aquifer_channel::peer::PeerProcess;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Dir, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -42,12 +42,12 @@ pub(crate) struct UnprovenProcess {
 }
 
 impl UnprovenProcess {
-    /// The process that has connected `socket`, with the number that the kernel reports for it.
-    pub fn peer(socket: impl AsFd, pid: u32) -> Result<Self, ProofError> {
-        if pid == 0 {
+    /// The process that has made a connection.
+    pub fn peer(peer: PeerProcess) -> Result<Self, ProofError> {
+        if peer.pid == 0 {
             return Err(ProofError::OtherNamespace);
         }
-        Ok(Self { pid, pidfd: peer_pidfd(socket)? })
+        Ok(Self { pid: peer.pid, pidfd: peer.pidfd.ok_or(ProofError::Ended)? })
     }
 
     /// The process that now has a number. It must be that of its first thread.

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::canary::{Canary, Nonce};
 use crate::maps::PagingBounds;
 
-/// Record of a run; the keeper holds it with the memory of its slabs and the owner's socket.
+/// Record of a run; the keeper holds it with the memory of its slabs, the owner's socket, and the
+/// owner's pidfd if there is one.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct RunRecord {
     /// In hexadecimal digits.
@@ -31,6 +32,9 @@ pub(crate) struct RunRecord {
     /// See [`aquifer_ipc::OpenRun::wait_for_room_ms`].
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wait_for_room_ms: Option<u64>,
+    /// Process id of the owner; `None` in records of earlier builds, whose sockets tell it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner_pid: Option<u32>,
 }
 
 /// Record of a program.

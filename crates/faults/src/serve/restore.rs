@@ -25,7 +25,7 @@ use super::monitor_thread::spawn;
 use super::process::{KeptProcess, ProgramProcess, has_ended};
 use super::program::{Program, new_program};
 use super::records::{ProgramRecord, RunRecord, decode};
-use super::run::Run;
+use super::run::{Run, RunOwner};
 use super::unserved::UnservedMemory;
 use crate::kernel::FillStop;
 use crate::monitor::{EvictionBatch, Monitor};
@@ -47,8 +47,8 @@ const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 pub struct RestoredRun {
     /// The run.
     pub run: Arc<Run>,
-    /// Socket of the process that started it.
-    pub owner: OwnedFd,
+    /// Connection of the process that started it.
+    pub owner: Arc<OwnedFd>,
 }
 
 /// Userfaultfds of forked children that were not yet served, by [`aquifer_ipc::HeldItem::id`].
@@ -128,9 +128,9 @@ impl PagingService {
         let RecoveringRun { id, record, owner, slabs, budget, resumable, end_reason, mut unservable, .. } =
             open;
         slabs.finish_recovery();
-        let again = owner.try_clone();
         let kept = Arc::clone(&slabs);
-        let run = match again.and_then(|owner| Run::start(self, id, &record, slabs, budget, owner)) {
+        let socket = Arc::clone(&owner.socket);
+        let run = match Run::start(self, id, &record, slabs, budget, owner) {
             Ok(run) => run,
             Err(error) => {
                 // The keeper still holds all of it, so another agent can resume it.
@@ -146,7 +146,7 @@ impl PagingService {
         let mut end_reason = end_reason;
         if end_reason.is_none() && resumable.is_empty() {
             // The process that started the run may not have got the answer.
-            let _gone = send_frame(&owner, &Frame::RunOpened(run.token()), &[]);
+            let _gone = send_frame(&socket, &Frame::RunOpened(run.token()), &[]);
         }
         for resumable in resumable {
             let program = resumable.to_unservable(run.tenant());
@@ -161,7 +161,7 @@ impl PagingService {
             self.end_programs(unservable);
         }
         tracing::info!(run = record.name, programs = run.programs().len(), "run resumed");
-        Some(RestoredRun { run, owner })
+        Some(RestoredRun { run, owner: socket })
     }
 
     /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
@@ -222,7 +222,7 @@ impl UnservableProgram {
 struct RecoveringRun {
     id: u64,
     record: RunRecord,
-    owner: OwnedFd,
+    owner: RunOwner,
     slabs: Arc<SlabSet>,
     budget: Arc<Budget>,
     programs: Vec<RecoveredProgram>,
@@ -244,7 +244,7 @@ impl RecoveringRun {
         }
         Ok(Self {
             id: kept.item.id,
-            owner,
+            owner: RunOwner::restore(owner, record.owner_pid, fds.next()),
             slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
             budget: Arc::new(Budget::new(record.limit_bytes)),
             record,

@@ -1,6 +1,6 @@
 //! What the programs of one `aquifer run` share: limit, slabs, sender and statistics.
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -27,6 +27,28 @@ const WAIT_FOR_ROOM: Duration = Duration::from_mins(10);
 /// Most programs (processes) of one run at once.
 pub const PROGRAMS_MAX: usize = 4096;
 
+/// The process that has opened a run.
+#[derive(Clone, Debug)]
+pub struct RunOwner {
+    /// Its connection.
+    pub socket: Arc<OwnedFd>,
+    /// Its process id; 0 if the agent does not see it.
+    pub pid: u32,
+    /// Its pidfd; `None` if it had ended.
+    pub process: Option<Arc<OwnedFd>>,
+}
+
+impl RunOwner {
+    /// The owner in a record of an earlier agent.
+    pub(crate) fn restore(socket: OwnedFd, pid: Option<u32>, process: Option<OwnedFd>) -> Self {
+        let (pid, process) = match pid {
+            Some(pid) => (pid, process),
+            None => (peer_credentials(&socket).map_or(0, |peer| peer.pid), peer_pidfd(&socket).ok()),
+        };
+        Self { socket: Arc::new(socket), pid, process: process.map(Arc::new) }
+    }
+}
+
 /// A run: the processes of one `aquifer run`.
 #[derive(Debug)]
 pub struct Run {
@@ -41,8 +63,7 @@ pub struct Run {
     /// Whether the limit was changed after the start. Such a limit may be less than what cannot be
     /// paged, and the run is not ended for that.
     is_limit_changed: AtomicBool,
-    /// Socket of the process that started the run.
-    owner: Arc<OwnedFd>,
+    owner: RunOwner,
     pub(crate) service: Weak<PagingService>,
     pub(crate) budget: Arc<Budget>,
     pub(crate) slabs: Arc<SlabSet>,
@@ -62,11 +83,11 @@ pub struct Run {
 }
 
 impl Run {
-    /// Opens a new run; `owner` is the socket of the process that started it.
+    /// Opens a new run.
     pub(crate) fn open(
         service: &Arc<PagingService>,
         open: &OpenRun,
-        owner: BorrowedFd<'_>,
+        owner: RunOwner,
         tenant: u32,
     ) -> Result<Arc<Self>, OpenRunError> {
         let OpenRun { limit_bytes, outlives_owner, is_strict, wait_for_room_ms, .. } = *open;
@@ -83,10 +104,11 @@ impl Run {
             outlives_owner,
             is_strict,
             wait_for_room_ms,
+            owner_pid: Some(owner.pid),
         };
         let budget = Arc::new(Budget::new(limit_bytes));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
-        let run = Self::start(service, id, &record, slabs, budget, owner.try_clone_to_owned()?)?;
+        let run = Self::start(service, id, &record, slabs, budget, owner)?;
         run.put_record_in_keeper().inspect_err(|_| run.close())?;
         Ok(run)
     }
@@ -101,8 +123,11 @@ impl Run {
             outlives_owner: self.outlives_owner,
             is_strict: self.is_strict,
             wait_for_room_ms: self.wait_for_room_ms,
+            owner_pid: Some(self.owner.pid),
         };
-        self.keep(&record.put(self.id), vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner)])
+        let mut fds = vec![self.slabs.memory().shared_fd(), Arc::clone(&self.owner.socket)];
+        fds.extend(self.owner.process.clone());
+        self.keep(&record.put(self.id), fds)
     }
 
     /// Starts a run, new or restored, with its slabs and budget.
@@ -112,7 +137,7 @@ impl Run {
         record: &RunRecord,
         slabs: Arc<SlabSet>,
         budget: Arc<Budget>,
-        owner: OwnedFd,
+        owner: RunOwner,
     ) -> std::io::Result<Arc<Self>> {
         let token = record.token()?;
         let seed = u64::from_le_bytes(token.0[..8].try_into().expect("8 bytes"));
@@ -127,7 +152,7 @@ impl Run {
             wait_for_room_ms: record.wait_for_room_ms,
             limit_bytes: AtomicU64::new(record.limit_bytes),
             is_limit_changed: AtomicBool::new(record.limit_bytes < LIMIT_BYTES_MIN),
-            owner: Arc::new(owner),
+            owner,
             service: Arc::downgrade(service),
             budget,
             slabs,
@@ -169,9 +194,9 @@ impl Run {
     /// The number of the process that opened the run, if the agent sees it and it lives. Then no
     /// other process has the number.
     pub(crate) fn living_owner(&self) -> Option<u32> {
-        let owner = peer_credentials(&self.owner).ok()?.pid;
-        let lives = peer_pidfd(&self.owner).is_ok_and(|pidfd| !has_ended(pidfd, Duration::ZERO));
-        (owner != 0 && lives).then_some(owner)
+        let RunOwner { pid, process, .. } = &self.owner;
+        let lives = process.as_ref().is_some_and(|pidfd| !has_ended(pidfd, Duration::ZERO));
+        (*pid != 0 && lives).then_some(*pid)
     }
 
     /// Sets which of its processes are not paged now.
@@ -214,8 +239,7 @@ impl Run {
     /// Whether a process belongs to the run or has started it.
     #[must_use]
     pub fn has_process(&self, pid: u32) -> bool {
-        let is_owner = peer_credentials(&self.owner).is_ok_and(|owner| owner.pid == pid);
-        is_owner || self.lock().iter().any(|program| program.pid() == pid)
+        self.owner.pid == pid || self.lock().iter().any(|program| program.pid() == pid)
     }
 
     /// The programs that are alive.

@@ -1,0 +1,252 @@
+//! The gateway process: it accepts connections, and passes each to the relay of its user.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use aquifer_channel::peer::{PeerCredentials, peer_credentials};
+use aquifer_channel::try_send_frame;
+use aquifer_ipc::Frame;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, accept_with, socketpair};
+use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal, waitpid};
+
+use crate::messages::{self, Connection, ListenerKind, MESSAGE_BYTES_MAX, Order, RelayStarted};
+use crate::relay::Relay;
+use crate::user_socket;
+
+/// Most processes that serve a user or wait for its descriptors.
+const RELAYS_PER_USER_MAX: usize = 4;
+/// Most processes of all users.
+const RELAYS_MAX: usize = 1024;
+/// Connections that are accepted at a listener in a turn, so that others have theirs.
+const ACCEPTS_PER_TURN_MAX: usize = 16;
+/// Pause after a connection could not be accepted.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Interval at which ended relays are looked for.
+const REAP_INTERVAL: Duration = Duration::from_secs(1);
+/// Interval between log lines about refused connections.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// A socket at which connections are accepted.
+#[derive(Debug)]
+struct Listener {
+    kind: ListenerKind,
+    socket: OwnedFd,
+}
+
+/// The relays of a user.
+#[derive(Debug, Default)]
+struct UserRelays {
+    /// The relay that gets connections.
+    current: Option<OwnedFd>,
+    /// All that have not ended; closing what a user has sent may take long.
+    processes: Vec<Pid>,
+}
+
+/// The state of the gateway process.
+#[derive(Debug)]
+struct Server {
+    daemon: OwnedFd,
+    listeners: BTreeMap<u64, Listener>,
+    relays: BTreeMap<u32, UserRelays>,
+    buffer: Box<[u8]>,
+    next_log: Instant,
+}
+
+/// Serves as the gateway of the daemon at the other end of a socket until that ends.
+///
+/// Must be called in a process with one thread. It ends with its parent process, too.
+pub fn serve(daemon: OwnedFd) {
+    // What of a killed daemon still ends must not accept connections.
+    let _set = set_parent_process_death_signal(Some(Signal::KILL));
+    user_socket::catch_alarm();
+    let mut server = Server {
+        daemon,
+        listeners: BTreeMap::new(),
+        relays: BTreeMap::new(),
+        buffer: vec![0; MESSAGE_BYTES_MAX].into_boxed_slice(),
+        next_log: Instant::now(),
+    };
+    while server.turn() {}
+}
+
+impl Server {
+    /// Waits for connections and orders, and handles them. Returns false if the daemon has ended.
+    fn turn(&mut self) -> bool {
+        let Some((has_order, ready)) = self.wait() else { return true };
+        if has_order && !self.handle_order() {
+            return false;
+        }
+        for listener in ready {
+            self.accept(listener);
+        }
+        self.reap();
+        true
+    }
+
+    /// Whether there is an order, and the listeners with connections; `None` after an error.
+    fn wait(&self) -> Option<(bool, Vec<u64>)> {
+        let mut polled = vec![PollFd::new(&self.daemon, PollFlags::IN)];
+        polled.extend(self.listeners.values().map(|listener| PollFd::new(&listener.socket, PollFlags::IN)));
+        let timeout = Timespec::try_from(REAP_INTERVAL).unwrap_or_default();
+        let timeout = if self.relays.is_empty() { None } else { Some(&timeout) };
+        poll(&mut polled, timeout).ok()?;
+        let mut ready = polled.iter().map(|polled| !polled.revents().is_empty());
+        let has_order = ready.next().unwrap_or(false);
+        let ready = self.listeners.keys().zip(ready).filter(|(_, ready)| *ready);
+        Some((has_order, ready.map(|(listener, _)| *listener).collect()))
+    }
+
+    /// Handles an order of the daemon. Returns false if that has ended.
+    fn handle_order(&mut self) -> bool {
+        match messages::receive::<Order>(&self.daemon, &mut self.buffer) {
+            Ok(Some((Order::Listen { listener, kind }, _, mut descriptors))) => {
+                if let Some(socket) = descriptors.pop() {
+                    let _nonblocking = rustix::io::ioctl_fionbio(&socket, true);
+                    self.listeners.insert(listener, Listener { kind, socket });
+                }
+                true
+            }
+            Ok(Some((Order::Close { listener }, ..))) => {
+                // With what waits in its queue.
+                if let Some(listener) = self.listeners.remove(&listener) {
+                    user_socket::close(listener.socket);
+                }
+                true
+            }
+            Ok(None) => false,
+            Err(error) => {
+                tracing::error!(%error, "cannot receive an order of the daemon");
+                false
+            }
+        }
+    }
+
+    /// Accepts connections at a listener.
+    fn accept(&mut self, listener: u64) {
+        for _ in 0..ACCEPTS_PER_TURN_MAX {
+            let Some(Listener { kind, socket }) = self.listeners.get(&listener) else { return };
+            let kind = *kind;
+            match accept_with(socket, SocketFlags::CLOEXEC) {
+                Ok(socket) => match peer_credentials(&socket) {
+                    Ok(peer) if is_admitted(kind, peer.uid) => self.pass_on(kind, peer, socket),
+                    _ => user_socket::close(socket),
+                },
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
+                Err(error) => {
+                    self.log_refusal(None, &error.into());
+                    // The listener stays readable. Trying again at once would only use the
+                    // processor.
+                    std::thread::sleep(ACCEPT_PAUSE);
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Passes a connection to the relay of its user.
+    fn pass_on(&mut self, kind: ListenerKind, peer: PeerCredentials, socket: OwnedFd) {
+        let PeerCredentials { uid, pid } = peer;
+        match self.send_to_relay(uid, &Connection { kind, pid }, &socket) {
+            // If the relay has ended meanwhile, this is the last reference.
+            Ok(()) => user_socket::close_reference(socket),
+            Err(error) => {
+                self.log_refusal(Some(uid), &error);
+                let refusal =
+                    Frame::Refused(format!("the agent takes no connections of user {uid}: {error}"));
+                let _closed = try_send_frame(&socket, &refusal, &[]);
+                user_socket::close(socket);
+            }
+        }
+    }
+
+    /// Sends a connection to the relay of its user.
+    fn send_to_relay(&mut self, uid: u32, connection: &Connection, socket: &OwnedFd) -> io::Result<()> {
+        loop {
+            let relay = self.relay_of(uid)?;
+            match messages::send(relay, connection, &[], &[socket.as_fd()], SendFlags::DONTWAIT) {
+                // It ends because it had no connections, and has not taken this one.
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.forget_relay(uid),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(io::Error::other("its relay has not taken the connections before this one"));
+                }
+                sent => return sent,
+            }
+        }
+    }
+
+    /// The relay that gets the connections of a user; starts one if there is none.
+    fn relay_of(&mut self, uid: u32) -> io::Result<&OwnedFd> {
+        if self.relays.get(&uid).is_none_or(|relays| relays.current.is_none()) {
+            let current = self.start_relay(uid)?;
+            self.relays.entry(uid).or_default().current = Some(current);
+        }
+        self.relays.get(&uid).and_then(|relays| relays.current.as_ref()).ok_or(io::ErrorKind::NotFound.into())
+    }
+
+    fn forget_relay(&mut self, uid: u32) {
+        self.relays.entry(uid).or_default().current = None;
+    }
+
+    /// Starts a relay for a user. Returns the socket at which it gets connections.
+    fn start_relay(&mut self, uid: u32) -> io::Result<OwnedFd> {
+        self.reap();
+        let of_all: usize = self.relays.values().map(|relays| relays.processes.len()).sum();
+        let of_user = self.relays.get(&uid).map_or(0, |relays| relays.processes.len());
+        if of_user >= RELAYS_PER_USER_MAX {
+            return Err(io::Error::other("its relays wait for the descriptors that it has sent"));
+        }
+        if of_all >= RELAYS_MAX {
+            return Err(io::Error::other(format!("{RELAYS_MAX} relays of users run already")));
+        }
+        let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let ((gateway, relay), (daemon, of_daemon)) = (pair()?, pair()?);
+        let for_relay = daemon.try_clone()?;
+        // SAFETY: this process has one thread, so the child may do what its parent might. It never
+        // returns from here.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            drop((gateway, of_daemon));
+            self.listeners.clear();
+            self.relays.clear();
+            self.daemon = daemon;
+            Relay::new(uid, relay, for_relay).run();
+            std::process::exit(0);
+        }
+        let process = Pid::from_raw(child).filter(|_| child > 0).ok_or_else(io::Error::last_os_error)?;
+        self.relays.entry(uid).or_default().processes.push(process);
+        let started = RelayStarted { uid };
+        messages::send(&self.daemon, &started, &[], &[of_daemon.as_fd()], SendFlags::empty())?;
+        Ok(gateway)
+    }
+
+    /// Forgets relays that have ended.
+    fn reap(&mut self) {
+        while let Ok(Some((process, _))) = waitpid(None, WaitOptions::NOHANG) {
+            self.relays.retain(|_, relays| {
+                relays.processes.retain(|other| *other != process);
+                !relays.processes.is_empty()
+            });
+        }
+    }
+
+    /// Logs that a connection was not accepted, at most once in an interval.
+    fn log_refusal(&mut self, uid: Option<u32>, error: &io::Error) {
+        if Instant::now() >= self.next_log {
+            self.next_log = Instant::now() + LOG_INTERVAL;
+            tracing::warn!(uid, %error, "refused a connection");
+        }
+    }
+}
+
+/// Whether a user may connect at a listener. A child that has knocked gets its secret, and who has
+/// that could listen at the socket's name later, as if it were the agent.
+fn is_admitted(kind: ListenerKind, uid: u32) -> bool {
+    match kind {
+        ListenerKind::Own | ListenerKind::Shared => true,
+        ListenerKind::Knock { users, .. } => [uid, u32::MAX].iter().any(|user| users.contains(user)),
+    }
+}

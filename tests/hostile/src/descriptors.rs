@@ -1,0 +1,108 @@
+//! Descriptors whose last close waits for as long as the attacker wants, sent to the agent.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use aquifer_channel::paths::agent_socket;
+use aquifer_channel::{frame_socket, send_frame};
+use aquifer_ipc::{Frame, RunToken};
+use rustix::net::SocketAddrUnix;
+use rustix::net::sockopt::set_socket_linger;
+
+use crate::{fuse, identity};
+
+/// Connections with such a descriptor.
+const CONNECTIONS: usize = 24;
+/// Connections that fill what the agent admits of a user.
+const CONNECTIONS_BEFORE: usize = 2048;
+/// Seconds for which a socket lingers.
+const LINGER_S: u64 = 100_000;
+
+/// Sends TCP sockets with `SO_LINGER` and unsent data, in requests and in other packets, and keeps
+/// the connections open until standard input ends. Returns whether any was sent.
+pub fn lingering_sockets() -> bool {
+    let agent = agent_socket();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let mut attempts = Attempts::default();
+    let mut peers = Vec::new();
+    for full in [false, true] {
+        let fill = if full { CONNECTIONS_BEFORE } else { 0 };
+        attempts.connections.extend((0..fill).map_while(|_| connect_to(&agent)));
+        for number in 0..CONNECTIONS {
+            let (socket, peer) = lingering_socket(&listener);
+            peers.push(peer);
+            attempts.send(&agent, number, socket.as_fd());
+            // The one in the packet is to be the last, and this close waits if none was sent.
+            std::thread::spawn(move || drop(socket));
+        }
+    }
+    attempts.wait()
+}
+
+/// A connected socket whose last close waits.
+fn lingering_socket(listener: &TcpListener) -> (TcpStream, TcpStream) {
+    let address = listener.local_addr().expect("it listens");
+    let mut socket = TcpStream::connect(address).expect("it listens");
+    let (peer, _) = listener.accept().expect("a connection");
+    socket.set_nonblocking(true).expect("a socket");
+    while socket.write(&[0; 65_536]).is_ok() {}
+    set_socket_linger(&socket, Some(std::time::Duration::from_secs(LINGER_S))).expect("a socket");
+    (socket, peer)
+}
+
+/// Sends files of a FUSE server that answers no FLUSH. The arguments are the path of a FUSE device
+/// and an empty folder. Returns whether any was sent.
+pub fn waiting_files() -> bool {
+    let agent = agent_socket();
+    let argument = |number| std::env::args().nth(number).expect("a path");
+    let mounted = fuse::mount(Path::new(&argument(2)), Path::new(&argument(3)));
+    let mut attempts = Attempts::default();
+    for number in 0..CONNECTIONS {
+        attempts.send(&agent, number, mounted.file.as_fd());
+    }
+    attempts.wait()
+}
+
+/// Connects without a look at who listens.
+fn connect_to(agent: &Path) -> Option<OwnedFd> {
+    let socket = frame_socket().ok()?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(agent).ok()?).ok()?;
+    Some(socket)
+}
+
+/// What was sent.
+#[derive(Default)]
+struct Attempts {
+    connections: Vec<OwnedFd>,
+    sent: usize,
+}
+
+impl Attempts {
+    /// Sends a descriptor in one of several ways, and closes some of the connections.
+    fn send(&mut self, agent: &Path, number: usize, descriptor: BorrowedFd<'_>) {
+        let Some(socket) = connect_to(agent) else { return };
+        let sent = match number % 4 {
+            0 => send_frame(&socket, &Frame::StatusRequest, &[descriptor]),
+            1 => send_frame(&socket, &Frame::Welcome, &[descriptor; 12]),
+            // As if it were a userfaultfd.
+            2 => send_frame(&socket, &identity::hello(RunToken([7; 16]), 0x3000_0000), &[descriptor]),
+            // Behind a request that the agent answers.
+            _ => send_frame(&socket, &Frame::StatusRequest, &[])
+                .and_then(|()| send_frame(&socket, &Frame::StatusRequest, &[descriptor])),
+        };
+        self.sent += usize::from(sent.is_ok());
+        if number % 8 < 4 {
+            self.connections.push(socket);
+        }
+    }
+
+    /// Says that all is sent, and waits for the end of standard input. Returns whether a descriptor
+    /// was sent.
+    fn wait(self) -> bool {
+        println!("sent");
+        let _end = std::io::stdin().read(&mut [0]);
+        self.sent > 0
+    }
+}

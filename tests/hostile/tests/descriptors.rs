@@ -1,0 +1,92 @@
+//! Descriptors whose last close waits for ever: others are served, and a killed agent is replaced.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+use aquifer_tests_e2e::cluster::text;
+use aquifer_tests_e2e::restart::restart_agent;
+
+use crate::user::{ANNE, MALLORY, Victim};
+
+/// The environment of a cluster that runs as on a kernel without `SO_PASSRIGHTS`.
+const WITHOUT_PASSRIGHTS: [(&str, &str); 1] = [("AQUIFER_TEST_NO_PASSRIGHTS", "1")];
+
+/// An attack that goes on.
+struct Attack(Child);
+
+impl Attack {
+    /// Starts an attack, and waits until it has sent everything.
+    fn start(command: &mut Command) -> Self {
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        let mut child = child.expect("setpriv can be started");
+        let mut line = String::new();
+        let output = child.stdout.as_mut().expect("it is piped");
+        BufReader::new(output).read_line(&mut line).expect("it speaks");
+        assert_eq!(line, "sent\n");
+        Self(child)
+    }
+}
+
+impl Attack {
+    /// Ends the attack, and checks that it has sent something.
+    fn end(mut self) {
+        drop(self.0.stdin.take());
+        assert!(self.0.wait().expect("it ends").success(), "it has sent nothing");
+    }
+}
+
+impl Drop for Attack {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _reaped = self.0.wait();
+    }
+}
+
+fn serves_others(victim: &Victim) {
+    for words in [&["status"][..], &["run", "--local", "24M", "--", "true"]] {
+        let output = victim.0.command(ANNE, words).output().expect("setpriv can be started");
+        assert!(output.status.success(), "{words:?}: {}", text(&output.stderr));
+    }
+}
+
+/// Checks that others are served during an attack, also by the agent that replaces a killed one.
+fn repels(victim: &Victim, attack: &mut Command) {
+    let running = Attack::start(attack);
+    serves_others(victim);
+    restart_agent(&victim.0.cluster);
+    serves_others(victim);
+    let again = Attack::start(attack);
+    serves_others(victim);
+    running.end();
+    again.end();
+}
+
+fn lingering_sockets(victim: &Victim) {
+    repels(victim, &mut victim.attacker("lingering-sockets"));
+}
+
+#[test]
+fn lingering_sockets_stop_no_other_user() {
+    lingering_sockets(&Victim::up());
+}
+
+#[test]
+fn lingering_sockets_stop_no_other_user_without_passrights() {
+    lingering_sockets(&Victim::up_in(&WITHOUT_PASSRIGHTS));
+}
+
+fn waiting_files(victim: &Victim) {
+    let device = victim.fuse_device();
+    let folder = victim.0.private_folder("mount", MALLORY);
+    repels(victim, victim.attacker("waiting-files").arg(device).arg(folder));
+}
+
+#[test]
+fn files_whose_close_waits_stop_no_other_user() {
+    waiting_files(&Victim::up());
+}
+
+#[test]
+fn files_whose_close_waits_stop_no_other_user_without_passrights() {
+    waiting_files(&Victim::up_in(&WITHOUT_PASSRIGHTS));
+}
