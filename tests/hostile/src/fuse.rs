@@ -37,7 +37,8 @@ impl Drop for Mounted {
 /// process serves it.
 pub fn mount(device: &Path, folder: &Path) -> Mounted {
     enter_namespaces();
-    let mut server = OpenOptions::new().read(true).write(true).open(device).expect("the device is accessible");
+    let mut server =
+        OpenOptions::new().read(true).write(true).open(device).expect("the device is accessible");
     let text = |path: &Path| CString::new(path.to_str().expect("a plain path")).expect("a plain path");
     let number = std::os::fd::AsRawFd::as_raw_fd(&server);
     let options = CString::new(format!("fd={number},rootmode=40000,user_id=0,group_id=0")).expect("plain");

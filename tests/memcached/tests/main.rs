@@ -5,6 +5,7 @@ mod case_lists;
 mod cases;
 mod clients;
 mod cluster;
+mod descriptors;
 mod differential;
 mod expiry;
 mod limits;

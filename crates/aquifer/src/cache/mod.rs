@@ -7,6 +7,7 @@ mod metrics;
 mod operate;
 mod pool;
 mod process;
+mod relay;
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -35,6 +36,8 @@ pub use arguments::CacheArguments;
 
 /// Time in which a server of several gives its partitions to the others before it stops.
 const DRAIN_TIME: Duration = Duration::from_secs(30);
+/// Permissions of a socket by which other users may connect.
+const OTHERS_MAY_CONNECT: u32 = 0o022;
 /// The level from which on connections are logged.
 const LOGS_CONNECTIONS: u8 = 1;
 
@@ -68,6 +71,7 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
         process::become_user(user)?;
     }
     log_to_stderr();
+    let options = protect_from_descriptors(arguments, options)?;
     warn_if_open(&options);
     let metrics_listener = arguments.metrics.as_ref().map(MetricsListener::bind).transpose()?;
     let mut stop = StopSignal::install_with(&[Signal::USR1])?;
@@ -141,6 +145,23 @@ impl Running {
             }
         }
     }
+}
+
+/// Has the Unix sockets accept no descriptors of other users. Must be called before the first thread.
+fn protect_from_descriptors(
+    arguments: &CacheArguments,
+    mut options: ServerOptions,
+) -> Result<ServerOptions, Box<dyn Error>> {
+    // The mode of a socket that systemd has made is not known.
+    let is_open_to_others = arguments.unix_socket.is_none() || arguments.unix_mask & OTHERS_MAY_CONNECT != 0;
+    let protect = |listener: Listener| match listener.address() {
+        ListenerAddress::Unix(_) => relay::protect(listener, is_open_to_others),
+        ListenerAddress::Tcp(_) => Ok(listener),
+    };
+    let listeners = options.listeners.into_iter().map(protect).collect::<Result<_, _>>();
+    options.listeners =
+        listeners.map_err(|error| format!("no process relays users' connections: {error}"))?;
+    Ok(options)
 }
 
 /// Warns if clients of other machines are served without a proof.

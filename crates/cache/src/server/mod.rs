@@ -26,7 +26,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use dealing::WorkerHandle;
-pub use listeners::{Listener, ListenerAddress};
+pub use listeners::{Listener, ListenerAddress, receive_socket};
 pub use overflow::{RemoteError, RemoteMemory, RemoteRead};
 pub use tls::{TlsFiles, TlsSettings};
 
