@@ -71,9 +71,9 @@ fn line(item: &Item<'_>, begun_s: u32, context: &Context<'_>) -> String {
         expires_s => access.clock.unix_s(expires_s),
     };
     let size = access.item_size(item.key.len(), item.header.client_flags, item.value.len());
-    let _ = write!(
+    let _ = writeln!(
         line,
-        " exp={expires_s} la={} cas={} fetch={} cls=1 size={size}\n",
+        " exp={expires_s} la={} cas={} fetch={} cls=1 size={size}",
         access.clock.unix_s(begun_s),
         item.header.cas,
         if item.is_fetched { "yes" } else { "no" },

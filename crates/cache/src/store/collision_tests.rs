@@ -84,7 +84,7 @@ fn a_store_without_evictions_refuses_items_beyond_a_full_chain() {
 #[test]
 fn a_chain_that_is_longer_than_a_search_is_noticed() {
     let outcome = std::panic::catch_unwind(|| {
-        Mutation::ChainTooLong.while_active(&mut || items_beyond_a_full_chain_are_evicted());
+        Mutation::ChainTooLong.while_active(items_beyond_a_full_chain_are_evicted);
     });
     assert!(outcome.is_err());
 }
