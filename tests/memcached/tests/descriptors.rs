@@ -10,7 +10,7 @@ use aquifer_tests_memcached::{Options, Program, Server};
 use rustix::process::Signal;
 
 /// The user that attacks.
-const NOBODY: u32 = 65534;
+const OTHER_USER: u32 = 65534;
 /// Has the server behave as on a kernel without `SO_PASSRIGHTS`.
 const WITHOUT_PASSRIGHTS: &str = "AQUIFER_TEST_NO_PASSRIGHTS";
 
@@ -61,7 +61,7 @@ os._exit(0)
 /// were refused.
 fn attack(path: &str) -> (Child, String) {
     let mut command = Command::new("python3");
-    command.args(["-c", ATTACK, path]).uid(NOBODY).gid(NOBODY);
+    command.args(["-c", ATTACK, path]).uid(OTHER_USER).gid(OTHER_USER);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut attacker = command.spawn().expect("python3 can be started");
     let mut line = String::new();

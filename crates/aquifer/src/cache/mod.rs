@@ -147,7 +147,8 @@ impl Running {
     }
 }
 
-/// Has the Unix sockets accept no descriptors of other users. Must be called before the first thread.
+/// Has the Unix sockets accept no descriptors of other users. Must be called before the first
+/// thread.
 fn protect_from_descriptors(
     arguments: &CacheArguments,
     mut options: ServerOptions,

@@ -1,10 +1,10 @@
 //! Processes between the cache and other users that connect at its Unix socket.
 //!
 //! A message at a Unix socket can carry descriptors. The last close of one can wait for as long as
-//! its sender wants, as that of a TCP socket with `SO_LINGER`, also if nobody has received it. Where
-//! the kernel has `SO_PASSRIGHTS`, the socket accepts no descriptors. Elsewhere a process accepts the
-//! connections, and a relay for each user copies bytes between them and sockets of its own, which it
-//! passes to the cache. So only the relay of the user waits.
+//! its sender wants, as that of a TCP socket with `SO_LINGER`, even if it was never received. Where
+//! the kernel has `SO_PASSRIGHTS`, the socket accepts no descriptors. Elsewhere a process accepts
+//! the connections, and a relay for each user copies bytes between them and sockets of its own,
+//! which it passes to the cache. So only the relay of the user waits.
 
 use std::collections::BTreeMap;
 use std::io::{self, IoSlice};

@@ -119,8 +119,8 @@ impl Listener {
         Ok(Self { socket, address, backlog: 0, is_encrypted, is_relayed: false })
     }
 
-    /// Receives connections from another process in place of accepting them: each is a descriptor in
-    /// a message at this socket, which must be non-blocking.
+    /// Receives connections from another process in place of accepting them: each is a descriptor
+    /// in a message at this socket, which must be non-blocking.
     #[must_use]
     pub fn relayed(self, socket: OwnedFd) -> Self {
         Self { socket, is_relayed: true, ..self }

@@ -77,7 +77,8 @@ pub struct ServerOptions {
     pub verbosity: u32,
     /// The pool, for items that have no room here, if the store's options have one.
     pub pool: Option<Box<dyn RemoteMemory>>,
-    /// The time for which a request waits if the pool does not answer. Then items there are missing.
+    /// The time for which a request waits if the pool does not answer. Items there are missing
+    /// then.
     pub pool_wait: Duration,
     /// Memory of partitions that an earlier server has kept, by their numbers. Unused with
     /// [`Self::memory_file`].
