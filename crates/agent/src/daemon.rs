@@ -15,7 +15,9 @@ use aquifer_extents::{InheritedSession, NodeConnector, SessionKeeper, SessionSer
 use aquifer_fabric::ClusterKey;
 use aquifer_fabric::tcp::ConnectOptions;
 use aquifer_fabric::{Endpoint, EndpointError, Host as HostNumber, Identity, Tenant};
-use aquifer_faults::serve::{AgentServices, KnockName, KnockSocket, PagingService, RestoredRun};
+use aquifer_faults::serve::{
+    AgentServices, KnockName, KnockSocket, PagingService, PoolLimits, RestoredRun,
+};
 use aquifer_gateway::ListenerKind;
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::leak_scan::LeakScanner;
@@ -68,6 +70,9 @@ pub struct AgentOptions {
     pub extents_per_user: Option<u64>,
     /// Most pool memory of the runs of one user, in bytes. `None`: all that the nodes lend.
     pub pages_per_user: Option<u64>,
+    /// Pool memory that other users cannot take from the runs of a user, in bytes. `None`: 1/64 of
+    /// what the nodes lend.
+    pub pages_share: Option<u64>,
     /// Settings for segments.
     pub segments: SegmentSettings,
     /// The time for which other hosts do not recover this host after its lease has ended.
@@ -476,7 +481,11 @@ fn start_services(
     let service = PagingService::new(
         Arc::clone(host) as Arc<dyn AgentServices>,
         Arc::new(mempool),
-        options.pages_per_user,
+        PoolLimits {
+            bytes_per_user: options.pages_per_user,
+            share_bytes: options.pages_share,
+            serves_all_users: options.shared_socket.is_some(),
+        },
     )
     .map_err(AgentError::Threads)?;
     let (kept_sessions, kept): (Vec<_>, Vec<_>) =

@@ -1,5 +1,5 @@
-//! The sockets at which users connect. The gateway accepts connections there: this process must not,
-//! see [`aquifer_gateway`].
+//! The sockets at which users connect. The gateway accepts connections there: this process must
+//! not, see [`aquifer_gateway`].
 
 use std::collections::VecDeque;
 use std::io;

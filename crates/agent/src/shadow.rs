@@ -10,13 +10,15 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::path::Path;
 use std::time::Duration;
 
+use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{connect, receive_frame, send_frame};
 use aquifer_ipc::{Frame, HeldItem, HeldKind};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, waitpid};
 
-/// Interval between checks for the agent's end; the end itself is noticed at once.
-const CHECK_INTERVAL: Duration = Duration::from_secs(3600);
+/// Interval between checks whether the agent was killed and cannot end; the end itself is noticed
+/// at once.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// The shadow of this agent.
 #[derive(Debug)]
@@ -59,8 +61,15 @@ fn run(agent: Pid, keeper: &Path) -> io::Result<()> {
     block_signals();
     // In a session of its own it does not get the signals of the agent's terminal or group.
     let _leader = rustix::process::setsid();
+    let number = agent.as_raw_nonzero().get().unsigned_abs();
+    let mut was_exiting = false;
     if let Ok(pidfd) = pidfd_open(agent, PidfdFlags::empty()) {
-        while !wait_readable(&[&pidfd], CHECK_INTERVAL)? {}
+        while !wait_readable(&[&pidfd], CHECK_INTERVAL)? {
+            // A hostile program can make the kernel wait in a thread of the agent for ever.
+            if std::mem::replace(&mut was_exiting, is_exiting(number)) && was_exiting {
+                break;
+            }
+        }
     }
     let userfaultfds = userfaultfds()?;
     if userfaultfds.is_empty() {
@@ -68,11 +77,10 @@ fn run(agent: Pid, keeper: &Path) -> io::Result<()> {
     }
     let socket = connect(keeper)?;
     for fd in userfaultfds {
-        let number = u64::try_from(fd).map_err(io::Error::other)?;
-        let agent = u64::try_from(agent.as_raw_nonzero().get()).map_err(io::Error::other)?;
+        let descriptor = u64::try_from(fd).map_err(io::Error::other)?;
         let item = HeldItem {
             kind: HeldKind::Orphan,
-            id: agent << 32 | number,
+            id: u64::from(number) << 32 | descriptor,
             pid: 0,
             uid: 0,
             record: String::new(),

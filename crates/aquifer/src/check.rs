@@ -9,7 +9,7 @@ use aquifer_ipc::size::ByteSize;
 
 use crate::Outcome;
 use crate::cli::CheckArguments;
-use crate::run::check_program;
+use crate::run::{check_program, has_executable_heap};
 use crate::say::{say, say_line};
 use crate::state::StateDir;
 
@@ -107,6 +107,11 @@ fn cluster(socket: &Path) -> Verdict {
 
 fn program_verdict(name: &OsString) -> Verdict {
     match check_program(name) {
+        Ok(path) if has_executable_heap(&path) => Missing(format!(
+            "{} has its heap in memory that may be executed, which is not paged: its limit must be larger \
+             than its heap, or kernel swap pages it (aquifer run --swap, as root)",
+            path.display()
+        )),
         Ok(path) => Fine(format!("{} can be paged", path.display())),
         Err(error) => Missing(error.to_string()),
     }

@@ -232,6 +232,11 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pages_per_user: Option<u64>,
+    /// Remote memory that other users cannot take from the runs of a user [default: 1/64 of what the
+    /// nodes lend, at least 8M]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
+    pub pages_share: Option<u64>,
     /// Address and port at which agents of other hosts hand segments over; they must have the
     /// cluster key [default: segments stay on this host]
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -340,6 +345,7 @@ impl Settings for AgentSettings {
             mempool: self.mempool.or(other.mempool),
             extents_per_user: self.extents_per_user.or(other.extents_per_user),
             pages_per_user: self.pages_per_user.or(other.pages_per_user),
+            pages_share: self.pages_share.or(other.pages_share),
             segment_listen: self.segment_listen.or(other.segment_listen),
             segment_memory: self.segment_memory.or(other.segment_memory),
             segment_pull_rate: self.segment_pull_rate.or(other.segment_pull_rate),

@@ -12,8 +12,10 @@ use aquifer_ipc::{
 use crate::children;
 use crate::descriptors;
 use crate::fatal;
+use crate::hidden;
 use crate::knock;
 use crate::memory;
+use crate::populate;
 use crate::raw::close;
 use crate::uffd;
 use crate::worker::{STACK_BYTES, Worker, last_process, start};
@@ -36,6 +38,16 @@ pub enum Paged {
     /// What is mapped, or will be mapped, from the first address up to the second one. Both are
     /// multiples of the page size.
     Only(usize, usize),
+}
+
+/// What is attached.
+#[derive(Clone, Copy)]
+pub enum Attached {
+    /// A program, by a userfaultfd that it opens.
+    Program,
+    /// A forked child, whose userfaultfd the agent has got with the fork event, and sends. The
+    /// number is the agent's for it.
+    Child(u64),
 }
 
 /// The parameters by which a process is attached. Forked children inherit them.
@@ -115,13 +127,15 @@ pub fn attach_program(path: &[u8], token: RunToken, paged: Paged) {
         fatal::exit("the path of the agent's socket is too long", 0);
     }
     children::look_up_next_symbols();
+    hidden::look_up_next_symbols();
+    populate::look_up_next_symbol();
     let canary = map_wiped_on_fork(CANARY_BYTES);
     store_parameters(path, token, canary);
     if let Paged::Only(start, end) = paged {
         PARAMETERS.only[0].store(start, Ordering::Relaxed);
         PARAMETERS.only[1].store(end, Ordering::Relaxed);
     }
-    attach(create_uffd(false), 0);
+    attach(Attached::Program);
     let is_attached = map_wiped_on_fork(PAGE) as *mut AtomicU32;
     // SAFETY: a page of this library that is never unmapped.
     unsafe { &*is_attached }.store(1, Ordering::Relaxed);
@@ -162,6 +176,19 @@ pub fn attach_if_forked() {
     }
 }
 
+/// Whether this process, or the one that it was forked from, was attached.
+pub fn is_attached() -> bool {
+    !IS_ATTACHED.load(Ordering::Acquire).is_null()
+}
+
+/// The number of this process's worker in its PID namespace; 0 if there is none.
+pub fn worker_pid() -> u32 {
+    attach_if_forked();
+    // SAFETY: the mapping is never removed, and a child has mapped its own by now.
+    let control = unsafe { CONTROL.load(Ordering::Acquire).as_ref() };
+    control.map_or(0, |control| control.worker.load(Ordering::Acquire))
+}
+
 /// Runs in the parent before libc's `fork`. The parent may itself be a child that libc's `fork` did
 /// not create. It must be attached first, so that the agent knows the parent of each child.
 unsafe extern "C" fn before_fork() {
@@ -180,7 +207,7 @@ fn attach_child() {
     // SAFETY: this library has mapped the page before the fork.
     let number = unsafe { ptr::read_volatile(canary) };
     knock::begin();
-    attach(-1, number);
+    attach(Attached::Child(number));
 }
 
 fn store_parameters(path: &[u8], token: RunToken, canary: usize) {
@@ -203,17 +230,13 @@ fn stored_token() -> RunToken {
 }
 
 /// Attaches this process: maps the buffers, sends the hello, and starts the worker.
-///
-/// `own_uffd` is the userfaultfd of the program, or -1 in a forked child: the agent has got the
-/// child's userfaultfd with the fork event, and sends it. `number` is the agent's number for a
-/// child.
-fn attach(own_uffd: i32, number: u64) {
+fn attach(attached: Attached) {
     let thread_word = last_process::thread_word();
     let limit = descriptors::Limit::raise();
-    if own_uffd >= 0 || descriptors::are_available() {
-        attach_here(own_uffd, number, thread_word);
+    if descriptors::are_available(descriptors::NEEDED) {
+        attach_here(attached, thread_word);
     } else {
-        descriptors::attach_by_thread(number, thread_word);
+        descriptors::attach_by_thread(attached, thread_word);
     }
     limit.restore();
 }
@@ -221,8 +244,12 @@ fn attach(own_uffd: i32, number: u64) {
 /// Attaches the program to which this thread belongs, with descriptors of this thread.
 ///
 /// `thread_word`: see [`last_process::thread_word`].
-pub fn attach_here(own_uffd: i32, number: u64, thread_word: *const AtomicU32) {
-    let is_child = own_uffd < 0;
+pub fn attach_here(attached: Attached, thread_word: *const AtomicU32) {
+    let (is_child, number) = match attached {
+        Attached::Program => (false, 0),
+        Attached::Child(number) => (true, number),
+    };
+    let own_uffd = if is_child { -1 } else { create_uffd(false) };
     let staging_uffd = create_uffd(is_child);
     let result = uffd::enable(staging_uffd, uffd::STAGING_FEATURES);
     if result < 0 {

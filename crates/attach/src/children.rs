@@ -9,9 +9,11 @@ use core::ffi::{c_int, c_long, c_void};
 use core::mem::transmute;
 
 use crate::attach::{attach_if_forked, pin_cleared_word};
+use crate::hidden;
 use crate::memory;
 use crate::moves::move_mappings;
 use crate::next::{NextSymbol, fail_with_errno};
+use crate::populate::{madvise_in_pieces, map_in_pieces};
 
 type ChildRoutine = extern "C" fn(*mut c_void) -> c_int;
 type LibcClone = unsafe extern "C" fn(
@@ -136,10 +138,16 @@ pub unsafe extern "C" fn syscall(
             libc::SYS_set_tid_address => pin_cleared_word(u64::MAX, a),
             _ => {}
         }
-        if number == libc::SYS_mremap {
-            move_mappings(a, b, c, d as c_int, e)
-        } else {
-            crate::raw::syscall(number, [a, b, c, d, e, f])
+        match number {
+            libc::SYS_madvise => madvise_in_pieces(a, b, c as c_int),
+            libc::SYS_mmap => map_in_pieces(a, b, c as c_int, d as c_int, e as c_int, f),
+            libc::SYS_mremap => move_mappings(a, b, c, d as c_int, e),
+            libc::SYS_wait4 => hidden::raw_wait4_without_workers(a as c_int, b, c as c_int, d),
+            libc::SYS_waitid => {
+                hidden::raw_waitid_without_workers(a as u32, b as u32, c as *mut _, d as c_int, e)
+            }
+            libc::SYS_kill => hidden::raw_kill_without_workers(a as c_int, b as c_int),
+            _ => crate::raw::syscall(number, [a, b, c, d, e, f]),
         }
     };
     if result == 0 {

@@ -1,18 +1,22 @@
-//! Descriptors for a forked child whose program has as many open files as it may have.
+//! Descriptors for a process that has as many open files as it may have, or that may have few.
 //!
 //! The limit is raised for a moment. If that is not permitted, a thread of its own attaches the
-//! child: it has a copy of the descriptors, and closes what is in it. The child waits for it.
+//! process: it has a copy of the descriptors, and closes what is in it. The process waits for it.
 
 use core::mem::zeroed;
 use core::ptr::{null, null_mut};
 use core::sync::atomic::AtomicU32;
 
-use crate::attach::{advise, attach_here, map};
+use crate::attach::{Attached, advise, attach_here, map};
 use crate::fatal;
 use crate::raw::{close, spawn, syscall};
 
-/// Descriptors that a child has for a moment while it is attached.
-const NEEDED: usize = 10;
+/// Descriptors with which a process is attached without a thread of its own.
+pub const NEEDED: usize = 10;
+/// Descriptors that are open at once while a thread attaches the process, beside that for messages:
+/// two userfaultfds, the socket, and the control memory. When the last one is closed, the worker's
+/// pidfd takes its place.
+const NEEDED_MIN: usize = 4;
 const STACK_BYTES: usize = 32 * 4096;
 
 /// The limit of open files before it was raised, if it was.
@@ -46,12 +50,12 @@ impl Limit {
     }
 }
 
-/// Whether this process can have the descriptors that it needs to be attached.
-pub fn are_available() -> bool {
+/// Whether the caller can have so many more descriptors, at most [`NEEDED`].
+pub fn are_available(count: usize) -> bool {
     let mut opened = [-1isize; NEEDED];
     let kind = (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as usize;
     // SAFETY: descriptors that nothing else uses are opened.
-    let has_room = opened.iter_mut().all(|fd| unsafe {
+    let has_room = opened[..count].iter_mut().all(|fd| unsafe {
         *fd = syscall(libc::SYS_socket, [libc::AF_UNIX as usize, kind, 0, 0, 0, 0]);
         *fd != -(libc::EMFILE as isize)
     });
@@ -61,12 +65,12 @@ pub fn are_available() -> bool {
 
 /// What the thread needs to know, at the lower end of its stack.
 struct Attaching {
-    number: u64,
+    attached: Attached,
     thread_word: *const AtomicU32,
 }
 
-/// Attaches this child by a thread with descriptors of its own.
-pub fn attach_by_thread(number: u64, thread_word: *const AtomicU32) {
+/// Attaches this process by a thread with descriptors of its own.
+pub fn attach_by_thread(attached: Attached, thread_word: *const AtomicU32) {
     let stack = map(STACK_BYTES, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
     advise(stack, STACK_BYTES, libc::MADV_DONTFORK);
     // As a thread, it is this process for the agent, and its children are this process's.
@@ -75,7 +79,7 @@ pub fn attach_by_thread(number: u64, thread_word: *const AtomicU32) {
     // uses the stack from its upper end, and the thread control block of this thread, which is
     // suspended until it has ended.
     let result = unsafe {
-        (stack as *mut Attaching).write(Attaching { number, thread_word });
+        (stack as *mut Attaching).write(Attaching { attached, thread_word });
         // A handler of the program must not run in it.
         let mut all: libc::sigset_t = zeroed();
         let mut old: libc::sigset_t = zeroed();
@@ -102,9 +106,25 @@ extern "C" fn main(stack: usize) -> ! {
         let attaching = &*(stack as *const Attaching);
         syscall(libc::SYS_close_range, [0, libc::STDOUT_FILENO as usize, 0, 0, 0, 0]);
         syscall(libc::SYS_close_range, [libc::STDERR_FILENO as usize + 1, u32::MAX as usize, 0, 0, 0, 0]);
-        attach_here(-1, attaching.number, attaching.thread_word);
+        if !are_available(NEEDED_MIN) {
+            end_for_limit();
+        }
+        attach_here(attaching.attached, attaching.thread_word);
         loop {
             syscall(libc::SYS_exit, [0; 6]);
         }
     }
+}
+
+/// Ends the process, which may not have the descriptors by which it is attached.
+fn end_for_limit() -> ! {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the call writes one struct.
+    unsafe { libc::prlimit64(0, libc::RLIMIT_NOFILE, null(), &raw mut limit) };
+    fatal::exit_with(&format_args!(
+        "a process that may have {} open files cannot be paged: it needs {} to begin (raise RLIMIT_NOFILE, \
+         ulimit -Hn)",
+        limit.rlim_max,
+        NEEDED_MIN + 1
+    ))
 }

@@ -8,6 +8,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 
 use crate::attach;
 use crate::next::fail_with_errno;
+use crate::populate::madvise_in_pieces;
 use crate::raw::syscall;
 
 /// Drops the contents of pages, and makes accesses to them raise SIGSEGV. Since Linux 6.13.
@@ -110,7 +111,7 @@ pub unsafe fn before_shmat(segment: c_int, address: usize, flags: c_int) {
 }
 
 /// Interposes libc's function of this name. Makes the system call itself, because libc's function
-/// does nothing else.
+/// does nothing else. Memory is populated in pieces.
 ///
 /// # Safety
 /// As of libc's `madvise`.
@@ -120,7 +121,7 @@ pub unsafe extern "C" fn madvise(address: *mut c_void, length: usize, advice: c_
     // SAFETY: the caller is responsible for the call. The second call drops again what the first
     // has dropped.
     let result = unsafe {
-        let result = syscall(libc::SYS_madvise, [address as usize, length, advice as usize, 0, 0, 0]);
+        let result = madvise_in_pieces(address as usize, length, advice);
         after_madvise(address as usize, length, advice, result);
         result
     };

@@ -16,6 +16,11 @@ impl NextSymbol {
         Self { name, address: AtomicPtr::new(null_mut()) }
     }
 
+    /// Returns its address if it was looked up, or null.
+    pub fn known(&self) -> *mut c_void {
+        self.address.load(Ordering::Acquire)
+    }
+
     /// Returns its address, or null if there is no other definition.
     ///
     /// The first call searches the loaded libraries. It must not be made in a signal handler, nor

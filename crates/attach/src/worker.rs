@@ -21,6 +21,7 @@ use aquifer_ipc::control::{BatchRecord, STATUS_MOVED};
 use aquifer_ipc::{BATCH_PAGES_MAX, STAGING_BUFFERS, WorkerControl};
 
 use crate::batch::{PageBatch, PageMover, move_batch};
+use crate::processes::WORKER_NAME;
 use crate::raw::syscall;
 use crate::uffd;
 use cores::CoreAffinity;
@@ -136,7 +137,7 @@ fn separate_from_program(worker: &Worker) {
         syscall(libc::SYS_setpgid, [0; 6]);
         // The worker must not prevent an unmount of the file system that has the program's folder.
         syscall(libc::SYS_chdir, [c"/".as_ptr() as usize, 0, 0, 0, 0, 0]);
-        let name = c"aquifer-worker".as_ptr() as usize;
+        let name = WORKER_NAME.as_ptr() as usize;
         syscall(libc::SYS_prctl, [libc::PR_SET_NAME as usize, name, 0, 0, 0, 0]);
         // Faults wait for this process, so it should run first. The kernel refuses that to most
         // users.

@@ -5,16 +5,20 @@
 //! - [`RingMapping`]: the memory of a session's ring, mapped into a program.
 //! - [`wakeup`]: waiting for the other side of a ring, and waking it.
 //! - [`peer`]: the process at the other end of a socket.
+//! - [`passrights`]: sockets that accept no descriptors.
+//! - [`exiting`]: processes that were killed and have not ended.
 //! - [`start_time`]: which process has an id.
 //! - [`kill`]: ending a process with the rights of its user.
 //! - [`paths`]: the path of the agent's socket.
 //!
 //! This crate does not know what the frames mean.
 
+pub mod exiting;
 pub mod frames;
 #[cfg(test)]
 mod golden_tests;
 pub mod kill;
+pub mod passrights;
 pub mod paths;
 pub mod peer;
 mod process;

@@ -36,7 +36,7 @@ pub enum SenderEvent {
     Written(Box<WrittenBatch>),
 }
 
-/// Some of the other programs of a run.
+/// Some of the other programs of a run, or of other runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Relatives {
     /// Those with the most pages, which must make room.
@@ -45,6 +45,10 @@ pub enum Relatives {
     WithBlocks,
     /// Those that wait for a block ([`Edge::set_waits_for_block`]).
     WithoutBlock,
+    /// Programs of all runs that own blocks of the mempool, which may have to give some back.
+    AllWithBlocks,
+    /// Programs of all runs of the user that wait for a block.
+    UsersWithoutBlock,
 }
 
 /// The world around one monitor.

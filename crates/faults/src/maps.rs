@@ -81,6 +81,75 @@ pub fn pageable_areas(text: &[u8], bounds: &PagingBounds, pins: &[PageNumber]) -
     areas
 }
 
+/// Resident pages of a program that cannot be evicted now, by the reason.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct KeptPages {
+    /// In locked areas.
+    pub locked: u64,
+    /// In anonymous areas that may be executed.
+    pub executable: u64,
+    /// In anonymous areas that may not be written at the moment.
+    pub protected: u64,
+    /// In stacks, areas that are too small, and private pages of files.
+    pub other: u64,
+}
+
+impl KeptPages {
+    /// Those that the program cannot make evictable by a change of protection, which programs do
+    /// often.
+    #[must_use]
+    pub fn lasting(&self) -> u64 {
+        self.locked + self.executable + self.other
+    }
+
+    /// Adds the pages of another program.
+    pub fn add(&mut self, other: Self) {
+        self.locked += other.locked;
+        self.executable += other.executable;
+        self.protected += other.protected;
+        self.other += other.other;
+    }
+}
+
+/// Resident pages that cannot be evicted, in the text of `/proc/PID/smaps`.
+///
+/// Pages of the shim do not count. Pages that are shared since a fork count for each process.
+#[must_use]
+pub fn kept_pages(text: &[u8], bounds: &PagingBounds, pins: &[PageNumber]) -> KeptPages {
+    let mut kept = KeptPages::default();
+    let mut below: Option<MapsLine<'_>> = None;
+    let mut is_below_pageable = false;
+    let mut resident = 0;
+    for line in text.split(|byte| *byte == b'\n') {
+        if let Some(rest) = line.strip_prefix(b"Anonymous:") {
+            let words = rest.split(|byte| *byte == b' ');
+            let kilobytes = words.filter(|word| !word.is_empty()).find_map(|word| number(word, 10));
+            resident = kilobytes.unwrap_or(0) / (PAGE >> 10);
+        } else if let Some(flags) = line.strip_prefix(b"VmFlags:") {
+            let Some(area) = below.as_ref() else { continue };
+            let pages = std::mem::take(&mut resident);
+            if bounds.pageable_parts(area.start..area.end).iter().next().is_none() {
+                continue;
+            }
+            if flags.split(|byte| *byte == b' ').any(|flag| flag == b"lo") {
+                kept.locked += pages;
+            } else if area.inode != 0 {
+                kept.other += pages;
+            } else if area.rights.get(2) == Some(&b'x') {
+                kept.executable += pages;
+            } else if area.rights.get(1) != Some(&b'w') {
+                kept.protected += pages;
+            } else if !is_below_pageable {
+                kept.other += pages;
+            }
+        } else if let Some(line) = parse(line) {
+            is_below_pageable = is_pageable(&line, below.as_ref(), is_below_pageable, pins);
+            below = Some(line);
+        }
+    }
+    kept
+}
+
 /// For each of the pageable areas in the text, the page up to which it can grow in place: where the
 /// next mapping or the end of what is pageable is, but not far after its end.
 #[must_use]
@@ -348,6 +417,32 @@ mod tests {
     }
 
     #[test]
+    fn resident_pages_that_cannot_be_evicted_are_counted_by_their_reason() {
+        let area = |start: u64, rights: &str, inode: u32, anonymous: u32, flags: &str| {
+            let start = 0x7f00_0000_0000 + start;
+            format!(
+                "{start:x}-{:x} {rights} 00000000 00:00 {inode}\nRss: 9999 kB\nAnonymous: {anonymous:>8} \
+                 kB\nVmFlags: rd wr {flags}\n",
+                start + 0x10_0000
+            )
+        };
+        let text = [
+            area(0, "rw-p", 0, 4, ""),
+            area(0x1000_0000, "rw-p", 0, 40, "lo ac"),
+            area(0x2000_0000, "rwxp", 0, 400, "ac"),
+            area(0x3000_0000, "r--p", 0, 80, "ac"),
+            area(0x4000_0000, "---p", 0, 8, "ac"),
+            area(0x5000_0000, "rw-p", 77, 16, "ac"),
+            area(0x6000_0000, "rw-p", 0, 800, "ac"),
+        ];
+        let bounds = PagingBounds { shim_range: 0x7f00_6000_0000..0x7f00_6010_0000, ..Default::default() };
+        let kept = kept_pages(text.concat().as_bytes(), &bounds, &[]);
+        assert_eq!(kept, KeptPages { locked: 10, executable: 100, protected: 22, other: 4 });
+        let small = b"7f0000000000-7f0000004000 rw-p 0 00:00 0\nAnonymous: 8 kB\nVmFlags: rd\n";
+        assert_eq!(kept_pages(small, &bounds, &[]).other, 2);
+    }
+
+    #[test]
     fn shared_pages_are_counted_in_proportion_and_only_within_the_range() {
         let text = b"7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \nSize: 1024 kB\n\
                      Pss:                 400 kB\nPss_Dirty: 7 kB\n\
@@ -367,6 +462,7 @@ mod tests {
                 let bounds = PagingBounds { shim_range: 0..4096, canary: 0, paged_range: 0..0 };
                 let _ = pageable_areas(text, &bounds, &[7]);
                 let _ = shared_pages(text, &(0..u64::MAX));
+                let _ = kept_pages(text, &bounds, &[7]);
             }
         }
     }

@@ -1,9 +1,9 @@
 //! The gateway: processes between a daemon and the users of its machine.
 //!
 //! A packet at a Unix socket can carry descriptors, and the last close of a descriptor can wait for
-//! as long as the sender wants: that of a TCP socket with `SO_LINGER`, or of a file in FUSE. Packets
-//! that nobody has received are closed with their socket. So a process that others need must have no
-//! socket that another user can send descriptors to, and no listener either.
+//! as long as the sender wants: that of a TCP socket with `SO_LINGER`, or of a file in FUSE.
+//! Packets that were not received are closed with their socket. So a process that others need must
+//! have no socket that a user can send descriptors to, and no listener either.
 //!
 //! - [`serve`]: the gateway process. It accepts connections, and passes each to the relay of its
 //!   user.
@@ -21,12 +21,10 @@
 mod daemon;
 mod messages;
 mod pair;
-mod passrights;
 mod relay;
 mod server;
 mod user_socket;
 
 pub use daemon::{Gateway, Introduction, UserChannel};
 pub use messages::ListenerKind;
-pub use passrights::refuse_descriptors;
 pub use server::serve;

@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use aquifer_arena::calls::Call;
+use aquifer_channel::passrights::refuse_descriptors;
 use aquifer_channel::peer::peer_pidfd;
 use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
@@ -14,7 +15,6 @@ use rustix::net::{SendFlags, Shutdown, shutdown};
 
 use crate::messages::{self, Connection, IntroductionRecord, ListenerKind, MESSAGE_BYTES_MAX};
 use crate::pair::{ForeignDescriptor, Pair, keep_until_end};
-use crate::refuse_descriptors;
 use crate::user_socket::{self, BUFFER_BYTES, Received};
 
 /// Longest wait for the first packet of a connection.

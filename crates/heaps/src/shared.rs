@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use aquifer_channel::passrights::refuse_descriptors;
 use aquifer_channel::socket::{accept, listen_at, receive_soon, wait_readable};
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_fabric::Tenant;
@@ -103,7 +104,15 @@ impl Programs {
             let reason = format!("{PROGRAMS_PER_TENANT_MAX} programs of the user share the heap already");
             return send_frame(socket, &Frame::Refused(reason), &[]);
         }
-        let result = self.serve_tenant(socket, uid);
+        // The program at the other end could otherwise send descriptors whose close waits, and this
+        // process serves others. Without the socket the program uses the network.
+        let is_safe = uid == rustix::process::geteuid().as_raw() || refuse_descriptors(socket);
+        let result = if is_safe {
+            self.serve_tenant(socket, uid)
+        } else {
+            let reason = "this kernel cannot refuse descriptors (SO_PASSRIGHTS, Linux 6.16)".to_owned();
+            send_frame(socket, &Frame::Refused(reason), &[])
+        };
         self.count_out(uid);
         result
     }

@@ -12,8 +12,9 @@ use aquifer_channel::{HoldRefused, RestoredItem, connect, receive_frame, send_fr
 use aquifer_ipc::{Frame, HeldItem, HeldKind, KeeperShare};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 
-/// How long to retry a claim: until the keeper has noticed that the last owner has ended.
-const CLAIM_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long to retry a claim: until the keeper has noticed that the last owner has ended, or takes
+/// its share from it.
+const CLAIM_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to wait for the keeper's answer to an item. A keeper that is stopped must not stop the
 /// daemon.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

@@ -20,7 +20,7 @@ fn connection(number: u64) -> (DaemonConnection, OwnedFd) {
     let (socket, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
         .expect("the system has descriptors");
     let pid = u32::try_from(number).expect("a small number");
-    (DaemonConnection { socket, number, pid, share: None }, far)
+    (DaemonConnection { socket, number, pid, process: None, share: None }, far)
 }
 
 /// The numbers of all items of the shares.

@@ -38,6 +38,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use aquifer_channel::exiting::is_exiting;
+use aquifer_channel::peer::peer_pidfd;
 use aquifer_channel::socket::{accept, listen_at, wait_readable};
 use aquifer_channel::{ReceiveError, receive_frame, send_frame};
 use aquifer_ipc::{Frame, FrameError, HeldItem, HeldKind, KeeperShare};
@@ -54,6 +56,10 @@ const TICK: Duration = Duration::from_millis(100);
 /// up`.
 const CONNECTIONS_MAX: usize = 64;
 
+/// Time after which the share of a daemon that was killed is given to the next one, though the
+/// first has not ended. A hostile program can make the kernel wait in a thread of the daemon, which
+/// then keeps its connection open.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time without another attempt after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
@@ -85,20 +91,46 @@ struct DaemonConnection {
     socket: OwnedFd,
     number: u64,
     pid: u32,
+    /// Its pidfd; `None` if it had ended.
+    process: Option<Arc<OwnedFd>>,
     /// The share that the daemon owns.
     share: Option<KeeperShare>,
+}
+
+/// The daemon that owns a share.
+#[derive(Debug)]
+struct ShareOwner {
+    /// Number of its connection.
+    connection: u64,
+    pid: u32,
+    /// Its pidfd; `None` if it had ended when it connected.
+    process: Option<Arc<OwnedFd>>,
+    /// Since when other daemons have found it dead.
+    dead_since: Option<Instant>,
 }
 
 /// The share of one daemon.
 #[derive(Debug, Default)]
 struct ShareState {
-    /// The connection number and the process of the daemon, while it is connected.
-    owner: Option<(u64, u32)>,
+    /// The daemon, while it is connected.
+    owner: Option<ShareOwner>,
     /// When the items are released, if no daemon claims the share.
     deadline: Option<Instant>,
     /// Whether the programs were killed, and each item is released when its memory is gone.
     is_released: bool,
     items: ShareItems,
+}
+
+impl ShareOwner {
+    /// Whether the daemon has ended or was killed, and has kept its connection open for too long.
+    fn has_left(&mut self) -> bool {
+        let has_ended = |pidfd: &Arc<OwnedFd>| wait_readable(&[pidfd], Duration::ZERO).unwrap_or(false);
+        if !self.process.as_ref().is_none_or(has_ended) && !is_exiting(self.pid) {
+            self.dead_since = None;
+            return false;
+        }
+        self.dead_since.get_or_insert_with(Instant::now).elapsed() >= EXIT_TIMEOUT
+    }
 }
 
 #[derive(Debug)]
@@ -234,7 +266,8 @@ impl KeeperServer {
             Some(Ok(Some((socket, pid)))) => {
                 self.last_number += 1;
                 let number = self.last_number;
-                self.connections.push(DaemonConnection { socket, number, pid, share: None });
+                let process = peer_pidfd(&socket).ok().map(Arc::new);
+                self.connections.push(DaemonConnection { socket, number, pid, process, share: None });
             }
             Some(Err(error)) => {
                 tracing::warn!(%error, pause = ?ACCEPT_PAUSE, "cannot accept a connection; pausing");
@@ -321,7 +354,11 @@ impl KeeperServer {
     /// the share. Returns false if the connection is closed.
     fn transfer(&mut self, connection: &mut DaemonConnection, share_id: KeeperShare) -> bool {
         let share = self.shares.entry(share_id).or_default();
-        if let Some((_, owner)) = share.owner.filter(|(_, owner)| *owner != connection.pid) {
+        if let Some(owner) = &mut share.owner
+            && owner.pid != connection.pid
+            && !owner.has_left()
+        {
+            let owner = owner.pid;
             let reason = match share_id {
                 KeeperShare::Agent => format!("an agent is already running as process {owner}"),
                 KeeperShare::Node(id) => format!("node {id} is already running as process {owner}"),
@@ -345,7 +382,9 @@ impl KeeperServer {
                 return false;
             }
         }
-        share.owner = Some((connection.number, connection.pid));
+        let DaemonConnection { number, pid, ref process, .. } = *connection;
+        let process = process.clone();
+        share.owner = Some(ShareOwner { connection: number, pid, process, dead_since: None });
         share.deadline = None;
         share.is_released = false;
         connection.share = Some(share_id);
@@ -355,7 +394,8 @@ impl KeeperServer {
     /// Starts the grace time of a share whose owner's connection, with this number, was closed.
     fn remove_owner(&mut self, share_id: KeeperShare, number: u64) {
         // The owner may have another connection by now.
-        let is_owner = |share: &&mut ShareState| share.owner.is_some_and(|(owner, _)| owner == number);
+        let is_owner =
+            |share: &&mut ShareState| share.owner.as_ref().is_some_and(|owner| owner.connection == number);
         let Some(share) = self.shares.get_mut(&share_id).filter(is_owner) else { return };
         share.owner = None;
         if share.items.is_empty() {

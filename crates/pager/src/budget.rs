@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 
-use crate::mempool::BLOCK_PAGES;
+use crate::mempool::{BLOCK_PAGES, MempoolUser};
 use crate::mempool_share::MempoolShare;
 use crate::page::PAGE_BYTES;
 
@@ -29,12 +29,20 @@ pub struct Budget {
     peak: AtomicU64,
     share: MempoolShare,
     granted: AtomicU64,
+    mempool_user: Arc<MempoolUser>,
 }
 
 impl Budget {
-    /// A budget of `limit_bytes` for resident pages and mempool blocks together.
+    /// A budget of `limit_bytes` for resident pages and mempool blocks together. No other user has
+    /// blocks of the mempool.
     #[must_use]
     pub fn new(limit_bytes: u64) -> Self {
+        Self::of_user(limit_bytes, Arc::default())
+    }
+
+    /// The budget of a run of a user.
+    #[must_use]
+    pub fn of_user(limit_bytes: u64, mempool_user: Arc<MempoolUser>) -> Self {
         let budget = Self {
             resident_max: AtomicU64::new(0),
             held: AtomicI64::new(0),
@@ -42,9 +50,16 @@ impl Budget {
             peak: AtomicU64::new(0),
             share: MempoolShare::default(),
             granted: AtomicU64::new(0),
+            mempool_user,
         };
         budget.set_limit(limit_bytes);
         budget
+    }
+
+    /// The user whose blocks of the mempool these are.
+    #[must_use]
+    pub fn mempool_user(&self) -> &Arc<MempoolUser> {
+        &self.mempool_user
     }
 
     /// Sets the limit, also of a run whose programs are running.

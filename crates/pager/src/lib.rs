@@ -43,7 +43,7 @@ pub use budget::{Budget, LIMIT_BYTES_MIN};
 pub use fetch::{FETCH_PAGES_MAX, FetchError, Fetcher};
 pub use filler::{NoRoom, SlabSizing};
 pub use integrity::is_zero;
-pub use mempool::{BLOCK_PAGES, BlockId, Mempool};
+pub use mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 pub use mutation::Mutation;
 pub use node_joiner::NodeJoiner;
 pub use page::{Location, PAGE_BYTES, PageNumber, PageState, Slot};

@@ -3,10 +3,15 @@
 //! A block holds the pages of one eviction batch side by side, so that a batch is written to a
 //! memory node by a few large messages. A block is allocated once per batch, so its lock is never
 //! on the path of a fault.
+//!
+//! Each user with a volume has a *guarantee*: blocks that other users cannot hold. The guarantee of
+//! the next user that comes is kept free, too. Users that have more give acknowledged blocks back
+//! when blocks are short, and within a user the volumes that have blocks give them to those that
+//! have none.
 
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use aquifer_fabric::Memory;
 
@@ -47,12 +52,82 @@ impl Slot {
     }
 }
 
-/// The mempool of one host. Its size is fixed: when all blocks are in use, [`Mempool::allocate`]
-/// returns `None`, and the caller must wait.
+/// The guarantee of a user is this part of the mempool, within these bounds, in blocks.
+const GUARANTEE_DIVISOR: usize = 16;
+const GUARANTEE_MIN: usize = 4;
+const GUARANTEE_MAX: usize = 256;
+
+/// The blocks of one user.
+#[derive(Debug, Default)]
+pub struct MempoolUser {
+    blocks: AtomicUsize,
+    /// Volumes that have no block and wait for one.
+    waiting: AtomicUsize,
+    is_pool_short: Arc<AtomicBool>,
+}
+
+impl MempoolUser {
+    /// Blocks that its volumes own.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.blocks.load(Relaxed)
+    }
+
+    /// Whether the pool is short of memory for this user. While it is, its programs keep no clean
+    /// copies there.
+    #[must_use]
+    pub fn is_pool_short(&self) -> bool {
+        self.is_pool_short.load(Relaxed)
+    }
+
+    /// The flag behind [`Self::is_pool_short`], which senders set.
+    pub(crate) fn pool_short_flag(&self) -> &Arc<AtomicBool> {
+        &self.is_pool_short
+    }
+
+    /// Counts a block that one of its volumes owned before the restart of the agent.
+    pub(crate) fn count_recovered(&self) {
+        self.blocks.fetch_add(1, Relaxed);
+    }
+
+    /// Whether a volume without a block waits for one.
+    #[must_use]
+    pub fn has_waiting(&self) -> bool {
+        self.waiting.load(SeqCst) > 0
+    }
+
+    pub(crate) fn begin_waiting(&self) {
+        self.waiting.fetch_add(1, SeqCst);
+    }
+
+    pub(crate) fn end_waiting(&self) {
+        self.waiting.fetch_sub(1, SeqCst);
+    }
+}
+
+/// The free blocks, and the users with volumes.
+#[derive(Debug, Default)]
+struct MempoolState {
+    free: Vec<BlockId>,
+    users: Vec<(u32, Arc<MempoolUser>)>,
+}
+
+impl MempoolState {
+    /// Blocks that must stay free for users that have less than their guarantee, and for one more.
+    fn reserve(&self, user: &MempoolUser, guarantee: usize) -> usize {
+        let lacks = |other: &Arc<MempoolUser>| guarantee.saturating_sub(other.blocks());
+        let others = self.users.iter().filter(|(_, other)| !std::ptr::eq(&raw const **other, user));
+        let of_others: usize = others.map(|(_, other)| lacks(other)).sum();
+        if self.users.is_empty() { 0 } else { of_others + guarantee }
+    }
+}
+
+/// The mempool of one host. Its size is fixed: when no block is free for a user,
+/// [`Mempool::allocate`] returns `None`, and the caller must wait.
 #[derive(Debug)]
 pub struct Mempool {
     memory: Arc<Memory>,
-    free: Mutex<Vec<BlockId>>,
+    state: Mutex<MempoolState>,
     blocks: usize,
     is_pool_short: Arc<AtomicBool>,
 }
@@ -67,7 +142,8 @@ impl Mempool {
         let memory = Memory::create("aquifer-mempool", blocks * BLOCK_PAGES * PAGE_BYTES)?;
         let free =
             (0..blocks).rev().map(|block| BlockId(u32::try_from(block).expect("at most 2^20"))).collect();
-        Ok(Self { memory: Arc::new(memory), free: Mutex::new(free), blocks, is_pool_short: Arc::default() })
+        let state = Mutex::new(MempoolState { free, users: Vec::new() });
+        Ok(Self { memory: Arc::new(memory), state, blocks, is_pool_short: Arc::default() })
     }
 
     /// Recovers the mempool that an earlier agent left in `memory`. No block is free before
@@ -76,7 +152,7 @@ impl Mempool {
     pub fn recover(memory: Memory) -> Self {
         let blocks = memory.len() / (BLOCK_PAGES * PAGE_BYTES);
         let is_pool_short = Arc::default();
-        Self { memory: Arc::new(memory), free: Mutex::new(Vec::new()), blocks, is_pool_short }
+        Self { memory: Arc::new(memory), state: Mutex::default(), blocks, is_pool_short }
     }
 
     /// Ends the recovery: all blocks but those in `used`, which the recovered volumes own, are
@@ -84,7 +160,7 @@ impl Mempool {
     pub fn finish_recovery(&self, used: &HashSet<BlockId>) {
         let blocks = (0..self.blocks).map(|block| BlockId(u32::try_from(block).expect("at most 2^20")));
         let free = blocks.rev().filter(|block| !used.contains(block)).collect();
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) = free;
+        self.lock().free = free;
     }
 
     /// The memory of the slots, to be registered with endpoints.
@@ -93,27 +169,80 @@ impl Mempool {
         &self.memory
     }
 
-    /// Allocates a free block, if there is one.
+    /// The user with this id; the same as long as a volume of it lives.
     #[must_use]
-    pub fn allocate(&self) -> Option<BlockId> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()
+    pub fn user(&self, uid: u32) -> Arc<MempoolUser> {
+        let mut state = self.lock();
+        state.users.retain(|(other, user)| *other == uid || Arc::strong_count(user) > 1);
+        if let Some((_, user)) = state.users.iter().find(|(other, _)| *other == uid) {
+            return Arc::clone(user);
+        }
+        let user = Arc::new(MempoolUser::default());
+        state.users.push((uid, Arc::clone(&user)));
+        user
     }
 
-    /// Frees a block. None of its slots may be in use.
-    pub fn free(&self, block: BlockId) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        debug_assert!(!free.contains(&block), "{block:?} was freed twice");
-        free.push(block);
+    /// Allocates a block to a volume that has `owned` blocks, if one is free for it.
+    #[must_use]
+    pub fn allocate(&self, user: &MempoolUser, owned: usize) -> Option<BlockId> {
+        let mut state = self.lock();
+        let guarantee = self.guarantee();
+        let reserve = if user.blocks() < guarantee { 0 } else { state.reserve(user, guarantee) };
+        let for_waiting = if owned > 0 { user.waiting.load(SeqCst) } else { 0 };
+        if state.free.len() <= reserve.max(for_waiting) {
+            return None;
+        }
+        user.blocks.fetch_add(1, Relaxed);
+        state.free.pop()
     }
 
-    /// Whether the pool is short of free memory. While it is, programs of this host keep no clean
-    /// copies there.
+    /// Allocates any free block.
+    #[must_use]
+    pub(crate) fn allocate_any(&self, user: &MempoolUser) -> Option<BlockId> {
+        let block = self.lock().free.pop()?;
+        user.blocks.fetch_add(1, Relaxed);
+        Some(block)
+    }
+
+    /// Frees a block of a user. None of its slots may be in use.
+    pub fn free(&self, user: &MempoolUser, block: BlockId) {
+        let mut state = self.lock();
+        debug_assert!(!state.free.contains(&block), "{block:?} was freed twice");
+        user.blocks.fetch_sub(1, Relaxed);
+        state.free.push(block);
+    }
+
+    /// Whether a volume of a user must free an acknowledged block: others wait for it.
+    #[must_use]
+    pub fn must_give_back(&self, user: &MempoolUser) -> bool {
+        if user.has_waiting() {
+            let state = self.lock();
+            return state.free.len() < user.waiting.load(SeqCst);
+        }
+        let guarantee = self.guarantee();
+        if user.blocks() <= guarantee {
+            return false;
+        }
+        let state = self.lock();
+        state.free.len() < state.reserve(user, guarantee)
+    }
+
+    /// Blocks that other users cannot hold.
+    fn guarantee(&self) -> usize {
+        (self.blocks / GUARANTEE_DIVISOR).clamp(GUARANTEE_MIN, GUARANTEE_MAX).min(self.blocks / 2)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, MempoolState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the pool is short of memory for volumes that belong to no user.
     #[must_use]
     pub fn is_pool_short(&self) -> bool {
         self.is_pool_short.load(Relaxed)
     }
 
-    /// The flag behind [`Self::is_pool_short`], which senders set.
+    /// The flag behind [`Self::is_pool_short`], which senders without a user set.
     pub(crate) fn pool_short_flag(&self) -> &Arc<AtomicBool> {
         &self.is_pool_short
     }
@@ -127,7 +256,7 @@ impl Mempool {
     /// The number of free blocks.
     #[must_use]
     pub fn free_block_count(&self) -> usize {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
+        self.lock().free.len()
     }
 }
 
@@ -139,10 +268,50 @@ mod tests {
     fn all_blocks_can_be_allocated_and_freed() {
         let pool = Mempool::new(3 * BLOCK_PAGES * PAGE_BYTES + 5).unwrap();
         assert_eq!(pool.blocks(), 3);
-        let blocks: Vec<_> = (0..3).map(|_| pool.allocate().unwrap()).collect();
-        assert_eq!(pool.allocate(), None, "all blocks are in use");
-        pool.free(blocks[1]);
-        assert_eq!(pool.allocate(), Some(blocks[1]));
+        let user = MempoolUser::default();
+        let blocks: Vec<_> = (0..3).map(|_| pool.allocate(&user, 0).unwrap()).collect();
+        assert_eq!(pool.allocate(&user, 3), None, "all blocks are in use");
+        pool.free(&user, blocks[1]);
+        assert_eq!(pool.allocate(&user, 2), Some(blocks[1]));
+    }
+
+    #[test]
+    fn a_user_cannot_hold_the_guarantee_of_others() {
+        let pool = Mempool::new(64 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+        let first = pool.user(1);
+        let owned: Vec<_> = std::iter::from_fn(|| pool.allocate(&first, 1)).collect();
+        assert_eq!(owned.len(), 60, "four are kept for the next user");
+        assert!(!pool.must_give_back(&first));
+        let second = pool.user(2);
+        assert!(pool.must_give_back(&first) && !pool.must_give_back(&second));
+        let of_second: Vec<_> = std::iter::from_fn(|| pool.allocate(&second, 1)).collect();
+        assert_eq!(of_second.len(), 4);
+        owned.into_iter().take(10).for_each(|block| pool.free(&first, block));
+        assert_eq!(std::iter::from_fn(|| pool.allocate(&second, 1)).count(), 6, "but for the next user's");
+        assert_eq!(pool.allocate(&first, 1), None);
+    }
+
+    #[test]
+    fn users_without_volumes_have_no_guarantee() {
+        let pool = Mempool::new(64 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+        (10..20).for_each(|uid| drop(pool.user(uid)));
+        let user = pool.user(1);
+        assert!(Arc::ptr_eq(&user, &pool.user(1)));
+        assert_eq!(std::iter::from_fn(|| pool.allocate(&user, 1)).count(), 60);
+    }
+
+    #[test]
+    fn a_volume_without_a_block_goes_first() {
+        let pool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+        let user = MempoolUser::default();
+        let owned: Vec<_> = (0..8).map(|_| pool.allocate(&user, 1).unwrap()).collect();
+        assert!(!pool.must_give_back(&user));
+        user.begin_waiting();
+        assert!(pool.must_give_back(&user));
+        pool.free(&user, owned[0]);
+        assert!(!pool.must_give_back(&user) && pool.allocate(&user, 1).is_none());
+        assert!(pool.allocate(&user, 0).is_some());
+        user.end_waiting();
     }
 
     #[test]

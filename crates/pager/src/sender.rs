@@ -25,7 +25,7 @@ use crate::allowance::Allowance;
 use crate::digest::{Digest, Digester, Digests};
 use crate::filler::{Filler, FreePages, NoRoom, SlabSizing};
 use crate::integrity::{is_zero, page_crc};
-use crate::mempool::{BLOCK_PAGES, BlockId, Mempool};
+use crate::mempool::{BLOCK_PAGES, BlockId, Mempool, MempoolUser};
 use crate::mutation::Mutation;
 use crate::node_joiner::connect_slab_nodes;
 use crate::page::{Location, PAGE_BYTES};
@@ -152,6 +152,11 @@ impl Sender {
     /// Sets how large slabs are. Must be called before there are any.
     pub fn set_slab_sizing(&mut self, sizing: SlabSizing) {
         self.filler.set_slab_sizing(sizing);
+    }
+
+    /// Sets the user whose programs keep no clean copies while this sender finds the pool short.
+    pub fn set_mempool_user(&mut self, user: &MempoolUser) {
+        self.is_pool_short = Arc::clone(user.pool_short_flag());
     }
 
     /// Sets what may be allocated from now on.

@@ -97,6 +97,8 @@ pub struct Volume {
     blocks_in_flight: usize,
     /// Entries of reclaimed blocks, kept so that an eviction allocates no memory.
     spare_blocks: Vec<VolumeBlock>,
+    /// Whether this volume has no block and waits until the mempool has one for it.
+    waits_in_mempool: bool,
     /// Whether held pages may have a clean copy.
     may_have_clean_copies: bool,
     before_store: Option<fn()>,
@@ -124,6 +126,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            waits_in_mempool: false,
             may_have_clean_copies: false,
             before_store: None,
         })
@@ -201,7 +204,7 @@ impl Volume {
             PageState::Staged(_) => (true, None),
             PageState::Zero | PageState::Doubtful | PageState::Lost => (false, None),
         };
-        let is_kept = !self.mempool.is_pool_short();
+        let is_kept = !self.is_pool_short();
         if let Some(location) = copy.filter(|_| !is_kept) {
             self.slabs.release(location);
         }
@@ -521,9 +524,13 @@ impl Volume {
         self.table.get(page).clean_copy()
     }
 
+    fn is_pool_short(&self) -> bool {
+        self.mempool.is_pool_short() || self.budget.mempool_user().is_pool_short()
+    }
+
     /// Releases the clean copies of all held pages if the pool is short of memory.
     pub fn release_clean_copies_if_short(&mut self) {
-        if !self.may_have_clean_copies || !self.mempool.is_pool_short() {
+        if !self.may_have_clean_copies || !self.is_pool_short() {
             return;
         }
         self.may_have_clean_copies = false;
@@ -550,7 +557,7 @@ impl Volume {
     pub fn close(&mut self) {
         self.discard(0, crate::table::PAGES_MAX);
         for block in self.blocks.iter_mut().filter_map(Option::take) {
-            self.mempool.free(block.id);
+            self.mempool.free(self.budget.mempool_user(), block.id);
             self.budget.release_block();
         }
         self.free_reserved_blocks();

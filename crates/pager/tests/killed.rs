@@ -120,7 +120,7 @@ fn run(sender: &mut Sender, agent: &KillableAgent) -> Vec<WrittenBatch> {
 fn live(agent: &Arc<KillableAgent>, slabs: &Arc<SlabSet>, mempool: &Mempool) {
     let connector: Arc<dyn Connector> = Arc::new(AgentConnector(Arc::clone(agent)));
     let mut sender = Sender::new(Arc::clone(slabs), mempool, connector, agent.pool(), 3);
-    let block = mempool.allocate().unwrap();
+    let block = mempool.allocate(&mempool.user(0), 0).unwrap();
     for page in 0..BLOCK_PAGES {
         mempool.memory().write(block.slot(page).offset(), &[7; PAGE_BYTES]);
     }

@@ -98,7 +98,7 @@ impl ReplicaTest {
     /// Passes a batch of pages with these clean copies to the sender, after changing one page if
     /// asked. Returns the number of pages that the sender finds unchanged.
     fn stage_again(&mut self, pages: usize, copies: &[Location], changed: Option<usize>) -> usize {
-        let block = self.mempool.allocate().unwrap();
+        let block = self.mempool.allocate(&self.mempool.user(0), 0).unwrap();
         for page in 0..pages {
             let mut bytes = content(page);
             bytes[PAGE_BYTES - 1] ^= u8::from(changed == Some(page));
@@ -117,7 +117,7 @@ impl ReplicaTest {
             self.sender.advance(&mut done).unwrap();
             self.cluster.fabric.step();
             if let Some(written) = done.pop() {
-                self.mempool.free(written.block);
+                self.mempool.free(&self.mempool.user(0), written.block);
                 return written.locations.iter().flatten().copied().collect();
             }
         }

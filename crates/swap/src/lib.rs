@@ -3,10 +3,8 @@
 //! - [`serve`]: the server of a swap device whose pages are in the pool.
 //! - [`setup`]: changes to the machine that swap devices need, and how they are undone. The benches
 //!   set up other swap areas with it.
-//! - [`exiting`]: processes that have been killed and have not ended yet.
 
 mod agent_watch;
-pub mod exiting;
 mod protect;
 mod server;
 pub mod setup;

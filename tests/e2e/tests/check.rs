@@ -62,6 +62,21 @@ fn programs_that_cannot_be_paged_are_refused_with_the_reason() {
     assert_eq!(check(&cluster, &asan).0, Some(0), "with its runtime linked it is paged");
 }
 
+/// As SBCL has it.
+const EXECUTABLE_HEAP: &str = "unsigned long dynamic_space_size, DYNAMIC_SPACE_START;\n\
+                               int main(void) { return 0; }";
+
+#[test]
+fn a_program_with_an_executable_heap_is_known() {
+    let cluster = Cluster::up(1, "64M");
+    let folder = TempDir::new().expect("a folder");
+    let program = build::compile(folder.path(), "lisp", EXECUTABLE_HEAP, &["-rdynamic"]);
+    let (code, shown) = check(&cluster, &program);
+    assert!(code == Some(1) && shown.contains("may be executed"), "{code:?} {shown}");
+    let run = cluster.run("16M", &[program.to_str().expect("a plain path")]);
+    assert!(run.status.success(), "it may run: {}", text(&run.stderr));
+}
+
 #[test]
 fn programs_with_capabilities_are_refused_for_users() {
     if !rustix::process::geteuid().is_root() {

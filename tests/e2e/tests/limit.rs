@@ -107,6 +107,38 @@ fn a_limit_can_be_lowered_to_a_few_pages_and_raised_again() {
     cluster.assert_all_free();
 }
 
+/// One call makes all pages resident, unless it is divided. How far a program exceeds its limit
+/// while it grows depends on the machine.
+#[test]
+fn memory_that_is_populated_at_once_waits_for_room() {
+    const BYTES: u64 = 1024 * MIB;
+    let cluster = Cluster::up(2, "256M");
+    let checker = build::programs().join("checker");
+    let bytes = BYTES.to_string();
+    let program = [checker.to_str().expect("a plain path"), "populate-all", "--bytes", &bytes];
+    let outcome = Running::start(&mut cluster.run_command("32M", &program), false, Box::new(|| 0)).wait();
+    outcome.assert_success("the program that populates its memory");
+    let peak = outcome.peak.anonymous_bytes;
+    assert!(peak < BYTES * 3 / 4, "{} MiB were resident at once", peak / MIB);
+    cluster.assert_all_free();
+}
+
+#[test]
+fn the_owner_is_told_of_protected_memory_beyond_the_limit() {
+    let cluster = Cluster::up(2, "256M");
+    let checker = build::programs().join("checker");
+    let program = [checker.to_str().expect("a plain path"), "read-only", "--bytes", "256M"];
+    let run = Running::start(&mut cluster.run_command("24M", &program), false, Box::new(|| 0));
+    eventually("the owner to be told", || {
+        let told = run.stderr_so_far();
+        (told.contains("MiB resident") && told.contains("protected against writes")).then_some(())
+    });
+    let program = eventually("the program", || processes::descendants(run.pid()).first().copied());
+    processes::signal(program, rustix::process::Signal::USR1);
+    run.wait().assert_success("the program that has protected its memory");
+    cluster.assert_all_free();
+}
+
 #[test]
 fn a_process_outside_the_pool_has_no_limit() {
     let cluster = Cluster::up(1, "64M");

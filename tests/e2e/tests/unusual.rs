@@ -139,6 +139,30 @@ fn a_process_that_can_have_no_more_descriptors_may_fork() {
 }
 
 #[test]
+fn a_process_that_may_have_few_files_may_fork() {
+    check("fewest-fork");
+}
+
+#[test]
+fn a_process_that_may_have_too_few_files_ends_with_the_reason() {
+    let cluster = Cluster::up(1, "64M");
+    // Root may raise the limit, but not from a user namespace.
+    let outcome = cluster.run("16M", &["unshare", "--user", "sh", "-c", "ulimit -n 4; exec true"]);
+    let error = text(&outcome.stderr);
+    assert_eq!(outcome.status.code(), Some(125), "{error}");
+    assert!(error.contains("may have 4 open files") && error.contains("RLIMIT_NOFILE"), "{error}");
+    cluster.assert_all_free();
+}
+
+#[test]
+fn the_first_process_of_a_namespace_finds_itself_alone() {
+    if !rustix::process::geteuid().is_root() {
+        return skip("only root can make name spaces");
+    }
+    check("first");
+}
+
+#[test]
 fn a_process_under_another_root_may_fork() {
     if !rustix::process::geteuid().is_root() {
         return skip("only root can change its root");

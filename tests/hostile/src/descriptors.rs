@@ -65,6 +65,22 @@ pub fn waiting_files() -> bool {
     attempts.wait()
 }
 
+/// Executes a command that inherits a file of a FUSE server. Once another file exists, the server
+/// answers no FLUSH: a process with the file cannot end, and keeps the descriptors that are behind
+/// it. The arguments are the path of a FUSE device, an empty folder, the path of the other file,
+/// and the command. Writes the number of the server's process to standard output.
+pub fn inherited_file() -> bool {
+    let arguments: Vec<_> = std::env::args().skip(2).collect();
+    let [device, folder, signal, command @ ..] = &arguments[..] else { return false };
+    let signal = Path::new(signal);
+    let mounted = fuse::mount_as_root(Path::new(device), Path::new(folder), || signal.exists());
+    println!("{}", mounted.server);
+    rustix::io::fcntl_setfd(&mounted.file, rustix::io::FdFlags::empty()).expect("it is open");
+    let error =
+        std::os::unix::process::CommandExt::exec(std::process::Command::new(&command[0]).args(&command[1..]));
+    panic!("{error}");
+}
+
 /// Connects without a look at who listens.
 fn connect_to(agent: &Path) -> Option<OwnedFd> {
     let socket = frame_socket().ok()?;

@@ -1,4 +1,4 @@
-//! A file of a FUSE server that answers no FLUSH: each close of the file waits.
+//! A file of a FUSE server that answers no FLUSH, so that each close of the file waits.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
@@ -22,7 +22,7 @@ const FILE: u64 = 2;
 #[derive(Debug)]
 pub struct Mounted {
     pub file: File,
-    server: i32,
+    pub server: i32,
 }
 
 impl Drop for Mounted {
@@ -37,6 +37,22 @@ impl Drop for Mounted {
 /// process serves it.
 pub fn mount(device: &Path, folder: &Path) -> Mounted {
     enter_namespaces();
+    mount_here(device, folder, || true)
+}
+
+/// The same with the rights of root, in a mount namespace. Closes wait once `is_waiting`.
+pub fn mount_as_root(device: &Path, folder: &Path, is_waiting: impl Fn() -> bool) -> Mounted {
+    // SAFETY: this process has one thread.
+    let result = unsafe {
+        libc::unshare(libc::CLONE_NEWNS);
+        let flags = libc::MS_REC | libc::MS_PRIVATE;
+        libc::mount(std::ptr::null(), c"/".as_ptr(), std::ptr::null(), flags, std::ptr::null())
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    mount_here(device, folder, is_waiting)
+}
+
+fn mount_here(device: &Path, folder: &Path, is_waiting: impl Fn() -> bool) -> Mounted {
     let mut server =
         OpenOptions::new().read(true).write(true).open(device).expect("the device is accessible");
     let text = |path: &Path| CString::new(path.to_str().expect("a plain path")).expect("a plain path");
@@ -48,7 +64,12 @@ pub fn mount(device: &Path, folder: &Path) -> Mounted {
         libc::mount(c"attack".as_ptr(), target.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast())
     };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-    let child = sys::fork(|| serve(&mut server));
+    let child = sys::fork(|| {
+        // Who reads what this program prints does not wait for the server.
+        let null = OpenOptions::new().write(true).open("/dev/null").expect("it is there");
+        rustix::stdio::dup2_stdout(&null).and_then(|()| rustix::stdio::dup2_stderr(&null)).expect("open");
+        serve(&mut server, is_waiting)
+    });
     drop(server);
     let file = OpenOptions::new().read(true).write(true).open(folder.join("file"));
     Mounted { file: file.expect("the server opens it"), server: child }
@@ -65,7 +86,7 @@ fn enter_namespaces() {
     std::fs::write("/proc/self/gid_map", format!("0 {gid} 1")).expect("a new namespace");
 }
 
-fn serve(device: &mut File) {
+fn serve(device: &mut File, is_waiting: impl Fn() -> bool) {
     let mut buffer = vec![0; 1 << 20];
     while let Ok(len) = device.read(&mut buffer) {
         let request = &buffer[..len];
@@ -77,7 +98,8 @@ fn serve(device: &mut File) {
             LOOKUP => Ok([words(&[FILE, 0, 1000, 1000, 0]), attributes(FILE)].concat()),
             GETATTR => Ok([words(&[1000, 0]), attributes(node)].concat()),
             OPEN => Ok(words(&[7, 0])),
-            FLUSH => continue,
+            FLUSH if is_waiting() => continue,
+            FLUSH => Ok(Vec::new()),
             _ => Err(ENOSYS),
         };
         let (error, body) = answer.map_or_else(|error| (-error, Vec::new()), |body| (0, body));

@@ -17,6 +17,7 @@ fn main() -> ExitCode {
         "clear-nonblocking" => identity::clear_nonblocking(),
         "hold-up-monitors" => identity::hold_up_monitors(),
         "lingering-sockets" => descriptors::lingering_sockets(),
+        "inherited-file" => descriptors::inherited_file(),
         "waiting-files" => descriptors::waiting_files(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),

@@ -1,6 +1,7 @@
 //! Descriptors whose last close waits for ever: others are served, and a killed agent is replaced.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Child, Command, Stdio};
 
 use aquifer_tests_e2e::cluster::text;
@@ -89,4 +90,40 @@ fn files_whose_close_waits_stop_no_other_user() {
 #[test]
 fn files_whose_close_waits_stop_no_other_user_without_passrights() {
     waiting_files(&Victim::up_in(&WITHOUT_PASSRIGHTS));
+}
+
+mod long {
+    use aquifer_tests_e2e::{eventually, processes};
+    use rustix::process::Signal;
+
+    use super::*;
+
+    /// The kernel keeps what is left of a killed agent: here in the close of a file that it has
+    /// inherited. That holds the lock and the connections to the keeper and the gateway.
+    #[test]
+    fn an_agent_that_cannot_end_is_replaced() {
+        let victim = Victim::up();
+        let cluster = &victim.0.cluster;
+        let folder = victim.0.private_folder("mount", 0);
+        let signal = victim.0.path("wait");
+        processes::kill(cluster.daemon("agent", None));
+        let mut up = Command::new(victim.0.path("attacker"));
+        up.arg("inherited-file").arg(victim.fuse_device()).arg(folder).arg(&signal);
+        up.arg(victim.0.path("aquifer")).arg("--state").arg(cluster.state()).arg("up");
+        let output = up.output().expect("the attacker can be started");
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let server = text(&output.stdout).lines().next().and_then(|line| line.parse().ok());
+        std::fs::write(&signal, "").expect("our own folder");
+        serves_others(&victim);
+        let lock = || std::fs::metadata(cluster.state().join("agent.lock")).expect("a lock").ino();
+        let lock_before = lock();
+        let agent = cluster.daemon("agent", None);
+        processes::signal(agent, Signal::KILL);
+        eventually("the agent is gone", || aquifer_channel::exiting::is_exiting(agent).then_some(()));
+        let again = cluster.command().arg("up").output().expect("aquifer can be started");
+        assert!(again.status.success(), "{}", text(&again.stderr));
+        assert_ne!(lock(), lock_before, "what is left of it has let the lock go");
+        serves_others(&victim);
+        processes::signal(server.expect("its number"), Signal::KILL);
+    }
 }

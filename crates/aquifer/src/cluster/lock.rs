@@ -6,19 +6,25 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::inotify;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
+use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
-use aquifer_swap::exiting::is_exiting;
 
 /// Attempts at a lock. A process that only tests the lock holds it shared for a moment, so a failed
 /// attempt does not show that the daemon runs.
 const ATTEMPTS_MAX: u32 = 100_000;
+/// Attempts after which a process that has ended or was killed counts as not running, though its
+/// lock is held.
+const ATTEMPTS_DEAD_MAX: u32 = 2_000;
+/// Time after which the lock of a killed process is taken from it. A hostile program can make the
+/// kernel wait in a thread of the process, which then keeps all its descriptors.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pause between two attempts at a lock whose holder starts or ends.
 const ATTEMPT_PAUSE: Duration = Duration::from_micros(50);
 
@@ -82,7 +88,8 @@ impl FileLock {
     /// # Errors
     /// Those of the system.
     pub fn try_acquire(path: &Path) -> io::Result<Option<Self>> {
-        let file = open(path)?;
+        let mut file = open(path)?;
+        let begun = Instant::now();
         for _ in 0..ATTEMPTS_MAX {
             match file.try_lock() {
                 Ok(()) => {
@@ -95,6 +102,9 @@ impl FileLock {
                 Err(TryLockError::Error(error)) => return Err(error),
                 // A process that has just ended may hold it for a moment longer.
                 Err(TryLockError::WouldBlock) if holder(path)?.is_some() => return Ok(None),
+                Err(TryLockError::WouldBlock) if begun.elapsed() >= EXIT_TIMEOUT => {
+                    file = replace(path, &file)?;
+                }
                 Err(TryLockError::WouldBlock) => std::thread::sleep(ATTEMPT_PAUSE),
             }
         }
@@ -132,6 +142,18 @@ impl FileLock {
     }
 }
 
+/// Replaces a file whose lock a killed process holds; returns the file that is there now.
+fn replace(path: &Path, held: &File) -> io::Result<File> {
+    let folder = File::open(path.parent().unwrap_or(Path::new("/")))?;
+    // So that no other process replaces the file that this one creates.
+    folder.lock()?;
+    let (held, there) = (held.metadata()?, std::fs::symlink_metadata(path));
+    if there.is_ok_and(|there| (there.dev(), there.ino()) == (held.dev(), held.ino())) {
+        std::fs::remove_file(path)?;
+    }
+    open(path)
+}
+
 /// Whether a process holds the lock exclusively.
 fn is_held(file: &File) -> io::Result<bool> {
     match file.try_lock_shared() {
@@ -150,8 +172,9 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file?,
     };
+    let mut attempts_dead = 0;
     for _ in 0..ATTEMPTS_MAX {
-        if !is_held(&file)? {
+        if !is_held(&file)? || attempts_dead >= ATTEMPTS_DEAD_MAX {
             return Ok(None);
         }
         let mut text = String::new();
@@ -160,16 +183,18 @@ pub fn holder(path: &Path) -> io::Result<Option<LockHolder>> {
         // The holder locks first and writes its number then, so the number may be missing.
         let number = text.strip_suffix('\n').and_then(|text| text.parse::<u32>().ok());
         let pid = number.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-        if let (Some(number), Some(pid)) = (number, pid)
-            && let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
-            // The lock is still held: the number was that of its holder when the descriptor was
-            // opened.
-            && is_held(&file)?
-            // A killed process holds its lock until the kernel has released all its resources.
-            && !has_ended(&pidfd)
-            && !is_exiting(number)
-        {
-            return Ok(Some(LockHolder { pid: number, pidfd }));
+        if let (Some(number), Some(pid)) = (number, pid) {
+            if let Ok(pidfd) = pidfd_open(pid, PidfdFlags::empty())
+                // The lock is still held: the number was that of its holder when the descriptor was
+                // opened.
+                && is_held(&file)?
+                // A killed process holds its lock until the kernel has released its descriptors.
+                && !has_ended(&pidfd)
+                && !is_exiting(number)
+            {
+                return Ok(Some(LockHolder { pid: number, pidfd }));
+            }
+            attempts_dead += 1;
         }
         std::thread::sleep(ATTEMPT_PAUSE);
     }

@@ -330,6 +330,7 @@ fn agent(
         available_bytes: available,
         extents_per_user: settings.extents_per_user,
         pages_per_user: settings.pages_per_user,
+        pages_share: settings.pages_share,
         segments: SegmentSettings {
             listen: settings.segment_listen,
             bytes_per_user: settings.segment_memory.unwrap_or(available / 2),

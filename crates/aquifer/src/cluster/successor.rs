@@ -8,11 +8,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use aquifer_channel::exiting::is_exiting;
 use aquifer_channel::socket::wait_readable;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// Longest time for which a successor waits: the kernel frees the memory of the one before.
+/// Longest time for which a successor waits for the end of the one before, which frees its memory.
 const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time after which one that was killed is not waited for. The lock is taken from it then.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends this process as if it were killed.
 pub fn end() {
@@ -53,7 +56,10 @@ pub fn await_end(process: i32) -> io::Result<()> {
         // There is no such process.
         return Ok(());
     };
-    if wait_readable(&[&pidfd], END_TIMEOUT)? {
+    if wait_readable(&[&pidfd], EXIT_TIMEOUT)?
+        || is_exiting(process.unsigned_abs())
+        || wait_readable(&[&pidfd], END_TIMEOUT)?
+    {
         return Ok(());
     }
     Err(io::Error::other(format!("process {process} has not ended within {} s", END_TIMEOUT.as_secs())))

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use object::Endianness;
-use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64};
+use object::elf::{DT_NEEDED, EM_X86_64, FileHeader64, SHT_DYNSYM};
 use object::read::ReadCache;
 use object::read::elf::{Dyn, FileHeader, ProgramHeader};
 
@@ -227,6 +227,24 @@ fn needs_asan<'a, R: object::ReadRef<'a>>(
     let needed = entries.iter().filter(|entry| entry.tag32(endian) == Some(DT_NEEDED));
     let mut libraries = needed.filter_map(|entry| names.get(entry.val32(endian)?).ok());
     Ok(libraries.any(|library| ASAN_RUNTIME.iter().any(|name| library.starts_with(name))))
+}
+
+/// Symbols by which the runtime of SBCL is known, whose heap may be executed.
+const EXECUTABLE_HEAP_SYMBOLS: [&[u8]; 2] = [b"dynamic_space_size", b"DYNAMIC_SPACE_START"];
+
+/// Whether a program is known to keep its data in memory that may be executed, which is not paged.
+pub(super) fn has_executable_heap(program: &Path) -> bool {
+    let Ok(file) = File::open(program) else { return false };
+    exports_all(&ReadCache::new(file), &EXECUTABLE_HEAP_SYMBOLS).unwrap_or(false)
+}
+
+/// Whether a file exports all of these symbols.
+fn exports_all<'a, R: object::ReadRef<'a>>(file: R, wanted: &[&[u8]]) -> object::Result<bool> {
+    let header = FileHeader64::<Endianness>::parse(file)?;
+    let endian = header.endian()?;
+    let symbols = header.sections(endian, file)?.symbols(endian, file, SHT_DYNSYM)?;
+    let has = |name: &[u8]| symbols.iter().any(|symbol| symbols.symbol_name(endian, symbol) == Ok(name));
+    Ok(wanted.iter().all(|name| has(name)))
 }
 
 #[cfg(test)]

@@ -152,6 +152,11 @@ impl RunError {
     }
 }
 
+/// Whether a program is known to keep its data in memory that may be executed, which is not paged.
+pub fn has_executable_heap(program: &Path) -> bool {
+    executable::has_executable_heap(program)
+}
+
 /// Finds a program, and checks that it can be paged by the shim.
 ///
 /// # Errors

@@ -40,6 +40,7 @@ fn golden_files_of_settings() {
         mempool: Some(1 << 30),
         extents_per_user: Some(2 << 30),
         pages_per_user: Some(3 << 30),
+        pages_share: Some(64 << 20),
         segment_listen: Some("10.0.0.1:8".parse().expect("it is an address")),
         segment_memory: Some(3 << 30),
         segment_pull_rate: Some(4 << 20),

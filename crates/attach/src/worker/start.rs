@@ -57,7 +57,7 @@ pub fn start(stack: usize, worker: Worker) {
 }
 
 /// Whether a process that loses its parent can become a child of this one.
-fn is_reaper() -> bool {
+pub fn is_reaper() -> bool {
     let mut is_subreaper = 0i32;
     // SAFETY: the kernel writes an integer.
     unsafe {

@@ -144,7 +144,11 @@ impl<E: Edge> Monitor<E> {
     /// Allocates a block for a batch; without one, queues this program and wakes those that can
     /// pass one.
     pub(super) fn allocate_block(&mut self) -> Option<BlockId> {
+        let waited = self.volume.waits_in_mempool();
         self.volume.allocate_block().or_else(|| {
+            if !waited && self.volume.waits_in_mempool() {
+                self.edge.wake_relatives(Relatives::AllWithBlocks);
+            }
             // Before it is queued: a program that frees a block after that must know.
             self.edge.set_waits_for_block(true);
             if self.volume.queue_for_block() {
@@ -164,6 +168,9 @@ impl<E: Edge> Monitor<E> {
     pub(super) fn announce_free_block(&mut self) {
         if self.budget.consume_block_notification() {
             self.edge.wake_relatives(Relatives::WithoutBlock);
+        }
+        if !self.volume.waits_in_mempool() && self.budget.mempool_user().has_waiting() {
+            self.edge.wake_relatives(Relatives::UsersWithoutBlock);
         }
     }
 

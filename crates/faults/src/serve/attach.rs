@@ -58,8 +58,8 @@ pub enum AttachError {
 impl PagingService {
     /// Attaches a program that has said hello on `socket`.
     ///
-    /// `peer` is the process at the other end, as the kernel reports it, and `userfaultfd` what came
-    /// with the hello. A program that is refused is told the reason.
+    /// `peer` is the process at the other end, as the kernel reports it, and `userfaultfd` what
+    /// came with the hello. A program that is refused is told the reason.
     ///
     /// # Errors
     /// If the program was refused.

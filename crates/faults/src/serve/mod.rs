@@ -20,6 +20,7 @@ mod canary;
 mod core_follower;
 mod count;
 mod edge;
+mod excess;
 mod exit_watcher;
 mod family;
 #[cfg(debug_assertions)]
@@ -61,8 +62,11 @@ use aquifer_report::TenantStatistics;
 pub use attach::AttachError;
 pub use program::Program;
 pub use restore::RestoredRun;
+pub use pool_shares::PoolLimits;
 pub use run::{Run, RunOwner};
 
+/// A number that no program has.
+const NO_PROGRAM: u64 = 0;
 /// Most runs that one agent serves at once.
 pub const RUNS_MAX: usize = 4096;
 /// Most runs of one user at once.
@@ -191,15 +195,14 @@ pub struct PagingService {
 }
 
 impl PagingService {
-    /// Creates a service without programs, and starts its threads. `pages_per_user`: most bytes
-    /// that the runs of one user may have on memory nodes.
+    /// Creates a service without programs, and starts its threads.
     ///
     /// # Errors
     /// If threads or descriptors cannot be created.
     pub fn new(
         agent: Arc<dyn AgentServices>,
         mempool: Arc<Mempool>,
-        pages_per_user: Option<u64>,
+        pool_limits: PoolLimits,
     ) -> std::io::Result<Arc<Self>> {
         let service = Arc::new(Self {
             agent,
@@ -214,7 +217,7 @@ impl PagingService {
             samplers: tenant_threads::TenantThreads::new("sampler"),
             unpaged_watches: tenant_threads::TenantThreads::new("unpaged"),
             knock_turns: tenant_threads::TenantTurns::default(),
-            pool_shares: Arc::new(pool_shares::PoolShares::new(pages_per_user)),
+            pool_shares: Arc::new(pool_shares::PoolShares::new(pool_limits)),
         });
         Ok(service)
     }
@@ -247,6 +250,8 @@ impl PagingService {
         let run = Run::open(self, open, owner, tenant)?;
         runs.insert(run.token(), Arc::clone(&run));
         drop(runs);
+        // A new user has a guarantee of blocks.
+        self.wake_block_owners();
         unpaged::announce_run(self, tenant);
         Ok(run)
     }
@@ -255,6 +260,15 @@ impl PagingService {
     #[must_use]
     pub fn run(&self, token: RunToken) -> Option<Arc<Run>> {
         self.lock().get(&token).cloned()
+    }
+
+    /// Wakes the programs whose users must give blocks of the mempool back.
+    pub(crate) fn wake_block_owners(&self) {
+        for run in self.runs() {
+            if self.mempool.must_give_back(run.budget.mempool_user()) {
+                run.wake_relatives(NO_PROGRAM, crate::edge::Relatives::AllWithBlocks);
+            }
+        }
     }
 
     /// All runs of a tenant.

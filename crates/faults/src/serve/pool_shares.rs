@@ -3,13 +3,16 @@
 //! A part of the pool is the *reserve*. The run that has the most leaves all of it free, the next
 //! one half of it, and so on; the run that has the least may use all. So when the pool is short the
 //! largest waits first, and what is freed goes to the others. A run's user counts before the run.
+//!
+//! Each user with a run has a *pool share*, which other users leave free if it does not have it, and
+//! so is that of the next user that comes. A user that has less need not leave anything.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use aquifer_ipc::size::ByteSize;
-use aquifer_pager::{Allowance, Sender};
+use aquifer_pager::{Allowance, LIMIT_BYTES_MIN, Sender};
 
 /// Interval at which a sender asks the nodes what they have free, while that is short:
 const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
@@ -17,6 +20,20 @@ const REFRESH_INTERVAL: Duration = Duration::from_millis(500);
 const SHORT_FACTOR: u64 = 4;
 /// The reserve is this part of what the nodes lend.
 const RESERVE_DIVISOR: u64 = 32;
+/// The share of a user is this part of what the nodes lend, and at least the smallest limit of a
+/// run.
+const SHARE_DIVISOR: u64 = 64;
+
+/// What the users of this host may have of the pool.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PoolLimits {
+    /// Most bytes of one user's runs. `None`: all that the nodes lend.
+    pub bytes_per_user: Option<u64>,
+    /// Bytes that other users cannot take. `None`: a part of what the nodes lend.
+    pub share_bytes: Option<u64>,
+    /// Whether users without a run may open one, so that a share is kept free for the next.
+    pub serves_all_users: bool,
+}
 
 /// What the programs of one user have on memory nodes.
 #[derive(Debug)]
@@ -56,18 +73,17 @@ pub(crate) struct PoolShares {
     total: AtomicU64,
     /// Changes when a run comes or goes.
     generation: AtomicU64,
-    /// Most bytes of one user's runs.
-    quota_bytes: Option<u64>,
+    limits: PoolLimits,
 }
 
 impl PoolShares {
     /// No holdings.
-    pub fn new(quota_bytes: Option<u64>) -> Self {
+    pub fn new(limits: PoolLimits) -> Self {
         Self {
             holdings: Mutex::default(),
             total: AtomicU64::new(0),
             generation: AtomicU64::new(0),
-            quota_bytes,
+            limits,
         }
     }
 
@@ -122,13 +138,37 @@ impl PoolShares {
                 std::cmp::Ordering::Equal => {}
             }
         }
-        if smaller == 0 { 0 } else { (lent_bytes / RESERVE_DIVISOR).checked_shr(larger).unwrap_or(0) }
+        let share = self.share_bytes(lent_bytes);
+        if holding.user_bytes() < share {
+            return 0;
+        }
+        let reserve = if smaller == 0 { 0 } else { lent_bytes / RESERVE_DIVISOR };
+        reserve.checked_shr(larger).unwrap_or(0).max(self.others_shares(&holding.user, share))
+    }
+
+    /// Bytes that other users cannot take from a user.
+    fn share_bytes(&self, lent_bytes: u64) -> u64 {
+        let default = (lent_bytes / SHARE_DIVISOR).max(LIMIT_BYTES_MIN);
+        self.limits.share_bytes.unwrap_or(default).min(lent_bytes / 2)
+    }
+
+    /// What other users lack of their shares, and the share of the next one.
+    fn others_shares(&self, user: &Arc<UserBytes>, share: u64) -> u64 {
+        let mut seen = vec![user.tenant];
+        let mut lacking = if self.limits.serves_all_users { share } else { 0 };
+        for Holding { user: other, .. } in self.lock().iter().map(|holding| &**holding) {
+            if !seen.contains(&other.tenant) {
+                seen.push(other.tenant);
+                lacking += share.saturating_sub(other.bytes.load(Relaxed));
+            }
+        }
+        lacking
     }
 
     /// What a run may allocate, if it must leave this many bytes free.
     fn allowance(&self, holding: &Holding, leave_free: u64) -> Allowance {
         let left = |quota: u64| quota.saturating_sub(holding.user_bytes());
-        Allowance { bytes_max: self.quota_bytes.map_or(u64::MAX, left), leave_free }
+        Allowance { bytes_max: self.limits.bytes_per_user.map_or(u64::MAX, left), leave_free }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<Holding>>> {
@@ -156,7 +196,7 @@ impl PoolShare {
         format!(
             "the programs of user {} have their quota on memory nodes ({})",
             self.holding.user.tenant,
-            ByteSize(self.shares.quota_bytes.unwrap_or(0))
+            ByteSize(self.shares.limits.bytes_per_user.unwrap_or(0))
         )
     }
 
@@ -218,7 +258,7 @@ mod tests {
 
     #[test]
     fn the_larger_leaves_more_free() {
-        let shares = PoolShares::new(None);
+        let shares = PoolShares::new(PoolLimits { share_bytes: Some(0), ..PoolLimits::default() });
         let large = shares.join(1, 7);
         assert_eq!(shares.leave_free(&large, LENT), 0, "there is no other run");
         let (small, middle) = (shares.join(2, 8), shares.join(3, 9));
@@ -235,7 +275,7 @@ mod tests {
 
     #[test]
     fn a_user_is_as_large_as_all_its_runs() {
-        let shares = PoolShares::new(None);
+        let shares = PoolShares::new(PoolLimits::default());
         let (first, second, other) = (shares.join(1, 7), shares.join(2, 7), shares.join(3, 8));
         shares.set_bytes(&first, 3 << 30);
         shares.set_bytes(&second, 2 << 30);
@@ -246,7 +286,7 @@ mod tests {
 
     #[test]
     fn of_equal_runs_one_may_go_on() {
-        let shares = PoolShares::new(None);
+        let shares = PoolShares::new(PoolLimits { share_bytes: Some(0), ..PoolLimits::default() });
         let runs: Vec<_> = (0..70).map(|run| shares.join(run, 7)).collect();
         let free: Vec<u64> = runs.iter().map(|run| shares.leave_free(run, LENT)).collect();
         assert_eq!(free.iter().filter(|free| **free == LENT / 32).count(), 1);
@@ -254,8 +294,28 @@ mod tests {
     }
 
     #[test]
+    fn others_leave_the_share_of_a_user_free() {
+        let shares = PoolShares::new(PoolLimits { serves_all_users: true, ..PoolLimits::default() });
+        const SHARE: u64 = LENT / 64;
+        let large = shares.join(1, 7);
+        shares.set_bytes(&large, LENT - SHARE);
+        assert_eq!(shares.leave_free(&large, LENT), SHARE, "for the next user");
+        let small = shares.join(2, 8);
+        shares.set_bytes(&small, SHARE / 4);
+        assert_eq!(shares.leave_free(&small, LENT), 0);
+        assert_eq!(shares.leave_free(&large, LENT), LENT / 32, "the reserve is more than both shares");
+        let third = shares.join(3, 9);
+        assert_eq!(shares.leave_free(&large, LENT), 2 * SHARE + SHARE * 3 / 4);
+        shares.set_bytes(&small, SHARE);
+        shares.set_bytes(&third, SHARE);
+        assert_eq!([&small, &third].map(|holding| shares.leave_free(holding, LENT)), [SHARE, SHARE]);
+        let least = PoolShares::new(PoolLimits::default()).share_bytes(64 << 20);
+        assert_eq!(least, LIMIT_BYTES_MIN, "with less no run would go on");
+    }
+
+    #[test]
     fn a_quota_is_that_of_all_runs_of_a_user() {
-        let shares = PoolShares::new(Some(100));
+        let shares = PoolShares::new(PoolLimits { bytes_per_user: Some(100), ..PoolLimits::default() });
         let (first, second, other) = (shares.join(1, 7), shares.join(2, 7), shares.join(3, 8));
         shares.set_bytes(&first, 60);
         shares.set_bytes(&second, 30);

@@ -64,7 +64,7 @@ impl PagingService {
         let mut orphans = Orphans::new();
         for kept in kept {
             match kept.item.kind {
-                HeldKind::Run => match RecoveringRun::from_kept(kept) {
+                HeldKind::Run => match RecoveringRun::from_kept(kept, &self.mempool) {
                     Ok(run) => drop(runs.insert(run.id, run)),
                     Err(error) => tracing::error!(%error, "cannot resume a run"),
                 },
@@ -233,7 +233,7 @@ struct RecoveringRun {
 }
 
 impl RecoveringRun {
-    fn from_kept(kept: RestoredItem) -> io::Result<Self> {
+    fn from_kept(kept: RestoredItem, mempool: &Mempool) -> io::Result<Self> {
         let record: RunRecord = decode(&kept.item)?;
         let mut fds = kept.fds.into_iter();
         let (Some(slabs), Some(owner)) = (fds.next(), fds.next()) else {
@@ -246,7 +246,7 @@ impl RecoveringRun {
             id: kept.item.id,
             owner: RunOwner::restore(owner, record.owner_pid, fds.next()),
             slabs: Arc::new(SlabSet::recover(Memory::whole(slabs)?, record.replicas)),
-            budget: Arc::new(Budget::new(record.limit_bytes)),
+            budget: Arc::new(Budget::of_user(record.limit_bytes, mempool.user(record.tenant))),
             record,
             programs: Vec::new(),
             resumable: Vec::new(),

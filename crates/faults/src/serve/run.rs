@@ -106,7 +106,7 @@ impl Run {
             wait_for_room_ms,
             owner_pid: Some(owner.pid),
         };
-        let budget = Arc::new(Budget::new(limit_bytes));
+        let budget = Arc::new(Budget::of_user(limit_bytes, service.mempool.user(tenant)));
         let (id, slabs) = (service.next_program(), Arc::new(SlabSet::with_replicas(replicas)?));
         let run = Self::start(service, id, &record, slabs, budget, owner)?;
         run.put_record_in_keeper().inspect_err(|_| run.close())?;
@@ -284,8 +284,10 @@ impl Run {
             .filter(|program| program.id != waker)
             .filter(|program| match relatives {
                 Relatives::WithPages => program.held.load(Relaxed) >= average,
-                Relatives::WithBlocks => program.owns_blocks.load(SeqCst),
-                Relatives::WithoutBlock => program.waits_for_block.load(SeqCst),
+                Relatives::WithBlocks | Relatives::AllWithBlocks => program.owns_blocks.load(SeqCst),
+                Relatives::WithoutBlock | Relatives::UsersWithoutBlock => {
+                    program.waits_for_block.load(SeqCst)
+                }
             })
             .for_each(|program| program.signal());
     }

@@ -14,13 +14,14 @@ use aquifer_pager::PAGE_BYTES;
 use super::MORE_MEMORY_ADVICE;
 use super::PagingService;
 use super::count::{MemoryUsage, ResidentCounter};
+use super::excess::{self, DueStep, OverLimit};
 use super::family::Family;
 use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
 use super::program::{MonitorRequest, Program};
 use super::run::{Run, average_held};
 use crate::areas::Area;
-use crate::maps;
+use crate::maps::{self, KeptPages};
 use crate::monitor::SPARE_PAGES;
 
 /// Areas are registered when this part of the limit is resident,
@@ -49,8 +50,9 @@ const GROWTH_PAGES: u64 = 256;
 const GROWTH_URGENT_PAGES: u64 = TOLERANCE_PAGES / 4;
 /// Pages over the limit that are tolerated, beside a tenth of the limit.
 const TOLERANCE_PAGES: u64 = (16 << 20) / PAGE_BYTES as u64;
-/// Observed time after which a run that stays over its limit is ended.
-const TOO_SMALL_AFTER: Duration = Duration::from_secs(10);
+/// Time of scans after which the run is counted again: it may have grown while they waited for the
+/// program.
+const SLOW_SCAN: Duration = Duration::from_millis(10);
 /// Observed time after which the owner of a run is told that faults wait for room in the pool,
 const SHORTAGE_AFTER: Duration = Duration::from_secs(1);
 /// but not more often than this.
@@ -121,6 +123,8 @@ struct SampledRun {
     programs: Vec<SampledProgram>,
     next_sample: Instant,
     over_limit: Option<OverLimit>,
+    /// Whether the owner was told that the run is over its limit.
+    is_told_of_excess: bool,
     room_shortage: Option<RoomShortage>,
     /// When the owner was told of a shortage last.
     told_of_shortage: Option<Instant>,
@@ -156,22 +160,6 @@ struct RoomShortage {
     duration: ObservedDuration,
     /// Whether the owner was told.
     is_told: bool,
-}
-
-/// A run is over its limit.
-#[derive(Clone, Copy, Debug)]
-struct OverLimit {
-    duration: ObservedDuration,
-    /// Pages evicted from its programs when that began.
-    evictions: u64,
-}
-
-impl OverLimit {
-    /// Whether the run will stay over its limit: either pages that cannot be evicted exceed it, or
-    /// nothing was evicted meanwhile.
-    fn is_hopeless(self, evictions: u64, unevictable: u64, max: u64) -> bool {
-        unevictable > max || evictions == self.evictions
-    }
 }
 
 /// The loop of a tenant's thread, which ends when the tenant has no program.
@@ -210,6 +198,7 @@ impl SampledRun {
             programs: Vec::new(),
             next_sample: Instant::now(),
             over_limit: None,
+            is_told_of_excess: false,
             room_shortage: None,
             told_of_shortage: None,
             family: Family::new(),
@@ -227,19 +216,15 @@ impl SampledRun {
         }
         programs.iter().for_each(|program| program.interrupt_if_ended());
         self.programs.retain(|seen| programs.iter().any(|program| program.id == seen.id));
-        let mut held = 0;
-        let mut usages = Vec::with_capacity(programs.len());
-        for program in &programs {
-            let Some(usage) = self.sampled_program(program.id).counter.usage(program) else { continue };
-            held += program.held.load(Relaxed);
-            usages.push((program, usage));
-        }
-        let total = self.family.resident(&usages, &run.budget);
-        run.budget.set_sample(total.saturating_sub(held), total);
+        let (usages, mut total, mut held) = self.count(run, &programs);
         let max = run.budget.resident_max();
         let arm_at = (max / ARM_DIVISOR).min(max.saturating_sub(ARM_MARGIN_PAGES)).max(max / ARM_DIVISOR_MAX);
+        let began = Instant::now();
         for (program, usage) in &usages {
             self.scan_if_needed(program, usage, total > arm_at);
+        }
+        if began.elapsed() > SLOW_SCAN {
+            (_, total, held) = self.count(run, &programs);
         }
         // Monitors are woken when there is something to do that no message reports:
         // - Faults wait for room, and the run is below its limit again.
@@ -248,7 +233,7 @@ impl SampledRun {
         // - The pool is short, so all programs release their clean copies.
         // - Slabs are to be emptied, so all programs move pages.
         let (is_over, is_near) = (run.budget.excess(0) > 0, run.budget.excess(SPARE_PAGES) > 0);
-        let is_short = run.service.upgrade().is_some_and(|service| service.mempool.is_pool_short());
+        let is_short = run.budget.mempool_user().is_pool_short();
         let is_vacating = run.slabs.vacating_round().is_some();
         let average = average_held(&programs);
         programs
@@ -266,6 +251,25 @@ impl SampledRun {
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
         let has_pending_faults = programs.iter().any(|program| program.has_pending_faults.load(SeqCst));
         self.quiet.next_sample([total, held, evictions], has_pending_faults, wanted)
+    }
+
+    /// Counts the resident pages of a run. Returns those of each program, all of them, and how many
+    /// of them its monitors control.
+    fn count<'a>(
+        &mut self,
+        run: &Run,
+        programs: &'a [Arc<Program>],
+    ) -> (Vec<(&'a Arc<Program>, MemoryUsage)>, u64, u64) {
+        let mut held = 0;
+        let mut usages = Vec::with_capacity(programs.len());
+        for program in programs {
+            let Some(usage) = self.sampled_program(program.id).counter.usage(program) else { continue };
+            held += program.held.load(Relaxed);
+            usages.push((program, usage));
+        }
+        let total = self.family.resident(&usages, &run.budget);
+        run.budget.set_sample(total.saturating_sub(held), total);
+        (usages, total, held)
     }
 
     /// What is known of a program; a new entry if it was not sampled before.
@@ -343,10 +347,10 @@ impl SampledRun {
         }
     }
 
-    /// Ends a run that cannot be kept within its limit, before it uses the host's memory.
+    /// Tells the owner of a run that is over its limit, and ends a run that will stay there, before
+    /// it uses the host's memory.
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
-        let page = PAGE_BYTES as u64;
         self.check_room(run);
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
@@ -355,32 +359,45 @@ impl SampledRun {
         }
         let evictions = programs.iter().map(|program| program.stats.evictions.load(Relaxed)).sum();
         let now = Instant::now();
-        let over = self
-            .over_limit
-            .get_or_insert_with(|| OverLimit { duration: ObservedDuration::begin(now), evictions });
-        if over.duration.observe(now) <= TOO_SMALL_AFTER {
-            return;
-        }
-        let over = *over;
-        self.over_limit = None;
-        if over.is_hopeless(evictions, total.saturating_sub(held), max) {
-            let kept_mb = (total * page) >> 20;
-            let wanted_mb = kept_mb * 5 / 4 + 8;
-            if run.is_limit_changed() {
-                tracing::warn!(
-                    run = run.id(),
-                    kept_mb,
-                    "resident memory that cannot be paged exceeds the changed limit"
-                );
-            } else {
-                run.end(&format!(
-                    "it keeps {kept_mb} MiB resident that cannot be paged \
-                     (stacks, locked, read-only or small areas), more than its limit allows: \
-                     give at least --local {wanted_mb}M"
-                ));
+        let over = self.over_limit.get_or_insert_with(|| OverLimit::begin(now, evictions));
+        match over.observe(now, total, max) {
+            DueStep::Nothing => {}
+            DueStep::Tell => {
+                // A run whose limit was lowered is over it for a while.
+                if !run.is_limit_changed() && !std::mem::replace(&mut self.is_told_of_excess, true) {
+                    run.notify_owner(&excess::notice(total, max, &excess::kept_pages(programs)));
+                }
+            }
+            DueStep::Judge => {
+                let over = *over;
+                self.over_limit = None;
+                let kept = excess::kept_pages(programs);
+                let unevictable = total.saturating_sub(held).max(kept.lasting());
+                if over.is_hopeless(evictions, unevictable, max) {
+                    end_over_limit(run, total, &kept);
+                }
             }
         }
     }
+}
+
+/// Ends a run that stays over its limit with `total` resident pages, of which some are kept.
+fn end_over_limit(run: &Run, total: u64, kept: &KeptPages) {
+    let kept_mb = (total * PAGE_BYTES as u64) >> 20;
+    let wanted_mb = kept_mb * 5 / 4 + 8;
+    if run.is_limit_changed() {
+        tracing::warn!(
+            run = run.id(),
+            kept_mb,
+            "resident memory that cannot be paged exceeds the changed limit"
+        );
+        return;
+    }
+    let reasons = excess::show_kept(kept).unwrap_or_else(|| "held by devices or io_uring".to_owned());
+    run.end(&format!(
+        "it keeps {kept_mb} MiB resident that cannot be paged ({reasons}), more than its limit allows: \
+         give at least --local {wanted_mb}M"
+    ));
 }
 
 /// A time as people write it: in minutes if it is a few whole ones.
@@ -415,13 +432,5 @@ mod tests {
         assert!(!seen.wants_scan(1000, GROWTH_PAGES, now));
         assert!(seen.wants_scan(1000, GROWTH_PAGES + 1, now));
         assert!(seen.wants_scan(2000, 0, now));
-    }
-
-    #[test]
-    fn a_run_that_still_evicts_is_not_ended() {
-        let over = OverLimit { duration: ObservedDuration::begin(Instant::now()), evictions: 100 };
-        assert!(!over.is_hopeless(101, 900, 1000));
-        assert!(over.is_hopeless(100, 900, 1000), "nothing is evicted");
-        assert!(over.is_hopeless(5000, 1001, 1000), "unevictable pages exceed the limit");
     }
 }

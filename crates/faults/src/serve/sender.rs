@@ -128,7 +128,8 @@ impl SenderThread {
         let share = PoolShare::join(&service.pool_shares, run, tenant);
         std::thread::Builder::new().name("sender".into()).spawn(move || {
             let node_joiner = NodeJoiner::new(agent.connector(tenant));
-            let sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
+            let mut sender = Sender::new(slabs, &mempool, agent.connector(tenant), agent.pool(tenant), seed);
+            sender.set_mempool_user(&mempool.user(tenant));
             let send_loop = SendLoop::new(sender, mempool);
             let now = Instant::now();
             SenderTurns { send_loop, shared: for_thread, share, probed: now, busy: now, node_joiner, agent }

@@ -22,14 +22,31 @@ impl Volume {
             self.free_block(block);
         }
         if self.budget.try_reserve_block() {
-            if let Some(block) = self.mempool.allocate() {
+            let owned = self.blocks_in_flight + self.reclaimable.len();
+            if let Some(block) = self.mempool.allocate(self.budget.mempool_user(), owned) {
+                self.set_waits_in_mempool(false);
                 return Some(block);
             }
             // The mempool of the host has no free block, so relatives could not use the reservation
             // either.
             self.budget.cancel_block();
+            self.set_waits_in_mempool(owned == 0);
         }
         self.reclaim_oldest()
+    }
+
+    /// Sets whether volumes of the same user that have blocks must free one for this volume.
+    pub(super) fn set_waits_in_mempool(&mut self, waits: bool) {
+        if std::mem::replace(&mut self.waits_in_mempool, waits) != waits {
+            let user = self.budget.mempool_user();
+            if waits { user.begin_waiting() } else { user.end_waiting() }
+        }
+    }
+
+    /// Whether this volume has no block, and waits until the mempool has one for it.
+    #[must_use]
+    pub fn waits_in_mempool(&self) -> bool {
+        self.waits_in_mempool
     }
 
     /// Queues this volume for a block if it owns less than its fair share. Returns true if newly
@@ -43,15 +60,18 @@ impl Volume {
     /// [`crate::Budget::consume_block_notification`].
     pub fn leave_block_queue(&mut self) {
         self.budget.leave_block_queue();
+        self.set_waits_in_mempool(false);
     }
 
-    /// Whether this volume owns no block and relatives own all blocks of the share.
+    /// Whether this volume owns no block, and relatives own all blocks of the share or others all
+    /// blocks of the mempool.
     ///
     /// Must be called after [`Self::queue_for_block`]: a relative then passes a block as soon as it
     /// can, and notifies.
     #[must_use]
     pub fn lacks_block(&self) -> bool {
-        self.blocks_in_flight == 0 && self.reclaimable.is_empty() && self.budget.is_share_exhausted()
+        let has_none = self.blocks_in_flight == 0 && self.reclaimable.is_empty();
+        has_none && (self.waits_in_mempool || self.budget.is_share_exhausted())
     }
 
     /// Whether this volume owns a block.
@@ -63,15 +83,17 @@ impl Volume {
     /// Frees a block from [`Self::allocate_block`] that no batch uses. The caller must then check
     /// [`crate::Budget::consume_block_notification`].
     pub fn free_block(&mut self, block: BlockId) {
-        self.mempool.free(block);
+        self.mempool.free(self.budget.mempool_user(), block);
         self.budget.release_block();
     }
 
     /// Frees the oldest reclaimable block if a relative is queued and this volume owns more than
-    /// its fair share. Returns whether it did.
+    /// its fair share, or if others wait for blocks of the mempool. Returns whether it did.
     pub fn pass_block(&mut self) -> bool {
         let blocks = self.reclaimable.len() + self.blocks_in_flight;
-        if !self.budget.should_pass_block(blocks as u64) {
+        let must_pass = self.budget.should_pass_block(blocks as u64)
+            || !self.reclaimable.is_empty() && self.mempool.must_give_back(self.budget.mempool_user());
+        if !must_pass {
             return false;
         }
         let passed = self.reclaim_oldest();

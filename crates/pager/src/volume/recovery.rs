@@ -59,6 +59,7 @@ impl Volume {
             reserved: Vec::new(),
             blocks_in_flight: 0,
             spare_blocks: Vec::new(),
+            waits_in_mempool: false,
             may_have_clean_copies: false,
             before_store: None,
         };
@@ -113,6 +114,7 @@ impl Volume {
             Some(VolumeBlock { id, pages: pages.to_vec(), locations, phase: BlockPhase::Staged });
         self.blocks_in_flight += 1;
         self.budget.count_recovered_block();
+        self.budget.mempool_user().count_recovered();
         pages.iter().enumerate().filter(|(_, page)| **page != NO_PAGE).fold(0, |mask, (at, _)| mask | 1 << at)
     }
 
@@ -140,7 +142,10 @@ impl Volume {
     /// Must be called when all volumes are recovered and before any program runs: then the mempool
     /// still has as many blocks as when the batches left.
     pub fn reserve_blocks(&mut self, batches: usize) {
-        for block in std::iter::repeat_with(|| self.mempool.allocate()).take(batches).flatten() {
+        for block in std::iter::repeat_with(|| self.mempool.allocate_any(self.budget.mempool_user()))
+            .take(batches)
+            .flatten()
+        {
             self.budget.count_recovered_block();
             self.reserved.push(block);
         }

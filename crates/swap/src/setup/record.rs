@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use aquifer_channel::start_time;
 
-use crate::exiting::wait_if_exiting;
+use aquifer_channel::exiting::wait_if_exiting;
 
 use super::{PAGE_CLUSTER, SetupError, cgroup, loop_device, mount, swapfile, zram};
 

@@ -94,6 +94,29 @@ void test_full_fork(void) { full_fork("full-fork", false); }
 
 void test_fullest_fork(void) { full_fork("fullest-fork", true); }
 
+// A process that may have few files for ever.
+void test_fewest_fork(void) {
+    enum { FEWEST = 5 };
+    struct numbers numbers = numbers_new(5450);
+    struct area kept = area_half("fewest-fork");
+    // Root may raise the limit, but not from a user namespace.
+    if (unshare(CLONE_NEWUSER) != 0) die("unshare");
+    struct rlimit limit = {FEWEST, FEWEST};
+    if (setrlimit(RLIMIT_NOFILE, &limit) != 0) die("setrlimit");
+    modify_and_verify(&kept, &numbers);
+    pid_t child = fork();
+    if (child < 0) die("fork");
+    if (child == 0) {
+        modify_and_verify(&kept, &numbers);
+        _exit(0);
+    }
+    int status;
+    if (waitpid(child, &status, 0) != child || status != 0) fail("fewest-fork", "a child failed");
+    modify_and_verify(&kept, &numbers);
+    say(kept.test, kept.pages, digest(&kept));
+    area_free(&kept);
+}
+
 // As allocators do that guard large blocks: each has an inaccessible page right below it.
 void test_guarded_blocks(void) {
     enum { BLOCKS = 16 };

@@ -26,8 +26,8 @@ static const struct test tests[] = {
     {"protect", test_protect, true}, {"pinned", test_pinned, true},
     // Linux 5.7 and newer, and rarely used: by name only.
     {"dontunmap", test_dontunmap, false},
-    // Waits for SIGUSR1.
-    {"sparse", test_sparse, false},
+    // Wait for SIGUSR1.
+    {"sparse", test_sparse, false},  {"read-only", test_read_only, false},
     // Waits for lines on stdin.
     {"steps", test_steps, false},
     // Both sides of a fork write all that they share, at once.
@@ -48,7 +48,9 @@ static const struct test tests[] = {
     {"guard", test_guard, false},               {"shm-remap", test_shm_remap, false},
     {"grow", test_grow, false},                 {"cleared-word", test_cleared_word, false},
     {"full-fork", test_full_fork, false},       {"fullest-fork", test_fullest_fork, false},
+    {"fewest-fork", test_fewest_fork, false},   {"populate-all", test_populate_all, false},
     {"chroot", test_chroot, false},             {"namespaces", test_namespaces, false},
+    {"first", test_first, false},
     {"joined", test_joined, false},             {"move-several", test_move_several, false},
     {"guarded-blocks", test_guarded_blocks, false},
     // Ways to make a child; these change how malloc works.

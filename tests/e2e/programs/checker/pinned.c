@@ -201,3 +201,28 @@ void test_lock_all(void) {
     say("lock-all", before.pages, digest(&before));
     area_free(&before);
 }
+
+// ---- protected against writes for long ----------------------------------------------------------
+
+static volatile sig_atomic_t is_signalled;
+
+static void note_signal(int signal) {
+    (void)signal;
+    is_signalled = 1;
+}
+
+// Reads its protected memory again and again, until a signal comes.
+void test_read_only(void) {
+    struct numbers numbers = numbers_new(6400);
+    struct area area = area_half("read-only");
+    struct sigaction action = {.sa_handler = note_signal};
+    if (sigaction(SIGUSR1, &action, NULL) != 0) die("sigaction");
+    modify_and_verify(&area, &numbers);
+    uint64_t bytes = area.pages * PAGE_BYTES;
+    if (mprotect(area.at, bytes, PROT_READ) != 0) die("mprotect");
+    do verify_all(&area);
+    while (!is_signalled);
+    if (mprotect(area.at, bytes, PROT_READ | PROT_WRITE) != 0) die("mprotect");
+    modify_and_verify(&area, &numbers);
+    finish(&area);
+}

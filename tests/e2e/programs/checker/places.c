@@ -2,9 +2,11 @@
 // namespaces, as sandboxes do.
 #include "content.h"
 #include "tests.h"
+#include <dirent.h>
 #include <errno.h>
 #include <sched.h>
 #include <stdio.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
@@ -76,5 +78,65 @@ void test_namespaces(void) {
     modify_and_verify(&area, &numbers);
     expect_success(first, area.test);
     verify_all(&area);
+    finish(&area);
+}
+
+// ---- the first process of a PID namespace -------------------------------------------------------
+
+static void await_alone(void) {
+    while (kill(-1, 0) == 0 || errno != ESRCH) {
+        while (waitpid(-1, NULL, WNOHANG) > 0) {}
+        sched_yield();
+    }
+}
+
+// Processes that /proc lists. Returns 0 if this namespace has no /proc.
+static int listed(void) {
+    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) != 0 ||
+        mount("proc", "/proc", "proc", 0, NULL) != 0)
+        return 0;
+    int count = 0;
+    DIR *folder = opendir("/proc");
+    if (folder == NULL) die("/proc");
+    for (struct dirent *entry; (entry = readdir(folder)) != NULL;)
+        count += entry->d_name[0] >= '0' && entry->d_name[0] <= '9';
+    closedir(folder);
+    return count;
+}
+
+static void be_first(struct area *area, struct numbers *numbers) {
+    for (int has_proc = 0; has_proc < 2; has_proc++) {
+        pid_t job = forked();
+        if (job == 0) {
+            modify_and_verify(area, numbers);
+            for (;;) pause();
+        }
+        // It is the only one that gets the signal.
+        if (kill(-1, SIGKILL) != 0) die("kill");
+        int status = status_of(job);
+        if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL) fail("first", "the job ended otherwise");
+        await_alone();
+        modify_and_verify(area, numbers);
+        if (has_proc == 0 && listed() > 1) fail("first", "there is a process that nobody has made");
+    }
+}
+
+void test_first(void) {
+    struct numbers numbers = numbers_new(8200);
+    struct area area = area_half("first");
+    modify_and_verify(&area, &numbers);
+    pid_t outer = forked();
+    if (outer == 0) {
+        if (unshare(CLONE_NEWPID | CLONE_NEWNS) != 0) die("unshare");
+        pid_t first = forked();
+        if (first == 0) {
+            be_first(&area, &numbers);
+            _exit(0);
+        }
+        expect_end(first, "first", "the first process of the namespace failed");
+        _exit(0);
+    }
+    expect_end(outer, "first", "the maker of the namespace failed");
+    modify_and_verify(&area, &numbers);
     finish(&area);
 }

@@ -16,6 +16,7 @@ void test_move_several(void); // moves.c
 void test_cleared_word(void); // limits.c
 void test_full_fork(void);    // limits.c
 void test_fullest_fork(void); // limits.c
+void test_fewest_fork(void);   // limits.c
 struct rlimit use_up_descriptors(bool is_hard); // limits.c
 void test_guarded_blocks(void); // limits.c
 void test_brk(void);       // moves.c
@@ -31,18 +32,22 @@ void test_syscalls(void);  // syscalls.c
 void test_protect(void);   // pinned.c
 void test_pinned(void);    // pinned.c
 void test_lock_all(void);  // pinned.c
+void test_read_only(void); // pinned.c
 
 // What few programs do: unusual.c
 void test_daemon(void);
 void test_setuid(void);
 void test_populate(void);
+void test_populate_all(void);
 void test_direct(void);
 void test_signal_stack(void);
 void test_robust(void);
 
-// Children in places where the agent's socket has no name: places.c
+// Children in places where the agent's socket has no name, and the first process of a PID
+// namespace: places.c
 void test_chroot(void);
 void test_namespaces(void);
+void test_first(void);
 
 // Threads, children and rights: alone.c
 void test_alone(void);

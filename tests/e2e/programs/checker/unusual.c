@@ -110,6 +110,23 @@ void test_populate(void) {
     finish(&other);
 }
 
+// All memory in one call. Some pages are written later.
+void test_populate_all(void) {
+    struct numbers numbers = numbers_new(3250);
+    uint64_t pages = options.bytes / PAGE_BYTES;
+    for (int by_advice = 0; by_advice < 2; by_advice++) {
+        int flags = MAP_PRIVATE | MAP_ANONYMOUS | (by_advice ? 0 : MAP_POPULATE);
+        void *at = mmap(NULL, pages * PAGE_BYTES, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (at == MAP_FAILED) die("mmap");
+        if (by_advice && madvise(at, pages * PAGE_BYTES, MADV_POPULATE_WRITE) != 0) die("madvise");
+        struct area area = area_over("populate-all", at, pages);
+        for (uint64_t page = 0; page < pages; page += 64) modify_page(&area, page, &numbers);
+        verify_all(&area);
+        say(area.test, area.pages, digest(&area));
+        area_free(&area);
+    }
+}
+
 // ---- files without the page cache ---------------------------------------------------------------
 
 static int open_direct(void) {

@@ -77,7 +77,15 @@ impl Edge for ProcessEdge {
     }
 
     fn wake_relatives(&mut self, relatives: Relatives) {
-        self.run.wake_relatives(self.program.id, relatives);
+        let service = self.run.service.upgrade();
+        match (relatives, service) {
+            (Relatives::AllWithBlocks, Some(service)) => service.wake_block_owners(),
+            (Relatives::UsersWithoutBlock, Some(service)) => {
+                let runs = service.runs_of(self.run.tenant());
+                runs.iter().for_each(|run| run.wake_relatives(self.program.id, Relatives::WithoutBlock));
+            }
+            _ => self.run.wake_relatives(self.program.id, relatives),
+        }
     }
 
     fn report_lost(&mut self, page: PageNumber, error: &FetchError) {

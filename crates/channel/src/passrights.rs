@@ -9,8 +9,8 @@ const SO_PASSRIGHTS: libc::c_int = 83;
 #[cfg(debug_assertions)]
 const WITHOUT_VARIABLE: &str = "AQUIFER_TEST_NO_PASSRIGHTS";
 
-/// Makes sends of descriptors to a socket fail with `EPERM`. Sockets that are accepted at a listener
-/// inherit the setting. Packets that are in the queue already keep their descriptors.
+/// Makes sends of descriptors to a socket fail with `EPERM`. Sockets that are accepted at a
+/// listener inherit the setting. Packets that are in the queue already keep their descriptors.
 ///
 /// Returns false if the kernel cannot.
 pub fn refuse_descriptors(socket: impl AsFd) -> bool {
