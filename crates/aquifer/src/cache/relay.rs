@@ -13,6 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use aquifer_cache::server::Listener;
+use aquifer_channel::passrights::refuse_descriptors;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -42,7 +43,7 @@ const COPY_BYTES: usize = 64 << 10;
 /// # Errors
 /// If the process cannot be started.
 pub fn protect(listener: Listener, is_open_to_others: bool) -> io::Result<Listener> {
-    if aquifer_gateway::refuse_descriptors(&listener) || !is_open_to_others {
+    if refuse_descriptors(&listener) || !is_open_to_others {
         return Ok(listener);
     }
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

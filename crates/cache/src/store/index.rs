@@ -336,9 +336,9 @@ impl<W: Words> Index<W> {
         }
     }
 
-    /// Calls `visit` for each slot in the chain of a bucket, and returns the number of the next bucket;
-    /// `None` after the last one. Slots that move go to later buckets. Must be called with the
-    /// partition's lock held.
+    /// Calls `visit` for each slot in the chain of a bucket, and returns the number of the next
+    /// bucket; `None` after the last one. Slots that move go to later buckets. Must be called with
+    /// the partition's lock held.
     pub fn for_each_of_bucket(&self, bucket: u64, mut visit: impl FnMut(Found)) -> Option<u64> {
         let count = self.words.load(self.layout.count);
         if bucket < count {

@@ -15,9 +15,9 @@ impl Partition {
         });
     }
 
-    /// Calls `visit` for each item of a bucket of the index that can be read, with the second in which
-    /// its run was begun. Returns the next bucket; `None` after the last one, or if the partition is
-    /// not here.
+    /// Calls `visit` for each item of a bucket of the index that can be read, with the second in
+    /// which its run was begun. Returns the next bucket; `None` after the last one, or if the
+    /// partition is not here.
     pub fn for_each_of_bucket(
         &self,
         bucket: u64,
