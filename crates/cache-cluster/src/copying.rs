@@ -255,10 +255,11 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+    use aquifer_cache::store::hash::{HashSecret, KeyHasher};
     use aquifer_cache::store::item::States;
     use aquifer_cache::store::partition::{Cas, Change, Put};
     use aquifer_cache::store::presence::{Place, Presence};
-    use aquifer_cache::store::{Key, Store, StoreOptions};
+    use aquifer_cache::store::{Store, StoreOptions};
     use aquifer_mutation::Mutations;
 
     /// Reads the memory of a partition of the same process.
@@ -289,7 +290,15 @@ mod tests {
     }
 
     fn store(limit: u64) -> Store {
-        let options = StoreOptions { limit, partitions: 2, threads: 3, has_cas: true, evicts: true, pool: 0 };
+        let options = StoreOptions {
+            limit,
+            partitions: 2,
+            threads: 3,
+            has_cas: true,
+            evicts: true,
+            pool: 0,
+            hasher: KeyHasher::new(HashSecret([1, 2])),
+        };
         Store::new(&options).unwrap()
     }
 
@@ -303,19 +312,19 @@ mod tests {
             is_fetched: false,
             value: [value.as_bytes(), b""],
         };
-        store.update(&pin, Key::new(key.as_bytes()), now_s, |_| Change::Put(put)).is_ok()
+        store.update(&pin, store.key(key.as_bytes()), now_s, |_| Change::Put(put)).is_ok()
     }
 
     fn value(store: &Store, key: &str, now_s: u32) -> Option<(String, u64, u32)> {
         let pin = store.pin(2);
-        let item = store.look_up(&pin, Key::new(key.as_bytes()), now_s, false).ok()?;
+        let item = store.look_up(&pin, store.key(key.as_bytes()), now_s, false).ok()?;
         let text = String::from_utf8(item.value.to_vec()).unwrap();
         Some((text, item.header.cas, item.header.expires_s))
     }
 
     fn key_in(partition: usize, store: &Store, number: usize) -> Option<String> {
         let key = format!("key{number}");
-        (store.partition_number(Key::new(key.as_bytes()).hash) == partition).then_some(key)
+        (store.partition_number(store.hash(key.as_bytes())) == partition).then_some(key)
     }
 
     #[test]
@@ -407,7 +416,7 @@ mod tests {
             // Most runs at the end are free when the partition rests.
             for key in &keys[1..] {
                 let pin = from.pin(0);
-                from.update(&pin, Key::new(key.as_bytes()), now_s, |_| Change::Remove).unwrap();
+                from.update(&pin, from.key(key.as_bytes()), now_s, |_| Change::Remove).unwrap();
             }
             from.collect_retired();
         }

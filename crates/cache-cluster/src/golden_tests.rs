@@ -1,5 +1,6 @@
 //! The JSON of records and messages.
 
+use aquifer_cache::store::hash::HashSecret;
 use aquifer_cache::store::index::IndexState;
 use aquifer_cache::store::partition::Departure;
 use aquifer_segments::ownership::{Life, SegmentRecord};
@@ -7,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::keeping::{KeptRecord, item_number};
-use crate::records::{CacheSettings, ServerRecord};
+use crate::records::{CacheSettings, ServerRecord, SettingsRecord};
 use crate::wire::{Answer, Ask, Handover, Hello, Offer, Purpose, Welcome};
 
 fn check<T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(value: &T, json: &str) {
@@ -23,10 +24,12 @@ const HANDOVER_JSON: &str =
 
 #[test]
 fn golden_records() {
-    let settings = CacheSettings { partitions: 128, has_cas: true, id: 7 };
-    check(&settings, r#"{"partitions":128,"has_cas":true,"id":7}"#);
-    let earlier: CacheSettings = serde_json::from_str(r#"{"partitions":128,"has_cas":true}"#).unwrap();
-    assert_eq!(earlier, CacheSettings { id: 0, ..settings });
+    let hash_secret = HashSecret([11, 12]);
+    let settings = CacheSettings { partitions: 128, has_cas: true, id: 7, hash_secret };
+    check(
+        &SettingsRecord::new(settings),
+        r#"{"version":2,"cache":{"partitions":128,"has_cas":true,"id":7,"hash_secret":[11,12]}}"#,
+    );
     let record = SegmentRecord { owner: FROM, generation: 6, intent: Some(TO) };
     let json = r#"{"owner":{"host":1,"epoch":10},"generation":6,"intent":{"host":2,"epoch":20}}"#;
     check(&record, json);
@@ -54,8 +57,8 @@ fn golden_records() {
 
 #[test]
 fn golden_questions() {
-    let hello = Hello { version: 2, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
-    check(&hello, r#"{"version":2,"cache":"main","purpose":"questions","encrypt":true}"#);
+    let hello = Hello { version: 3, cache: "main".to_owned(), purpose: Purpose::Questions, encrypt: true };
+    check(&hello, r#"{"version":3,"cache":"main","purpose":"questions","encrypt":true}"#);
     check(&Welcome::Accepted { encrypt: true }, r#"{"accepted":{"encrypt":true}}"#);
     check(&Welcome::Refused("no".to_owned()), r#"{"refused":"no"}"#);
     let offer = Offer {

@@ -42,6 +42,7 @@ use std::time::Duration;
 
 use aquifer_cache::server::{Server, ServerHandle, ServerOptions};
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_directory::Directory;
 use aquifer_fabric::{ClusterKey, TargetError};
 
@@ -130,7 +131,9 @@ impl ClusterServer {
         let registry = Registry::new(Arc::clone(&cluster.directory), &cluster.name);
         let StoreOptions { partitions, has_cas, limit, .. } = options.store;
         let id = random_id().map_err(system("no random numbers"))?;
-        let settings = registry.join(&CacheSettings { partitions, has_cas, id })?;
+        let hash_secret = HashSecret::random().map_err(system("no random numbers"))?;
+        let settings = registry.join(&CacheSettings { partitions, has_cas, id, hash_secret })?;
+        options.store.hasher = KeyHasher::new(settings.hash_secret);
         let listener =
             TcpListener::bind(cluster.listen).map_err(system("cannot listen for other servers"))?;
         let address = listener.local_addr().map_err(system("cannot listen for other servers"))?;

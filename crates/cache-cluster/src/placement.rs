@@ -55,6 +55,13 @@ pub struct Move {
     pub to: u16,
 }
 
+/// The servers that may claim partitions which none has: those that do not drain, or all if no
+/// other is left.
+pub fn claimants(servers: impl Iterator<Item = (u16, bool)> + Clone) -> Vec<u16> {
+    let active: Vec<u16> = servers.clone().filter(|(_, drains)| !drains).map(|(server, _)| server).collect();
+    if active.is_empty() { servers.map(|(server, _)| server).collect() } else { active }
+}
+
 /// The server that is to claim a partition which none has: the one with the highest hash, so that
 /// each of n servers claims one n-th, whichever has ended.
 #[must_use]
@@ -88,17 +95,17 @@ pub fn may_claim(record: Option<&SegmentRecord>, own: Life, lives: impl Fn(Life)
 }
 
 /// Whether a server that may claim a partition is to do so: another one is, unless it has not for
-/// some time (`is_late`), or this server was to get the partition. One that drains claims only what
-/// no other can.
+/// some time (`is_late`), or this server was to get the partition. A server that is not among the
+/// [`claimants`] claims only what no other can.
 pub fn is_to_claim(
     (partition, record): (usize, Option<&SegmentRecord>),
     own: Life,
-    drains: bool,
     is_late: bool,
-    servers: impl Iterator<Item = u16>,
+    claimants: &[u16],
 ) -> bool {
     let is_intended = record.is_some_and(|record| record.intent == Some(own));
-    is_intended || !drains && (is_late || claimant(partition, servers) == Some(own.host))
+    let is_next = || is_late || claimant(partition, claimants.iter().copied()) == Some(own.host);
+    is_intended || claimants.contains(&own.host) && is_next()
 }
 
 /// The next moves, at most so many at a time.
@@ -308,5 +315,19 @@ mod tests {
         assert_eq!(counts.len(), 4);
         assert!(counts.values().all(|count| (200..320).contains(count)), "{counts:?}");
         assert_eq!(claimant(1, std::iter::empty()), None);
+    }
+
+    #[test]
+    fn the_last_server_claims_although_it_drains() {
+        let own = Life { host: 2, epoch: 7 };
+        let claims = |servers: &[(u16, bool)]| {
+            let claimants = claimants(servers.iter().copied());
+            (0..64).filter(|partition| is_to_claim((*partition, None), own, false, &claimants)).count()
+        };
+        assert_eq!(claims(&[(1, false), (2, true)]), 0);
+        assert_eq!(claims(&[(2, true)]), 64);
+        assert!((1..64).contains(&claims(&[(1, true), (2, true)])));
+        let claimants = claimants([(1, false), (2, true)].into_iter());
+        assert!(!is_to_claim((3, None), own, true, &claimants), "another one can have it");
     }
 }

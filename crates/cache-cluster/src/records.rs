@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use aquifer_cache::store::hash::HashSecret;
 use aquifer_directory::names::{self, decode, encode};
 use aquifer_directory::{
     Compare, Directory, DirectoryEntry, DirectoryError, KeyOperation, Lease, Transaction, Watch,
@@ -29,9 +30,39 @@ pub struct CacheSettings {
     /// Whether items have cas numbers.
     pub has_cas: bool,
     /// What tells the cache from others of the same name, in other directories: a random number
-    /// that the first server writes. 0 for a cache that an earlier version has begun.
-    #[serde(default)]
+    /// that the first server writes.
     pub id: u64,
+    /// The secret of the hash of keys, which decides to which partition a key belongs: random, from
+    /// the first server.
+    pub hash_secret: HashSecret,
+}
+
+/// The version of [`SettingsRecord`].
+const SETTINGS_VERSION: u32 = 2;
+
+/// The record at `caches/NAME/settings`. A server of version 1, which has another hash, cannot read
+/// it and does not join.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct SettingsRecord {
+    pub(crate) version: u32,
+    pub(crate) cache: CacheSettings,
+}
+
+impl SettingsRecord {
+    pub(crate) fn new(cache: CacheSettings) -> Self {
+        Self { version: SETTINGS_VERSION, cache }
+    }
+}
+
+/// The version of a settings record. Records of version 1 do not say it.
+#[derive(Deserialize)]
+struct VersionOfSettings {
+    #[serde(default = "first_version")]
+    version: u32,
+}
+
+const fn first_version() -> u32 {
+    1
 }
 
 /// A server, at `caches/NAME/servers/NUMBER` while its lease lasts.
@@ -90,6 +121,26 @@ pub enum JoinError {
         name: String,
         /// The settings of the cache.
         settings: CacheSettings,
+    },
+    /// Servers of an earlier version, with another hash, run.
+    #[error(
+        "the cache \"{name}\" has servers of an earlier version of aquifer, which place keys by another \
+         hash: stop all of them first, or start this server with another --name"
+    )]
+    EarlierServers {
+        /// The name of the cache.
+        name: String,
+    },
+    /// The settings have a version that is not known.
+    #[error(
+        "the settings of the cache \"{name}\" have version {version}, but this server knows version \
+         {SETTINGS_VERSION}: use the version of aquifer that the other servers have"
+    )]
+    Version {
+        /// The name of the cache.
+        name: String,
+        /// The version.
+        version: u32,
     },
     /// All numbers are used.
     #[error("the cache \"{0}\" already has {SERVERS_MAX} servers, which is the limit")]
@@ -159,31 +210,58 @@ impl Registry {
         }
     }
 
+    fn settings_key(&self) -> String {
+        format!("{}settings", self.prefix())
+    }
+
     /// Records the settings of the first server, or compares those of a later one. Returns those of
-    /// the cache.
+    /// the cache. Settings of an earlier version are replaced if no server runs.
     ///
     /// # Errors
     /// If other servers have others.
     pub fn join(&self, own: &CacheSettings) -> Result<CacheSettings, JoinError> {
-        let key = format!("{}settings", self.prefix());
-        let failed = |source| JoinError::Directory { name: self.name.clone(), source };
-        let create = Transaction {
-            compares: vec![Compare::absent(&key)],
-            operations: vec![KeyOperation::put(&key, encode(own), None)],
-        };
-        if self.directory.transaction(&create).map_err(failed)?.is_committed() {
-            return Ok(own.clone());
+        let key = self.settings_key();
+        let name = || self.name.clone();
+        let failed = |source| JoinError::Directory { name: name(), source };
+        for _ in 0..ATTEMPTS_MAX {
+            let entry = self.directory.get(&key).map_err(failed)?;
+            if let Some(entry) = &entry {
+                match decode::<VersionOfSettings>(entry).map_err(failed)?.version {
+                    1 if !self.servers().map_err(failed)?.is_empty() => {
+                        return Err(JoinError::EarlierServers { name: name() });
+                    }
+                    1 => {
+                        tracing::info!("the cache begins anew with another hash: an earlier version began it")
+                    }
+                    SETTINGS_VERSION => {
+                        let settings = decode::<SettingsRecord>(entry).map_err(failed)?.cache;
+                        if (settings.partitions, settings.has_cas) != (own.partitions, own.has_cas) {
+                            return Err(JoinError::Settings { name: name(), settings });
+                        }
+                        return Ok(settings);
+                    }
+                    version => return Err(JoinError::Version { name: name(), version }),
+                }
+            }
+            let version = entry.map_or(0, |entry| entry.version);
+            let replace = Transaction {
+                compares: vec![Compare::version(&key, version)],
+                operations: vec![KeyOperation::put(&key, encode(&SettingsRecord::new(own.clone())), None)],
+            };
+            if self.directory.transaction(&replace).map_err(failed)?.is_committed() {
+                return Ok(own.clone());
+            }
         }
-        let entry = self.directory.get(&key).map_err(failed)?;
-        let settings = entry.map(|entry| decode::<CacheSettings>(&entry)).transpose().map_err(failed)?;
-        let Some(settings) = settings else {
-            let source = DirectoryError::Taken { key };
-            return Err(failed(source));
-        };
-        if (settings.partitions, settings.has_cas) != (own.partitions, own.has_cas) {
-            return Err(JoinError::Settings { name: self.name.clone(), settings });
-        }
-        Ok(settings)
+        Err(failed(DirectoryError::Taken { key }))
+    }
+
+    /// The settings of the cache, if it has begun.
+    ///
+    /// # Errors
+    /// Those of the directory.
+    pub fn settings(&self) -> Result<Option<CacheSettings>, DirectoryError> {
+        let entry = self.directory.get(&self.settings_key())?;
+        Ok(entry.map(|entry| decode::<SettingsRecord>(&entry)).transpose()?.map(|record| record.cache))
     }
 
     /// Records a server under its lease, with the first number that is free.

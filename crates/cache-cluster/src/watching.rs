@@ -172,10 +172,9 @@ impl Watcher {
         if !lives(own) {
             return Ok(());
         }
-        let drains = member.drains.load(Ordering::Relaxed);
-        let servers: Vec<u16> = {
+        let claimants = {
             let servers = member.servers.read().unwrap_or_else(PoisonError::into_inner);
-            servers.values().filter(|server| !server.drains).map(|server| server.server).collect()
+            placement::claimants(servers.values().map(|server| (server.server, server.drains)))
         };
         let mut claims = Vec::new();
         for (partition, seat) in member.seats.iter().enumerate() {
@@ -188,7 +187,7 @@ impl Watcher {
             }
             let since = *self.lost_since.entry(partition).or_insert_with(Instant::now);
             let (is_late, lost) = (since.elapsed() > CLAIM_TIME, (partition, state.record.as_ref()));
-            if placement::is_to_claim(lost, own, drains, is_late, servers.iter().copied()) {
+            if placement::is_to_claim(lost, own, is_late, &claimants) {
                 claims.push(Claim { partition, record: state.record.clone() });
             }
         }

@@ -30,6 +30,15 @@ pub struct Access<'p> {
     pub item_size_max: usize,
 }
 
+impl<'p> Access<'p> {
+    /// A key with its hash.
+    #[inline]
+    #[must_use]
+    pub fn key<'a>(&self, bytes: &'a [u8]) -> Key<'a> {
+        self.store.key(bytes)
+    }
+}
+
 /// What a storage command does with an item that exists, or that does not.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StoreMode {

@@ -10,6 +10,7 @@ use aquifer_cache::server::{
     Listener, ListenerAddress, RemoteError, RemoteMemory, RemoteRead, Server, ServerOptions,
 };
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 
 /// What the pool has, and whether it fails.
 #[derive(Debug, Default)]
@@ -84,6 +85,7 @@ impl Cache {
                 has_cas: true,
                 evicts: true,
                 pool: pool_bytes,
+                hasher: KeyHasher::new(HashSecret([1, 2])),
             },
             memory_file: None,
             kept: BTreeMap::new(),
@@ -99,6 +101,7 @@ impl Cache {
             shutdown_is_enabled: false,
             verbosity: 0,
             pool: Some(Box::new(pool.clone())),
+            pool_wait: Duration::from_secs(60),
             connector: None,
             version: "test",
         };
@@ -366,6 +369,37 @@ fn what_the_pool_loses_is_missing() {
     assert!(cache.statistic("pool_losses") > 0);
     cache.set("key1", "again");
     assert_eq!(cache.get("key1").unwrap(), "again");
+    cache.server.stop();
+}
+
+#[test]
+fn a_pool_that_does_not_answer_is_not_waited_for() {
+    const KEYS: usize = 20_000;
+    let mut cache = Cache::start(2 << 20, 256 << 20);
+    fill(&mut cache, KEYS);
+    let server = cache.server.handle();
+    server.store().pool().set_wait(Duration::ZERO);
+    let pool = cache.pool.clone();
+    // All calls of the pool wait until this is dropped.
+    let stopped = pool.0.lock().unwrap();
+    let missing: Vec<usize> =
+        (0..KEYS).filter(|key| cache.get(&format!("key{key}")).is_none()).step_by(50).collect();
+    assert!(missing.len() > 50, "{} keys", missing.len());
+    for key in &missing {
+        assert_eq!(cache.ask(&format!("add key{key} 0 0 3\r\nnew\r\n")), "STORED\r\n");
+        assert_eq!(cache.get(&format!("key{key}")).as_deref(), Some("new"));
+    }
+    server.store().pool().set_wait(Duration::from_secs(60));
+    drop(stopped);
+    let mut found = 0;
+    for key in 0..KEYS {
+        if let Some(value) = cache.get(&format!("key{key}")) {
+            let is_new = missing.contains(&key);
+            assert_eq!(value, if is_new { "new".to_owned() } else { value_of(key, 0) });
+            found += 1;
+        }
+    }
+    assert!(found > KEYS / 2, "{found} keys");
     cache.server.stop();
 }
 

@@ -6,7 +6,7 @@
 
 use aquifer_objects::pointer::Pointer;
 
-use crate::layout::{Bucket, BucketContents, Entry, HEAD_MAGIC, PointerTable};
+use crate::layout::{self, Bucket, BucketContents, Entry, Head, PointerTable};
 use crate::mutation::Mutation;
 use crate::objects::{Objects, Written};
 use crate::store::KvError;
@@ -25,6 +25,8 @@ const SEGMENT_BITS: u32 = SEGMENT_BUCKETS.trailing_zeros();
 #[derive(Debug)]
 pub struct Index {
     segments: Vec<Segment>,
+    /// The secret of the hash; `None` if an earlier version has made the store.
+    hash_secret: Option<[u64; 2]>,
     bytes: Vec<u8>,
 }
 
@@ -53,24 +55,25 @@ pub struct FoundBucket {
 type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
 
 impl Index {
-    /// Makes the objects of an index for about `keys` keys. Returns its head.
+    /// Makes the objects of an index for about `keys` keys, with the secret of its hash. Returns its
+    /// head.
     ///
     /// # Errors
     /// If the heap fails.
-    pub fn create<O: Objects>(objects: &mut O, keys: u64) -> Outcome<Pointer, O> {
+    pub fn create<O: Objects>(objects: &mut O, keys: u64, hash_secret: [u64; 2]) -> Outcome<Pointer, O> {
         let buckets = (keys / ENTRIES_FIRST as u64).next_power_of_two();
         let bits = buckets.trailing_zeros().clamp(SEGMENT_BITS, BUCKET_BITS_MAX);
         let table = PointerTable { first: 1, pointers: vec![None; SEGMENT_BUCKETS] };
         let segment = table.encode(SEGMENT_BUCKETS);
         let mut made = Vec::new();
         let created = (0..1_usize << (bits - SEGMENT_BITS)).try_for_each(|_| {
-            made.push(Some(objects.create(&segment)?));
+            made.push(objects.create(&segment)?);
             Ok(())
         });
-        let head = PointerTable { first: HEAD_MAGIC, pointers: made };
-        let created = created.and_then(|()| objects.create(&head.encode(head.pointers.len())));
+        let head = Head { segments: made, hash_secret: Some(hash_secret) };
+        let created = created.and_then(|()| objects.create(&head.encode()));
         if created.is_err() {
-            for segment in head.pointers.into_iter().flatten() {
+            for segment in head.segments {
                 objects.free(segment).map_err(KvError::Objects)?;
             }
         }
@@ -84,12 +87,23 @@ impl Index {
     pub fn open<O: Objects>(objects: &mut O, mut head: Pointer) -> Outcome<Self, O> {
         let mut bytes = Vec::new();
         let is_there = objects.read(&mut head, &mut bytes).map_err(KvError::Objects)?;
-        let count = PointerTable::count(&bytes).filter(|count| is_there && count.is_power_of_two());
-        let table = count.and_then(|count| PointerTable::decode(&bytes, count));
-        let table = table.filter(|table| table.first == HEAD_MAGIC).ok_or(KvError::Damaged)?;
-        let segments =
-            table.pointers.into_iter().map(|pointer| Some(Segment { pointer: pointer?, table: None }));
-        Ok(Self { segments: segments.collect::<Option<_>>().ok_or(KvError::Damaged)?, bytes })
+        let head = Head::decode(&bytes).filter(|_| is_there).ok_or(KvError::Damaged)?;
+        let Head { segments, hash_secret } = head;
+        let segments = segments.into_iter().map(|pointer| Segment { pointer, table: None }).collect();
+        Ok(Self { segments, hash_secret, bytes })
+    }
+
+    /// Whether keys can be looked up. Otherwise an earlier version with another hash has made the
+    /// store.
+    #[must_use]
+    pub fn is_current(&self) -> bool {
+        self.hash_secret.is_some()
+    }
+
+    /// The hash of a key. Must be called only if the index [is current](Self::is_current).
+    #[must_use]
+    pub fn hash(&self, key: &[u8]) -> u64 {
+        layout::hash(self.hash_secret.unwrap_or_default(), key)
     }
 
     /// Number of buckets.

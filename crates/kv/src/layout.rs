@@ -1,11 +1,14 @@
 //! The bytes of the objects of a store. `docs/formats/kv.md` is their description.
 
 use aquifer_objects::pointer::Pointer;
+use siphasher::sip::SipHasher13;
 
 /// Bytes of a pointer in an object.
 pub const POINTER_BYTES: usize = 16;
-/// The head of a store begins with this: what it is, and the version of the format.
-pub const HEAD_MAGIC: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x01");
+/// The head of a store begins with this word: what it is, and the version of the format.
+const HEAD_MAGIC: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x02");
+/// The first word of the head in version 1, in which the hash had no secret.
+const HEAD_MAGIC_1: u64 = u64::from_le_bytes(*b"AQKV\x00\x00\x00\x01");
 /// Bytes of an item before its key.
 const ITEM_HEAD_BYTES: usize = 16;
 /// Bytes of the shortest item: it has room for a pointer.
@@ -211,12 +214,48 @@ impl PointerTable {
     }
 }
 
-/// The hash of a key: CRC-64/NVME, and a multiplication that spreads its bits.
+/// The head of a store: its segments, and the secret of its hash.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Head {
+    /// The segments.
+    pub segments: Vec<Pointer>,
+    /// The key of the hash. `None` in version 1, whose hash is another one: such a store can only be
+    /// dropped.
+    pub hash_secret: Option<[u64; 2]>,
+}
+
+impl Head {
+    /// The head in these bytes; `None` if they are damaged.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let count = PointerTable::count(bytes).filter(|count| count.is_power_of_two())?;
+        let table = PointerTable::decode(bytes, count)?;
+        let secret_at = table.encode(count).len();
+        let hash_secret = match table.first {
+            HEAD_MAGIC => Some([word(bytes, secret_at)?, word(bytes, secret_at + 8)?]),
+            HEAD_MAGIC_1 => None,
+            _ => return None,
+        };
+        Some(Self { segments: table.pointers.into_iter().collect::<Option<_>>()?, hash_secret })
+    }
+
+    /// The bytes of the head.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let pointers: Vec<_> = self.segments.iter().copied().map(Some).collect();
+        let first = if self.hash_secret.is_some() { HEAD_MAGIC } else { HEAD_MAGIC_1 };
+        let table = PointerTable { first, pointers };
+        let mut out = table.encode(table.pointers.len());
+        self.hash_secret.iter().flatten().for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
+        out
+    }
+}
+
+/// The hash of a key: SipHash-1-3, whose key is the secret of the store. So keys of
+/// one bucket cannot be chosen.
 #[must_use]
-pub fn hash(key: &[u8]) -> u64 {
-    let crc = crc_fast::checksum(crc_fast::CrcAlgorithm::Crc64Nvme, key);
-    let mixed = (crc ^ crc >> 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    mixed ^ mixed >> 29
+pub fn hash(secret: [u64; 2], key: &[u8]) -> u64 {
+    SipHasher13::new_with_keys(secret[0], secret[1]).hash(key)
 }
 
 #[cfg(test)]
@@ -251,13 +290,30 @@ mod tests {
         assert_eq!(hex(&bucket), format!("070000000000000001000000000000002211000000000000{at}"));
         let bucket = Bucket::encode_moved(8, pointer(5));
         assert_eq!(hex(&bucket), format!("0800000000000000ffffffffffffffff{at}"));
-        let table = PointerTable { first: HEAD_MAGIC, pointers: vec![Some(pointer(5)), None] };
+        let table = PointerTable { first: 9, pointers: vec![Some(pointer(5)), None] };
         let none = "0".repeat(32);
-        assert_eq!(hex(&table.encode(2)), format!("41514b56000000010200000000000000{at}{none}"));
-        assert_eq!([hash(b""), hash(b"key")], [GOLDEN_HASHES[0], GOLDEN_HASHES[1]]);
+        assert_eq!(hex(&table.encode(2)), format!("09000000000000000200000000000000{at}{none}"));
+        let head = Head { segments: vec![pointer(5)], hash_secret: Some([0x11, 0x22]) };
+        let secret = "11000000000000002200000000000000";
+        assert_eq!(hex(&head.encode()), format!("41514b56000000020100000000000000{at}{secret}"));
+        // A test vector of the authors of the hash.
+        let key: Vec<u8> = (0..15).collect();
+        let hash = hash([0x0706_0504_0302_0100, 0x0F0E_0D0C_0B0A_0908], &key);
+        assert_eq!(hash, 0xD320_D86D_2A51_9956);
     }
 
-    const GOLDEN_HASHES: [u64; 2] = [0, 18_172_476_413_451_281_607];
+    #[test]
+    fn a_head_is_read_as_it_was_written() {
+        let head = Head { segments: vec![pointer(5), pointer(6)], hash_secret: Some([1, 2]) };
+        let mut bytes = head.encode();
+        assert_eq!(Head::decode(&bytes[..bytes.len() - 1]), None);
+        bytes.extend_from_slice(&[0; 50]);
+        assert_eq!(Head::decode(&bytes), Some(head.clone()));
+        bytes[7] = 1;
+        assert_eq!(Head::decode(&bytes), Some(Head { hash_secret: None, ..head }));
+        bytes[7] = 3;
+        assert_eq!(Head::decode(&bytes), None);
+    }
 
     #[test]
     fn objects_are_read_as_they_were_written() {
@@ -279,12 +335,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_decoded_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
-            let _ = (Item::decode(&bytes), Bucket::decode(&bytes), PointerTable::count(&bytes));
-        }
-
-        #[test]
-        fn hashes_of_short_keys_differ(one: u32, other: u32) {
-            prop_assert_eq!(hash(&one.to_le_bytes()) == hash(&other.to_le_bytes()), one == other);
+            let _ = (Item::decode(&bytes), Bucket::decode(&bytes), Head::decode(&bytes));
         }
     }
 }

@@ -14,6 +14,8 @@
 //! meets it.
 //! So an item that a client remembers is right for as long as it is live.
 
+use std::hash::{BuildHasher, RandomState};
+
 use aquifer_objects::class::{OBJECT_BYTES_MAX, SLOT_BYTES_MAX};
 use aquifer_objects::header::HEADER_BYTES;
 use aquifer_objects::pointer::Pointer;
@@ -21,7 +23,7 @@ use aquifer_objects::pointer::Pointer;
 use crate::cache::ItemCache;
 use crate::catalog::{Catalog, STORES_MAX, is_name};
 use crate::index::{FoundBucket, Index};
-use crate::layout::{DEAD, Entry, Item, LIVE, hash};
+use crate::layout::{DEAD, Entry, Item, LIVE};
 use crate::mutation::Mutation;
 use crate::objects::{Objects, Written};
 
@@ -64,6 +66,12 @@ pub enum KvError<E: std::error::Error> {
     /// A bucket cannot grow any more.
     #[error("the store has far more keys than it was made for: make another one for more keys")]
     Full,
+    /// An earlier version of this program has made the store.
+    #[error(
+        "an earlier version of aquifer, with another hash of keys, has made the store: make it anew \
+         (aquifer kv drop, aquifer kv create)"
+    )]
+    Version,
     /// Another program uses the heap's root object for something else.
     #[error("the heap's root object is no catalog of stores: another program uses it")]
     OtherRoot,
@@ -116,6 +124,20 @@ impl<O: Objects> KvStore<O> {
     /// # Errors
     /// If there is one of this name, or the heap fails.
     pub fn create(objects: &mut O, name: &str, keys: u64) -> Outcome<(), O> {
+        let random = RandomState::new();
+        Self::create_with_secret(objects, name, keys, [random.hash_one(0_u8), random.hash_one(1_u8)])
+    }
+
+    /// Makes a store whose hash has this secret.
+    ///
+    /// # Errors
+    /// If there is one of this name, or the heap fails.
+    pub fn create_with_secret(
+        objects: &mut O,
+        name: &str,
+        keys: u64,
+        hash_secret: [u64; 2],
+    ) -> Outcome<(), O> {
         if !is_name(name) {
             return Err(KvError::Name);
         }
@@ -130,7 +152,7 @@ impl<O: Objects> KvStore<O> {
             }
             let head = match head {
                 Some(head) => head,
-                None => *head.insert(Index::create(objects, keys)?),
+                None => *head.insert(Index::create(objects, keys, hash_secret)?),
             };
             catalog.stores.push((name.to_owned(), head));
             if catalog.write(objects)? {
@@ -142,8 +164,14 @@ impl<O: Objects> KvStore<O> {
     /// Opens a store.
     ///
     /// # Errors
-    /// If there is none of this name, or the heap fails.
-    pub fn open(mut objects: O, name: &str) -> Outcome<Self, O> {
+    /// If there is none of this name, if an earlier version has made it, or if the heap fails.
+    pub fn open(objects: O, name: &str) -> Outcome<Self, O> {
+        let store = Self::open_any(objects, name)?;
+        if store.index.is_current() { Ok(store) } else { Err(KvError::Version) }
+    }
+
+    /// Opens a store of this or of an earlier version.
+    fn open_any(mut objects: O, name: &str) -> Outcome<Self, O> {
         let catalog = Catalog::read(&mut objects)?;
         let head = catalog.stores.iter().find(|(other, _)| other == name).ok_or(KvError::NoStore)?.1;
         let index = Index::open(&mut objects, head)?;
@@ -167,7 +195,7 @@ impl<O: Objects> KvStore<O> {
     /// # Errors
     /// If there is none of this name, or the heap fails.
     pub fn drop_store(objects: O, name: &str) -> Outcome<(), O> {
-        let mut store = Self::open(objects, name)?;
+        let mut store = Self::open_any(objects, name)?;
         let head = loop {
             let mut catalog = Catalog::read(&mut store.objects)?;
             let at = catalog.stores.iter().position(|(other, _)| other == name).ok_or(KvError::NoStore)?;
@@ -197,7 +225,7 @@ impl<O: Objects> KvStore<O> {
     /// # Errors
     /// If the heap fails.
     pub fn get(&mut self, key: &[u8]) -> Outcome<Option<Vec<u8>>, O> {
-        let hash = hash(key);
+        let hash = self.index.hash(key);
         if let Some(value) = self.get_cached(key, hash)? {
             return Ok(Some(value));
         }
@@ -211,7 +239,8 @@ impl<O: Objects> KvStore<O> {
     /// If the heap fails.
     pub fn get_many(&mut self, keys: &[&[u8]]) -> Outcome<Vec<Option<Vec<u8>>>, O> {
         let mut values = vec![None; keys.len()];
-        let known = keys.iter().enumerate().filter_map(|(at, key)| Some((at, self.cache.get(hash(key))?)));
+        let known =
+            keys.iter().enumerate().filter_map(|(at, key)| Some((at, self.cache.get(self.index.hash(key))?)));
         let (places, mut pointers): (Vec<usize>, Vec<Pointer>) = known.unzip();
         self.batch.resize_with(self.batch.len().max(places.len()), Vec::new);
         let outs = &mut self.batch[..places.len()];
@@ -280,7 +309,7 @@ impl<O: Objects> KvStore<O> {
         if value.len() > VALUE_BYTES_MAX {
             return Err(KvError::Value);
         }
-        let (hash, item) = (hash(key), Item::encode(key, value));
+        let (hash, item) = (self.index.hash(key), Item::encode(key, value));
         // An item at an old address is replaced, so that the address becomes free.
         let is_old = self.cache.is_old(hash);
         if !is_old && self.put_cached(key, hash, &item)? {
@@ -398,7 +427,7 @@ impl<O: Objects> KvStore<O> {
     /// # Errors
     /// If the heap fails. Then the key may have been deleted.
     pub fn delete(&mut self, key: &[u8]) -> Outcome<bool, O> {
-        let hash = hash(key);
+        let hash = self.index.hash(key);
         let number = self.index.number(hash);
         self.cache.remove(hash);
         loop {
@@ -495,7 +524,7 @@ impl<O: Objects> KvStore<O> {
     /// Where a scan that begins at a key finds its first bucket.
     #[must_use]
     pub fn bucket_of(&self, key: &[u8]) -> usize {
-        self.index.number(hash(key))
+        self.index.number(self.index.hash(key))
     }
 
     /// Notes that an item of a bucket was gone. Items are freed after their bucket was changed, so

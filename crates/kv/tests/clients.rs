@@ -23,6 +23,8 @@ use shuttle::thread;
 use history::{History, Operation};
 
 const NAME: &str = "store";
+/// The secret of the hash of keys.
+const SECRET: [u64; 2] = [1, 2];
 const CLIENTS: usize = 3;
 const OPERATIONS: usize = 4;
 const SCHEDULES: usize = 3000;
@@ -137,7 +139,7 @@ impl Objects for ModelHeap {
 
 /// Keys that are in one bucket: one more than a new bucket has room for.
 static KEYS: LazyLock<Vec<Vec<u8>>> = LazyLock::new(|| {
-    let bucket = |key: &[u8]| hash(key) >> 54;
+    let bucket = |key: &[u8]| hash(SECRET, key) >> 54;
     let keys = (0..).map(|number: u32| number.to_string().into_bytes());
     keys.filter(|key| bucket(key) == bucket(b"0")).take(11).collect()
 });
@@ -188,7 +190,7 @@ fn operate(
 
 fn play(may_kill: bool) {
     let heap = ModelHeap::new();
-    KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+    KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
     // Clients use the first two keys. With the others, the second of them makes the bucket grow.
     let fillers = if thread_rng().gen_bool(0.5) { &KEYS[2..] } else { &[] };
     let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
@@ -238,7 +240,7 @@ fn play(may_kill: bool) {
 fn a_put_into_a_full_heap_leaves_nothing() {
     let played = || {
         let heap = ModelHeap::new();
-        KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+        KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
         let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
         for key in &KEYS[1..] {
             store.put(key, b"value").expect("no client is killed");
@@ -272,7 +274,7 @@ fn a_put_into_a_full_heap_leaves_nothing() {
 fn an_item_at_an_old_address_is_replaced_by_the_next_put() {
     let played = || {
         let heap = ModelHeap::new();
-        KvStore::create(&mut heap.clone(), NAME, 1).expect("no client is killed");
+        KvStore::create_with_secret(&mut heap.clone(), NAME, 1, SECRET).expect("no client is killed");
         let mut store = KvStore::open(heap.clone(), NAME).expect("it is there");
         let allocated = || *heap.next.lock().expect("no client panics");
         // Of the items, those with 40 bytes are at old addresses in this heap, and others are not.
@@ -313,7 +315,7 @@ fn a_store_grows_is_scanned_and_is_deleted() {
     shuttle::check_random(
         || {
             let mut heap = ModelHeap::new();
-            KvStore::create(&mut heap, NAME, 1).unwrap();
+            KvStore::create_with_secret(&mut heap, NAME, 1, SECRET).unwrap();
             assert!(matches!(KvStore::create(&mut heap, NAME, 1), Err(KvError::Exists)));
             let mut store = KvStore::open(heap.clone(), NAME).unwrap();
             let key = |number: u64| number.to_le_bytes();

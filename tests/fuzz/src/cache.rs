@@ -12,6 +12,7 @@ use aquifer_cache::operations::Access;
 use aquifer_cache::server::peers::frame::{
     self, Answer, AnswerEnd, ENTRIES_MAX, Frame, answer_head, complete_len, push_frame,
 };
+use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_cache::store::presence::Place;
 use aquifer_cache::store::{Store, StoreOptions};
 use aquifer_mutation::Mutations;
@@ -70,8 +71,16 @@ fn serve_requests(bytes: &[u8]) -> bool {
 
 /// Serves requests that arrive in pieces; returns the replies, and whether the connection goes on.
 fn serve(input: &[u8], piece: usize) -> (Vec<u8>, bool) {
-    let options =
-        StoreOptions { limit: 4 << 20, partitions: 1, threads: 1, has_cas: true, evicts: true, pool: 0 };
+    let hasher = KeyHasher::new(HashSecret([1, 2]));
+    let options = StoreOptions {
+        limit: 4 << 20,
+        partitions: 1,
+        threads: 1,
+        has_cas: true,
+        evicts: true,
+        pool: 0,
+        hasher,
+    };
     let store = Store::new(&options).expect("there is memory for a small store");
     let service = Service {
         tokens: None,

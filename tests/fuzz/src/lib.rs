@@ -14,6 +14,7 @@
 
 mod agent;
 mod cache;
+mod cache_store;
 mod daemons;
 mod directory;
 mod fabric;
@@ -63,6 +64,7 @@ pub const TARGETS: &[Target] = &[
     objects::MESSAGES,
     cache::REQUESTS,
     cache::FRAMES,
+    cache_store::STORE,
 ];
 
 /// The target with this name.

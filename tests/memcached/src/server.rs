@@ -39,6 +39,8 @@ pub struct Options {
     pub arguments: Vec<String>,
     /// Path of the socket instead of a port.
     pub socket_path: Option<PathBuf>,
+    /// Variables of the environment.
+    pub environment: Vec<(String, String)>,
     /// Whether memcached's threads that move items between its queues are off. While they refer
     /// to an item, `decr` does not pad it.
     pub is_deterministic: bool,
@@ -52,7 +54,14 @@ impl Options {
             Program::Memcached => 1024,
             Program::Aquifer => 64,
         };
-        Self { program, memory_mib, arguments: Vec::new(), socket_path: None, is_deterministic: true }
+        Self {
+            program,
+            memory_mib,
+            arguments: Vec::new(),
+            socket_path: None,
+            environment: Vec::new(),
+            is_deterministic: true,
+        }
     }
 
     /// Adds arguments.
@@ -66,6 +75,13 @@ impl Options {
     #[must_use]
     pub fn on_socket(mut self, path: &Path) -> Self {
         self.socket_path = Some(path.to_owned());
+        self
+    }
+
+    /// Sets a variable of the environment.
+    #[must_use]
+    pub fn with_variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push((name.to_owned(), value.to_owned()));
         self
     }
 
@@ -100,6 +116,7 @@ impl Options {
             Some(path) => command.arg("-s").arg(path),
             None => command.args(["-p", &port.to_string(), "-l", "127.0.0.1"]),
         };
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         command.args(&self.arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command
     }
@@ -166,6 +183,22 @@ impl Server {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).expect("the server runs");
         self.child.wait().expect("it is a child of this process").success()
+    }
+
+    /// Sends a signal to the process and to its children.
+    ///
+    /// # Panics
+    /// If it cannot be sent.
+    pub fn signal_all(&self, signal: Signal) {
+        let pid = self.child.id();
+        let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
+        let children = children.expect("the server runs");
+        let children = children.split_whitespace().map(|pid| pid.parse::<i32>().expect("a number"));
+        let own = rustix::process::Pid::from_child(&self.child);
+        let children = children.filter_map(rustix::process::Pid::from_raw);
+        for pid in children.chain([own]) {
+            rustix::process::kill_process(pid, signal).expect("the server runs");
+        }
     }
 
     /// Whether the process runs.

@@ -122,11 +122,11 @@ fn shared_ports(output: &Output) -> Option<[u16; 2]> {
 #[test]
 fn partitions_with_items_in_the_pool_move() {
     let cluster = aquifer_tests_e2e::Cluster::up(1, "512M");
-    let agent = cluster.agent_socket().display().to_string();
     let state = cluster.state().display().to_string();
     let start = || {
         let of_cache = ["--directory", "embedded", "--state", &state];
-        let options = Options::new(Program::Aquifer).with(&["--pool", "128M", "--agent", &agent]);
+        // The agent is that of the state folder.
+        let options = Options::new(Program::Aquifer).with(&["--pool", "128M"]);
         let mut options = options.with(&of_cache);
         options.memory_mib = 16;
         Server::start(options)

@@ -96,3 +96,39 @@ fn requests_and_long_replies_are_encrypted() {
     let _end = plain.read_to_end(&mut reply);
     assert!(!reply.windows(5).any(|part| part == b"VALUE"), "{}", reply.escape_ascii());
 }
+
+/// Starts a server that fails, and returns why.
+fn refusal(chain: &Path, key: &Path) -> String {
+    let files = format!("ssl_chain_cert={},ssl_key={}", chain.display(), key.display());
+    let mut command = Command::new(aquifer_tests_e2e::build::binary());
+    let output = command.args(["cache", "-p", "11999", "-Z", "-o", &files]).output();
+    let output = output.expect("the binary can be started");
+    assert!(!output.status.success());
+    String::from_utf8(output.stderr).expect("text")
+}
+
+#[test]
+fn a_key_is_used_whichever_label_it_has_and_errors_name_the_file_of_the_key() {
+    let folder = tempfile::tempdir().expect("a folder can be made");
+    if !write_certificate(folder.path()) {
+        return;
+    }
+    let [chain, key, other] = ["chain.pem", "key.pem", "other.pem"].map(|name| folder.path().join(name));
+    let text = std::fs::read_to_string(&key).expect("openssl has written it");
+    for label in ["RSA PRIVATE KEY", "EC PRIVATE KEY", "PRIVATE KEY"] {
+        std::fs::write(&other, text.replace("PRIVATE KEY", label)).expect("the folder is writable");
+        let files = format!("ssl_chain_cert={},ssl_key={}", chain.display(), other.display());
+        let server = start_aquifer(&["-Z", "-o", &files]);
+        let mut client = connect(&server, &chain);
+        client.get_mut().write_all(b"get a\r\n").expect("the server reads");
+        assert_eq!(line(&mut client), "END\r\n", "{label}");
+    }
+    let pem = "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n";
+    std::fs::write(&other, pem).expect("the folder is writable");
+    let why = refusal(&chain, &other);
+    assert!(why.contains("the private key of") && why.contains("other.pem cannot be used"), "{why}");
+    let second = tempfile::tempdir().expect("a folder can be made");
+    assert!(write_certificate(second.path()));
+    let why = refusal(&chain, &second.path().join("key.pem"));
+    assert!(why.contains("is not that of the certificate of"), "{why}");
+}

@@ -2,8 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use aquifer_cache::commands::Protocol;
+use aquifer_cache::commands::{PROTOCOL_VERSION, Protocol};
 use aquifer_cache::server::TlsFiles;
 use aquifer_cache::store::PARTITIONS;
 use clap::{Args, Subcommand, ValueEnum};
@@ -22,9 +23,13 @@ const PORT: u16 = 11211;
 const ITEM_SIZE_MIN: u64 = 1 << 10;
 const ITEM_SIZE_MAX: u64 = 1 << 30;
 
+/// The version that `-V` prints.
+static VERSION: LazyLock<String> =
+    LazyLock::new(|| format!("{} (replies as memcached {PROTOCOL_VERSION})", env!("CARGO_PKG_VERSION")));
+
 /// Arguments of `aquifer cache`.
 #[derive(Args, Clone, Debug)]
-#[command(args_conflicts_with_subcommands = true)]
+#[command(args_conflicts_with_subcommands = true, args_override_self = true, version = VERSION.as_str())]
 pub struct CacheArguments {
     /// TCP port; 0 for none [default: 11211, or none with -s]
     #[arg(short, long, value_name = "PORT")]
@@ -118,14 +123,24 @@ pub struct CacheArguments {
     /// evicting them; the machine's agent must run (`aquifer up`)
     #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "disable_evictions")]
     pub pool: Option<u64>,
-    /// The agent's socket, for --pool [default: as for programs that use extents: AQUIFER_AGENT, or
-    /// the one of this user's cluster]
+    /// The agent's socket, for --pool [default: that of --state, AQUIFER_AGENT, or the one of this
+    /// user's cluster]
     #[arg(long, value_name = "PATH", requires = "pool")]
     pub agent: Option<PathBuf>,
     /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7483, or at unix:PATH
     /// [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]
     pub metrics: Option<MetricsAddress>,
+    /// Read options from this file, such as /etc/memcached.conf of Debian; those of the command
+    /// line count more
+    #[arg(long, value_name = "FILE")]
+    pub memcached_conf: Option<PathBuf>,
+    /// Print the version and the licence
+    #[arg(short = 'i', long)]
+    pub license: bool,
+    /// Options of memcached that are refused.
+    #[command(flatten)]
+    pub refused: RefusedOptions,
     /// Log connections
     #[arg(short, long, action = clap::ArgAction::Count)]
     pub verbose: u8,
@@ -148,6 +163,21 @@ pub struct CacheArguments {
     /// What to do with a cache of several servers.
     #[command(subcommand)]
     pub command: Option<CacheCommand>,
+}
+
+/// Options of memcached that have no meaning here: their parsers refuse them by name.
+#[derive(Args, Clone, Debug)]
+pub struct RefusedOptions {
+    /// Growth of slab classes.
+    #[arg(short = 'f', long, hide = true, value_parser = refuse_slabs)]
+    slab_growth_factor: Option<String>,
+    /// Smallest slab class.
+    #[arg(short = 'n', long, hide = true, value_parser = refuse_slabs)]
+    slab_min_size: Option<String>,
+    /// Large pages for slabs.
+    #[arg(short = 'L', long, hide = true, num_args = 0, default_missing_value = "true",
+        value_parser = refuse_large_pages)]
+    enable_largepages: Option<String>,
 }
 
 /// Which cache of several servers is meant.
@@ -339,6 +369,14 @@ fn parse_udp_port(text: &str) -> Result<u16, String> {
     }
 }
 
+fn refuse_slabs(_: &str) -> Result<String, String> {
+    Err("items are not in slab classes; leave this option out".to_owned())
+}
+
+fn refuse_large_pages(_: &str) -> Result<String, String> {
+    Err("large pages are not supported; leave this option out".to_owned())
+}
+
 fn parse_address(text: &str) -> Result<ListenAt, String> {
     let (is_plain, address) = text.strip_prefix("notls:").map_or((false, text), |address| (true, address));
     parse_ip(address).map(|(ip, port)| ListenAt { ip, port, is_plain })
@@ -459,7 +497,9 @@ mod tests {
     fn what_is_not_supported_is_refused_by_name() {
         for (line, named) in [
             ("-U 11211", "--udp-port"),
-            ("-f 1.25", "'-f'"),
+            ("-f 1.25", "--slab-growth-factor"),
+            ("-n 48", "not in slab classes"),
+            ("-L", "--enable-largepages"),
             ("-o hashpower=20", "hashpower"),
             ("-m 0", "1M at least"),
             ("-I 2g", "1024m"),

@@ -1,8 +1,11 @@
 //! A server that is one of several.
 
 use std::error::Error;
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::path::PathBuf;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 
 use aquifer_cache::server::ServerOptions;
 use aquifer_cache_cluster::{ClusterOptions, ClusterServer};
@@ -58,7 +61,7 @@ pub fn start(
         encrypt: arguments.encrypt.unwrap_or(true),
         listen,
         advertise: arguments.advertise,
-        memory_socket: memory_socket(),
+        memory_socket: memory_socket(&runtime_folder()),
         keeper: Some(state.socket(&Daemon::Keeper.to_string())),
         interference: None,
     };
@@ -80,8 +83,57 @@ pub fn load_key(state: &StateDir, cluster: &ClusterChoice) -> Result<ClusterKey,
     key::load(&cluster.key.clone().unwrap_or_else(|| state.key_file()))
 }
 
-/// The path of a socket that only this user's processes reach.
-fn memory_socket() -> PathBuf {
-    let folder = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from);
-    folder.join(format!("aquifer-cache-{}.sock", std::process::id()))
+/// The folder of the sockets that only this user's processes reach.
+fn runtime_folder() -> PathBuf {
+    std::env::var_os("XDG_RUNTIME_DIR").map_or_else(std::env::temp_dir, PathBuf::from)
+}
+
+/// The path of a socket in a folder. Removes those that servers of this user have left which were
+/// killed.
+fn memory_socket(folder: &Path) -> PathBuf {
+    let own = rustix::process::geteuid().as_raw();
+    let name_of = |pid: u32| format!("aquifer-cache-{pid}.sock");
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let pid = name
+            .to_str()
+            .and_then(|name| name.strip_prefix("aquifer-cache-")?.strip_suffix(".sock")?.parse::<u32>().ok());
+        let is_own_socket =
+            entry.metadata().is_ok_and(|found| found.file_type().is_socket() && found.uid() == own);
+        // A server that is about to listen refuses connections, too, but its process lives.
+        let has_ended = |pid: u32| !Path::new(&format!("/proc/{pid}")).exists();
+        if pid.is_some_and(has_ended) && is_own_socket && is_refused(&entry.path()) {
+            // Another server may have removed it.
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+    folder.join(name_of(std::process::id()))
+}
+
+/// Whether no process listens at a socket.
+fn is_refused(path: &Path) -> bool {
+    UnixStream::connect(path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn sockets_of_servers_that_were_killed_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        // No process has such a number.
+        let names = ["aquifer-cache-4194305.sock", "aquifer-cache-1.sock", "other-4194305.sock"];
+        names.iter().for_each(|name| drop(UnixListener::bind(at(name)).unwrap()));
+        let _live = UnixListener::bind(at("aquifer-cache-4194306.sock")).unwrap();
+        std::fs::write(at("aquifer-cache-4194307.sock"), "no socket").unwrap();
+        let own = memory_socket(folder.path());
+        assert_eq!(own, at(&format!("aquifer-cache-{}.sock", std::process::id())));
+        let left: Vec<bool> = names.iter().map(|name| at(name).exists()).collect();
+        assert_eq!(left, [false, true, true]);
+        assert!(at("aquifer-cache-4194306.sock").exists() && at("aquifer-cache-4194307.sock").exists());
+    }
 }

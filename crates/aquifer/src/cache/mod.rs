@@ -2,20 +2,25 @@
 
 mod arguments;
 mod cluster;
+mod memcached_conf;
 mod metrics;
 mod operate;
 mod pool;
 mod process;
+mod relay;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use aquifer_cache::commands::Tokens;
-use aquifer_cache::server::{Listener, ListenerAddress, Server, ServerHandle, ServerOptions, TlsSettings};
+use aquifer_cache::server::{
+    Listener, ListenerAddress, POOL_WAIT, Server, ServerHandle, ServerOptions, TlsSettings,
+};
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::KeyHasher;
 use aquifer_cache_cluster::ClusterServer;
 use aquifer_metrics::MetricsListener;
 use rustix::net::SocketType;
@@ -24,13 +29,15 @@ use rustix::process::Signal;
 use crate::Outcome;
 use crate::cluster::signals::StopSignal;
 use crate::cluster::systemd;
-use crate::say::log_to_stderr;
+use crate::say::{log_to_stderr, say};
 use crate::state::StateDir;
 
 pub use arguments::CacheArguments;
 
 /// Time in which a server of several gives its partitions to the others before it stops.
 const DRAIN_TIME: Duration = Duration::from_secs(30);
+/// Permissions of a socket by which other users may connect.
+const OTHERS_MAY_CONNECT: u32 = 0o022;
 /// The level from which on connections are logged.
 const LOGS_CONNECTIONS: u8 = 1;
 
@@ -42,6 +49,12 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
     if let Some(command) = &arguments.command {
         return operate::operate(&StateDir::locate(state)?, command);
     }
+    if arguments.license {
+        say!("aquifer {}\n\n{}", env!("CARGO_PKG_VERSION"), include_str!("../../../../LICENSE"));
+        return Ok(ExitCode::SUCCESS);
+    }
+    let with_file = arguments.memcached_conf.as_deref().map(memcached_conf::read).transpose()?;
+    let arguments = with_file.as_ref().unwrap_or(arguments);
     cluster::check(arguments)?;
     let options = options(arguments)?;
     let listeners = &options.listeners;
@@ -58,6 +71,7 @@ pub fn cache(state: Option<&Path>, arguments: &CacheArguments) -> Outcome {
         process::become_user(user)?;
     }
     log_to_stderr();
+    let options = protect_from_descriptors(arguments, options)?;
     warn_if_open(&options);
     let metrics_listener = arguments.metrics.as_ref().map(MetricsListener::bind).transpose()?;
     let mut stop = StopSignal::install_with(&[Signal::USR1])?;
@@ -93,7 +107,14 @@ impl Running {
         mut options: ServerOptions,
     ) -> Result<Self, Box<dyn Error>> {
         if arguments.pool.is_some() {
-            options.pool = Some(pool::open(arguments.agent.as_deref())?);
+            let variable = std::env::var_os("AQUIFER_AGENT").map(PathBuf::from);
+            let choice = pool::AgentChoice {
+                agent: arguments.agent.as_deref(),
+                state,
+                state_is_option: pool::state_is_option(),
+                variable: variable.as_deref(),
+            };
+            options.pool = Some(pool::open(&choice.socket())?);
         }
         if arguments.cluster.directory.address.is_some() {
             return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));
@@ -126,6 +147,24 @@ impl Running {
     }
 }
 
+/// Has the Unix sockets accept no descriptors of other users. Must be called before the first
+/// thread.
+fn protect_from_descriptors(
+    arguments: &CacheArguments,
+    mut options: ServerOptions,
+) -> Result<ServerOptions, Box<dyn Error>> {
+    // The mode of a socket that systemd has made is not known.
+    let is_open_to_others = arguments.unix_socket.is_none() || arguments.unix_mask & OTHERS_MAY_CONNECT != 0;
+    let protect = |listener: Listener| match listener.address() {
+        ListenerAddress::Unix(_) => relay::protect(listener, is_open_to_others),
+        ListenerAddress::Tcp(_) => Ok(listener),
+    };
+    let listeners = options.listeners.into_iter().map(protect).collect::<Result<_, _>>();
+    options.listeners =
+        listeners.map_err(|error| format!("no process relays users' connections: {error}"))?;
+    Ok(options)
+}
+
 /// Warns if clients of other machines are served without a proof.
 fn warn_if_open(options: &ServerOptions) {
     let is_open = options.listeners.iter().find(|listener| match listener.address() {
@@ -155,6 +194,8 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
             has_cas: !arguments.disable_cas,
             evicts: !arguments.disable_evictions,
             pool: arguments.pool.unwrap_or(0),
+            // Servers of a cluster have a secret in common, and a file of items has its own.
+            hasher: KeyHasher::random()?,
         },
         memory_file: arguments.memory_file.clone(),
         kept: BTreeMap::new(),
@@ -171,6 +212,7 @@ fn options(arguments: &CacheArguments) -> Result<ServerOptions, Box<dyn Error>> 
         verbosity: u32::from(arguments.verbose >= LOGS_CONNECTIONS),
         // After the process has become a daemon, if it does.
         pool: None,
+        pool_wait: POOL_WAIT,
         connector: None,
         version: env!("CARGO_PKG_VERSION"),
     })

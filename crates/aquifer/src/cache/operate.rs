@@ -168,6 +168,13 @@ fn show(status: &CacheStatus) {
     if !status.without_server.is_empty() {
         say_line!("partitions without a server: {}", status.without_server.len());
     }
+    for server in status.servers.iter().filter(|server| server.drains) {
+        say_line!(
+            "server {0} drains: it has partitions only if no other server can have them; \
+             `aquifer cache drain {0} --undo` lets it have partitions again",
+            server.server
+        );
+    }
     for (server, why) in &status.silent {
         say_line!("server {server} does not answer: {why}");
     }
@@ -183,7 +190,11 @@ fn move_to(cache: &Cache, partition: usize, to: u16) -> Outcome {
     let has = |server: &&ServerStatus| server.partitions.iter().any(|one| one.partition == partition);
     let source = status.servers.iter().find(has).ok_or_else(|| {
         let last = cache.partitions.saturating_sub(1);
-        format!("no server has partition {partition}: partitions have numbers from 0 to {last}")
+        if partition <= last {
+            format!("no server has partition {partition} at present: servers take it within seconds")
+        } else {
+            format!("there is no partition {partition}: partitions have numbers from 0 to {last}")
+        }
     })?;
     if source.server == to {
         say_line!("server {to} has partition {partition} already");
@@ -207,7 +218,13 @@ fn move_to(cache: &Cache, partition: usize, to: u16) -> Outcome {
 fn balance(cache: &Cache) -> Outcome {
     let first = cache.servers.values().next().ok_or("the cache has no servers")?;
     match cache.ask(first, &Ask::Balance)? {
-        Answer::Moves(moves) if moves.is_empty() => say_line!("all servers have about the same load"),
+        Answer::Moves(moves) if moves.is_empty() => {
+            let without_server = cache.status().without_server.len();
+            if without_server > 0 {
+                return Err(format!("{without_server} partitions have no server at present").into());
+            }
+            say_line!("all servers have about the same load");
+        }
         Answer::Moves(moves) => {
             for (partition, to) in &moves {
                 say_line!("partition {partition} to server {to}");
@@ -235,7 +252,7 @@ fn drain(cache: &Cache, number: u16, undo: bool) -> Outcome {
     if others == 0 {
         return Err(format!(
             "no other server can have the partitions of server {number}: start one first; it drains when \
-                there is one (take that back with --undo)"
+                there is one (`aquifer cache drain {number} --undo` takes that back)"
         )
         .into());
     }
@@ -246,7 +263,10 @@ fn drain(cache: &Cache, number: u16, undo: bool) -> Outcome {
         };
         let left = status.partitions.len();
         if left == 0 {
-            say_line!("server {number} has no partitions: it can be stopped");
+            say_line!(
+                "server {number} has no partitions: it can be stopped; `aquifer cache drain {number} --undo` \
+                 lets it have partitions again"
+            );
             return Ok(ExitCode::SUCCESS);
         }
         if looks % LOOKS_SHOWN == 0 {

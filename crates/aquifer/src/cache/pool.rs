@@ -4,7 +4,12 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use aquifer_cache::server::{RemoteError, RemoteMemory, RemoteRead};
+use aquifer_channel::paths::{cluster_folder, own_or_shared_socket};
 use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
+use clap::CommandFactory;
+use clap::parser::ValueSource;
+
+use crate::cli::Cli;
 
 /// Smallest extent, in bytes.
 const EXTENT_BYTES_MIN: usize = 4096;
@@ -17,32 +22,58 @@ struct Extents {
     session: Session,
     extents: HashMap<u64, Extent>,
     last: u64,
-    agent: Option<PathBuf>,
+    agent: PathBuf,
     /// The agent has ended the session, and has freed its extents.
     is_ended: bool,
 }
 
-/// Opens a session with the agent at a path, or with the one that programs find.
+/// Opens a session with the agent at a path.
 ///
 /// # Errors
 /// If no agent answers, or it refuses.
-pub fn open(agent: Option<&Path>) -> Result<Box<dyn RemoteMemory>, String> {
-    let session = open_session(agent).map_err(|error| format!("--pool needs an agent: {error}"))?;
-    let agent = agent.map(Path::to_owned);
+pub fn open(agent: &Path) -> Result<Box<dyn RemoteMemory>, String> {
+    let session = Session::open_at(agent)
+        .map_err(|error| format!("--pool needs an agent, at {}: {error}", agent.display()))?;
+    let agent = agent.to_owned();
     Ok(Box::new(Extents { session, extents: HashMap::new(), last: 0, agent, is_ended: false }))
 }
 
-fn open_session(agent: Option<&Path>) -> Result<Session, Error> {
-    match agent {
-        Some(path) => Session::open_at(path),
-        None => Session::open(),
+/// The options and variables that name the agent.
+#[derive(Clone, Copy, Default, Debug)]
+pub struct AgentChoice<'a> {
+    /// The option `--agent`.
+    pub agent: Option<&'a Path>,
+    /// The state folder, by the option `--state` or the environment.
+    pub state: Option<&'a Path>,
+    /// Whether that was the option.
+    pub state_is_option: bool,
+    /// The environment variable `AQUIFER_AGENT`.
+    pub variable: Option<&'a Path>,
+}
+
+impl AgentChoice<'_> {
+    /// The agent's socket: an option counts more than the environment, and that more than the
+    /// default.
+    pub fn socket(&self) -> PathBuf {
+        let variable = self.variable.filter(|_| !self.state_is_option);
+        if let Some(path) = self.agent.or(variable) {
+            return path.to_owned();
+        }
+        let folder = self.state.map_or_else(cluster_folder, Path::to_owned);
+        own_or_shared_socket(folder.join("agent.sock"))
     }
+}
+
+/// Whether the state folder is that of the option `--state`, and not that of the environment.
+pub fn state_is_option() -> bool {
+    let matches = Cli::command().try_get_matches_from(std::env::args_os());
+    matches.is_ok_and(|matches| matches.value_source("state") == Some(ValueSource::CommandLine))
 }
 
 impl RemoteMemory for Extents {
     fn store(&mut self, runs: &[&[u8]]) -> Result<Vec<u64>, RemoteError> {
         if self.is_ended {
-            let session = open_session(self.agent.as_deref());
+            let session = Session::open_at(&self.agent);
             self.session = session.map_err(|error| RemoteError(error.to_string()))?;
             self.is_ended = false;
         }
@@ -125,5 +156,29 @@ impl Extents {
             // Those of a node that has ended are freed with it.
             tracing::debug!(%error, "extents of the cache are not freed");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_counts_more_than_the_environment_and_that_more_than_the_default() {
+        let [given, folder, variable] = ["/a/agent.sock", "/state", "/v/agent.sock"].map(Path::new);
+        let all = AgentChoice {
+            agent: Some(given),
+            state: Some(folder),
+            state_is_option: true,
+            variable: Some(variable),
+        };
+        assert_eq!(all.socket(), given);
+        let without = AgentChoice { agent: None, ..all };
+        assert_eq!(without.socket(), own_or_shared_socket("/state/agent.sock".into()));
+        assert_eq!(AgentChoice { state_is_option: false, ..without }.socket(), variable);
+        let of_environment = AgentChoice { state_is_option: false, variable: None, ..without };
+        assert_eq!(of_environment.socket(), own_or_shared_socket("/state/agent.sock".into()));
+        let default = own_or_shared_socket(cluster_folder().join("agent.sock"));
+        assert_eq!(AgentChoice::default().socket(), default);
     }
 }

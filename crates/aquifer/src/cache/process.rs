@@ -1,15 +1,21 @@
 //! What a daemon does with its process: identity, limits, background.
 
 use std::ffi::CString;
+use std::fs::File;
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::OFlags;
 use rustix::process::{Resource, Rlimit};
 
 use super::CacheArguments;
 
 /// Descriptors of each partition: of its memory, and two more while a keeper holds it.
 const PARTITION_DESCRIPTORS: u64 = 3;
+/// Longest wait for the last close of descriptors that a user has sent, in microseconds.
+const LINGER_US_MAX: i64 = 10_000;
 /// Descriptors beside those of connections and partitions.
 const OTHER_DESCRIPTORS: u64 = 64;
 
@@ -56,6 +62,51 @@ pub fn become_daemon(keeps_output: bool) -> io::Result<()> {
     } else {
         Err(io::Error::last_os_error())
     }
+}
+
+/// Makes a copy of this process, and returns whether this is the copy. Must be called before the
+/// first thread.
+///
+/// # Errors
+/// If the system refuses.
+pub fn fork() -> io::Result<bool> {
+    // SAFETY: there is one thread, so the child has a whole process.
+    match unsafe { libc::fork() } {
+        0 => Ok(true),
+        1.. => Ok(false),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Has this process end with its parent only, its children leave nothing when they end, and SIGALRM
+/// interrupt its system calls.
+pub fn ignore_stop_signals() {
+    extern "C" fn nothing(_signal: libc::c_int) {}
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGCHLD] {
+        // SAFETY: no handler is installed.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
+    // SAFETY: an all-zero sigaction is a valid object; the handler does nothing, so it may run at
+    // any moment. Without SA_RESTART a system call that waits ends.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = nothing as extern "C" fn(libc::c_int) as usize;
+        libc::sigaction(libc::SIGALRM, &raw const action, std::ptr::null_mut());
+    }
+}
+
+/// Closes a descriptor, with the descriptors that may be in the queue of its socket. If that waits,
+/// SIGALRM interrupts it: the kernel does not let a socket linger then.
+pub fn close_without_lingering(descriptor: OwnedFd) {
+    let set_alarm = |interval_us: i64| {
+        let interval = libc::timeval { tv_sec: 0, tv_usec: interval_us };
+        let timer = libc::itimerval { it_interval: interval, it_value: interval };
+        // SAFETY: the kernel reads the struct. It fails for no interval that is used here.
+        unsafe { libc::setitimer(libc::ITIMER_REAL, &raw const timer, std::ptr::null_mut()) };
+    };
+    set_alarm(LINGER_US_MAX);
+    drop(descriptor);
+    set_alarm(0);
 }
 
 /// Locks the memory of the process, page by page as it is used.
@@ -110,7 +161,11 @@ impl PidFile {
     /// # Errors
     /// If it cannot be written.
     pub fn write(path: &Path) -> Result<Self, String> {
-        let write = || writeln!(std::fs::File::create(path)?, "{}", std::process::id());
+        // Root may write it into a folder of another user, which must not lead to another file.
+        let flags = i32::try_from(OFlags::NOFOLLOW.bits()).unwrap_or(0);
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).custom_flags(flags);
+        let write = || writeln!(options.open(path)?, "{}", std::process::id());
         write().map_err(|error| format!("cannot write {}: {error}", path.display()))?;
         Ok(Self(path.to_owned()))
     }

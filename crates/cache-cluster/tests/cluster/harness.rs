@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use aquifer_cache::server::{Listener, ListenerAddress, ServerOptions};
 use aquifer_cache::store::StoreOptions;
+use aquifer_cache::store::hash::{HashSecret, KeyHasher};
 use aquifer_cache_cluster::channel::{Access, ask_at};
 use aquifer_cache_cluster::wire::{Answer, Ask, ServerStatus};
 use aquifer_cache_cluster::{ClusterOptions, ClusterServer};
@@ -178,6 +179,7 @@ fn options(kind: Kind) -> ServerOptions {
             has_cas: true,
             pool: 0,
             evicts: kind.evicts,
+            hasher: KeyHasher::new(HashSecret([1, 2])),
         },
         memory_file: None,
         kept: BTreeMap::new(),
@@ -193,6 +195,7 @@ fn options(kind: Kind) -> ServerOptions {
         shutdown_is_enabled: false,
         verbosity: 0,
         pool: None,
+        pool_wait: Duration::from_secs(60),
         connector: None,
         version: "test",
     }

@@ -6,3 +6,4 @@ mod harness;
 mod keeping;
 mod moves;
 mod owners;
+mod settings;

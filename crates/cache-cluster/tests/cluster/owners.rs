@@ -81,7 +81,8 @@ fn servers_with_other_options_are_refused() {
     let cluster = Cluster::start(Kind::default(), 1);
     let settings = cluster.directory.get("caches/test/settings").unwrap().unwrap();
     let settings = String::from_utf8(settings.value).unwrap();
-    assert!(settings.starts_with(r#"{"partitions":16,"has_cas":true,"id":"#), "{settings}");
+    let start = r#"{"version":2,"cache":{"partitions":16,"has_cas":true,"id":"#;
+    assert!(settings.starts_with(start), "{settings}");
     cluster.stop();
 }
 

@@ -196,11 +196,12 @@ impl Server {
     fn claims(&self, is_late: bool) -> Vec<Claim> {
         let claim = |partition: &usize| {
             let record = self.records[*partition].as_ref();
-            let servers = self.known.values().filter(|server| !server.drains).map(|server| server.server);
+            let servers = self.known.values().map(|server| (server.server, server.drains));
+            let claimants = placement::claimants(servers);
             self.is_absent(*partition)
                 && self.receivings[*partition].is_none()
                 && placement::may_claim(record, self.life, |life| self.knows(life))
-                && placement::is_to_claim((*partition, record), self.life, self.drains, is_late, servers)
+                && placement::is_to_claim((*partition, record), self.life, is_late, &claimants)
         };
         let claimed = (0..PARTITIONS).filter(claim);
         claimed.map(|partition| Claim { partition, record: self.records[partition].clone() }).collect()

@@ -1,7 +1,9 @@
 //! Tokens that clients show before they are served: memcached's option `-Y`.
 
 use std::fmt;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::{Context, LINE_MAX, Replies, Session, Step};
@@ -14,6 +16,9 @@ const NAME_MAX: usize = 256;
 /// Longest token that a client may show.
 const TOKEN_MAX: usize = 2 * NAME_MAX + 64;
 
+/// Permissions that the file must not have: writing by its group, and all of other users.
+const OTHERS_MAY_USE: u32 = 0o027;
+
 /// The pairs of user and password of which a client must know one.
 pub struct Tokens {
     pairs: Vec<(Vec<u8>, Vec<u8>)>,
@@ -23,11 +28,27 @@ impl Tokens {
     /// Reads a file with a line `user:password` for each pair.
     ///
     /// # Errors
-    /// If the file cannot be read, or if it has no line, too many, or one that is not as above.
+    /// If the file cannot be read, if users other than the owner and its group can read it or users
+    /// other than the owner can change it, or if it has no line, too many, or one that is not as
+    /// above.
     pub fn read(path: &Path) -> io::Result<Self> {
-        Self::parse(&std::fs::read(path)?).map_err(|error| {
+        let invalid = |error: String| {
             io::Error::new(io::ErrorKind::InvalidData, format!("{}: {error}", path.display()))
-        })
+        };
+        let mut file = File::open(path)?;
+        let metadata = file.metadata()?;
+        let mode = metadata.mode() & 0o7777;
+        if mode & OTHERS_MAY_USE != 0 {
+            let why = format!("other users may read or change it (mode {mode:o}): run chmod 600 on it");
+            return Err(invalid(why));
+        }
+        let own = rustix::process::geteuid().as_raw();
+        if metadata.uid() != own && metadata.uid() != 0 {
+            return Err(invalid(format!("it belongs to user {}, not to user {own} or root", metadata.uid())));
+        }
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        Self::parse(&text).map_err(invalid)
     }
 
     fn parse(text: &[u8]) -> Result<Self, String> {

@@ -7,9 +7,9 @@ use super::elsewhere::{Entry, Scatter};
 use super::{Context, Flushed, PROTOCOL_VERSION, Replies, Session, Step};
 use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored};
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, Status, opcode, reply_header};
+use crate::store::Refusal;
 use crate::store::item::{Item, KEY_MAX};
 use crate::store::partition::Cas;
-use crate::store::{Key, Refusal};
 
 /// The expiry by which a client says that a missing counter is not created.
 const NEVER_CREATE: u32 = u32::MAX;
@@ -111,7 +111,8 @@ impl Session {
         let mut reply = Replies::new(Vec::new());
         push_error(header, Status::TooLarge, &mut reply);
         let (reply, swallows) = (reply.into_buffer(), HEADER_BYTES + header.body_len - key_end);
-        let step = self.refuse_large(Key::new(key), plain == opcode::SET, &reply, swallows, context, out);
+        let step =
+            self.refuse_large(context.access.key(key), plain == opcode::SET, &reply, swallows, context, out);
         self.scatter.iter_mut().for_each(|scatter| scatter.add_used(key_end));
         if step == Step::Scatter { step } else { Step::Used(key_end) }
     }
@@ -159,13 +160,13 @@ impl<'p> Request<'p> {
     fn run(&self, context: &Context<'p>, out: &mut Replies<'p>) -> Outcome {
         use opcode::*;
         match self.opcode {
-            GET | GET_KEY => match context.access.get(Key::new(self.key)) {
+            GET | GET_KEY => match context.access.get(context.access.key(self.key)) {
                 Err(refusal) => return Outcome::Refused(refusal),
                 Ok(item) => self.push_item(item, false, out),
             },
             TOUCH | GET_TOUCH | GET_KEY_TOUCH => {
                 let expires_s = context.access.expires_s(self.number(0).cast_signed());
-                match context.access.touch(Key::new(self.key), expires_s) {
+                match context.access.touch(context.access.key(self.key), expires_s) {
                     Err(refusal) => return Outcome::Refused(refusal),
                     Ok(item) => self.push_item(item, self.opcode == TOUCH, out),
                 }
@@ -252,7 +253,7 @@ impl<'p> Request<'p> {
             vivify_expires_s: None,
             value: self.value,
         };
-        match context.access.store(mode, Key::new(self.key), &new) {
+        match context.access.store(mode, context.access.key(self.key), &new) {
             Err(refusal) => return Outcome::Refused(refusal),
             Ok(Stored::Stored { cas, .. }) => self.succeed(cas, b"", out),
             Ok(Stored::Exists) => self.fail(Status::Exists, out),
@@ -271,7 +272,7 @@ impl<'p> Request<'p> {
 
     fn delete(&self, context: &Context<'p>, out: &mut Replies<'p>) -> Outcome {
         let cas = if self.header.cas == 0 { None } else { Some(self.header.cas) };
-        match context.access.delete(Key::new(self.key), &Deletion { cas, ..Deletion::default() }) {
+        match context.access.delete(context.access.key(self.key), &Deletion { cas, ..Deletion::default() }) {
             Err(refusal) => return Outcome::Refused(refusal),
             Ok(Deleted::Deleted) => self.succeed(0, b"", out),
             Ok(Deleted::NotFound) => self.fail(Status::NotFound, out),
@@ -293,7 +294,7 @@ impl<'p> Request<'p> {
             initial,
             has_binary_key: false,
         };
-        match context.access.count(Key::new(self.key), &how) {
+        match context.access.count(context.access.key(self.key), &how) {
             Err(refusal) => return Outcome::Refused(refusal),
             Ok(Counted::Value { number, cas, .. }) => self.succeed(cas, &number.to_be_bytes(), out),
             Ok(Counted::NotNumeric) => self.fail(Status::NotNumeric, out),

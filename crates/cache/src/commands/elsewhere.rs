@@ -7,7 +7,7 @@
 use super::{Context, Protocol, REPLIES_MAX, Replies, Session, Step};
 use crate::operations::Deletion;
 use crate::protocol::words;
-use crate::store::{Key, Refusal};
+use crate::store::Refusal;
 
 /// Keys of a `get` that are fetched at a time.
 const KEYS_MAX: usize = 32;
@@ -131,7 +131,7 @@ impl Session {
         while entries.len() < KEYS_MAX
             && let Some((key, end)) = words::next(text, resume_at)
         {
-            let partition = context.access.store.partition_number(Key::new(key).hash);
+            let partition = context.access.store.partition_number(context.access.key(key).hash);
             entries.push(Entry::get(partition, command, key));
             resume_at = end;
         }
@@ -207,7 +207,7 @@ pub fn execute<'p>(
             store.flush_at(partition, 0);
             EntryEnd::Done
         }
-        Task::Delete(key) => match context.access.delete(Key::new(key), &Deletion::default()) {
+        Task::Delete(key) => match context.access.delete(context.access.key(key), &Deletion::default()) {
             Ok(_) => EntryEnd::Done,
             Err(Refusal::Later | Refusal::Full | Refusal::Fetching) => EntryEnd::NoRoom,
             Err(Refusal::Elsewhere(_)) => EntryEnd::Elsewhere,

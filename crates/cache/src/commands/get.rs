@@ -4,8 +4,8 @@ use super::elsewhere::{Entry, Scatter};
 use super::text::refused;
 use super::{Context, REPLIES_MAX, Replies, Session, Step};
 use crate::protocol::{number, words};
+use crate::store::Refusal;
 use crate::store::item::{Item, KEY_MAX};
-use crate::store::{Key, Refusal};
 
 /// Which command of the family it is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,7 +51,7 @@ impl Session {
                 self.get_at = at;
                 return Step::Full;
             }
-            let key = Key::new(word);
+            let key = context.access.key(word);
             let found =
                 if kind.touches { context.access.touch(key, expires_s) } else { context.access.get(key) };
             match found {
@@ -88,7 +88,7 @@ impl Session {
         while let Some((word, end)) = words::next(text, at)
             && word.len() <= KEY_MAX
         {
-            let key = Key::new(word);
+            let key = context.access.key(word);
             let read =
                 if kind.touches { context.access.touch(key, expires_s) } else { context.access.get(key) };
             if let Err(refusal) = read {

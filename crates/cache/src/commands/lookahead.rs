@@ -6,7 +6,7 @@
 use smallvec::SmallVec;
 
 use crate::protocol::{number, words};
-use crate::store::{Store, hash_of};
+use crate::store::Store;
 
 /// Requests that are looked at ahead.
 pub const REQUESTS_AHEAD: usize = 16;
@@ -19,7 +19,7 @@ pub type Hashes = SmallVec<[(u64, bool); 2 * KEYS_AHEAD]>;
 /// Collects the hashes of the keys of the first text requests in `input`.
 ///
 /// Requests that are not as usual end the search: only speed depends on it.
-pub fn collect(input: &[u8], hashes: &mut Hashes) {
+pub fn collect(store: &Store, input: &[u8], hashes: &mut Hashes) {
     let mut at = 0;
     for _ in 0..REQUESTS_AHEAD {
         let Some(len) = memchr::memchr(b'\n', &input[at..]) else { return };
@@ -31,7 +31,7 @@ pub fn collect(input: &[u8], hashes: &mut Hashes) {
                 while hashes.len() < 2 * KEYS_AHEAD
                     && let Some((key, next)) = words::next(line, end)
                 {
-                    hashes.push((hash_of(key), false));
+                    hashes.push((store.hash(key), false));
                     end = next;
                 }
                 continue;
@@ -44,7 +44,7 @@ pub fn collect(input: &[u8], hashes: &mut Hashes) {
         if hashes.len() >= 2 * KEYS_AHEAD {
             return;
         }
-        hashes.push((hash_of(key), value_word != usize::MAX));
+        hashes.push((store.hash(key), value_word != usize::MAX));
         if value_word == usize::MAX {
             continue;
         }

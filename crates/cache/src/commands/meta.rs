@@ -2,7 +2,7 @@
 
 use super::text::{TOO_LARGE, refused, value_len, value_of};
 use super::{Context, Replies, Session, Step};
-use crate::operations::{Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
+use crate::operations::{Access, Counted, Deleted, Deletion, Delta, NewValue, StoreMode, Stored, same};
 use crate::protocol::base64;
 use crate::protocol::meta::{self, META_WORDS_MAX, MetaFlags, flags_of};
 use crate::protocol::words::{self, Words};
@@ -90,7 +90,7 @@ impl Session {
         }
         let compares = parsed.cas.is_some() && matches!(mode, StoreMode::Set | StoreMode::Replace);
         let mode = if compares { StoreMode::Cas } else { mode };
-        let key = key_of(words[1], &parsed);
+        let key = key_of(&context.access, words[1], &parsed);
         if !context.access.fits(key.bytes.len(), parsed.client_flags, len) {
             context.access.counters.store_too_large.add(1);
             return self.refuse_large(key, true, TOO_LARGE, len + 2, context, out);
@@ -161,7 +161,7 @@ fn get<'p>(words: &Words<'_>, context: &Context<'p>, out: &mut Replies<'p>) -> S
         Err(text) => return error(text, out),
     };
     let access = &context.access;
-    let key = key_of(words[1], &parsed);
+    let key = key_of(&context.access, words[1], &parsed);
     if !access.store.is_here(key.hash) {
         return refused(Refusal::Elsewhere(access.store.partition_number(key.hash)), context, out, false, 0);
     }
@@ -230,9 +230,9 @@ fn refuse_opaque<'p>(
     let access = &context.access;
     let is_counted_later = flags.iter().any(|flag| b"NTRlhu".contains(&flag[0]));
     if !is_counted_later {
-        let _read = access.store.look_up(access.pin, key_of(words[1], parsed), access.now_s, true);
+        let _read = access.store.look_up(access.pin, key_of(access, words[1], parsed), access.now_s, true);
     }
-    let updated = access.store.update(access.pin, key_of(words[1], parsed), access.now_s, |item| {
+    let updated = access.store.update(access.pin, key_of(access, words[1], parsed), access.now_s, |item| {
         let item = match item {
             Some(item) => *item,
             None if parsed.vivify_exptime.is_none() => return Change::Keep,
@@ -387,7 +387,7 @@ fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> St
         return error(OPAQUE_TOO_LONG, out);
     }
     context.access.counters.cmd_meta.add(1);
-    let key = key_of(words[1], &parsed);
+    let key = key_of(&context.access, words[1], &parsed);
     let how = Deletion {
         cas: parsed.cas,
         invalidates: parsed.invalidates,
@@ -420,7 +420,7 @@ fn arithmetic(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -
     };
     let access = &context.access;
     access.counters.cmd_meta.add(1);
-    let key = key_of(words[1], &parsed);
+    let key = key_of(&context.access, words[1], &parsed);
     // Flags after an opaque token that is too long have no effect.
     let long = flags.iter().position(|flag| flag[0] == b'O' && parsed.opaque_is_too_long);
     let effective = long.map_or(flags, |at| &flags[..at]);
@@ -492,7 +492,7 @@ fn debug(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Ste
     }
     let access = &context.access;
     access.counters.cmd_meta.add(1);
-    let key = Key::new(decoded.as_deref().unwrap_or(words[1]));
+    let key = context.access.key(decoded.as_deref().unwrap_or(words[1]));
     let item = match access.store.look_up(access.pin, key, access.now_s, false) {
         Ok(item) => item,
         Err(Absent::Elsewhere(partition)) => {
@@ -529,8 +529,8 @@ fn error(text: &str, out: &mut Replies<'_>) -> Step {
     Step::Used(0)
 }
 
-fn key_of<'k>(word: &'k [u8], parsed: &'k MetaFlags) -> Key<'k> {
-    Key::new(parsed.binary_key.as_deref().unwrap_or(word))
+fn key_of<'k>(access: &Access<'_>, word: &'k [u8], parsed: &'k MetaFlags) -> Key<'k> {
+    access.key(parsed.binary_key.as_deref().unwrap_or(word))
 }
 
 fn new_cas(parsed: &MetaFlags) -> Cas {

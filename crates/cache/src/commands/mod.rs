@@ -9,6 +9,7 @@ pub mod elsewhere;
 mod get;
 pub mod lookahead;
 mod meta;
+mod metadump;
 pub mod peek;
 mod replies;
 mod stats;
@@ -18,6 +19,7 @@ use std::sync::atomic::AtomicU32;
 
 use self::elsewhere::{Entry, EntryEnd, Scatter, Task};
 pub use authentication::Tokens;
+use metadump::DumpPlace;
 pub use replies::Replies;
 pub use stats::ServerReport;
 pub use text::PROTOCOL_VERSION;
@@ -109,6 +111,8 @@ pub struct Session {
     swallows: usize,
     /// Where a `get` goes on, in its line.
     get_at: usize,
+    /// Where a list of keys goes on.
+    dump: Option<DumpPlace>,
     /// Bytes of a line without an end that were looked at.
     looked_at: usize,
     /// Whether the client has shown a token.
@@ -187,7 +191,7 @@ impl Session {
     /// Whether the next byte begins a request.
     #[must_use]
     pub fn is_at_request(&self) -> bool {
-        self.swallows == 0 && self.get_at == 0
+        self.swallows == 0 && self.get_at == 0 && self.dump.is_none()
     }
 
     /// The protocol, once the first byte has shown it.

@@ -8,29 +8,28 @@ use super::binary::{refused, without_quiet};
 use crate::protocol::binary::{HEADER_BYTES, RequestHeader, opcode};
 use crate::protocol::meta::META_WORDS_MAX;
 use crate::protocol::{number, words};
-use crate::store::hash_of;
 use crate::store::item::KEY_MAX;
 
 /// A complete request for one key.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Peeked {
+pub struct Peeked<'a> {
     /// Bytes of the request.
     pub len: usize,
-    /// The hash of the key.
-    pub hash: u64,
+    /// The key.
+    pub key: &'a [u8],
 }
 
 /// The request at the start of the input, if it is a usual one. Values of more than `value_max`
 /// bytes are not usual.
 #[must_use]
-pub fn peek(protocol: Protocol, input: &[u8], value_max: usize) -> Option<Peeked> {
+pub fn peek(protocol: Protocol, input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     match protocol {
         Protocol::Text => peek_text(input, value_max),
         Protocol::Binary => peek_binary(input, value_max),
     }
 }
 
-fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked> {
+fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     let newline = memchr::memchr(b'\n', input)?;
     let line = input[..newline].strip_suffix(b"\r").unwrap_or(&input[..newline]);
     let words = words::split(line);
@@ -66,7 +65,7 @@ fn peek_text(input: &[u8], value_max: usize) -> Option<Peeked> {
         }
         len += value_len + 2;
     }
-    (input.len() >= len).then(|| Peeked { len, hash: hash_of(words[key]) })
+    (input.len() >= len).then(|| Peeked { len, key: words[key] })
 }
 
 /// Whether flags, expiry and cas number of a storage command are numbers. Without them the command
@@ -76,7 +75,7 @@ fn has_numbers(words: &words::Words<'_>) -> bool {
     number::uint32(words[2]).is_some() && number::int32(words[3]).is_some() && has_cas
 }
 
-fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked> {
+fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked<'_>> {
     let header = RequestHeader::read(input.first_chunk::<HEADER_BYTES>()?)?;
     let (plain, _) = without_quiet(header.opcode);
     let is_single = plain <= opcode::DECREMENT
@@ -91,7 +90,7 @@ fn peek_binary(input: &[u8], value_max: usize) -> Option<Peeked> {
     }
     let len = HEADER_BYTES + header.body_len;
     let key = input.get(..len)?.get(start..start + header.key_len)?;
-    Some(Peeked { len, hash: hash_of(key) })
+    Some(Peeked { len, key })
 }
 
 /// Whether a request can be done twice: it only reads.
@@ -129,7 +128,7 @@ mod tests {
 
     fn text(input: &str) -> Option<usize> {
         peek(Protocol::Text, input.as_bytes(), 100).map(|peeked| {
-            assert_eq!(peeked.hash, hash_of(b"key"), "{input}");
+            assert_eq!(peeked.key, b"key", "{input}");
             peeked.len
         })
     }
@@ -177,7 +176,7 @@ mod tests {
         request.extend([0; 12 + 8]);
         request.extend(b"keyab");
         let peeked = peek(Protocol::Binary, &request, 2).unwrap();
-        assert_eq!((peeked.len, peeked.hash), (request.len(), hash_of(b"key")));
+        assert_eq!((peeked.len, peeked.key), (request.len(), &b"key"[..]));
         assert_eq!(peek(Protocol::Binary, &request, 1), None);
         assert_eq!(peek(Protocol::Binary, &request[..request.len() - 1], 2), None);
         for other in [opcode::STATS, opcode::INCREMENT, opcode::GET_QUIET, opcode::QUIT, 0x7f] {

@@ -20,8 +20,8 @@ const VERBOSITY_MAX: u32 = 2;
 const MEMORY_MIN_MIB: u32 = 8;
 const MEMORY_MAX_MIB: u32 = 1_000_000_000;
 
-/// The version of the protocol: what clients that look at it must know.
-pub const PROTOCOL_VERSION: &str = "1.6.38";
+/// The version of memcached whose replies are those of this server; clients may look at it.
+pub const PROTOCOL_VERSION: &str = "1.6.18";
 
 impl Session {
     /// Does what a line asks for. It ends at `newline`; a value may follow.
@@ -97,6 +97,7 @@ impl Session {
             }
             b"quit" => return Step::Close,
             b"stats" => return self.stats(words, context, out),
+            b"lru_crawler" => return self.crawler(words, context, out),
             b"refresh_certs" => match context.service.report.refresh_certificates() {
                 Ok(()) => {
                     out.push_line("OK");
@@ -147,7 +148,7 @@ impl Session {
             reply(out, BAD_FORMAT);
             return Step::Used(0);
         };
-        let key = Key::new(words[1]);
+        let key = context.access.key(words[1]);
         if !context.access.fits(key.bytes.len(), client_flags, len) {
             context.access.counters.store_too_large.add(1);
             let text = if noreply { &b""[..] } else { TOO_LARGE };
@@ -306,7 +307,7 @@ fn delete(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Op
         out.push_line(BAD_FORMAT);
         return Some(Step::Used(0));
     }
-    match context.access.delete(Key::new(words[1]), &Deletion::default()) {
+    match context.access.delete(context.access.key(words[1]), &Deletion::default()) {
         Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
         Ok(Deleted::Deleted) => out.push_line("DELETED"),
         Ok(Deleted::NotFound | Deleted::Exists) => out.push_line("NOT_FOUND"),
@@ -340,7 +341,7 @@ fn arithmetic(
         initial: None,
         has_binary_key: false,
     };
-    match context.access.count(Key::new(words[1]), &how) {
+    match context.access.count(context.access.key(words[1]), &how) {
         Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
         Ok(Counted::Value { number, .. }) => {
             out.push_number(number);
@@ -361,7 +362,7 @@ fn touch(words: &Words<'_>, context: &Context<'_>, out: &mut Replies<'_>) -> Opt
     if words[1].len() > KEY_MAX {
         out.push_line(BAD_FORMAT);
     } else if let Some(exptime) = number::int32(words[2]) {
-        match context.access.touch(Key::new(words[1]), context.access.expires_s(exptime)) {
+        match context.access.touch(context.access.key(words[1]), context.access.expires_s(exptime)) {
             Err(refusal) => return Some(refused(refusal, context, out, false, 0)),
             Ok(Some(_)) => out.push_line("TOUCHED"),
             Ok(None) => out.push_line("NOT_FOUND"),

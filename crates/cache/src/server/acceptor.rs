@@ -1,7 +1,6 @@
 //! The thread that accepts connections and deals them to the workers.
 
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,7 +9,7 @@ use std::sync::atomic::Ordering;
 use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, epoll};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, sockopt};
+use rustix::net::sockopt;
 use rustix::time::Timespec;
 
 use super::dealing::WorkerHandle;
@@ -120,10 +119,15 @@ impl Acceptor {
     }
 
     fn accept(&mut self, number: usize) {
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
-            let (socket, address) = match rustix::net::acceptfrom_with(&self.listeners[number], flags) {
-                Ok(accepted) => accepted,
+            let (socket, address) = match self.listeners[number].accept() {
+                Ok(Some(accepted)) => accepted,
+                Ok(None) => {
+                    tracing::error!("the process that accepts connections at the Unix socket has ended");
+                    // It would be reported again and again.
+                    let _removed = epoll::delete(&self.epoll, &self.listeners[number]);
+                    return;
+                }
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
                 Err(Errno::AGAIN) => return,
                 Err(error) => {
@@ -141,9 +145,9 @@ impl Acceptor {
                 continue;
             }
             self.common.connections_total.fetch_add(1, Ordering::Relaxed);
-            let peer = match (self.listeners[number].address(), address.map(SocketAddr::try_from)) {
+            let peer = match (self.listeners[number].address(), address) {
                 (ListenerAddress::Unix(path), _) => Peer::Unix(path.clone()),
-                (_, Some(Ok(address))) => Peer::Tcp(address),
+                (_, Some(address)) => Peer::Tcp(address),
                 _ => Peer::Unix(PathBuf::new()),
             };
             if matches!(peer, Peer::Tcp(_)) {

@@ -207,7 +207,7 @@ impl Connection {
             }
             if requests > 0 && requests.is_multiple_of(REQUESTS_AHEAD) {
                 let mut hashes = Hashes::new();
-                lookahead::collect(&bytes[at..], &mut hashes);
+                lookahead::collect(context.access.store, &bytes[at..], &mut hashes);
                 lookahead::load(context.access.store, &hashes);
             }
             let hits_before = counters.get_hits.get();

@@ -1,15 +1,20 @@
 //! Listening sockets.
 
 use std::fmt;
-use std::io;
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use aquifer_fabric::tcp::avoid_pacing;
+use rustix::io::Errno;
 use rustix::net::sockopt;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix, SocketFlags,
+    SocketType, recvmsg,
+};
 
 /// Where a socket listens.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -36,6 +41,8 @@ pub struct Listener {
     address: ListenerAddress,
     backlog: i32,
     is_encrypted: bool,
+    /// Connections are received from another process, which has accepted them.
+    is_relayed: bool,
 }
 
 impl Listener {
@@ -57,7 +64,13 @@ impl Listener {
         rustix::net::listen(&socket, backlog)?;
         let bound = SocketAddr::try_from(rustix::net::getsockname(&socket)?)
             .map_err(|_| io::Error::other("the socket has another kind of address"))?;
-        Ok(Self { socket, address: ListenerAddress::Tcp(bound), backlog, is_encrypted: true })
+        Ok(Self {
+            socket,
+            address: ListenerAddress::Tcp(bound),
+            backlog,
+            is_encrypted: true,
+            is_relayed: false,
+        })
     }
 
     /// Listens at a path, with these permissions. A socket that another server has left is
@@ -70,7 +83,7 @@ impl Listener {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         if let Err(error) = rustix::net::bind(&socket, &address) {
-            if error != rustix::io::Errno::ADDRINUSE || is_served(&address) {
+            if error != Errno::ADDRINUSE || is_served(&address) {
                 return Err(error.into());
             }
             std::fs::remove_file(path)?;
@@ -78,7 +91,13 @@ impl Listener {
         }
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
         rustix::net::listen(&socket, backlog)?;
-        Ok(Self { socket, address: ListenerAddress::Unix(path.to_owned()), backlog, is_encrypted: false })
+        Ok(Self {
+            socket,
+            address: ListenerAddress::Unix(path.to_owned()),
+            backlog,
+            is_encrypted: false,
+            is_relayed: false,
+        })
     }
 
     /// Uses a socket that listens already.
@@ -97,7 +116,28 @@ impl Listener {
             }
         };
         let is_encrypted = matches!(address, ListenerAddress::Tcp(_));
-        Ok(Self { socket, address, backlog: 0, is_encrypted })
+        Ok(Self { socket, address, backlog: 0, is_encrypted, is_relayed: false })
+    }
+
+    /// Receives connections from another process in place of accepting them: each is a descriptor
+    /// in a message at this socket, which must be non-blocking.
+    #[must_use]
+    pub fn relayed(self, socket: OwnedFd) -> Self {
+        Self { socket, is_relayed: true, ..self }
+    }
+
+    /// Accepts a connection, or receives one that another process has accepted. The address is that
+    /// of the other end, over TCP. `None` if the other process has ended.
+    ///
+    /// # Errors
+    /// `AGAIN` if there is none, or the error of the system.
+    pub fn accept(&self) -> Result<Option<(OwnedFd, Option<SocketAddr>)>, Errno> {
+        if self.is_relayed {
+            return Ok(receive_socket(self.socket.as_fd())?.map(|socket| (socket, None)));
+        }
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (socket, address) = rustix::net::acceptfrom_with(&self.socket, flags)?;
+        Ok(Some((socket, address.and_then(|address| SocketAddr::try_from(address).ok()))))
     }
 
     /// Leaves connections unencrypted although the server has certificates.
@@ -131,11 +171,33 @@ impl AsFd for Listener {
     }
 }
 
+/// Receives a descriptor at a socket; `None` if the other end was closed.
+///
+/// # Errors
+/// `AGAIN` if there is none, or the error of the system.
+pub fn receive_socket(socket: BorrowedFd<'_>) -> Result<Option<OwnedFd>, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0];
+    let mut parts = [IoSliceMut::new(&mut byte)];
+    let received = recvmsg(socket, &mut parts, &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    let descriptors = ancillary.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    match descriptors.flatten().next() {
+        Some(descriptor) => Ok(Some(descriptor)),
+        None if received.bytes == 0 => Ok(None),
+        // This process has no room for another one.
+        None => Err(Errno::MFILE),
+    }
+}
+
 /// Whether a server accepts connections at a path. If it cannot be told, it is taken for served.
 fn is_served(address: &SocketAddrUnix) -> bool {
     let connect = || {
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
         rustix::net::connect(&socket, address)
     };
-    connect() != Err(rustix::io::Errno::CONNREFUSED)
+    connect() != Err(Errno::CONNREFUSED)
 }

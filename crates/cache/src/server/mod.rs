@@ -7,6 +7,7 @@ mod acceptor;
 mod connection;
 mod dealing;
 mod listeners;
+mod memory_file;
 mod overflow;
 pub mod peers;
 mod report;
@@ -15,31 +16,26 @@ mod tls;
 mod worker;
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use dealing::WorkerHandle;
-pub use listeners::{Listener, ListenerAddress};
+pub use listeners::{Listener, ListenerAddress, receive_socket};
 pub use overflow::{RemoteError, RemoteMemory, RemoteRead};
 pub use tls::{TlsFiles, TlsSettings};
-
-use aquifer_latency::LatencyHistogram;
-use rustix::fs::FlockOperation;
-use rustix::io::Errno;
 
 use crate::clock::Clock;
 use crate::commands::{Protocol, Service, Tokens};
 use crate::counters::{Counters, Sums};
 use crate::store::{Store, StoreOptions};
 use acceptor::Acceptor;
+use aquifer_latency::LatencyHistogram;
 use overflow::Overflow;
 use peers::{Connector, NoConnector};
 use report::Report;
@@ -81,6 +77,9 @@ pub struct ServerOptions {
     pub verbosity: u32,
     /// The pool, for items that have no room here, if the store's options have one.
     pub pool: Option<Box<dyn RemoteMemory>>,
+    /// The time for which a request waits if the pool does not answer. Items there are missing
+    /// then.
+    pub pool_wait: Duration,
     /// Memory of partitions that an earlier server has kept, by their numbers. Unused with
     /// [`Self::memory_file`].
     pub kept: BTreeMap<usize, OwnedFd>,
@@ -89,6 +88,9 @@ pub struct ServerOptions {
     /// The version of the program.
     pub version: &'static str,
 }
+
+/// The time for which a request waits for a pool that does not answer.
+pub const POOL_WAIT: Duration = Duration::from_millis(100);
 
 /// A server that ends waits so long for the thread that uses the pool.
 const OVERFLOW_PATIENCE: Duration = Duration::from_secs(2);
@@ -160,7 +162,7 @@ impl Server {
         assert!(threads > 0 && !options.listeners.is_empty());
         let mut clock = Clock::start();
         let store = if let Some(path) = &options.memory_file {
-            let file = open_file(path, Store::file_bytes(&options.store))?;
+            let file = memory_file::open(path, Store::file_bytes(&options.store), options.store.limit)?;
             let (store, seconds) = Store::open(&options.store, file)?;
             clock = seconds.map_or(clock, |(now_s, unix_s)| Clock::resume(now_s, unix_s));
             store
@@ -212,6 +214,7 @@ impl Server {
             let worker = Worker::new(thread, Arc::clone(handle), Arc::clone(&common), Arc::clone(&service))?;
             workers.push((Arc::clone(handle), spawn(&format!("cache-{thread}"), move || worker.run())?));
         }
+        common.store.pool().set_wait(options.pool_wait);
         let overflow = options.pool.map(|memory| {
             let overflow = Overflow::new(memory, Arc::clone(&common), handles.clone(), options.store.pool);
             spawn("cache-pool", move || overflow.run())
@@ -350,21 +353,6 @@ impl ServerHandle {
     pub fn addresses(&self) -> &[ListenerAddress] {
         &self.common.listeners
     }
-}
-
-/// Opens or creates the file of the items, which no other process may use at the same time.
-fn open_file(path: &Path, bytes: u64) -> io::Result<OwnedFd> {
-    let file = File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
-        Errno::WOULDBLOCK => io::Error::other("another process uses it"),
-        other => other.into(),
-    })?;
-    if file.metadata()?.len() != bytes {
-        // It is not a file of a server with the same memory.
-        file.set_len(0)?;
-        file.set_len(bytes)?;
-    }
-    Ok(file.into())
 }
 
 fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {

@@ -121,12 +121,21 @@ impl Overflow {
         }
     }
 
+    /// Asks the pool for something. Requests see how long the answer takes.
+    fn asked<T>(&mut self, ask: impl FnOnce(&mut dyn RemoteMemory) -> T) -> T {
+        let pool = self.common.store.pool();
+        pool.set_asked(true);
+        let answer = ask(&mut *self.memory);
+        pool.set_asked(false);
+        answer
+    }
+
     fn free(&mut self, places: &[u64]) {
         for place in places {
             self.bytes -= self.places.remove(place).unwrap_or(0);
         }
         if !places.is_empty() {
-            self.memory.free(places);
+            self.asked(|memory| memory.free(places));
             self.report();
         }
     }
@@ -180,7 +189,7 @@ impl Overflow {
         }
         let stored = self.make_room(&spills).and_then(|()| {
             let runs: Vec<&[u8]> = spills.iter().map(|spill| &spill.bytes[..]).collect();
-            self.memory.store(&runs)
+            self.asked(|memory| memory.store(&runs))
         });
         let places = match stored {
             Ok(places) => places,
@@ -289,7 +298,7 @@ impl Overflow {
                 ats.push(at);
             }
         }
-        self.memory.read(&mut reads);
+        self.asked(|memory| memory.read(&mut reads));
         let mut are_done = vec![false; fetches.len()];
         for (at, read) in ats.into_iter().zip(reads) {
             are_done[at] = read.is_done;

@@ -174,7 +174,7 @@ impl ServerReport for Report {
         add("maxconns_fast", &"yes");
         add("flush_enabled", &yes(service.flush_is_enabled));
         add("dump_enabled", &yes(service.dump_is_enabled));
-        add("hash_algorithm", &"xxh3");
+        add("hash_algorithm", &"siphash13");
         add("idle_timeout", &common.idle_timeout_s);
         add("ssl_enabled", &yes(common.tls.is_some()));
         add("memory_file", &if common.has_file { "yes" } else { "(null)" });

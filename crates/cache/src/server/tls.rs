@@ -3,11 +3,14 @@
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustls::crypto::ring::sign::any_supported_type;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::pki_types::{
+    CertificateDer, PrivateKeyDer, PrivatePkcs1KeyDer, PrivatePkcs8KeyDer, PrivateSec1KeyDer,
+};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
@@ -77,8 +80,7 @@ impl fmt::Debug for TlsSettings {
 
 fn read(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
     let chain = certificates(&files.chain)?;
-    let key = PrivateKeyDer::from_pem_file(&files.key)
-        .map_err(|error| format!("no private key can be read from {}: {error}", files.key.display()))?;
+    let key = private_key(&files.key)?;
     let builder = ServerConfig::builder();
     let builder = match &files.client_ca {
         None if files.requires_client => {
@@ -98,13 +100,34 @@ fn read(files: &TlsFiles) -> Result<Arc<ServerConfig>, String> {
             builder.with_client_cert_verifier(verifier)
         }
     };
-    let config = builder
-        .with_single_cert(chain, key)
-        .map_err(|error| format!("the certificate of {} cannot be used: {error}", files.chain.display()))?;
+    let config = builder.with_single_cert(chain, key).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => format!(
+            "the private key of {} is not that of the certificate of {}",
+            files.key.display(),
+            files.chain.display()
+        ),
+        error => format!("the certificate of {} cannot be used: {error}", files.chain.display()),
+    })?;
     Ok(Arc::new(config))
 }
 
-fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>>, String> {
+/// The first private key of a file in PEM. As for OpenSSL, the label may be that of another form
+/// than the key has.
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    let labelled = PrivateKeyDer::from_pem_file(path)
+        .map_err(|error| format!("no private key can be read from {}: {error}", path.display()))?;
+    let Err(error) = any_supported_type(&labelled) else { return Ok(labelled) };
+    let der = labelled.secret_der().to_vec();
+    let forms: [PrivateKeyDer<'static>; 3] = [
+        PrivatePkcs8KeyDer::from(der.clone()).into(),
+        PrivatePkcs1KeyDer::from(der.clone()).into(),
+        PrivateSec1KeyDer::from(der).into(),
+    ];
+    let usable = forms.into_iter().find(|form| any_supported_type(form).is_ok());
+    usable.ok_or_else(|| format!("the private key of {} cannot be used: {error}", path.display()))
+}
+
+fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match read {
         Ok(certificates) if certificates.is_empty() => Err(format!("{} has no certificate", path.display())),

@@ -579,7 +579,7 @@ fn look_ahead(inputs: &[Input], context: &Context<'_>) -> usize {
     let mut hashes = Hashes::new();
     let mut connections = 0;
     for input in inputs {
-        lookahead::collect(input.unused(), &mut hashes);
+        lookahead::collect(context.access.store, input.unused(), &mut hashes);
         connections += 1;
         if hashes.len() >= KEYS_AHEAD {
             break;

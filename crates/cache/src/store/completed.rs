@@ -2,6 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
+use super::hash::HashSecret;
 use super::layout::{Layout, MAGIC, header};
 use super::memory::Memory;
 
@@ -16,6 +17,8 @@ pub struct Identity {
     pub partitions: usize,
     /// Whether items have cas numbers.
     pub has_cas: bool,
+    /// The secret of the hash of keys.
+    pub hash_secret: HashSecret,
 }
 
 /// The state of a partition beside what its run table and index say.
@@ -30,6 +33,9 @@ pub struct Completed {
     /// The same second since 1970.
     pub unix_s: i64,
 }
+
+/// The bits of the first word that are the version.
+const VERSION_SHIFT: u32 = 56;
 
 /// The words of the header that the checksum covers, in order.
 const COVERED: usize = header::CHECKSUM / 8;
@@ -46,7 +52,7 @@ impl Completed {
     /// Reads the state from memory that is complete, and marks it as in use. `None` if it is not
     /// complete, or if another store completed it.
     pub fn adopt(memory: &Memory, identity: &Identity) -> Option<Self> {
-        let load = |offset: usize| memory.word(offset).load(Ordering::Acquire);
+        let load = |offset: usize| load(memory, offset);
         let is_same = identity.words().into_iter().all(|(offset, word)| load(offset) == word);
         if !is_same || load(header::CHECKSUM) != checksum(memory) {
             return None;
@@ -72,15 +78,38 @@ impl Completed {
 }
 
 impl Identity {
-    fn words(&self) -> [(usize, u64); 5] {
+    fn words(&self) -> [(usize, u64); 7] {
+        let HashSecret([first, second]) = self.hash_secret;
         [
             (header::MAGIC, MAGIC),
             (header::RUNS, self.layout.runs as u64),
             (header::BUCKETS_MAX, self.layout.buckets_max() as u64),
             (header::PARTITION, self.partition as u64 | (self.partitions as u64) << 32),
             (header::HAS_CAS, u64::from(self.has_cas)),
+            (header::HASH_SECRET, first),
+            (header::HASH_SECRET + 8, second),
         ]
     }
+}
+
+/// The secret in memory that is complete; `None` if it is not.
+pub fn hash_secret(memory: &Memory) -> Option<HashSecret> {
+    let is_complete =
+        load(memory, header::MAGIC) == MAGIC && load(memory, header::CHECKSUM) == checksum(memory);
+    let word = |number: usize| load(memory, header::HASH_SECRET + number * 8);
+    is_complete.then(|| HashSecret([word(0), word(1)]))
+}
+
+/// The version of memory that a store of another version has completed.
+pub fn other_version(memory: &Memory) -> Option<u8> {
+    let first = load(memory, header::MAGIC);
+    let [.., version] = first.to_le_bytes();
+    let is_other = (first ^ MAGIC) << (u64::BITS - VERSION_SHIFT) == 0 && first != MAGIC;
+    is_other.then_some(version)
+}
+
+fn load(memory: &Memory, offset: usize) -> u64 {
+    memory.word(offset).load(Ordering::Acquire)
 }
 
 fn checksum(memory: &Memory) -> u64 {
@@ -97,26 +126,41 @@ mod tests {
 
     #[test]
     fn golden_header() {
-        let identity =
-            Identity { layout: Layout::for_limit(1 << 20), partition: 3, partitions: 128, has_cas: true };
+        let hash_secret = HashSecret([11, 12]);
+        let layout = Layout::for_limit(1 << 20);
+        let identity = Identity { layout, partition: 3, partitions: 128, has_cas: true, hash_secret };
         let memory = Memory::create("test", identity.layout.bytes()).unwrap();
         assert_eq!(Completed::adopt(&memory, &identity), None);
         let completed = Completed { cas: 1003, items: 7, now_s: 100, unix_s: 1_700_000_000 };
         completed.write(&memory, &identity);
-        let words: Vec<u64> = (0..13).map(|at| memory.word(at * 8).load(Ordering::Relaxed)).collect();
-        let expected =
-            [MAGIC, 66, 8192, 3 | 128 << 32, 1, 1003, 7, 100, 0, 0, 0, 1_700_000_000, 0x5b02_3633_f674_e6e0];
-        assert_eq!(words, expected, "{:#018x}", words[12]);
-        let other = Identity { partition: 4, ..identity };
-        assert_eq!(Completed::adopt(&memory, &other), None);
+        let words: Vec<u64> = (0..15).map(|at| memory.word(at * 8).load(Ordering::Relaxed)).collect();
+        let header = [MAGIC, 66, 8192, 3 | 128 << 32, 1, 1003, 7, 100, 0, 0, 0, 1_700_000_000];
+        let expected = [&header[..], &[11, 12, 0x75af_6384_8431_a3d4]].concat();
+        assert_eq!(words, expected, "{:#018x}", words[14]);
+        assert_eq!((super::hash_secret(&memory), other_version(&memory)), (Some(hash_secret), None));
+        for other in [
+            Identity { partition: 4, ..identity },
+            Identity { hash_secret: HashSecret([11, 13]), ..identity },
+        ] {
+            assert_eq!(Completed::adopt(&memory, &other), None);
+        }
         assert_eq!(Completed::adopt(&memory, &identity), Some(completed));
         assert_eq!(Completed::adopt(&memory, &identity), None, "it is in use");
+        assert_eq!((super::hash_secret(&memory), other_version(&memory)), (None, None));
+    }
+
+    #[test]
+    fn an_earlier_version_is_recognised_and_not_adopted() {
+        let memory = Memory::create("test", Layout::for_limit(1 << 20).bytes()).unwrap();
+        memory.word(header::MAGIC).store(u64::from_le_bytes(*b"AQCACHE\x01"), Ordering::Relaxed);
+        assert_eq!((hash_secret(&memory), other_version(&memory)), (None, Some(1)));
     }
 
     #[test]
     fn a_damaged_header_is_not_adopted() {
-        let identity =
-            Identity { layout: Layout::for_limit(1 << 20), partition: 0, partitions: 1, has_cas: false };
+        let hash_secret = HashSecret([11, 12]);
+        let layout = Layout::for_limit(1 << 20);
+        let identity = Identity { layout, partition: 0, partitions: 1, has_cas: false, hash_secret };
         let memory = Memory::create("test", identity.layout.bytes()).unwrap();
         Completed { cas: 0, items: 7, now_s: 100, unix_s: 0 }.write(&memory, &identity);
         memory.word(header::ITEMS).store(8, Ordering::Relaxed);

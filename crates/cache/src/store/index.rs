@@ -27,8 +27,9 @@ const BUCKETS_MIN: u64 = 1 << TAG_LOW_BIT;
 const ITEMS_PER_BUCKET: f64 = 7.0;
 /// After so many searches without an answer a reader takes the partition's lock.
 const ATTEMPTS: usize = 16;
-/// A reader that meets more buckets in one chain follows links that are being changed.
-const CHAIN_MAX: usize = 64;
+/// Most buckets of a chain. An insert makes no longer one, so that a search of so many sees all
+/// slots. A reader that meets more follows links that are being changed.
+pub const CHAIN_MAX: usize = 64;
 
 mutations! {
     /// Steps of the index that its test breaks on purpose.
@@ -39,6 +40,8 @@ mutations! {
         IgnoreVersion,
         /// A reader that found nothing does not look at the number of buckets again.
         IgnoreCount,
+        /// An insert makes chains that are longer than a search goes.
+        ChainTooLong,
     }
 }
 
@@ -128,9 +131,18 @@ pub enum Guess {
     None,
 }
 
-/// The index has no memory for another overflow bucket.
+/// A chain has no room for another slot: it has [`CHAIN_MAX`] buckets, or there is no memory for
+/// another overflow bucket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct IndexFull;
+pub struct ChainFull;
+
+/// What a walk along a chain has found.
+enum Scan {
+    Found(Found),
+    Missing,
+    /// There are more than [`CHAIN_MAX`] buckets.
+    TooLong,
+}
 
 impl<W: Words> Index<W> {
     /// The index in these words, which is empty if they are all zero.
@@ -185,7 +197,8 @@ impl<W: Words> Index<W> {
             let bucket = bucket_of(hash, count);
             let head_at = self.bucket(bucket);
             let version = version_of(self.words.load(head_at));
-            if let Some(found) = self.scan(head_at, hash, &mut is_key) {
+            let scan = self.scan(head_at, hash, &mut is_key);
+            if let Scan::Found(found) = scan {
                 return Search::Found(found);
             }
             // Items leave this chain only while its version is odd, and a bucket that the chain was
@@ -194,7 +207,7 @@ impl<W: Words> Index<W> {
                 || Mutation::IgnoreVersion.is_active();
             let same_bucket = bucket_of(hash, self.words.load(self.layout.count)) == bucket
                 || Mutation::IgnoreCount.is_active();
-            let settled = same_version && same_bucket;
+            let settled = same_version && same_bucket && matches!(scan, Scan::Missing);
             if settled {
                 return Search::Missing;
             }
@@ -236,7 +249,14 @@ impl<W: Words> Index<W> {
     /// Searches the slot of a key. Must be called with the partition's lock held.
     pub fn search_locked(&self, hash: u64, mut is_key: impl FnMut(Location) -> bool) -> Option<Found> {
         let bucket = bucket_of(hash, self.words.load(self.layout.count));
-        self.scan(self.bucket(bucket), hash, &mut is_key)
+        match self.scan(self.bucket(bucket), hash, &mut is_key) {
+            Scan::Found(found) => Some(found),
+            Scan::Missing => None,
+            Scan::TooLong => {
+                debug_assert!(false, "the chain of bucket {bucket} is longer than an insert makes one");
+                None
+            }
+        }
     }
 
     /// Counts a read of a found item, up to [`READS_MAX`](super::slot::READS_MAX). Does nothing if
@@ -262,8 +282,8 @@ impl<W: Words> Index<W> {
     /// Adds an item whose key is not in the index. Must be called with the partition's lock held.
     ///
     /// # Errors
-    /// If there is no memory for another overflow bucket.
-    pub fn insert(&self, hash: u64, slot: Slot) -> Result<(), IndexFull> {
+    /// If the key's chain has no room. Nothing has changed then.
+    pub fn insert(&self, hash: u64, slot: Slot) -> Result<(), ChainFull> {
         let bucket = bucket_of(hash, self.words.load(self.layout.count));
         self.insert_into(self.bucket(bucket), slot)
     }
@@ -312,36 +332,60 @@ impl<W: Words> Index<W> {
     /// Calls `visit` for each slot. Must be called with the partition's lock held.
     pub fn for_each(&self, mut visit: impl FnMut(Found)) {
         for bucket in 0..self.words.load(self.layout.count) {
-            let mut at = Some(self.bucket(bucket));
-            while let Some(bucket) = at {
-                for place in bucket + 1..bucket + BUCKET_WORDS {
-                    let slot = Slot(self.words.load(place));
-                    if !slot.is_empty() {
-                        visit(Found { at: place, slot });
-                    }
+            self.for_each_of_chain(self.bucket(bucket), &mut visit);
+        }
+    }
+
+    /// Calls `visit` for each slot in the chain of a bucket, and returns the number of the next
+    /// bucket; `None` after the last one. Slots that move go to later buckets. Must be called with
+    /// the partition's lock held.
+    pub fn for_each_of_bucket(&self, bucket: u64, mut visit: impl FnMut(Found)) -> Option<u64> {
+        let count = self.words.load(self.layout.count);
+        if bucket < count {
+            self.for_each_of_chain(self.bucket(bucket), &mut visit);
+        }
+        Some(bucket + 1).filter(|next| *next < count)
+    }
+
+    /// Calls `visit` for each slot in the chain of a key. Must be called with the partition's lock
+    /// held.
+    pub fn for_each_beside(&self, hash: u64, mut visit: impl FnMut(Found)) {
+        let bucket = bucket_of(hash, self.words.load(self.layout.count));
+        self.for_each_of_chain(self.bucket(bucket), &mut visit);
+    }
+
+    fn for_each_of_chain(&self, head_at: usize, visit: &mut impl FnMut(Found)) {
+        let mut at = Some(head_at);
+        while let Some(bucket) = at {
+            for place in bucket + 1..bucket + BUCKET_WORDS {
+                let slot = Slot(self.words.load(place));
+                if !slot.is_empty() {
+                    visit(Found { at: place, slot });
                 }
-                at = self.next(bucket);
             }
+            at = self.next(bucket);
         }
     }
 
     #[inline]
-    fn scan(&self, head_at: usize, hash: u64, is_key: &mut impl FnMut(Location) -> bool) -> Option<Found> {
+    fn scan(&self, head_at: usize, hash: u64, is_key: &mut impl FnMut(Location) -> bool) -> Scan {
         let mut bucket = head_at;
         for _ in 0..CHAIN_MAX {
             for at in bucket + 1..bucket + BUCKET_WORDS {
                 let slot = Slot(self.words.load(at));
                 if slot.may_be(hash) && is_key(slot.location()) {
-                    return Some(Found { at, slot });
+                    return Scan::Found(Found { at, slot });
                 }
             }
-            bucket = self.next(bucket)?;
+            let Some(next) = self.next(bucket) else { return Scan::Missing };
+            bucket = next;
         }
-        None
+        Scan::TooLong
     }
 
-    fn insert_into(&self, head_at: usize, slot: Slot) -> Result<(), IndexFull> {
+    fn insert_into(&self, head_at: usize, slot: Slot) -> Result<(), ChainFull> {
         let mut bucket = head_at;
+        let mut length = 1;
         loop {
             for at in bucket + 1..bucket + BUCKET_WORDS {
                 if self.words.load(at) == 0 {
@@ -351,8 +395,10 @@ impl<W: Words> Index<W> {
             }
             match self.next(bucket) {
                 Some(next) => bucket = next,
-                None => break,
+                None if length < CHAIN_MAX || Mutation::ChainTooLong.is_active() => break,
+                None => return Err(ChainFull),
             }
+            length += 1;
         }
         let added = self.allocate_overflow()?;
         let at = self.overflow(added);
@@ -404,7 +450,7 @@ impl<W: Words> Index<W> {
         }
     }
 
-    fn allocate_overflow(&self) -> Result<u64, IndexFull> {
+    fn allocate_overflow(&self) -> Result<u64, ChainFull> {
         let free = self.words.load(self.layout.overflow_free);
         if free != 0 {
             let after = self.words.load(self.overflow(free - 1)) & LINK_MASK;
@@ -413,7 +459,7 @@ impl<W: Words> Index<W> {
         }
         let used = self.words.load(self.layout.overflow_count);
         if used >= self.layout.overflow_max as u64 {
-            return Err(IndexFull);
+            return Err(ChainFull);
         }
         self.words.store(self.layout.overflow_count, used + 1);
         Ok(used)

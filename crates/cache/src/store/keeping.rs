@@ -24,7 +24,7 @@ impl Store {
         let has_pool = options.pool > 0;
         let mut adopted = Vec::new();
         let partition = |number: usize| {
-            let identity = identity(options, number);
+            let identity = identity(options, &shared, number);
             let adopt = |memory| Partition::adopt_kept(&shared, memory, &identity, has_pool, now_s, unix_s);
             match kept.remove(&number).map(adopt) {
                 Some(Ok(partition)) => {
@@ -65,7 +65,7 @@ impl Store {
         if kept.flush_s() != 0 {
             return Ok(None);
         }
-        kept.complete(&self.shared, &identity(options, partition), now_s, unix_s);
+        kept.complete(&self.shared, &identity(options, &self.shared, partition), now_s, unix_s);
         kept.descriptor().map(Some)
     }
 

@@ -48,12 +48,14 @@ pub mod header {
     pub const OVERFLOW_FREE: usize = 80;
     /// The second since 1970 at which the memory was completed.
     pub const UNIX_SECOND: usize = 88;
+    /// The secret of the hash of keys, in two words.
+    pub const HASH_SECRET: usize = 96;
     /// The checksum of the words before it.
-    pub const CHECKSUM: usize = 96;
+    pub const CHECKSUM: usize = 112;
 }
 
 /// The first word of memory that is complete.
-pub const MAGIC: u64 = u64::from_le_bytes(*b"AQCACHE\x01");
+pub const MAGIC: u64 = u64::from_le_bytes(*b"AQCACHE\x02");
 
 /// The layout of a partition's memory.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,6 +1,6 @@
 //! The items of a server: partitions that share one budget of memory.
 //!
-//! - [`slot`] and [`index`]: from a key to its item. Readers take no lock.
+//! - [`hash`], [`slot`] and [`index`]: from a key to its item. Readers take no lock.
 //! - [`item`], [`runs`], [`classes`], [`log`]: items in a log of runs, grouped by when they expire.
 //! - [`memory`] and [`layout`]: where all of this is. [`completed`]: what the next store adopts.
 //! - [`epochs`] and [`budget`]: when memory can be used again, and how much there is.
@@ -15,8 +15,11 @@
 pub mod budget;
 mod cas;
 pub mod classes;
+#[cfg(test)]
+mod collision_tests;
 pub mod completed;
 pub mod epochs;
+pub mod hash;
 pub mod index;
 pub mod item;
 mod keeping;
@@ -46,6 +49,7 @@ use smallvec::SmallVec;
 use self::budget::Budget;
 use self::completed::Identity;
 use self::epochs::Pin;
+use self::hash::KeyHasher;
 use self::item::Item;
 use self::layout::Layout;
 use self::log::NoRoom;
@@ -55,6 +59,7 @@ use self::runs::Queue;
 use self::shared::Shared;
 use self::slot::Location;
 
+pub use self::hash::Key;
 pub use self::shared::{Refusal, Removed};
 
 /// Partitions unless another number is set.
@@ -74,31 +79,6 @@ const EXPIRED_RUNS_MAX: usize = 64;
 /// A buffer for a value of a few bytes.
 pub type ShortValue = [u8; 20];
 
-/// A key and its hash.
-#[derive(Clone, Copy, Debug)]
-pub struct Key<'a> {
-    /// From 1 to 250 bytes.
-    pub bytes: &'a [u8],
-    /// The hash, which chooses the partition and the place in the index.
-    pub hash: u64,
-}
-
-impl<'a> Key<'a> {
-    /// A key with its hash.
-    #[inline]
-    #[must_use]
-    pub fn new(bytes: &'a [u8]) -> Self {
-        Self { bytes, hash: hash_of(bytes) }
-    }
-}
-
-/// The hash of a key: XXH3, whose values are the same on every machine.
-#[inline]
-#[must_use]
-pub fn hash_of(key: &[u8]) -> u64 {
-    xxhash_rust::xxh3::xxh3_64(key)
-}
-
 /// Options of a store.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
@@ -114,6 +94,8 @@ pub struct StoreOptions {
     pub evicts: bool,
     /// Bytes of the pool for items that have no room here, or 0.
     pub pool: u64,
+    /// The hash of keys.
+    pub hasher: KeyHasher,
 }
 
 /// The items of a server.
@@ -135,9 +117,10 @@ fn layout_of(options: &StoreOptions) -> Layout {
     Layout::for_limit(options.limit.max(LIMIT_MIN).saturating_add(options.pool))
 }
 
-fn identity(options: &StoreOptions, partition: usize) -> Identity {
+fn identity(options: &StoreOptions, shared: &Shared, partition: usize) -> Identity {
     let layout = layout_of(options);
-    Identity { layout, partition, partitions: options.partitions, has_cas: options.has_cas }
+    let (partitions, has_cas, hash_secret) = (options.partitions, options.has_cas, shared.hasher.secret());
+    Identity { layout, partition, partitions, has_cas, hash_secret }
 }
 
 impl Store {
@@ -154,24 +137,31 @@ impl Store {
     }
 
     /// The store in a file of [`Self::file_bytes`] bytes, with the items that an earlier store with
-    /// the same options has completed there. Returns the second of its clock and the same second
-    /// since 1970, if there was one.
+    /// the same options has completed there, and with the secret of its hash. Returns the second of
+    /// its clock and the same second since 1970, if there was one.
     ///
     /// # Errors
     /// If the file cannot be mapped, or if it is damaged.
     pub fn open(options: &StoreOptions, file: OwnedFd) -> io::Result<(Self, Option<(u32, i64)>)> {
-        let shared = Shared::new(options);
         let layout = layout_of(options);
         let file = Arc::new(file);
+        let map = |number: usize| {
+            Memory::map(Arc::clone(&file), number as u64 * layout.bytes() as u64, layout.bytes())
+        };
+        let first = map(0)?;
+        if let Some(version) = completed::other_version(&first) {
+            tracing::warn!(version, "the file has items of another version of the format: it is emptied");
+        }
+        let secret = completed::hash_secret(&first);
+        let hasher = secret.map_or(options.hasher, |secret| options.hasher.with_secret(secret));
+        let shared = Shared::new(&StoreOptions { hasher, ..*options });
         let mut seconds = None;
         let mut partitions = Vec::new();
         for number in 0..options.partitions {
-            let offset = number as u64 * layout.bytes() as u64;
-            let memory = Memory::map(Arc::clone(&file), offset, layout.bytes())?;
             let (partition, completed) = Partition::adopt(
                 &shared,
-                memory,
-                &identity(options, number),
+                map(number)?,
+                &identity(options, &shared, number),
                 cas::before_first(number, 0),
                 options.pool > 0,
             )?;
@@ -191,7 +181,7 @@ impl Store {
     /// thread may use the store any more.
     pub fn complete(&self, options: &StoreOptions, now_s: u32, unix_s: i64) {
         for (number, partition) in self.partitions.iter().enumerate() {
-            partition.complete(&self.shared, &identity(options, number), now_s, unix_s);
+            partition.complete(&self.shared, &identity(options, &self.shared, number), now_s, unix_s);
         }
     }
 
@@ -339,7 +329,11 @@ impl Store {
             return Err(Refusal::Elsewhere(partition.number()));
         }
         let outcome = write().or_else(|not_now| {
-            let NotNow::NoRoom(NoRoom { bytes }) = not_now else { return Err(Refusal::Fetching) };
+            let bytes = match not_now {
+                NotNow::NoRoom(NoRoom { bytes }) => bytes,
+                NotNow::Fetching => return Err(Refusal::Fetching),
+                NotNow::ChainFull => return Err(Refusal::Full),
+            };
             if self.waits_for_pool(bytes) {
                 return Err(Refusal::Fetching);
             }
@@ -349,7 +343,10 @@ impl Store {
             if self.evicts && !self.make_room(partition, bytes, now_s) {
                 return Err(Refusal::Full);
             }
-            write().map_err(|_| Refusal::Later)
+            write().map_err(|not_now| match not_now {
+                NotNow::ChainFull => Refusal::Full,
+                NotNow::NoRoom(_) | NotNow::Fetching => Refusal::Later,
+            })
         });
         if partition.has_opened() {
             self.replenish(partition, now_s);
@@ -563,6 +560,20 @@ impl Store {
     #[must_use]
     pub fn partitions(&self) -> &[Partition] {
         &self.partitions
+    }
+
+    /// A key with its hash.
+    #[inline]
+    #[must_use]
+    pub fn key<'a>(&self, bytes: &'a [u8]) -> Key<'a> {
+        Key { bytes, hash: self.hash(bytes) }
+    }
+
+    /// The hash of a key.
+    #[inline]
+    #[must_use]
+    pub fn hash(&self, key: &[u8]) -> u64 {
+        self.shared.hasher.hash(key)
     }
 
     #[inline]

@@ -2,6 +2,7 @@
 
 mod eviction;
 mod keeping;
+mod listing;
 mod moving;
 mod overflow;
 mod run_items;
@@ -93,6 +94,9 @@ pub enum NotNow {
     NoRoom(NoRoom),
     /// An item in the pool may be the one, and is being fetched.
     Fetching,
+    /// The index has no room for the key beside those with nearly the same hash, and none of them
+    /// may be evicted.
+    ChainFull,
 }
 
 impl From<NoRoom> for NotNow {
@@ -277,7 +281,7 @@ impl Partition {
         let candidates = Candidates::default();
         let found = self.index.search_locked(key.hash, |at| self.is_key(at, key.bytes, &candidates));
         if found.is_none() && !candidates.borrow().is_empty() {
-            if !replaces {
+            if !replaces && !shared.pool.is_stuck() {
                 self.fetches(key.hash, &candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
                 return Err(NotNow::Fetching);
             }
@@ -293,14 +297,14 @@ impl Partition {
                 }
                 Ok(0)
             }
-            Change::Put(put) => Ok(self.put(shared, &mut inner, key, now_s, found, &put)?),
+            Change::Put(put) => self.put(shared, &mut inner, key, now_s, found, &put),
         }
     }
 
     /// Why a key has no item here. If one in the pool may have it, that is fetched.
     #[cold]
     fn absent(&self, shared: &Shared, key: Key<'_>, candidates: &Candidates) -> Absent {
-        if candidates.borrow().is_empty() {
+        if candidates.borrow().is_empty() || shared.pool.is_stuck() {
             return Absent::Missing;
         }
         self.fetches(key.hash, candidates).into_iter().for_each(|fetch| shared.pool.fetch(fetch));
@@ -315,7 +319,7 @@ impl Partition {
         now_s: u32,
         found: Option<Found>,
         put: &Put<'_>,
-    ) -> Result<u64, NoRoom> {
+    ) -> Result<u64, NotNow> {
         let cas = match put.cas {
             Cas::Exactly(cas) => cas,
             Cas::Next if shared.has_cas => inner.log.next_cas(shared),
@@ -340,14 +344,16 @@ impl Partition {
         if let Some(found) = found {
             self.index.replace(found, slot);
             self.release(shared, inner, found.slot.location());
-        } else {
-            if self.index.insert(key.hash, slot).is_err() {
-                let len = self.item_len(location);
-                inner.log.release(shared, location.run, len);
-                return Err(NoRoom { bytes: PAGE_BYTES });
-            }
+        } else if self.index.insert(key.hash, slot).is_ok() {
             inner.items += 1;
             self.grow(shared, inner);
+        } else if let Some(evicted) = self.evict_beside(shared, key.hash, now_s) {
+            self.index.replace(evicted, slot);
+            self.release(shared, inner, evicted.slot.location());
+        } else {
+            let len = self.item_len(location);
+            inner.log.release(shared, location.run, len);
+            return Err(NotNow::ChainFull);
         }
         if inner.log.opened != 0 {
             self.publish_oldest(inner);
@@ -456,17 +462,6 @@ impl Partition {
                 .map(|(_, run)| self.shift.to_server(self.entry(run).times().0))
                 .min(),
         }
-    }
-
-    /// Calls `visit` for each item that can be read.
-    pub fn for_each(&self, now_s: u32, mut visit: impl FnMut(&Item<'_>)) {
-        let Some(_lock) = self.lock_here() else { return };
-        let now_s = self.shift.to_partition(now_s);
-        self.index.for_each(|found| {
-            if let Ok(item) = self.usable(found, now_s) {
-                visit(&self.for_server(item));
-            }
-        });
     }
 
     /// The second in which an item was stored. Goes through the run in which it is.

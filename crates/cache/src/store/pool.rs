@@ -57,6 +57,10 @@ pub struct PoolQueue {
     short_since_ms: AtomicU64,
     /// The most bytes that a write waits for.
     wanted: AtomicU64,
+    /// Since which millisecond of the system's clock the pool has not answered, or 0.
+    asked_since_ms: AtomicU64,
+    /// Milliseconds for which requests wait for an answer of the pool.
+    wait_ms: AtomicU64,
     /// Items that the runs in the pool had when they left.
     pub items: AtomicU64,
     /// Runs in the pool.
@@ -122,6 +126,22 @@ impl PoolQueue {
         let since_ms = self.short_since_ms.load(Ordering::Relaxed);
         let is_late = since_ms != 0 && now_ms().saturating_sub(since_ms) > SHORT_MS_MAX;
         self.is_open.load(Ordering::Relaxed) && !is_late
+    }
+
+    /// Sets the time for which requests wait for an answer of the pool.
+    pub fn set_wait(&self, wait: Duration) {
+        self.wait_ms.store(u64::try_from(wait.as_millis()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Says that the pool is asked for something, or that it has answered.
+    pub fn set_asked(&self, is_asked: bool) {
+        self.asked_since_ms.store(if is_asked { now_ms().max(1) } else { 0 }, Ordering::Relaxed);
+    }
+
+    /// Whether the pool has not answered for so long that requests do not wait for it.
+    pub fn is_stuck(&self) -> bool {
+        let since_ms = self.asked_since_ms.load(Ordering::Relaxed);
+        since_ms != 0 && now_ms().saturating_sub(since_ms) > self.wait_ms.load(Ordering::Relaxed)
     }
 
     /// Says whether runs can be copied to the pool.

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::budget::Budget;
 use super::epochs::Epochs;
+use super::hash::KeyHasher;
 use super::pool::PoolQueue;
 use super::runs::Queue;
 use super::slot::RUN_BYTES;
@@ -88,6 +89,10 @@ pub struct Shared {
     pub(super) budget: Budget,
     pub(super) epochs: Epochs,
     pub(super) has_cas: bool,
+    /// The hash of keys.
+    pub(super) hasher: KeyHasher,
+    /// Whether items are evicted if there is no room.
+    pub(super) evicts: bool,
     /// Whether a partition keeps the pages of what it evicts.
     pub(super) keeps_pages: bool,
     /// Bytes of the runs of each queue.
@@ -117,6 +122,8 @@ impl Shared {
             budget: Budget::new(limit),
             epochs: Epochs::new(options.threads),
             has_cas: options.has_cas,
+            hasher: options.hasher,
+            evicts: options.evicts,
             keeps_pages: limit / RUN_BYTES as u64 >= RUNS_TO_KEEP_PAGES * options.partitions as u64,
             queue_bytes: [AtomicU64::new(0), AtomicU64::new(0)],
             cas_step: options.partitions as u64,

@@ -3,13 +3,19 @@
 use std::collections::HashMap;
 
 use super::epochs::Epochs;
+use super::hash::HashSecret;
 use super::item::States;
 use super::partition::{Cas, Change, Put};
 use super::slot::RUN_BYTES;
 use super::*;
 
+fn options(limit: u64, partitions: usize) -> StoreOptions {
+    let hasher = KeyHasher::new(HashSecret([1, 2]));
+    StoreOptions { limit, partitions, threads: 1, has_cas: true, evicts: true, pool: 0, hasher }
+}
+
 fn store(limit: u64, partitions: usize) -> Store {
-    Store::new(&StoreOptions { limit, partitions, threads: 1, has_cas: true, evicts: true, pool: 0 }).unwrap()
+    Store::new(&options(limit, partitions)).unwrap()
 }
 
 fn put(value: &[u8], expires_s: u32) -> Put<'_> {
@@ -26,7 +32,7 @@ fn put(value: &[u8], expires_s: u32) -> Put<'_> {
 fn set(store: &Store, key: &[u8], value: &[u8], expires_s: u32, now_s: u32) {
     for _ in 0..100 {
         let pin = store.pin(0);
-        if store.update(&pin, Key::new(key), now_s, |_| Change::Put(put(value, expires_s))).is_ok() {
+        if store.update(&pin, store.key(key), now_s, |_| Change::Put(put(value, expires_s))).is_ok() {
             return;
         }
     }
@@ -35,7 +41,7 @@ fn set(store: &Store, key: &[u8], value: &[u8], expires_s: u32, now_s: u32) {
 
 fn get(store: &Store, key: &[u8], now_s: u32) -> Option<Vec<u8>> {
     let pin = store.pin(0);
-    store.look_up(&pin, Key::new(key), now_s, true).ok().map(|item| item.value.to_vec())
+    store.look_up(&pin, store.key(key), now_s, true).ok().map(|item| item.value.to_vec())
 }
 
 /// A small generator of random numbers (xorshift64*).
@@ -63,7 +69,7 @@ fn a_store_without_evictions_is_a_map() {
         match random.below(10) {
             0 => {
                 let pin = store.pin(0);
-                store.update(&pin, Key::new(&key), now_s, |_| Change::Remove).unwrap();
+                store.update(&pin, store.key(&key), now_s, |_| Change::Remove).unwrap();
                 expected.remove(&key);
             }
             1 => now_s += u32::from(random.below(50) == 0),
@@ -118,8 +124,8 @@ fn the_second_in_which_an_item_was_stored_is_known() {
     let store = store(4 << 20, 1);
     let stored = |key: &[u8]| {
         let pin = store.pin(0);
-        let item = store.look_up(&pin, Key::new(key), 1, true).unwrap();
-        store.stored_s(&pin, Key::new(key).hash, item.place.unwrap())
+        let item = store.look_up(&pin, store.key(key), 1, true).unwrap();
+        store.stored_s(&pin, store.key(key).hash, item.place.unwrap())
     };
     for number in 0..500u32 {
         set(&store, &number.to_le_bytes(), b"value", 0, 1 + number / 7);
@@ -165,14 +171,7 @@ fn the_memory_of_expired_items_is_used_again() {
 #[test]
 fn an_item_of_120_bytes_takes_less_than_20_more() {
     for (has_cas, most) in [(false, 20), (true, 26)] {
-        let options = StoreOptions {
-            limit: 256 << 20,
-            partitions: PARTITIONS,
-            threads: 1,
-            has_cas,
-            evicts: true,
-            pool: 0,
-        };
+        let options = StoreOptions { has_cas, ..options(256 << 20, PARTITIONS) };
         let store = Store::new(&options).unwrap();
         for number in 0..400_000u32 {
             set(&store, format!("{number:020}").as_bytes(), &[2; 100], 0, 1);
@@ -202,8 +201,7 @@ fn what_is_retired_is_free_when_no_earlier_pin_is_left() {
 
 #[test]
 fn a_store_adopts_what_another_one_has_completed() {
-    let options =
-        StoreOptions { limit: 8 << 20, partitions: 3, threads: 1, has_cas: true, evicts: true, pool: 0 };
+    let options = options(8 << 20, 3);
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     file.set_len(Store::file_bytes(&options)).unwrap();
     let open = || Store::open(&options, file.try_clone().unwrap().into()).unwrap();
@@ -219,7 +217,7 @@ fn a_store_adopts_what_another_one_has_completed() {
     }
     let before = (store.content(), store.budget().used());
     let expected: Vec<_> = (0..5000).map(|number| get(&store, &key(number), 1)).collect();
-    let cas = |store: &Store| store.look_up(&store.pin(0), Key::new(b"key-3"), 1, false).unwrap().header.cas;
+    let cas = |store: &Store| store.look_up(&store.pin(0), store.key(b"key-3"), 1, false).unwrap().header.cas;
     let first_cas = cas(&store);
     store.complete(&options, 50, 1_000_000);
     drop(store);
@@ -262,14 +260,7 @@ fn checked_value(key: u64, version: u64, len: usize) -> Vec<u8> {
 fn threads_see_whole_values_while_others_are_evicted() {
     const THREADS: usize = 4;
     const KEYS: u64 = 20_000;
-    let options = StoreOptions {
-        limit: 3 << 20,
-        partitions: 3,
-        threads: THREADS,
-        has_cas: true,
-        evicts: true,
-        pool: 0,
-    };
+    let options = StoreOptions { threads: THREADS, ..options(3 << 20, 3) };
     let store = Store::new(&options).unwrap();
     let run = |thread: usize| {
         let mut random = Random(77 + thread as u64);
@@ -284,8 +275,8 @@ fn threads_see_whole_values_while_others_are_evicted() {
                 let value = checked_value(key, step, usize::try_from(len).unwrap());
                 let change = |_: Option<&item::Item<'_>>| Change::Put(put(&value, 0));
                 // Without room the value is not stored, as in a server that tries again later.
-                let _stored = store.update(&pin, Key::new(&name), 1, change);
-            } else if let Ok(item) = store.look_up(&pin, Key::new(&name), 1, true) {
+                let _stored = store.update(&pin, store.key(&name), 1, change);
+            } else if let Ok(item) = store.look_up(&pin, store.key(&name), 1, true) {
                 // Items stay as they are for as long as the pin lives.
                 for _ in 0..2 {
                     let version = u64::from_le_bytes(item.value[8..16].try_into().unwrap());

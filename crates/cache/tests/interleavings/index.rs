@@ -109,7 +109,8 @@ fn readers_find_items_while_they_move() {
 
 #[test]
 fn each_broken_step_is_noticed() {
-    for mutation in Mutation::ALL {
+    // A chain that is too long needs no second thread: the store's tests notice it.
+    for mutation in Mutation::ALL.iter().filter(|mutation| **mutation != Mutation::ChainTooLong) {
         let play = move || mutation.while_active(play);
         // A reader that stops for long between two steps is rare in schedules that are all random.
         let outcome = catch_unwind(|| shuttle::check_pct(play, 20 * SCHEDULES, 2));

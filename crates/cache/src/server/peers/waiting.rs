@@ -186,7 +186,7 @@ impl Elsewhere {
             && at < FRAME_BYTES
             && let Some(next) = peek(protocol, &input[at..], context.access.value_max())
         {
-            let partition = context.access.store.partition_number(next.hash);
+            let partition = context.access.store.partition_number(context.access.key(next.key).hash);
             let is_same = match context.access.store.partitions()[partition].presence() {
                 Presence::Elsewhere(other) => other.server == place.server,
                 _ => false,

@@ -9,7 +9,7 @@ use super::super::log::{Charge, NewItem, Target};
 use super::super::runs::{Queue, RunState};
 use super::super::slot::Slot;
 use super::run_items::RunItem;
-use super::{Inner, Partition};
+use super::{Absent, Inner, Partition};
 
 /// Items that the eviction moves keep the second in which they were stored as exactly as this.
 const MOVED_TOLERANCE_S: u32 = 60;
@@ -33,6 +33,32 @@ impl Partition {
         self.evict_run(shared, &mut inner, run, now_s, keeps_pages);
         self.publish_oldest(&mut inner);
         true
+    }
+
+    /// Chooses an item that makes room for a key in a full chain of the index: one that cannot be
+    /// read any more, or the one that was read least and is oldest. `None` if it must not be
+    /// evicted.
+    #[cold]
+    pub(super) fn evict_beside(&self, shared: &Shared, hash: u64, now_s: u32) -> Option<Found> {
+        let mut coldest = None;
+        self.index.for_each_beside(hash, |found| {
+            let is_gone =
+                matches!(self.usable(found, now_s), Err(Absent::Expired | Absent::Flushed | Absent::Missing));
+            let sequence = self.entry(found.slot.location().run).sequence();
+            let heat = (!is_gone, found.slot.reads(), sequence);
+            if coldest.is_none_or(|(lowest, _)| heat < lowest) {
+                coldest = Some((heat, found));
+            }
+        });
+        let ((is_usable, ..), found) = coldest?;
+        if !is_usable {
+            shared.count_expired(found.slot.is_fetched());
+        } else if shared.evicts {
+            shared.count_evicted(found.slot.is_fetched());
+        } else {
+            return None;
+        }
+        Some(found)
     }
 
     /// Cleans a run of which little is in use, if there is one: appends what is in use to a run in
@@ -78,7 +104,7 @@ impl Partition {
 
     /// Makes a long run the newest one if its item was read; returns whether it was.
     fn keeps_long(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> bool {
-        let Some(RunItem { location, hash, .. }) = self.run_items(run).next() else { return false };
+        let Some(RunItem { location, hash, .. }) = self.run_items(shared, run).next() else { return false };
         let Some(found) = self.index.search_locked(hash, |other| other == location) else { return false };
         let is_kept = found.slot.reads() > 0 && self.usable(found, now_s).is_ok();
         if is_kept {
@@ -98,7 +124,7 @@ impl Partition {
         now_s: u32,
         choose: impl Fn(&Found, &Item<'_>) -> Option<(Target, Slot)>,
     ) {
-        let mut items = self.run_items(run).fuse();
+        let mut items = self.run_items(shared, run).fuse();
         loop {
             let next: SmallVec<[RunItem; ITEMS_AHEAD]> = items.by_ref().take(ITEMS_AHEAD).collect();
             if next.is_empty() {

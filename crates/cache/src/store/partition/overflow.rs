@@ -4,13 +4,13 @@ use std::cell::RefCell;
 
 use smallvec::SmallVec;
 
+use super::super::Shared;
 use super::super::index::Found;
 use super::super::item::{self, Item};
 use super::super::log::{Charge, Kept, NewItem, NoRoom, Target};
 use super::super::pool::{Fetch, Spill};
 use super::super::runs::{Queue, RunState};
 use super::super::slot::{Location, Slot};
-use super::super::{Shared, hash_of};
 use super::run_items::RunItem;
 use super::{Inner, Partition};
 
@@ -115,7 +115,7 @@ impl Partition {
     fn keep_unread(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) -> (Vec<Kept>, usize) {
         let is_main = self.entry(run).queue() == Queue::Main;
         let (mut kept, mut live) = (Vec::new(), 0);
-        for RunItem { location, hash, len, stored_s } in self.run_items(run) {
+        for RunItem { location, hash, len, stored_s } in self.run_items(shared, run) {
             let Some(found) = self.index.search_locked(hash, |other| other == location) else { continue };
             let Ok(item) = self.usable(found, now_s) else {
                 shared.count_expired(found.slot.is_fetched());
@@ -140,7 +140,7 @@ impl Partition {
 
     /// Makes the few items of a run that are in use the newest ones of the main queue.
     fn keep_here(&self, shared: &Shared, inner: &mut Inner, run: u32, now_s: u32) {
-        for RunItem { location, hash, stored_s, .. } in self.run_items(run) {
+        for RunItem { location, hash, stored_s, .. } in self.run_items(shared, run) {
             let found = self.index.search_locked(hash, |other| other == location);
             let item = found.and_then(|found| Some((found, self.usable(found, now_s).ok()?)));
             if let Some((found, item)) = item {
@@ -229,7 +229,7 @@ impl Partition {
         let now_s = self.shift.to_partition(now_s);
         let entry = self.entry(fetch.location.run);
         let item = item::decode(bytes, entry.cas_base());
-        let hash = hash_of(item.key);
+        let hash = shared.hasher.hash(item.key);
         let Some(found) = self.index.search_locked(hash, |other| other == fetch.location) else {
             // It was removed, or the pool has given other bytes than it was given.
             if self.index.search_locked(fetch.hash, |other| other == fetch.location).is_some() {

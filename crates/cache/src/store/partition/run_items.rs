@@ -1,6 +1,6 @@
 //! The items of a run, one after the other.
 
-use super::super::hash_of;
+use super::super::Shared;
 use super::super::item;
 use super::super::slot::Location;
 use super::{CACHE_LINE_BYTES, Partition};
@@ -23,7 +23,11 @@ pub(super) struct RunItem {
 
 impl Partition {
     /// The items of a run that is not freed meanwhile, in the order in which they were appended.
-    pub(super) fn run_items(&self, run: u32) -> impl Iterator<Item = RunItem> + '_ {
+    pub(super) fn run_items<'p>(
+        &'p self,
+        shared: &'p Shared,
+        run: u32,
+    ) -> impl Iterator<Item = RunItem> + 'p {
         let (fill, mut stored_s) = (self.entry(run).fill(), self.entry(run).times().0);
         let mut offset = 0;
         std::iter::from_fn(move || {
@@ -39,7 +43,7 @@ impl Partition {
                 let (key, len) = item::key_and_len(self.item_bytes(location));
                 (0..len).step_by(CACHE_LINE_BYTES).for_each(|at| self.memory.prefetch(ahead + at));
                 offset += len;
-                return Some(RunItem { location, hash: hash_of(key), len, stored_s });
+                return Some(RunItem { location, hash: shared.hasher.hash(key), len, stored_s });
             }
             None
         })

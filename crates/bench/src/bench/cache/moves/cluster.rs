@@ -10,11 +10,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use aquifer::DirectoryLocation;
 use aquifer::state::StateDir;
+use aquifer_cache::store::hash::KeyHasher;
+use aquifer_cache_cluster::records::Registry;
 use tempfile::TempDir;
 
 use super::super::processors::Place;
 use super::super::servers::{AQUIFER, Programs, Server, Settings};
+use super::partitions::Partitions;
 use super::status::{CacheStatus, Order};
 use crate::bench::BenchError;
 use crate::bench::support::cluster::aquifer_program;
@@ -39,6 +43,7 @@ pub struct CacheCluster {
     pub servers: Vec<Server>,
     /// The numbers of the servers in the cache, in the order of `servers`.
     pub numbers: Vec<u16>,
+    pub partitions: Partitions,
     _directory: DirectoryProcess,
     program: PathBuf,
     folder: TempDir,
@@ -83,7 +88,9 @@ impl CacheCluster {
         let settings = Settings { place: Place::All, ..Settings::with_memory(memory_mib) };
         let start = |_| programs.start_with(&programs.all[0], settings, &options);
         let servers = (0..SERVERS).map(start).collect::<Result<_, _>>()?;
-        let mut cluster = Self { servers, numbers: Vec::new(), _directory: directory, program, folder };
+        let partitions = Partitions(hasher_of(&state)?);
+        let numbers = Vec::new();
+        let mut cluster = Self { servers, numbers, partitions, _directory: directory, program, folder };
         let status = cluster.wait_until_whole()?;
         let numbers = cluster.servers.iter().map(|server| status.number_at(server.port()));
         cluster.numbers = numbers.collect::<Option<_>>().ok_or_else(|| failed(&"a server has no number"))?;
@@ -243,6 +250,14 @@ fn start_directory(program: &Path, state: &StateDir) -> Result<DirectoryProcess,
         pause(RETRY_INTERVAL)?;
     }
     Ok(directory)
+}
+
+/// The hash of the cache, whose secret the first server has written to the directory.
+fn hasher_of(state: &StateDir) -> Result<KeyHasher, BenchError> {
+    let directory = DirectoryLocation::Embedded.connect(state).map_err(|error| failed(&error))?;
+    let settings = Registry::new(directory, "main").settings().map_err(|error| failed(&error))?;
+    let settings = settings.ok_or_else(|| failed(&"no server has joined the cache"))?;
+    Ok(KeyHasher::new(settings.hash_secret))
 }
 
 /// The time in the output of `aquifer cache move`: `... in 12 ms`.

@@ -8,7 +8,7 @@ use super::super::load::Load;
 use super::super::zipf::Zipf;
 use super::VALUE_BYTES;
 use super::cluster::{CacheCluster, failed};
-use super::partitions::{PARTITIONS, partition_of};
+use super::partitions::PARTITIONS;
 use super::samples::{Sample, play_beside};
 use crate::bench::BenchError;
 
@@ -33,7 +33,7 @@ impl Gets {
         let mut load = Load::connect_all(&cluster.servers, CLIENTS, items)?;
         load.set_all(0..keys)?;
         let mut expected = vec![0; PARTITIONS];
-        (0..keys).for_each(|key| expected[partition_of(key)] += 1);
+        (0..keys).for_each(|key| expected[cluster.partitions.of(key)] += 1);
         if cluster.status()?.items() != expected {
             return Err(failed(
                 &"its partitions have other keys than the bench computes; correct partitions.rs",

@@ -9,7 +9,7 @@ use super::super::items::{Items, Lengths, Lifetime};
 use super::super::load::Load;
 use super::cluster::{CacheCluster, Moved, failed, pause};
 use super::gets::{CLIENTS, Gets};
-use super::partitions::{keys_of, partition_of};
+use super::partitions::Partitions;
 use super::samples::{Latencies, Sample, duration_us, overlap, play_beside, since_us};
 use super::status::Order;
 use super::{Figures, VALUE_BYTES, Volume};
@@ -45,7 +45,7 @@ struct Measured {
 /// # Errors
 /// If a reply is wrong, or the partition cannot be moved.
 pub fn figure(cluster: &CacheCluster, gets: &mut Gets, volume: Volume) -> Result<Figures, BenchError> {
-    let writer = Writer::new(volume);
+    let writer = Writer::new(cluster.partitions, volume);
     let (alone, items) = writer.measure(cluster, volume, new_items(&writer.keys))?;
     let (_, (beside, _)) = gets.beside(Instant::now(), || writer.measure(cluster, volume, items))?;
     let measured = [("alone".to_owned(), alone), (format!("beside {CLIENTS} clients"), beside)];
@@ -81,9 +81,9 @@ struct Writer {
 
 impl Writer {
     /// The client of the partition with the most frequent key of the gets. Its keys are others.
-    fn new(volume: Volume) -> Self {
-        let partition = partition_of(0);
-        let keys = keys_of(partition, volume.keys, KEYS);
+    fn new(partitions: Partitions, volume: Volume) -> Self {
+        let partition = partitions.of(0);
+        let keys = partitions.keys_of(partition, volume.keys, KEYS);
         Self { partition, keys }
     }
 

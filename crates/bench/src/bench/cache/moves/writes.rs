@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use super::super::connection::Operation;
 use super::super::load::{Load, Pace};
 use super::cluster::{CacheCluster, Moved, failed, pause};
-use super::partitions::{keys_of, partition_of};
 use super::pauses::{connect_to_owner, new_items};
 use super::samples::{Sample, check, play_beside, since_us};
 use super::status::Order;
@@ -51,8 +50,8 @@ struct Written {
 /// # Errors
 /// If a set was lost, a reply is wrong, or nothing could be moved.
 pub fn figure(cluster: &CacheCluster, volume: Volume) -> Result<Figures, BenchError> {
-    let partition = partition_of(0);
-    let keys = keys_of(partition, volume.keys, KEYS);
+    let partition = cluster.partitions.of(0);
+    let keys = cluster.partitions.keys_of(partition, volume.keys, KEYS);
     let mut load = connect_to_owner(cluster, partition, new_items(&keys))?;
     let written = write(cluster, partition, &mut load, &keys)?;
     let read_back = read_back(cluster, load, &keys)?;

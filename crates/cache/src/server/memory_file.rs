@@ -1,0 +1,129 @@
+//! The file of the items of a server: memcached's option `-e`.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags};
+use rustix::io::Errno;
+
+/// Permissions of other users.
+const OTHERS: u32 = 0o077;
+
+/// Opens or creates the file, which no other process may use at the same time, and which has so
+/// many bytes. Most of them are never written: a server uses about as many as its limit.
+///
+/// Other users must not be able to change the file, and so not to shorten it while it is mapped.
+///
+/// # Errors
+/// If the file cannot be opened, or if it is not one that only this user can change.
+pub fn open(path: &Path, bytes: u64, limit: u64) -> io::Result<OwnedFd> {
+    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR).map_err(|error| match error {
+        Errno::LOOP => refused("it is a symbolic link"),
+        other => other.into(),
+    })?;
+    check(&file)?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|error| match error {
+        Errno::WOULDBLOCK => refused("another process uses it"),
+        other => other.into(),
+    })?;
+    let file = std::fs::File::from(file);
+    let metadata = file.metadata()?;
+    if metadata.len() != bytes {
+        // It is not a file of a server with the same memory.
+        file.set_len(0)?;
+        file.set_len(bytes)?;
+    }
+    let file = OwnedFd::from(file);
+    let system = rustix::fs::fstatvfs(&file)?;
+    let room = system.f_bavail.saturating_mul(system.f_frsize).saturating_add(metadata.blocks() * 512);
+    if room < limit {
+        tracing::warn!(
+            path = %path.display(), room, limit,
+            "the file system has less room than the items may need: the server ends when it is full"
+        );
+    }
+    Ok(file)
+}
+
+/// Checks that only this user can change an open file.
+fn check(file: &OwnedFd) -> io::Result<()> {
+    let found = rustix::fs::fstat(file)?;
+    if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
+        return Err(refused("it is not a regular file"));
+    }
+    let own = rustix::process::geteuid().as_raw();
+    if found.st_uid != own {
+        return Err(refused(&format!("it belongs to user {}, not to user {own}", found.st_uid)));
+    }
+    if found.st_nlink != 1 {
+        return Err(refused("it has several names (hard links)"));
+    }
+    let mode = found.st_mode & 0o7777;
+    if mode & OTHERS != 0 {
+        return Err(refused(&format!("other users may use it (mode {mode:o}): run chmod 600 on it")));
+    }
+    Ok(())
+}
+
+fn refused(why: &str) -> io::Error {
+    io::Error::other(why)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::path::PathBuf;
+
+    use super::*;
+
+    /// A folder with a file that has something in it.
+    fn folder() -> (tempfile::TempDir, PathBuf) {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("items");
+        fs::write(&path, "something").unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        (folder, path)
+    }
+
+    fn refusal(path: &Path) -> String {
+        open(path, 8192, 1).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn a_new_file_is_for_its_user_only() {
+        let (folder, path) = folder();
+        let new = folder.path().join("new");
+        for path in [&new, &path] {
+            let _open = open(path, 8192, 1).unwrap();
+            let metadata = fs::metadata(path).unwrap();
+            assert_eq!((metadata.len(), metadata.mode() & 0o7777), (8192, 0o600));
+            assert_eq!(refusal(path), "another process uses it");
+        }
+    }
+
+    #[test]
+    fn what_others_can_change_is_refused_and_stays_as_it_is() {
+        let (folder, path) = folder();
+        for mode in [0o640, 0o602, 0o644] {
+            fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            assert!(refusal(&path).contains(&format!("mode {mode:o}")));
+        }
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        let link = folder.path().join("link");
+        symlink(&path, &link).unwrap();
+        assert_eq!(refusal(&link), "it is a symbolic link");
+        fs::hard_link(&path, folder.path().join("second")).unwrap();
+        assert!(refusal(&path).contains("hard links"));
+        fs::remove_file(folder.path().join("second")).unwrap();
+        std::os::unix::fs::chown(&path, Some(12345), None).unwrap();
+        assert!(refusal(&path).contains("belongs to user 12345"));
+        let fifo = folder.path().join("fifo");
+        rustix::fs::mknodat(rustix::fs::CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        assert_eq!(refusal(&fifo), "it is not a regular file");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "something");
+    }
+}
