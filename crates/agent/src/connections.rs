@@ -16,7 +16,10 @@ use aquifer_channel::socket::wait_readable;
 use aquifer_channel::{receive_frame, send_frame};
 use aquifer_directory::FailureLog;
 use aquifer_extents::SessionService;
-use aquifer_faults::serve::{OpenRunError, PagingService, Run, RunOwner};
+use aquifer_faults::serve::{
+    CONNECTION_DESCRIPTORS, DescriptorCount, OpenRunError, PagingService, Run, RunOwner, SESSION_DESCRIPTORS,
+    descriptors_max,
+};
 use aquifer_gateway::{Introduction, ListenerKind, UserChannel};
 use aquifer_host::cluster_access::ClusterAccess;
 use aquifer_host::nodes::NodeRegistry;
@@ -41,6 +44,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 pub(crate) const RUN_END_TIMEOUT: Duration = Duration::from_secs(10);
 const OTHER_USERS_AGENT: &str =
     "this agent is another user's: use an agent of your own, or the agent's shared socket";
+const TOO_MANY_DESCRIPTORS: &str =
+    "you have your share of this agent's descriptors: end some runs, sessions or connections first";
 /// Most connections of one user at once. Each run is one.
 const CONNECTIONS_PER_USER_MAX: usize = 2048;
 /// The same at sockets of knocks, which are open to all users for some time.
@@ -158,6 +163,12 @@ impl Connections {
             refuse(&socket, &format!("you have {limit} connections to this agent: end some programs first"));
             return;
         }
+        // The connection is counted already.
+        if !self.descriptors().may_have(uid, 0, descriptors_max()) {
+            tracing::warn!(uid, "refused a connection: the user has its share of the descriptors");
+            refuse(&socket, TOO_MANY_DESCRIPTORS);
+            return self.count_out(counted);
+        }
         let connections = Arc::clone(self);
         let name = format!("connection-{pid}");
         let spawned = std::thread::Builder::new().name(name).spawn(move || {
@@ -168,6 +179,18 @@ impl Connections {
             tracing::error!(uid, pid, %error, "dropped a connection: cannot start a thread for it");
             self.count_out(counted);
         }
+    }
+
+    /// The descriptors that each user has.
+    fn descriptors(&self) -> DescriptorCount {
+        let mut count = self.service.descriptors();
+        for session in self.sessions.sessions() {
+            count.add(session.tenant, SESSION_DESCRIPTORS);
+        }
+        for (Counted { uid, .. }, connections) in self.lock_counts().iter() {
+            count.add(*uid, connections * CONNECTION_DESCRIPTORS);
+        }
+        count
     }
 
     /// True if there is no connection, no run and no session.
@@ -230,6 +253,11 @@ impl Connections {
                     Err(error) => refuse(&socket, &error.to_string()),
                 }
                 return;
+            }
+            Ok(Frame::OpenSession)
+                if !self.descriptors().may_have(uid, SESSION_DESCRIPTORS, descriptors_max()) =>
+            {
+                Frame::Refused(TOO_MANY_DESCRIPTORS.into())
             }
             Ok(Frame::OpenSession) => {
                 if let Err(error) = self.sessions.open(&socket, peer) {

@@ -232,8 +232,8 @@ pub struct AgentSettings {
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pages_per_user: Option<u64>,
-    /// Remote memory that other users cannot take from the runs of a user [default: 1/64 of what the
-    /// nodes lend, at least 8M]
+    /// Remote memory that other users cannot take from the runs of a user [default: 1/64 of what
+    /// the nodes lend, at least 8M]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     #[serde(deserialize_with = "bytes")]
     pub pages_share: Option<u64>,

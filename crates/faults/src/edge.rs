@@ -45,7 +45,7 @@ pub enum Relatives {
     WithBlocks,
     /// Those that wait for a block ([`Edge::set_waits_for_block`]).
     WithoutBlock,
-    /// Programs of all runs that own blocks of the mempool, which may have to give some back.
+    /// Programs of all runs that own blocks of the mempool, which may have to free some.
     AllWithBlocks,
     /// Programs of all runs of the user that wait for a block.
     UsersWithoutBlock,

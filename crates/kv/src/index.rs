@@ -55,8 +55,8 @@ pub struct FoundBucket {
 type Outcome<T, O> = Result<T, KvError<<O as Objects>::Error>>;
 
 impl Index {
-    /// Makes the objects of an index for about `keys` keys, with the secret of its hash. Returns its
-    /// head.
+    /// Makes the objects of an index for about `keys` keys, with the secret of its hash. Returns
+    /// its head.
     ///
     /// # Errors
     /// If the heap fails.

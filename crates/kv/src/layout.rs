@@ -219,8 +219,8 @@ impl PointerTable {
 pub struct Head {
     /// The segments.
     pub segments: Vec<Pointer>,
-    /// The key of the hash. `None` in version 1, whose hash is another one: such a store can only be
-    /// dropped.
+    /// The key of the hash. `None` in version 1, whose hash is another one: such a store can only
+    /// be dropped.
     pub hash_secret: Option<[u64; 2]>,
 }
 

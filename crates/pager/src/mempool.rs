@@ -5,9 +5,9 @@
 //! on the path of a fault.
 //!
 //! Each user with a volume has a *guarantee*: blocks that other users cannot hold. The guarantee of
-//! the next user that comes is kept free, too. Users that have more give acknowledged blocks back
-//! when blocks are short, and within a user the volumes that have blocks give them to those that
-//! have none.
+//! the next user that comes is kept free, too. Users that have more free acknowledged blocks when
+//! blocks are short, and within a user the volumes that have blocks free some for those that have
+//! none.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
@@ -214,7 +214,7 @@ impl Mempool {
 
     /// Whether a volume of a user must free an acknowledged block: others wait for it.
     #[must_use]
-    pub fn must_give_back(&self, user: &MempoolUser) -> bool {
+    pub fn must_free_block(&self, user: &MempoolUser) -> bool {
         if user.has_waiting() {
             let state = self.lock();
             return state.free.len() < user.waiting.load(SeqCst);
@@ -281,9 +281,9 @@ mod tests {
         let first = pool.user(1);
         let owned: Vec<_> = std::iter::from_fn(|| pool.allocate(&first, 1)).collect();
         assert_eq!(owned.len(), 60, "four are kept for the next user");
-        assert!(!pool.must_give_back(&first));
+        assert!(!pool.must_free_block(&first));
         let second = pool.user(2);
-        assert!(pool.must_give_back(&first) && !pool.must_give_back(&second));
+        assert!(pool.must_free_block(&first) && !pool.must_free_block(&second));
         let of_second: Vec<_> = std::iter::from_fn(|| pool.allocate(&second, 1)).collect();
         assert_eq!(of_second.len(), 4);
         owned.into_iter().take(10).for_each(|block| pool.free(&first, block));
@@ -305,11 +305,11 @@ mod tests {
         let pool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
         let user = MempoolUser::default();
         let owned: Vec<_> = (0..8).map(|_| pool.allocate(&user, 1).unwrap()).collect();
-        assert!(!pool.must_give_back(&user));
+        assert!(!pool.must_free_block(&user));
         user.begin_waiting();
-        assert!(pool.must_give_back(&user));
+        assert!(pool.must_free_block(&user));
         pool.free(&user, owned[0]);
-        assert!(!pool.must_give_back(&user) && pool.allocate(&user, 1).is_none());
+        assert!(!pool.must_free_block(&user) && pool.allocate(&user, 1).is_none());
         assert!(pool.allocate(&user, 0).is_some());
         user.end_waiting();
     }

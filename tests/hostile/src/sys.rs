@@ -4,6 +4,8 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
+use rustix::fs::{Mode, OFlags};
+
 pub const PAGE: usize = 4096;
 const DEVICE_NEW: u64 = 0xaa00;
 
@@ -70,12 +72,15 @@ pub fn wait(pid: i32) {
 /// The userfaultfds of the worker of this process, which shares its memory.
 pub fn steal_userfaultfds() -> Vec<OwnedFd> {
     let mut stolen = Vec::new();
-    for process in std::fs::read_dir("/proc").expect("proc").flatten() {
-        let Ok(pid) = process.file_name().to_string_lossy().parse::<i32>() else { continue };
+    // Without libc's functions, which hide the worker.
+    let proc = rustix::fs::open("/proc", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).expect("proc");
+    for process in rustix::fs::Dir::new(proc).expect("a folder").flatten() {
+        let name = process.file_name().to_string_lossy();
+        let Ok(pid) = name.parse::<i32>() else { continue };
         if !shares_memory(pid) {
             continue;
         }
-        for entry in std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten() {
+        for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
             let is_uffd = std::fs::read_link(entry.path())
                 .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");
             let fd = entry.file_name().to_string_lossy().parse::<i32>();

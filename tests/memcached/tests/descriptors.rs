@@ -15,8 +15,8 @@ const OTHER_USER: u32 = 65534;
 const WITHOUT_PASSRIGHTS: &str = "AQUIFER_TEST_NO_PASSRIGHTS";
 
 /// Sends TCP sockets that linger, in messages that the server receives and in some that it does
-/// not, on several connections. Prints how many were sent and how many were refused, and lives until
-/// its standard input ends.
+/// not, on several connections. Prints how many were sent and how many were refused, and lives
+/// until its standard input ends.
 const ATTACK: &str = r#"
 import array, os, socket, struct, sys
 listener = socket.socket()

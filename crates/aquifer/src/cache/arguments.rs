@@ -12,6 +12,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use aquifer_ipc::size;
 use aquifer_metrics::MetricsAddress;
 
+use crate::cli::AgentChoice;
 use crate::settings::DirectorySettings;
 
 /// Least partitions of a server of its own, and for how many bytes it has one if memory is little.
@@ -123,10 +124,9 @@ pub struct CacheArguments {
     /// evicting them; the machine's agent must run (`aquifer up`)
     #[arg(long, value_name = "SIZE", value_parser = size::parse, conflicts_with = "disable_evictions")]
     pub pool: Option<u64>,
-    /// The agent's socket, for --pool [default: that of --state, AQUIFER_AGENT, or the one of this
-    /// user's cluster]
-    #[arg(long, value_name = "PATH", requires = "pool")]
-    pub agent: Option<PathBuf>,
+    /// The agent of `--pool`.
+    #[command(flatten)]
+    pub agent: AgentChoice,
     /// Serve metrics for Prometheus at this local address, such as 127.0.0.1:7483, or at unix:PATH
     /// [default: no metrics]
     #[arg(long, value_name = "ADDRESS")]

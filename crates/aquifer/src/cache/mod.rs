@@ -11,7 +11,7 @@ mod relay;
 
 use std::collections::BTreeMap;
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -107,14 +107,7 @@ impl Running {
         mut options: ServerOptions,
     ) -> Result<Self, Box<dyn Error>> {
         if arguments.pool.is_some() {
-            let variable = std::env::var_os("AQUIFER_AGENT").map(PathBuf::from);
-            let choice = pool::AgentChoice {
-                agent: arguments.agent.as_deref(),
-                state,
-                state_is_option: pool::state_is_option(),
-                variable: variable.as_deref(),
-            };
-            options.pool = Some(pool::open(&choice.socket())?);
+            options.pool = Some(pool::open(&arguments.agent.socket(state)?)?);
         }
         if arguments.cluster.directory.address.is_some() {
             return Ok(Self::InCluster(cluster::start(&StateDir::locate(state)?, arguments, options)?));

@@ -4,12 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use aquifer_cache::server::{RemoteError, RemoteMemory, RemoteRead};
-use aquifer_channel::paths::{cluster_folder, own_or_shared_socket};
 use aquifer_client::{Error, Extent, ReadJob, Session, WriteJob};
-use clap::CommandFactory;
-use clap::parser::ValueSource;
-
-use crate::cli::Cli;
 
 /// Smallest extent, in bytes.
 const EXTENT_BYTES_MIN: usize = 4096;
@@ -36,38 +31,6 @@ pub fn open(agent: &Path) -> Result<Box<dyn RemoteMemory>, String> {
         .map_err(|error| format!("--pool needs an agent, at {}: {error}", agent.display()))?;
     let agent = agent.to_owned();
     Ok(Box::new(Extents { session, extents: HashMap::new(), last: 0, agent, is_ended: false }))
-}
-
-/// The options and variables that name the agent.
-#[derive(Clone, Copy, Default, Debug)]
-pub struct AgentChoice<'a> {
-    /// The option `--agent`.
-    pub agent: Option<&'a Path>,
-    /// The state folder, by the option `--state` or the environment.
-    pub state: Option<&'a Path>,
-    /// Whether that was the option.
-    pub state_is_option: bool,
-    /// The environment variable `AQUIFER_AGENT`.
-    pub variable: Option<&'a Path>,
-}
-
-impl AgentChoice<'_> {
-    /// The agent's socket: an option counts more than the environment, and that more than the
-    /// default.
-    pub fn socket(&self) -> PathBuf {
-        let variable = self.variable.filter(|_| !self.state_is_option);
-        if let Some(path) = self.agent.or(variable) {
-            return path.to_owned();
-        }
-        let folder = self.state.map_or_else(cluster_folder, Path::to_owned);
-        own_or_shared_socket(folder.join("agent.sock"))
-    }
-}
-
-/// Whether the state folder is that of the option `--state`, and not that of the environment.
-pub fn state_is_option() -> bool {
-    let matches = Cli::command().try_get_matches_from(std::env::args_os());
-    matches.is_ok_and(|matches| matches.value_source("state") == Some(ValueSource::CommandLine))
 }
 
 impl RemoteMemory for Extents {
@@ -156,29 +119,5 @@ impl Extents {
             // Those of a node that has ended are freed with it.
             tracing::debug!(%error, "extents of the cache are not freed");
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_option_counts_more_than_the_environment_and_that_more_than_the_default() {
-        let [given, folder, variable] = ["/a/agent.sock", "/state", "/v/agent.sock"].map(Path::new);
-        let all = AgentChoice {
-            agent: Some(given),
-            state: Some(folder),
-            state_is_option: true,
-            variable: Some(variable),
-        };
-        assert_eq!(all.socket(), given);
-        let without = AgentChoice { agent: None, ..all };
-        assert_eq!(without.socket(), own_or_shared_socket("/state/agent.sock".into()));
-        assert_eq!(AgentChoice { state_is_option: false, ..without }.socket(), variable);
-        let of_environment = AgentChoice { state_is_option: false, variable: None, ..without };
-        assert_eq!(of_environment.socket(), own_or_shared_socket("/state/agent.sock".into()));
-        let default = own_or_shared_socket(cluster_folder().join("agent.sock"));
-        assert_eq!(AgentChoice::default().socket(), default);
     }
 }

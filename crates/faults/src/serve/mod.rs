@@ -19,6 +19,7 @@ mod backoff;
 mod canary;
 mod core_follower;
 mod count;
+mod descriptors;
 mod edge;
 mod excess;
 mod exit_watcher;
@@ -60,6 +61,7 @@ use aquifer_pool::{LeakDetector, NodeId, PoolClient};
 use aquifer_report::TenantStatistics;
 
 pub use attach::AttachError;
+pub use descriptors::{CONNECTION_DESCRIPTORS, DescriptorCount, SESSION_DESCRIPTORS, descriptors_max};
 pub use pool_shares::PoolLimits;
 pub use program::Program;
 pub use restore::RestoredRun;
@@ -97,6 +99,9 @@ pub enum OpenRunError {
     /// The tenant has [`RUNS_PER_TENANT_MAX`] runs.
     #[error("user {0} has {RUNS_PER_TENANT_MAX} runs already: end some first")]
     TooManyRunsOfTenant(u32),
+    /// The tenant has its share of the agent's descriptors.
+    #[error("user {0} has its share of this agent's descriptors: end some of its runs or sessions first")]
+    TooManyDescriptors(u32),
     /// The keeper does not hold the run.
     #[error(transparent)]
     NotHeld(#[from] HoldRefused),
@@ -240,6 +245,9 @@ impl PagingService {
         if !(1..=REPLICAS_MAX).contains(&replicas) {
             return Err(OpenRunError::Replicas(replicas));
         }
+        if !self.descriptors().may_have(tenant, descriptors::RUN_DESCRIPTORS, descriptors_max()) {
+            return Err(OpenRunError::TooManyDescriptors(tenant));
+        }
         let mut runs = self.lock();
         if runs.len() >= RUNS_MAX {
             return Err(OpenRunError::TooManyRuns);
@@ -262,10 +270,10 @@ impl PagingService {
         self.lock().get(&token).cloned()
     }
 
-    /// Wakes the programs whose users must give blocks of the mempool back.
+    /// Wakes the programs whose users must free blocks of the mempool.
     pub(crate) fn wake_block_owners(&self) {
         for run in self.runs() {
-            if self.mempool.must_give_back(run.budget.mempool_user()) {
+            if self.mempool.must_free_block(run.budget.mempool_user()) {
                 run.wake_relatives(NO_PROGRAM, crate::edge::Relatives::AllWithBlocks);
             }
         }

@@ -4,8 +4,8 @@
 //! one half of it, and so on; the run that has the least may use all. So when the pool is short the
 //! largest waits first, and what is freed goes to the others. A run's user counts before the run.
 //!
-//! Each user with a run has a *pool share*, which other users leave free if it does not have it, and
-//! so is that of the next user that comes. A user that has less need not leave anything.
+//! Each user with a run has a *pool share*. Other users leave free what it lacks of it, and the
+//! share of the next user that comes. A user that has less need not leave anything.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -138,7 +138,7 @@ impl PoolShares {
             return 0;
         }
         let reserve = if smaller == 0 { 0 } else { lent_bytes / RESERVE_DIVISOR };
-        reserve.checked_shr(larger).unwrap_or(0).max(self.others_shares(&holding.user, share))
+        reserve.checked_shr(larger).unwrap_or(0) + self.others_shares(&holding.user, share)
     }
 
     /// Bytes that other users cannot take from a user.
@@ -298,12 +298,13 @@ mod tests {
         let small = shares.join(2, 8);
         shares.set_bytes(&small, SHARE / 4);
         assert_eq!(shares.leave_free(&small, LENT), 0);
-        assert_eq!(shares.leave_free(&large, LENT), LENT / 32, "the reserve is more than both shares");
+        assert_eq!(shares.leave_free(&large, LENT), LENT / 32 + SHARE * 3 / 4 + SHARE);
         let third = shares.join(3, 9);
-        assert_eq!(shares.leave_free(&large, LENT), 2 * SHARE + SHARE * 3 / 4);
+        assert_eq!(shares.leave_free(&large, LENT), LENT / 32 + SHARE * 3 / 4 + 2 * SHARE);
         shares.set_bytes(&small, SHARE);
         shares.set_bytes(&third, SHARE);
-        assert_eq!([&small, &third].map(|holding| shares.leave_free(holding, LENT)), [SHARE, SHARE]);
+        let left = [&small, &third].map(|holding| shares.leave_free(holding, LENT));
+        assert_eq!(left, [SHARE, LENT / 64 + SHARE], "the next user's");
         let least = PoolShares::new(PoolLimits::default()).share_bytes(64 << 20);
         assert_eq!(least, LIMIT_BYTES_MIN, "with less no run would go on");
     }

@@ -17,6 +17,7 @@ use super::attach::AttachError;
 use super::attachment::Attachment;
 use super::canary::{Canary, Nonce, new_nonce};
 use super::count::shared_bytes;
+use super::descriptors::{PROGRAM_DESCRIPTORS, descriptors_max};
 use super::edge::ProcessEdge;
 use super::exit_watcher::{ProgramExitWatcher, WatchedEnd};
 use super::interrupt;
@@ -34,9 +35,6 @@ use crate::monitor::Monitor;
 use crate::stats::FaultStats;
 use crate::uffd::Userfaultfd;
 use crate::worker::ControlMemory;
-
-/// Descriptors that the agent has for one program, at most.
-const DESCRIPTORS: usize = 12;
 
 /// A request of another thread to a program's monitor.
 #[derive(Debug)]
@@ -406,6 +404,7 @@ pub(crate) fn serve_root(
     if hellos >= PROGRAMS_PER_PROCESS_MAX {
         return Err(AttachError::TooManyHellos(hellos));
     }
+    check_share(run)?;
     let program = new_program(run, service.next_program(), new_nonce()?)?;
     or_remove(run, &program, || {
         program.attached(&attachment.hello);
@@ -440,7 +439,8 @@ pub(crate) struct ForkedProgram {
 pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgram) -> io::Result<()> {
     let ForkedProgram { uffd, mut volume, areas, origin, has_fork_advice, user } = forked;
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let program = new_program(run, service.next_program(), new_nonce()?).inspect_err(|_| volume.close())?;
+    let added = check_share(run).and_then(|()| new_program(run, service.next_program(), new_nonce()?));
+    let program = added.inspect_err(|_| volume.close())?;
     or_remove(run, &program, || {
         program.set_bounds(&parent.bounds());
         program.is_forked.store(true, Relaxed);
@@ -454,24 +454,22 @@ pub(crate) fn serve_child(run: &Arc<Run>, parent: &Program, forked: ForkedProgra
     })
 }
 
-/// The most programs of one user at once: it leaves a quarter of the agent's descriptors to others.
-fn programs_per_tenant_max() -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let descriptors = limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX));
-    (descriptors / 4 * 3 / DESCRIPTORS).max(1)
+/// Checks that the user of a run may have another program.
+fn check_share(run: &Run) -> io::Result<()> {
+    let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
+    let tenant = run.tenant();
+    if service.descriptors().may_have(tenant, PROGRAM_DESCRIPTORS, descriptors_max()) {
+        return Ok(());
+    }
+    Err(io::Error::other(format!("user {tenant} has its share of this agent's descriptors")))
 }
 
 /// Adds a program to a run.
 ///
 /// # Errors
-/// If the run or its user has too many, or the system refuses.
+/// If the run has too many, or the system refuses.
 pub(crate) fn new_program(run: &Arc<Run>, id: u64, nonce: Nonce) -> io::Result<Arc<Program>> {
     let service = run.service.upgrade().ok_or(io::ErrorKind::NotConnected)?;
-    let of_tenant: usize = service.runs_of(run.tenant()).iter().map(|run| run.programs().len()).sum();
-    if of_tenant >= programs_per_tenant_max() {
-        let limit = programs_per_tenant_max();
-        return Err(io::Error::other(format!("user {} has {limit} processes already", run.tenant())));
-    }
     let program = Arc::new(Program::new(id, nonce)?);
     if !run.add(&program) {
         return Err(io::Error::other(format!("the run has {PROGRAMS_MAX} processes already")));

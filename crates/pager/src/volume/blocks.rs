@@ -92,7 +92,7 @@ impl Volume {
     pub fn pass_block(&mut self) -> bool {
         let blocks = self.reclaimable.len() + self.blocks_in_flight;
         let must_pass = self.budget.should_pass_block(blocks as u64)
-            || !self.reclaimable.is_empty() && self.mempool.must_give_back(self.budget.mempool_user());
+            || !self.reclaimable.is_empty() && self.mempool.must_free_block(self.budget.mempool_user());
         if !must_pass {
             return false;
         }
