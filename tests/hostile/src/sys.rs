@@ -90,12 +90,11 @@ pub fn wait(pid: i32) {
 /// The userfaultfds of the worker of this process, which shares its memory.
 pub fn steal_userfaultfds() -> Vec<OwnedFd> {
     let mut stolen = Vec::new();
-    for process in std::fs::read_dir("/proc").expect("proc").flatten() {
-        let Ok(pid) = process.file_name().to_string_lossy().parse::<i32>() else { continue };
-        if !shares_memory(pid) {
-            continue;
-        }
-        for entry in std::fs::read_dir(process.path().join("fd")).into_iter().flatten().flatten() {
+    // The folder does not list workers.
+    let pid_max = std::fs::read_to_string("/proc/sys/kernel/pid_max").expect("proc");
+    let pid_max = pid_max.trim().parse::<i32>().expect("a number");
+    for pid in (1..pid_max).filter(|pid| shares_memory(*pid)) {
+        for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
             let is_uffd = std::fs::read_link(entry.path())
                 .is_ok_and(|target| target.as_os_str() == "anon_inode:[userfaultfd]");
             let fd = entry.file_name().to_string_lossy().parse::<i32>();
