@@ -141,13 +141,8 @@ impl State {
 
     fn close_knocks(&mut self, is_closed: impl Fn(&OpenKnock) -> bool) {
         let Self { gateway, knocks, .. } = self;
-        knocks.retain(|open| {
-            let stays = !is_closed(open);
-            if !stays {
-                let _ended = gateway.close(open.number);
-            }
-            stays
-        });
+        // The gateway empties the queue of the socket. If it has ended, the next one will.
+        knocks.retain(|open| !is_closed(open) || gateway.close(open.number).is_err());
     }
 }
 

@@ -12,7 +12,8 @@ use crate::messages::{self, IntroductionRecord, ListenerKind, MESSAGE_BYTES_MAX,
 #[derive(Debug)]
 pub struct Gateway {
     control: OwnedFd,
-    process: Child,
+    /// `None` only while it is dropped.
+    process: Option<Child>,
 }
 
 /// The socket at which the relay of one user introduces connections.
@@ -52,7 +53,7 @@ impl Gateway {
         let (control, of_gateway) =
             socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let process = command.stdin(of_gateway).spawn()?;
-        Ok(Self { control, process })
+        Ok(Self { control, process: Some(process) })
     }
 
     /// Accepts connections at a listener, which gets a number.
@@ -94,8 +95,11 @@ impl Gateway {
 impl Drop for Gateway {
     fn drop(&mut self) {
         // Its relays copy connections of programs, and end with these.
-        let _ended = self.process.kill();
-        let _reaped = self.process.wait();
+        let _ended = self.process.as_mut().map(Child::kill);
+        // In a thread: its end closes connections, which may wait.
+        if let Some(mut process) = self.process.take() {
+            let _reaper = std::thread::Builder::new().name("reap".into()).spawn(move || process.wait());
+        }
     }
 }
 

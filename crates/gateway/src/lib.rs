@@ -11,6 +11,7 @@
 //!   descriptors in it, and introduces the connection to the daemon.
 //! - [`Gateway`]: the daemon's end. It starts the gateway process, and receives the introductions.
 //! - `pair`: a connection whose packets a relay copies.
+//! - `child`: starting relays, and processes that close refused connections.
 //! - `user_socket`: receiving from a user's socket and closing it.
 //! - `messages`: what these processes send to each other.
 //!
@@ -18,6 +19,7 @@
 //! daemon gets the socket itself. Elsewhere the daemon gets one end of a pair of sockets, and the
 //! relay copies packets between that and the user's socket as long as the connection lasts.
 
+mod child;
 mod daemon;
 mod messages;
 mod pair;

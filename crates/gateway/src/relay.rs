@@ -1,6 +1,8 @@
 //! The relay of one user: it receives the first packet of each connection, and introduces the
 //! connection to the daemon.
 
+use std::collections::VecDeque;
+use std::io::{ErrorKind, PipeReader, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -34,6 +36,14 @@ pub(crate) struct Relay {
     gateway: Option<OwnedFd>,
     /// To the daemon; `None` once that has ended.
     daemon: Option<OwnedFd>,
+    /// Has a byte for each connection that the gateway has no reference to any more. `None` once
+    /// it has none to any.
+    releases: Option<PipeReader>,
+    /// Connections that the gateway has released, of which some may not have been received.
+    released: usize,
+    /// Connections that the gateway may still have: if this process closed one, the gateway could
+    /// be the last to close it.
+    received: VecDeque<WaitingConnection>,
     waiting: Vec<WaitingConnection>,
     pairs: Vec<Pair>,
     buffer: Box<[u8]>,
@@ -52,17 +62,21 @@ struct WaitingConnection {
 #[derive(Debug, Default)]
 struct Ready {
     gateway: bool,
+    releases: bool,
     daemon: bool,
     waiting: Vec<bool>,
     pairs: Vec<bool>,
 }
 
 impl Relay {
-    pub(crate) fn new(uid: u32, gateway: OwnedFd, daemon: OwnedFd) -> Self {
+    pub(crate) fn new(uid: u32, gateway: OwnedFd, daemon: OwnedFd, releases: PipeReader) -> Self {
         Self {
             uid,
             gateway: Some(gateway),
             daemon: Some(daemon),
+            releases: Some(releases),
+            released: 0,
+            received: VecDeque::new(),
             waiting: Vec::new(),
             pairs: Vec::new(),
             buffer: vec![0; MESSAGE_BYTES_MAX.max(BUFFER_BYTES)].into_boxed_slice(),
@@ -73,7 +87,7 @@ impl Relay {
     /// Serves the user as long as the gateway runs, or a connection is copied.
     pub(crate) fn run(mut self) {
         user_socket::catch_alarm();
-        while self.gateway.is_some() || !self.waiting.is_empty() || !self.pairs.is_empty() {
+        while self.gateway.is_some() || self.has_connections() {
             if let Err(ForeignDescriptor) = self.turn() {
                 let connections = self.pairs.len();
                 tracing::warn!(
@@ -81,8 +95,24 @@ impl Relay {
                     connections,
                     "ended the relay of a user that has sent another descriptor than a userfaultfd"
                 );
-                return;
+                return self.await_releases();
             }
+        }
+    }
+
+    fn has_connections(&self) -> bool {
+        !self.received.is_empty() || !self.waiting.is_empty() || !self.pairs.is_empty()
+    }
+
+    /// Waits until the gateway has no reference to a connection that it has sent: the end of this
+    /// process closes them.
+    fn await_releases(&mut self) {
+        self.refuse_more();
+        while self.gateway.is_some() {
+            self.receive_connection();
+        }
+        while !self.received.is_empty() {
+            self.receive_releases();
         }
     }
 
@@ -94,12 +124,16 @@ impl Relay {
         if ready.daemon {
             // The next one does not know the connections that this one has not introduced.
             self.waiting.drain(..).for_each(|waiting| user_socket::close(waiting.socket));
-            (self.daemon, self.gateway) = (None, None);
+            self.daemon = None;
+            self.refuse_more();
+        }
+        if ready.releases {
+            self.receive_releases();
         }
         if ready.gateway {
             self.receive_connection();
         }
-        if !self.waiting.is_empty() || !self.pairs.is_empty() {
+        if self.has_connections() {
             self.last_used = Instant::now();
         } else if self.last_used.elapsed() >= IDLE_TIMEOUT {
             self.refuse_more();
@@ -111,9 +145,11 @@ impl Relay {
     fn wait(&self) -> Ready {
         let mut polled: Vec<PollFd<'_>> = Vec::new();
         let read = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        let has_room = self.waiting.len() < WAITING_MAX;
+        let has_room = self.waiting.len() + self.received.len() < WAITING_MAX;
         let gateway = self.gateway.as_ref().filter(|_| has_room);
         polled.extend(gateway.map(|gateway| read(gateway.as_fd())));
+        let releases = self.releases.as_ref();
+        polled.extend(releases.map(|releases| read(releases.as_fd())));
         // Its end is reported without being asked for.
         let daemon = self.daemon.as_ref();
         polled.extend(daemon.map(|daemon| PollFd::from_borrowed_fd(daemon.as_fd(), PollFlags::empty())));
@@ -128,6 +164,7 @@ impl Relay {
         let mut next = || results.next().unwrap_or(false);
         Ready {
             gateway: gateway.is_some() && next(),
+            releases: releases.is_some() && next(),
             daemon: daemon.is_some() && next(),
             waiting: self.waiting.iter().map(|_| next()).collect(),
             pairs: pairs.iter().map(|polled| polled.iter().fold(false, |ready, _| next() || ready)).collect(),
@@ -147,7 +184,28 @@ impl Relay {
             // Without it the child connects once more.
             let _ = rustix::net::send(&socket, &secret, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
-        self.waiting.push(WaitingConnection { connection, socket, since: Instant::now() });
+        self.received.push_back(WaitingConnection { connection, socket, since: Instant::now() });
+        self.admit_released();
+    }
+
+    /// Receives which connections the gateway has released.
+    fn receive_releases(&mut self) {
+        let Some(releases) = &mut self.releases else { return };
+        match releases.read(&mut [0; 256]) {
+            Ok(released @ 1..) => self.released += released,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            // The gateway has ended, or sends no more to this relay.
+            Ok(0) | Err(_) => self.releases = None,
+        }
+        self.admit_released();
+    }
+
+    /// Lets the connections in that the gateway has released.
+    fn admit_released(&mut self) {
+        let released = if self.releases.is_none() { usize::MAX } else { self.released };
+        let taken = released.min(self.received.len());
+        self.released = self.released.saturating_sub(taken);
+        self.waiting.extend(self.received.drain(..taken));
     }
 
     /// Introduces the connections whose first packet has arrived.

@@ -1,8 +1,8 @@
 //! The gateway process: it accepts connections, and passes each to the relay of its user.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::io::{self, PipeWriter, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use aquifer_channel::peer::{PeerCredentials, peer_credentials};
@@ -10,9 +10,12 @@ use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, accept_with, socketpair};
+use rustix::net::{
+    AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType, accept_with, shutdown, socketpair,
+};
 use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal, waitpid};
 
+use crate::child;
 use crate::messages::{self, Connection, ListenerKind, MESSAGE_BYTES_MAX, Order, RelayStarted};
 use crate::relay::Relay;
 use crate::user_socket;
@@ -23,6 +26,12 @@ const RELAYS_PER_USER_MAX: usize = 4;
 const RELAYS_MAX: usize = 1024;
 /// Connections that are accepted at a listener in a turn, so that others have theirs.
 const ACCEPTS_PER_TURN_MAX: usize = 16;
+/// Refused connections that wait for another closer if one is running. Each that is running
+/// doubles the number.
+const REFUSED_MIN: usize = 64;
+/// The largest such number. As many descriptors as this in the queues of connections cost a user's
+/// process.
+const REFUSED_MAX: usize = 1024;
 /// Pause after a connection could not be accepted.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Interval at which ended relays are looked for.
@@ -41,17 +50,32 @@ struct Listener {
 #[derive(Debug, Default)]
 struct UserRelays {
     /// The relay that gets connections.
-    current: Option<OwnedFd>,
+    current: Option<RelayEnd>,
     /// All that have not ended; closing what a user has sent may take long.
     processes: Vec<Pid>,
 }
 
+/// The gateway's end of a relay.
+#[derive(Debug)]
+struct RelayEnd {
+    connections: OwnedFd,
+    /// Gets a byte for each connection that the gateway has no reference to any more.
+    released: PipeWriter,
+}
+
 /// The state of the gateway process.
+///
+/// It never closes a connection for the last time: no signal ends the wait of a userfaultfd in the
+/// queue whose memory is locked.
 #[derive(Debug)]
 struct Server {
     daemon: OwnedFd,
     listeners: BTreeMap<u64, Listener>,
     relays: BTreeMap<u32, UserRelays>,
+    /// Connections that are shut down, for the next closer.
+    refused: Vec<OwnedFd>,
+    /// The processes that close refused connections.
+    closers: Vec<Pid>,
     buffer: Box<[u8]>,
     next_log: Instant,
 }
@@ -67,6 +91,8 @@ pub fn serve(daemon: OwnedFd) {
         daemon,
         listeners: BTreeMap::new(),
         relays: BTreeMap::new(),
+        refused: Vec::new(),
+        closers: Vec::new(),
         buffer: vec![0; MESSAGE_BYTES_MAX].into_boxed_slice(),
         next_log: Instant::now(),
     };
@@ -84,6 +110,7 @@ impl Server {
             self.accept(listener);
         }
         self.reap();
+        self.close_refused();
         true
     }
 
@@ -92,7 +119,8 @@ impl Server {
         let mut polled = vec![PollFd::new(&self.daemon, PollFlags::IN)];
         polled.extend(self.listeners.values().map(|listener| PollFd::new(&listener.socket, PollFlags::IN)));
         let timeout = Timespec::try_from(REAP_INTERVAL).unwrap_or_default();
-        let timeout = if self.relays.is_empty() { None } else { Some(&timeout) };
+        let is_idle = self.relays.is_empty() && self.closers.is_empty() && self.refused.is_empty();
+        let timeout = if is_idle { None } else { Some(&timeout) };
         poll(&mut polled, timeout).ok()?;
         let mut ready = polled.iter().map(|polled| !polled.revents().is_empty());
         let has_order = ready.next().unwrap_or(false);
@@ -111,9 +139,8 @@ impl Server {
                 true
             }
             Ok(Some((Order::Close { listener }, ..))) => {
-                // With what waits in its queue.
                 if let Some(listener) = self.listeners.remove(&listener) {
-                    user_socket::close(listener.socket);
+                    self.close_listener(&listener.socket);
                 }
                 true
             }
@@ -125,6 +152,40 @@ impl Server {
         }
     }
 
+    /// Closes a listener without connections in its queue: the daemon may close it last.
+    fn close_listener(&mut self, socket: &OwnedFd) {
+        // From now on no user connects.
+        let _was_closed = shutdown(socket, Shutdown::Both);
+        loop {
+            match accept_with(socket, SocketFlags::CLOEXEC) {
+                Ok(connection) => self.refuse(connection),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Refuses a connection. Its queue may have descriptors.
+    fn refuse(&mut self, socket: OwnedFd) {
+        let _was_closed = shutdown(&socket, Shutdown::Both);
+        self.refused.push(socket);
+    }
+
+    /// Starts a closer of refused connections, if none is running or if there are many.
+    fn close_refused(&mut self) {
+        let wanted = match self.closers.len() {
+            0 => 1,
+            running => (REFUSED_MIN << running.min(8)).min(REFUSED_MAX),
+        };
+        if self.refused.len() < wanted {
+            return;
+        }
+        match child::close(&mut self.refused) {
+            Ok(process) => self.closers.push(process),
+            Err(error) => self.log_refusal(None, &error),
+        }
+    }
+
     /// Accepts connections at a listener.
     fn accept(&mut self, listener: u64) {
         for _ in 0..ACCEPTS_PER_TURN_MAX {
@@ -133,7 +194,7 @@ impl Server {
             match accept_with(socket, SocketFlags::CLOEXEC) {
                 Ok(socket) => match peer_credentials(&socket) {
                     Ok(peer) if is_admitted(kind, peer.uid) => self.pass_on(kind, peer, socket),
-                    _ => user_socket::close(socket),
+                    _ => self.refuse(socket),
                 },
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return,
                 Err(error) => {
@@ -151,14 +212,17 @@ impl Server {
     fn pass_on(&mut self, kind: ListenerKind, peer: PeerCredentials, socket: OwnedFd) {
         let PeerCredentials { uid, pid } = peer;
         match self.send_to_relay(uid, &Connection { kind, pid }, &socket) {
-            // If the relay has ended meanwhile, this is the last reference.
-            Ok(()) => user_socket::close_reference(socket),
+            Ok(()) => {
+                // It is the last reference only if the relay was killed meanwhile.
+                user_socket::close_reference(socket);
+                self.release_last(uid);
+            }
             Err(error) => {
                 self.log_refusal(Some(uid), &error);
                 let refusal =
                     Frame::Refused(format!("the agent takes no connections of user {uid}: {error}"));
                 let _closed = try_send_frame(&socket, &refusal, &[]);
-                user_socket::close(socket);
+                self.refuse(socket);
             }
         }
     }
@@ -167,7 +231,8 @@ impl Server {
     fn send_to_relay(&mut self, uid: u32, connection: &Connection, socket: &OwnedFd) -> io::Result<()> {
         loop {
             let relay = self.relay_of(uid)?;
-            match messages::send(relay, connection, &[], &[socket.as_fd()], SendFlags::DONTWAIT) {
+            match messages::send(&relay.connections, connection, &[], &[socket.as_fd()], SendFlags::DONTWAIT)
+            {
                 // It ends because it had no connections, and has not taken this one.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => self.forget_relay(uid),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -178,8 +243,17 @@ impl Server {
         }
     }
 
+    /// Tells the relay of a user that it may close the connection that it was sent last.
+    fn release_last(&mut self, uid: u32) {
+        let current = self.relays.get_mut(&uid).and_then(|relays| relays.current.as_mut());
+        if current.is_some_and(|relay| relay.released.write_all(&[1]).is_err()) {
+            // Without a gateway the relay may close all.
+            self.forget_relay(uid);
+        }
+    }
+
     /// The relay that gets the connections of a user; starts one if there is none.
-    fn relay_of(&mut self, uid: u32) -> io::Result<&OwnedFd> {
+    fn relay_of(&mut self, uid: u32) -> io::Result<&RelayEnd> {
         if self.relays.get(&uid).is_none_or(|relays| relays.current.is_none()) {
             let current = self.start_relay(uid)?;
             self.relays.entry(uid).or_default().current = Some(current);
@@ -192,7 +266,7 @@ impl Server {
     }
 
     /// Starts a relay for a user. Returns the socket at which it gets connections.
-    fn start_relay(&mut self, uid: u32) -> io::Result<OwnedFd> {
+    fn start_relay(&mut self, uid: u32) -> io::Result<RelayEnd> {
         self.reap();
         let of_all: usize = self.relays.values().map(|relays| relays.processes.len()).sum();
         let of_user = self.relays.get(&uid).map_or(0, |relays| relays.processes.len());
@@ -204,28 +278,20 @@ impl Server {
         }
         let pair = || socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let ((gateway, relay), (daemon, of_daemon)) = (pair()?, pair()?);
-        let for_relay = daemon.try_clone()?;
-        // SAFETY: this process has one thread, so the child may do what its parent might. It never
-        // returns from here.
-        let child = unsafe { libc::fork() };
-        if child == 0 {
-            drop((gateway, of_daemon));
-            self.listeners.clear();
-            self.relays.clear();
-            self.daemon = daemon;
-            Relay::new(uid, relay, for_relay).run();
-            std::process::exit(0);
-        }
-        let process = Pid::from_raw(child).filter(|_| child > 0).ok_or_else(io::Error::last_os_error)?;
+        let (reader, released) = io::pipe()?;
+        rustix::io::ioctl_fionbio(&released, true)?;
+        let kept = [relay.as_raw_fd(), daemon.as_raw_fd(), reader.as_raw_fd()];
+        let process = child::start(&kept, || Relay::new(uid, relay, daemon, reader).run())?;
         self.relays.entry(uid).or_default().processes.push(process);
         let started = RelayStarted { uid };
         messages::send(&self.daemon, &started, &[], &[of_daemon.as_fd()], SendFlags::empty())?;
-        Ok(gateway)
+        Ok(RelayEnd { connections: gateway, released })
     }
 
-    /// Forgets relays that have ended.
+    /// Forgets relays and closers that have ended.
     fn reap(&mut self) {
         while let Ok(Some((process, _))) = waitpid(None, WaitOptions::NOHANG) {
+            self.closers.retain(|closer| *closer != process);
             self.relays.retain(|_, relays| {
                 relays.processes.retain(|other| *other != process);
                 !relays.processes.is_empty()

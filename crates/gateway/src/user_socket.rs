@@ -1,6 +1,6 @@
 //! Receiving from a socket whose other end a user has, and closing it.
 //!
-//! Only a process with one thread that serves no other user may use these functions.
+//! Only a process with one thread may use these functions, and only a relay [`close`].
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -116,9 +116,13 @@ fn is_userfaultfd(descriptor: &OwnedFd) -> bool {
         && rustix::fs::fcntl_getfl(descriptor).is_ok_and(|flags| flags.contains(OFlags::NONBLOCK))
 }
 
-/// Whether a socket has no packet in its queue.
+/// Whether a socket that refuses descriptors has no packet in its queue.
+///
+/// A sender that the socket did not refuse may still be putting its packet there. A look at an
+/// empty queue waits for it, and the next look sees the packet.
 pub(crate) fn is_drained(socket: &OwnedFd) -> bool {
-    matches!(peek(socket, &mut [0; 1]), Err(None))
+    let is_empty = || matches!(peek(socket, &mut [0; 1]), Err(None));
+    is_empty() && is_empty()
 }
 
 /// Closes a user's socket, with the packets in its queue.

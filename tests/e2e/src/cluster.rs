@@ -189,7 +189,10 @@ impl Cluster {
                 && arguments.iter().any(|word| is_daemon(word))
                 && !arguments.iter().any(|word| word == "run")
         };
-        processes::all().into_iter().filter(is_of_cluster).collect()
+        let own = rustix::process::geteuid().as_raw();
+        // The command line of a stranger cannot be read while the stranger locks its memory.
+        let is_own = |pid: &u32| processes::user(*pid) == Some(own);
+        processes::all().into_iter().filter(is_own).filter(is_of_cluster).collect()
     }
 
     /// Waits until the directory has this number of nodes.

@@ -79,6 +79,14 @@ pub fn userfaultfds(pid: u32) -> usize {
     numbers(&folder).iter().filter(|number| is_userfaultfd(number)).count()
 }
 
+/// The effective user id of a process; `None` if it has ended.
+#[must_use]
+pub fn user(pid: u32) -> Option<u32> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    ids.split_whitespace().nth(1)?.parse().ok()
+}
+
 /// Command line of a process.
 #[must_use]
 pub fn arguments(pid: u32) -> Vec<String> {

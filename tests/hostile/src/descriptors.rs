@@ -1,22 +1,29 @@
 //! Descriptors whose last close waits for as long as the attacker wants, sent to the agent.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixDatagram;
 use std::path::Path;
+use std::time::Duration;
 
 use aquifer_channel::paths::agent_socket;
-use aquifer_channel::{frame_socket, send_frame};
+use aquifer_channel::{frame_socket, receive_frame, send_frame};
 use aquifer_ipc::{Frame, RunToken};
 use rustix::net::SocketAddrUnix;
-use rustix::net::sockopt::set_socket_linger;
+use rustix::net::sockopt::{Timeout, set_socket_linger, set_socket_timeout};
 
-use crate::{fuse, identity};
+use crate::{fuse, identity, sys};
 
 /// Connections with such a descriptor.
 const CONNECTIONS: usize = 24;
 /// Connections that fill what the agent admits of a user.
 const CONNECTIONS_BEFORE: usize = 2048;
+/// Userfaultfds of a memory whose lock is held, each on a connection of its own.
+const USERFAULTFDS: usize = 1024;
+/// Longest wait for an agent that accepts no connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Seconds for which a socket lingers.
 const LINGER_S: u64 = 100_000;
 
@@ -48,7 +55,7 @@ fn lingering_socket(listener: &TcpListener) -> (TcpStream, TcpStream) {
     let (peer, _) = listener.accept().expect("a connection");
     socket.set_nonblocking(true).expect("a socket");
     while socket.write(&[0; 65_536]).is_ok() {}
-    set_socket_linger(&socket, Some(std::time::Duration::from_secs(LINGER_S))).expect("a socket");
+    set_socket_linger(&socket, Some(Duration::from_secs(LINGER_S))).expect("a socket");
     (socket, peer)
 }
 
@@ -63,6 +70,51 @@ pub fn waiting_files() -> bool {
         attempts.send(&agent, number, mounted.file.as_fd());
     }
     attempts.wait()
+}
+
+/// Sends userfaultfds of a memory whose lock a process holds for ever: no signal ends the wait of
+/// their last close. The arguments are the path of a FUSE device and an empty folder. Returns
+/// whether any was sent.
+pub fn locked_memories() -> bool {
+    let agent = agent_socket();
+    let argument = |number| std::env::args().nth(number).expect("a path");
+    let folder = argument(3);
+    let mut mounted = fuse::mount(Path::new(&argument(2)), Path::new(&folder));
+    let direct = File::open(Path::new(&folder).join("file")).expect("the server opens it");
+    let reader = sys::fork(|| {
+        let _never = (&mounted.file).read(&mut [0; sys::PAGE]);
+    });
+    mounted.reads.read_exact(&mut [0]).expect("the server runs");
+    let (to_parent, from_child) = UnixDatagram::pair().expect("descriptors");
+    let holder = sys::fork(|| {
+        for _ in 0..USERFAULTFDS {
+            let userfaultfd = sys::userfaultfd_of_user_mode();
+            send_frame(&to_parent, &Frame::Welcome, &[userfaultfd.as_fd()]).expect("the parent receives");
+        }
+        sys::map_file(&direct);
+    });
+    let receive = |_| receive_frame(&from_child).expect("the child sends").1.pop().expect("a descriptor");
+    let userfaultfds: Vec<_> = (0..USERFAULTFDS).map(receive).collect();
+    while !is_stuck(holder) {
+        std::thread::yield_now();
+    }
+    let mut attempts = Attempts::default();
+    for (number, userfaultfd) in userfaultfds.into_iter().enumerate() {
+        attempts.send(&agent, number, userfaultfd.as_fd());
+        // The one in the packet is to be the last, and this close waits if none was sent.
+        std::thread::spawn(move || drop(userfaultfd));
+    }
+    let has_sent = attempts.wait();
+    sys::kill(reader);
+    sys::kill(holder);
+    drop(mounted);
+    has_sent
+}
+
+/// Whether a process waits so that no signal ends it.
+fn is_stuck(process: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
+    stat.rsplit_once(')').is_some_and(|(_, fields)| fields.starts_with(" D"))
 }
 
 /// Executes a command that inherits a file of a FUSE server. Once another file exists, the server
@@ -84,6 +136,7 @@ pub fn inherited_file() -> bool {
 /// Connects without a look at who listens.
 fn connect_to(agent: &Path) -> Option<OwnedFd> {
     let socket = frame_socket().ok()?;
+    set_socket_timeout(&socket, Timeout::Send, Some(CONNECT_TIMEOUT)).ok()?;
     rustix::net::connect(&socket, &SocketAddrUnix::new(agent).ok()?).ok()?;
     Some(socket)
 }
@@ -93,12 +146,15 @@ fn connect_to(agent: &Path) -> Option<OwnedFd> {
 struct Attempts {
     connections: Vec<OwnedFd>,
     sent: usize,
+    is_refused: bool,
 }
 
 impl Attempts {
     /// Sends a descriptor in one of several ways, and closes some of the connections.
     fn send(&mut self, agent: &Path, number: usize, descriptor: BorrowedFd<'_>) {
-        let Some(socket) = connect_to(agent) else { return };
+        let socket = if self.is_refused { None } else { connect_to(agent) };
+        // No process accepts connections any more.
+        let Some(socket) = socket else { return self.is_refused = true };
         let sent = match number % 4 {
             0 => send_frame(&socket, &Frame::StatusRequest, &[descriptor]),
             1 => send_frame(&socket, &Frame::Welcome, &[descriptor; 12]),

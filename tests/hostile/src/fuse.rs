@@ -1,8 +1,9 @@
-//! A file of a FUSE server that answers no FLUSH, so that each close of the file waits.
+//! A file of a FUSE server that answers no FLUSH, so that each close of the file waits, and no
+//! READ. The file has no cache if it is opened once more.
 
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::{PipeReader, Read, Write};
 use std::path::Path;
 
 use crate::sys;
@@ -10,6 +11,7 @@ use crate::sys;
 const LOOKUP: u32 = 1;
 const GETATTR: u32 = 3;
 const OPEN: u32 = 14;
+const READ: u32 = 15;
 const FLUSH: u32 = 25;
 const INIT: u32 = 26;
 const ENOSYS: i32 = 38;
@@ -17,12 +19,16 @@ const ENOSYS: i32 = 38;
 const HEADER_BYTES: usize = 40;
 /// Inode of the file.
 const FILE: u64 = 2;
+/// Flag of an open file whose mapping waits, under the lock of the memory, for pages that are read.
+const DIRECT_IO: u64 = 1;
 
 /// A file system and its open file.
 #[derive(Debug)]
 pub struct Mounted {
     pub file: File,
     pub server: i32,
+    /// Gets a byte for each READ.
+    pub reads: PipeReader,
 }
 
 impl Drop for Mounted {
@@ -64,15 +70,16 @@ fn mount_here(device: &Path, folder: &Path, is_waiting: impl Fn() -> bool) -> Mo
         libc::mount(c"attack".as_ptr(), target.as_ptr(), c"fuse".as_ptr(), 0, options.as_ptr().cast())
     };
     assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+    let (reads, mut has_read) = std::io::pipe().expect("a pipe");
     let child = sys::fork(|| {
         // Who reads what this program prints does not wait for the server.
         let null = OpenOptions::new().write(true).open("/dev/null").expect("it is there");
         rustix::stdio::dup2_stdout(&null).and_then(|()| rustix::stdio::dup2_stderr(&null)).expect("open");
-        serve(&mut server, is_waiting)
+        serve(&mut server, is_waiting, &mut has_read)
     });
     drop(server);
     let file = OpenOptions::new().read(true).write(true).open(folder.join("file"));
-    Mounted { file: file.expect("the server opens it"), server: child }
+    Mounted { file: file.expect("the server opens it"), server: child, reads }
 }
 
 /// Becomes root in a user namespace, and enters a mount namespace.
@@ -86,7 +93,8 @@ fn enter_namespaces() {
     std::fs::write("/proc/self/gid_map", format!("0 {gid} 1")).expect("a new namespace");
 }
 
-fn serve(device: &mut File, is_waiting: impl Fn() -> bool) {
+fn serve(device: &mut File, is_waiting: impl Fn() -> bool, has_read: &mut impl Write) {
+    let mut opens = 0;
     let mut buffer = vec![0; 1 << 20];
     while let Ok(len) = device.read(&mut buffer) {
         let request = &buffer[..len];
@@ -97,7 +105,14 @@ fn serve(device: &mut File, is_waiting: impl Fn() -> bool) {
             INIT => Ok(initialised(body)),
             LOOKUP => Ok([words(&[FILE, 0, 1000, 1000, 0]), attributes(FILE)].concat()),
             GETATTR => Ok([words(&[1000, 0]), attributes(node)].concat()),
-            OPEN => Ok(words(&[7, 0])),
+            OPEN => {
+                opens += 1;
+                Ok(words(&[7, if opens > 1 { DIRECT_IO } else { 0 }]))
+            }
+            READ => {
+                has_read.write_all(&[1]).expect("a pipe");
+                continue;
+            }
             FLUSH if is_waiting() => continue,
             FLUSH => Ok(Vec::new()),
             _ => Err(ENOSYS),

@@ -16,6 +16,7 @@ fn main() -> ExitCode {
         "foreign-userfaultfd" => identity::foreign_userfaultfd(),
         "clear-nonblocking" => identity::clear_nonblocking(),
         "hold-up-monitors" => identity::hold_up_monitors(),
+        "locked-memories" => descriptors::locked_memories(),
         "lingering-sockets" => descriptors::lingering_sockets(),
         "inherited-file" => descriptors::inherited_file(),
         "waiting-files" => descriptors::waiting_files(),

@@ -45,6 +45,26 @@ pub fn userfaultfd(device: &OwnedFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
+/// A userfaultfd of the calling process that needs no device: for faults in user mode only.
+pub fn userfaultfd_of_user_mode() -> OwnedFd {
+    const USER_MODE_ONLY: i32 = 1;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY;
+    // SAFETY: creates a descriptor.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    assert!(fd >= 0, "{}", io::Error::last_os_error());
+    // SAFETY: nothing else owns it.
+    unsafe { OwnedFd::from_raw_fd(i32::try_from(fd).expect("a descriptor")) }
+}
+
+/// Maps the first page of a file. Returns whether that was possible.
+pub fn map_file(file: &std::fs::File) -> bool {
+    // SAFETY: a new mapping.
+    let mapped = unsafe {
+        libc::mmap(std::ptr::null_mut(), PAGE, libc::PROT_READ, libc::MAP_PRIVATE, file.as_raw_fd(), 0)
+    };
+    mapped != libc::MAP_FAILED
+}
+
 /// Forks. The child runs `child` and then waits to be killed.
 pub fn fork(child: impl FnOnce()) -> i32 {
     // SAFETY: this process has one thread.

@@ -60,6 +60,22 @@ fn files_whose_close_waits_stop_no_other_user_without_passrights() {
     waiting_files(&Victim::up_in(&WITHOUT_PASSRIGHTS));
 }
 
+fn locked_memories(victim: &Victim) {
+    let device = victim.fuse_device();
+    let folder = victim.0.private_folder("mount", MALLORY);
+    repels(victim, victim.attacker("locked-memories").arg(device).arg(folder));
+}
+
+#[test]
+fn locked_memories_stop_no_other_user() {
+    locked_memories(&Victim::up());
+}
+
+#[test]
+fn locked_memories_stop_no_other_user_without_passrights() {
+    locked_memories(&Victim::up_in(&WITHOUT_PASSRIGHTS));
+}
+
 mod long {
     use aquifer_tests_e2e::{eventually, processes};
     use rustix::process::Signal;

@@ -1,0 +1,69 @@
+//! Child processes of the gateway.
+
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use rustix::process::Pid;
+
+/// The first descriptor behind those of input and output.
+const FIRST_FD: u32 = 3;
+
+/// Starts a child process that runs `run`. Of the descriptors it has `kept`, the standard output
+/// and the standard error. The others of this process are closed in it when this returns: a close
+/// in one of the two can only be the last one if the other has given the descriptor up before.
+///
+/// Must be called in a process with one thread. `run` must not use other descriptors.
+///
+/// # Errors
+/// If the process cannot be started.
+pub(crate) fn start(kept: &[RawFd], run: impl FnOnce()) -> io::Result<Pid> {
+    let (mut ready, unready) = io::pipe()?;
+    // SAFETY: this process has one thread, so the child may do what its parent might. It never
+    // returns from here.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        close_all_but(kept.iter().copied().chain([unready.as_raw_fd()]));
+        drop(unready);
+        run();
+        std::process::exit(0);
+    }
+    let process = Pid::from_raw(child).filter(|_| child > 0).ok_or_else(io::Error::last_os_error)?;
+    drop(unready);
+    let _end_of_file = ready.read_exact(&mut [0]);
+    Ok(process)
+}
+
+/// Starts a child process that closes connections, which wait as long as their users want. None of
+/// them is closed for the last time in this process.
+///
+/// # Errors
+/// If the process cannot be started; then the connections stay.
+pub(crate) fn close(connections: &mut Vec<OwnedFd>) -> io::Result<Pid> {
+    let (closed, open) = io::pipe()?;
+    let sockets = connections.iter().map(AsRawFd::as_raw_fd);
+    let kept: Vec<_> = sockets.chain([closed.as_raw_fd()]).collect();
+    let process = start(&kept, || {
+        // The end of the process closes them. Until this end of file the parent has them, too.
+        let _end_of_file = (&closed).read_exact(&mut [0]);
+    })?;
+    connections.clear();
+    drop(open);
+    Ok(process)
+}
+
+/// Closes all descriptors of this process but some and those of output; input is empty.
+fn close_all_but(kept: impl Iterator<Item = RawFd>) {
+    let mut kept: Vec<_> = kept.map(RawFd::unsigned_abs).collect();
+    kept.sort_unstable();
+    let mut next = FIRST_FD;
+    for fd in kept.into_iter().chain([u32::MAX]).filter(|fd| *fd >= FIRST_FD) {
+        if fd > next {
+            // SAFETY: the caller uses none of these descriptors, and never drops their owners.
+            unsafe { libc::syscall(libc::SYS_close_range, next, fd - 1, 0) };
+        }
+        next = fd.saturating_add(1);
+    }
+    // Input is the gateway's connection to the daemon, and output is the null device.
+    // SAFETY: replaces a descriptor that nothing owns.
+    unsafe { libc::dup2(libc::STDOUT_FILENO, libc::STDIN_FILENO) };
+}
