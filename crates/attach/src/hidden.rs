@@ -73,7 +73,7 @@ unsafe fn raw_waitid(kind: u32, id: u32, info: *mut libc::siginfo_t, options: c_
 
 /// A child that can be waited for.
 enum Waitable {
-    /// Its number, and what the kernel says of it.
+    /// The number of the process, and the state that the kernel reports.
     Child(u32, libc::siginfo_t),
     /// None is, and the caller does not want to wait.
     Nothing,

@@ -1,4 +1,4 @@
-//! What the daemon, its gateway and the relays send to each other: a record as JSON, and bytes of a
+//! Messages between the daemon, its gateway and the relays: a record as JSON, and bytes of a
 //! user behind it. All of them are processes of one build.
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -28,9 +28,9 @@ pub(crate) const MESSAGE_BYTES_MAX: usize = LENGTH_BYTES + RECORD_BYTES_MAX + FR
 pub enum ListenerKind {
     /// The daemon's own, for its user.
     Own,
-    /// That of all users of the host.
+    /// The socket of all users of the host.
     Shared,
-    /// That of a knock.
+    /// A socket for a child that has knocked.
     Knock {
         /// Proves the agent to the child.
         secret: [u8; SOCKET_SECRET_BYTES],

@@ -56,7 +56,7 @@ impl Pair {
         }
     }
 
-    /// What to wait for. An end that cannot make progress is left out, because the kernel reports
+    /// The ends to poll, with the events. An end that cannot make progress is left out, because the kernel reports
     /// a hang-up in any case.
     pub fn polled(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         let flags = |can_read: bool, can_write: bool| {

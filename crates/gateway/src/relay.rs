@@ -58,7 +58,7 @@ struct WaitingConnection {
     since: Instant,
 }
 
-/// What is readable, or writable if it was full.
+/// The descriptors that are readable, or writable if they were full.
 #[derive(Debug, Default)]
 struct Ready {
     gateway: bool,

@@ -308,8 +308,8 @@ impl Server {
     }
 }
 
-/// Whether a user may connect at a listener. A child that has knocked gets its secret, and who has
-/// that could listen at the socket's name later, as if it were the agent.
+/// Whether a user may connect at a listener. A child that has knocked gets its secret, and a
+/// process with that could listen at the socket's name later, as if it were the agent.
 fn is_admitted(kind: ListenerKind, uid: u32) -> bool {
     match kind {
         ListenerKind::Own | ListenerKind::Shared => true,

@@ -17,7 +17,7 @@ use rustix::net::{
 /// Longest wait for the last close of descriptors that a user has sent, in microseconds.
 const CLOSE_US_MAX: i64 = 20_000;
 
-/// What was found at a user's socket.
+/// The outcome of a look at a user's socket.
 #[derive(Debug)]
 pub(crate) enum Received {
     /// No packet is waiting.
@@ -140,7 +140,7 @@ pub(crate) fn close_reference(socket: OwnedFd) {
     set_alarm(0);
 }
 
-/// Sends SIGALRM to this process in intervals of so many microseconds; 0 stops it.
+/// Sends SIGALRM to this process at an interval, in microseconds; 0 stops it.
 fn set_alarm(interval_us: i64) {
     let interval = libc::timeval { tv_sec: 0, tv_usec: interval_us };
     let timer = libc::itimerval { it_interval: interval, it_value: interval };

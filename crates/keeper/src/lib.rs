@@ -91,7 +91,7 @@ struct DaemonConnection {
     socket: OwnedFd,
     number: u64,
     pid: u32,
-    /// Its pidfd; `None` if it had ended.
+    /// The pidfd of the daemon; `None` if the daemon had ended.
     process: Option<Arc<OwnedFd>>,
     /// The share that the daemon owns.
     share: Option<KeeperShare>,
@@ -103,7 +103,7 @@ struct ShareOwner {
     /// Number of its connection.
     connection: u64,
     pid: u32,
-    /// Its pidfd; `None` if it had ended when it connected.
+    /// The pidfd of the daemon; `None` if the daemon had ended when it connected.
     process: Option<Arc<OwnedFd>>,
     /// Since when other daemons have found it dead.
     dead_since: Option<Instant>,

