@@ -11,6 +11,7 @@
 //!   descriptors in it, and introduces the connection to the daemon.
 //! - [`Gateway`]: the daemon's end. It starts the gateway process, and receives the introductions.
 //! - `pair`: a connection whose packets a relay copies.
+//! - `owners`: which user has a subordinate user id.
 //! - `child`: starting relays, and processes that close refused connections.
 //! - `user_socket`: receiving from a user's socket and closing it.
 //! - `messages`: what these processes send to each other.
@@ -22,6 +23,7 @@
 mod child;
 mod daemon;
 mod messages;
+mod owners;
 mod pair;
 mod relay;
 mod server;

@@ -23,6 +23,9 @@ const LENGTH_BYTES: usize = 4;
 /// Longest message, in bytes. A user's packet may have one byte more than a frame.
 pub(crate) const MESSAGE_BYTES_MAX: usize = LENGTH_BYTES + RECORD_BYTES_MAX + FRAME_BYTES_MAX + 1;
 
+/// A record, the bytes of a user behind it, and the descriptors.
+pub(crate) type Message<T> = (T, Vec<u8>, Vec<OwnedFd>);
+
 /// The socket at which a process has connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ListenerKind {
@@ -109,7 +112,7 @@ pub(crate) fn send_parts(
 pub(crate) fn receive<T: DeserializeOwned>(
     socket: &OwnedFd,
     buffer: &mut [u8],
-) -> io::Result<Option<(T, Vec<u8>, Vec<OwnedFd>)>> {
+) -> io::Result<Option<Message<T>>> {
     let (len, descriptors) = receive_packet(socket, buffer, RecvFlags::empty())?;
     if len == 0 {
         return Ok(None);

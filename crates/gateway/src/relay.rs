@@ -250,7 +250,10 @@ impl Relay {
             }
             Received::Foreign(descriptors) => return Err(keep_until_end(descriptors)),
         };
-        let Some(daemon) = &self.daemon else { return Ok(user_socket::close(socket)) };
+        let Some(daemon) = &self.daemon else {
+            user_socket::close(socket);
+            return Ok(());
+        };
         let process = peer_pidfd(&socket).ok();
         let has_process = process.is_some();
         let record = IntroductionRecord { kind: connection.kind, pid: connection.pid, has_process };
@@ -273,7 +276,7 @@ impl Relay {
             let _closed = introduce(socket.as_fd());
             return Ok(());
         }
-        let pair = Pair::new(socket, &introduce);
+        let pair = Pair::new(socket, introduce);
         match pair {
             Ok(pair) => self.pairs.push(pair),
             Err((error, socket)) => {

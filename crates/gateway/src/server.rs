@@ -17,11 +17,14 @@ use rustix::process::{Pid, Signal, WaitOptions, set_parent_process_death_signal,
 
 use crate::child;
 use crate::messages::{self, Connection, ListenerKind, MESSAGE_BYTES_MAX, Order, RelayStarted};
+use crate::owners::{self, Owner};
 use crate::relay::Relay;
 use crate::user_socket;
 
 /// Most processes that serve a user or wait for its descriptors.
 const RELAYS_PER_USER_MAX: usize = 4;
+/// The same for all subordinate ids of a user, or of a container of root.
+const RELAYS_PER_OWNER_MAX: usize = 64;
 /// Most processes of all users.
 const RELAYS_MAX: usize = 1024;
 /// Connections that are accepted at a listener in a turn, so that others have theirs.
@@ -51,6 +54,7 @@ struct Listener {
 struct UserRelays {
     /// The relay that gets connections.
     current: Option<RelayEnd>,
+    owner: Option<Owner>,
     /// All that have not ended; closing what a user has sent may take long.
     processes: Vec<Pid>,
 }
@@ -273,6 +277,14 @@ impl Server {
         if of_user >= RELAYS_PER_USER_MAX {
             return Err(io::Error::other("its relays wait for the descriptors that it has sent"));
         }
+        // Not the id of one user: a user could keep all others out by its subordinate ids.
+        let owner = Some(owners::owner(uid));
+        let same_owner = self.relays.values().filter(|relays| relays.owner == owner);
+        if same_owner.map(|relays| relays.processes.len()).sum::<usize>() >= RELAYS_PER_OWNER_MAX {
+            return Err(io::Error::other(format!(
+                "{RELAYS_PER_OWNER_MAX} relays run already for subordinate ids of the same user (/etc/subuid)"
+            )));
+        }
         if of_all >= RELAYS_MAX {
             return Err(io::Error::other(format!("{RELAYS_MAX} relays of users run already")));
         }
@@ -282,7 +294,9 @@ impl Server {
         rustix::io::ioctl_fionbio(&released, true)?;
         let kept = [relay.as_raw_fd(), daemon.as_raw_fd(), reader.as_raw_fd()];
         let process = child::start(&kept, || Relay::new(uid, relay, daemon, reader).run())?;
-        self.relays.entry(uid).or_default().processes.push(process);
+        let relays = self.relays.entry(uid).or_default();
+        relays.owner = owner;
+        relays.processes.push(process);
         let started = RelayStarted { uid };
         messages::send(&self.daemon, &started, &[], &[of_daemon.as_fd()], SendFlags::empty())?;
         Ok(RelayEnd { connections: gateway, released })

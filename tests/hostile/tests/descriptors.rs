@@ -3,8 +3,11 @@
 use std::os::unix::fs::MetadataExt;
 use std::process::Command;
 
+use aquifer_channel::exiting::is_exiting;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::restart::restart_agent;
+use aquifer_tests_e2e::{Cluster, eventually, processes};
+use rustix::process::Signal;
 
 use crate::user::{ANNE, Attack, MALLORY, Victim};
 
@@ -20,9 +23,14 @@ fn serves_others(victim: &Victim) {
 
 /// Checks that others are served during an attack, also by the agent that replaces a killed one.
 fn repels(victim: &Victim, attack: &mut Command) {
+    repels_and_restarts(victim, attack, restart_agent);
+}
+
+/// The same with a way to kill the agent and to start another.
+fn repels_and_restarts(victim: &Victim, attack: &mut Command, restart: impl FnOnce(&Cluster)) {
     let running = Attack::start(attack);
     serves_others(victim);
-    restart_agent(&victim.0.cluster);
+    restart(&victim.0.cluster);
     serves_others(victim);
     let again = Attack::start(attack);
     serves_others(victim);
@@ -60,10 +68,20 @@ fn files_whose_close_waits_stop_no_other_user_without_passrights() {
     waiting_files(&Victim::up_in(&WITHOUT_PASSRIGHTS));
 }
 
+/// Kills the agent, of which something may be left as long as an attack lasts, and starts another.
+fn replace_agent(cluster: &Cluster) {
+    let agent = cluster.daemon("agent", None);
+    processes::signal(agent, Signal::KILL);
+    eventually("the agent is gone", || is_exiting(agent).then_some(()));
+    let again = cluster.command().arg("up").output().expect("aquifer can be started");
+    assert!(again.status.success(), "{}", text(&again.stderr));
+}
+
 fn locked_memories(victim: &Victim) {
     let device = victim.fuse_device();
     let folder = victim.0.private_folder("mount", MALLORY);
-    repels(victim, victim.attacker("locked-memories").arg(device).arg(folder));
+    let mut attack = victim.attacker("locked-memories");
+    repels_and_restarts(victim, attack.arg(device).arg(folder), replace_agent);
 }
 
 #[test]
@@ -77,9 +95,6 @@ fn locked_memories_stop_no_other_user_without_passrights() {
 }
 
 mod long {
-    use aquifer_tests_e2e::{eventually, processes};
-    use rustix::process::Signal;
-
     use super::*;
 
     /// The kernel keeps what is left of a killed agent: here in the close of a file that it has
@@ -101,11 +116,7 @@ mod long {
         serves_others(&victim);
         let lock = || std::fs::metadata(cluster.state().join("agent.lock")).expect("a lock").ino();
         let lock_before = lock();
-        let agent = cluster.daemon("agent", None);
-        processes::signal(agent, Signal::KILL);
-        eventually("the agent is gone", || aquifer_channel::exiting::is_exiting(agent).then_some(()));
-        let again = cluster.command().arg("up").output().expect("aquifer can be started");
-        assert!(again.status.success(), "{}", text(&again.stderr));
+        replace_agent(cluster);
         assert_ne!(lock(), lock_before, "what is left of it has let the lock go");
         serves_others(&victim);
         processes::signal(server.expect("its number"), Signal::KILL);
