@@ -15,7 +15,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use aquifer_pager::{
-    BlockId, Budget, Memory, Mempool, Mutation, PageNumber, RecoveredVolume, SlabSet, Volume, finish_move,
+    BlockId, Budget, Memory, Mempool, PageNumber, RecoveredVolume, SlabSet, Volume, finish_move,
 };
 
 use crate::areas::{Area, Areas};
@@ -162,9 +162,6 @@ impl TakenPages {
 
     /// Reserves a block for each batch that left the program and did not reach the mempool.
     fn reserve_blocks(&mut self, batches: &[EvictionBatch]) {
-        if Mutation::ReserveNothing.is_active() {
-            return;
-        }
         let leaving: BTreeSet<PageNumber> = self.recovered.leaving.iter().copied().collect();
         let volume = &mut self.recovered.volume;
         let is_unplaced = |batch: &&EvictionBatch| {

@@ -71,8 +71,6 @@ aquifer_mutation::mutations! {
         /// After a restart, a leaving page in a staging buffer is treated as resident in the
         /// program.
         ForgetLeaving,
-        /// After a restart, no blocks of the mempool are reserved for batches in staging buffers.
-        ReserveNothing,
         /// A write to a page of a block volume reuses the page's slot in a block that is already
         /// sealed.
         AbsorbIntoSealed,

@@ -43,9 +43,9 @@ fn a_user_that_fills_the_pool_leaves_a_share_to_others() {
     let victim = Victim::of(SharedCluster::up_with(1, &[]));
     let mut filling = victim.paged_attacker("fill", "32M");
     let mut filling = filling.arg("600").stderr(Stdio::piped()).spawn().expect("setpriv can be started");
-    let said = BufReader::new(filling.stderr.take().expect("it is piped")).lines();
+    let mut said = BufReader::new(filling.stderr.take().expect("it is piped")).lines();
     let is_full = |line: std::io::Result<String>| line.expect("text").contains("waits for room");
-    assert!(said.map(is_full).any(|is_full| is_full), "the pool is larger");
+    assert!(said.any(is_full), "the pool is larger");
     let checker = victim.0.path("checker");
     let checker = checker.to_str().expect("a plain path");
     let options = ["run", "--local", "16M", "--wait-for-room", "20s", "--", checker];

@@ -63,7 +63,6 @@ const SIMULATOR: Simulator<Mutation, PagingCounts> = Simulator {
         Mutation::TryOnce,
         Mutation::StageBeforeCopying,
         Mutation::ForgetLeaving,
-        Mutation::ReserveNothing,
         Mutation::StageUnreadable,
         Mutation::IgnorePins,
         Mutation::ReuseStaging,
