@@ -56,8 +56,8 @@ impl Pair {
         }
     }
 
-    /// The ends to poll, with the events. An end that cannot make progress is left out, because the kernel reports
-    /// a hang-up in any case.
+    /// The ends to poll, with the events. An end that cannot make progress is left out, because
+    /// the kernel reports a hang-up in any case.
     pub fn polled(&self) -> Vec<(BorrowedFd<'_>, PollFlags)> {
         let flags = |can_read: bool, can_write: bool| {
             let read = if can_read { PollFlags::IN } else { PollFlags::empty() };
