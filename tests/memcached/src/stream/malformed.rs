@@ -19,6 +19,9 @@ const LIFETIMES: [&str; 3] = ["0", "0", EXPIRED];
 const EXPIRED: &str = "-2000000000";
 /// Digits of the longest other number.
 const DIGITS_MAX: usize = 3;
+/// A cas value that no item of a short test has: each partition counts its own from 1, and a key is
+/// in another partition with each secret of a server.
+const CAS_OF_NO_ITEM: &str = "999";
 /// Several words that damage has joined are not longer than a key may be.
 const VALUE_BYTES_MAX: usize = 60;
 
@@ -35,7 +38,7 @@ pub fn request(random: &mut Random, keys: &[Key]) -> Request {
             let command = *random.pick(&["set", "add", "replace", "append", "prepend"]);
             format!("{command} {key} 0 {lifetime} {length}{noreply}\r\n{value}\r\n")
         }
-        3 => format!("cas {key} 0 {lifetime} {length} 77{noreply}\r\n{value}\r\n"),
+        3 => format!("cas {key} 0 {lifetime} {length} {CAS_OF_NO_ITEM}{noreply}\r\n{value}\r\n"),
         4..6 => format!("ms {key} {length} T{lifetime} k Oa c{quiet}\r\n{value}\r\n"),
         6 => format!("ms {key} {length} F5 k{quiet}\r\n{value}\r\n"),
         7 => format!("gets {key} k0 k1\r\n"),
