@@ -57,7 +57,7 @@ impl PagingService {
     pub fn descriptors(&self) -> DescriptorCount {
         let mut count = DescriptorCount::default();
         for run in self.runs() {
-            count.add(run.tenant(), RUN_DESCRIPTORS + run.programs().len() * PROGRAM_DESCRIPTORS);
+            count.add(run.tenant(), RUN_DESCRIPTORS + run.program_count() * PROGRAM_DESCRIPTORS);
         }
         count
     }

@@ -248,6 +248,12 @@ impl Run {
         self.lock().clone()
     }
 
+    /// Number of programs that are alive.
+    #[must_use]
+    pub fn program_count(&self) -> usize {
+        self.lock().len()
+    }
+
     /// Number of programs since the start of the run.
     #[must_use]
     pub fn programs_seen(&self) -> u64 {
