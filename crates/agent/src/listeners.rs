@@ -60,9 +60,13 @@ impl Listeners {
     /// # Errors
     /// If the process cannot be started.
     pub fn start() -> io::Result<Self> {
-        let gateway = Arc::new(start_gateway()?);
+        Ok(Self::with(start_gateway()?))
+    }
+
+    fn with(gateway: Gateway) -> Self {
+        let gateway = Arc::new(gateway);
         let state = State { gateway, permanent: Vec::new(), knocks: VecDeque::new(), last_number: 0 };
-        Ok(Self { state: Mutex::new(state) })
+        Self { state: Mutex::new(state) }
     }
 
     /// Accepts connections at a socket as long as the agent runs.
@@ -152,4 +156,39 @@ fn start_gateway() -> io::Result<Gateway> {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("aquifer").arg(GATEWAY_COMMAND).stdout(Stdio::null());
     Gateway::start(&mut command)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+
+    use super::*;
+
+    #[test]
+    fn a_user_replaces_only_its_own_sockets() {
+        // It takes the orders, and accepts nothing.
+        let mut command = Command::new("cat");
+        let listeners = Listeners::with(Gateway::start(command.stdout(Stdio::null())).unwrap());
+        let tenants = || listeners.lock().knocks.iter().map(|open| open.socket.tenant).collect::<Vec<_>>();
+        let knock = |number: usize| KnockName { name: [u8::try_from(number).unwrap(); 16], secret: [0; 16] };
+        let add = |tenant: u32, number| {
+            let listener = File::open("/dev/null").unwrap().into();
+            listeners.add_knock(KnockSocket { tenant, user: tenant, knock: knock(number), listener });
+        };
+        add(1, 255);
+        for number in 0..KNOCKS_PER_TENANT_MAX + 5 {
+            // In two namespaces.
+            add(2, number);
+            add(2, number);
+        }
+        assert_eq!(tenants()[..2], [1, 2]);
+        assert_eq!(tenants().len(), 1 + 2 * KNOCKS_PER_TENANT_MAX);
+        assert_eq!(listeners.lock().knocks[1].socket.knock, knock(5), "the oldest knocks are replaced");
+        listeners.lock().knocks[0].until = Instant::now();
+        assert!(listeners.next_user(Duration::ZERO).unwrap().is_none());
+        assert_eq!(tenants().len(), 2 * KNOCKS_PER_TENANT_MAX);
+        assert!(tenants().iter().all(|tenant| *tenant == 2));
+        listeners.end_knock(&knock(5));
+        assert_eq!(tenants().len(), 2 * (KNOCKS_PER_TENANT_MAX - 1));
+    }
 }
