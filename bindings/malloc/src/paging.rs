@@ -17,7 +17,7 @@ use crate::arena;
 const ADVICE: &str = "start a cluster (aquifer up), or name the agent's socket with AQUIFER_AGENT, or \
     unset AQUIFER_LOCAL to use ordinary memory";
 
-/// Time without an answer after which the user is told what the program waits for.
+/// Time without an answer after which a message says what the program waits for.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Opens a run and registers the arena with the agent.

@@ -40,7 +40,7 @@ pub enum Paged {
     Only(usize, usize),
 }
 
-/// What is attached.
+/// The kind of process that is attached.
 #[derive(Clone, Copy)]
 pub enum Attached {
     /// A program, by a userfaultfd that it opens.

@@ -50,7 +50,7 @@ impl Limit {
     }
 }
 
-/// Whether the caller can have so many more descriptors, at most [`NEEDED`].
+/// Whether the caller can open `count` more descriptors, at most [`NEEDED`].
 pub fn are_available(count: usize) -> bool {
     let mut opened = [-1isize; NEEDED];
     let kind = (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as usize;

@@ -17,7 +17,7 @@ type LibcMmap = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i6
 static NEXT_MMAP: NextSymbol = NextSymbol::new(c"mmap64");
 
 const PAGE: usize = 4096;
-/// What is populated at once: less than a tenth of what a run may exceed its limit by.
+/// Bytes that are populated at once: less than a tenth of what a run may exceed its limit by.
 const PIECE_BYTES: usize = 1 << 20;
 /// A signal has interrupted the call.
 const INTERRUPTED: isize = -(libc::EINTR as isize);

@@ -9,7 +9,7 @@ pub const WORKER_NAME: &core::ffi::CStr = c"aquifer-worker";
 /// Most processes of a system (`PID_MAX_LIMIT`).
 const PROCESSES_MAX: u32 = 1 << 22;
 const NUMBER_DIGITS_MAX: usize = 10;
-/// What is read of a folder at once.
+/// Bytes that are read of a folder at once.
 const ENTRIES_BYTES: usize = 2048;
 
 /// A path below `/proc`, on the stack.
@@ -121,7 +121,7 @@ fn is_ended_worker_of(parent: u32, stat: &[u8]) -> bool {
 
 /// The processes of the caller's PID namespace.
 pub enum Processes {
-    /// They are in this folder, which is open.
+    /// The processes are in this folder, which is open.
     Listed(i32),
     /// There is no folder that has them. They have numbers up to this one.
     Numbered(u32),

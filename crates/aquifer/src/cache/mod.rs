@@ -140,7 +140,7 @@ impl Running {
     }
 }
 
-/// Has the Unix sockets accept no descriptors of other users. Must be called before the first
+/// Makes the Unix sockets refuse descriptors of other users. Must be called before the first
 /// thread.
 fn protect_from_descriptors(
     arguments: &CacheArguments,

@@ -230,7 +230,7 @@ impl Drop for Pair {
 }
 
 impl Pair {
-    /// What to wait for.
+    /// The ends to poll, with the events.
     fn polled(&self) -> impl Iterator<Item = (BorrowedFd<'_>, PollFlags)> {
         let flags = |end: &End, other: &End| {
             let mut flags = PollFlags::empty();
@@ -240,7 +240,7 @@ impl Pair {
         };
         let ends = [(&self.user, &self.cache), (&self.cache, &self.user)];
         let polled = ends.map(|(end, other)| (end.socket.as_fd(), flags(end, other)));
-        // The kernel reports a hang-up in any case, so an end that cannot go on is left out.
+        // The kernel reports a hang-up in any case, so an idle end is left out.
         polled.into_iter().filter(|(_, flags)| !flags.is_empty())
     }
 

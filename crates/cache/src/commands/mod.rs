@@ -111,7 +111,7 @@ pub struct Session {
     swallows: usize,
     /// Where a `get` goes on, in its line.
     get_at: usize,
-    /// Where a list of keys goes on.
+    /// The position at which a list of keys resumes.
     dump: Option<DumpPlace>,
     /// Bytes of a line without an end that were looked at.
     looked_at: usize,

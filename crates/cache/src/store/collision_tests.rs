@@ -1,4 +1,4 @@
-//! Keys that all have the same hash, or one of few: nothing that was stored is lost in silence.
+//! Keys that all have the same hash, or one of few: searches find what is stored.
 
 use std::collections::HashMap;
 
