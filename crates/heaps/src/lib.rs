@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod absent_hosts;
 mod kept;
 mod membership;
 mod metrics;

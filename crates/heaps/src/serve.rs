@@ -198,7 +198,9 @@ pub fn serve(
         kept_ms,
         epoch: 0,
     };
-    let mut membership = Membership::join(options.connect, record, options.lease_ttl)?;
+    let targets: Vec<Arc<dyn Target>> =
+        std::iter::once(target).chain(device.as_ref().map(|(device, _)| Arc::clone(device))).collect();
+    let mut membership = Membership::join(options.connect, record, options.lease_ttl, targets)?;
     let _metrics: Option<MetricsServer> =
         listener.map(|listener| metrics::serve(listener, Arc::clone(&service))).transpose()?;
     tracing::info!(node = options.node, bytes = options.memory_bytes, %address, "serving heaps");
