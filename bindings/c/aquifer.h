@@ -74,6 +74,8 @@ int aquifer_free_many(aquifer_session *session, const aquifer_extent *extents, s
 /* Read from and write to an extent.
  * -EINVAL: the range is not inside the extent;
  * -EACCES: the extent was freed, or belongs to another user;
+ * -EAGAIN: the session or the user has used too many wrong keys, so this key was not tried; a
+ *   session may try one more in a second;
  * -EIO: the memory node is gone and the data is lost, or the agent failed. aquifer_error() says
  * which; if the agent failed, its log has the reason. */
 int aquifer_read(aquifer_session *session, const aquifer_extent *extent, uint64_t offset,
@@ -84,7 +86,7 @@ int aquifer_write(aquifer_session *session, const aquifer_extent *extent, uint64
 /* Carry out several reads or writes, faster than one by one. Jobs of one node are done in order.
  * The functions return the first error; the other jobs are done nevertheless. If a pointer is NULL,
  * or a structure cannot be an extent, no job is done.
- * -EINVAL, -EACCES, -EIO: as for aquifer_read and aquifer_write. */
+ * -EINVAL, -EACCES, -EAGAIN, -EIO: as for aquifer_read and aquifer_write. */
 typedef struct aquifer_read_job {
     aquifer_extent extent;
     uint64_t offset;

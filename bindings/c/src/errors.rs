@@ -153,6 +153,7 @@ fn errno(error: &Error) -> c_int {
         Error::PoolFull | Error::TooManyExtents | Error::Io(_) => ENOMEM,
         Error::QuotaExceeded => EDQUOT,
         Error::AccessDenied | Error::Refused(_) => EACCES,
+        Error::TooManyWrongKeys => EAGAIN,
         Error::DataLost | Error::Failed | Error::Protocol(_) => EIO,
         Error::Forked => ECHILD,
         Error::SessionEnded(_) | Error::AgentGone => EPIPE,

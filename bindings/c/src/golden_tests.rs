@@ -288,6 +288,7 @@ fn golden_errors() {
         ("quota", Error::QuotaExceeded),
         ("too many", Error::TooManyExtents),
         ("not yours", Error::AccessDenied),
+        ("too many wrong keys", Error::TooManyWrongKeys),
         ("lost", Error::DataLost),
         ("failed", Error::Failed),
     ];

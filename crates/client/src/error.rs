@@ -89,6 +89,10 @@ pub enum Error {
     /// The key opens nothing: the extent was freed, or belongs to another user or session.
     #[error("the extent was freed before, or does not belong to this user")]
     AccessDenied,
+    /// The key was not tried, because the session or its user has used too many wrong keys. The
+    /// session may try another key in a second.
+    #[error("this session or this user has used too many wrong keys of extents: try again in a second")]
+    TooManyWrongKeys,
     /// The data of the extent is lost. Other extents are not affected.
     #[error("the memory node that held the extent is gone, and the data with it")]
     DataLost,
@@ -105,6 +109,7 @@ impl Error {
             RingStatus::Full => Self::PoolFull,
             RingStatus::Quota => Self::QuotaExceeded,
             RingStatus::Refused => Self::AccessDenied,
+            RingStatus::KeyNotTried => Self::TooManyWrongKeys,
             RingStatus::NodeGone => Self::DataLost,
             RingStatus::TooMany => Self::TooManyExtents,
             RingStatus::BadRequest | RingStatus::Failed => Self::Failed,

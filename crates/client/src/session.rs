@@ -293,8 +293,8 @@ impl Session {
     /// Reads bytes from `offset` of an extent.
     ///
     /// # Errors
-    /// [`Error::DataLost`], [`Error::AccessDenied`] or [`Error::OutOfRange`]. The contents of `out`
-    /// are then undefined.
+    /// [`Error::DataLost`], [`Error::AccessDenied`], [`Error::TooManyWrongKeys`] or
+    /// [`Error::OutOfRange`]. The contents of `out` are then undefined.
     pub fn read(&mut self, extent: &Extent, offset: u64, out: &mut [u8]) -> Result<(), Error> {
         self.read_many(&mut [ReadJob { extent: *extent, offset, out }])
     }
@@ -319,8 +319,8 @@ impl Session {
     /// Writes bytes at `offset` of an extent. Reads that begin after the return see them.
     ///
     /// # Errors
-    /// [`Error::DataLost`], [`Error::AccessDenied`] or [`Error::OutOfRange`]. The contents of the
-    /// range are then undefined.
+    /// [`Error::DataLost`], [`Error::AccessDenied`], [`Error::TooManyWrongKeys`] or
+    /// [`Error::OutOfRange`]. The contents of the range are then undefined.
     pub fn write(&mut self, extent: &Extent, offset: u64, bytes: &[u8]) -> Result<(), Error> {
         self.write_many(&[WriteJob { extent: *extent, offset, bytes }])
     }

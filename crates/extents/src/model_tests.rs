@@ -13,7 +13,7 @@ use aquifer_ipc::ring::{ExtentName, RingAnswer, RingRequest, RingStatus, Transfe
 use aquifer_pool::{Extent, NodeId, SizeClass, Stretch};
 
 use crate::book::{Book, ExtentState};
-use crate::core::{ExtentPool, SessionCore, Transfer, UserAccounts};
+use crate::core::{ExtentPool, SessionCore, Transfer, UserAccount, UserAccounts};
 
 /// Panic payload of an agent that is killed.
 struct AgentKilled;
@@ -206,11 +206,13 @@ struct SessionPlay {
 
 impl SessionPlay {
     fn new(seed: u64) -> Self {
-        let pool = ModelPool::default();
+        Self::of_user(seed, ModelPool::default(), UserAccounts::default().of(Tenant(1)))
+    }
+
+    fn of_user(seed: u64, pool: ModelPool, account: Arc<UserAccount>) -> Self {
         let book = Book::new().expect("memory");
         let memory = remap(book.memory());
-        let session =
-            Some(SessionCore::new(pool.clone(), Arc::new(book), UserAccounts::default().of(Tenant(1))));
+        let session = Some(SessionCore::new(pool.clone(), Arc::new(book), account));
         Self {
             pool,
             book: memory,
@@ -540,12 +542,34 @@ fn right_keys_of_others_do_not_use_up_tries() {
     let many: Vec<_> = (0..200).map(|number| read(&theirs[number % 10], 0)).collect();
     assert!(play.ask(&many).iter().all(|answer| answer.status == RingStatus::Done));
     let wrong: Vec<_> = (0..200).map(|number| read(&theirs[0], 1 << 20 | number)).collect();
-    assert!(play.ask(&wrong).iter().all(|answer| answer.status == RingStatus::Refused));
+    let answers = play.ask(&wrong);
+    let (tried, not_tried) = answers.split_at(32);
+    assert!(tried.iter().all(|answer| answer.status == RingStatus::Refused));
+    assert!(not_tried.iter().all(|answer| answer.status == RingStatus::KeyNotTried));
     assert_eq!(play.pool.0.borrow().transfers, 200 + 32, "a bounded number of wrong keys is tried");
     assert!(
-        play.ask(&many).iter().all(|answer| answer.status == RingStatus::Refused),
+        play.ask(&many).iter().all(|answer| answer.status == RingStatus::KeyNotTried),
         "then right keys are not tried either"
     );
+}
+
+#[test]
+fn wrong_keys_of_a_session_do_not_use_up_the_tries_of_another() {
+    let account = UserAccounts::default().of(Tenant(1));
+    let mut hostile = SessionPlay::of_user(1, ModelPool::default(), Arc::clone(&account));
+    let mut play = SessionPlay::of_user(2, hostile.pool.clone(), account);
+    (hostile.has_kills, play.has_kills) = (false, false);
+    let theirs = hostile.pool.0.borrow_mut().allocate(SizeClass::CHUNK).expect("room");
+    let read = |key: u32| {
+        let name = ExtentName { node: theirs.node.0, class: 0, key, addr: theirs.addr };
+        Some(RingRequest::Read(name, TransferRange { offset: 0, len: 4, data: 0 }))
+    };
+    let wrong: Vec<_> = (0..200).map(|number| read(theirs.key.0 ^ (1 << 20 | number))).collect();
+    for _ in 0..20 {
+        hostile.ask(&wrong);
+    }
+    assert_eq!(hostile.ask(&[read(theirs.key.0)])[0].status, RingStatus::KeyNotTried);
+    assert_eq!(play.ask(&[read(theirs.key.0)])[0].status, RingStatus::Done);
 }
 
 /// Answers one request.

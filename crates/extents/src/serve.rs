@@ -22,13 +22,11 @@ use aquifer_report::{SessionStatistics, UserStatistics};
 use serde::{Deserialize, Serialize};
 
 use crate::book::Book;
-use crate::core::UserAccounts;
+use crate::core::{SESSIONS_PER_USER_MAX, UserAccounts};
 use crate::pool::NodeConnector;
 pub use inherited::{InheritError, InheritedSession};
 use session_thread::SessionThread;
 
-/// Maximum number of sessions of one user.
-const SESSIONS_PER_USER_MAX: usize = 64;
 /// Time for which a stopping agent waits until sessions have freed their extents.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -177,7 +175,7 @@ impl SessionService {
             return Err(OpenSessionError::Stopping);
         }
         let of_user = sessions.live.values().filter(|shared| shared.record.tenant == tenant).count();
-        if of_user >= SESSIONS_PER_USER_MAX {
+        if of_user >= SESSIONS_PER_USER_MAX as usize {
             return Err(OpenSessionError::TooMany { tenant });
         }
         let id = sessions.next_id;

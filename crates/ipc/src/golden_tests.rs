@@ -207,6 +207,7 @@ fn golden_ring() {
         RingStatus::TooMany,
         RingStatus::BadRequest,
         RingStatus::Failed,
+        RingStatus::KeyNotTried,
     ];
     for (number, status) in (0..).zip(statuses) {
         let answer =

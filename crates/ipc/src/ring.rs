@@ -110,9 +110,14 @@ pub enum RingStatus {
     BadRequest = 6,
     /// The agent failed for a reason that is in its log.
     Failed = 7,
+    /// The key was not tried, because the session or its user has tried too many wrong keys.
+    ///
+    /// In the ring it is [`Self::Refused`] with a cause, which earlier programs ignore.
+    KeyNotTried = 8,
 }
 
 impl RingStatus {
+    /// The values of an answer's first byte.
     const ALL: [Self; 8] = [
         Self::Done,
         Self::Full,
@@ -159,6 +164,10 @@ const FREE: u8 = 2;
 const READ: u8 = 3;
 const WRITE: u8 = 4;
 const ALLOCATE_STRETCH: u8 = 5;
+
+/// Cause of [`RingStatus::Refused`] in an answer, instead of a size class, if the key was not
+/// tried. Otherwise the cause is 0.
+const CAUSE_NOT_TRIED: u8 = 1;
 
 fn name_word(kind: u8, name: &ExtentName) -> u64 {
     u64::from(kind) | u64::from(name.class) << 8 | u64::from(name.node) << 16 | u64::from(name.key) << 32
@@ -218,13 +227,22 @@ impl RingRequest {
 
 impl RingAnswer {
     fn words(&self) -> [u64; ANSWER_WORDS] {
-        [name_word(self.status as u8, &self.extent), self.extent.addr]
+        match self.status {
+            RingStatus::KeyNotTried => {
+                [u64::from(RingStatus::Refused as u8) | u64::from(CAUSE_NOT_TRIED) << 8, 0]
+            }
+            status => [name_word(status as u8, &self.extent), self.extent.addr],
+        }
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "the status is the lowest byte")]
     fn parse([first, addr]: [u64; ANSWER_WORDS]) -> Result<Self, CorruptRing> {
         let status = *RingStatus::ALL.get(usize::from(first as u8)).ok_or(CorruptRing)?;
-        Ok(Self { status, extent: parse_name(first, addr) })
+        let extent = parse_name(first, addr);
+        if status == RingStatus::Refused && extent.class == CAUSE_NOT_TRIED {
+            return Ok(Self::without_extent(RingStatus::KeyNotTried));
+        }
+        Ok(Self { status, extent })
     }
 }
 
@@ -425,12 +443,16 @@ pub(crate) mod tests {
             number: u32,
             request in any_request(),
             name in name(),
-            status in 0..8usize,
+            status in 0..=RingStatus::ALL.len(),
         ) {
             let ring = ring();
             ring.put_request(number, &request);
             prop_assert_eq!(ring.request(number), Some(request));
-            let answer = RingAnswer { status: RingStatus::ALL[status], extent: name };
+            let status = RingStatus::ALL.get(status).copied().unwrap_or(RingStatus::KeyNotTried);
+            let answer = match status {
+                RingStatus::Done => RingAnswer { status, extent: name },
+                status => RingAnswer::without_extent(status),
+            };
             ring.put_answer(number, &answer);
             prop_assert_eq!(ring.answer(number), Ok(answer));
         }

@@ -1,4 +1,4 @@
-//! A user's quota over all its sessions, and the limit on tries of unknown keys.
+//! A user's quota over all its sessions, and the limits on tries of unknown keys.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -9,13 +9,20 @@ use std::time::Duration;
 use aquifer_fabric::Tenant;
 use aquifer_report::UserStatistics;
 
-/// Tries of unknown keys that a user has at first and at most.
+/// Sessions that a user can have at a time.
+pub(crate) const SESSIONS_PER_USER_MAX: u32 = 64;
+/// Tries of unknown keys that a session has at first and at most.
 ///
 /// A program tries an unknown key when it reads an extent that another program of its user has
 /// allocated. Such a key is wrong if the extent was just freed.
-const KEY_TRIES_MAX: u32 = 32;
-/// Interval at which a user gets another try.
-const KEY_TRY_INTERVAL: Duration = Duration::from_secs(1);
+pub(super) const SESSION_TRIES_MAX: u32 = 32;
+/// Tries of unknown keys that a user has at first and at most, in all sessions.
+///
+/// It is what all sessions have that a user can have at a time. So one session cannot use up the
+/// tries of the others, and a user gets no further tries by opening one session after another.
+const USER_TRIES_MAX: u32 = SESSIONS_PER_USER_MAX * SESSION_TRIES_MAX;
+/// Interval at which a session gets another try, and a user one for each session that it can have.
+pub(super) const KEY_TRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Minimum interval between two log lines about wrong keys of a user.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
@@ -24,25 +31,65 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 pub(crate) struct UserAccount {
     tenant: Tenant,
     allocated_bytes: AtomicU64,
-    tries: Mutex<KeyTries>,
+    tries: Mutex<UserTries>,
     /// Requests that were refused because their key was wrong, or could not be tried.
     refused: AtomicU64,
 }
 
-/// A token bucket of tries of unknown keys. All times count from the start of the agent.
+/// A user's tries, and when they were last used.
 #[derive(Debug)]
-struct KeyTries {
-    left: u32,
-    refilled_at: Duration,
+struct UserTries {
+    tries: KeyTries,
     last_try_at: Duration,
     last_log_at: Option<Duration>,
 }
 
+/// A token bucket of tries of unknown keys. All times count from the start of the agent.
+#[derive(Debug)]
+pub(super) struct KeyTries {
+    left: u32,
+    max: u32,
+    /// Tries that are added in each [`KEY_TRY_INTERVAL`].
+    refill: u32,
+    refilled_at: Duration,
+}
+
+impl KeyTries {
+    /// The tries of a session.
+    pub const fn of_session() -> Self {
+        Self::full(SESSION_TRIES_MAX, 1)
+    }
+
+    const fn full(max: u32, refill: u32) -> Self {
+        Self { left: max, max, refill, refilled_at: Duration::ZERO }
+    }
+
+    /// Whether a try is left at this time.
+    pub fn has_try(&mut self, now: Duration) -> bool {
+        let intervals = now.saturating_sub(self.refilled_at).as_secs() / KEY_TRY_INTERVAL.as_secs();
+        if intervals > 0 {
+            self.refilled_at = now;
+            let gained = u32::try_from(intervals).unwrap_or(u32::MAX).saturating_mul(self.refill);
+            self.left = self.max.min(self.left.saturating_add(gained));
+        }
+        self.left > 0
+    }
+
+    /// Uses up a try. Must be called after [`Self::has_try`] has returned true.
+    pub fn use_try(&mut self) {
+        self.left -= 1;
+    }
+
+    /// Returns a try whose key was right.
+    pub fn return_try(&mut self) {
+        self.left = self.max.min(self.left + 1);
+    }
+}
+
 impl UserAccount {
     fn new(tenant: Tenant) -> Self {
-        let tries = Mutex::new(KeyTries {
-            left: KEY_TRIES_MAX,
-            refilled_at: Duration::ZERO,
+        let tries = Mutex::new(UserTries {
+            tries: KeyTries::full(USER_TRIES_MAX, SESSIONS_PER_USER_MAX),
             last_try_at: Duration::ZERO,
             last_log_at: None,
         });
@@ -65,20 +112,16 @@ impl UserAccount {
         self.allocated_bytes.fetch_sub(bytes, Relaxed);
     }
 
-    /// Uses up a try of an unknown key; false if no try is left.
+    /// Uses up a try of an unknown key, which a session has left; false if the user has none left.
     ///
     /// A refusal for that reason does not reveal whether the key is right.
     pub fn use_key_try(&self, now: Duration) -> bool {
-        let mut tries = self.tries();
-        let gained = now.saturating_sub(tries.refilled_at).as_secs() / KEY_TRY_INTERVAL.as_secs();
-        if gained > 0 {
-            tries.refilled_at = now;
-            tries.left =
-                KEY_TRIES_MAX.min(tries.left.saturating_add(u32::try_from(gained).unwrap_or(u32::MAX)));
+        let mut user = self.tries();
+        user.last_try_at = now;
+        let may_try = user.tries.has_try(now);
+        if may_try {
+            user.tries.use_try();
         }
-        tries.last_try_at = now;
-        let may_try = tries.left > 0;
-        tries.left = tries.left.saturating_sub(1);
         may_try
     }
 
@@ -89,17 +132,16 @@ impl UserAccount {
 
     /// Returns a try whose key was right.
     pub fn return_key_try(&self) {
-        let mut tries = self.tries();
-        tries.left = KEY_TRIES_MAX.min(tries.left + 1);
+        self.tries().tries.return_try();
     }
 
     /// Counts a try whose key opened nothing.
     pub fn count_wrong_key(&self) {
         let refused = self.refused.fetch_add(1, Relaxed) + 1;
-        let mut tries = self.tries();
-        let now = tries.last_try_at;
-        if tries.last_log_at.is_none_or(|logged| now.saturating_sub(logged) >= LOG_INTERVAL) {
-            tries.last_log_at = Some(now);
+        let mut user = self.tries();
+        let now = user.last_try_at;
+        if user.last_log_at.is_none_or(|logged| now.saturating_sub(logged) >= LOG_INTERVAL) {
+            user.last_log_at = Some(now);
             tracing::warn!(user = self.tenant.0, refused, "programs of this user use keys that open nothing");
         }
     }
@@ -110,7 +152,7 @@ impl UserAccount {
         UserStatistics { tenant: self.tenant.0, allocated_bytes, refused: self.refused.load(Relaxed) }
     }
 
-    fn tries(&self) -> MutexGuard<'_, KeyTries> {
+    fn tries(&self) -> MutexGuard<'_, UserTries> {
         self.tries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -151,24 +193,39 @@ mod tests {
         assert!(!account.reserve(u64::MAX, u64::MAX));
     }
 
+    /// Uses up all tries that are left at this time.
+    fn use_up(tries: &mut KeyTries, now: Duration) -> u32 {
+        let mut used = 0;
+        while tries.has_try(now) {
+            tries.use_try();
+            used += 1;
+        }
+        used
+    }
+
     #[test]
     fn tries_of_unknown_keys_are_limited_and_refilled() {
-        let account = UserAccount::new(Tenant(1));
         let start = Duration::from_millis(1500);
-        for _ in 0..KEY_TRIES_MAX {
-            assert!(account.use_key_try(start));
-            account.count_wrong_key();
+        for (mut tries, max, refill) in [
+            (KeyTries::of_session(), SESSION_TRIES_MAX, 1),
+            (KeyTries::full(USER_TRIES_MAX, SESSIONS_PER_USER_MAX), USER_TRIES_MAX, SESSIONS_PER_USER_MAX),
+        ] {
+            assert_eq!(use_up(&mut tries, start), max);
+            let later = start + KEY_TRY_INTERVAL;
+            assert_eq!(use_up(&mut tries, later), refill, "tries in a second");
+            let much_later = later + 1000 * KEY_TRY_INTERVAL;
+            assert_eq!(use_up(&mut tries, much_later), max, "tries do not exceed the maximum");
+            tries.return_try();
+            assert_eq!(use_up(&mut tries, much_later), 1, "a right key uses up none");
         }
-        assert!(!account.use_key_try(start));
-        let later = start + KEY_TRY_INTERVAL;
-        assert!(account.use_key_try(later));
-        account.count_wrong_key();
-        assert!(!account.use_key_try(later), "one try in a second");
-        let much_later = later + 1000 * KEY_TRY_INTERVAL;
-        for _ in 0..KEY_TRIES_MAX {
-            assert!(account.use_key_try(much_later));
-            account.count_wrong_key();
-        }
-        assert!(!account.use_key_try(much_later), "tries do not exceed the maximum");
+    }
+
+    #[test]
+    fn sessions_one_after_another_have_the_tries_of_their_user() {
+        let account = UserAccount::new(Tenant(1));
+        let used = (0..).take_while(|_| account.use_key_try(Duration::ZERO)).count();
+        assert_eq!(used, USER_TRIES_MAX as usize);
+        account.return_key_try();
+        assert!(account.use_key_try(Duration::ZERO) && !account.use_key_try(Duration::ZERO));
     }
 }

@@ -12,7 +12,9 @@ use std::time::Duration;
 use aquifer_ipc::ring::{RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, OperationGuard, SizeClass, Stretch};
 
-pub(crate) use account::UserAccounts;
+#[cfg(test)]
+pub(crate) use account::UserAccount;
+pub(crate) use account::{SESSIONS_PER_USER_MAX, UserAccounts};
 pub(crate) use session::SessionCore;
 
 /// Bytes to copy between an extent and the ring's data area.

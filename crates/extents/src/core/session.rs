@@ -15,7 +15,7 @@ use aquifer_fabric::Key;
 use aquifer_ipc::ring::{ExtentName, RingAnswer, RingRequest, RingStatus, TransferRange};
 use aquifer_pool::{Extent, NodeId, SizeClass};
 
-use super::account::UserAccount;
+use super::account::{KeyTries, UserAccount};
 use super::allocate::{batch_max, equal_requests};
 use super::stock::Stock;
 use super::{ExtentPool, Transfer};
@@ -90,6 +90,8 @@ pub(crate) struct SessionCore<P> {
     pub(super) usage: SessionUsage,
     /// Entries that the next request has already changed, before an earlier agent was killed.
     pub(super) resumed: Vec<u32>,
+    /// Tries of unknown keys that this session has left.
+    key_tries: KeyTries,
     /// Transfers of the requests that are being answered.
     transfers: Vec<Transfer>,
     /// For each transfer: the index of its answer, and whether the session does not know the key.
@@ -111,6 +113,7 @@ impl<P: ExtentPool> SessionCore<P> {
             unused_entries: Vec::new(),
             usage: SessionUsage::default(),
             resumed: Vec::new(),
+            key_tries: KeyTries::of_session(),
             transfers: Vec::new(),
             transfer_answers: Vec::new(),
         };
@@ -276,16 +279,26 @@ impl<P: ExtentPool> SessionCore<P> {
             }
             // The extent is freed, or has another size.
             Some(_) => return refuse(RingStatus::Refused),
-            None if self.account.use_key_try(self.pool.now()) => {}
+            None if self.use_key_try() => {}
             None if self.transfer_answers.iter().any(|(_, is_unknown_key)| *is_unknown_key) => return None,
             None => {
                 self.account.count_untried_key();
-                return refuse(RingStatus::Refused);
+                return refuse(RingStatus::KeyNotTried);
             }
         }
         self.transfers.push(Transfer { extent, range, is_write });
         self.transfer_answers.push((answer, number.is_none()));
         Some(RingAnswer::without_extent(RingStatus::Done))
+    }
+
+    /// Uses up a try of an unknown key; false if the session or its user has none left.
+    fn use_key_try(&mut self) -> bool {
+        let now = self.pool.now();
+        let may_try = self.key_tries.has_try(now) && self.account.use_key_try(now);
+        if may_try {
+            self.key_tries.use_try();
+        }
+        may_try
     }
 
     fn transfer(&mut self, answers: &mut [RingAnswer]) {
@@ -296,7 +309,10 @@ impl<P: ExtentPool> SessionCore<P> {
         for ((answer, is_unknown_key), mut status) in self.transfer_answers.iter().zip(outcomes) {
             match (is_unknown_key, status) {
                 (true, RingStatus::Refused) => self.account.count_wrong_key(),
-                (true, _) => self.account.return_key_try(),
+                (true, _) => {
+                    self.key_tries.return_try();
+                    self.account.return_key_try();
+                }
                 // The node has returned without its memory.
                 (false, RingStatus::Refused) => status = RingStatus::NodeGone,
                 (false, _) => {}
