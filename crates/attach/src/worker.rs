@@ -262,7 +262,16 @@ impl PageMover for WorkerMemory<'_> {
         occupied.iter_mut().zip(present).for_each(|(is_occupied, present)| *is_occupied = present & 1 == 1);
     }
 
+    /// The page of the word that the worker reads stays, whether it is pinned or not: the program
+    /// can overwrite its pins, and the agent would wait for a worker that waits for the agent.
     fn move_out(&mut self, address: usize, index: usize, pages: usize) -> (usize, isize) {
+        let pages = match (self.worker.thread_word as usize & !(PAGE - 1)).checked_sub(address) {
+            Some(offset) if offset < pages * PAGE => offset / PAGE,
+            _ => pages,
+        };
+        if pages == 0 {
+            return (0, -(libc::EBUSY as isize));
+        }
         uffd::move_pages(self.worker.program_uffd, self.bounce_page(index), address, pages)
     }
 

@@ -264,6 +264,13 @@ impl WorkerPort {
         is_done
     }
 
+    /// Whether the program has overwritten the number of the command, which only the agent stores.
+    /// Then the worker may never complete it.
+    #[must_use]
+    pub fn is_command_overwritten(&self) -> bool {
+        self.control().command.load(Acquire) != self.command
+    }
+
     fn wake(&self) {
         if let Err(error) = futex::wake(&self.control().command, futex::Flags::empty(), 1) {
             tracing::warn!(%error, "a worker cannot be woken");

@@ -1,6 +1,7 @@
 //! A hostile program of an ordinary user: `attacker ATTACK`. It exits with 0 if the attack was
 //! repelled, and prints what the agent answered.
 
+mod control;
 mod descriptors;
 mod exhaustion;
 mod fuse;
@@ -20,6 +21,8 @@ fn main() -> ExitCode {
         "lingering-sockets" => descriptors::lingering_sockets(),
         "inherited-file" => descriptors::inherited_file(),
         "waiting-files" => descriptors::waiting_files(),
+        "overwrite-control" => control::overwrite(),
+        "overwrite-control-and-wait" => control::overwrite_and_wait(),
         "fill" => exhaustion::fill(),
         "sparse" => exhaustion::sparse(),
         "listen" => stranger::listen(),

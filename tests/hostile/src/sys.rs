@@ -89,6 +89,22 @@ pub fn wait(pid: i32) {
     unsafe { libc::waitpid(pid, std::ptr::null_mut(), 0) };
 }
 
+/// Lets the kernel clear no word when the calling thread ends.
+pub fn clear_no_word() {
+    // SAFETY: the kernel does nothing with the address 0.
+    unsafe { libc::syscall(libc::SYS_set_tid_address, 0) };
+}
+
+/// Writes to the memory of a process of this user. Returns whether all was written.
+pub fn write_memory(process: i32, address: usize, bytes: &[u8]) -> bool {
+    let from = libc::iovec { iov_base: bytes.as_ptr() as *mut c_void, iov_len: bytes.len() };
+    let to = libc::iovec { iov_base: address as *mut c_void, iov_len: bytes.len() };
+    // SAFETY: the kernel reads `bytes`, and refuses addresses that are not mapped. In this process
+    // it writes to memory that the caller names, which has atomic integers only.
+    let written = unsafe { libc::process_vm_writev(process, &raw const from, 1, &raw const to, 1, 0) };
+    usize::try_from(written) == Ok(bytes.len())
+}
+
 /// The userfaultfds of the worker of this process, which shares its memory.
 pub fn steal_userfaultfds() -> Vec<OwnedFd> {
     let mut stolen = Vec::new();

@@ -58,6 +58,9 @@ pub struct LastProcessWatch<'a> {
     /// Checks since the word was cleared, or since the agent reported the end of the process.
     checks: u32,
     pause_ns: u64,
+    /// Whether the agent was told that only the worker has the memory. The program can write to the
+    /// control memory, so what is stored there does not tell it.
+    has_reported: bool,
 }
 
 impl<'a> LastProcessWatch<'a> {
@@ -73,6 +76,7 @@ impl<'a> LastProcessWatch<'a> {
             can_wait_for_both: true,
             checks: 0,
             pause_ns: PAUSE_MIN_NS,
+            has_reported: false,
         }
     }
 
@@ -92,6 +96,11 @@ impl<'a> LastProcessWatch<'a> {
                 }
             }
             _ => self.pause(last, PAUSE_MAX_NS),
+        }
+        // The program may have had the kernel clear another word, and the agent stores nothing for
+        // a worker that it has detached.
+        if self.control.command.load(Ordering::Acquire) == last && self.is_detached() {
+            self.check_use(last);
         }
     }
 
@@ -176,8 +185,9 @@ impl<'a> LastProcessWatch<'a> {
 
     /// Reports to the agent, once, that only the worker has the memory. The agent then copies the
     /// pages that are still in the staging buffers.
-    fn report_last(&self) {
-        if self.control.process_ended.swap(WORKER_IS_LAST, Ordering::AcqRel) != WORKER_IS_LAST {
+    fn report_last(&mut self) {
+        self.control.process_ended.store(WORKER_IS_LAST, Ordering::Release);
+        if !core::mem::replace(&mut self.has_reported, true) {
             let byte = 0u8;
             let flags = (libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) as usize;
             let packet = [self.worker.socket as usize, (&raw const byte) as usize, 1, flags, 0, 0];
@@ -189,13 +199,17 @@ impl<'a> LastProcessWatch<'a> {
     }
 
     /// Whether the staging buffers have no page that a forked child may need: the agent has copied
-    /// all pages, or the agent and the keeper have ended.
+    /// all pages, or serves the program no more.
     fn is_unneeded(&self) -> bool {
-        let mut agent = libc::pollfd { fd: self.worker.socket, events: 0, revents: 0 };
         let is_empty = |count: &AtomicU32| count.load(Ordering::Acquire) == 0;
-        self.control.batches.iter().all(|batch| is_empty(&batch.count))
-            // SAFETY: the kernel writes to the one entry.
-            || unsafe { syscall(libc::SYS_poll, [(&raw mut agent) as usize, 1, 0, 0, 0, 0]) } == 1
+        self.control.batches.iter().all(|batch| is_empty(&batch.count)) || self.is_detached()
+    }
+
+    /// Whether the agent serves the program no more, or the agent and the keeper have ended.
+    fn is_detached(&self) -> bool {
+        let mut agent = libc::pollfd { fd: self.worker.socket, events: 0, revents: 0 };
+        // SAFETY: the kernel writes to the one entry.
+        unsafe { syscall(libc::SYS_poll, [(&raw mut agent) as usize, 1, 0, 0, 0, 0]) == 1 }
     }
 }
 

@@ -29,6 +29,14 @@ impl Attachment {
     }
 }
 
+/// Ends the connection to a worker, which then ends as soon as no other process has the memory.
+///
+/// It is not enough to close the socket, because the keeper has it, too.
+pub(crate) fn shut_down(socket: impl AsFd) {
+    // It fails if the worker has ended.
+    let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
+}
+
 /// The outcome of a message to a program whose end is watched: it is no failure if the program has
 /// ended.
 pub(crate) fn unless_ended(sent: io::Result<()>) -> io::Result<()> {

@@ -2,7 +2,9 @@
 
 mod knocking;
 mod pool;
+mod worker_end;
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::KnockName;
 use super::attach::AttachError;
-use super::attachment::{Attachment, unless_ended};
+use super::attachment::{Attachment, shut_down, unless_ended};
 use super::backoff::Backoff;
 use super::canary::Canary;
 use super::core_follower::CoreFollower;
@@ -39,10 +41,6 @@ use crate::uffd::{self, Userfaultfd};
 const PAGE: u64 = PAGE_BYTES as u64;
 /// Longest wait for the sender before the program's end is checked.
 const PATIENCE: rustix::fs::Timespec = rustix::fs::Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-/// Longest time between the end of a worker that is killed together with its program, and the end
-/// of the program.
-const WORKER_END_PATIENCE: Duration = Duration::from_secs(5);
-
 /// The edge of one real program.
 #[derive(Debug)]
 pub(crate) struct ProcessEdge {
@@ -58,6 +56,8 @@ pub(crate) struct ProcessEdge {
     attachment: Option<Attachment>,
     started: Instant,
     is_loss_reported: bool,
+    /// Since when the worker of a program whose process has ended does not complete a command.
+    stalled_since: Cell<Option<Instant>>,
     core_follower: CoreFollower,
     journal: Journal,
     messages: Vec<UffdMessage<RawFd>>,
@@ -95,6 +95,7 @@ impl ProcessEdge {
             attachment: None,
             started: Instant::now(),
             is_loss_reported: false,
+            stalled_since: Cell::new(None),
             core_follower: CoreFollower::new(),
             journal,
             messages: Vec::new(),
@@ -202,9 +203,19 @@ impl ProcessEdge {
         Ok(self.attachment.iter().try_for_each(|attachment| attachment.welcome(&self.uffd))?)
     }
 
-    /// Forgets the worker, which has ended.
+    /// The connection to the worker, if it is attached.
+    pub(crate) fn worker_socket(&self) -> Option<Arc<OwnedFd>> {
+        self.attachment.as_ref().map(|attachment| Arc::clone(&attachment.socket))
+    }
+
+    /// Detaches the worker, which has ended or ends when no other process has the memory.
+    ///
+    /// By that a worker knows that its control memory means nothing any more, whatever the program
+    /// has written there.
     pub(crate) fn detach(&mut self) {
-        self.attachment = None;
+        if let Some(attachment) = self.attachment.take() {
+            shut_down(&attachment.socket);
+        }
     }
 
     /// Attaches a worker that another agent has attached.
@@ -252,7 +263,7 @@ impl ProcessEdge {
         self.read_inherited_areas();
         self.find_worker();
         let Some(attachment) = &self.attachment else { return Some(vec![Vec::new(); STAGING_BUFFERS]) };
-        attachment.worker.batches(|| !self.program.is_killed() && !self.program.has_exited())
+        attachment.worker.batches(|| !self.is_over())
     }
 
     /// The registered ranges as the kernel reports them, without those of the shim.
@@ -316,33 +327,6 @@ impl ProcessEdge {
             process.find_worker(worker, self.canary());
         }
         worker != 0
-    }
-
-    /// Has the worker check whether it is the last process that has the memory.
-    pub(crate) fn report_process_end(&self) {
-        if let Some(attachment) = &self.attachment {
-            attachment.worker.report_process_end();
-        }
-    }
-
-    /// Whether no process but the worker has the memory.
-    pub(crate) fn is_worker_last(&self) -> bool {
-        self.attachment.as_ref().is_some_and(|attachment| attachment.worker.is_last())
-    }
-
-    /// Ends the run if the worker, whose socket is closed, was killed or could not bring a page to
-    /// staging.
-    ///
-    /// Waits for a moment, because the program may just be ending together with its worker.
-    pub(crate) fn end_run_if_worker_failed(&self) {
-        let (Some(attachment), Some(process)) = (&self.attachment, self.program.process()) else { return };
-        let has_failed = attachment.worker.process() != 0 && !attachment.worker.is_last();
-        if has_failed && !has_ended(process.pidfd(), WORKER_END_PATIENCE) {
-            self.run.end(&format!(
-                "the worker of process {} was killed, so its memory cannot be paged any more",
-                process.pid()
-            ));
-        }
     }
 
     /// Appends messages that were just read, and records which threads fault.
@@ -549,6 +533,7 @@ impl Kernel for ProcessEdge {
 
     fn begin_move_out(&mut self, buffer: usize, pages: &[PageNumber]) {
         let attachment = self.attachment.as_mut().expect("the monitor has checked that there is a worker");
+        self.stalled_since.set(None);
         attachment.worker.set_core(self.core_follower.core());
         attachment.worker.begin_batch(buffer, pages);
     }
@@ -563,7 +548,7 @@ impl Kernel for ProcessEdge {
         if attachment.worker.finish_batch(buffer, pages.len(), out) {
             return Ok(true);
         }
-        if self.program.is_killed() || self.program.has_exited() { Err(ProgramEnded) } else { Ok(false) }
+        if self.is_over() { Err(ProgramEnded) } else { Ok(false) }
     }
 
     fn has_worker(&self) -> bool {

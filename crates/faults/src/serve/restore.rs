@@ -18,7 +18,7 @@ use aquifer_pager::{BlockId, Budget, Memory, Mempool, REPLICAS_MAX, SlabSet};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::PagingService;
-use super::attachment::Attachment;
+use super::attachment::{Attachment, shut_down};
 use super::canary::Canary;
 use super::edge::ProcessEdge;
 use super::monitor_thread::spawn;
@@ -40,6 +40,9 @@ const DEATH_TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
 /// together.
 const MEMORY_END_TIMEOUT: Duration = Duration::from_secs(5);
 const MEMORY_END_INTERVAL: Duration = Duration::from_millis(1);
+/// Index of the connection to the worker among the descriptors that the keeper holds of a program
+/// that has said hello.
+const SOCKET_INDEX: usize = 4;
 const NO_WAIT: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A run that was resumed.
@@ -166,12 +169,14 @@ impl PagingService {
 
     /// Ends programs that cannot be served; the keeper drops their descriptors only after that.
     fn end_programs(self: &Arc<Self>, programs: Vec<UnservableProgram>) {
-        for UnservableProgram { pidfd, tenant, .. } in &programs {
+        for UnservableProgram { pidfd, tenant, socket, .. } in &programs {
+            // Its worker must not wait until this agent has emptied the staging buffers.
+            socket.iter().for_each(shut_down);
             if let Some(Err(error)) = pidfd.as_ref().map(|pidfd| kill_as(*tenant, pidfd.as_fd())) {
                 tracing::warn!(%error, "cannot kill a program");
             }
         }
-        for UnservableProgram { id, pidfd, tenant, memory } in programs {
+        for UnservableProgram { id, pidfd, tenant, memory, .. } in programs {
             match (memory, pidfd) {
                 (Some((uffd, canary)), _) => {
                     self.unserved.add(self, UnservedMemory::new(uffd, canary, tenant, true));
@@ -191,6 +196,8 @@ struct UnservableProgram {
     /// Its process; `None` for a forked child that is not yet identified.
     pidfd: Option<OwnedFd>,
     tenant: u32,
+    /// The connection to its worker, if it has one.
+    socket: Option<OwnedFd>,
     /// Its userfaultfd and its canary, unless its record is invalid.
     memory: Option<(Userfaultfd, Canary)>,
 }
@@ -201,20 +208,24 @@ impl UnservableProgram {
         let pidfd = if kept.item.pid == 0 { None } else { clone(kept.fds.last()) };
         let record = decode::<ProgramRecord>(&kept.item).ok();
         let id = kept.item.id;
+        let has_worker = record.as_ref().is_some_and(|record| record.hello.is_some());
+        let socket = if has_worker { clone(kept.fds.get(SOCKET_INDEX)) } else { None };
         let memory =
             record.and_then(|record| Some((Userfaultfd::from(clone(kept.fds.first())?), record.canary(id))));
-        Self { id, pidfd, tenant: kept.item.uid, memory }
+        Self { id, pidfd, tenant: kept.item.uid, socket, memory }
     }
 
     fn of(
         id: u64,
         tenant: u32,
         process: Option<&KeptProcess>,
+        worker: Option<&(WorkerPort, OwnedFd)>,
         uffd: &Userfaultfd,
         record: &ProgramRecord,
     ) -> Self {
         let pidfd = process.and_then(|process| process.pidfd.try_clone().ok());
-        Self { id, pidfd, tenant, memory: Some((uffd.clone(), record.canary(id))) }
+        let socket = worker.and_then(|(_, socket)| socket.try_clone().ok());
+        Self { id, pidfd, tenant, socket, memory: Some((uffd.clone(), record.canary(id))) }
     }
 }
 
@@ -344,7 +355,8 @@ impl RecoveredProgram {
     }
 
     fn to_unservable(&self) -> UnservableProgram {
-        UnservableProgram::of(self.id, self.tenant, self.process.as_ref(), &self.uffd, &self.record)
+        let (process, worker) = (self.process.as_ref(), self.worker.as_ref());
+        UnservableProgram::of(self.id, self.tenant, process, worker, &self.uffd, &self.record)
     }
 
     /// Whether the program has ended: its worker, or its process if there is no worker.
@@ -417,7 +429,8 @@ impl ResumableProgram {
     }
 
     fn to_unservable(&self, tenant: u32) -> UnservableProgram {
-        UnservableProgram::of(self.id, tenant, self.process.as_ref(), &self.uffd, &self.record)
+        let (process, worker) = (self.process.as_ref(), self.worker.as_ref());
+        UnservableProgram::of(self.id, tenant, process, worker, &self.uffd, &self.record)
     }
 
     fn start(self, service: &PagingService, run: &Arc<Run>) -> io::Result<()> {
@@ -463,6 +476,7 @@ fn resume(
 ) -> Option<Monitor<ProcessEdge>> {
     let Some(batches) = edge.batches() else {
         pages.close();
+        edge.detach();
         return None;
     };
     let before = pages.into_resume_state(edge.registered(), batches);
