@@ -120,6 +120,14 @@ impl MempoolState {
         let of_others: usize = others.map(|(_, other)| lacks(other)).sum();
         if self.users.is_empty() { 0 } else { of_others + guarantee }
     }
+
+    /// Free blocks that a user may have: those that it lacks to its guarantee, or more if enough
+    /// are left for the others.
+    fn available(&self, user: &MempoolUser, guarantee: usize) -> usize {
+        let free = self.free.len();
+        let guaranteed = guarantee.saturating_sub(user.blocks()).min(free);
+        guaranteed.max(free.saturating_sub(self.reserve(user, guarantee)))
+    }
 }
 
 /// The mempool of one host. Its size is fixed: when no block is free for a user,
@@ -186,10 +194,8 @@ impl Mempool {
     #[must_use]
     pub fn allocate(&self, user: &MempoolUser, owned: usize) -> Option<BlockId> {
         let mut state = self.lock();
-        let guarantee = self.guarantee();
-        let reserve = if user.blocks() < guarantee { 0 } else { state.reserve(user, guarantee) };
         let for_waiting = if owned > 0 { user.waiting.load(SeqCst) } else { 0 };
-        if state.free.len() <= reserve.max(for_waiting) {
+        if state.available(user, self.guarantee()) <= for_waiting {
             return None;
         }
         user.blocks.fetch_add(1, Relaxed);
@@ -215,11 +221,10 @@ impl Mempool {
     /// Whether a volume of a user must free an acknowledged block: others wait for it.
     #[must_use]
     pub fn must_free_block(&self, user: &MempoolUser) -> bool {
-        if user.has_waiting() {
-            let state = self.lock();
-            return state.free.len() < user.waiting.load(SeqCst);
-        }
         let guarantee = self.guarantee();
+        if user.has_waiting() {
+            return self.lock().available(user, guarantee) < user.waiting.load(SeqCst);
+        }
         if user.blocks() <= guarantee {
             return false;
         }
@@ -310,6 +315,22 @@ mod tests {
         assert!(pool.must_free_block(&user));
         pool.free(&user, owned[0]);
         assert!(!pool.must_free_block(&user) && pool.allocate(&user, 1).is_none());
+        assert!(pool.allocate(&user, 0).is_some());
+        user.end_waiting();
+    }
+
+    #[test]
+    fn a_volume_without_a_block_does_not_wait_for_those_of_other_users() {
+        let pool = Mempool::new(8 * BLOCK_PAGES * PAGE_BYTES).unwrap();
+        let user = pool.user(1);
+        let owned: Vec<_> = std::iter::from_fn(|| pool.allocate(&user, 1)).collect();
+        assert_eq!((owned.len(), pool.free_block_count()), (4, 4), "four are kept for the next user");
+        user.begin_waiting();
+        assert_eq!(pool.allocate(&user, 0), None);
+        assert!(pool.must_free_block(&user));
+        pool.free(&user, owned[0]);
+        assert!(!pool.must_free_block(&user));
+        assert_eq!(pool.allocate(&user, 3), None, "a volume with blocks");
         assert!(pool.allocate(&user, 0).is_some());
         user.end_waiting();
     }

@@ -80,7 +80,7 @@ pub struct RunStatistics {
     /// Processes of the run that are not paged now, at most 16.
     #[serde(default)]
     pub unpaged: Vec<UnpagedProcess>,
-    /// Why the pool has no room for pages of the run now; `None` if it has.
+    /// Why the pool or the mempool has no room for pages of the run now; `None` if they have.
     #[serde(default)]
     pub short_of_room: Option<String>,
     /// Resident memory that processes share (`MAP_SHARED`, System V), which is not paged. Each
@@ -202,7 +202,7 @@ pub struct UserStatistics {
     /// Bytes allocated in the pool, extents that are kept ready included.
     #[serde(rename = "taken_bytes")]
     pub allocated_bytes: u64,
-    /// Requests refused because the key opens nothing.
+    /// Requests refused because the key opens nothing, or was not tried.
     pub refused: u64,
 }
 

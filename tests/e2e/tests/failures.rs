@@ -13,6 +13,7 @@ use aquifer_tests_e2e::restart::{figure, start_missing};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::openmetrics::scrape;
+use aquifer_tests_support::state_folder;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -184,6 +185,25 @@ fn a_program_waits_for_room_until_there_is_some() {
 }
 
 #[test]
+fn a_program_says_that_it_waits_for_the_mempool() {
+    let cluster = Cluster::up_with(1, "256M", &["--fabric", "tcp", "--mempool", "2M"]);
+    let first = endless(&cluster, LIMIT, "128M");
+    await_paging(&cluster, 64 << 20);
+    // It acknowledges no page, so the first run holds all blocks that its user may have.
+    let node = cluster.daemon("node", None);
+    processes::signal(node, Signal::STOP);
+    let waiting = start_checker(&cluster, "16M", &["pages", "--bytes", "48M"]);
+    let said = "the mempool of this host has no free block";
+    assert!(await_shortage(&cluster, "checker").starts_with(said));
+    eventually("the owner to be told", || waiting.stderr_so_far().contains(said).then_some(()));
+    processes::signal(node, Signal::CONT);
+    waiting.wait().assert_success("the program that waited");
+    processes::signal(program_of(&first), Signal::KILL);
+    assert_no_wrong_byte(&first.wait().stderr);
+    cluster.assert_all_free();
+}
+
+#[test]
 fn a_full_pool_ends_only_the_program_that_filled_it() {
     let mut cluster = Cluster::up(1, "32M");
     cluster.set_run_options(&["--wait-for-room", "1s"]);
@@ -319,7 +339,7 @@ fn a_restarted_keeper_gets_all_items_again() {
 #[test]
 fn clusters_live_side_by_side() {
     let cluster = Cluster::up(1, "64M");
-    let other = tempfile::TempDir::with_prefix("aquifer-e2e-other-").expect("a temporary folder can be made");
+    let other = state_folder();
     let aquifer = |words: &[&str]| {
         let mut command = Command::new(build::binary());
         command.arg("--state").arg(other.path()).args(words);

@@ -10,7 +10,7 @@ use aquifer_channel::try_send_frame;
 use aquifer_ipc::Frame;
 
 use super::attach::AttachError;
-use super::attachment::Attachment;
+use super::attachment::{Attachment, shut_down};
 use super::edge::ProcessEdge;
 use super::interrupt;
 use super::priority::{URGENT, set_niceness};
@@ -61,7 +61,8 @@ pub(crate) fn spawn(
 struct MonitorLoop {
     monitor: Monitor<ProcessEdge>,
     program: Arc<Program>,
-    /// If the worker has ended and the memory has not: the time between two looks whether it has.
+    /// If the process or the worker has ended and the memory has not: the time between two looks
+    /// whether it has.
     outlived: Option<Duration>,
     /// The time of the next look, also for an unknown process.
     next_probe: Instant,
@@ -83,6 +84,7 @@ impl MonitorLoop {
             let volume = self.monitor.volume();
             self.program.held.store(volume.held(), Relaxed);
             self.program.owns_blocks.store(volume.owns_blocks(), SeqCst);
+            self.program.waits_in_mempool.store(volume.waits_in_mempool(), Relaxed);
             match next {
                 TurnOutcome::Again => {}
                 // The program was just woken on this core and may fault again at once.
@@ -170,6 +172,8 @@ impl MonitorLoop {
     fn handle_end(&mut self) -> bool {
         if self.program.has_process_ended.swap(false, SeqCst) {
             self.monitor.edge().report_process_end();
+            // The memory is looked for, too: the program may have made its worker silent.
+            self.outlived = Some(self.outlived.unwrap_or(FIRST_PROBE));
         }
         let has_exited = self.program.has_exited();
         if has_exited {
@@ -209,7 +213,10 @@ impl MonitorLoop {
             self.monitor.edge().end_run_if_worker_failed();
         }
         self.monitor.edge().run().sender.abandon(id);
+        let socket = self.monitor.edge().worker_socket();
         self.monitor.close();
+        // Not before: children may need the pages that were in the staging buffers.
+        socket.iter().for_each(shut_down);
         self.program.held.store(0, Relaxed);
     }
 }

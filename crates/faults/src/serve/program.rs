@@ -59,6 +59,8 @@ pub struct Program {
     pub(crate) owns_blocks: AtomicBool,
     /// Whether it waits for a block of another program of the run.
     pub(crate) waits_for_block: AtomicBool,
+    /// Whether it had no block of the mempool after the last turn, and the mempool none for it.
+    pub(crate) waits_in_mempool: AtomicBool,
     /// The [`PagingBounds`]: shim range, paged range, canary.
     bounds: [AtomicU64; 5],
     /// The control memory, once the worker is attached.
@@ -104,6 +106,7 @@ impl Program {
             held: AtomicU64::new(0),
             owns_blocks: AtomicBool::new(true),
             waits_for_block: AtomicBool::new(false),
+            waits_in_mempool: AtomicBool::new(false),
             bounds: [const { AtomicU64::new(0) }; 5],
             control: OnceLock::new(),
             sender_events: Mutex::new(VecDeque::new()),

@@ -24,6 +24,8 @@ use crate::stats::FaultStats;
 
 /// For how long a run waits for room in a full pool if its owner has not said it.
 const WAIT_FOR_ROOM: Duration = Duration::from_mins(10);
+/// Why pages of a run cannot leave if it has no block of the mempool and gets none.
+pub(super) const NO_BLOCK: &str = "the mempool of this host has no free block for pages of the run";
 /// Most programs (processes) of one run at once.
 pub const PROGRAMS_MAX: usize = 4096;
 
@@ -73,6 +75,8 @@ pub struct Run {
     ended_programs: FaultStats,
     end_reason: Mutex<Option<String>>,
     notices: Mutex<Vec<String>>,
+    /// Whether its pages wait for a block of the mempool, for so long that its owner is told.
+    waits_in_mempool: AtomicBool,
     /// Its processes that are not paged.
     unpaged: Mutex<Vec<UnpagedProcess>>,
     /// Readable while there are notices or there is a reason of the end that the owner has not got.
@@ -162,6 +166,7 @@ impl Run {
             ended_programs: FaultStats::default(),
             end_reason: Mutex::new(None),
             notices: Mutex::new(Vec::new()),
+            waits_in_mempool: AtomicBool::new(false),
             unpaged: Mutex::default(),
             news: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             programs_seen: AtomicU64::new(0),
@@ -197,6 +202,17 @@ impl Run {
         let RunOwner { pid, process, .. } = &self.owner;
         let lives = process.as_ref().is_some_and(|pidfd| !has_ended(pidfd, Duration::ZERO));
         (*pid != 0 && lives).then_some(*pid)
+    }
+
+    /// Sets whether its pages wait for a block of the mempool. Returns what was set before.
+    pub(crate) fn set_waits_in_mempool(&self, waits: bool) -> bool {
+        self.waits_in_mempool.swap(waits, Relaxed)
+    }
+
+    /// Why its pages find no room now; `None` if they do.
+    fn short_of_room(&self) -> Option<String> {
+        let of_mempool = || self.waits_in_mempool.load(Relaxed).then(|| NO_BLOCK.to_owned());
+        self.sender.room_shortage().map(|(_, reason)| reason).or_else(of_mempool)
     }
 
     /// Sets which of its processes are not paged now.
@@ -405,7 +421,7 @@ impl Run {
             shared_bytes: programs.iter().map(|program| program.shared_bytes).sum(),
             programs,
             swap_bytes: None,
-            short_of_room: self.sender.room_shortage().map(|(_, reason)| reason),
+            short_of_room: self.short_of_room(),
             unpaged: self.unpaged.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             faults: load(&total.faults),
             zero_pages: load(&total.zero_pages),

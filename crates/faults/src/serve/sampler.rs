@@ -19,7 +19,7 @@ use super::family::Family;
 use super::observed::ObservedDuration;
 use super::priority::{URGENT, set_niceness};
 use super::program::{MonitorRequest, Program};
-use super::run::{Run, average_held};
+use super::run::{NO_BLOCK, Run, average_held};
 use crate::areas::Area;
 use crate::maps::{self, KeptPages};
 use crate::monitor::SPARE_PAGES;
@@ -57,6 +57,10 @@ const SLOW_SCAN: Duration = Duration::from_millis(10);
 const SHORTAGE_AFTER: Duration = Duration::from_secs(1);
 /// but not more often than this.
 const SHORTAGE_INTERVAL: Duration = Duration::from_secs(60);
+
+/// What helps if the mempool has no free block.
+const MORE_MEMPOOL_ADVICE: &str =
+    "wait until other runs have ended, or give the agent a larger mempool (aquifer up --mempool)";
 
 /// Wakes the sampler of a run's tenant for a new program, which may reach its limit before the next
 /// sample.
@@ -128,6 +132,10 @@ struct SampledRun {
     room_shortage: Option<RoomShortage>,
     /// When the owner was told of a shortage last.
     told_of_shortage: Option<Instant>,
+    /// How long a program of the run has waited for a block of the mempool.
+    mempool_wait: Option<ObservedDuration>,
+    /// When the owner was told of that last.
+    told_of_mempool_wait: Option<Instant>,
     family: Family,
     quiet: Quiet,
 }
@@ -201,6 +209,8 @@ impl SampledRun {
             is_told_of_excess: false,
             room_shortage: None,
             told_of_shortage: None,
+            mempool_wait: None,
+            told_of_mempool_wait: None,
             family: Family::new(),
             quiet: Quiet::default(),
         }
@@ -347,11 +357,33 @@ impl SampledRun {
         }
     }
 
+    /// Tells the owner of a run that pages of it wait for a block of the mempool.
+    fn check_mempool(&mut self, run: &Run, programs: &[Arc<Program>]) {
+        let now = Instant::now();
+        if !programs.iter().any(|program| program.waits_in_mempool.load(Relaxed)) {
+            self.mempool_wait = None;
+            run.set_waits_in_mempool(false);
+            return;
+        }
+        let waited = self.mempool_wait.get_or_insert_with(|| ObservedDuration::begin(now)).observe(now);
+        if waited > SHORTAGE_AFTER
+            && !run.set_waits_in_mempool(true)
+            && self.told_of_mempool_wait.is_none_or(|told| now.duration_since(told) > SHORTAGE_INTERVAL)
+        {
+            self.told_of_mempool_wait = Some(now);
+            run.notify_owner(&format!(
+                "{NO_BLOCK}. The program waits until one is written to a memory node: \
+                 {MORE_MEMPOOL_ADVICE}"
+            ));
+        }
+    }
+
     /// Tells the owner of a run that is over its limit, and ends a run that will stay there, before
     /// it uses the host's memory.
     fn enforce_limit(&mut self, run: &Run, programs: &[Arc<Program>], total: u64, held: u64) {
         let max = run.budget.resident_max();
         self.check_room(run);
+        self.check_mempool(run, programs);
         let is_over = total > max + max / 10 + TOLERANCE_PAGES;
         if !is_over {
             self.over_limit = None;
@@ -364,7 +396,11 @@ impl SampledRun {
             DueStep::Nothing => {}
             DueStep::Tell => {
                 // A run whose limit was lowered is over it for a while.
-                if !run.is_limit_changed() && !std::mem::replace(&mut self.is_told_of_excess, true) {
+                // Nor can pages leave of one that waits for the mempool, which has its own notice.
+                if !run.is_limit_changed()
+                    && self.mempool_wait.is_none()
+                    && !std::mem::replace(&mut self.is_told_of_excess, true)
+                {
                     run.notify_owner(&excess::notice(total, max, &excess::kept_pages(programs)));
                 }
             }
@@ -374,7 +410,9 @@ impl SampledRun {
                 let kept = excess::kept_pages(programs);
                 let unevictable = total.saturating_sub(held).max(kept.lasting());
                 if over.is_hopeless(evictions, unevictable, max) {
-                    end_over_limit(run, total, &kept);
+                    // Else it has to do with what stays.
+                    let waits_in_mempool = self.mempool_wait.is_some() && unevictable <= max;
+                    end_over_limit(run, total, &kept, waits_in_mempool);
                 }
             }
         }
@@ -382,7 +420,7 @@ impl SampledRun {
 }
 
 /// Ends a run that stays over its limit with `total` resident pages, of which some are kept.
-fn end_over_limit(run: &Run, total: u64, kept: &KeptPages) {
+fn end_over_limit(run: &Run, total: u64, kept: &KeptPages, waits_in_mempool: bool) {
     let kept_mb = (total * PAGE_BYTES as u64) >> 20;
     let wanted_mb = kept_mb * 5 / 4 + 8;
     if run.is_limit_changed() {
@@ -392,6 +430,12 @@ fn end_over_limit(run: &Run, total: u64, kept: &KeptPages) {
             "resident memory that cannot be paged exceeds the changed limit"
         );
         return;
+    }
+    if waits_in_mempool {
+        return run.end(&format!(
+            "it keeps {kept_mb} MiB resident, more than its limit allows, because {NO_BLOCK}: \
+             {MORE_MEMPOOL_ADVICE}"
+        ));
     }
     let reasons = excess::show_kept(kept).unwrap_or_else(|| "held by devices or io_uring".to_owned());
     run.end(&format!(
