@@ -97,7 +97,7 @@ run_tests_beside_lints() {
     nice -n 19 bash -c "$(declare -f lint); set -e; lint" >target/lints.log 2>&1 &
     lints=$!
     tested=0
-    cargo nextest run --profile "$1" --test-threads $(($(nproc) + 1)) \
+    cargo nextest run --profile "$1" --test-threads $(($(nproc) + 4)) \
         --cargo-metadata target/metadata.json --binaries-metadata target/binaries.json || tested=$?
     if ! wait "$lints"; then
         cat target/lints.log
