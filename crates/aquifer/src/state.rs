@@ -56,14 +56,18 @@ pub enum StateError {
         /// The user id of this process.
         own: u32,
     },
-    /// Other users can create files in the folder.
-    #[error("the state folder {path} can be written by other users (mode {mode:o}); run chmod 700 {path}, \
-        or choose another with --state", path = path.display())]
-    WritableByOthers {
+    /// Other users can list the folder, or create files in it.
+    #[error("the state folder {path} can be {what} by other users (mode {mode:o}); run chmod {wanted:o} \
+        {path}, or choose another with --state", path = path.display())]
+    OpenToOthers {
         /// The folder.
         path: PathBuf,
+        /// What others can do with it: "read" or "written".
+        what: &'static str,
         /// Its mode.
         mode: u32,
+        /// The mode with which `aquifer` creates it.
+        wanted: u32,
     },
     /// The path is too long for the sockets in the folder.
     #[error(
@@ -99,7 +103,8 @@ impl StateDir {
     /// else the default folder of the user. Checks it if it exists.
     ///
     /// # Errors
-    /// If it belongs to another user, other users can write to it, or its path is too long.
+    /// If it belongs to another user, other users can list it or write to it, or its path is too
+    /// long.
     pub fn locate(option: Option<&Path>) -> Result<Self, StateError> {
         let (path, origin) = match (option, folder_of_environment()) {
             (Some(given), _) => (absolute(given)?, Origin::Option),
@@ -235,13 +240,12 @@ impl StateDir {
         if metadata.uid() != own {
             return Err(StateError::OtherOwner { path: self.path.clone(), owner: metadata.uid(), own });
         }
-        if metadata.mode() & 0o022 != 0 {
-            return Err(StateError::WritableByOthers {
-                path: self.path.clone(),
-                mode: metadata.mode() & 0o7777,
-            });
+        let mode = metadata.mode() & 0o7777;
+        if mode & 0o066 == 0 {
+            return Ok(());
         }
-        Ok(())
+        let what = if mode & 0o022 == 0 { "read" } else { "written" };
+        Err(StateError::OpenToOthers { path: self.path.clone(), what, mode, wanted: Self::mode() })
     }
 
     fn creation_error(&self, source: io::Error) -> StateError {
@@ -301,12 +305,29 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_that_others_can_write_is_refused() {
+    fn a_folder_that_others_can_list_or_write_is_refused() {
         let (_folder, path) = new_path();
         fs::create_dir(&path).unwrap();
-        for (mode, is_accepted) in [(0o755, true), (0o700, true), (0o770, false), (0o707, false)] {
+        for (mode, refused) in [
+            (0o700, None),
+            (0o711, None),
+            (0o755, Some("read")),
+            (0o750, Some("read")),
+            (0o704, Some("read")),
+            (0o730, Some("written")),
+            (0o707, Some("written")),
+            (0o775, Some("written")),
+        ] {
             fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-            assert_eq!(StateDir::locate(Some(&path)).is_ok(), is_accepted, "{mode:o}");
+            let located = StateDir::locate(Some(&path)).map_err(|error| error.to_string());
+            let Some(what) = refused else {
+                assert!(located.is_ok(), "{mode:o}: {located:?}");
+                continue;
+            };
+            let said = located.unwrap_err();
+            let advice = format!("run chmod {:o} {}", StateDir::mode(), path.display());
+            assert!(said.contains(&format!("can be {what} by other users (mode {mode:o})")), "{said}");
+            assert!(said.contains(&advice), "{said}");
         }
     }
 
@@ -331,7 +352,7 @@ mod tests {
     #[test]
     fn a_link_is_followed_only_if_it_is_given() {
         let (folder, path) = new_path();
-        fs::create_dir(&path).unwrap();
+        DirBuilder::new().mode(0o700).create(&path).unwrap();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert_eq!(StateDir::locate(Some(&link)).unwrap().path(), fs::canonicalize(&path).unwrap());

@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -29,7 +30,7 @@ impl ServiceManager {
     pub fn new() -> Self {
         let mut manager = Self::at(PathBuf::new());
         manager.state = manager.folder.path().join("state");
-        std::fs::create_dir(&manager.state).unwrap();
+        std::fs::DirBuilder::new().mode(0o700).create(&manager.state).unwrap();
         manager
     }
 

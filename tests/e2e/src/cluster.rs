@@ -1,11 +1,10 @@
 //! Clusters of the built program, each in a folder of its own.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use aquifer_ipc::SOCKET_VARIABLE;
+use aquifer_tests_support::state_folder;
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -69,10 +68,7 @@ impl Cluster {
         memory: &str,
         options: &[&str],
     ) -> Self {
-        let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
-        // As `aquifer up` creates it for root: programs that change their user must still reach
-        // their agent.
-        std::fs::set_permissions(state.path(), Permissions::from_mode(0o711)).expect("our own folder");
+        let state = state_folder();
         let (binary, agent_socket) = (binary.to_owned(), PathBuf::new());
         let mut cluster = Self { binary, state, run_options: Vec::new(), nodes, agent_socket, environment };
         let mut up = cluster.command();

@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::{Cluster, build};
-use aquifer_tests_support::skip;
+use aquifer_tests_support::{skip, state_folder};
 use tempfile::TempDir;
 
 const EXIT_FAILED: i32 = 125;
@@ -25,7 +25,7 @@ fn assert_refused(output: &Output, code: i32, words: &[&str]) {
 
 #[test]
 fn run_without_a_cluster_fails() {
-    let state = TempDir::new().expect("a temporary folder can be made");
+    let state = state_folder();
     let output = Command::new(build::binary())
         .arg("--state")
         .arg(state.path())
@@ -38,7 +38,7 @@ fn run_without_a_cluster_fails() {
 /// A swap device has one copy of each page; the option must not be accepted and ignored.
 #[test]
 fn replicas_of_a_swap_device_are_refused() {
-    let state = TempDir::new().expect("a temporary folder can be made");
+    let state = state_folder();
     let output = Command::new(build::binary())
         .arg("--state")
         .arg(state.path())
@@ -159,7 +159,7 @@ fn a_user_without_rights_to_userfaultfd_gets_instructions() {
 /// As in `aquifer status | true`.
 #[test]
 fn a_closed_standard_output_does_not_fail_a_command() {
-    let folder = TempDir::new().expect("a temporary folder can be made");
+    let folder = state_folder();
     // There is no cluster, which `aquifer status` says by its exit code, too.
     for (words, code) in [(&["status"][..], 4), (&["status", "--json"], 4), (&["bench", "list"], 0)] {
         let (reader, writer) = std::io::pipe().expect("a pipe can be made");

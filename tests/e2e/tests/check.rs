@@ -7,7 +7,7 @@ use std::process::Command;
 use aquifer_tests_e2e::cluster::text;
 use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::{Cluster, SharedCluster, build};
-use aquifer_tests_support::skip;
+use aquifer_tests_support::{skip, state_folder};
 use rustix::fs::{XattrFlags, setxattr};
 use tempfile::TempDir;
 
@@ -32,7 +32,7 @@ fn a_cluster_with_a_usual_program_is_checked() {
     for word in ["kernel   ok", "user     ok", "memory nodes: 2", "/sh can be paged", "RLIMIT_NPROC"] {
         assert!(shown.contains(word), "it lacks {word}: {shown}");
     }
-    let elsewhere = TempDir::new().expect("a folder");
+    let elsewhere = state_folder();
     let mut command = Command::new(build::binary());
     command.arg("--state").arg(elsewhere.path()).arg("check");
     let output = command.output().expect("aquifer can be started");
@@ -87,7 +87,7 @@ fn write_key(state: &Path, digit: &str) {
 
 #[test]
 fn an_agent_with_another_key_is_refused_at_once() {
-    let (lender, borrower) = (TempDir::new().expect("a folder"), TempDir::new().expect("a folder"));
+    let (lender, borrower) = (state_folder(), state_folder());
     write_key(lender.path(), "1");
     write_key(borrower.path(), "2");
     let _directory = RunningDaemon::start_here(lender.path(), &["directory"]);

@@ -3,7 +3,7 @@
 use aquifer_tests_e2e::cluster::{find, text};
 use aquifer_tests_e2e::run::{Running, mempool_share, status};
 use aquifer_tests_e2e::{Cluster, build, eventually};
-use aquifer_tests_support::EtcdCluster;
+use aquifer_tests_support::{EtcdCluster, state_folder};
 use serde_json::Value;
 
 const LIMIT: &str = "32M";
@@ -51,7 +51,7 @@ fn an_unreachable_etcd_is_reported_before_anything_starts() {
     let held = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
     let address = format!("etcd://{}", held.local_addr().expect("it is bound"));
     drop(held);
-    let state = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+    let state = state_folder();
     let mut command = std::process::Command::new(build::binary());
     command.arg("--state").arg(state.path()).args([
         "up",
@@ -73,7 +73,7 @@ fn status_knows_an_empty_directory_and_shows_nodes_without_etcd() {
     let mut etcd = EtcdCluster::start();
     let cluster = up(&etcd);
     let misspelt = format!("{}/misspelt", etcd.address());
-    let elsewhere = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+    let elsewhere = state_folder();
     let status = |directory: &str| {
         let mut command = std::process::Command::new(build::binary());
         command.arg("--state").arg(elsewhere.path()).args(["status", "--directory", directory]);

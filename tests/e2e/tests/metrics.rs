@@ -9,6 +9,7 @@ use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::run::Running;
 use aquifer_tests_e2e::{Cluster, build, eventually, processes};
 use aquifer_tests_support::openmetrics::{MetricSamples, scrape, send_request};
+use aquifer_tests_support::state_folder;
 
 const LIMIT: &str = "32M";
 /// Memory of the cluster's own node. The rest of the program is on the node that is scraped.
@@ -63,7 +64,7 @@ fn hostile(place: &str) {
 
 #[test]
 fn metrics_are_served_on_this_machine_only() {
-    let state = tempfile::TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+    let state = state_folder();
     let said = |words: &[&str]| {
         let mut command = Command::new(build::binary());
         let output = command.arg("--state").arg(state.path()).args(words).output();

@@ -10,7 +10,7 @@ use aquifer_tests_e2e::cluster::find;
 use aquifer_tests_e2e::network::{Machine, Network, RunningDaemon};
 use aquifer_tests_e2e::run::{Outcome, Running, mempool_share, status};
 use aquifer_tests_e2e::{build, eventually, processes};
-use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay};
+use aquifer_tests_support::{EtcdCluster, EtcdOptions, TcpRelay, state_folder};
 use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -106,7 +106,7 @@ impl Node {
         let listen = SocketAddr::new(machine.address, 7400);
         let relay_to_node = relay(&hub, listen);
         let to_etcd = relay(&hub, etcd.members()[0].client());
-        let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        let state = state_folder();
         let config = state.path().join("node.toml");
         let text = format!(
             "id = {id}\nmemory = \"64M\"\nlisten = \"{listen}\"\nadvertise = \"{}\"\nkey = \
@@ -161,7 +161,7 @@ impl Host {
         (key, grace, is_relayed): (&Path, &str, bool),
     ) -> Self {
         let machine = network.add(&format!("host{number}"), 20 + number);
-        let state = TempDir::with_prefix("aquifer-e2e-").expect("a temporary folder can be made");
+        let state = state_folder();
         let to_etcd = is_relayed.then(|| relay(&network.hub(), etcd.members()[0].client()));
         let address = to_etcd.as_ref().map(|relay| format!("etcd://{}", relay.address()));
         let directory = format!("{}/net", address.unwrap_or_else(|| etcd.address()));

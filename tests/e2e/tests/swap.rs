@@ -9,6 +9,7 @@ use aquifer_tests_e2e::network::RunningDaemon;
 use aquifer_tests_e2e::run::{self, Running, run_plainly};
 use aquifer_tests_e2e::{Cluster, build, eventually, processes, swap};
 use aquifer_tests_support::openmetrics::scrape;
+use aquifer_tests_support::state_folder;
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -198,7 +199,7 @@ fn a_killed_server_ends_its_program_with_a_message() {
 
 #[test]
 fn refusals_have_a_reason() {
-    let nowhere = tempfile::tempdir().expect("a temporary folder can be made");
+    let nowhere = state_folder();
     let run = |options: &[&str]| {
         let mut command = std::process::Command::new(build::binary());
         command.arg("--state").arg(nowhere.path()).args(["run", "--swap"]).args(options).args(["--", "true"]);

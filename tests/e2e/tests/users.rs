@@ -99,7 +99,7 @@ fn an_agent_serves_only_its_own_user_by_default() {
     let shared = Guests(SharedCluster::up());
     let own = shared.0.cluster.state().join("agent.sock");
     std::fs::set_permissions(&own, Permissions::from_mode(0o666)).expect("our own socket");
-    std::fs::set_permissions(shared.0.cluster.state(), Permissions::from_mode(0o755))
+    std::fs::set_permissions(shared.0.cluster.state(), Permissions::from_mode(0o711))
         .expect("our own folder");
     let output =
         shared.0.command(ANNE, &["run", "--local", "24M", "--", "true"]).env("AQUIFER_AGENT", &own).output();

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Output, Stdio};
 
 use aquifer_tests_e2e::build;
 use aquifer_tests_e2e::eventually::eventually;
+use aquifer_tests_support::state_folder;
 use tempfile::TempDir;
 
 use crate::server::{Options, Program, Server};
@@ -26,8 +27,7 @@ impl Cluster {
     /// If the directory does not start.
     #[must_use]
     pub fn start(arguments: &[&str]) -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).expect("it is this user's");
+        let folder = state_folder();
         let key = folder.path().join("cluster.key");
         fs::write(&key, "5a".repeat(32)).expect("the folder is writable");
         fs::set_permissions(&key, fs::Permissions::from_mode(0o600)).expect("it is this user's");

@@ -14,9 +14,28 @@ pub mod golden;
 pub mod openmetrics;
 pub mod relay;
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+
+use tempfile::TempDir;
+
 pub use etcd::{EtcdCluster, EtcdOptions, EtcdServer};
 pub use golden::Golden;
 pub use relay::TcpRelay;
+
+/// A new state folder of a cluster, which other users can enter and not list.
+///
+/// `aquifer` creates root's folder so, because programs that change their user must still reach
+/// their agent.
+///
+/// # Panics
+/// If it cannot be created.
+#[must_use]
+pub fn state_folder() -> TempDir {
+    let mut builder = tempfile::Builder::new();
+    let folder = builder.prefix("aquifer-e2e-").permissions(Permissions::from_mode(0o711)).tempdir();
+    folder.expect("a temporary folder can be made")
+}
 
 /// Reports to `scripts/test.sh` why this test cannot run on this machine.
 ///

@@ -326,7 +326,7 @@ mod tests {
     }
 
     fn state() -> (tempfile::TempDir, StateDir) {
-        let folder = tempfile::tempdir().unwrap();
+        let folder = aquifer_tests_support::state_folder();
         let state = StateDir::locate(Some(folder.path())).unwrap();
         (folder, state)
     }

@@ -17,7 +17,7 @@ use crate::state::StateDir;
 #[test]
 fn golden_files_of_a_cluster() {
     let mut golden = golden!("state");
-    let folder = tempfile::tempdir().expect("there is room for a folder");
+    let folder = aquifer_tests_support::state_folder();
     let state = StateDir::locate(Some(folder.path())).expect("it is ours alone");
     let name = |path: &Path| path.strip_prefix(state.path()).expect("it is there").display().to_string();
     for daemon in Daemon::all(2, true) {

@@ -3,7 +3,8 @@
 //! The name of a folder has the process number of its owner, so that a later bench finds the
 //! folders whose owner has ended.
 
-use std::os::unix::fs::MetadataExt;
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use tempfile::TempDir;
@@ -25,7 +26,8 @@ pub fn temporary() -> Result<TempDir, BenchError> {
     create(PREFIX)
 }
 
-/// Creates a temporary folder with a prefix and this process's number in its name.
+/// Creates a temporary folder with a prefix and this process's number in its name. Other users can
+/// enter and not list it, so it can be the state folder of a cluster.
 ///
 /// # Errors
 /// If it cannot be created.
@@ -33,6 +35,7 @@ pub fn create(prefix: &str) -> Result<TempDir, BenchError> {
     let parent = std::env::temp_dir();
     tempfile::Builder::new()
         .prefix(&format!("{prefix}{}-", std::process::id()))
+        .permissions(Permissions::from_mode(0o711))
         .tempdir_in(&parent)
         .map_err(BenchError::io("create a folder in", &parent))
 }
