@@ -102,9 +102,9 @@ fn most_of_a_node_can_be_allocated_again_at_once() {
     const BYTES: u64 = 400 << 20;
     let cluster = Cluster::up_with(1, "512M", &["--extents-per-user", "512M"]);
     let mut session = Session::open_at(cluster.agent_socket()).expect("a session");
-    for round in 0..12_u64 {
+    for round in 0..6_u64 {
         // Ten times a second the node clears spans that have not been used since its last check.
-        (0..40 + 3 * round).for_each(|_| drop(output(cluster.command().arg("status"))));
+        (0..20 + 6 * round).for_each(|_| drop(output(cluster.command().arg("status"))));
         let extent = session.allocate(BYTES).expect("what was there a moment ago");
         let stamp = round.to_le_bytes();
         session.write(&extent, BYTES - 8, &stamp).expect("room");

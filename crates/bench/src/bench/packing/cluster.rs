@@ -334,15 +334,18 @@ fn is_safe(free: u64, claims: impl Iterator<Item = Claim>) -> bool {
 mod tests {
     use super::*;
 
+    /// Time that is played, in seconds.
+    const TIME_S: u64 = 300;
+
     fn setting(policy: Policy, mix: usize, sections: u32) -> Setting {
-        Setting { policy, mix: Mix::ALL[mix], sections, time_s: 900 }
+        Setting { policy, mix: Mix::ALL[mix], sections, time_s: TIME_S }
     }
 
     #[test]
     fn jobs_hold_at_most_the_pool_and_free_all() {
         for policy in [Policy::Static, Policy::Dynamic] {
             let outcome = play(&setting(policy, 0, 2048), 1).unwrap();
-            assert_eq!(outcome.samples.len(), 900 / 5);
+            assert_eq!(outcome.samples.len() as u64, TIME_S / 5);
             for sample in &outcome.samples {
                 assert!(sample.used <= sample.held && sample.held <= 2048 * 512, "{sample:?}");
                 assert!(sample.jobs > 0);
